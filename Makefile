@@ -1,0 +1,38 @@
+# The two commands of a fresh clone: `make demo` and `make test`. Both need Python (3.10 or newer,
+# with venv) and nothing else; everything is installed into .venv, pinned by constraints.txt.
+#
+#   PYTHON=python3.12   another interpreter for .venv
+#   TORCH_INDEX=URL     an extra package index for torch (its CPU build is smaller and serves here)
+#   DEMO="--seqlen 256" arguments of the demo
+#   TESTS="tests/sim -k tma"  arguments of pytest
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+DEMO ?=
+TESTS ?= -n 2 --durations 10
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(BIN)/python -m fa4_hd256 demo $(DEMO)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+# torch goes first and alone: an index given for it must not serve any other package.
+# The package is installed in place, so that the tests run the files of this checkout.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; choose one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP_INSTALL) --editable '.[test,bench]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .cache build .pytest_cache .ruff_cache .hypothesis *.egg-info
