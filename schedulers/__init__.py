@@ -1,0 +1,33 @@
+"""Tile schedulers for kernels of CTA pairs: one protocol, static and dynamic implementations.
+
+`order` says which tile comes when, `static` and `clc` who gets it, `choice` which of them a call
+uses; `protocol` is what a kernel programs against.
+"""
+
+from .choice import clc_requested, scheduler_class
+from .clc import ClcScheduler
+from .order import (
+    TileOrder,
+    TileProblem,
+    later_blocks_are_longer,
+    section_heads_for,
+    tile_coordinates,
+)
+from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile
+from .static import StaticPersistentScheduler, StaticSingleTileScheduler
+
+__all__ = [
+    "CLUSTER_SIZE",
+    "ClcScheduler",
+    "StaticPersistentScheduler",
+    "StaticSingleTileScheduler",
+    "TileOrder",
+    "TileProblem",
+    "TileScheduler",
+    "WorkTile",
+    "clc_requested",
+    "later_blocks_are_longer",
+    "scheduler_class",
+    "section_heads_for",
+    "tile_coordinates",
+]

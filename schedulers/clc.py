@@ -1,0 +1,163 @@
+"""Dynamic persistent scheduling by cluster launch control (CLC).
+
+The grid has one cluster per tile.  A running cluster asks the hardware to cancel the launch of a
+cluster that has not started yet and takes over its tile (PTX ISA, clusterlaunchcontrol).  So fast
+clusters do more tiles, without a counter in memory.
+
+Protocol, for each slot of the response ring (`cutlass.pipeline.PipelineClcFetchAsync`):
+
+===============  ====================================================================
+full barrier     one in each CTA; count 1.  A lane of the leader's scheduler warp arms it
+                 in every CTA (arrive.expect_tx, 16 bytes) before the multicast try_cancel,
+                 whose response completes the bytes.  Waited for by every consumer warp of
+                 that CTA before it reads the response.
+empty barrier    in the leader CTA; one arrival per consumer warp of BOTH CTAs after its read
+                 of the response.  Waited for by the leader's scheduler warp before it arms
+                 the slot again, and in `producer_tail`.
+===============  ====================================================================
+
+* The response is decoded from one 128-bit load; a proxy fence orders that generic read before the
+  next asynchronous write, then the warp arrives with release at cluster scope.
+* No try_cancel follows an observed failure: a query is made only in an iteration that has a valid
+  tile, and its response is read before the next.
+* Every warp takes part in every response, the failed one included; phases carry across tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, pipeline
+
+from .order import TileOrder, TileProblem
+from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
+
+__all__ = ["ClcChannel", "ClcScheduler"]
+
+# Bytes of one clusterlaunchcontrol response (PTX ISA: a .b128 opaque handle).
+RESPONSE_BYTES = 16
+# One response is read by slow roles while the next is already on its way.
+NUM_STAGES = 2
+
+
+@dataclass(frozen=True)
+class ClcChannel:
+    """What the roles share: the pipeline's barriers and the ring of responses in SMEM."""
+
+    pipeline: pipeline.PipelineClcFetchAsync
+    responses: cute.Pointer
+
+
+class ClcScheduler:
+    """One warp's view of the cluster's sequence of tiles."""
+
+    needs_scheduler_warp: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        order: TileOrder,
+        channel: ClcChannel,
+        consumer: pipeline.PipelineState,
+        producer: pipeline.PipelineState,
+    ) -> None:
+        self.order = order
+        self.channel = channel
+        self.consumer = consumer
+        self.producer = producer
+
+    @staticmethod
+    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+        """One cluster per tile, of which running ones cancel the waiting ones."""
+        return problem.num_tiles * CLUSTER_SIZE, 1, 1
+
+    @staticmethod
+    def setup(allocator: Any, consumer_warps_per_cta: int) -> ClcChannel:
+        """Allocate barriers and responses (48 bytes a stage, with padding) and set them up."""
+        barriers = allocator.allocate_array(Int64, 2 * NUM_STAGES)
+        responses = allocator.allocate(RESPONSE_BYTES * NUM_STAGES, byte_alignment=RESPONSE_BYTES)
+        channel = pipeline.PipelineClcFetchAsync.create(
+            num_stages=NUM_STAGES,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, consumer_warps_per_cta * CLUSTER_SIZE
+            ),
+            tx_count=RESPONSE_BYTES,
+            barrier_storage=barriers,
+            cta_layout_vmnk=cute.make_layout((1, CLUSTER_SIZE, 1, 1)),
+            defer_sync=True,
+        )
+        return ClcChannel(channel, cute.recast_ptr(responses, dtype=Int32))
+
+    @classmethod
+    def create(cls, order: TileOrder, channel: ClcChannel) -> ClcScheduler:
+        """The scheduler of one warp; `channel` is what `setup` returned."""
+        consumer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_STAGES)
+        producer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_STAGES)
+        return cls(order, channel, consumer, producer)
+
+    def initial_work(self) -> WorkTile:
+        """The tile of this cluster's own launch."""
+        index, _ = cluster_index()
+        return make_work_tile(Int32(index), Boolean(True), self.order)
+
+    @cute.jit
+    def prefetch_next_work(self) -> None:
+        """In the leader CTA: ask for the next tile, into both CTAs; elsewhere nothing.
+
+        To be called by one whole warp per CTA, after a valid tile, once per tile.
+        """
+        if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0:
+            self.channel.pipeline.producer_acquire(self.producer)
+            with cute.arch.elect_one():
+                cute.arch.issue_clc_query(
+                    self.channel.pipeline.producer_get_barrier(self.producer),
+                    self._response(self.producer),
+                )
+        self.producer.advance()
+
+    @cute.jit
+    def advance_to_next_work(self) -> WorkTile:
+        """Wait for the response of the outstanding query, read it and give the slot back."""
+        channel = self.channel.pipeline
+        channel.consumer_wait(self.consumer)
+        first_cta, _, _, is_valid = cute.arch.clc_response(self._response(self.consumer))
+        # Every lane has read the slot before the warp's one arrival allows the next write to it.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            channel.consumer_release(self.consumer)
+        self.consumer.advance()
+        return make_work_tile(first_cta // CLUSTER_SIZE, is_valid != 0, self.order)
+
+    @cute.jit
+    def producer_tail(self) -> None:
+        """In the leader CTA: wait until the consumers of both CTAs have given every slot back.
+
+        The peer's arrivals come from another CTA, so this one must not exit before them.  Only
+        the empty barriers are waited for: acquiring the slots would arm barriers of a peer that
+        may be gone.
+        """
+        if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0:
+            for _ in cutlass.range_constexpr(NUM_STAGES):
+                self.channel.pipeline.sync_object_empty.wait(
+                    self.producer.index, self.producer.phase
+                )
+                self.producer.advance()
+
+    def _response(self, state: pipeline.PipelineState) -> cute.Pointer:
+        return self.channel.responses + state.index * (RESPONSE_BYTES // 4)
+
+    def __extract_mlir_values__(self) -> list:
+        return [
+            *cutlass.extract_mlir_values(self.consumer),
+            *cutlass.extract_mlir_values(self.producer),
+        ]
+
+    def __new_from_mlir_values__(self, values: list) -> ClcScheduler:
+        count = len(cutlass.extract_mlir_values(self.consumer))
+        consumer = cutlass.new_from_mlir_values(self.consumer, values[:count])
+        producer = cutlass.new_from_mlir_values(self.producer, values[count:])
+        return ClcScheduler(self.order, self.channel, consumer, producer)

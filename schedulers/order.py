@@ -1,0 +1,221 @@
+"""The order in which cluster tiles are worked on: linear index -> (query block, head, batch).
+
+One formula serves the host (Python integers) and the device (Int32 with precomputed fast
+divisors), and every scheduler uses it, so a tile means the same under all of them.
+
+The (batch, head) pairs, head fastest, are cut into sections of `section_heads` pairs.  Inside a
+section the query block is the slow index and the head the fast one::
+
+    index -> section -> rank of the query block (longest first) -> head in the section
+
+* The heads of one KV group are neighbours, and a section is at least one group wide, so the
+  clusters that run at the same time read the same K and V and find them in L2.
+* With a causal or windowed mask the tiles of one section differ in length; the longest come
+  first, so the short ones fill the end (longest-processing-time-first scheduling).  A section of
+  one KV group gives the best reuse; a section of all heads gives the best balance;
+  `section_heads_for` chooses the widest section whose K and V stay in L2.
+* `num_query_blocks` and the number of pairs may be any positive numbers; the last section may be
+  narrower than the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+__all__ = [
+    "TileOrder",
+    "TileProblem",
+    "later_blocks_are_longer",
+    "section_heads_for",
+    "tile_coordinates",
+]
+
+
+def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """`condition ? if_true : if_false` for Python values and for device values."""
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return cutlass.select_(condition, if_true, if_false)
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    """The smaller of two integers, Python or DSL."""
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    return cutlass.min(Int32(a), Int32(b))
+
+
+@dataclass(frozen=True)
+class TileProblem:
+    """What has to be computed, counted in cluster tiles of 256 query rows.
+
+    `num_query_blocks`, `num_heads` (query heads), `num_batches` and `section_heads` are Python
+    integers or Int32 values of the host function; the sizes of one launch must give fewer than
+    2**31 tiles.  `section_heads` is the width of a section in (batch, head) pairs (see the
+    module's docstring).  `later_blocks_first` is static: the compiled kernel depends on it.
+
+    Raises ValueError for Python integers below 1.
+    """
+
+    num_query_blocks: Any
+    num_heads: Any
+    num_batches: Any
+    section_heads: Any = 1
+    later_blocks_first: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_query_blocks", "num_heads", "num_batches", "section_heads"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {value}; "
+                    "a problem without tiles must not be launched"
+                )
+        if self.python_integers and self.num_tiles >= 2**31:
+            raise ValueError(f"{self.num_tiles} tiles in one launch; the limit is 2**31 - 1")
+
+    @property
+    def python_integers(self) -> bool:
+        """Whether every size is a Python integer."""
+        sizes = (self.num_query_blocks, self.num_heads, self.num_batches, self.section_heads)
+        return all(isinstance(size, int) for size in sizes)
+
+    @property
+    def num_tiles(self) -> Any:
+        """Cluster tiles in all."""
+        return self.num_query_blocks * self.num_heads * self.num_batches
+
+    def order(self) -> TileOrder:
+        """The order of the tiles: with Python integers for Python sizes, else for the device.
+
+        In the second case it must be called in the host function (under `cute.jit`), where the
+        fast divisors are computed once per launch, and the result is handed to the kernel.
+        """
+        pairs = self.num_heads * self.num_batches
+        width = _minimum(self.section_heads, pairs)
+        last_width = pairs % width
+        last_width = _select(last_width == 0, width, last_width)
+        num_sections = (pairs + width - 1) // width
+        section_tiles = width * self.num_query_blocks
+        divisors = (section_tiles, width, last_width, self.num_heads)
+        if not self.python_integers:
+            divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(d)) for d in divisors)
+        sizes = (self.num_tiles, self.num_query_blocks, num_sections - 1, width)
+        if not self.python_integers:
+            sizes = tuple(Int32(size) for size in sizes)
+        return TileOrder(*sizes, *divisors, self.later_blocks_first)
+
+    def device_order(self) -> TileOrder:
+        """`order` for the device even if all sizes are Python integers (compile-time shapes)."""
+        return TileProblem(
+            Int32(self.num_query_blocks),
+            Int32(self.num_heads),
+            Int32(self.num_batches),
+            Int32(self.section_heads),
+            self.later_blocks_first,
+        ).order()
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The precomputed parameters of `tile_coordinates`; a kernel parameter on the device.
+
+    Made by `TileProblem.order`.  The `per_*` fields are divisors: Python integers on the host,
+    `cute.FastDivmodDivisorV2` on the device, so that decoding costs no integer division.
+    """
+
+    num_tiles: Any
+    num_query_blocks: Any
+    last_section: Any
+    section_heads: Any
+    per_section: Any
+    per_block: Any
+    per_block_of_last_section: Any
+    per_batch: Any
+    later_blocks_first: bool
+
+    _DYNAMIC = (
+        "num_tiles",
+        "num_query_blocks",
+        "last_section",
+        "section_heads",
+        "per_section",
+        "per_block",
+        "per_block_of_last_section",
+        "per_batch",
+    )
+
+    def __extract_mlir_values__(self) -> list:
+        values = []
+        for name in self._DYNAMIC:
+            values += cutlass.extract_mlir_values(getattr(self, name))
+        return values
+
+    def __new_from_mlir_values__(self, values: list) -> TileOrder:
+        fields = []
+        values = list(values)
+        for name in self._DYNAMIC:
+            old = getattr(self, name)
+            count = len(cutlass.extract_mlir_values(old))
+            fields.append(cutlass.new_from_mlir_values(old, values[:count]))
+            values = values[count:]
+        return TileOrder(*fields, self.later_blocks_first)
+
+
+def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
+    """(query_block, head, batch) of the cluster tile with this linear index.
+
+    `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
+    Int32 values; a bijection for every order.
+    """
+    section, in_section = divmod(index, order.per_section)
+    in_last = section == order.last_section
+    rank, in_block = divmod(in_section, order.per_block)
+    last_rank, last_in_block = divmod(in_section, order.per_block_of_last_section)
+    rank = _select(in_last, last_rank, rank)
+    in_block = _select(in_last, last_in_block, in_block)
+    batch, head = divmod(section * order.section_heads + in_block, order.per_batch)
+    block = order.num_query_blocks - 1 - rank if order.later_blocks_first else rank
+    return block, head, batch
+
+
+def later_blocks_are_longer(window_left: int | None, window_right: int | None) -> bool:
+    """Whether later query blocks see at least as many keys as earlier ones.
+
+    `window_left` and `window_right` are the keys visible to the left and right of the diagonal,
+    None for unbounded; causal attention is (None, 0).  With a bound on the right the number of
+    visible keys grows or stays with the row; with a bound on the left alone it falls.
+    """
+    return window_right is not None
+
+
+def section_heads_for(
+    *,
+    num_heads_per_kv: int,
+    num_pairs: Any,
+    kv_bytes_per_head: Any,
+    l2_bytes: int,
+    unequal_lengths: bool,
+) -> Any:
+    """How many (batch, head) pairs to put into one section.
+
+    `kv_bytes_per_head` is the size of K and V of one KV head of one batch entry, `l2_bytes` the
+    part of the L2 cache they may fill, `num_pairs` query heads times batches.  With tiles of
+    equal length one KV group is the best section.  With unequal lengths (causal, windowed,
+    ragged) the widest multiple of a KV group whose K and V fit gives the best balance.
+    Integers may be Python integers or Int32 values of the host function.
+    """
+    if not unequal_lengths:
+        return num_heads_per_kv
+    if isinstance(kv_bytes_per_head, int) and isinstance(num_pairs, int):
+        groups = max(1, l2_bytes // max(1, kv_bytes_per_head))
+        return min(groups * num_heads_per_kv, max(num_pairs, num_heads_per_kv))
+    groups = cutlass.max(Int32(l2_bytes) // cutlass.max(Int32(kv_bytes_per_head), 1), 1)
+    limit = cutlass.max(Int32(num_pairs), num_heads_per_kv)
+    # Compared as group counts: groups * num_heads_per_kv could pass 2**31.
+    return _minimum(groups, (limit + num_heads_per_kv - 1) // num_heads_per_kv) * num_heads_per_kv

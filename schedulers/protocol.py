@@ -1,0 +1,113 @@
+"""What every tile scheduler offers, on the host and in the kernel.
+
+Host: `grid_shape(problem, max_active_clusters)` gives the launch grid.  Kernel, once by all
+threads of the CTA, before the cluster barrier of the kernel's set-up:
+`channel = Scheduler.setup(allocator, consumer_warps_per_cta)`; then every warp role makes its own
+scheduler and runs the same loop, whatever the kind::
+
+    scheduler = Scheduler.create(order, channel)
+    work = scheduler.initial_work()
+    while work.is_valid:
+        ...
+        work = scheduler.advance_to_next_work()
+
+One warp of the leader CTA, the scheduler warp, additionally calls `prefetch_next_work()` at the
+head of the loop's body and `producer_tail()` after the loop; where there is nothing to prefetch
+both are empty, and `needs_scheduler_warp` is False.
+
+Coordinates are in CLUSTER units: both CTAs of a pair always get the same tile (256 query rows);
+a CTA derives its half from its rank in the cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from .order import TileOrder, TileProblem, tile_coordinates
+
+__all__ = ["CLUSTER_SIZE", "TileScheduler", "WorkTile", "cluster_index", "make_work_tile"]
+
+# CTAs of one cluster, along x; a pair that shares its tensor-core instructions.
+CLUSTER_SIZE = 2
+
+
+@dataclass
+class WorkTile:
+    """One unit of work of a CTA pair: 256 query rows of one head of one batch entry.
+
+    Lives across dynamic loops.  The coordinates mean nothing where `is_valid` is False.
+    """
+
+    query_block: Int32
+    head: Int32
+    batch: Int32
+    is_valid: Boolean
+
+    def __extract_mlir_values__(self) -> list:
+        values = []
+        for field in (self.query_block, self.head, self.batch, self.is_valid):
+            values += cutlass.extract_mlir_values(field)
+        return values
+
+    def __new_from_mlir_values__(self, values: list) -> WorkTile:
+        fields = (self.query_block, self.head, self.batch, self.is_valid)
+        return WorkTile(
+            *(
+                cutlass.new_from_mlir_values(field, [value])
+                for field, value in zip(fields, values, strict=True)
+            )
+        )
+
+
+def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTile:
+    """The work tile with this linear index (any index where `is_valid` is False)."""
+    query_block, head, batch = tile_coordinates(index, order)
+    return WorkTile(Int32(query_block), Int32(head), Int32(batch), Boolean(is_valid))
+
+
+def cluster_index() -> tuple[Int32, Int32]:
+    """(index of this cluster, clusters in the grid) for the one-dimensional grids used here."""
+    cta, _, _ = cute.arch.block_idx()
+    num_ctas, _, _ = cute.arch.grid_dim()
+    return cta // CLUSTER_SIZE, num_ctas // CLUSTER_SIZE
+
+
+class TileScheduler(Protocol):
+    """The protocol; see the module's docstring for how a kernel uses it."""
+
+    # Whether some warp of the leader CTA must call prefetch_next_work and producer_tail.
+    needs_scheduler_warp: ClassVar[bool]
+
+    @staticmethod
+    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+        """The launch grid in CTAs; `max_active_clusters` as the device can hold at once."""
+
+    @staticmethod
+    def setup(allocator: Any, consumer_warps_per_cta: int) -> Any:
+        """Allocate and initialise what the roles share; called by all threads of both CTAs.
+
+        `allocator` is a `cutlass.utils.SmemAllocator`; `consumer_warps_per_cta` counts every
+        warp of one CTA that runs the work loop, the scheduler warps included.  The caller must
+        fence the barrier initialisation and synchronise the cluster afterwards.
+        """
+
+    @classmethod
+    def create(cls, order: TileOrder, channel: Any) -> TileScheduler:
+        """The scheduler of one warp; `channel` is what `setup` returned."""
+
+    def initial_work(self) -> WorkTile:
+        """The first tile of this cluster."""
+
+    def advance_to_next_work(self) -> WorkTile:
+        """The next tile; called by all lanes of a warp together, not after an invalid tile."""
+
+    def prefetch_next_work(self) -> None:
+        """Ask for the next tile early; only after a valid tile, once per tile."""
+
+    def producer_tail(self) -> None:
+        """Wait until nobody uses what the scheduler warp produced, so that its CTA may exit."""

@@ -1,0 +1,80 @@
+"""Schedulers whose tiles are fixed at launch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import cutlass
+from cutlass import Int32
+
+from .order import TileOrder, TileProblem, _minimum
+from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
+
+__all__ = ["StaticPersistentScheduler", "StaticSingleTileScheduler"]
+
+
+class _StaticScheduler:
+    """What both static schedulers share: nothing is exchanged between the roles."""
+
+    needs_scheduler_warp: ClassVar[bool] = False
+
+    def __init__(self, order: TileOrder, index: Int32, stride: Int32) -> None:
+        self.order = order
+        self.index = index
+        self.stride = stride
+
+    @staticmethod
+    def setup(allocator: Any, consumer_warps_per_cta: int) -> None:
+        """Nothing to allocate."""
+        return None
+
+    @classmethod
+    def create(cls, order: TileOrder, channel: None):
+        """The scheduler of one warp; `channel` is None."""
+        index, stride = cluster_index()
+        return cls(order, Int32(index), Int32(stride))
+
+    def initial_work(self) -> WorkTile:
+        """Tile number `cluster index`."""
+        return make_work_tile(self.index, self.index < self.order.num_tiles, self.order)
+
+    def prefetch_next_work(self) -> None:
+        """Nothing to prefetch: the next tile is known."""
+
+    def producer_tail(self) -> None:
+        """Nothing to wait for: nothing is exchanged between warps."""
+
+    def __extract_mlir_values__(self) -> list:
+        return cutlass.extract_mlir_values(self.index)
+
+    def __new_from_mlir_values__(self, values: list):
+        index = cutlass.new_from_mlir_values(self.index, values)
+        return type(self)(self.order, index, self.stride)
+
+
+class StaticPersistentScheduler(_StaticScheduler):
+    """Cluster c works on the tiles c, c + C, c + 2C, ... of C resident clusters."""
+
+    @staticmethod
+    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+        """As many clusters as run at once, or one per tile where there are fewer tiles."""
+        return _minimum(problem.num_tiles, max_active_clusters) * CLUSTER_SIZE, 1, 1
+
+    def advance_to_next_work(self) -> WorkTile:
+        """The tile one stride on."""
+        self.index = self.index + self.stride
+        return make_work_tile(self.index, self.index < self.order.num_tiles, self.order)
+
+
+class StaticSingleTileScheduler(_StaticScheduler):
+    """One tile a cluster; the hardware's own block order balances the load."""
+
+    @staticmethod
+    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+        """One cluster per tile; `max_active_clusters` is not used."""
+        return problem.num_tiles * CLUSTER_SIZE, 1, 1
+
+    def advance_to_next_work(self) -> WorkTile:
+        """No further tile."""
+        self.index = self.order.num_tiles
+        return make_work_tile(Int32(0), self.index < self.order.num_tiles, self.order)

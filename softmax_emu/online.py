@@ -1,0 +1,203 @@
+"""Online softmax for one row per thread, over key tiles that arrive one after the other.
+
+Each thread holds one whole row of a score tile in registers (as tcgen05.ld 32x32b delivers it).
+For scores s of tile after tile, with c = softmax_scale * log2(e) >= 0::
+
+    m    row_max: a running maximum of s, allowed to lag behind the true one
+    p    = 2^(c * s - c * m)                         written to P in bf16 or fp16
+    l    row_sum: sum of p over all tiles, in float32, of the unrounded p on every path
+    O    = P V, accumulated by the tensor core
+    factor = 2^(c * (m_old - m_new)) rescales l (here) and O (by the caller) when m moves
+
+out = O / l and LSE = c * m * ln 2 + ln l are exact whatever m is, because p, l and O carry the
+same offset.  So m is only moved when c * (true maximum - m) exceeds `rescale_threshold`
+(FlashAttention-4, arXiv 2603.05451): P then reaches at most 2^threshold, and most tiles need no
+rescaling of O.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .exp2 import exp2_hardware, exp2_polynomial_pair, exp2_row_factor, maximum3
+from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
+
+__all__ = ["OnlineSoftmax"]
+
+# The smallest normal float32.  A scale of 0 is replaced by it: scores then vanish in every finite
+# product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
+SMALLEST_SCALE = 2.0**-126
+
+# Below every exponent whose power of two is not 0 in float32.
+_ZERO_EXPONENT = -200.0
+
+# P must stay finite in its own type: 2^threshold, with room for rounding.
+_LARGEST_THRESHOLD = {cutlass.BFloat16: 64.0, cutlass.Float16: 15.0}
+
+_NUM_MAX_CHAINS = 4
+_NUM_SUM_CHAINS = 4
+
+
+class OnlineSoftmax:
+    """State (row_max, row_sum) and arithmetic of one row; lives across dynamic loops.
+
+    For each tile: `update_max`, then `exponentiate` for every fragment of 32 columns, then
+    `accumulate_sum`; `finish` after the last.  Rows without any visible key end with
+    (inverse 0, LSE -inf).  A NaN among the scores makes its row's sum NaN on the hardware path;
+    the polynomial path maps it to 0.
+    """
+
+    def __init__(self, scale_log2: Float32, settings: tuple, state: tuple) -> None:
+        """Use `create`."""
+        self.scale_log2 = scale_log2
+        self._settings = settings
+        self.pattern, self.rescale_threshold, self.dtype = settings
+        self.row_max, self.row_sum = state
+
+    @classmethod
+    def create(
+        cls,
+        scale_log2: Float32,
+        pattern: Ex2Pattern,
+        rescale_threshold: float,
+        dtype: Any,
+    ) -> OnlineSoftmax:
+        """A softmax with empty state.
+
+        scale_log2: softmax_scale * log2(e), at least 0, Float32 (0 is served as 2^-126).
+        rescale_threshold: in log2 units, static; 0 moves the maximum whenever it grows.
+        dtype: of P, cutlass.BFloat16 or cutlass.Float16.
+
+        Raises ValueError for another dtype, or a threshold with which P could overflow it.
+        """
+        if dtype not in _LARGEST_THRESHOLD:
+            raise ValueError(f"P must be BFloat16 or Float16, got {dtype}")
+        if not 0 <= rescale_threshold <= _LARGEST_THRESHOLD[dtype]:
+            raise ValueError(
+                f"rescale_threshold is {rescale_threshold}; accepted for {dtype} are 0 to "
+                f"{_LARGEST_THRESHOLD[dtype]} (P reaches 2^threshold)"
+            )
+        scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
+        return cls(scale, (pattern, float(rescale_threshold), dtype), cls._empty_state())
+
+    @staticmethod
+    def _empty_state() -> tuple[Float32, Float32]:
+        return Float32(-math.inf), Float32(0.0)
+
+    def reset(self) -> None:
+        """Empty state, for the next row."""
+        self.row_max, self.row_sum = self._empty_state()
+
+    def update_max(self, scores: cute.Tensor) -> Float32:
+        """Take a tile's scores into the maximum; return the factor for O (and apply it to l).
+
+        scores: register tensor of Float32, an even number of columns, masked ones -inf.
+        The factor is exactly 1 where the maximum was kept, and 0 as long as the row had no
+        visible key; never NaN.
+        """
+        old = self.row_max
+        new = self._tile_max(scores, old)
+        if cutlass.const_expr(self.rescale_threshold > 0):
+            # False for NaN, which arises where both are -inf: then moving changes nothing.
+            keep = (new - old) * self.scale_log2 <= self.rescale_threshold
+            new = cutlass.select_(keep, old, new)
+        # -inf - (-inf) cannot arise, since `_finite` replaces the new one; the maximum with a
+        # very small exponent keeps -inf out of the once-per-row exp2.
+        exponent = (old - self._finite(new)) * self.scale_log2
+        factor = exp2_row_factor(cute.arch.fmax(exponent, _ZERO_EXPONENT))
+        self.row_max = new
+        self.row_sum = self.row_sum * factor
+        return factor
+
+    def exponentiate(
+        self,
+        scores: cute.Tensor,
+        probabilities: cute.Tensor,
+        fragment_index: int,
+        num_fragments: int,
+    ) -> None:
+        """p of one fragment: float32 in place of the scores, and rounded into `probabilities`.
+
+        scores: register tensor of 32 Float32.  probabilities: register tensor of 32 elements of
+        `dtype`, or of 16 elements of a 32-bit type, each holding two (lower column in the lower
+        half).  fragment_index, num_fragments: static; they select the pattern's columns.
+        """
+        scale = (self.scale_log2, self.scale_log2)
+        offset = (self._offset(), self._offset())
+        for column in range(0, FRAGMENT_COLUMNS, 2):
+            x0, x1 = cute.arch.fma_packed_f32x2(
+                (scores[column], scores[column + 1]), scale, offset
+            )
+            if self.pattern.is_emulated(fragment_index, column, num_fragments):
+                p0, p1 = exp2_polynomial_pair(x0, x1, self.pattern.degree)
+            else:
+                p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
+            scores[column], scores[column + 1] = p0, p1
+        if cutlass.const_expr(probabilities.element_type.width == 32):
+            probabilities = cute.recast_tensor(probabilities, self.dtype)
+        probabilities.store(scores.load().to(self.dtype))
+
+    def accumulate_sum(self, probabilities: cute.Tensor) -> None:
+        """Add the float32 p of a tile, or of a part of it, to the row sum.
+
+        probabilities: register tensor of Float32, an even number of columns, as `exponentiate`
+        left it: unrounded, on every path alike.  The factor was applied by `update_max`.
+        """
+        columns = cute.size(probabilities)
+        pairs = [(probabilities[i], probabilities[i + 1]) for i in range(0, columns, 2)]
+        chains = pairs[:_NUM_SUM_CHAINS]
+        chains[0] = cute.arch.add_packed_f32x2((self.row_sum, Float32(0.0)), chains[0])
+        for number, pair in enumerate(pairs[_NUM_SUM_CHAINS:]):
+            chain = number % len(chains)
+            chains[chain] = cute.arch.add_packed_f32x2(chains[chain], pair)
+        while len(chains) > 1:
+            last = chains.pop()
+            half = len(chains) // 2
+            chains[half] = cute.arch.add_packed_f32x2(chains[half], last)
+        self.row_sum = chains[0][0] + chains[0][1]
+
+    def finish(self) -> tuple[Float32, Float32]:
+        """(1 / l, LSE in natural log); (0, -inf) for a row without visible key."""
+        is_empty = self.row_sum == Float32(0.0)
+        inverse = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(self.row_sum))
+        log2_sum = cute.math.log2(self.row_sum, approx=True, ftz=True)
+        lse = (self.row_max * self.scale_log2 + log2_sum) * Float32(math.log(2.0))
+        return inverse, cutlass.select_(is_empty, Float32(-math.inf), lse)
+
+    def _tile_max(self, scores: cute.Tensor, old: Float32) -> Float32:
+        """max(old, all scores) in independent chains of three-input maxima."""
+        columns = cute.size(scores)
+        chains = [maximum3(old, scores[0], scores[1])]
+        chains += [cute.arch.fmax(scores[i], scores[i + 1]) for i in range(2, 8, 2)]
+        for number, column in enumerate(range(8, columns, 2)):
+            chain = number % _NUM_MAX_CHAINS
+            chains[chain] = maximum3(chains[chain], scores[column], scores[column + 1])
+        return cute.arch.fmax(maximum3(chains[0], chains[1], chains[2]), chains[3])
+
+    @staticmethod
+    def _finite(row_max: Float32) -> Float32:
+        """0 for -inf, so that a fully masked row gives p = 2^-inf = 0 and not NaN."""
+        return cutlass.select_(row_max == Float32(-math.inf), Float32(0.0), row_max)
+
+    def _offset(self) -> Float32:
+        """-c * m, the addend of the folded scale."""
+        return -(self._finite(self.row_max) * self.scale_log2)
+
+    def __extract_mlir_values__(self) -> list:
+        return [
+            *cutlass.extract_mlir_values(self.row_max),
+            *cutlass.extract_mlir_values(self.row_sum),
+        ]
+
+    def __new_from_mlir_values__(self, values: list) -> OnlineSoftmax:
+        row_max, row_sum = values
+        state = (
+            cutlass.new_from_mlir_values(self.row_max, [row_max]),
+            cutlass.new_from_mlir_values(self.row_sum, [row_sum]),
+        )
+        return OnlineSoftmax(self.scale_log2, self._settings, state)

@@ -1,0 +1,115 @@
+"""Which score elements take the polynomial instead of the hardware exp2.
+
+A thread's row of scores is worked on in fragments of 32 columns, in pairs of columns (the packed
+f32x2 instructions take two).  Names and rule are the field's: the pair at even column k of an
+eligible fragment takes the hardware path iff `k % ex2_emu_freq < ex2_emu_freq - ex2_emu_res`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .coefficients import COEFFICIENTS
+
+__all__ = ["FRAGMENT_COLUMNS", "Ex2Pattern", "HARDWARE_ONLY", "POLYNOMIAL_ONLY"]
+
+FRAGMENT_COLUMNS = 32
+
+
+@dataclass(frozen=True)
+class Ex2Pattern:
+    """The static mix of hardware and polynomial exp2; part of a kernel's compile key.
+
+    ex2_emu_freq: period of the rule in columns, even, up to 32; 0 means hardware only.
+    ex2_emu_res: columns of each period that take the polynomial, 0 to ex2_emu_freq.
+    ex2_emu_start_frg: fragments before this one are hardware only.
+    last_fragment_hardware: whether the last fragment of a row is hardware only.
+    degree: degree of the polynomial, 2 to 5.
+
+    The share that these numbers suggest (res / freq) is not what is compiled, since only even
+    columns are asked and whole fragments are exempt: `true_share` counts the elements.
+
+    Raises TypeError or ValueError for a field outside its range.
+    """
+
+    ex2_emu_freq: int = 0
+    ex2_emu_res: int = 0
+    ex2_emu_start_frg: int = 0
+    last_fragment_hardware: bool = True
+    degree: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("ex2_emu_freq", "ex2_emu_res", "ex2_emu_start_frg", "degree"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+        if not isinstance(self.last_fragment_hardware, bool):
+            raise TypeError(
+                f"last_fragment_hardware must be a bool, got {self.last_fragment_hardware!r}"
+            )
+        freq, res = self.ex2_emu_freq, self.ex2_emu_res
+        if freq < 0 or freq % 2 or freq > FRAGMENT_COLUMNS:
+            raise ValueError(
+                f"ex2_emu_freq is {freq}; accepted are 0 (hardware only) and the even numbers "
+                f"from 2 to {FRAGMENT_COLUMNS}: columns are worked on in pairs"
+            )
+        if not 0 <= res <= freq:
+            raise ValueError(
+                f"ex2_emu_res is {res}; accepted are 0 to ex2_emu_freq, which is {freq}"
+            )
+        if self.ex2_emu_start_frg < 0:
+            raise ValueError(
+                f"ex2_emu_start_frg is {self.ex2_emu_start_frg}; accepted are fragment numbers "
+                "from 0 on"
+            )
+        if self.degree not in COEFFICIENTS:
+            raise ValueError(
+                f"degree is {self.degree}; accepted are {', '.join(map(str, COEFFICIENTS))}"
+            )
+
+    def is_emulated(self, fragment: int, column: int, num_fragments: int) -> bool:
+        """Whether `column` (0..31) of `fragment` (0..num_fragments-1) takes the polynomial."""
+        if not 0 <= fragment < num_fragments:
+            raise ValueError(f"fragment {fragment} is not one of {num_fragments}")
+        if not 0 <= column < FRAGMENT_COLUMNS:
+            raise ValueError(f"column {column} is not in 0..{FRAGMENT_COLUMNS - 1}")
+        if self.ex2_emu_freq == 0 or fragment < self.ex2_emu_start_frg:
+            return False
+        if self.last_fragment_hardware and fragment == num_fragments - 1:
+            return False
+        pair = column - column % 2
+        return pair % self.ex2_emu_freq >= self.ex2_emu_freq - self.ex2_emu_res
+
+    def emulated_count(self, num_columns: int) -> int:
+        """Emulated elements in a row of `num_columns`, a positive multiple of 32."""
+        if num_columns <= 0 or num_columns % FRAGMENT_COLUMNS:
+            raise ValueError(
+                f"num_columns is {num_columns}; accepted are positive multiples of "
+                f"{FRAGMENT_COLUMNS}"
+            )
+        fragments = num_columns // FRAGMENT_COLUMNS
+        return sum(
+            self.is_emulated(fragment, column, fragments)
+            for fragment in range(fragments)
+            for column in range(FRAGMENT_COLUMNS)
+        )
+
+    def true_share(self, num_columns: int = 128) -> Fraction:
+        """The share of elements that take the polynomial, exact; `float()` of it to print."""
+        return Fraction(self.emulated_count(num_columns), num_columns)
+
+    def __str__(self) -> str:
+        share = float(self.true_share())
+        if share == 0:
+            return "exp2: hardware only (0 % emulated)"
+        last = "last fragment on hardware" if self.last_fragment_hardware else "all fragments"
+        return (
+            f"exp2: {share:.4%} emulated of 128 columns (freq {self.ex2_emu_freq}, "
+            f"res {self.ex2_emu_res}, start fragment {self.ex2_emu_start_frg}, {last}, "
+            f"degree {self.degree})"
+        )
+
+
+HARDWARE_ONLY = Ex2Pattern()
+POLYNOMIAL_ONLY = Ex2Pattern(2, 2, 0, last_fragment_hardware=False)
