@@ -1,0 +1,109 @@
+"""The one table of instruction semantics.
+
+Every opcode is either *inline* (an emit function writes LLVM IR for it) or a *machine operation*
+(a bind function validates the modifiers once and returns an executor that Python runs for each
+warp). An entry is keyed by a dotted prefix; the longest prefix of the full opcode wins, and the
+rest are its modifiers. What is not in the table is an error that names the instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sm100_sim.errors import UnknownInstruction
+from sm100_sim.ptx import Instruction, Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the table.
+
+    Exactly one of ``bind`` and ``emit`` is set. ``statistics`` names the class under which
+    executions are counted, or computes it from the instruction. ``aligned`` says that all lanes of
+    the warp that are alive (or those of the membermask, for inline operations) must arrive
+    together before the instruction executes. ``defines`` are positions of operands that the
+    instruction only writes, for every executing lane.
+    """
+
+    name: str
+    statistics: str | Callable[[Instruction], str]
+    bind: Callable | None = None
+    emit: Callable | None = None
+    aligned: bool = False
+    defines: tuple[int, ...] = field(default=(0,))
+
+    def statistics_class(self, instruction: Instruction) -> str:
+        return self.statistics if isinstance(self.statistics, str) else self.statistics(instruction)
+
+
+_ENTRIES: dict[str, Entry] = {}
+
+
+def _register(entry: Entry) -> None:
+    if entry.name in _ENTRIES:
+        raise ValueError(f"the instruction table already has an entry {entry.name!r}")
+    _ENTRIES[entry.name] = entry
+
+
+def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
+               aligned: bool = False, defines: tuple[int, ...] = ()) -> Callable:
+    """Decorator: register ``bind(instruction, kernel) -> execute(warp, lanes)`` under ``names``.
+
+    bind checks every modifier (raising UnknownInstruction) and binds the operand accessors once.
+    execute gets the mask of executing lanes and returns None when done, or a waiting object: then
+    the lanes stay at the instruction and it is executed again when they wake up.
+    ``statistics`` defaults to the name.
+    """
+
+    def decorate(bind: Callable) -> Callable:
+        for name in names:
+            _register(Entry(name, statistics or name, bind=bind, aligned=aligned, defines=defines))
+        return bind
+
+    return decorate
+
+
+def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
+              aligned: bool = False, defines: tuple[int, ...] = (0,)) -> Callable:
+    """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``."""
+
+    def decorate(emit: Callable) -> Callable:
+        for name in names:
+            _register(Entry(name, statistics or name, emit=emit, aligned=aligned, defines=defines))
+        return emit
+
+    return decorate
+
+
+def lookup(name: str) -> tuple[Entry, tuple[str, ...]] | None:
+    """Entry with the longest prefix of the dotted ``name`` and the remaining modifiers."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        entry = _ENTRIES.get(".".join(parts[:count]))
+        if entry is not None:
+            return entry, tuple(parts[count:])
+    return None
+
+
+def resolve(instruction: Instruction) -> Entry:
+    """Find the entry and split ``instruction`` into opcode and modifiers accordingly.
+
+    Raises UnknownInstruction for an opcode that no entry covers.
+    """
+    found = lookup(instruction.name)
+    if found is None:
+        raise unknown(instruction, "no entry of the instruction table covers this opcode")
+    entry, instruction.modifiers = found
+    instruction.opcode = entry.name
+    return entry
+
+
+def unknown(instruction: Instruction, why: str) -> UnknownInstruction:
+    """The error for an opcode, modifier or operand form that the simulator does not implement."""
+    return UnknownInstruction(f"{why}: {instruction.text}", instruction=instruction)
+
+
+def entries() -> dict[str, Entry]:
+    """All entries by name (a copy)."""
+    return dict(_ENTRIES)
