@@ -1,0 +1,425 @@
+"""Run a compiled function's own host code on the CPU and intercept its launches.
+
+CuTe DSL lowers a jitted function to host code that encodes the TMA descriptors, computes the
+grid and calls a handful of CUDA runtime symbols. `HostProgram` dumps that host code as a
+relocatable object, links it in process (LLVM MCJIT) against the callbacks of this file and
+runs it with the user's arguments, so the launch configuration and the kernel parameters are
+the ones a GPU would receive. Global memory is host memory: pointers stay as they are.
+
+The layouts of `cudaLaunchConfig_t` (56 bytes) and `cudaLaunchAttribute` (72 bytes) are those of
+the CUDA runtime API; the attribute numbers are `cudaLaunchAttributeID`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import re
+import struct
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from .arguments import tensor_ranges as tensor_ranges
+from .errors import LaunchError
+
+#: cudaLaunchAttributeID values that have a meaning for a launch (CUDA runtime API).
+ATTRIBUTE_NAMES = {
+    2: "cooperative",
+    4: "cluster_dimension",
+    5: "cluster_scheduling_policy",
+    6: "programmatic_stream_serialization",
+    8: "priority",
+    11: "preferred_cluster_dimension",
+}
+
+#: cudaDeviceAttr -> value of a B200 (CUDA runtime API; 148 SMs, 126 MB L2, 227 KB + 1 KB SMEM).
+DEVICE_ATTRIBUTES = {
+    1: 1024,  # max threads per block
+    8: 49152,  # max shared memory per block without opt-in
+    10: 32,  # warp size
+    12: 65536,  # registers per block
+    16: 148,  # multiprocessors
+    38: 126 << 20,  # L2 bytes
+    39: 2048,  # threads per multiprocessor
+    75: 10,  # compute capability, major
+    76: 0,  # compute capability, minor
+    81: 233472,  # shared memory per multiprocessor
+    82: 65536,  # registers per multiprocessor
+    95: 1,  # cooperative launch
+    97: 232448,  # shared memory per block, opt-in
+    106: 32,  # blocks per multiprocessor
+    111: 1024,  # shared memory reserved by the system per block
+    120: 1,  # cluster launch
+}
+
+_SUCCESS, _INVALID_VALUE = 0, 1
+_CONFIG = struct.Struct("<3I3IQQQI")
+_ATTRIBUTE_BYTES = 72
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.DOTALL)
+_STATIC_SHARED = re.compile(r"^\s*\.shared\s+(?:\.align\s+(\d+)\s+)?\.b(\d+)\s+[\w$]+(?:\[(\d+)\])?")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One intercepted kernel launch.
+
+    `grid`, `block` and `cluster` are (x, y, z) in CTAs, threads and CTAs; `dynamic_smem` is in
+    bytes. `param_pointers[i]` is the host address of the bytes of kernel parameter i, valid
+    only while `on_launch` runs. `attributes` maps the name of every other launch attribute
+    (`ATTRIBUTE_NAMES`, or its number as text) to its first 32-bit word. `ptx` is the module.
+    """
+
+    kernel_name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_smem: int
+    param_pointers: tuple[int, ...]
+    attributes: dict[str, int] = field(default_factory=dict)
+    stream: int = 0
+    ptx: str = field(default="", repr=False)
+
+
+def ptx_of(compiled: Any) -> str:
+    """PTX text of what `cute.compile` returned.
+
+    Raises LaunchError if the function was compiled without keeping its PTX: the compiler
+    drops the text then, and nothing that stays in the compiled object can give it back.
+    """
+    artifacts = getattr(compiled, "artifacts", None)
+    text = getattr(artifacts, "PTX", None)
+    if isinstance(text, bytes):
+        text = text.decode()
+    if text and ".entry" in text:
+        return text
+    raise LaunchError(
+        f"the compiled function {getattr(compiled, 'function_name', compiled)!r} carries no PTX "
+        "text. Compile it inside `with sm100_sim.host.keeping_ptx():`, or set CUTE_DSL_KEEP=ptx "
+        "in the environment before cutlass is imported, or pass options='--keep-ptx' to "
+        "cute.compile"
+    )
+
+
+@contextlib.contextmanager
+def keeping_ptx() -> Iterator[None]:
+    """While active, `cute.compile` keeps the PTX text in the compiled function.
+
+    Works after cutlass has been imported and leaves no file behind: the compiled object reads
+    the text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    variables = CuTeDSL._get_dsl().envar
+    saved = variables.keep_ptx, variables.dump_dir
+    with tempfile.TemporaryDirectory(prefix="sm100_sim_ptx_") as directory:
+        if not saved[0]:
+            variables.keep_ptx, variables.dump_dir = True, directory
+        try:
+            yield
+        finally:
+            variables.keep_ptx, variables.dump_dir = saved
+
+
+# ---------------------------------------------------------------- CUDA runtime callbacks
+
+
+class _Runs(threading.local):
+    """Stack of the host programs running in this thread (a launch may start another)."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Run] = []
+
+
+@dataclass
+class _Run:
+    program: HostProgram
+    on_launch: Callable[[LaunchConfig], None] | None = None
+    error: BaseException | None = None
+
+
+_runs = _Runs()
+_handles: dict[int, str] = {}
+_next_handle = itertools.count(0x5A000000, 16)
+_next_prefix = itertools.count()
+_callbacks: list[Any] = []
+_link_lock = threading.Lock()
+
+
+def _store(pointer: int, value: int, kind: Any = ctypes.c_int32) -> None:
+    kind.from_address(pointer).value = value
+
+
+def _library_load_data(library: int, *_: Any) -> None:
+    _store(library, next(_next_handle), ctypes.c_uint64)
+
+
+def _library_get_kernel(kernel: int, _library: int, name: int) -> None:
+    text = ctypes.string_at(name).decode()
+    program = _runs.stack[-1].program
+    if text not in program.parameter_counts:
+        raise LaunchError(
+            f"the host code asks for kernel {text!r}, which its PTX does not define; "
+            f"defined are {sorted(program.parameter_counts)}"
+        )
+    handle = program.kernel_handles.get(text)
+    if handle is None:
+        handle = program.kernel_handles[text] = next(_next_handle)
+        _handles[handle] = text
+    _store(kernel, handle, ctypes.c_uint64)
+
+
+def _get_device(device: int) -> None:
+    _store(device, 0)
+
+
+def _device_get_attribute(value: int, attribute: int, _device: int) -> None:
+    if attribute not in DEVICE_ATTRIBUTES:
+        raise LaunchError(
+            f"the host code asks for CUDA device attribute {attribute}, for which "
+            "sm100_sim.host.DEVICE_ATTRIBUTES has no value"
+        )
+    _store(value, DEVICE_ATTRIBUTES[attribute])
+
+
+def _kernel_get_attribute(value: int, attribute: int, kernel: int, _device: int) -> None:
+    program = _runs.stack[-1].program
+    if attribute == 0:  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        _store(value, 1024)
+    elif attribute == 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: static only
+        _store(value, program.static_shared)
+    elif attribute == 8:  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _store(value, DEVICE_ATTRIBUTES[97] - program.static_shared)
+    else:
+        raise LaunchError(
+            f"the host code asks for attribute {attribute} of kernel {_handles[kernel]!r}; "
+            "the simulator answers 0 (threads), 1 (static shared) and 8 (dynamic shared)"
+        )
+
+
+def _set_attribute(*_: int) -> None:
+    """Function attributes only widen limits (dynamic SMEM, cluster size): nothing to do."""
+
+
+def _occupancy(blocks: int, *_: int) -> None:
+    _store(blocks, 1)
+
+
+def _launch_kernel_ex(config: int, kernel: int, arguments: int) -> None:
+    raw = ctypes.string_at(config, _CONFIG.size)
+    gx, gy, gz, bx, by, bz, smem, stream, attributes, count = _CONFIG.unpack(raw)
+    cluster, named = (1, 1, 1), {}
+    for i in range(count):
+        entry = ctypes.string_at(attributes + i * _ATTRIBUTE_BYTES, _ATTRIBUTE_BYTES)
+        number, word0, word1, word2 = struct.unpack_from("<I4x3I", entry)
+        if number == 4:
+            cluster = (word0, word1, word2)
+        else:
+            named[ATTRIBUTE_NAMES.get(number, str(number))] = word0
+    _launch((gx, gy, gz), (bx, by, bz), cluster, (smem, stream, kernel, arguments), named)
+
+
+def _launch_kernel(kernel: int, *rest: int) -> None:
+    grid, block, (arguments, smem, stream) = rest[:3], rest[3:6], rest[6:]
+    _launch(grid, block, (1, 1, 1), (smem or 0, stream or 0, kernel, arguments), {})
+
+
+def _launch(grid, block, cluster, call, attributes) -> None:
+    run = _runs.stack[-1]
+    smem, stream, kernel, arguments = call
+    if kernel not in _handles:
+        raise LaunchError(f"launch of an unknown kernel handle {kernel:#x}")
+    name = _handles[kernel]
+    count = run.program.parameter_counts[name]
+    pointers = (ctypes.c_uint64 * count).from_address(arguments) if count else ()
+    config = LaunchConfig(
+        kernel_name=name,
+        grid=tuple(grid),
+        block=tuple(block),
+        cluster=tuple(max(1, c) for c in cluster),
+        dynamic_smem=smem,
+        param_pointers=tuple(pointers),
+        attributes=attributes,
+        stream=stream or 0,
+        ptx=run.program.ptx,
+    )
+    if run.on_launch is not None:
+        run.on_launch(config)
+
+
+_P, _I, _Q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
+_SYMBOLS = {
+    "_cudaLibraryLoadData": (_library_load_data, (_P, _P, _P, _P, _I, _P, _P, _I)),
+    "_cudaLibraryGetKernel": (_library_get_kernel, (_P, _P, _P)),
+    "_cudaGetDevice": (_get_device, (_P,)),
+    "_cudaDeviceGetAttribute": (_device_get_attribute, (_P, _I, _I)),
+    "_cuKernelGetAttribute": (_kernel_get_attribute, (_P, _I, _P, _I)),
+    "_cudaFuncSetAttribute": (_set_attribute, (_P, _I, _I)),
+    "_cudaKernelSetAttributeForDevice": (_set_attribute, (_P, _I, _I, _I)),
+    "_cudaOccupancyMaxActiveBlocksPerMultiprocessor": (_occupancy, (_P, _P, _I, _Q)),
+    "_cudaLaunchKernelEx": (_launch_kernel_ex, (_P, _P, _P)),
+    "_cudaLaunchKernel": (_launch_kernel, (_P, _I, _I, _I, _I, _I, _I, _P, _Q, _P)),
+}
+
+
+def _guarded(function: Callable[..., None]) -> Callable[..., int]:
+    """Turn exceptions of `function` into a CUDA error code, kept to be raised after the call.
+
+    An exception must not cross the native frames of the host code; a second callback of a
+    failed run does nothing, so the first error is the one reported.
+    """
+
+    def callback(*args: Any) -> int:
+        run = _runs.stack[-1]
+        if run.error is not None:
+            return _INVALID_VALUE
+        try:
+            function(*args)
+        except BaseException as error:  # noqa: BLE001 - re-raised by HostProgram._call
+            run.error = error
+            return _INVALID_VALUE
+        return _SUCCESS
+
+    return callback
+
+
+def _register_symbols() -> None:
+    """Bind the CUDA runtime symbols for every object linked from now on (once a process)."""
+    if _callbacks:
+        return
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    for name, (function, types) in _SYMBOLS.items():
+        callback = ctypes.CFUNCTYPE(_I, *types)(_guarded(function))
+        _callbacks.append(callback)
+        llvm.add_symbol(name, ctypes.cast(callback, _P).value)
+
+
+# ---------------------------------------------------------------- the linked program
+
+
+def _static_shared_bytes(ptx: str) -> int:
+    """Bytes of statically declared shared memory in a PTX module (`.extern` arrays excluded)."""
+    total = 0
+    for line in ptx.splitlines():
+        match = _STATIC_SHARED.match(line)
+        if match:
+            align, bits, count = (int(group or 1) for group in match.groups())
+            size = bits // 8 * count
+            align = max(align, bits // 8)
+            total = (total + align - 1) // align * align + size
+    return total
+
+
+class HostProgram:
+    """The linked host code of one compiled function. Get one with `HostProgram.of(compiled)`.
+
+    Linking takes tens of milliseconds and is done once per compiled object.
+    """
+
+    _cache: weakref.WeakKeyDictionary[Any, HostProgram] = weakref.WeakKeyDictionary()
+
+    def __init__(self, compiled: Any) -> None:
+        """Link the host code of `compiled`.
+
+        Raises LaunchError if the object holds no PTX, is of a kind whose host code cannot be
+        dumped, or its host code needs a symbol that the simulator does not offer.
+        """
+        self.ptx = ptx_of(compiled)
+        self.parameter_counts = {
+            name: parameters.count(".param") for name, parameters in _ENTRY.findall(self.ptx)
+        }
+        self.static_shared = _static_shared_bytes(self.ptx)
+        self.kernel_handles: dict[str, int] = {}
+        self.execution_args = getattr(compiled, "execution_args", None)
+        if not hasattr(compiled, "dump_to_object") or self.execution_args is None:
+            raise LaunchError(
+                f"cannot run host code of a {type(compiled).__name__}; pass what cute.compile "
+                "returned for a @cute.jit function"
+            )
+        # A function restored from a file brings an object whose symbols have their prefix already.
+        own = getattr(compiled, "object_prefix", None)
+        self._prefix = own or f"sm100sim{next(_next_prefix)}"
+        self._link(compiled)
+        self._load()
+
+    @classmethod
+    def of(cls, compiled: Any) -> HostProgram:
+        """The program of `compiled`, linked at the first request and cached with the object."""
+        program = cls._cache.get(compiled)
+        if program is None:
+            program = cls._cache[compiled] = cls(compiled)
+        return program
+
+    def _link(self, compiled: Any) -> None:
+        content = compiled.dump_to_object(self._prefix)
+        with _link_lock:
+            _register_symbols()
+            machine = llvm.Target.from_default_triple().create_target_machine(
+                opt=0, jit=True, codemodel="jitdefault"
+            )
+            self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(content))
+            self._engine.finalize_object()
+        entry = f"_mlir_{self._prefix}__mlir_ciface_{compiled.function_name}"
+        self._entry = self._function(entry)
+
+    def _function(self, symbol: str) -> Callable[[Any], None]:
+        address = self._engine.get_function_address(symbol)
+        if not address:
+            raise LaunchError(f"the host object does not define {symbol!r}")
+        return ctypes.CFUNCTYPE(None, _P)(address)
+
+    def _load(self) -> None:
+        """Run the module's own load functions; they fill its kernel handles."""
+        library, device, result = ctypes.c_void_p(), _I(0), _I(0)
+        library_pointer = ctypes.c_void_p(ctypes.addressof(library))
+        slots = {
+            "cuda_init": (library_pointer, result),
+            "cuda_load_to_device": (library_pointer, device, result),
+        }
+        for name, values in slots.items():
+            packed = (_P * len(values))(*(ctypes.addressof(value) for value in values))
+            function = self._function(f"_mlir_{self._prefix}_{name}")
+            self._call(function, packed, result, _Run(self))
+
+    def _call(self, function, packed, result, run: _Run) -> None:
+        _runs.stack.append(run)
+        try:
+            function(packed)
+        finally:
+            _runs.stack.pop()
+        if run.error is not None:
+            raise run.error
+        if result.value != _SUCCESS:
+            raise LaunchError(
+                f"the host code returned CUDA error {result.value} without a launch failing; "
+                "its own output says why (a kernel that asks for too much shared memory, say)"
+            )
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        on_launch: Callable[[LaunchConfig], None],
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run the host code on `args` and `kwargs`; call `on_launch` for each kernel launch.
+
+        The arguments are those one would call the compiled function with. An exception of
+        `on_launch` ends the host code and is raised here; wrong arguments raise the DSL's own
+        errors.
+        """
+        result = _I(0)
+        values, adapted = self.execution_args.generate_execution_args(args, kwargs or {})
+        packed = (_P * (len(values) + 1))()
+        for i, value in enumerate(values):
+            packed[i] = value.value if isinstance(value, ctypes.c_void_p) else int(value)
+        packed[len(values)] = ctypes.addressof(result)
+        self._call(self._entry, packed, result, _Run(self, on_launch))
+        del adapted  # keeps the storage behind `values` alive until the call has returned
