@@ -30,7 +30,8 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, pipeline
+from cutlass import Boolean, Int32, Int64, Int128, pipeline
+from cutlass._mlir.dialects import nvvm
 
 from .order import TileOrder, TileProblem
 from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
@@ -49,6 +50,30 @@ class ClcChannel:
 
     pipeline: pipeline.PipelineClcFetchAsync
     responses: cute.Pointer
+
+
+# The CTA of the cluster whose scheduler warp makes the queries.
+_LEADER = 0
+
+
+@cute.jit
+def _query(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState, slot) -> None:
+    """In the leader CTA: wait for the slot, arm its full barriers and issue try_cancel."""
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+        channel.producer_acquire(state)
+        # All barriers are armed before the one elected lane issues.
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.issue_clc_query(channel.producer_get_barrier(state), slot)
+
+
+@cute.jit
+def _wait_for_empty(
+    channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState
+) -> None:
+    """In the leader CTA: wait until the slot's last response has been read by all."""
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+        channel.sync_object_empty.wait(state.index, state.phase)
 
 
 class ClcScheduler:
@@ -77,7 +102,8 @@ class ClcScheduler:
     def setup(allocator: Any, consumer_warps_per_cta: int) -> ClcChannel:
         """Allocate barriers and responses (48 bytes a stage, with padding) and set them up."""
         barriers = allocator.allocate_array(Int64, 2 * NUM_STAGES)
-        responses = allocator.allocate(RESPONSE_BYTES * NUM_STAGES, byte_alignment=RESPONSE_BYTES)
+        # Int128 elements, so that the pointer to any slot is known to be aligned to 16 bytes.
+        responses = allocator.allocate_array(Int128, NUM_STAGES, byte_alignment=RESPONSE_BYTES)
         channel = pipeline.PipelineClcFetchAsync.create(
             num_stages=NUM_STAGES,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -89,7 +115,7 @@ class ClcScheduler:
             cta_layout_vmnk=cute.make_layout((1, CLUSTER_SIZE, 1, 1)),
             defer_sync=True,
         )
-        return ClcChannel(channel, cute.recast_ptr(responses, dtype=Int32))
+        return ClcChannel(channel, responses)
 
     @classmethod
     def create(cls, order: TileOrder, channel: ClcChannel) -> ClcScheduler:
@@ -103,22 +129,14 @@ class ClcScheduler:
         index, _ = cluster_index()
         return make_work_tile(Int32(index), Boolean(True), self.order)
 
-    @cute.jit
     def prefetch_next_work(self) -> None:
         """In the leader CTA: ask for the next tile, into both CTAs; elsewhere nothing.
 
         To be called by one whole warp per CTA, after a valid tile, once per tile.
         """
-        if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0:
-            self.channel.pipeline.producer_acquire(self.producer)
-            with cute.arch.elect_one():
-                cute.arch.issue_clc_query(
-                    self.channel.pipeline.producer_get_barrier(self.producer),
-                    self._response(self.producer),
-                )
+        _query(self.channel.pipeline, self.producer, self._response(self.producer))
         self.producer.advance()
 
-    @cute.jit
     def advance_to_next_work(self) -> WorkTile:
         """Wait for the response of the outstanding query, read it and give the slot back."""
         channel = self.channel.pipeline
@@ -128,11 +146,15 @@ class ClcScheduler:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            channel.consumer_release(self.consumer)
+            # The hand-off crosses CTAs: release at cluster scope.
+            cute.arch.mbarrier_arrive(
+                channel.consumer_get_barrier(self.consumer),
+                _LEADER,
+                scope=nvvm.MemScopeKind.CLUSTER,
+            )
         self.consumer.advance()
         return make_work_tile(first_cta // CLUSTER_SIZE, is_valid != 0, self.order)
 
-    @cute.jit
     def producer_tail(self) -> None:
         """In the leader CTA: wait until the consumers of both CTAs have given every slot back.
 
@@ -140,15 +162,12 @@ class ClcScheduler:
         the empty barriers are waited for: acquiring the slots would arm barriers of a peer that
         may be gone.
         """
-        if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0:
-            for _ in cutlass.range_constexpr(NUM_STAGES):
-                self.channel.pipeline.sync_object_empty.wait(
-                    self.producer.index, self.producer.phase
-                )
-                self.producer.advance()
+        for _ in range(NUM_STAGES):
+            _wait_for_empty(self.channel.pipeline, self.producer)
+            self.producer.advance()
 
     def _response(self, state: pipeline.PipelineState) -> cute.Pointer:
-        return self.channel.responses + state.index * (RESPONSE_BYTES // 4)
+        return self.channel.responses + state.index
 
     def __extract_mlir_values__(self) -> list:
         return [
