@@ -1,0 +1,189 @@
+"""Barriers as data: every mbarrier of a kernel is an edge from those who arrive to those who wait.
+
+A kernel declares its edges once, in an `EdgeTable`.  From it follow the arrive counts, the shared
+memory the barriers take, their initialisation, the table in the documentation, and the
+`Barrier` objects through which the warp roles signal and wait.  Index and phase of a barrier
+array are never handled by hand: each role keeps one `cutlass.pipeline.PipelineState` per edge.
+
+mbarrier semantics: PTX ISA 9.7.13.15 (phase, pending count, tx-count); commit: 9.7.16.11.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import tcgen05
+
+__all__ = ["BARRIER_BYTES", "Barrier", "Edge", "EdgeTable", "Signal", "SharedByReference"]
+
+BARRIER_BYTES = 8
+
+LEADER_RANK = 0
+BOTH_CTAS_MASK = 0b11
+
+
+class SharedByReference:
+    """Base of objects that device code uses inside dynamic loops but never replaces.
+
+    The DSL carries every object used in a loop through it; this one carries no values, since
+    those it holds are defined before the loop and do not change.
+    """
+
+    def __extract_mlir_values__(self) -> list:
+        return []
+
+    def __new_from_mlir_values__(self, values: list) -> SharedByReference:
+        return self
+
+
+class Signal(enum.Enum):
+    """How an edge is signalled, and so in which CTA its barrier lives and how many arrive."""
+
+    TMA_PAIR = "TMA bytes of both CTAs, on the leader's barrier"
+    COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
+    WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
+    WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
+
+
+@dataclass(frozen=True)
+class Edge(SharedByReference):
+    """One array of mbarriers.
+
+    name: what has been done when a phase completes.
+    stages: barriers in the array, used in turn.
+    producer_warps: warps of one CTA that arrive (with TMA and commit, one thread does).
+    initially_complete: the waiter's first pass over the stages does not block (a buffer that
+        starts out free).
+    guards: the data that change hands, for the documentation.
+    """
+
+    name: str
+    stages: int
+    signal: Signal
+    producer: str
+    producer_warps: int
+    consumer: str
+    guards: str
+    initially_complete: bool = False
+    transaction_bytes: int = 0
+
+    @property
+    def arrive_count(self) -> int:
+        """Arrivals that complete a phase."""
+        if self.signal in (Signal.TMA_PAIR, Signal.COMMIT_PAIR):
+            return 1
+        ctas = 2 if self.signal is Signal.WARPS_PAIR else 1
+        return ctas * self.producer_warps
+
+    def waiter_state(self) -> pipeline.PipelineState:
+        """Index and phase for a role that waits on this edge."""
+        user = pipeline.PipelineUserType.Consumer
+        if self.initially_complete:
+            user = pipeline.PipelineUserType.Producer
+        return pipeline.make_pipeline_state(user, self.stages)
+
+    def producer_state(self) -> pipeline.PipelineState:
+        """Index for a role that signals this edge."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+
+
+@dataclass(frozen=True)
+class EdgeTable(SharedByReference):
+    """All edges of a kernel."""
+
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        names = [edge.name for edge in self.edges]
+        if len(set(names)) != len(names):
+            raise ValueError(f"edge names must be unique, got {names}")
+        for edge in self.edges:
+            if edge.stages < 1 or edge.arrive_count < 1:
+                raise ValueError(f"edge {edge.name} has no stage or nobody who arrives")
+            if (edge.signal is Signal.TMA_PAIR) != (edge.transaction_bytes > 0):
+                raise ValueError(f"edge {edge.name}: exactly TMA edges carry transaction bytes")
+
+    def __getitem__(self, name: str) -> Edge:
+        return next(edge for edge in self.edges if edge.name == name)
+
+    @property
+    def num_barriers(self) -> int:
+        return sum(edge.stages for edge in self.edges)
+
+    def bind(self, storage: cute.Pointer) -> dict[str, Barrier]:
+        """Initialise all barriers at `storage` (num_barriers Int64) and return them by name.
+
+        Called by all threads of the CTA; the caller fences and synchronises the cluster after.
+        """
+        barriers, offset = {}, 0
+        for edge in self.edges:
+            barriers[edge.name] = Barrier(edge, storage + offset)
+            offset += edge.stages
+        return barriers
+
+    def describe(self) -> str:
+        """The table as Markdown."""
+        rows = [
+            "| edge | stages | arrives | count | waits | starts | guards |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for edge in self.edges:
+            starts = "complete" if edge.initially_complete else "pending"
+            rows.append(
+                f"| {edge.name} | {edge.stages} | {edge.producer}: {edge.signal.value} "
+                f"| {edge.arrive_count} | {edge.consumer} | {starts} | {edge.guards} |"
+            )
+        return "\n".join(rows)
+
+
+class Barrier(SharedByReference):
+    """An edge bound to its barriers in shared memory."""
+
+    def __init__(self, edge: Edge, storage: cute.Pointer) -> None:
+        operation = {
+            Signal.TMA_PAIR: pipeline.PipelineOp.TmaLoad,
+            Signal.COMMIT_PAIR: pipeline.PipelineOp.TCGen05Mma,
+        }.get(edge.signal, pipeline.PipelineOp.AsyncThread)
+        group = pipeline.CooperativeGroup(pipeline.Agent.Thread, edge.arrive_count)
+        self.edge = edge
+        self._array = pipeline.MbarrierArray(
+            storage, edge.stages, (operation, group), edge.transaction_bytes, name=edge.name
+        )
+
+    def pointer(self, state: Any) -> cute.Pointer:
+        """The barrier of a stage; TMA loads of both CTAs complete on the leader's."""
+        return self._array.get_barrier(state.index)
+
+    def wait(self, state: Any) -> None:
+        """Block until the phase of `state` is complete."""
+        self._array.wait(state.index, state.phase)
+
+    def expect_bytes(self, state: Any) -> None:
+        """Arrive, expecting the transaction bytes of one stage; by the leader CTA's warp."""
+        self._array.arrive_and_expect_tx(state.index, self.edge.transaction_bytes)
+
+    def commit(self, state: Any) -> None:
+        """Signal both CTAs when all tensor-core work issued so far is done; by the MMA warp."""
+        self._array.arrive(state.index, BOTH_CTAS_MASK, tcgen05.CtaGroup.TWO)
+
+    def arrive(self, state: Any) -> None:
+        """One arrival of this warp, called by all its lanes.
+
+        The warp barrier orders what the other lanes did before the elected lane's release.
+        """
+        cute.arch.sync_warp()
+        pointer = self._array.get_barrier(state.index)
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR):
+                # The data may lie in the peer CTA: the hand-off needs cluster scope.
+                cute.arch.mbarrier_arrive(
+                    pointer, LEADER_RANK, scope=nvvm.MemScopeKind.CLUSTER
+                )
+            else:
+                cute.arch.mbarrier_arrive(pointer)

@@ -1,0 +1,342 @@
+"""The forward kernel: out = softmax(scale * Q K^T) V and LSE at head_dim 256, by CTA pairs.
+
+One tile is 256 query rows of one head; one step multiplies it with 128 keys.  Each CTA of the
+pair owns 128 rows, with their S, P and O in its tensor memory, and loads half of every K and V
+tile; one warp of the leader CTA issues all MMAs for both.
+
+Timeline of one CTA (the peer's is the same, but for the MMA warp, which only the leader has);
+QK(i) makes S(i), PV(i) adds P(i) V(i) to O, last is the tile's last step, 0' the next tile's
+first::
+
+    load        K(1) V(0) K(2) V(1) ...   | Q'  K(0')  V(last)  K(1')  V(0') ...
+    mma         QK(1) PV(0) QK(2) PV(1) ..| QK(0') PV(last) QK(1') PV(0') ...
+    softmax        S(1)->P(1)  S(2)->P(2) | S(last)->P(last)  S(0')->P(0') ...
+    correction     rescale O   rescale O  |           O -> SMEM
+    epilogue                              |                SMEM -> global
+
+QK(i+1) is always issued before PV(i), across tiles too: while the softmax works on S(i), the
+tensor core makes S(i+1), and the next tile's first S while the last P of this one is made.
+
+The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/forward.md.
+
+NOTE [S and P share columns].  P(i) lies over S(i), so QK(i+2), which writes the same buffer, must
+not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the tensor
+core executes the MMAs of a CTA pair in issue order.
+
+NOTE [O leaves through Q].  The O of a tile is staged in the tile's own Q buffer: when PV(last) has
+completed, so have all QK before it, and nobody reads that Q again.  The other Q buffer already
+receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
+store has read the staged O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+
+from schedulers import (
+    StaticPersistentScheduler,
+    TileOrder,
+    TileProblem,
+    later_blocks_are_longer,
+    section_heads_for,
+)
+from softmax_emu.online import OnlineSoftmax
+
+from .config import HEAD_DIM, ForwardConfig
+from .edges import Barrier, SharedByReference
+from .forward_consumers import ForwardConsumers
+from .forward_producers import ForwardProducers
+from .instructions import MmaShape, OperandLayout
+from .masking import Visibility
+
+__all__ = ["ForwardKernel"]
+
+CLUSTER = (2, 1, 1)
+L2_BYTES_FOR_KV = 64 << 20  # half of a B200's L2, so that K and V of a section stay there
+
+
+class TmaTensor(NamedTuple):
+    """A TMA descriptor's copy atom and the coordinate tensor that goes with it."""
+
+    atom: Any
+    tensor: Any
+
+
+class KernelTensors(NamedTuple):
+    """What the kernel reads and writes: (seqlen, 256, heads, batch) each; lse (b, h, s)."""
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    o: TmaTensor
+    out: Any
+    lse: Any
+
+
+@dataclass(frozen=True)
+class Context(SharedByReference):
+    """What every warp role of one CTA shares."""
+
+    tensors: KernelTensors
+    barriers: dict[str, Barrier]
+    visibility: Visibility
+    heads_per_kv: Int32
+    scale_log2: Float32
+    order: TileOrder
+    channel: Any
+    cta_rank: Int32
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    scale_smem: Any
+    tmem_address: Any
+    tmem: Any = None
+
+    def num_kv_tiles(self, work: Any, tile_q: int) -> Int32:
+        """Steps of a tile; the same in both CTAs and all roles."""
+        return self.visibility.num_tiles(work.query_block * tile_q, tile_q)
+
+
+class ForwardKernel(ForwardProducers, ForwardConsumers):
+    """The forward kernel for one configuration.
+
+    config: tile shapes, stages, warps, exp2 pattern.  dtype: cutlass.BFloat16 or Float16.
+    is_causal: bottom-right aligned causal mask.  negate_scores: the softmax scale is negative;
+    then Q K^T is negated by the tensor core and the scale passed in is its absolute value.
+    scheduler: a class of the `schedulers` protocol.
+
+    Called under `cute.compile`; see `__call__` for the arguments at run time.
+    """
+
+    def __init__(
+        self,
+        config: ForwardConfig,
+        dtype: Any,
+        is_causal: bool,
+        negate_scores: bool = False,
+        scheduler: Any = StaticPersistentScheduler,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.is_causal = is_causal
+        self.scheduler = scheduler
+        self.edges = config.edges
+        self.smem_plan = config.smem
+        self.tmem_plan = config.tmem
+        is_bf16 = dtype is cutlass.BFloat16
+        self.qk_shape = MmaShape(
+            config.tile_q, config.block_kv, is_bf16, negate_a=negate_scores
+        )
+        self.pv_shape = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
+        self.q_layout = self._k_major_operand(config.block_q)
+        self.k_layout = self._k_major_operand(config.block_kv // 2)
+        self.v_layout = self._v_operand()
+
+    @staticmethod
+    def _k_major_operand(rows: int) -> OperandLayout:
+        """`rows` x 256, as blocks of 64 columns: a row is 128 bytes, 8 rows an atom of 1024."""
+        block = rows * 128
+        steps = tuple(k // 4 * block + k % 4 * 32 for k in range(HEAD_DIM // 16))
+        return OperandLayout(leading_bytes=16, stride_bytes=1024, step_bytes=steps)
+
+    def _v_operand(self) -> OperandLayout:
+        """128 keys x 128 columns, as blocks of 64 columns: 8 keys an atom of 1024 bytes."""
+        keys = self.config.block_kv
+        steps = tuple(k * 2 * 1024 for k in range(keys // 16))
+        return OperandLayout(leading_bytes=keys * 128, stride_bytes=1024, step_bytes=steps)
+
+    def smem_layout(self, rows: int, columns: int, stages: int) -> Any:
+        """rows x columns x stages, 128-byte swizzle, as blocks of 64 columns (one TMA box)."""
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        scale_log2: Float32,
+        max_active_clusters: Int32,
+        stream: Any,
+    ):
+        """Launch.  q, out: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256),
+        last stride 1, other strides multiples of 16 bytes; lse: (batch, heads, seqlen_q) float32.
+
+        scale_log2: |softmax_scale| * log2(e).  max_active_clusters: CTA pairs the device holds
+        at once, for the persistent grid.
+        """
+        config = self.config
+        q, k, v, out = (self._by_sequence(t) for t in (q, k, v, out))
+        heads, batch = cute.size(q, mode=[2]), cute.size(q, mode=[3])
+        heads_per_kv = heads // cute.size(k, mode=[2])
+        seqlen_q, seqlen_k = cute.size(q, mode=[0]), cute.size(k, mode=[0])
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        kv_rows, v_columns = config.block_kv // 2, HEAD_DIM // 2
+        tensors = KernelTensors(
+            self._tma(load, q, config.block_q, HEAD_DIM),
+            self._tma(load, k, kv_rows, HEAD_DIM),
+            self._tma(load, v, config.block_kv, v_columns),
+            self._tma(store, out, config.block_q, config.o_slice),
+            out,
+            lse,
+        )
+        problem = TileProblem(
+            (seqlen_q + config.tile_q - 1) // config.tile_q,
+            heads,
+            batch,
+            section_heads_for(
+                num_heads_per_kv=heads_per_kv,
+                num_pairs=heads * batch,
+                kv_bytes_per_head=seqlen_k * (2 * HEAD_DIM * 2),
+                l2_bytes=L2_BYTES_FOR_KV,
+                unequal_lengths=self.is_causal,
+            ),
+            later_blocks_are_longer(None, 0 if self.is_causal else None),
+        )
+        grid = self.scheduler.grid_shape(problem, max_active_clusters)
+        sizes = (Int32(seqlen_q), Int32(seqlen_k), Int32(heads_per_kv))
+        self.kernel(tensors, sizes, scale_log2, problem.device_order()).launch(
+            grid=grid,
+            block=(config.warps.num_threads, 1, 1),
+            cluster=CLUSTER,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _by_sequence(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with TMA's stride rule."""
+        b, s, h, _ = tensor.shape
+        strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
+        layout = cute.make_layout(
+            (s, HEAD_DIM, h, b), stride=(strides[1], 1, strides[2], strides[0])
+        )
+        return cute.make_tensor(tensor.iterator.align(16), layout)
+
+    def _tma(self, operation: Any, tensor: cute.Tensor, rows: int, columns: int) -> TmaTensor:
+        """A descriptor whose copies move rows x columns, in boxes of 64 columns."""
+        layout = cute.select(self.smem_layout(rows, columns, 1), mode=[0, 1])
+        info = cpasync.make_tiled_tma_atom(operation, tensor, layout, (rows, columns))
+        return TmaTensor(info[0], info[1])
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: KernelTensors,
+        sizes: tuple[Int32, Int32, Int32],
+        scale_log2: Float32,
+        order: TileOrder,
+    ):
+        """Set-up, then each warp runs its role, then tear-down."""
+        config = self.config
+        warps = config.warps
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if warp == warps.load:
+            for tma in (tensors.q, tensors.k, tensors.v, tensors.o):
+                cpasync.prefetch_descriptor(tma.atom)
+
+        allocator = SmemAllocator()
+        context = self._set_up(allocator, tensors, sizes, scale_log2, order)
+        # Barriers must be initialised in both CTAs before either allocates tensor memory for the
+        # pair or signals the other (PTX ISA 9.7.16.7.1).
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        columns = self.tmem_plan.allocated_columns
+        if warp == warps.mma:
+            cute.arch.alloc_tmem(columns, context.tmem_address, is_two_cta=True)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
+        context = replace(context, tmem=tmem)
+
+        if warp < warps.correction[0]:
+            cute.arch.setmaxregister_increase(warps.registers_softmax)
+            self.softmax(context)
+        elif warp < warps.mma:
+            cute.arch.setmaxregister_decrease(warps.registers_correction)
+            self.correction(context)
+        else:
+            cute.arch.setmaxregister_decrease(warps.registers_other)
+            if warp == warps.mma:
+                if cta_rank == 0:
+                    self.mma(context)
+            if warp == warps.load:
+                self.load(context)
+            if warp == warps.epilogue:
+                self.epilogue(context)
+            if warp == warps.scheduler:
+                self.schedule(context)
+
+        # Nobody may leave while the peer still signals it or its tensor memory is in use.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp == warps.mma:
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
+
+    def _set_up(
+        self,
+        allocator: SmemAllocator,
+        tensors: KernelTensors,
+        sizes: tuple[Int32, Int32, Int32],
+        scale_log2: Float32,
+        order: TileOrder,
+    ) -> Context:
+        """Lay out shared memory as the plan says and initialise the barriers."""
+        config = self.config
+        seqlen_q, seqlen_k, heads_per_kv = sizes
+        base = allocator.allocate(self.smem_plan.num_bytes, 1024)
+        offsets = self.smem_plan.offsets()
+
+        def region(name: str, element_type: Any, alignment: int) -> cute.Pointer:
+            pointer = (base + offsets[name]).align(alignment)
+            return cute.recast_ptr(pointer, dtype=element_type)
+
+        def operand(name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
+            layout = self.smem_layout(rows, columns, stages)
+            pointer = cute.recast_ptr(
+                region(name, self.dtype, 1024), layout.inner, dtype=self.dtype
+            )
+            return cute.make_tensor(pointer, layout.outer)
+
+        kv_stages = config.kv_stages
+        scale_layout = cute.make_layout((config.block_q, config.scale_stages))
+        return Context(
+            tensors=tensors,
+            barriers=self.edges.bind(region("barriers", cutlass.Int64, 8)),
+            visibility=Visibility(seqlen_q, seqlen_k, self.is_causal, config.block_kv),
+            heads_per_kv=heads_per_kv,
+            scale_log2=scale_log2,
+            order=order,
+            channel=self.scheduler.setup(allocator, config.warps.num_warps),
+            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            q_smem=operand("q", config.block_q, HEAD_DIM, config.q_stages),
+            k_smem=operand("kv", config.block_kv // 2, HEAD_DIM, kv_stages),
+            v_smem=operand("kv", config.block_kv, HEAD_DIM // 2, kv_stages),
+            scale_smem=cute.make_tensor(region("scale", Float32, 16), scale_layout),
+            tmem_address=region("tmem_address", Int32, 4),
+        )
+
+    def create_softmax(self, context: Context) -> OnlineSoftmax:
+        """The online softmax of one row."""
+        config = self.config
+        return OnlineSoftmax.create(
+            context.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype
+        )
+
+    def first_row(self, context: Context, work: Any) -> Int32:
+        """The first query row of this CTA's half of a tile."""
+        config = self.config
+        return work.query_block * config.tile_q + context.cta_rank * config.block_q

@@ -1,0 +1,291 @@
+"""The forward kernel's roles that follow the tensor core: softmax, correction, epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from softmax_emu.pattern import FRAGMENT_COLUMNS
+
+from .config import HEAD_DIM
+from .instructions import fence_after_thread_sync, fence_before_thread_sync
+
+__all__ = ["ForwardConsumers"]
+
+# Columns that one tcgen05.ld or tcgen05.st of the correction moves: enough to amortise its
+# latency, few enough to keep several in registers.
+CORRECTION_COLUMNS = 32
+
+
+class ForwardConsumers:
+    """Mixed into ForwardKernel; the shared state is its `Context`."""
+
+    @cute.jit
+    def softmax(self, context: Any):
+        """S -> P for this CTA's 128 rows, one row a thread; LSE at the tile's end."""
+        edges = self.edges
+        states = (
+            edges["s_done"].waiter_state(),
+            edges["scale_free"].waiter_state(),
+        )
+        softmax = self.create_softmax(context)
+        row_in_block = cute.arch.thread_idx()[0]
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            row = self.first_row(context, work) + row_in_block
+            first_row = self.first_row(context, work)
+            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
+            num_unmasked = cutlass.min(
+                context.visibility.num_unmasked_tiles(first_row), num_tiles
+            )
+            softmax.reset()
+            for step in cutlass.range(num_tiles - num_unmasked, unroll=1):
+                first_key = (num_tiles - 1 - step) * self.config.block_kv
+                softmax, states = self._softmax_step(
+                    context, softmax, states, (row, first_key)
+                )
+            for _ in cutlass.range(num_unmasked, unroll=1):
+                softmax, states = self._softmax_step(context, softmax, states, None)
+            inverse, lse = softmax.finish()
+            if num_tiles > 0:
+                states = self._send_scale(context, inverse, states)
+            if row < context.visibility.seqlen_q:
+                context.tensors.lse[work.batch, work.head, row] = lse
+            work = scheduler.advance_to_next_work()
+        # The correction warps' last releases arrive on this CTA's barriers.
+        s_done, scale_free = states
+        for _ in cutlass.range_constexpr(self.config.scale_stages):
+            context.barriers["scale_free"].wait(scale_free)
+            scale_free.advance()
+
+    @cute.jit
+    def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
+        """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
+
+        mask: (row, first key) where some key may be invisible, None in interior tiles.
+        """
+        s_done, scale_free = states
+        barriers = context.barriers
+        columns = self.config.block_kv
+        barriers["s_done"].wait(s_done)
+        fence_after_thread_sync()
+        address = context.tmem + (self.tmem_plan["s0"].start + s_done.index * columns)
+        scores = cute.make_rmem_tensor(columns, Float32)
+        self._tmem_load(address, scores)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(mask is not None):
+            context.visibility.apply(scores, mask[0], mask[1])
+        factor = softmax.update_max(scores)
+        s_done, scale_free = self._send_scale(context, factor, (s_done, scale_free))
+        num_fragments = columns // FRAGMENT_COLUMNS
+        fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
+        for fragment in cutlass.range_constexpr(num_fragments):
+            probabilities = cute.make_rmem_tensor(FRAGMENT_COLUMNS // 2, Float32)
+            softmax.exponentiate(
+                fragments[None, fragment], probabilities, fragment, num_fragments
+            )
+            # Two 16-bit values a column, over the S they came from.
+            self._tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+        barriers["p_done"].arrive(s_done)
+        # Off the critical path: the tensor core already works on P.
+        softmax.accumulate_sum(scores)
+        s_done.advance()
+        return softmax, (s_done, scale_free)
+
+    @cute.jit
+    def _send_scale(self, context: Any, value: Float32, states: tuple):
+        """Hand a value per row to the correction thread of the same row."""
+        s_done, scale_free = states
+        context.barriers["scale_free"].wait(scale_free)
+        context.scale_smem[cute.arch.thread_idx()[0], scale_free.index] = value
+        context.barriers["scale_done"].arrive(scale_free)
+        scale_free.advance()
+        return s_done, scale_free
+
+    @cute.jit
+    def correction(self, context: Any):
+        """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it.
+
+        O may be touched from o_done of one step until o_free lets PV of the next begin.
+        """
+        edges = self.edges
+        scale_done = edges["scale_done"].waiter_state()
+        o_done = edges["o_done"].waiter_state()
+        o_staged = edges["o_staged"].producer_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
+            if num_tiles > 0:
+                # The first step's factor has no O to apply to.
+                _, scale_done = self._receive_scale(context, scale_done)
+                for _ in cutlass.range(1, num_tiles, unroll=1):
+                    factor, scale_done = self._receive_scale(context, scale_done)
+                    context.barriers["o_done"].wait(o_done)
+                    if cute.arch.vote_any_sync(factor < Float32(1.0)):
+                        self._rescale(context, factor)
+                    context.barriers["o_free"].arrive(o_done)
+                    o_done.advance()
+                inverse, scale_done = self._receive_scale(context, scale_done)
+                context.barriers["o_done"].wait(o_done)
+                o_staged = self._drain(context, inverse, o_done, o_staged)
+                o_done.advance()
+            else:
+                self._store_zeros(context, work)
+            work = scheduler.advance_to_next_work()
+
+    @cute.jit
+    def _receive_scale(self, context: Any, scale_done: Any):
+        """The value the softmax thread of the same row sent."""
+        context.barriers["scale_done"].wait(scale_done)
+        value = context.scale_smem[self._row_in_block(), scale_done.index]
+        context.barriers["scale_free"].arrive(scale_done)
+        scale_done.advance()
+        return value, scale_done
+
+    def _row_in_block(self) -> Int32:
+        """The row of a correction thread: the lane of tensor memory it can reach."""
+        return cute.arch.thread_idx()[0] % self.config.block_q
+
+    @cute.jit
+    def _rescale(self, context: Any, factor: Float32):
+        """O *= factor, row by row, in slices of columns."""
+        fence_after_thread_sync()
+        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+            address = context.tmem + (self.tmem_plan["o"].start + start)
+            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
+            self._tmem_load(address, values)
+            cute.arch.fence_view_async_tmem_load()
+            self._multiply(values, factor)
+            self._tmem_store(values, address)
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+
+    @cute.jit
+    def _drain(self, context: Any, inverse: Float32, o_done: Any, o_staged: Any):
+        """O / sum to the tile's own Q buffer; o_free as soon as O has left tensor memory."""
+        fence_after_thread_sync()
+        config = self.config
+        row = self._row_in_block()
+        buffer = o_staged.index // config.o_slices
+        slices = cute.logical_divide(
+            context.q_smem[None, None, buffer], (None, cute.make_layout(CORRECTION_COLUMNS))
+        )
+        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
+            self._tmem_load(context.tmem + (self.tmem_plan["o"].start + start), values)
+            cute.arch.fence_view_async_tmem_load()
+            end = start + CORRECTION_COLUMNS
+            if cutlass.const_expr(end == HEAD_DIM):
+                fence_before_thread_sync()
+                context.barriers["o_free"].arrive(o_done)
+            self._multiply(values, inverse)
+            rounded = cute.make_rmem_tensor(CORRECTION_COLUMNS, self.dtype)
+            rounded.store(values.load().to(self.dtype))
+            cute.autovec_copy(rounded, slices[row, (None, start // CORRECTION_COLUMNS)])
+            if cutlass.const_expr(end % config.o_slice == 0):
+                # The TMA store reads through the async proxy what was written here.
+                cute.arch.fence_view_async_shared()
+                context.barriers["o_staged"].arrive(o_staged)
+                o_staged.advance()
+        return o_staged
+
+    @cute.jit
+    def _store_zeros(self, context: Any, work: Any):
+        """out = 0 for the rows of a tile that sees no key."""
+        row = self.first_row(context, work) + self._row_in_block()
+        if row < context.visibility.seqlen_q:
+            zeros = cute.make_rmem_tensor(8, self.dtype)
+            zeros.fill(0.0)
+            out = context.tensors.out[row, None, work.head, work.batch]
+            chunks = cute.logical_divide(out, cute.make_layout(8))
+            for chunk in cutlass.range(HEAD_DIM // 8, unroll=1):
+                cute.autovec_copy(zeros, chunks[None, chunk])
+
+    @cute.jit
+    def epilogue(self, context: Any):
+        """Store the staged O with TMA, slice by slice; then give the Q buffer back."""
+        config = self.config
+        o_staged = self.edges["o_staged"].waiter_state()
+        q_free = self.edges["q_free"].producer_state()
+        o = context.tensors.o
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            if context.num_kv_tiles(work, config.tile_q) > 0:
+                row_block = work.query_block * 2 + context.cta_rank
+                tiler = (config.block_q, config.o_slice)
+                tiles = cute.local_tile(
+                    o.tensor[None, None, work.head, work.batch], tiler, (row_block, None)
+                )
+                buffer = context.q_smem[None, None, q_free.index]
+                slices = cute.local_tile(buffer, tiler, (0, None))
+                from_smem, to_global = cpasync.tma_partition(
+                    o.atom, 0, cute.make_layout(1),
+                    cute.group_modes(slices, 0, 2), cute.group_modes(tiles, 0, 2),
+                )  # fmt: skip
+                for piece in cutlass.range_constexpr(config.o_slices):
+                    context.barriers["o_staged"].wait(o_staged)
+                    cute.copy(o.atom, from_smem[None, piece], to_global[None, piece])
+                    cute.arch.cp_async_bulk_commit_group()
+                    o_staged.advance()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                context.barriers["q_free"].arrive(q_free)
+                q_free.advance()
+            work = scheduler.advance_to_next_work()
+        # Shared memory must not go away, nor the grid be reported done, under a store in flight.
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def _tmem_tensor(self, address: Any, columns: int) -> cute.Tensor:
+        """128 lanes x columns of tensor memory at `address`: lane stride 2^16."""
+        layout = cute.make_layout((self.config.block_q, columns), stride=(1 << 16, 1))
+        return cute.make_tensor(address, layout)
+
+    def _tmem_load(self, address: Any, values: cute.Tensor) -> None:
+        """tcgen05.ld.32x32b of this thread's row: as many columns as `values`; wait before use.
+
+        `values` may be wider than one instruction's FRAGMENT_COLUMNS.
+        """
+        columns = cute.size(values)
+        atom = cute.make_copy_atom(
+            tcgen05.Ld32x32bOp(tcgen05.Repetition(min(columns, FRAGMENT_COLUMNS))), Float32
+        )
+        tensor = self._tmem_tensor(address, columns)
+        copy = tcgen05.make_tmem_copy(atom, tensor)
+        thread = copy.get_slice(self._row_in_block())
+        registers = thread.partition_D(cute.make_identity_tensor((self.config.block_q, columns)))
+        cute.copy(
+            copy,
+            thread.partition_S(tensor),
+            cute.make_tensor(values.iterator, cute.make_layout(registers.shape)),
+        )
+
+    def _tmem_store(self, values: cute.Tensor, address: Any) -> None:
+        """tcgen05.st.32x32b of this thread's row: one instruction of as many columns."""
+        columns = cute.size(values)
+        atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), Float32)
+        tensor = self._tmem_tensor(address, columns)
+        copy = tcgen05.make_tmem_copy(atom, tensor)
+        thread = copy.get_slice(self._row_in_block())
+        registers = thread.partition_S(cute.make_identity_tensor((self.config.block_q, columns)))
+        cute.copy(
+            copy,
+            cute.make_tensor(values.iterator, cute.make_layout(registers.shape)),
+            thread.partition_D(tensor),
+        )
+
+    def _multiply(self, values: cute.Tensor, factor: Float32) -> None:
+        """values *= factor, two at a time (mul.rn.f32x2)."""
+        for i in range(0, cute.size(values), 2):
+            values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
+                (values[i], values[i + 1]), (factor, factor)
+            )
+
+

@@ -1,0 +1,151 @@
+"""Thin wrappers of tcgen05 instructions the DSL does not offer in the form the kernels need.
+
+Section numbers are those of the PTX ISA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+__all__ = [
+    "MmaShape",
+    "OperandLayout",
+    "fence_after_thread_sync",
+    "fence_before_thread_sync",
+    "mma_chain",
+]
+
+DESCRIPTOR_VERSION = 0b001 << 14  # bits 46-48 of the descriptor: 14-16 of its upper word
+SWIZZLE_128B = 2 << 29  # bits 61-63
+ADDRESS_BITS = 0x3FFFF
+
+
+@dataclass(frozen=True)
+class OperandLayout:
+    """An operand tile in SMEM with the 128-byte swizzle (9.7.16.4, matrix descriptor).
+
+    leading_bytes: MN-major only: distance of the next 64 MN elements.  K-major ignores it.
+    stride_bytes: distance of the next 8 rows (K-major) or the next 8 k (MN-major).
+    step_bytes: start of each K = 16 slice, relative to the tile; slices inside a swizzle atom
+        start at unaligned addresses with base offset 0, since the hardware applies the XOR to
+        address bits.
+    """
+
+    leading_bytes: int
+    stride_bytes: int
+    step_bytes: tuple[int, ...]
+
+    @property
+    def upper_word(self) -> int:
+        """Bits 32-63 of the descriptor."""
+        return (self.stride_bytes >> 4) | DESCRIPTOR_VERSION | SWIZZLE_128B
+
+    def lower_word(self, tile: cute.Pointer) -> Int32:
+        """Bits 0-31 for a tile at this shared-memory address."""
+        address = (tile.toint() & ADDRESS_BITS) >> 4
+        return address | ((self.leading_bytes >> 4) << 16)
+
+
+@dataclass(frozen=True)
+class MmaShape:
+    """The instruction descriptor of kind::f16 with float32 accumulation (9.7.16.4.2).
+
+    m, n: of the CTA pair's product.  b_mn_major: B is stored with N contiguous.
+    negate_a: the product of -A and B.
+    """
+
+    m: int
+    n: int
+    is_bf16: bool
+    b_mn_major: bool = False
+    negate_a: bool = False
+
+    @property
+    def instruction_descriptor(self) -> int:
+        float32_accumulator = 1 << 4
+        operand_type = (1 << 7 | 1 << 10) if self.is_bf16 else 0
+        return (
+            float32_accumulator
+            | operand_type
+            | self.negate_a << 13
+            | self.b_mn_major << 16
+            | (self.n >> 3) << 17
+            | (self.m >> 4) << 24
+        )
+
+
+@dsl_user_op
+def mma_chain(
+    shape: MmaShape,
+    accumulator: Int32,
+    a: tuple[Int32, OperandLayout | None],
+    b: tuple[Int32, OperandLayout],
+    accumulate: Boolean,
+    *,
+    loc=None,
+    ip=None,
+) -> None:
+    """tcgen05.mma.cta_group::2.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of a tile pair.
+
+    accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or TMEM
+    address and None for A in TMEM (16 bits an element, so 8 columns a slice).  b: lower
+    descriptor word and layout of B.  accumulate: whether the first slice adds to D.
+
+    Called by all lanes of one warp of the leader CTA.  The chain stays in convergent code and
+    one elected lane's predicate guards each instruction, so that the descriptors are computed
+    once in uniform registers and an MMA costs one issue slot.
+    """
+    a_word, a_layout = a
+    b_word, b_layout = b
+    lines = [
+        "{",
+        ".reg .pred elected, add;",
+        ".reg .b32 a_low, b_low;",
+        ".reg .b64 a_desc, b_desc;",
+        "elect.sync _|elected, 0xffffffff;",
+        "setp.ne.b32 add, {$r3}, 0;",
+    ]
+    for step, b_bytes in enumerate(b_layout.step_bytes):
+        lines.append(f"add.u32 b_low, {{$r2}}, {b_bytes >> 4};")
+        lines.append(f"mov.b64 b_desc, {{b_low, {b_layout.upper_word:#x}}};")
+        if a_layout is None:
+            operand = f"[{{$r1}} + {8 * step}]"
+        else:
+            lines.append(f"add.u32 a_low, {{$r1}}, {a_layout.step_bytes[step] >> 4};")
+            lines.append(f"mov.b64 a_desc, {{a_low, {a_layout.upper_word:#x}}};")
+            operand = "a_desc"
+        lines.append(
+            "@elected tcgen05.mma.cta_group::2.kind::f16 "
+            f"[{{$r0}}], {operand}, b_desc, {{$r4}}, {'add' if step == 0 else '1'};"
+        )
+    lines.append("}")
+    cute.arch.inline_ptx(
+        "\n".join(lines),
+        read_only_args=[
+            Int32(accumulator),
+            Int32(a_word),
+            Int32(b_word),
+            Int32(Boolean(accumulate)),
+            Int32(shape.instruction_descriptor),
+        ],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def fence_before_thread_sync(*, loc=None, ip=None) -> None:
+    """tcgen05.fence::before_thread_sync (9.7.16.11): earlier tcgen05 before the coming signal."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fence_after_thread_sync(*, loc=None, ip=None) -> None:
+    """tcgen05.fence::after_thread_sync (9.7.16.11): later tcgen05 after the completed wait."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)

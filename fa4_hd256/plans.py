@@ -1,0 +1,134 @@
+"""Where things lie in shared memory and in tensor memory, as data that checks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "SMEM_CAPACITY",
+    "TMEM_COLUMNS",
+    "SmemPlan",
+    "SmemRegion",
+    "TmemPlan",
+    "TmemRegion",
+]
+
+# Dynamic shared memory one CTA can have on SM100: 228 KiB less the 1 KiB the system reserves
+# (CUDA programming guide, compute capability 10.0).
+SMEM_CAPACITY = 232_448
+
+# Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
+TMEM_COLUMNS = 512
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """One buffer: `stages` times `stage_bytes`; `note` says what else uses it, and when."""
+
+    name: str
+    stages: int
+    stage_bytes: int
+    alignment: int
+    note: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+
+@dataclass(frozen=True)
+class SmemPlan:
+    """The regions of one CTA, in order; offsets are derived.
+
+    Raises ValueError where they do not fit.
+    """
+
+    regions: tuple[SmemRegion, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_bytes > SMEM_CAPACITY:
+            raise ValueError(
+                f"shared memory: {self.num_bytes} bytes of {SMEM_CAPACITY}\n{self.describe()}"
+            )
+
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each region."""
+        offsets, end = {}, 0
+        for region in self.regions:
+            start = -(-end // region.alignment) * region.alignment
+            offsets[region.name] = start
+            end = start + region.num_bytes
+        return offsets
+
+    @property
+    def num_bytes(self) -> int:
+        last = self.regions[-1]
+        return self.offsets()[last.name] + last.num_bytes
+
+    def describe(self) -> str:
+        """The map as a Markdown table."""
+        head = "| SMEM region | offset | stages | bytes a stage | bytes | note |"
+        rows = [head, "|" + "---|" * 6]
+        offsets = self.offsets()
+        for region in self.regions:
+            rows.append(
+                f"| {region.name} | {offsets[region.name]} | {region.stages} "
+                f"| {region.stage_bytes} | {region.num_bytes} | {region.note} |"
+            )
+        rows.append(f"| total | | | | {self.num_bytes} of {SMEM_CAPACITY} | |")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class TmemRegion:
+    """Columns [start, start + columns) of all 128 lanes; `alias_of` names a region it lies over."""
+
+    name: str
+    start: int
+    columns: int
+    alias_of: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TmemPlan:
+    """The regions of one CTA's tensor memory.
+
+    Raises ValueError for regions that overlap without saying so, that leave the region they
+    say they lie over, or that do not fit.
+    """
+
+    regions: tuple[TmemRegion, ...]
+
+    def __post_init__(self) -> None:
+        owner: dict[int, str] = {}
+        for region in self.regions:
+            columns = range(region.start, region.start + region.columns)
+            if region.start < 0 or columns.stop > TMEM_COLUMNS:
+                raise ValueError(f"{region.name} leaves the {TMEM_COLUMNS} columns")
+            for column in columns:
+                if region.alias_of is None and column in owner:
+                    raise ValueError(f"{region.name} overlaps {owner[column]} at column {column}")
+                if region.alias_of is not None and owner.get(column) != region.alias_of:
+                    raise ValueError(f"{region.name} does not lie within {region.alias_of}")
+                owner.setdefault(column, region.name)
+
+    def __getitem__(self, name: str) -> TmemRegion:
+        return next(region for region in self.regions if region.name == name)
+
+    @property
+    def allocated_columns(self) -> int:
+        """What tcgen05.alloc is asked for: a power of two from 32 to 512 (PTX ISA 9.7.16.7.1)."""
+        end = max(region.start + region.columns for region in self.regions)
+        return max(32, 1 << (end - 1).bit_length())
+
+    def describe(self) -> str:
+        """The map as a Markdown table."""
+        rows = ["| TMEM region | columns | lies over | note |", "|" + "---|" * 4]
+        for region in self.regions:
+            rows.append(
+                f"| {region.name} | {region.start}..{region.start + region.columns - 1} "
+                f"| {region.alias_of or ''} | {region.note} |"
+            )
+        rows.append(f"| total | {self.allocated_columns} of {TMEM_COLUMNS} | | |")
+        return "\n".join(rows)
