@@ -1,0 +1,79 @@
+"""`python -m softmax_emu fit --degree 3`: fit the polynomial and report its errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from .fit import DEGREES, Fit, error_curve, fit
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m softmax_emu")
+    commands = parser.add_subparsers(dest="command", required=True)
+    fitting = commands.add_parser("fit", help="fit a minimax polynomial for 2^f on [0, 1]")
+    fitting.add_argument("--degree", type=int, choices=DEGREES, default=3)
+    fitting.add_argument("--json", action="store_true", help="print one JSON object")
+    fitting.add_argument("--plot", metavar="FILE", help="write the error curve to an image file")
+    options = parser.parse_args(arguments)
+    result = fit(options.degree)
+    if options.json:
+        print(json.dumps(result.as_dict()))
+    else:
+        print(_text(result))
+    if options.plot:
+        return _plot(result, options.plot)
+    return 0
+
+
+def _half_ulp(precision: int) -> float:
+    """Largest relative error of rounding to nearest with `precision` significand bits."""
+    return 2.0**-precision / (1 + 2.0**-precision)
+
+
+def _text(result: Fit) -> str:
+    lines = [f"2^f on [0, 1], degree {result.degree}, float32 fma Horner, p(0) = 1"]
+    for power, coefficient in enumerate(result.coefficients):
+        lines.append(f"  c{power} = {coefficient:.10g}  ({coefficient.hex()})")
+    lines += [
+        f"largest relative error               {result.max_relative_error:.4e}",
+        f"largest error in float32 ulps        {result.max_ulp_error:.2f}",
+        f"relative error after rounding to bf16 {result.max_relative_error_bfloat16:.4e}"
+        f"  (of exact 2^f: {_half_ulp(8):.4e})",
+        f"relative error after rounding to fp16 {result.max_relative_error_float16:.4e}"
+        f"  (of exact 2^f: {_half_ulp(11):.4e})",
+    ]
+    return "\n".join(lines)
+
+
+def _plot(result: Fit, path: str) -> int:
+    try:
+        import matplotlib
+    except ImportError:
+        print(
+            "--plot needs matplotlib, which is not installed: "
+            "pip install matplotlib (or this package with the extra [bench])",
+            file=sys.stderr,
+        )
+        return 1
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points, error = error_curve(result.coefficients)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot(points, error, linewidth=0.8)
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.set_xlabel("f")
+    axes.set_ylabel("p(f) / 2^f - 1")
+    axes.set_title(
+        f"degree {result.degree}: largest relative error {result.max_relative_error:.3e}"
+    )
+    figure.tight_layout()
+    figure.savefig(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
