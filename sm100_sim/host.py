@@ -63,7 +63,9 @@ _SUCCESS, _INVALID_VALUE = 0, 1
 _CONFIG = struct.Struct("<3I3IQQQI")
 _ATTRIBUTE_BYTES = 72
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.DOTALL)
-_STATIC_SHARED = re.compile(r"^\s*\.shared\s+(?:\.align\s+(\d+)\s+)?\.b(\d+)\s+[\w$]+(?:\[(\d+)\])?")
+_STATIC_SHARED = re.compile(
+    r"^\s*\.shared\s+(?:\.align\s+(\d+)\s+)?\.b(\d+)\s+[\w$]+(?:\[(\d+)\])?"
+)
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., int]:
             return _INVALID_VALUE
         try:
             function(*args)
-        except BaseException as error:  # noqa: BLE001 - re-raised by HostProgram._call
+        except BaseException as error:  # re-raised by HostProgram._call
             run.error = error
             return _INVALID_VALUE
         return _SUCCESS

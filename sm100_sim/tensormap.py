@@ -88,8 +88,16 @@ class TensorMap:
 
     @property
     def tile_shape(self) -> tuple[int, ...]:
-        """Elements a copy moves per dimension: ceil(box / element stride), dimension 0 first."""
-        return tuple(-(-b // s) for b, s in zip(self.box, self.element_strides, strict=True))
+        """Elements a copy moves per dimension: ceil(box / element stride), dimension 0 first.
+
+        Dimension 0 has no element stride unless the tensor is interleaved.
+        """
+        return tuple(-(-b // s) for b, s in zip(self.box, self.steps, strict=True))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Element strides as they take effect: 1 in dimension 0."""
+        return self.element_strides if self.interleave else (1, *self.element_strides[1:])
 
     @property
     def tile_bytes(self) -> int:

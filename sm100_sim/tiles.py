@@ -1,0 +1,245 @@
+"""Movement of TMA tiles between global and shared memory, one numpy operation per tile.
+
+PTX ISA 9.3, "Tensor copies", and the CUDA driver API's `cuTensorMapEncodeTiled`: a tile starts at
+signed coordinates, elements outside the tensor are filled on loads and dropped on stores, and in
+shared memory it is dense, dimension 0 fastest, with the swizzle XOR of `descriptors.swizzled` on
+absolute shared-memory address bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .descriptors import swizzled
+from .errors import MemoryFault, Misaligned, SimulationError
+from .tensormap import TensorMap
+
+#: NaN with every fraction bit set, as bytes, by element type (out-of-bounds NaN fill).
+_NAN_BYTES = {
+    "f16": b"\xff\x7f",
+    "bf16": b"\xff\x7f",
+    "f32": b"\xff\xff\xff\x7f",
+    "f32.ftz": b"\xff\xff\xff\x7f",
+    "f64": b"\xff" * 7 + b"\x7f",
+}
+_NUMPY = {
+    "u32": np.uint32,
+    "s32": np.int32,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f32.ftz": np.float32,
+}
+#: Alignment of a tile in shared memory (PTX ISA, cp.async.bulk.tensor).
+SHARED_ALIGNMENT = 128
+
+
+class Window(NamedTuple):
+    """The part of a tile that lies inside the tensor, in tile elements, slowest dimension first.
+
+    `start`: first byte in global memory; `span`: bytes from there to its end; `shape` and
+    `strides`: in bytes with a byte-wide innermost dimension; `where`: slices into the tile of the
+    same form, or None if the whole tile lies inside.
+    """
+
+    start: int
+    span: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    where: tuple[slice, ...] | None
+
+
+def window(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> Window | None:
+    """The inside part of the tile at `coordinates` (dimension 0 first), None if there is none."""
+    t = tensor_map
+    width = t.element_bits // 8
+    start, span, inside = t.address, width, True
+    shape, strides, where = [], [], []
+    all_strides = (width, *t.strides)
+    dimensions = zip(coordinates, t.sizes, t.tile_shape, t.steps, all_strides, strict=True)
+    for coordinate, size, count, step, stride in dimensions:
+        first = 0 if coordinate >= 0 else -(coordinate // step)
+        last = min(count, -((coordinate - size) // step))
+        if first >= last:
+            return None
+        start += (coordinate + first * step) * stride
+        span += (last - first - 1) * step * stride
+        inside &= last - first == count
+        shape.append(last - first)
+        strides.append(step * stride)
+        where.append(slice(first, last))
+    shape[0], strides[0] = shape[0] * width, 1
+    where[0] = slice(where[0].start * width, where[0].stop * width)
+    clipped = None if inside else tuple(reversed(where))
+    return Window(start, span, tuple(reversed(shape)), tuple(reversed(strides)), clipped)
+
+
+@lru_cache(maxsize=1024)
+def _permutation(size: int, span: int, phase: int) -> np.ndarray:
+    """Where the 16-byte chunk that belongs at linear position i of a tile really is.
+
+    `phase`: the tile's address modulo the swizzle period (8 * span bytes). The XOR is its own
+    inverse and stays within blocks of `span` bytes, so the index serves loads and stores alike.
+    """
+    linear = phase + np.arange(0, size, 16, dtype=np.int64)
+    index = (swizzled(linear, span) - phase >> 4).astype(np.intp)
+    index.setflags(write=False)
+    return index
+
+
+@lru_cache(maxsize=256)
+def _tile_plan(tensor_map: TensorMap) -> tuple[int, tuple[int, ...]]:
+    """(bytes of the tile, its shape slowest dimension first with bytes innermost).
+
+    Raises SimulationError for descriptors whose tiles are not modelled.
+    """
+    t = tensor_map
+    if t.interleave:
+        raise SimulationError(f"TMA with interleave {t.interleave} B is not modelled")
+    if t.element_bits < 8:
+        raise SimulationError(f"TMA of packed {t.dtype} elements is not modelled")
+    tile = t.tile_shape
+    inner = tile[0] * t.element_bits // 8
+    if t.swizzle and inner != t.swizzle:
+        raise SimulationError(
+            f"TMA tile with rows of {inner} bytes and a {t.swizzle} B swizzle: only rows as long "
+            "as the swizzle span are modelled"
+        )
+    return t.tile_bytes, (*reversed(tile[1:]), inner)
+
+
+def _shared_region(smem: np.ndarray, offset: int, size: int, what: str) -> np.ndarray:
+    if offset % SHARED_ALIGNMENT:
+        raise Misaligned(
+            f"{what}: shared-memory offset {offset:#x} of a TMA tile is not a multiple of "
+            f"{SHARED_ALIGNMENT}"
+        )
+    if offset + size > smem.size:
+        raise MemoryFault(
+            f"{what}: TMA tile at shared-memory offset {offset} of {size} bytes ends outside the "
+            f"CTA's {smem.size} bytes"
+        )
+    return smem[offset : offset + size]
+
+
+def _global_view(memory: Any, inside: Window, write: bool, what: str) -> np.ndarray:
+    memory.check(inside.start, inside.span, write, what)
+    raw = memory.view(inside.start, inside.span)
+    return np.ndarray(inside.shape, np.uint8, raw, 0, inside.strides)
+
+
+def _converted(t: TensorMap, tile: np.ndarray) -> None:
+    """What a load does to the values: flush subnormals (f32.ftz), round to tf32."""
+    if t.dtype == "f32.ftz":
+        values = tile.view(np.float32)
+        values[np.abs(values) < np.finfo(np.float32).tiny] = 0
+    if t.tf32:
+        words = tile.view(np.uint32)
+        finite = words & 0x7F800000 != 0x7F800000
+        rounded = words + 0xFFF + (words >> 13 & 1) & 0xFFFFE000
+        words[...] = np.where(finite, rounded, words)
+
+
+def load_tile(
+    tensor_map: TensorMap,
+    coordinates: tuple[int, ...],
+    memory: Any,
+    smem: np.ndarray,
+    offset: int,
+    what: str = "TMA load",
+) -> int:
+    """Copy the tile at `coordinates` from global memory to `smem[offset:]`; returns its bytes.
+
+    `memory` has check(start, nbytes, write, what) and view(start, nbytes) -> uint8 array.
+    Raises Misaligned, MemoryFault, or SimulationError for descriptors that are not modelled.
+    """
+    t = tensor_map
+    size, shape = _tile_plan(t)
+    region = _shared_region(smem, offset, size, what)
+    inside = window(t, coordinates)
+    direct = not t.swizzle
+    tile = region.reshape(shape) if direct else np.empty(shape, np.uint8)
+    if inside is None or inside.where is not None:
+        if t.nan_fill:
+            fill = np.frombuffer(_NAN_BYTES[t.dtype], np.uint8)
+            tile.reshape(-1, len(fill))[...] = fill
+        else:
+            tile[...] = 0
+    if inside is not None:
+        source = _global_view(memory, inside, False, what)
+        tile[inside.where or ...] = source
+    if t.tf32 or t.dtype == "f32.ftz":
+        _converted(t, tile)
+    if not direct:
+        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle))
+        chunks = tile.reshape(-1).view(np.complex128)
+        chunks.take(index, out=region.view(np.complex128), mode="clip")
+    return size
+
+
+Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
+_REDUCTIONS: dict[str, Reduction] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+#: Reduction operations that are modelled.
+REDUCTIONS = frozenset(_REDUCTIONS)
+
+
+def reduced(operation: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """`old` op `new` as bytes (uint8, same shape), element type by name. Rounds to nearest even."""
+    function = _REDUCTIONS[operation]
+    if operation in ("and", "or", "xor"):
+        return function(old, new)
+    if dtype == "bf16":
+        a, b = ((x.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for x in (old, new))
+        words = function(a, b).view(np.uint32)
+        rounded = (words + 0x7FFF + (words >> 16 & 1)) >> 16
+        rounded = np.where(words & 0x7FFFFFFF > 0x7F800000, 0x7FFF, rounded)
+        return rounded.astype(np.uint16).view(np.uint8)
+    if dtype not in _NUMPY:
+        raise SimulationError(f"a bulk reduction .{operation} on {dtype} elements is not defined")
+    kind = _NUMPY[dtype]
+    with np.errstate(all="ignore"):
+        result = function(old.view(kind), new.view(kind))
+    return result.astype(kind, copy=False).view(np.uint8)
+
+
+def store_tile(
+    tensor_map: TensorMap,
+    coordinates: tuple[int, ...],
+    memory: Any,
+    smem: np.ndarray,
+    offset: int,
+    reduction: str | None = None,
+) -> int:
+    """Copy the tile at `smem[offset:]` to global memory, dropping what lies outside the tensor.
+
+    With `reduction` (a name of REDUCTIONS) combine it with what is there. Returns the bytes of the
+    whole tile. Raises as `load_tile` does.
+    """
+    t = tensor_map
+    what = "TMA store" if reduction is None else "TMA reduction"
+    size, shape = _tile_plan(t)
+    region = _shared_region(smem, offset, size, what)
+    inside = window(t, coordinates)
+    if inside is None:
+        return size
+    target = _global_view(memory, inside, True, what)
+    if t.swizzle:
+        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle))
+        region = region.view(np.complex128).take(index, mode="clip").view(np.uint8)
+    tile = region.reshape(shape)[inside.where or ...]
+    if reduction is not None:
+        tile = reduced(reduction, t.dtype, np.ascontiguousarray(target), np.ascontiguousarray(tile))
+    target[...] = tile
+    return size
