@@ -68,9 +68,7 @@ def _query(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineStat
 
 
 @cute.jit
-def _wait_for_empty(
-    channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState
-) -> None:
+def _wait_for_empty(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState) -> None:
     """In the leader CTA: wait until the slot's last response has been read by all."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
         channel.sync_object_empty.wait(state.index, state.phase)

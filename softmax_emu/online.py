@@ -33,9 +33,6 @@ __all__ = ["OnlineSoftmax"]
 # product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
 SMALLEST_SCALE = 2.0**-126
 
-# Below every exponent whose power of two is not 0 in float32.
-_ZERO_EXPONENT = -200.0
-
 # P must stay finite in its own type: 2^threshold, with room for rounding.
 _LARGEST_THRESHOLD = {cutlass.BFloat16: 64.0, cutlass.Float16: 15.0}
 
@@ -106,10 +103,10 @@ class OnlineSoftmax:
             # False for NaN, which arises where both are -inf: then moving changes nothing.
             keep = (new - old) * self.scale_log2 <= self.rescale_threshold
             new = cutlass.select_(keep, old, new)
-        # -inf - (-inf) cannot arise, since `_finite` replaces the new one; the maximum with a
-        # very small exponent keeps -inf out of the once-per-row exp2.
-        exponent = (old - self._finite(new)) * self.scale_log2
-        factor = exp2_row_factor(cute.arch.fmax(exponent, _ZERO_EXPONENT))
+        # The same rounded offsets as in `exponentiate`, so the factor is consistent with p; 0 where
+        # nothing has been summed yet, whose offset is arbitrary.
+        factor = exp2_row_factor(self._offset(new) - self._offset(old))
+        factor = cutlass.select_(old == Float32(-math.inf), Float32(0.0), factor)
         self.row_max = new
         self.row_sum = self.row_sum * factor
         return factor
@@ -128,11 +125,9 @@ class OnlineSoftmax:
         half).  fragment_index, num_fragments: static; they select the pattern's columns.
         """
         scale = (self.scale_log2, self.scale_log2)
-        offset = (self._offset(), self._offset())
+        offset = (self._offset(self.row_max), self._offset(self.row_max))
         for column in range(0, FRAGMENT_COLUMNS, 2):
-            x0, x1 = cute.arch.fma_packed_f32x2(
-                (scores[column], scores[column + 1]), scale, offset
-            )
+            x0, x1 = cute.arch.fma_packed_f32x2((scores[column], scores[column + 1]), scale, offset)
             if self.pattern.is_emulated(fragment_index, column, num_fragments):
                 p0, p1 = exp2_polynomial_pair(x0, x1, self.pattern.degree)
             else:
@@ -166,7 +161,7 @@ class OnlineSoftmax:
         is_empty = self.row_sum == Float32(0.0)
         inverse = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(self.row_sum))
         log2_sum = cute.math.log2(self.row_sum, approx=True, ftz=True)
-        lse = (self.row_max * self.scale_log2 + log2_sum) * Float32(math.log(2.0))
+        lse = (log2_sum - self._offset(self.row_max)) * Float32(math.log(2.0))
         return inverse, cutlass.select_(is_empty, Float32(-math.inf), lse)
 
     def _tile_max(self, scores: cute.Tensor, old: Float32) -> Float32:
@@ -179,14 +174,17 @@ class OnlineSoftmax:
             chains[chain] = maximum3(chains[chain], scores[column], scores[column + 1])
         return cute.arch.fmax(maximum3(chains[0], chains[1], chains[2]), chains[3])
 
-    @staticmethod
-    def _finite(row_max: Float32) -> Float32:
-        """0 for -inf, so that a fully masked row gives p = 2^-inf = 0 and not NaN."""
-        return cutlass.select_(row_max == Float32(-math.inf), Float32(0.0), row_max)
+    def _offset(self, row_max: Float32) -> Float32:
+        """-c * m, the addend of the folded scale, rounded; 0 for an m of -inf.
 
-    def _offset(self) -> Float32:
-        """-c * m, the addend of the folded scale."""
-        return -(self._finite(self.row_max) * self.scale_log2)
+        With 0 a fully masked row gives p = 2^-inf = 0 and not NaN.  The packed multiplication
+        (mul.rn.f32x2) is never contracted into an fma, so that p, the factors and LSE all use
+        the same rounded number and its rounding error cancels in O / l and LSE.
+        """
+        finite = cutlass.select_(row_max == Float32(-math.inf), Float32(0.0), row_max)
+        negative_scale = -self.scale_log2
+        offset, _ = cute.arch.mul_packed_f32x2((finite, finite), (negative_scale, negative_scale))
+        return offset
 
     def __extract_mlir_values__(self) -> list:
         return [

@@ -67,9 +67,7 @@ def horner(fraction, coefficients: Sequence[float]) -> np.ndarray:
     return value
 
 
-def exp2_polynomial(
-    x, degree: int = 3, coefficients: Sequence[float] | None = None
-) -> np.ndarray:
+def exp2_polynomial(x, degree: int = 3, coefficients: Sequence[float] | None = None) -> np.ndarray:
     """2^x as `exp2.exp2_polynomial_pair` computes it; float32 in, float32 out, same shape.
 
     `coefficients` replaces the kernels' own ones of that degree.
