@@ -1,0 +1,103 @@
+"""What a simulated kernel can do wrong, as exceptions that say where.
+
+Every error names, as far as known, the instruction (PTX text and source line), the CTA, the warp
+and the lane. Code that detects an error deep inside raises it with the message alone; the run
+loop adds the place through `at`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SimulationError(Exception):
+    """Base of all errors of a simulated launch.
+
+    instruction: the `ptx.Instruction` at fault; cta: "(x, y, z)" or the CTA's index tuple;
+    warp: warp index in the CTA; lane: lane index or None for the whole warp.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        instruction: Any = None,
+        cta: Any = None,
+        warp: int | None = None,
+        lane: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.instruction = instruction
+        self.cta = cta
+        self.warp = warp
+        self.lane = lane
+
+    def at(
+        self, instruction: Any = None, cta: Any = None, warp: int | None = None,
+        lane: int | None = None,
+    ) -> SimulationError:
+        """Fill in what is not yet known of the place; returns self."""
+        if self.instruction is None:
+            self.instruction = instruction
+        if self.cta is None:
+            self.cta = cta
+        if self.warp is None:
+            self.warp = warp
+        if self.lane is None:
+            self.lane = lane
+        return self
+
+    def place(self) -> str:
+        """Instruction, source line, CTA, warp and lane in one line; empty if nothing is known."""
+        parts = []
+        if self.instruction is not None:
+            parts.append(f"at `{self.instruction.text}` (PTX line {self.instruction.line})")
+            if self.instruction.source is not None:
+                file, line = self.instruction.source
+                parts.append(f"from {file}:{line}")
+        for name in ("cta", "warp", "lane"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name.upper() if name == 'cta' else name} {value}")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        place = self.place()
+        return f"{self.message}\n  {place}" if place else self.message
+
+
+class UnknownInstruction(SimulationError):
+    """An opcode, modifier or operand form the simulator does not implement."""
+
+
+class MemoryFault(SimulationError):
+    """An access outside the tensors passed in, or outside allocated shared memory."""
+
+
+class Misaligned(SimulationError):
+    """An address, coordinate or descriptor field that is not aligned as the instruction asks."""
+
+
+class BarrierError(SimulationError):
+    """Misuse of an mbarrier, a named barrier or the cluster barrier."""
+
+
+class TmemError(SimulationError):
+    """Misuse of tensor memory: allocation rules, unallocated columns, addresses out of range."""
+
+
+class ClcError(SimulationError):
+    """Misuse of cluster launch control."""
+
+
+class DivergenceError(SimulationError):
+    """Lanes of a warp wait for each other at different aligned instructions."""
+
+
+class LaunchError(SimulationError):
+    """A launch that the hardware, or the simulator, does not accept."""
+
+
+class Hang(SimulationError):
+    """No warp can run and nothing is in flight: the report lists who waits for what."""
