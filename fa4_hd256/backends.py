@@ -1,0 +1,90 @@
+"""Where a compiled forward kernel runs: on an SM100 GPU, or in the simulator for CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from . import environment
+from .calling import call_arguments
+from .compile import CompiledForward
+from .problem import Problem, as_kernel_operand
+
+#: CTA pairs of a B200, the machine the simulator answers as: 148 SMs.
+SIMULATED_CLUSTERS = 148 // 2
+
+#: Seconds of a simulated run after which the progress bar appears.
+PROGRESS_AFTER = 3.0
+
+
+def run_forward(
+    compiled: CompiledForward,
+    problem: Problem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel on q, k, v and return (out, lse), new contiguous tensors.
+
+    out has the shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
+    """
+    out, lse = empty_results(problem)
+    operands = (*(as_kernel_operand(tensor) for tensor in inputs), out, lse)
+    if problem.device.type == "cuda":
+        _run_on_gpu(compiled, problem, operands)
+    else:
+        _run_in_simulator(compiled, problem, operands)
+    return out, lse
+
+
+def empty_results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised out and lse; NaN on the CPU, so that an element never written shows."""
+    out = torch.empty(problem.out_shape, dtype=problem.dtype, device=problem.device)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device)
+    if problem.device.type == "cpu":
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+    return out, lse
+
+
+def _run_on_gpu(compiled: CompiledForward, problem: Problem, operands: tuple) -> None:
+    with torch.cuda.device(problem.device):
+        properties = torch.cuda.get_device_properties(problem.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        clusters = properties.multi_processor_count // 2
+        compiled.function(*call_arguments(operands, problem.softmax_scale, clusters, stream))
+
+
+def _run_in_simulator(compiled: CompiledForward, problem: Problem, operands: tuple) -> None:
+    import sm100_sim
+
+    arguments = call_arguments(operands, problem.softmax_scale, SIMULATED_CLUSTERS, stream=0)
+    with _progress() as report:
+        sm100_sim.launch(compiled, *arguments, progress=report)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A callback (clusters done, clusters in all) that draws a bar on stderr once a run is long."""
+    if not environment.progress_wanted():
+        yield None
+        return
+    from tqdm import tqdm
+
+    start, bar = time.monotonic(), None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            if time.monotonic() - start < PROGRESS_AFTER or done >= total:
+                return
+            bar = tqdm(total=total, desc="simulating", unit="cluster", leave=False)
+        bar.update(done - bar.n)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()

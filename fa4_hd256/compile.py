@@ -1,0 +1,321 @@
+"""Compile the forward kernel for sm_100a, once per configuration: in memory and on disk.
+
+Compiling needs no GPU. What is kept is all that either backend needs, so that another process
+loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
+the kernel's name and its signature), the PTX text and the cubin by itself. The key covers what
+the kernel is specialised for, its configuration, this project's sources and the versions of the
+compiler, so an entry never goes stale; deleting the directory is always safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from . import environment
+from .config import ForwardConfig
+from .problem import ProblemClass
+
+ARCHITECTURE = "sm_100a"
+
+#: Raised whenever the files of an entry or their meaning change.
+FORMAT = 1
+
+_SOURCE_PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu")
+_OBJECT, _PTX, _CUBIN, _META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
+
+#: How often this process compiled, loaded from disk, and found in memory.
+counters: Counter[str] = Counter()
+
+_memory: dict[str, CompiledForward] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledForward:
+    """A compiled forward kernel, restored from its files; both backends take it.
+
+    On a GPU call `function`. The simulator uses `artifacts`, `dump_to_object`, `function_name`,
+    `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's own object.
+    `seconds` is what obtaining it took in this process, `compile_seconds` what compiling took in
+    whichever process did it.
+    """
+
+    key: str
+    directory: Path
+    artifacts: SimpleNamespace
+    function_name: str
+    object_prefix: str
+    compile_seconds: float
+    from_disk: bool
+    seconds: float
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """CuTe DSL's callable, linked from the host object."""
+        import cutlass.cute as cute
+
+        module = cute.runtime.load_module(str(self.directory / _OBJECT))
+        return module[self.object_prefix]
+
+    @property
+    def execution_args(self) -> Any:
+        """Packs call arguments for the host code."""
+        return self.function.execution_args
+
+    @property
+    def ptx(self) -> str:
+        return self.artifacts.PTX
+
+    @property
+    def cubin(self) -> bytes:
+        return self.artifacts.CUBIN
+
+    def dump_to_object(self, prefix: str) -> bytes:
+        """The host object. Its symbols carry `object_prefix`; raises ValueError for another."""
+        if prefix != self.object_prefix:
+            raise ValueError(
+                f"the host object's symbols start with {self.object_prefix!r}, not {prefix!r}"
+            )
+        return (self.directory / _OBJECT).read_bytes()
+
+
+def compile_forward(config: ForwardConfig, problem_class: ProblemClass) -> CompiledForward:
+    """The kernel for a configuration and a problem class, compiled at most once.
+
+    Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
+    """
+    key = cache_key(config, problem_class)
+    with _lock:
+        found = _memory.get(key)
+        if found is not None:
+            counters["memory"] += 1
+            return found
+        _memory[key] = _obtain(key, config, problem_class)
+        return _memory[key]
+
+
+def forget() -> None:
+    """Empty the cache in memory; the one on disk stays."""
+    with _lock:
+        _memory.clear()
+
+
+def cache_key(config: ForwardConfig, problem_class: ProblemClass) -> str:
+    """Hexadecimal key. No length, batch or number of heads is in it: those are dynamic."""
+    parts = {
+        "format": FORMAT,
+        "architecture": ARCHITECTURE,
+        "problem": repr(problem_class),
+        "config": repr(config),
+        "sources": _source_digest(),
+        "compiler": importlib.metadata.version("nvidia-cutlass-dsl"),
+        "compiler_settings": environment.compiler_settings(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Digest of every source file that the kernel could come from."""
+    digest = hashlib.sha256()
+    for package in _SOURCE_PACKAGES:
+        root = Path(importlib.import_module(package).__file__).parent
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _obtain(key: str, config: ForwardConfig, problem_class: ProblemClass) -> CompiledForward:
+    """Load the entry from disk, else compile it; other processes wait meanwhile."""
+    start = time.perf_counter()
+    root = _writable_root()
+    directory = root / key
+    with _exclusive(root / f"{key}.lock"):
+        meta = _read_entry(directory)
+        from_disk = meta is not None
+        if meta is None:
+            meta = _compile_entry(key, directory, config, problem_class)
+    counters["disk" if from_disk else "compiled"] += 1
+    return CompiledForward(
+        key=key,
+        directory=directory,
+        artifacts=SimpleNamespace(
+            PTX=(directory / _PTX).read_text(), CUBIN=(directory / _CUBIN).read_bytes()
+        ),
+        function_name=meta["function_name"],
+        object_prefix=meta["object_prefix"],
+        compile_seconds=meta["compile_seconds"],
+        from_disk=from_disk,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@functools.cache
+def _process_directory() -> Path:
+    """Stands in for a cache directory that cannot be written; kept until the process ends."""
+    holder = tempfile.TemporaryDirectory(prefix="fa4_hd256_")
+    _process_directory.holder = holder
+    return Path(holder.name)
+
+
+def _writable_root() -> Path:
+    root = environment.cache_directory()
+    try:
+        # Loading an entry runs its code, so nobody else may write here.
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(root, os.W_OK):
+            return root
+        reason = "it is not writable"
+    except OSError as error:
+        reason = str(error)
+    warnings.warn(
+        f"compiled kernels cannot be kept in {root}: {reason}. They are compiled again in every "
+        f"process; set {environment.CACHE_DIR.name} to a writable directory",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return _process_directory()
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _read_entry(directory: Path) -> dict[str, Any] | None:
+    """The description of a complete, undamaged entry, else None."""
+    try:
+        meta = json.loads((directory / _META).read_text())
+        intact = all(_digest(directory / name) == sha for name, sha in meta["files"].items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return meta if intact else None
+
+
+def _compile_entry(
+    key: str, directory: Path, config: ForwardConfig, problem_class: ProblemClass
+) -> dict[str, Any]:
+    """Compile and write the entry; it appears under its name only when complete."""
+    prefix = f"fa4_hd256_{key}"
+    start = time.perf_counter()
+    compiled = trace_and_compile(config, problem_class)
+    files = {
+        _OBJECT: compiled.dump_to_object(prefix),
+        _PTX: _as_bytes(compiled.artifacts.PTX),
+        _CUBIN: compiled.artifacts.CUBIN,
+    }
+    meta = {
+        "function_name": compiled.function_name,
+        "object_prefix": prefix,
+        "compile_seconds": time.perf_counter() - start,
+        "config": repr(config),
+        "problem": repr(problem_class),
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+    }
+    staging = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=directory.parent))
+    try:
+        for name, content in files.items():
+            (staging / name).write_bytes(content)
+        (staging / _META).write_text(json.dumps(meta, indent=1))
+        shutil.rmtree(directory, ignore_errors=True)
+        staging.rename(directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return meta
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+def trace_and_compile(config: ForwardConfig, problem_class: ProblemClass) -> Any:
+    """Trace and compile, past every cache; returns what `cute.compile` returned.
+
+    Line information is kept, so that the simulator and profilers can name the Python line.
+    """
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
+
+    from .calling import ELEMENT_TYPES, compile_arguments
+    from .forward import ForwardKernel
+
+    kernel = ForwardKernel(
+        config,
+        ELEMENT_TYPES[problem_class.dtype],
+        is_causal=problem_class.causal,
+        negate_scores=problem_class.negative_scale,
+    )
+    with _targeting(ARCHITECTURE), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+        options = (
+            GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
+        )
+        compiled = cute.compile[options](kernel, *compile_arguments(problem_class.dtype))
+        # Read while the files are there: the object may refer to them lazily.
+        if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
+            raise RuntimeError(
+                f"CuTe DSL {importlib.metadata.version('nvidia-cutlass-dsl')} returned no PTX or "
+                "no cubin; unset CUTE_DSL_DRYRUN and CUTE_DSL_NO_CACHE if they are set"
+            )
+    return compiled
+
+
+@contextlib.contextmanager
+def _targeting(architecture: str) -> Iterator[None]:
+    """Make CuTe DSL trace for `architecture`, whatever GPU is there, for the body only.
+
+    Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    requested = environment.requested_architecture()
+    if requested not in (None, architecture):
+        raise RuntimeError(
+            f"CUTE_DSL_ARCH is {requested}, but these kernels exist for {architecture} only; "
+            "unset CUTE_DSL_ARCH"
+        )
+    settings = CuTeDSL._get_dsl().envar
+    if settings.enable_tvm_ffi:
+        raise RuntimeError(
+            "CUTE_DSL_ENABLE_TVM_FFI is set, but these kernels are called through CuTe DSL's own "
+            "convention; unset CUTE_DSL_ENABLE_TVM_FFI"
+        )
+    settings.arch = architecture
+    try:
+        yield
+    finally:
+        del settings.arch
+
+
+def resource_versions() -> dict[str, str]:
+    """Versions that a bug report needs."""
+    names = ("torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {"python": sys.version.split()[0], **versions}

@@ -1,0 +1,117 @@
+"""The environment variables of the package: the one place that reads and documents them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: what it is for, and which room reads it."""
+
+    name: str
+    default: str
+    meaning: str
+    reader: str
+
+
+CACHE_DIR = Variable(
+    "FA4_HD256_CACHE_DIR",
+    "$XDG_CACHE_HOME/fa4_hd256 or ~/.cache/fa4_hd256",
+    "directory of the compiled kernels; safe to delete",
+    "fa4_hd256",
+)
+PROGRESS = Variable(
+    "FA4_HD256_PROGRESS",
+    "on where stderr is a terminal",
+    "1 or 0: progress bar of a simulated run that takes longer than a few seconds",
+    "fa4_hd256",
+)
+
+#: Every variable that this project reads, for the README and `python -m fa4_hd256 env`.
+VARIABLES = (
+    CACHE_DIR,
+    PROGRESS,
+    Variable(
+        "FA_CLC",
+        "0",
+        "1 selects the dynamic tile scheduler (cluster launch control), 0 the static one",
+        "schedulers",
+    ),
+    Variable(
+        "SM100_SIM_REPORT",
+        "unset",
+        "file to which the simulator appends one JSON object per launch",
+        "sm100_sim",
+    ),
+    Variable(
+        "SM100_SIM_CLUSTERS",
+        "chosen by the simulator",
+        "number of clusters resident at once",
+        "sm100_sim",
+    ),
+    Variable("SM100_SIM_SEED", "unset", "seed of an adversarial schedule", "sm100_sim"),
+    Variable("SM100_SIM_SANITIZE", "0", "1 looks for races and lifetime errors", "sm100_sim"),
+    Variable(
+        "CUTE_DSL_ARCH",
+        "sm_100a, for this package's kernels only",
+        "target of CuTe DSL; any other value is an error here",
+        "nvidia-cutlass-dsl",
+    ),
+)
+
+#: CuTe DSL's variables that say where files go or what is printed, not what is compiled.
+_DSL_OUTPUT_ONLY = ("CACHE_DIR", "DUMP_DIR", "KEEP", "LOG", "PRINT", "ARCH", "LIBS")
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept."""
+    given = os.environ.get(CACHE_DIR.name)
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fa4_hd256"
+
+
+def progress_wanted() -> bool:
+    """Whether a long simulated run may draw a progress bar on stderr.
+
+    Raises ValueError for a value other than 0 and 1.
+    """
+    given = os.environ.get(PROGRESS.name)
+    if given is None:
+        return sys.stderr.isatty()
+    if given not in ("0", "1"):
+        raise ValueError(f"{PROGRESS.name} is {given!r}; accepted: 0 or 1")
+    return given == "1"
+
+
+def requested_architecture() -> str | None:
+    """CUTE_DSL_ARCH, None if it is not set."""
+    return os.environ.get("CUTE_DSL_ARCH") or None
+
+
+def compiler_settings() -> dict[str, str]:
+    """CuTe DSL's variables that can change what is compiled: part of the key of a cached kernel."""
+    prefix = "CUTE_DSL_"
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_DSL_OUTPUT_ONLY)
+    }
+
+
+def describe() -> str:
+    """A table of all variables with their present values."""
+    rows = [("variable", "value", "default", "meaning")]
+    for variable in VARIABLES:
+        value = os.environ.get(variable.name, "(not set)")
+        rows.append((variable.name, value, variable.default, variable.meaning))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)) + f"  {row[3]}"
+        for row in rows
+    )
