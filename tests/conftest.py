@@ -1,0 +1,62 @@
+"""Options and fixtures of the whole suite.
+
+The same tests run in the simulator (default, CPU tensors) and on a real SM100 GPU:
+`pytest --device cuda`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Each xdist worker has one core; set before numpy and torch are imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(_name, "1")
+
+# Workers share compiled kernels, and a test run leaves the user's own cache alone.
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# The same examples in every run: a failure must be reproducible from the log alone.
+hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("reproducible")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cpu: the simulator (default); cuda: a real SM100 GPU",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "simulator: needs the simulator, whatever --device says")
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: PyTorch finds no CUDA device here")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cpu":
+        return
+    skip = pytest.mark.skip(reason="tests the simulator; not run with --device cuda")
+    for item in items:
+        if item.get_closest_marker("simulator"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device(request) -> str:
+    """Where attention runs in this session."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(1234)
