@@ -9,10 +9,12 @@ It knows the syntax only; what an opcode means is the business of ``sm100_sim.is
 from __future__ import annotations
 
 import re
+import struct
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
-DYNAMIC_SHARED_OFFSET = 1024
-"""Shared offset of the dynamic shared memory: the hardware keeps the first KiB for itself."""
+RESERVED_SHARED_BYTES = 1024
+"""Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself."""
 
 TYPE_BYTES = {"pred": 0, "b8": 1, "s8": 1, "u8": 1, "b16": 2, "s16": 2, "u16": 2, "f16": 2,
               "bf16": 2, "b32": 4, "s32": 4, "u32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4,
@@ -59,7 +61,8 @@ class Operand:
     pair      ``a|b`` (two destinations): ``items``
     label     a branch target: ``name``, ``value`` = instruction index
     targets   the table of a ``brx.idx``: ``items`` are labels
-    sym       an address: ``name``; ``type`` is "shared" or "param"; ``value`` is the offset
+    sym       an address: ``name``; ``type`` is "shared", "param" or "local"; ``value`` is the
+              offset within that space (of the CTA's own shared memory)
     special   a special register: ``name`` such as "%tid.x"
     sink      ``_``: the result is dropped
     """
@@ -119,7 +122,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class SharedSymbol:
-    """One .shared variable: offset within the CTA's shared memory; dynamic ones have size 0."""
+    """One .shared variable: byte offset within the CTA's shared memory; ``size`` 0 if dynamic."""
 
     name: str
     offset: int
@@ -132,10 +135,9 @@ class SharedSymbol:
 class Kernel:
     """One entry function.
 
-    ``blocks`` is filled when the kernel is loaded by the code generator. ``static_shared_end`` is
-    the first shared offset after the static symbols; dynamic shared memory starts at
-    DYNAMIC_SHARED_OFFSET, static symbols come after ``dynamic bytes`` of no launch: they sit
-    between the reserved KiB and the dynamic symbol when they fit, see ``place_shared``.
+    Static shared symbols follow the KiB that the hardware reserves; ``dynamic_shared_offset`` is
+    where the launch's dynamic shared memory starts after them. ``blocks`` and register slots are
+    filled when the code generator loads the kernel. Sizes are in bytes; ``local_bytes`` is per lane.
     """
 
     name: str
@@ -149,9 +151,367 @@ class Kernel:
     maxntid: tuple[int, int, int] | None = None
     min_ctas_per_sm: int = 1
     local_bytes: int = 0
-    static_shared_end: int = DYNAMIC_SHARED_OFFSET
+    dynamic_shared_offset: int = RESERVED_SHARED_BYTES
 
     @property
     def param_bytes(self) -> int:
         """Size of the parameter buffer in bytes."""
         return max((p.offset + p.size for p in self.params), default=0)
+
+
+# Parsing.
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
+_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*\d*\s*\])?\s*;")
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\s.\w]*?)?"
+                    r"\s+([\w$]+)(?:\[(\d+)\])?\s*$")
+_STATEMENT = re.compile(
+    r"\s*(?:(?P<brace>[{}])|(?P<line>\.(?:loc|file)\b[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)"
+    r"|(?P<text>[^;{}]+(?:\{[^{}]*\}[^;{}]*)*);)")
+_GUARD = re.compile(r"@\s*(!?)\s*([\w$%]+)\s+")
+_OPERAND = re.compile(r"\s*((?:\[[^\]]*\]|\{[^}]*\}|[^,\[{])+?)\s*(?:,|$)")
+_MEMORY_BASE = re.compile(r"^([\w$%.]+)\s*(?:([+-])\s*(-?\w+))?$")
+_INTEGER = re.compile(r"^-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
+_FLOAT = re.compile(r"^-?\d+\.\d*(?:[eE][+-]?\d+)?$")
+_FAMILY = re.compile(r"^(.*?)(\d+)$")
+_DECLARED = re.compile(r"([\w$%]+)(?:<(\d+)>)?")
+_FAMILY_LIMIT = 1 << 20
+
+
+def _integer(text: str) -> int:
+    digits = text.rstrip("U").lstrip("-")
+    octal = len(digits) > 1 and digits[0] == "0" and digits.isdigit()
+    value = int(digits, 8) if octal else int(digits, 0)
+    return -value if text[0] == "-" else value
+
+
+def parse_module(text: str) -> dict[str, Kernel]:
+    """Parse a PTX module into its entry functions by name.
+
+    Raises PtxSyntaxError for text that does not parse or names that are not declared.
+    """
+    files = {int(number): name for number, name in _FILE.findall(text)}
+    # Comments vanish but line breaks stay, so that positions still give line numbers.
+    text = _COMMENT.sub(lambda match: "\n" * match.group().count("\n"), text)
+    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+    entries = list(_ENTRY.finditer(text))
+    module_text = text[:entries[0].start()] if entries else text
+    module_shared = _SHARED.findall(module_text)
+    kernels = {}
+    for entry in entries:
+        parser = _KernelParser(text, line_starts, files)
+        kernel = parser.parse(entry, module_shared)
+        kernels[kernel.name] = kernel
+    return kernels
+
+
+def _parse_params(text: str) -> list[Param]:
+    params, offset = [], 0
+    for declaration in filter(None, (part.strip() for part in text.split(","))):
+        match = _PARAM.match(declaration)
+        if match is None or match[2] not in TYPE_BYTES:
+            raise PtxSyntaxError(f"parameter declaration {declaration!r} is not understood")
+        align, kind, name, count = match.groups()
+        size = TYPE_BYTES[kind] * int(count or 1)
+        alignment = int(align or TYPE_BYTES[kind])
+        offset = -(-offset // alignment) * alignment
+        params.append(Param(name, offset, size, alignment))
+        offset += size
+    return params
+
+
+def _dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
+    match = re.search(rf"\.{name}\s+([\d,\s]+)", directives)
+    if match is None:
+        return None
+    sizes = [int(part) for part in match[1].split(",")]
+    return tuple((sizes + [1, 1])[:3])
+
+
+class _Scope:
+    """Names declared between one pair of braces."""
+
+    __slots__ = ("parent", "operands", "families", "labels", "tables", "declared")
+
+    def __init__(self, parent: "_Scope | None") -> None:
+        self.parent = parent
+        self.operands: dict[str, Operand] = {}
+        self.families: dict[str, tuple[int, str, int]] = {}
+        self.labels: dict[str, int] = {}
+        self.tables: dict[str, tuple[str, ...]] = {}
+        self.declared: dict[str, tuple[str, int]] = {}
+
+    def chain(self):
+        scope = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
+
+class _KernelParser:
+    """Parses one entry function; holds the position, the scopes and the source location."""
+
+    def __init__(self, text: str, line_starts: list[int], files: dict[int, str]) -> None:
+        self.text, self.line_starts, self.files = text, line_starts, files
+        self.scope: _Scope = _Scope(None)
+        self.source: tuple[str, int] | None = None
+        self.unresolved: list[tuple[int, _Scope]] = []
+        self.declarations = 0
+        self.local_bytes = 0
+
+    def parse(self, entry: re.Match, module_shared: list[tuple]) -> Kernel:
+        self.kernel = kernel = Kernel(entry[1], _parse_params(entry[2] or ""), {})
+        kernel.reqntid = _dimensions(entry[3], "reqntid")
+        kernel.maxntid = _dimensions(entry[3], "maxntid")
+        minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
+        kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1
+        self.shared_declarations = list(module_shared)
+        for param in kernel.params:
+            self.scope.operands[param.name] = Operand("sym", param.name, "param", param.offset)
+        # Shared symbols get their offsets at the end; bodies may declare more, so find them first.
+        end = self._body_end(entry.end())
+        self.shared_declarations += _SHARED.findall(self.text, entry.end(), end)
+        self._place_shared()
+        self._parse_body(entry.end())
+        self._resolve_labels()
+        kernel.local_bytes = -(-self.local_bytes // 16) * 16
+        return kernel
+
+    def _body_end(self, position: int) -> int:
+        following = _ENTRY.search(self.text, position)
+        return following.start() if following else len(self.text)
+
+    def _place_shared(self) -> None:
+        kernel, offset, dynamic = self.kernel, RESERVED_SHARED_BYTES, []
+        for align, kind, name, count in self.shared_declarations:
+            alignment = int(align or TYPE_BYTES[kind])
+            count = count.strip("[] ") if count else "1"
+            if not count:
+                dynamic.append((name, alignment))
+                continue
+            offset = -(-offset // alignment) * alignment
+            size = TYPE_BYTES[kind] * int(count)
+            kernel.shared[name] = SharedSymbol(name, offset, size, alignment, False)
+            offset += size
+        alignment = max((align for _, align in dynamic), default=16)
+        kernel.dynamic_shared_offset = -(-offset // alignment) * alignment
+        for name, align in dynamic:
+            kernel.shared[name] = SharedSymbol(name, kernel.dynamic_shared_offset, 0, align, True)
+        for symbol in kernel.shared.values():
+            self.scope.operands[symbol.name] = Operand("sym", symbol.name, "shared", symbol.offset)
+
+    def _line(self, position: int) -> int:
+        return bisect_right(self.line_starts, position)
+
+    def _error(self, why: str, position: int, statement: str) -> PtxSyntaxError:
+        return PtxSyntaxError(f"line {self._line(position)}: {why}: {' '.join(statement.split())}")
+
+    def _parse_body(self, position: int) -> None:
+        depth, match_at, text = 1, _STATEMENT.match, self.text
+        while depth:
+            match = match_at(text, position)
+            if match is None:
+                raise self._error("not a PTX statement", position, text[position:position + 80])
+            kind, position = match.lastgroup, match.end()
+            if kind == "text":
+                statement = match["text"]
+                if statement[0] == ".":
+                    self._directive(statement, match.start("text"))
+                else:
+                    self._instruction(statement, match.start("text"))
+            elif kind == "brace":
+                depth += 1 if match["brace"] == "{" else -1
+                self.scope = _Scope(self.scope) if match["brace"] == "{" else self.scope.parent
+            elif kind == "label":
+                self._label(match["label"], match.start())
+            else:
+                self._location(match["line"])
+
+    def _label(self, name: str, position: int) -> None:
+        if name in self.scope.labels:
+            raise self._error("label declared twice in one scope", position, name)
+        self.scope.labels[name] = len(self.kernel.instructions)
+
+    def _location(self, directive: str) -> None:
+        if directive.startswith(".loc"):
+            _, number, line, *_ = directive.split(None, 3)
+            self.source = (self.files.get(int(number), f"file {number}"), int(line))
+
+    def _directive(self, statement: str, position: int) -> None:
+        name, _, rest = statement.partition(" ")
+        name, rest = (name.split()[0], rest or statement[len(name.split()[0]):])
+        if name == ".reg":
+            self._declare_registers(rest, position, statement)
+        elif name == ".branchtargets":
+            target = next((label for label, index in reversed(self.scope.labels.items())
+                           if index == len(self.kernel.instructions)), None)
+            if target is None:
+                raise self._error("a branch-target table needs a label", position, statement)
+            self.scope.tables[target] = tuple(part.strip() for part in rest.split(","))
+        elif name == ".local":
+            self._declare_local(statement, position)
+        elif name not in (".pragma", ".shared", ".param", ".callprototype"):
+            raise self._error("directive not supported in a kernel body", position, statement)
+
+    def _declare_registers(self, rest: str, position: int, statement: str) -> None:
+        kind, _, names = rest.strip().partition(" ")
+        kind = kind.split()[0].lstrip(".")
+        names = names or rest.strip()[len(kind) + 1:]
+        if kind not in TYPE_BYTES:
+            raise self._error(f"register type .{kind} is not supported", position, statement)
+        for name, count in _DECLARED.findall(names):
+            self.declarations += 1
+            if count:
+                self.scope.families[name] = (int(count), kind, self.declarations)
+            else:
+                self.scope.declared[name] = (kind, self.declarations)
+
+    def _declare_local(self, statement: str, position: int) -> None:
+        match = re.match(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?",
+                         statement)
+        if match is None:
+            raise self._error("local declaration is not understood", position, statement)
+        align, kind, name, count = match.groups()
+        alignment = int(align or TYPE_BYTES[kind])
+        offset = -(-self.local_bytes // alignment) * alignment
+        self.local_bytes = offset + TYPE_BYTES[kind] * int(count or 1)
+        self.scope.operands[name] = Operand("sym", name, "local", offset)
+
+    def _instruction(self, statement: str, position: int) -> None:
+        guard, body = None, statement
+        if statement[0] == "@":
+            match = _GUARD.match(statement)
+            if match is None:
+                raise self._error("guard is not understood", position, statement)
+            guard = self._named(match[2], statement)
+            if match[1]:
+                guard = Operand("pred", guard.name, "pred", negated=True, register=guard.register)
+            body = statement[match.end():]
+        name, *rest = body.split(None, 1)
+        opcode, *modifiers = name.split(".")
+        index = len(self.kernel.instructions)
+        if opcode in ("bra", "brx"):
+            operands = self._branch_operands(rest[0] if rest else "", opcode, statement)
+            self.unresolved.append((index, self.scope))
+        elif opcode == "call":
+            operands = ()
+        else:
+            operands = self._operands(rest[0], statement) if rest else ()
+        self.kernel.instructions.append(Instruction(
+            index, opcode, tuple(modifiers), guard, operands, " ".join(statement.split()),
+            self._line(position), self.source))
+
+    def _branch_operands(self, rest: str, opcode: str, statement: str) -> tuple[Operand, ...]:
+        names = [part.strip() for part in rest.split(",")]
+        label = Operand("label", names[-1])
+        if opcode == "bra":
+            return (label,)
+        return (self._operand(names[0], statement), label)
+
+    def _operands(self, text: str, statement: str) -> tuple[Operand, ...]:
+        if "{" in text or "[" in text:
+            parts = [match[1] for match in _OPERAND.finditer(text.strip())]
+        else:
+            parts = [part.strip() for part in text.split(",")]
+        return tuple([self._operand(part, statement) for part in parts])
+
+    def _operand(self, text: str, statement: str) -> Operand:
+        known = self.scope.operands.get(text)
+        if known is not None:
+            return known
+        first = text[0] if text else ""
+        if first == "{":
+            return Operand("vec", items=self._operands(text[1:-1], statement))
+        if first == "[":
+            return self._memory(text[1:-1].strip(), statement)
+        if "|" in text:
+            return Operand("pair", items=tuple(self._operand(part.strip(), statement)
+                                               for part in text.split("|")))
+        if first.isdigit() or first == "-":
+            operand = self._number(text, statement)
+        elif first == "!":
+            plain = self._named(text[1:].strip(), statement)
+            operand = Operand("pred", plain.name, "pred", negated=True, register=plain.register)
+        else:
+            return self._named(text, statement)
+        self.scope.operands[text] = operand
+        return operand
+
+    def _memory(self, text: str, statement: str) -> Operand:
+        head, *rest = [match[1] for match in _OPERAND.finditer(text)]
+        match = _MEMORY_BASE.match(head)
+        if match is None:
+            raise PtxSyntaxError(f"memory operand [{text}] is not understood: {statement}")
+        base, sign, offset = match.groups()
+        value = _integer(offset) * (-1 if sign == "-" else 1) if offset else 0
+        return Operand("mem", value=value, base=self._operand(base, statement),
+                       items=tuple(self._operand(part, statement) for part in rest))
+
+    def _number(self, text: str, statement: str) -> Operand:
+        if _INTEGER.match(text):
+            return Operand("imm", text, "int", _integer(text))
+        if text[:2] in ("0f", "0F") and len(text) == 10:
+            return Operand("imm", text, "f32", int(text[2:], 16))
+        if text[:2] in ("0d", "0D") and len(text) == 18:
+            return Operand("imm", text, "f64", int(text[2:], 16))
+        if _FLOAT.match(text):
+            bits = struct.unpack("<Q", struct.pack("<d", float(text)))[0]
+            return Operand("imm", text, "f64", bits)
+        raise PtxSyntaxError(f"number {text!r} is not understood: {statement}")
+
+    def _named(self, name: str, statement: str) -> Operand:
+        """A register, symbol, special register or constant by name, the innermost scope first."""
+        family = _FAMILY.match(name)
+        for scope in self.scope.chain():
+            operand = scope.operands.get(name)
+            if operand is not None:
+                return operand
+            if name in scope.declared:
+                kind, order = scope.declared[name]
+                return self._new_register(scope, name, kind, order * _FAMILY_LIMIT)
+            if family is not None and family[1] in scope.families:
+                count, kind, order = scope.families[family[1]]
+                number = int(family[2])
+                if number < count and str(number) == family[2]:
+                    return self._new_register(scope, name, kind, order * _FAMILY_LIMIT + number)
+        if name == "_":
+            operand = Operand("sink", name)
+        elif name == "WARP_SZ":
+            operand = Operand("imm", name, "int", 32)
+        elif name.startswith("%"):
+            operand = Operand("special", name)
+        else:
+            raise PtxSyntaxError(f"name {name!r} is not declared: {' '.join(statement.split())}")
+        self.scope.operands[name] = operand
+        return operand
+
+    def _new_register(self, scope: _Scope, name: str, kind: str, order: int) -> Operand:
+        register = Register(name, kind, order)
+        self.kernel.registers.append(register)
+        operand = Operand("pred" if kind == "pred" else "reg", name, kind, register=register)
+        scope.operands[name] = operand
+        return operand
+
+    def _resolve_labels(self) -> None:
+        for index, scope in self.unresolved:
+            instruction = self.kernel.instructions[index]
+            *values, label = instruction.operands
+            if instruction.opcode == "brx":
+                names = next((s.tables[label.name] for s in scope.chain()
+                              if label.name in s.tables), None)
+                if names is None:
+                    raise PtxSyntaxError(f"no branch-target table {label.name!r}: "
+                                         f"{instruction.text}")
+                items = tuple(self._label_operand(name, scope, instruction) for name in names)
+                target = Operand("targets", label.name, items=items)
+            else:
+                target = self._label_operand(label.name, scope, instruction)
+            instruction.operands = (*values, target)
+
+    def _label_operand(self, name: str, scope: _Scope, instruction: Instruction) -> Operand:
+        for level in scope.chain():
+            if name in level.labels:
+                return Operand("label", name, value=level.labels[name])
+        raise PtxSyntaxError(f"label {name!r} is not declared: {instruction.text}")

@@ -49,8 +49,9 @@ class Context(ctypes.Structure):
 
     _fields_ = [
         ("r32", ctypes.c_uint64), ("r64", ctypes.c_uint64), ("preds", ctypes.c_uint64),
-        ("pcs", ctypes.c_uint64), ("specials", ctypes.c_uint64), ("block_counters", ctypes.c_uint64),
-        ("guard_counters", ctypes.c_uint64), ("params", ctypes.c_uint64),
+        ("pcs", ctypes.c_uint64), ("specials", ctypes.c_uint64),
+        ("block_counters", ctypes.c_uint64), ("guard_counters", ctypes.c_uint64),
+        ("params", ctypes.c_uint64),
         ("smem", ctypes.c_uint64), ("smem_stride", ctypes.c_uint64),
         ("smem_limits", ctypes.c_uint64), ("ranges", ctypes.c_uint64), ("local", ctypes.c_uint64),
         ("clock", ctypes.c_uint64), ("budget", ctypes.c_int64), ("fault_address", ctypes.c_uint64),
@@ -61,6 +62,7 @@ class Context(ctypes.Structure):
         ("fault_kind", ctypes.c_uint32), ("fault_lane", ctypes.c_uint32),
         ("fault_instruction", ctypes.c_uint32), ("param_bytes", ctypes.c_uint32),
         ("range_hint", ctypes.c_uint32), ("fault_width", ctypes.c_uint32),
+        ("table", ctypes.c_uint64),
     ]
 
 
@@ -127,8 +129,9 @@ class Warp:
         self.compiled, self.cta, self.index, self.environment = compiled, cta, index, environment
         self.rank = specials.get("%cluster_ctarank", 0)
         # Registers start with a recognisable pattern: a NaN that no kernel computes.
-        self.r32 = np.full((max(compiled.r32_count, 1), 32), 0xFFF0_5EED, np.uint32)
-        self.r64 = np.full((max(compiled.r64_count, 1), 32), 0xFFF0_5EED_FFF0_5EED, np.uint64)
+        self.r32 = aligned_zeros((max(compiled.r32_count, 1), 32), np.uint32)
+        self.r64 = aligned_zeros((max(compiled.r64_count, 1), 32), np.uint64)
+        self.r32[:], self.r64[:] = 0xFFF0_5EED, 0xFFF0_5EED_FFF0_5EED
         self.preds = np.zeros(max(compiled.pred_count, 1), np.uint32)
         self.pcs = np.zeros(32, np.int32)
         self.waiting: dict[int, object] = {}
@@ -154,7 +157,7 @@ class Warp:
             smem_limits=pointer(environment.limits), cta_count=environment.smem.shape[0],
             ranges=pointer(environment.ranges), range_count=len(environment.ranges),
             local=pointer(self.local), local_bytes=compiled.kernel.local_bytes,
-            shared_base=self.rank << 24, live=(1 << lanes) - 1, budget=DEFAULT_BUDGET)
+            table=pointer(compiled.table), shared_base=self.rank << 24, live=(1 << lanes) - 1, budget=DEFAULT_BUDGET)
 
     @property
     def live(self) -> int:
@@ -215,6 +218,14 @@ class Warp:
     def instruction_of(self, lane: int) -> Instruction | None:
         """First instruction of the basic block at which ``lane`` stands."""
         return self.compiled.block_instruction[self.pcs[lane]]
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros that start on a cache line, so that no vector access straddles two lines."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(count + 64, np.uint8)
+    start = -_data_pointer(raw) % 64
+    return raw[start:start + count].view(dtype).reshape(shape)
 
 
 def _data_pointer(array: np.ndarray) -> int:

@@ -101,7 +101,27 @@ def resolve(instruction: Instruction) -> Entry:
 
 def unknown(instruction: Instruction, why: str) -> UnknownInstruction:
     """The error for an opcode, modifier or operand form that the simulator does not implement."""
-    return UnknownInstruction(f"{why}: {instruction.text}", instruction=instruction)
+    return UnknownInstruction(f"{instruction.name}: {why}", instruction=instruction)
+
+
+def split_modifiers(instruction: Instruction, *groups: tuple[str, ...]) -> list[str]:
+    """Match the modifiers in order against ``groups`` of alternatives and return one per group.
+
+    A group that contains "" is optional. Raises UnknownInstruction for a modifier that no group
+    takes, or a group that must be there and is not.
+    """
+    rest, found = list(instruction.modifiers), []
+    for group in groups:
+        if rest and rest[0] in group:
+            found.append(rest.pop(0))
+        elif "" in group:
+            found.append("")
+        else:
+            given = f".{rest[0]}" if rest else "the end of the opcode"
+            raise unknown(instruction, f"found {given} where one of {', '.join(group)} must stand")
+    if rest:
+        raise unknown(instruction, f"modifier .{rest[0]} is not implemented here")
+    return found
 
 
 def entries() -> dict[str, Entry]:
