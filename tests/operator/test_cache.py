@@ -1,0 +1,140 @@
+"""Compiled kernels are kept: in memory, on disk, and for other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fa4_hd256 import ForwardConfig, compile
+from fa4_hd256.problem import ProblemClass
+from softmax_emu.pattern import Ex2Pattern
+
+CLASS = ProblemClass(torch.bfloat16, causal=False, negative_scale=False)
+
+OTHER_PROCESS = """
+import torch
+from fa4_hd256 import ForwardConfig, compile
+from fa4_hd256.problem import ProblemClass
+def refuse(*_):
+    raise AssertionError("compiled again")
+compile.trace_and_compile = refuse
+found = compile.compile_forward(ForwardConfig(), ProblemClass(torch.bfloat16, False, False))
+print(found.key, found.from_disk, len(found.ptx), callable(found.function))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, with one compiled kernel put into it from the suite's own."""
+    kept = compile.compile_forward(ForwardConfig(), CLASS)
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
+    (tmp_path / kept.key).mkdir()
+    for file in kept.directory.iterdir():
+        (tmp_path / kept.key / file.name).write_bytes(file.read_bytes())
+    compile.forget()
+    compile.counters.clear()
+    yield tmp_path
+    compile.forget()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compile, "trace_and_compile", refuse)
+
+
+@pytest.mark.usefixtures("cache", "no_compiler")
+def test_memory_after_disk():
+    first = compile.compile_forward(ForwardConfig(), CLASS)
+    assert compile.compile_forward(ForwardConfig(), CLASS) is first
+    assert first.from_disk
+    assert compile.counters == {"disk": 1, "memory": 1}
+
+
+def test_another_process_does_not_compile(cache):
+    environment = {**os.environ, "FA4_HD256_CACHE_DIR": str(cache)}
+    result = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    found = compile.compile_forward(ForwardConfig(), CLASS)
+    assert result.stdout.split() == [found.key, "True", str(len(found.ptx)), "True"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_restored_kernel_is_what_was_compiled():
+    found = compile.compile_forward(ForwardConfig(), CLASS)
+    assert ".target sm_100a" in found.ptx and "tcgen05.mma" in found.ptx
+    assert found.cubin.startswith(b"\x7fELF")
+    assert list(found.execution_args.signature.parameters)[:5] == ["q", "k", "v", "out", "lse"]
+    assert found.dump_to_object(found.object_prefix).startswith(b"\x7fELF")
+    with pytest.raises(ValueError, match="symbols start with"):
+        found.dump_to_object("other")
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "no meta"])
+def test_a_damaged_entry_is_compiled_again(cache, monkeypatch, damage):
+    entry = cache / compile.cache_key(ForwardConfig(), CLASS)
+    if damage == "truncate":
+        (entry / "kernel.o").write_bytes((entry / "kernel.o").read_bytes()[:100])
+    elif damage == "remove":
+        (entry / "kernel.ptx").unlink()
+    else:
+        (entry / "meta.json").write_text("{}")
+    compiled = []
+
+    def stand_in(*arguments):
+        compiled.append(arguments)
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(compile, "trace_and_compile", stand_in)
+    with pytest.raises(RuntimeError, match="stop here"):
+        compile.compile_forward(ForwardConfig(), CLASS)
+    assert len(compiled) == 1
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(file / "below"))
+    with pytest.warns(RuntimeWarning, match="compiled again in every process; set FA4_HD256"):
+        root = compile._writable_root()
+    assert os.access(root, os.W_OK)
+
+
+def test_what_the_key_covers(monkeypatch):
+    def key(config=None, problem_class=CLASS):
+        return compile.cache_key(config or ForwardConfig(), problem_class)
+
+    first = key()
+    others = {
+        key(ForwardConfig(rescale_threshold=0.0)),
+        key(ForwardConfig(ex2_pattern=Ex2Pattern(4, 3))),
+        key(problem_class=ProblemClass(torch.float16, False, False)),
+        key(problem_class=ProblemClass(torch.bfloat16, True, False)),
+        key(problem_class=ProblemClass(torch.bfloat16, False, True)),
+    }
+    monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
+    others.add(key())
+    monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
+    monkeypatch.setattr(compile, "_source_digest", lambda: "another source")
+    others.add(key())
+    assert len(others) == 7 and first not in others
+
+
+def test_what_the_key_does_not_cover(monkeypatch):
+    first = compile.cache_key(ForwardConfig(), CLASS)
+    monkeypatch.setenv("CUTE_DSL_KEEP", "ptx")
+    assert compile.cache_key(ForwardConfig(), CLASS) == first
+
+
+def test_a_setting_for_another_architecture_is_an_error(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    with pytest.raises(RuntimeError, match="CUTE_DSL_ARCH is sm_90a.*sm_100a only"):
+        compile.trace_and_compile(ForwardConfig(), CLASS)

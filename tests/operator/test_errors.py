@@ -1,0 +1,153 @@
+"""Everything a user can get wrong is refused before anything is compiled, in words that help."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fa4_hd256 import ForwardConfig, compile, flash_attn_func
+from fa4_hd256.problem import check_device
+
+
+def inputs(q=(1, 4, 2, 256), k=(1, 4, 1, 256), v=None, dtype=torch.bfloat16):
+    return [torch.zeros(shape, dtype=dtype) for shape in (q, k, v or k)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled():
+    before = dict(compile.counters)
+    yield
+    assert dict(compile.counters) == before
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"q": (1, 4, 2, 128)}, r"q has head_dim 128.*accepted: 256"),
+        ({"k": (1, 4, 1, 64)}, r"k has head_dim 64"),
+        ({"v": (1, 4, 1, 128)}, r"v has head_dim 128"),
+        ({"q": (4, 2, 256)}, r"q has 3 dimensions.*accepted: 4"),
+        ({"k": (1, 1, 4, 1, 256)}, r"k has 5 dimensions"),
+        ({"v": (1, 5, 1, 256)}, r"k and v must have the same shape.*4.*5"),
+        ({"k": (2, 4, 1, 256)}, r"same batch; got q 1, k and v 2"),
+        ({"q": (1, 4, 3, 256), "k": (1, 4, 2, 256)}, r"3 query heads over 2 key/value heads"),
+        ({"q": (1, 4, 1, 256), "k": (1, 4, 2, 256)}, r"1 query heads over 2"),
+        ({"q": (1, 0, 2, 256)}, r"q has seqlen 0"),
+        ({"k": (1, 0, 1, 256)}, r"k has seqlen 0"),
+        ({"q": (1, 4, 0, 256)}, r"q has no heads"),
+        ({"k": (1, 4, 0, 256)}, r"k has no heads"),
+    ],
+)
+def test_shapes(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attn_func(*inputs(**shapes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+def test_dtype(dtype):
+    with pytest.raises(TypeError, match=rf"{dtype}; accepted: torch.bfloat16 or torch.float16"):
+        flash_attn_func(*inputs(dtype=dtype))
+
+
+def test_mixed_dtypes():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="share one dtype; got q torch.bfloat16, k torch.float16"):
+        flash_attn_func(q, k.half(), v)
+
+
+def test_not_a_tensor():
+    q, k, _ = inputs()
+    with pytest.raises(TypeError, match="v must be a torch.Tensor, got list"):
+        flash_attn_func(q, k, [1.0])
+
+
+def test_sparse_tensor():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="q must be a dense"):
+        flash_attn_func(q.to_sparse(), k, v)
+
+
+def test_device_mix():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="share one device; got q cpu, k meta, v cpu"):
+        flash_attn_func(q, k.to("meta"), v)
+
+
+def test_other_kinds_of_device():
+    with pytest.raises(ValueError, match="on device xpu.*accepted: CUDA tensors on an SM100 GPU"):
+        check_device(torch.device("xpu"))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 3), (12, 0)])
+def test_other_gpus(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    message = rf"Some GPU with compute capability {capability[0]}\.{capability[1]}; accepted: CUDA"
+    with pytest.raises(ValueError, match=message):
+        check_device(torch.device("cuda:0"))
+
+
+def test_an_sm100_gpu_is_accepted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    check_device(torch.device("cuda:0"))
+
+
+# 1e39 is finite in float64 but not in float32, in which the kernel computes.
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39])
+def test_scale_that_is_not_finite(scale):
+    with pytest.raises(ValueError, match="softmax_scale is .*accepted: any number that is finite"):
+        flash_attn_func(*inputs(), softmax_scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["1", True, torch.tensor(1.0)])
+def test_scale_that_is_no_number(scale):
+    with pytest.raises(TypeError, match="softmax_scale must be a real number or None"):
+        flash_attn_func(*inputs(), softmax_scale=scale)
+
+
+@pytest.mark.parametrize("causal", [1, None, "yes"])
+def test_causal_that_is_no_bool(causal):
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        flash_attn_func(*inputs(), causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ({"window_size": (128, None)}, "window_size"),
+        ({"window_size": (-1, 0)}, "window_size"),
+        ({"learnable_sink": torch.zeros(2)}, "learnable_sink"),
+        ({"softcap": 50.0}, "softcap"),
+        ({"use_clc": True}, "use_clc"),
+    ],
+)
+def test_options_of_later(option, name):
+    with pytest.raises(NotImplementedError, match=name):
+        flash_attn_func(*inputs(), **option)
+
+
+def test_clc_by_environment(monkeypatch):
+    monkeypatch.setenv("FA_CLC", "1")
+    with pytest.raises(NotImplementedError, match="FA_CLC=1"):
+        flash_attn_func(*inputs())
+    monkeypatch.setenv("FA_CLC", "yes")
+    with pytest.raises(ValueError, match="FA_CLC is 'yes'"):
+        flash_attn_func(*inputs())
+
+
+def test_window_that_is_no_pair():
+    with pytest.raises(ValueError, match="window_size is .*accepted: a pair"):
+        flash_attn_func(*inputs(), window_size=(1,))
+
+
+def test_config_of_another_type():
+    with pytest.raises(TypeError, match="config must be a ForwardConfig or None, got dict"):
+        flash_attn_func(*inputs(), config={"kv_stages": 3})
+
+
+@pytest.mark.parametrize("field", [{"kv_stages": 1}, {"kv_stages": 40}])
+def test_config_over_its_budget(field):
+    with pytest.raises(ValueError, match="kv_stages|SMEM|shared memory"):
+        ForwardConfig(**field)

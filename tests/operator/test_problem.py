@@ -1,0 +1,80 @@
+"""Which layouts are used in place, and what the kernel sees of them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa4_hd256.problem import Problem, as_kernel_operand, tma_can_take
+
+
+def tensor(*shape):
+    return torch.randn(shape).bfloat16()
+
+
+def layouts():
+    """name -> (tensor (batch, seqlen, heads, 256), whether TMA can take it)."""
+    fused = tensor(2, 5, 3 * 4 * 256)
+    padded = tensor(2, 5, 4, 264)
+    shifted = tensor(2 * 5 * 4 * 256 + 8)
+    return {
+        "contiguous": (tensor(2, 5, 4, 256), True),
+        "slice of a fused QKV": (fused.view(2, 5, 3, 4, 256)[:, :, 1], True),
+        "heads before sequence": (tensor(2, 4, 5, 256).transpose(1, 2), True),
+        "sequence first": (tensor(5, 2, 4, 256).transpose(0, 1), True),
+        "every other token": (tensor(2, 10, 4, 256)[:, ::2], True),
+        "row padded by 16 bytes": (padded[..., :256], True),
+        "base 16 bytes on": (shifted[8:].view(2, 5, 4, 256), True),
+        "one head for all": (tensor(2, 5, 1, 256).expand(2, 5, 4, 256), True),
+        "row padded by 8 bytes": (tensor(2, 5, 4, 260)[..., :256], False),
+        "base 2 bytes on": (tensor(2 * 5 * 4 * 256 + 1)[1:].view(2, 5, 4, 256), False),
+        "head_dim not innermost": (tensor(2, 5, 256, 4).transpose(2, 3), False),
+        "every other element": (tensor(2, 5, 4, 512)[..., ::2], False),
+    }
+
+
+def test_which_layouts_are_copied():
+    for name, (given_tensor, in_place) in layouts().items():
+        assert tma_can_take(given_tensor) == in_place, name
+        operand = as_kernel_operand(given_tensor)
+        assert (operand.data_ptr() == given_tensor.data_ptr()) == in_place, name
+        assert torch.equal(operand, given_tensor), name
+        assert tma_can_take(operand), name
+
+
+def test_the_problem_names_what_is_copied():
+    shapes = layouts()
+    good, bad = shapes["contiguous"][0], shapes["every other element"][0]
+    assert Problem.describe(good, good, good, None, False).copied == ()
+    assert Problem.describe(bad, good, bad, None, False).copied == ("q", "v")
+
+
+def test_strides_of_dimensions_of_size_one_mean_nothing():
+    """Slices and as_strided leave any number there, which TMA would refuse."""
+    odd = tensor(5, 256).as_strided((1, 5, 1, 256), (3, 256, 7, 1))
+    operand = as_kernel_operand(odd)
+    assert operand.data_ptr() == odd.data_ptr()
+    assert torch.equal(operand, odd)
+    assert all(stride * 2 % 16 == 0 for stride in operand.stride()[:3])
+
+
+@given(st.lists(st.integers(1, 4), min_size=3, max_size=3), st.permutations(range(3)))
+def test_operands_keep_their_values(sizes, order):
+    base = tensor(*(sizes[i] for i in order), 256)
+    permuted = base.permute(*(order.index(i) for i in range(3)), 3)
+    assert list(permuted.shape[:3]) == sizes
+    operand = as_kernel_operand(permuted)
+    assert operand.data_ptr() == permuted.data_ptr()
+    assert torch.equal(operand, permuted)
+    assert all(stride * 2 % 16 == 0 for stride in operand.stride()[:3])
+
+
+def test_scale_and_group():
+    q, k = tensor(1, 3, 12, 256), tensor(1, 7, 2, 256)
+    problem = Problem.describe(q, k, k, None, True)
+    assert problem.softmax_scale == 1 / 16
+    assert problem.group == 6
+    assert not problem.problem_class.negative_scale
+    assert Problem.describe(q, k, k, -2, True).problem_class.negative_scale
+    assert not Problem.describe(q, k, k, 0, True).problem_class.negative_scale
