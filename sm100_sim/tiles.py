@@ -202,7 +202,8 @@ def reduced(operation: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.
         return function(old, new)
     if dtype == "bf16":
         a, b = ((x.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for x in (old, new))
-        words = function(a, b).view(np.uint32)
+        with np.errstate(all="ignore"):
+            words = function(a, b).view(np.uint32)
         rounded = (words + 0x7FFF + (words >> 16 & 1)) >> 16
         rounded = np.where(words & 0x7FFFFFFF > 0x7F800000, 0x7FFF, rounded)
         return rounded.astype(np.uint16).view(np.uint8)

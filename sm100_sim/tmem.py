@@ -33,15 +33,18 @@ class Tmem:
     """Cells and allocation state of one CTA's tensor memory.
 
     `cells`: uint32 (512 columns, 128 lanes). `allocations`: first column -> columns.
+    `open_chains`: warp index -> accumulator chain that this CTA's warp is issuing (see
+    `isa.tcgen05`).
     """
 
-    __slots__ = ("cells", "allocations", "relinquished", "group", "_owned", "_last")
+    __slots__ = ("cells", "allocations", "relinquished", "group", "open_chains", "_owned", "_last")
 
     def __init__(self) -> None:
         self.cells = np.full((COLUMNS, LANES), POISON, np.uint32)
         self.allocations: dict[int, int] = {}
         self.relinquished = False
         self.group: int | None = None
+        self.open_chains: dict[int, list] = {}
         self._owned = 0  # bit b: columns 32 b .. 32 b + 31 are allocated
         self._last = COLUMNS
 

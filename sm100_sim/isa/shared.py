@@ -1,0 +1,34 @@
+"""Shared-memory addresses of machine operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sm100_sim.errors import MemoryFault
+from sm100_sim.warp import SHARED_WINDOW, Warp, address, uniform
+
+
+def shared_address(operand, generic: bool = False) -> Callable[[Warp, int], int]:
+    """Accessor of a shared address (CTA rank << 24 | offset) in the lowest set lane.
+
+    `generic`: the instruction names no state space, so a 64-bit register holds a generic address;
+    everything else is a shared address as it is. Raises MemoryFault when a generic address does
+    not lie in the shared window.
+    """
+    base = operand.base if operand.kind == "mem" else operand
+    wide = base.kind == "reg" and base.register.file == "r64"
+    bits = 64 if wide and generic else 32
+    read = address(operand, bits) if operand.kind == "mem" else uniform(operand, bits)
+    if not wide:
+        return read
+    if not generic:
+        return lambda warp, lanes: read(warp, lanes) & 0xFFFFFFFF
+
+    def from_generic(warp: Warp, lanes: int) -> int:
+        value = read(warp, lanes)
+        offset = value - SHARED_WINDOW
+        if not 0 <= offset < 1 << 32:
+            raise MemoryFault(f"generic address {value:#x} is not in shared memory")
+        return offset
+
+    return from_generic

@@ -1,0 +1,267 @@
+"""tcgen05: TMEM allocation, fences, commit and mma.
+
+PTX ISA 9.3, "TensorCore 5th generation instructions". mma and commit of one CTA (cta_group::1) or
+CTA pair (cta_group::2) go to one in-order queue of the machine. Consecutive instructions of one
+accumulator chain are collected at issue and submitted as one operation, when the chain ends: at an
+mma that does not continue it, a commit or a fence::before_thread_sync of the same warp. So what is
+joined depends on program order only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sm100_sim import tensor_core
+from sm100_sim.descriptors import KINDS, decode_instruction, decode_matrix
+from sm100_sim.errors import SimulationError, TmemError
+from sm100_sim.events import AsyncOp, Waiting
+from sm100_sim.isa.shared import shared_address
+from sm100_sim.isa.table import machine_op, unknown
+from sm100_sim.tensor_core import Mma
+from sm100_sim.tmem import LANES
+from sm100_sim.warp import predicate_reader, uniform
+
+_GROUPS = {"cta_group::1": 1, "cta_group::2": 2}
+
+
+def _group(instruction, *rest: str) -> int:
+    """The .cta_group of an instruction whose modifiers are cta_group and then exactly `rest`."""
+    modifiers = instruction.modifiers
+    if not modifiers or modifiers[0] not in _GROUPS or modifiers[1:] != rest:
+        raise unknown(instruction, f"expected .cta_group::1 or ::2{''.join('.' + r for r in rest)}")
+    return _GROUPS[modifiers[0]]
+
+
+def participants(cta, group: int) -> tuple:
+    """The CTAs that an instruction of `group` works on, the even one of a pair first."""
+    if group == 1:
+        return (cta,)
+    if cta.peer is None:
+        raise SimulationError(
+            f"cta_group::2 in a cluster of {len(cta.cluster.ctas)} CTAs: CTA rank {cta.rank} has "
+            "no peer"
+        )
+    return (cta, cta.peer) if cta.rank % 2 == 0 else (cta.peer, cta)
+
+
+def _queue(ctas: tuple) -> tuple:
+    """Key of the in-order queue of a CTA or pair; both groups of one CTA pair share it."""
+    return ("tcgen05", ctas[0].cluster.id, ctas[0].rank // 2)
+
+
+# ---------------------------------------------------------------- allocation and fences
+
+
+@machine_op("tcgen05.alloc", aligned=True)
+def bind_alloc(instruction, kernel):
+    """tcgen05.alloc.cta_group.sync.aligned{.shared::cta}.b32 [dst], nCols."""
+    modifiers = tuple(m for m in instruction.modifiers if m != "shared::cta")
+    wide = modifiers == instruction.modifiers
+    if modifiers[1:] != ("sync", "aligned", "b32") or modifiers[0] not in _GROUPS:
+        raise unknown(instruction, "expected .cta_group.sync.aligned{.shared::cta}.b32")
+    group = _GROUPS[modifiers[0]]
+    target = shared_address(instruction.operands[0], wide)
+    columns = uniform(instruction.operands[1], 32)
+
+    def execute(warp, lanes: int):
+        cta = warp.cta
+        count = columns(warp, lanes)
+        first = cta.tmem.allocate(count, group)
+        if first is None:
+            return Waiting(f"{count} free columns of TMEM", cta.tmem)
+        cta.write_shared(target(warp, lanes), np.array([first], np.uint32))
+        return None
+
+    return execute
+
+
+@machine_op("tcgen05.dealloc", aligned=True)
+def bind_dealloc(instruction, kernel):
+    """tcgen05.dealloc.cta_group.sync.aligned.b32 taddr, nCols."""
+    group = _group(instruction, "sync", "aligned", "b32")
+    address, columns = (uniform(operand, 32) for operand in instruction.operands)
+
+    def execute(warp, lanes: int) -> None:
+        cta = warp.cta
+        cta.tmem.deallocate(address(warp, lanes), columns(warp, lanes), group)
+        cta.cluster.machine.wake(cta.tmem)
+
+    return execute
+
+
+@machine_op("tcgen05.relinquish_alloc_permit", aligned=True)
+def bind_relinquish(instruction, kernel):
+    """tcgen05.relinquish_alloc_permit.cta_group.sync.aligned."""
+    group = _group(instruction, "sync", "aligned")
+    return lambda warp, lanes: warp.cta.tmem.relinquish(group)
+
+
+@machine_op("tcgen05.fence::before_thread_sync")
+def bind_fence_before(instruction, kernel):
+    """tcgen05.fence::before_thread_sync: the accumulator chain of this warp ends here."""
+    if instruction.modifiers:
+        raise unknown(instruction, "no modifier is accepted")
+    return lambda warp, lanes: end_chain(warp)
+
+
+@machine_op("tcgen05.fence::after_thread_sync")
+def bind_fence_after(instruction, kernel):
+    """tcgen05.fence::after_thread_sync: an ordering rule, without effect on the state."""
+    if instruction.modifiers:
+        raise unknown(instruction, "no modifier is accepted")
+    return lambda warp, lanes: None
+
+
+# ---------------------------------------------------------------- commit
+
+
+@machine_op("tcgen05.commit")
+def bind_commit(instruction, kernel):
+    """tcgen05.commit.cta_group.mbarrier::arrive::one{.shared::cluster}{.multicast::cluster}.b64."""
+    parts = list(instruction.modifiers)
+    if len(parts) < 3 or parts[0] not in _GROUPS or parts[1] != "mbarrier::arrive::one":
+        raise unknown(instruction, "expected .cta_group.mbarrier::arrive::one...b64")
+    group, rest = _GROUPS[parts[0]], parts[2:]
+    shared = rest[0] == "shared::cluster"
+    multicast = "multicast::cluster" in rest
+    expected = ["shared::cluster"] * shared + ["multicast::cluster"] * multicast + ["b64"]
+    if rest != expected or len(instruction.operands) != 1 + multicast:
+        raise unknown(instruction, "modifiers or operands of tcgen05.commit")
+    barrier = shared_address(instruction.operands[0], not shared)
+    mask = uniform(instruction.operands[1], 32) if multicast else None
+
+    def execute(warp, lanes: int) -> None:
+        _single_thread(instruction, lanes)
+        end_chain(warp)
+        cluster = warp.cta.cluster
+        address = barrier(warp, lanes)
+        ranks = mask(warp, lanes) & 0xFFFF if mask else 1 << (address >> 24)
+        if not ranks or ranks >> len(cluster.ctas):
+            raise SimulationError(
+                f"tcgen05.commit multicasts to CTA mask {ranks:#06x}; the cluster has "
+                f"{len(cluster.ctas)} CTAs"
+            )
+        offset = address & 0xFFFFFF
+        targets = [
+            rank << 24 | offset for rank in range(len(cluster.ctas)) if ranks >> rank & 1
+        ]
+
+        def perform() -> None:
+            for target in targets:
+                cluster.mbarrier(target).arrive(1)
+
+        queue = _queue(participants(warp.cta, group))
+        cluster.machine.submit(AsyncOp("tcgen05.commit", perform, queue=queue))
+
+    return execute
+
+
+def _single_thread(instruction, lanes: int) -> None:
+    if lanes & lanes - 1:
+        raise SimulationError(
+            f"{instruction.opcode} executed by {lanes.bit_count()} lanes of a warp: one thread "
+            "issues it; elect one"
+        )
+
+
+# ---------------------------------------------------------------- mma
+
+
+def end_chain(warp) -> None:
+    """Submit the accumulator chain that `warp` has been issuing, if there is one."""
+    run = warp.cta.tmem.open_chains.pop(warp.index, None)
+    if run:
+        ctas = run[0].ctas
+
+        def perform() -> None:
+            tensor_core.execute(run)
+
+        machine = warp.cta.cluster.machine
+        machine.submit(AsyncOp("tcgen05.mma", perform, queue=_queue(ctas)))
+
+
+def _issue(warp, mma: Mma) -> None:
+    chains = warp.cta.tmem.open_chains
+    run = chains.get(warp.index)
+    if run and mma.continues(run[-1]):
+        run.append(mma)
+        return
+    end_chain(warp)
+    chains[warp.index] = [mma]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The static part of a tcgen05.mma."""
+
+    group: int
+    kind: str
+
+
+def _mma_form(instruction) -> _Form:
+    """Parse `.cta_group.kind{.collector::a::use}`; collector hints have no functional effect."""
+    modifiers = instruction.modifiers
+    if len(modifiers) < 2 or modifiers[0] not in _GROUPS:
+        raise unknown(instruction, "expected tcgen05.mma.cta_group.kind")
+    kind = modifiers[1].removeprefix("kind::")
+    if kind not in KINDS or kind == modifiers[1]:
+        raise unknown(instruction, f"modelled kinds are {', '.join('kind::' + k for k in KINDS)}")
+    hints = {f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")}
+    if any(modifier not in hints for modifier in modifiers[2:]):
+        raise unknown(instruction, "modifier of tcgen05.mma")
+    return _Form(_GROUPS[modifiers[0]], kind)
+
+
+def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | None, int]:
+    """disable-output-lane registers (lowest lanes first) as bool (128,) per CTA, and as one int."""
+    bits = sum(word << 32 * i for i, word in enumerate(words))
+    if not bits:
+        return None, 0
+    lanes = np.array([bits >> i & 1 for i in range(LANES * group)], bool)
+    return tuple(lanes.reshape(group, LANES)), bits
+
+
+@machine_op("tcgen05.mma")
+def bind_mma(instruction, kernel):
+    """tcgen05.mma.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}."""
+    form = _mma_form(instruction)
+    d_op, a_op, b_op, idesc_op, *rest = instruction.operands
+    masks = [uniform(word, 32) for word in rest.pop(0).items] if rest[0].kind == "vec" else []
+    if len(masks) not in (0, 4 * form.group) or len(rest) not in (1, 2):
+        raise unknown(instruction, "operands of tcgen05.mma")
+    a_in_tmem = a_op.kind == "mem"
+    d, idesc = uniform(d_op, 32), uniform(idesc_op, 32)
+    a, b = uniform(a_op, 32 if a_in_tmem else 64), uniform(b_op, 64)
+    enable = uniform(rest[0], 32) if rest[0].kind != "pred" else None
+    enabled = predicate_reader(rest[0]) if enable is None else None
+    scale = rest[1].value if len(rest) == 2 else 0
+    if not 0 <= scale <= 15:
+        raise unknown(instruction, "scale-input-d must be 0 to 15")
+
+    def execute(warp, lanes: int) -> None:
+        _single_thread(instruction, lanes)
+        descriptor = decode_instruction(idesc(warp, lanes), form.kind, form.group)
+        a_value, b_value = a(warp, lanes), b(warp, lanes)
+        _check_operands(instruction, descriptor, a_value, b_value, a_in_tmem)
+        disabled, bits = _lane_mask([word(warp, lanes) for word in masks], form.group)
+        accumulate = bool(enabled(warp) & lanes) if enabled else bool(enable(warp, lanes))
+        cta = warp.cta
+        mma = Mma(participants(cta, form.group), descriptor, d(warp, lanes), a_value, b_value,
+                  a_in_tmem, accumulate, scale, disabled, bits)
+        _issue(warp, mma)
+
+    return execute
+
+
+def _check_operands(instruction, descriptor, a: int, b: int, a_in_tmem: bool) -> None:
+    """What can be refused at issue: descriptors, operand types, A in TMEM."""
+    decode_matrix(b)
+    if not a_in_tmem:
+        decode_matrix(a)
+    elif descriptor.a_mn_major:
+        raise TmemError("tcgen05.mma with A in TMEM and transpose-A set: A from TMEM is K-major")
+    for name in (descriptor.a_type, descriptor.b_type):
+        if not tensor_core.supported_type(name):
+            raise unknown(instruction, f"operands of type {name} are not modelled")

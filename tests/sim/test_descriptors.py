@@ -1,0 +1,141 @@
+"""Matrix and instruction descriptors against the canonical layouts written out independently."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sm100_sim.descriptors import (
+    KINDS,
+    DescriptorError,
+    InstructionDescriptor,
+    MatrixDescriptor,
+    chunk_addresses,
+    decode_instruction,
+    decode_matrix,
+    element_address,
+    encode_instruction,
+    encode_matrix,
+    gather_plan,
+    swizzled,
+)
+
+SWIZZLES = (0, 32, 64, 128)
+
+
+def slow_swizzle(address: int, span: int) -> int:
+    """The XOR bit by bit, as the PTX ISA lists it."""
+    pairs = {0: (), 32: ((4, 7),), 64: ((4, 7), (5, 8)), 128: ((4, 7), (5, 8), (6, 9))}[span]
+    for low, high in pairs:
+        address ^= (address >> high & 1) << low
+    return address
+
+
+def canonical(d: MatrixDescriptor, mn_major: bool, row: int, k: int, width: int) -> int:
+    """CuTe's canonical layouts, coordinate by coordinate, before the swizzle (bytes)."""
+    t = 16 // width
+    units = {0: 1, 32: 2, 64: 4, 128: 8}[d.swizzle]  # 16-byte units of one atom row
+    if not mn_major:
+        offset = row % 8 * units * 16 + row // 8 * d.stride + k % t * width
+        return offset + k // t * (16 if d.swizzle else d.leading)
+    offset = row % t * width + row // t % units * 16 + k % 8 * units * 16
+    far, deep = (d.leading, d.stride) if d.swizzle else (d.stride, d.leading)
+    return offset + row // (t * units) * far + k // 8 * deep
+
+
+@pytest.mark.parametrize("span", SWIZZLES)
+def test_swizzle_is_a_bijection_and_its_own_inverse(span):
+    addresses = np.arange(0, 4096)
+    there = swizzled(addresses, span)
+    assert there.tolist() == [slow_swizzle(a, span) for a in addresses.tolist()]
+    assert np.array_equal(np.sort(there), addresses)
+    assert np.array_equal(swizzled(there, span), addresses)
+
+
+@pytest.mark.parametrize("width", (1, 2, 4))
+@pytest.mark.parametrize("mn_major", (False, True))
+@pytest.mark.parametrize("span", SWIZZLES)
+def test_canonical_layouts(span, mn_major, width):
+    rows, k = 128, 32 // width
+    descriptor = MatrixDescriptor(start=3072, leading=32768, stride=1024, swizzle=span)
+    seen = set()
+    for row in range(rows):
+        for column in range(k):
+            want = slow_swizzle(
+                descriptor.start + canonical(descriptor, mn_major, row, column, width), span
+            )
+            assert element_address(descriptor, mn_major, row, column, width) == want
+            seen.add(want)
+    assert len(seen) == rows * k
+
+
+def test_stepping_k_inside_an_atom():
+    """+32 bytes in the start address is the next K = 16 of the same 128 B swizzle atom."""
+    base = MatrixDescriptor(start=2048, leading=16, stride=1024, swizzle=128)
+    rows = np.arange(64)
+    for step in range(4):
+        moved = dataclasses.replace(base, start=base.start + 32 * step)
+        chunk = chunk_addresses(moved, False, 64, 2)[:, 0]
+        plain = base.start + rows // 8 * 1024 + rows % 8 * 128
+        assert np.array_equal(chunk, plain + 16 * ((2 * step) ^ (rows % 8)))
+
+
+def test_gather_plan_concatenates_k():
+    raws = tuple(
+        encode_matrix(MatrixDescriptor(1024 + 32 * i, 16, 1024, 128)) for i in range(4)
+    )
+    plan = gather_plan(raws, False, 128, 2)
+    assert plan.index.shape == (128, 8)
+    assert np.array_equal(np.sort(plan.index.ravel()), np.arange(64, 64 + 1024))
+    assert plan.end == 1024 + 128 * 128
+
+
+def test_matrix_descriptor_round_trip_and_refusals():
+    descriptor = MatrixDescriptor(start=0x3FFF0, leading=8192, stride=1024, swizzle=64)
+    raw = encode_matrix(descriptor)
+    assert decode_matrix(raw) == descriptor
+    for bad, named in (
+        (raw & ~(7 << 46), "46-48"),
+        (raw | 1 << 49, "base offset"),
+        (raw | 1 << 52, "leading-dimension mode"),
+        (raw & ~(7 << 61) | 1 << 61, "32 B atoms"),
+        (raw & ~(7 << 61) | 3 << 61, "swizzle mode 3"),
+    ):
+        with pytest.raises(DescriptorError, match=named):
+            decode_matrix(bad)
+
+
+def test_instruction_descriptor_bits():
+    """M 256, N 128, bf16 x bf16 -> f32, B MN-major: the fields written out by hand."""
+    raw = 1 << 4 | 1 << 7 | 1 << 10 | 1 << 16 | 16 << 17 | 16 << 24
+    want = InstructionDescriptor(
+        KINDS["f16"], 256, 128, "bf16", "bf16", "f32", False, False, False, True
+    )
+    assert decode_instruction(raw, "f16", 2) == want
+    assert encode_instruction(want) == raw
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "group", "named"),
+    [
+        (256, 128, 1, "M 256"),
+        (64, 128, 2, "M 64"),
+        (128, 8, 1, "N 8"),
+        (256, 24, 2, "N 24"),
+        (128, 264, 1, "N 264"),
+    ],
+)
+def test_illegal_shapes(m, n, group, named):
+    raw = 1 << 4 | n >> 3 << 17 | m >> 4 << 24
+    with pytest.raises(DescriptorError, match=named):
+        decode_instruction(raw, "f16", group)
+
+
+def test_illegal_types():
+    shape = 16 << 17 | 8 << 24
+    with pytest.raises(DescriptorError, match="A type field 2"):
+        decode_instruction(shape | 1 << 4 | 2 << 7, "f16", 1)
+    with pytest.raises(DescriptorError, match="D type field 2"):
+        decode_instruction(shape | 2 << 4, "f16", 1)
+    with pytest.raises(DescriptorError, match="sparse"):
+        decode_instruction(shape | 1 << 4 | 1 << 2, "f16", 1)

@@ -1,0 +1,191 @@
+"""Host interception: a compiled function's own host code runs here and its launch is caught."""
+
+import ctypes
+import dataclasses
+import gc
+import os
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
+
+import cutlass  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from cutlass import cute  # noqa: E402
+from cutlass.cute.runtime import from_dlpack  # noqa: E402
+
+from sm100_sim import host  # noqa: E402
+from sm100_sim.arguments import strided_extent, tensor_ranges  # noqa: E402
+from sm100_sim.errors import LaunchError  # noqa: E402
+from sm100_sim.tensormap import decode  # noqa: E402
+
+pytestmark = pytest.mark.simulator
+
+
+@cute.kernel
+def scale_kernel(source: cute.Tensor, target: cute.Tensor, factor: cutlass.Float32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    target[block * 64 + thread] = source[block * 64 + thread] * factor
+
+
+@cute.jit
+def scale(source: cute.Tensor, target: cute.Tensor, factor: cutlass.Float32, blocks: cutlass.Int32):
+    scale_kernel(source, target, factor).launch(
+        grid=[blocks, 1, 1], block=[64, 1, 1], cluster=[2, 1, 1], smem=4096
+    )
+
+
+@cute.kernel
+def tensor_map_kernel(atom: cute.CopyAtom, tensor: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        cute.nvgpu.cpasync.prefetch_descriptor(atom)
+
+
+@cute.jit
+def launch_tensor_map(source: cute.Tensor):
+    layout = cute.make_layout((8, 64), stride=(64, 1))
+    atom, tensor = cute.nvgpu.cpasync.make_tiled_tma_atom(
+        cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp(), source, layout, (8, 64)
+    )
+    tensor_map_kernel(atom, tensor).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    a, b = torch.zeros(256), torch.zeros(256)
+    with host.keeping_ptx():
+        return cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
+
+
+def launches(compiled, *args):
+    found = []
+    host.HostProgram.of(compiled).run(args, found.append)
+    return found
+
+
+def test_launch_configuration(compiled):
+    a, b = torch.zeros(256), torch.zeros(256)
+    (config,) = launches(compiled, from_dlpack(a), from_dlpack(b), 2.5, 4)
+    assert "scale_kernel" in config.kernel_name
+    assert config.kernel_name in config.ptx
+    assert (config.grid, config.block, config.cluster) == ((4, 1, 1), (64, 1, 1), (2, 1, 1))
+    assert config.dynamic_smem == 4096
+    assert config.attributes["cooperative"] == 0
+    assert len(config.param_pointers) == 3
+
+
+def test_parameters_are_the_arguments(compiled):
+    a, b = torch.zeros(256), torch.zeros(256)
+    seen = []
+
+    def look(config):
+        pointers = config.param_pointers
+        seen.append(ctypes.c_uint64.from_address(pointers[0]).value)
+        seen.append(ctypes.c_uint64.from_address(pointers[1]).value)
+        seen.append(ctypes.c_float.from_address(pointers[2]).value)
+
+    host.HostProgram.of(compiled).run((from_dlpack(a), from_dlpack(b), 2.5, 4), look)
+    assert seen == [a.data_ptr(), b.data_ptr(), 2.5]
+
+
+def test_repeated_and_keyword_calls_and_one_program(compiled):
+    a, b = from_dlpack(torch.zeros(256)), from_dlpack(torch.zeros(256))
+    program = host.HostProgram.of(compiled)
+    assert host.HostProgram.of(compiled) is program
+    grids = []
+    for blocks in (2, 4, 6):
+        program.run((a,), lambda c: grids.append(c.grid[0]), dict(target=b, factor=1.0,
+                                                                  blocks=blocks))
+    assert grids == [2, 4, 6]
+
+
+def test_two_functions_in_one_process(compiled):
+    source = from_dlpack(torch.zeros(64, 64, dtype=torch.bfloat16), assumed_align=16)
+    with host.keeping_ptx():
+        other = cute.compile(launch_tensor_map, source)
+    maps = []
+
+    def look(config):
+        maps.extend(decode(ctypes.string_at(p, 128)) for p in config.param_pointers[:1])
+
+    a, b = from_dlpack(torch.zeros(256)), from_dlpack(torch.zeros(256))
+    nested = []
+
+    def launch_inside(config):
+        host.HostProgram.of(other).run((source,), look)
+        nested.append(config.kernel_name)
+
+    host.HostProgram.of(compiled).run((a, b, 1.0, 2), launch_inside)
+    assert "scale_kernel" in nested[0]
+    assert maps[0].sizes == (64, 64) and maps[0].box == (64, 8) and maps[0].dtype == "bf16"
+    assert maps[0].address == source.data_ptr
+
+
+def test_errors_surface_as_exceptions(compiled):
+    a, b = from_dlpack(torch.zeros(256)), from_dlpack(torch.zeros(256))
+
+    def fail(config):
+        raise ZeroDivisionError("inside the launch")
+
+    program = host.HostProgram.of(compiled)
+    with pytest.raises(ZeroDivisionError, match="inside the launch"):
+        program.run((a, b, 1.0, 2), fail)
+    grids = []
+    program.run((a, b, 1.0, 2), lambda config: grids.append(config.grid))
+    assert grids == [(2, 1, 1)]
+
+
+def test_missing_ptx_says_what_to_do():
+    a, b = torch.zeros(128), torch.zeros(128)
+    bare = cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
+    if bare.artifacts.PTX:  # CUTE_DSL_KEEP=ptx is set for the whole session
+        bare.artifacts.PTX = None
+    with pytest.raises(LaunchError, match="keeping_ptx"):
+        host.HostProgram(bare)
+    with pytest.raises(LaunchError, match="PTX"):
+        host.HostProgram(lambda: None)
+
+
+def test_program_goes_with_its_function():
+    a, b = torch.zeros(192), torch.zeros(192)
+    with host.keeping_ptx():
+        mine = cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
+    before = len(host.HostProgram._cache)
+    host.HostProgram.of(mine)
+    assert len(host.HostProgram._cache) == before + 1
+    del mine
+    gc.collect()
+    assert len(host.HostProgram._cache) == before
+
+
+# ---------------------------------------------------------------- extents of the arguments
+
+
+def test_ranges_of_slices_and_nested_tensors():
+    @dataclasses.dataclass
+    class Pair:
+        k: object
+        v: object
+
+    fused = torch.zeros(2, 8, 3, 4, 16, dtype=torch.bfloat16)
+    q = fused[:, :, 0]
+    k = torch.zeros(5, 7).t()
+    v = np.zeros((6, 4), np.float32)[::-1]
+    ranges = tensor_ranges((q, (1, Pair(from_dlpack(k), v))), {"out": torch.zeros(0, 4)})
+    by_name = {name: (start, end) for start, end, name in ranges}
+    assert set(by_name) == {"args[0]", "args[1][1].k", "args[1][1].v"}
+    last = q[-1, -1, -1, -1:].data_ptr() + 2
+    assert by_name["args[0]"] == (q.data_ptr(), last)
+    assert by_name["args[1][1].k"] == (k.data_ptr(), k.data_ptr() + 140)
+    low = v.__array_interface__["data"][0] - 5 * 16
+    assert by_name["args[1][1].v"] == (low, low + 96)
+    assert ranges == sorted(ranges)
+
+
+def test_broadcast_extent():
+    assert strided_extent(1000, (4, 8), (0, 1), 16) == (1000, 1016)
+    assert strided_extent(1000, (4, 8), (-8, 1), 16) == (1000 - 48, 1016)
+    assert strided_extent(1000, (4, 0), (8, 1), 16) is None
+    assert strided_extent(1000, (3,), (1,), 4) == (1000, 1002)

@@ -1,0 +1,355 @@
+"""tcgen05 numerics: mma against float64 products of independently packed operands, TMEM rules,
+and every ld/st shape against its written formula."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sm100_sim import tensor_core
+from sm100_sim.descriptors import (
+    KINDS,
+    InstructionDescriptor,
+    MatrixDescriptor,
+    decode_instruction,
+    encode_instruction,
+    encode_matrix,
+)
+from sm100_sim.errors import MemoryFault, TmemError
+from sm100_sim.isa.tcgen05_data import SHAPES, Form, load_cells, store_cells
+from sm100_sim.tensor_core import Mma
+from sm100_sim.tmem import POISON, Tmem
+
+SWIZZLES = (0, 32, 64, 128)
+
+
+def make_ctas(count: int, columns: int = 512):
+    found = []
+    for rank in range(count):
+        smem = np.zeros(232448 // 16, np.complex128).view(np.uint8)
+        cta = SimpleNamespace(rank=rank, smem=smem, tmem=Tmem())
+        cta.tmem.allocate(columns, count)
+        found.append(cta)
+    return tuple(found)
+
+
+def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values that the type represents exactly -> raw elements."""
+    if dtype == "bf16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if dtype == "tf32":
+        return values.astype(np.float32).view(np.uint32)
+    if dtype in ("u8", "s8"):
+        return values.astype(np.int16).astype(np.uint8)
+    if dtype == "f16":
+        return values.astype(np.float16).view(np.uint16)
+    # e4m3 and e5m2 of small integers: exponent and mantissa by hand.
+    bias, fraction = {"e4m3": (7, 3), "e5m2": (15, 2)}[dtype]
+    mantissa, exponent = np.frexp(np.abs(values))
+    code = (exponent - 1 + bias) * 2**fraction + (mantissa * 2 - 1) * 2**fraction
+    return (np.where(values == 0, 0, code) + np.where(values < 0, 128, 0)).astype(np.uint8)
+
+
+def random_values(rng, shape, dtype: str) -> np.ndarray:
+    """Small integers: every product and sum is exact in float32, so results compare exactly."""
+    low = 0 if dtype == "u8" else -4
+    return rng.integers(low, 5, shape).astype(np.float32)
+
+
+def pack(smem, values, dtype, mn_major, span, start):
+    """Write a (rows, K) operand to SMEM by the canonical layouts; one descriptor per K step.
+
+    Independent of the code under test: element by element from the layout table of the PTX ISA.
+    """
+    bits = to_bits(values, dtype)
+    width = bits.dtype.itemsize
+    t, step = 16 // width, 32 // width
+    rows, k_total = values.shape
+    units = {0: 1, 32: 2, 64: 4, 128: 8}[span]
+    atom = 16 * units
+    raws = []
+    for first in range(0, k_total, step):
+        row, k = np.meshgrid(np.arange(rows), np.arange(step), indexing="ij")
+        if not mn_major:
+            # Blocks of `rows` x one atom row along K; K steps stay inside the atom while it lasts.
+            per_atom = max(1, units // 2)
+            block, inside = divmod(first // step, per_atom)
+            stride, leading = 8 * atom, rows * 16 if not span else 16
+            size = rows * atom if span else 2 * rows * 16
+            base = start + block * size + inside * 32
+            offset = row % 8 * atom + row // 8 * stride + k % t * width
+            offset = offset + k // t * (16 if span else leading)
+        else:
+            groups = -(-rows // (t * units))
+            base = start + first // step * groups * atom * step
+            far, deep = atom * step, atom * 8
+            offset = row % t * width + row // t % units * 16 + k % 8 * atom
+            offset = offset + row // (t * units) * far + k // 8 * deep
+            leading, stride = (far, deep) if span else (deep, far)
+        address = base + offset
+        for low, high in {0: (), 32: ((4, 7),), 64: ((4, 7), (5, 8)),
+                          128: ((4, 7), (5, 8), (6, 9))}[span]:
+            address = address ^ ((address >> high & 1) << low)
+        raw = bits[:, first : first + step]
+        for byte in range(width):
+            smem[address + byte] = (raw >> 8 * byte & 0xFF).astype(np.uint8)
+        raws.append(encode_matrix(MatrixDescriptor(base, leading, stride, span)))
+    return raws
+
+
+def descriptor_of(kind, m, n, types, **flags):
+    full = InstructionDescriptor(
+        KINDS[kind], m, n, *types, flags.get("negate_a", False), flags.get("negate_b", False),
+        flags.get("a_mn_major", False), flags.get("b_mn_major", False),
+    )
+    group = flags.get("group", 1)
+    return decode_instruction(encode_instruction(full), kind, group)
+
+
+def read_d(ctas, m, n, column=0, dtype=np.float32) -> np.ndarray:
+    """(M, N) of the accumulator from its data-path layout (PTX ISA), element by element."""
+    d = np.empty((m, n), dtype)
+    pair = len(ctas)
+    for r in range(m):
+        cta, row = ctas[r // (m // pair)], r % (m // pair)
+        for c in range(n):
+            lane, col = row, c
+            if pair == 1 and m == 64:
+                lane = row % 16 + 32 * (row // 16)
+            if pair == 2 and m == 128:
+                lane, col = row + 64 * (c // (n // 2)), c % (n // 2)
+            cell = cta.tmem.cells[column + col, lane]
+            d[r, c] = np.array([cell], np.uint32).view(dtype)[0]
+    return d
+
+
+def issue(ctas, descriptor, a, b, a_in_tmem=False, accumulate=False, d=0, **extra):
+    return [
+        Mma(ctas, descriptor, d, x, y, a_in_tmem, accumulate or i > 0, **extra)
+        for i, (x, y) in enumerate(zip(a, b, strict=True))
+    ]
+
+
+def pack_pair(ctas, a, b, types, majors, spans):
+    """Each CTA of the group holds its rows of A and of B; the descriptors are CTA-relative."""
+    pair = len(ctas)
+    for p, cta in enumerate(ctas):
+        rows, cols = a.shape[0] // pair, b.shape[0] // pair
+        a_raw = pack(cta.smem, a[p * rows : (p + 1) * rows], types[0], majors[0], spans[0], 1024)
+        b_raw = pack(cta.smem, b[p * cols : (p + 1) * cols], types[1], majors[1], spans[1], 66560)
+    return a_raw, b_raw
+
+
+@pytest.mark.parametrize("spans", [(0, 32), (32, 64), (64, 128), (128, 128), (128, 0)])
+@pytest.mark.parametrize("majors", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("group", "m", "n"), [(1, 64, 64), (1, 128, 256), (2, 128, 128),
+                                               (2, 256, 128)])
+def test_mma_from_shared(group, m, n, majors, spans):
+    rng = np.random.default_rng(1)
+    ctas = make_ctas(group)
+    a, b = random_values(rng, (m, 64), "bf16"), random_values(rng, (n, 64), "bf16")
+    a_raw, b_raw = pack_pair(ctas, a, b, ("bf16", "bf16"), majors, spans)
+    descriptor = descriptor_of("f16", m, n, ("bf16", "bf16", "f32"), group=group,
+                               a_mn_major=majors[0], b_mn_major=majors[1])
+    tensor_core.execute(issue(ctas, descriptor, a_raw, b_raw))
+    want = a.astype(np.float64) @ b.astype(np.float64).T
+    assert np.array_equal(read_d(ctas, m, n), want)
+    # Once more on top of it, with enable-input-d.
+    tensor_core.execute(issue(ctas, descriptor, a_raw, b_raw, accumulate=True))
+    assert np.array_equal(read_d(ctas, m, n), 2 * want)
+    columns = n // 2 if (group, m) == (2, 128) else n
+    assert all((cta.tmem.cells[columns:] == POISON).all() for cta in ctas)
+
+
+@pytest.mark.parametrize(
+    ("kind", "types"),
+    [
+        ("f16", ("f16", "f16", "f32")),
+        ("f16", ("f16", "bf16", "f32")),
+        ("tf32", ("tf32", "tf32", "f32")),
+        ("f8f6f4", ("e4m3", "e5m2", "f32")),
+        ("i8", ("s8", "u8", "s32")),
+    ],
+)
+def test_mma_types(kind, types):
+    rng = np.random.default_rng(2)
+    ctas = make_ctas(1)
+    k = 4 * KINDS[kind].k
+    a, b = random_values(rng, (128, k), types[0]), random_values(rng, (64, k), types[1])
+    a_raw, b_raw = pack_pair(ctas, a, b, types, (False, False), (128, 64))
+    descriptor = descriptor_of(kind, 128, 64, types)
+    tensor_core.execute(issue(ctas, descriptor, a_raw, b_raw))
+    got = read_d(ctas, 128, 64, dtype=np.int32 if kind == "i8" else np.float32)
+    assert np.array_equal(got, a.astype(np.float64) @ b.astype(np.float64).T)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("group", "m"), [(1, 128), (2, 256), (2, 128)])
+def test_mma_with_a_in_tmem(group, m, dtype):
+    rng = np.random.default_rng(3)
+    ctas = make_ctas(group)
+    n, k = 256, 64
+    a, b = random_values(rng, (m, k), dtype), random_values(rng, (n, k), dtype)
+    _, b_raw = pack_pair(ctas, a, b, (dtype, dtype), (False, True), (128, 128))
+    rows = m // group
+    bits = to_bits(a, dtype).astype(np.uint32)
+    for p, cta in enumerate(ctas):
+        mine = bits[p * rows : (p + 1) * rows]
+        for j in range(k // 2):  # two elements per cell, the lower k in the low half
+            cta.tmem.cells[384 + j, :rows] = mine[:, 2 * j] | mine[:, 2 * j + 1] << 16
+    addresses = [384 + 8 * i for i in range(k // 16)]
+    descriptor = descriptor_of("f16", m, n, (dtype, dtype, "f32"), group=group, b_mn_major=True)
+    tensor_core.execute(issue(ctas, descriptor, addresses, b_raw, a_in_tmem=True))
+    want = a.astype(np.float64) @ b.astype(np.float64).T
+    assert np.array_equal(read_d(ctas, m, n), want)
+
+
+def test_negation_scale_half_accumulator_and_lane_mask():
+    rng = np.random.default_rng(4)
+    ctas = make_ctas(1)
+    a, b = random_values(rng, (128, 16), "f16"), random_values(rng, (32, 16), "f16")
+    a_raw, b_raw = pack_pair(ctas, a, b, ("f16", "f16"), (False, False), (128, 128))
+    want = a.astype(np.float64) @ b.astype(np.float64).T
+    negated = descriptor_of("f16", 128, 32, ("f16", "f16", "f32"), negate_a=True)
+    tensor_core.execute(issue(ctas, negated, a_raw, b_raw))
+    assert np.array_equal(read_d(ctas, 128, 32), -want)
+    plain = descriptor_of("f16", 128, 32, ("f16", "f16", "f32"))
+    tensor_core.execute(issue(ctas, plain, a_raw, b_raw, accumulate=True, scale=2))
+    assert np.array_equal(read_d(ctas, 128, 32), 0.75 * want)
+    disabled = (np.arange(128) % 3 == 0,)
+    tensor_core.execute(issue(ctas, plain, a_raw, b_raw, disabled=disabled, disabled_bits=1))
+    mixed = np.where(disabled[0][:, None], 0.75 * want, want)
+    assert np.array_equal(read_d(ctas, 128, 32), mixed)
+    half = descriptor_of("f16", 128, 32, ("f16", "f16", "f16"))
+    tensor_core.execute(issue(ctas, half, a_raw, b_raw, d=64))
+    cells = ctas[0].tmem.cells[64:96].T
+    assert np.array_equal(cells.astype(np.uint16).view(np.float16), want.astype(np.float16))
+    assert not (cells >> 16).any()
+
+
+def test_f16_operands_are_exact_for_every_value():
+    bits = np.arange(65536, dtype=np.uint16)
+    out = np.empty(65536, np.float32)
+    tensor_core._f16_to_f32(bits, out)
+    assert np.array_equal(out, bits.view(np.float16).astype(np.float32), equal_nan=True)
+    finite = bits[(bits & 0x7C00) != 0x7C00]
+    out = np.empty(finite.size, np.float32)
+    tensor_core._f16_to_f32(finite, out)
+    want = finite.view(np.float16).astype(np.float32)
+    assert np.array_equal(out.view(np.uint32), want.view(np.uint32))
+
+
+def test_runs_are_joined_by_program_order_only():
+    ctas = make_ctas(1)
+    descriptor = descriptor_of("f16", 128, 32, ("f16", "f16", "f32"))
+    raw = encode_matrix(MatrixDescriptor(1024, 16, 1024, 128))
+    chain = issue(ctas, descriptor, [raw] * 3, [raw] * 3)
+    other = issue(ctas, descriptor, [raw] * 2, [raw] * 2, d=32)
+    restart = issue(ctas, descriptor, [raw], [raw], d=32)
+    lengths = [len(run) for run in tensor_core.joined_runs(chain + other + restart)]
+    assert lengths == [3, 2, 1]
+
+
+def test_mma_outside_allocation_or_shared_memory():
+    ctas = make_ctas(1, columns=64)
+    descriptor = descriptor_of("f16", 128, 32, ("f16", "f16", "f32"))
+    raw = encode_matrix(MatrixDescriptor(1024, 16, 1024, 128))
+    with pytest.raises(TmemError, match="columns 64 to 95"):
+        tensor_core.execute(issue(ctas, descriptor, [raw], [raw], d=64))
+    with pytest.raises(TmemError, match="lane 16"):
+        tensor_core.execute(issue(ctas, descriptor, [raw], [raw], d=16 << 16))
+    far = encode_matrix(MatrixDescriptor(0x3F000, 16, 1024, 128))
+    with pytest.raises(MemoryFault, match="A operand"):
+        tensor_core.execute(issue(ctas, descriptor, [far], [raw]))
+
+
+# ---------------------------------------------------------------- loads and stores
+
+
+def cell_of(shape: str, t: int, r: int, split: int) -> tuple[int, int]:
+    """(lane, column) of thread t, register r: the formulas as they are written in the ISA notes."""
+    return {
+        "32x32b": lambda: (t, r),
+        "16x64b": lambda: ((t >> 2) + 8 * (t & 1), ((t >> 1) & 1) + 2 * r),
+        "16x128b": lambda: ((t >> 2) + 8 * (r & 1), (t & 3) + 4 * (r >> 1)),
+        "16x256b": lambda: ((t >> 2) + 8 * ((r >> 1) & 1), 2 * (t & 3) + (r & 1) + 8 * (r >> 2)),
+        "16x32bx2": lambda: (t % 16, r + (split if t >= 16 else 0)),
+    }[shape]()
+
+
+@pytest.mark.parametrize(
+    ("shape", "repeat"),
+    [(s, n) for s in SHAPES for n in (1, 2, 8, 32, 64, 128) if SHAPES[s].registers * n <= 128],
+)
+def test_load_and_store_shapes(shape, repeat):
+    form = Form(shape, repeat, split=128 if shape == "16x32bx2" else 0)
+    cells = np.arange(512 * 128, dtype=np.uint32).reshape(512, 128)
+    lane, column = (96, 0) if shape == "32x32b" else (112, 0)
+    values = load_cells(cells, lane, column, form)
+    assert values.shape == (form.registers, 32)
+    touched = set()
+    for t in range(32):
+        for r in range(form.registers):
+            at_lane, at_column = cell_of(shape, t, r, form.split)
+            assert values[r, t] == cells[column + at_column, lane + at_lane]
+            touched.add((at_column, at_lane))
+    assert len(touched) == 32 * form.registers
+    assert form.columns == max(c for c, _ in touched) + 1
+    target = np.zeros_like(cells)
+    store_cells(target, lane, column, form, values)
+    for at_column, at_lane in touched:
+        cell = target[column + at_column, lane + at_lane]
+        assert cell == cells[column + at_column, lane + at_lane]
+    assert np.count_nonzero(target) == len(touched)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_packed_loads_and_stores(shape):
+    split = 32 if shape == "16x32bx2" else 0
+    form = Form(shape, 4, packed=True, split=split)
+    rng = np.random.default_rng(5)
+    cells = rng.integers(0, 2**32, (512, 128), dtype=np.uint32)
+    values = load_cells(cells, 32, 16, form)
+    for t in range(32):
+        for r in range(form.registers):
+            lane, column = cell_of(shape, t, r, split)
+            low, high = cells[16 + 2 * column : 18 + 2 * column, 32 + lane] & 0xFFFF
+            assert values[r, t] == low | high << 16
+    target = np.zeros_like(cells)
+    store_cells(target, 32, 16, form, values)
+    assert np.array_equal(load_cells(target, 32, 16, form), values)
+    assert target.max() <= 0xFFFF
+
+
+# ---------------------------------------------------------------- allocation
+
+
+def test_allocation_rules():
+    tmem = Tmem()
+    assert [tmem.allocate(n, 2) for n in (256, 128, 64, 64)] == [0, 256, 384, 448]
+    assert tmem.allocate(32, 2) is None
+    tmem.deallocate(384, 64, 2)
+    assert tmem.allocate(32, 2) == 384
+    with pytest.raises(TmemError, match="must not grow"):
+        tmem.allocate(64, 2)
+    with pytest.raises(TmemError, match="powers of two"):
+        tmem.allocate(48, 2)
+    with pytest.raises(TmemError, match="cta_group"):
+        tmem.allocate(32, 1)
+    with pytest.raises(TmemError, match="allocated are"):
+        tmem.deallocate(256, 64, 2)
+    tmem.relinquish(2)
+    with pytest.raises(TmemError, match="relinquish"):
+        tmem.allocate(32, 2)
+    assert tmem.leaked() == {0: 256, 256: 128, 448: 64, 384: 32}
+
+
+def test_column_checks():
+    tmem = Tmem()
+    tmem.allocate(128, 1)
+    tmem.check(0, 128, "x")
+    tmem.check(127, 1, "x")
+    with pytest.raises(TmemError, match=r"columns 120 to 135; allocated are 0\.\.127"):
+        tmem.check(120, 16, "x")
+    with pytest.raises(TmemError, match="512 columns"):
+        tmem.check(510, 4, "x")

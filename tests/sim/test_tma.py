@@ -1,0 +1,191 @@
+"""TMA tiles against an element-by-element formula: edges, swizzles, fills, stores, reductions."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sm100_sim import tiles
+from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
+from sm100_sim.tensormap import TensorMap
+
+
+class HostMemory:
+    """One numpy buffer as global memory, with the interface that tile copies use."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data.reshape(-1).view(np.uint8)
+        self.start = self.data.__array_interface__["data"][0]
+
+    def check(self, start, nbytes, write, what):
+        if not (self.start <= start and start + nbytes <= self.start + self.data.size):
+            raise MemoryFault(f"{what} outside the tensors")
+
+    def view(self, start, nbytes):
+        return self.data[start - self.start : start - self.start + nbytes]
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    raw = np.zeros(nbytes + 1024, np.uint8)
+    skip = -raw.__array_interface__["data"][0] % 1024
+    return raw[skip : skip + nbytes]
+
+
+def describe(array: np.ndarray, box, dtype: str, **fields) -> TensorMap:
+    """Descriptor of a numpy array (slowest dimension first) with `box` given fastest first."""
+    rank = array.ndim
+    return TensorMap(
+        address=array.__array_interface__["data"][0],
+        dtype=dtype,
+        sizes=tuple(reversed(array.shape)),
+        strides=tuple(reversed(array.strides[:-1])),
+        box=tuple(box),
+        element_strides=fields.pop("element_strides", (1,) * rank),
+        **fields,
+    )
+
+
+def slow_offset(position: int, span: int, base: int) -> int:
+    """SMEM address of byte `position` of a dense tile at `base`, swizzled bit by bit."""
+    address = base + position
+    for low, high in {0: (), 32: ((4, 7),), 64: ((4, 7), (5, 8)),
+                      128: ((4, 7), (5, 8), (6, 9))}[span]:
+        address ^= (address >> high & 1) << low
+    return address
+
+
+def slow_elements(t: TensorMap, coordinates):
+    """(position in the tile in elements, global index fastest first or None if outside)."""
+    shape = t.tile_shape
+    for position, index in enumerate(itertools.product(*(range(n) for n in reversed(shape)))):
+        index = tuple(reversed(index))
+        place = tuple(c + i * s for c, i, s in zip(coordinates, index, t.steps, strict=True))
+        inside = all(0 <= p < n for p, n in zip(place, t.sizes, strict=True))
+        yield position, place if inside else None
+
+
+def slow_load(array, t, coordinates, smem, base, fill):
+    width = array.itemsize
+    for position, place in slow_elements(t, coordinates):
+        at = slow_offset(position * width, t.swizzle, base)
+        value = fill if place is None else array[tuple(reversed(place))]
+        smem[at : at + width] = np.array([value], array.dtype).view(np.uint8)
+
+
+@st.composite
+def cases(draw):
+    rank = draw(st.integers(1, 5))
+    swizzle = draw(st.sampled_from([0, 32, 64, 128]))
+    inner = swizzle // 2 if swizzle else draw(st.sampled_from([8, 16, 24]))
+    sizes = [8 * draw(st.integers(1, 9))] + [draw(st.integers(1, 7)) for _ in range(rank - 1)]
+    box = [inner] + [draw(st.integers(1, 5)) for _ in range(rank - 1)]
+    steps = [1] + [draw(st.integers(1, 3)) for _ in range(rank - 1)]
+    coordinates = [draw(st.integers(-b - 1, n + 1)) for b, n in zip(box, sizes, strict=True)]
+    return sizes, box, steps, coordinates, swizzle, draw(st.integers(0, 9)) * 128
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(cases())
+def test_loads_at_any_edge(case):
+    sizes, box, steps, coordinates, swizzle, base = case
+    store = aligned(int(np.prod(sizes)) * 2).view(np.uint16)
+    array = store.reshape(tuple(reversed(sizes)))
+    array[...] = np.arange(1, array.size + 1).reshape(array.shape)
+    t = describe(array, box, "u16", swizzle=swizzle, element_strides=tuple(steps))
+    got, want = aligned(65536), aligned(65536)
+    got[:] = want[:] = 0xEE
+    size = tiles.load_tile(t, tuple(coordinates), HostMemory(array), got, base)
+    slow_load(array, t, coordinates, want, base, 0)
+    assert size == t.tile_bytes
+    assert np.array_equal(got, want)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(cases())
+def test_stores_drop_what_lies_outside(case):
+    sizes, box, steps, coordinates, swizzle, base = case
+    array = aligned(int(np.prod(sizes)) * 2).view(np.uint16).reshape(tuple(reversed(sizes)))
+    want = array.copy()
+    smem = aligned(65536)
+    smem.view(np.uint16)[:] = np.arange(32768) + 1
+    t = describe(array, box, "u16", swizzle=swizzle, element_strides=tuple(steps))
+    for position, place in slow_elements(t, coordinates):
+        if place is not None:
+            at = slow_offset(2 * position, swizzle, base)
+            want[tuple(reversed(place))] = smem[at : at + 2].view(np.uint16)[0]
+    tiles.store_tile(t, tuple(coordinates), HostMemory(array), smem, base)
+    assert np.array_equal(array, want)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("f16", np.float16), ("f32", np.float32)])
+def test_nan_fill(dtype, kind):
+    array = aligned(16 * 32 * np.dtype(kind).itemsize).view(kind).reshape(16, 32)
+    array[...] = 1
+    t = describe(array, (32, 4), dtype, nan_fill=True)
+    smem = aligned(4096)
+    tiles.load_tile(t, (16, 14), HostMemory(array), smem, 0)
+    tile = smem[: t.tile_bytes].view(kind).reshape(4, 32)
+    assert (tile[:2, :16] == 1).all()
+    assert np.isnan(tile[:2, 16:]).all() and np.isnan(tile[2:]).all()
+
+
+def test_strides_are_the_descriptors_own():
+    """A transposed head layout and a broadcast (stride 0) dimension read as they say."""
+    array = aligned(4 * 6 * 64 * 2).view(np.uint16).reshape(4, 6, 64)
+    array[...] = np.arange(array.size).reshape(array.shape)
+    view = array.transpose(1, 0, 2)
+    smem = aligned(8192)
+    t = describe(view, (64, 4, 2), "u16", swizzle=128)
+    tiles.load_tile(t, (0, 0, 3), HostMemory(array), smem, 1024)
+    want = aligned(8192)
+    slow_load(view, t, (0, 0, 3), want, 1024, 0)
+    assert np.array_equal(smem, want)
+    broadcast = np.broadcast_to(array[:1], (5, 6, 64))
+    t = describe(broadcast, (64, 6, 5), "u16")
+    tiles.load_tile(t, (0, 0, 0), HostMemory(array), smem, 0)
+    got = smem[: t.tile_bytes].view(np.uint16).reshape(5, 6, 64)
+    assert np.array_equal(got, broadcast)
+
+
+@pytest.mark.parametrize("operation", ["add", "min", "max"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("f32", np.float32), ("f16", np.float16), ("s32", np.int32)]
+)
+def test_reductions(operation, dtype, kind):
+    rng = np.random.default_rng(3)
+    array = aligned(8 * 32 * np.dtype(kind).itemsize).view(kind).reshape(8, 32)
+    array[...] = rng.integers(-50, 50, array.shape)
+    smem = aligned(16384)
+    tile = smem[: array.nbytes].view(kind).reshape(8, 32)
+    tile[...] = rng.integers(-50, 50, array.shape)
+    want = {"add": np.add, "min": np.minimum, "max": np.maximum}[operation](array, tile)
+    t = describe(array, (32, 8), dtype)
+    tiles.store_tile(t, (0, 0), HostMemory(array), smem, 0, operation)
+    assert np.array_equal(array, want)
+
+
+def test_bf16_add_rounds_to_nearest_even():
+    old = np.array([0x3F80, 0x3F81, 0x7F80], np.uint16)  # 1, 1 + 2^-7, inf
+    new = np.array([0x3B80, 0x3B80, 0xFF80], np.uint16)  # 2^-8, 2^-8, -inf
+    result = tiles.reduced("add", "bf16", old.view(np.uint8), new.view(np.uint8)).view(np.uint16)
+    assert result.tolist() == [0x3F80, 0x3F82, 0x7FFF]
+
+
+def test_what_is_refused():
+    array = aligned(64 * 64 * 2).view(np.uint16).reshape(64, 64)
+    memory, smem = HostMemory(array), aligned(16384)
+    t = describe(array, (64, 8), "u16", swizzle=128)
+    with pytest.raises(Misaligned, match="128"):
+        tiles.load_tile(t, (0, 0), memory, smem, 64)
+    with pytest.raises(MemoryFault, match="16384"):
+        tiles.load_tile(t, (0, 0), memory, smem, 16384 - 512)
+    beyond = dataclasses.replace(t, sizes=(64, 128))
+    with pytest.raises(MemoryFault, match="outside the tensors"):
+        tiles.load_tile(beyond, (0, 60), memory, smem, 0)
+    with pytest.raises(SimulationError, match="interleave"):
+        tiles.load_tile(dataclasses.replace(t, interleave=16), (0, 0), memory, smem, 0)
+    with pytest.raises(SimulationError, match="span"):
+        tiles.load_tile(dataclasses.replace(t, box=(32, 8)), (0, 0), memory, smem, 0)
