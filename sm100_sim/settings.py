@@ -1,0 +1,54 @@
+"""The simulator's environment variables, read in this one place.
+
+| variable | meaning | default |
+|---|---|---|
+| SM100_SIM_REPORT | file to which one JSON object per launch is appended | none |
+| SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds, at most 16 |
+| SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
+| SM100_SIM_SANITIZE | 1 checks for races and lifetime errors | 0 |
+
+Arguments of `sm100_sim.launch` override them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Validated values; None where a variable is not set."""
+
+    report: str | None = None
+    clusters: int | None = None
+    seed: int | None = None
+    sanitize: bool = False
+
+
+def _integer(environment: Mapping[str, str], name: str, least: int) -> int | None:
+    text = environment.get(name, "")
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ValueError(f"{name} is {text!r}; accepted are whole numbers from {least} on")
+    return value
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read and check the variables. Raises ValueError naming a variable with a wrong value."""
+    environment = os.environ if environment is None else environment
+    sanitize = environment.get("SM100_SIM_SANITIZE", "0") or "0"
+    if sanitize not in ("0", "1"):
+        raise ValueError(f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0 and 1")
+    return Settings(
+        report=environment.get("SM100_SIM_REPORT") or None,
+        clusters=_integer(environment, "SM100_SIM_CLUSTERS", 1),
+        seed=_integer(environment, "SM100_SIM_SEED", 0),
+        sanitize=sanitize == "1",
+    )
