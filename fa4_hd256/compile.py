@@ -314,8 +314,13 @@ def _targeting(architecture: str) -> Iterator[None]:
         del settings.arch
 
 
-def resource_versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions that a bug report needs."""
-    names = ("torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
-    versions = {name: importlib.metadata.version(name) for name in names}
-    return {"python": sys.version.split()[0], **versions}
+    names = ("fa4-hd256", "torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
+    found = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

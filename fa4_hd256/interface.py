@@ -87,6 +87,15 @@ def _(q, k, v, softmax_scale, causal, config):
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
+def _refuse_backward(context, *gradients):
+    raise NotImplementedError(
+        "flash_attn_func offers no backward; call it under torch.no_grad() or detach q, k and v"
+    )
+
+
+forward.register_autograd(_refuse_backward)
+
+
 def _named(config: ForwardConfig | None) -> str:
     name = "" if config is None else repr(config)
     if name not in _configs:

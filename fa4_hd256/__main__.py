@@ -1,0 +1,55 @@
+"""`python -m fa4_hd256 demo | plan | env`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import environment
+from .config import ForwardConfig
+
+
+def _parser() -> argparse.ArgumentParser:
+    from . import demo
+
+    parser = argparse.ArgumentParser(prog="python -m fa4_hd256", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("demo", help="causal attention in the shape of a real model")
+    run.add_argument("--model", choices=sorted(demo.MODELS), default=demo.DEFAULT_MODEL)
+    run.add_argument("--seqlen", type=int, default=demo.DEFAULT_SEQLEN, help="tokens (default 512)")
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator")
+    run.add_argument("--json", action="store_true", help="print one JSON object")
+    run.set_defaults(main=demo.main)
+    plan = commands.add_parser("plan", help="roles, barriers, SMEM and TMEM of the forward kernel")
+    plan.set_defaults(main=_plan)
+    settings = commands.add_parser("env", help="environment variables and versions")
+    settings.set_defaults(main=_env)
+    return parser
+
+
+def _plan(_: argparse.Namespace) -> int:
+    print(ForwardConfig().describe())
+    return 0
+
+
+def _env(_: argparse.Namespace) -> int:
+    from .compile import versions
+
+    print(environment.describe())
+    print()
+    print("\n".join(f"{name} {version}" for name, version in versions().items()))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit status. A value that is not accepted gives 2 and its message."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.main(parsed)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The commands of `python -m fa4_hd256`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fa4_hd256 import ForwardConfig, demo, environment
+from fa4_hd256.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def result():
+    return demo.run("gemma-3-1b", 200)
+
+
+@pytest.mark.simulator
+def test_what_the_demo_reports(result):
+    # 4 heads x 1 tile of 256 queries x 2 steps of 128 keys.
+    steps = 4 * 2
+    assert result["backend"] == "simulator"
+    assert result["max_error"] <= 2 * result["pytorch_max_error"]
+    assert result["lse_max_error"] < 1e-3 and result["rel_l2"] < 1e-2
+    assert result["tcgen05_mma"] == steps * demo.MMA_PER_STEP
+    assert result["score_elements"] == steps * 256 * 128
+    assert result["emulated_share"] == result["pattern_share"]
+    assert result["clusters"] == 4 and result["cluster"] == [2, 1, 1]
+    assert result["tma_bytes"] > 0 and result["run_seconds"] > 0 and result["compile_seconds"] > 0
+
+
+@pytest.mark.simulator
+def test_json_is_one_object(capsys):
+    assert main(["demo", "--model", "gemma-3-1b", "--seqlen", "60", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["shape"]["seqlen"] == 60 and shown["accurate"] is True
+
+
+@pytest.mark.simulator
+def test_text_names_every_figure(result):
+    shown = demo.text(result)
+    for part in ("max error", "relative L2", "LSE", "tcgen05.mma", "MUFU", "TMA", "registers"):
+        assert part in shown
+    assert shown.endswith("accurate") and "NOT" not in shown
+
+
+@pytest.mark.simulator
+def test_no_spills_and_no_local_memory(result):
+    assert result["stack_bytes"] == result["local_bytes"] == 0
+
+
+@pytest.mark.simulator
+def test_an_error_above_twice_pytorchs_fails(result, monkeypatch, capsys):
+    wrong = {**result, "accurate": False}
+    monkeypatch.setattr(demo, "run", lambda *_: wrong)
+    assert main(["demo"]) == 1
+    assert "NOT ACCURATE" in capsys.readouterr().out
+
+
+def test_arguments_that_are_not_accepted(capsys):
+    assert main(["demo", "--seqlen", "0"]) == 2
+    assert "seqlen is 0; accepted: 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["demo", "--model", "unknown"])
+
+
+def test_plan(capsys):
+    assert main(["plan"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.strip() == ForwardConfig().describe().strip()
+
+
+def test_env_lists_every_variable(capsys, monkeypatch):
+    monkeypatch.setenv("FA4_HD256_PROGRESS", "0")
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert all(variable.name in shown for variable in environment.VARIABLES)
+    assert "torch" in shown and "nvidia-cutlass-dsl" in shown

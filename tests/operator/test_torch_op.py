@@ -1,0 +1,64 @@
+"""The torch operator behind the public function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func
+
+
+def inputs(device):
+    shapes = ((9, 2), (20, 1), (20, 1))
+    return tuple(torch.randn(1, s, h, 256).to(device, torch.bfloat16) for s, h in shapes)
+
+
+def test_opcheck(device):
+    """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
+    operator = torch.ops.fa4_hd256.forward.default
+    flash_attn_func(*inputs(device))  # registers the default configuration's name
+    torch.library.opcheck(operator, (*inputs(device), 0.0625, True, ""))
+
+
+def test_shapes_without_running():
+    """On the meta device nothing can run; shapes, dtypes and errors still come out."""
+    q, k, v = (
+        torch.empty(2, s, h, 256, dtype=torch.float16, device="meta")
+        for s, h in ((5, 6), (7, 2), (7, 2))
+    )
+    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, False, "")
+    assert out.shape == q.shape and out.dtype == torch.float16
+    assert lse.shape == (2, 6, 5) and lse.dtype == torch.float32
+    with pytest.raises(ValueError, match="6 query heads over 4"):
+        wrong = torch.empty(2, 7, 4, 256, dtype=torch.float16, device="meta")
+        torch.ops.fa4_hd256.forward(q, wrong, wrong, 1.0, False, "")
+
+
+def test_fake_results_are_laid_out_like_real_ones(device):
+    """A transposed q must not give a transposed out in one of the two."""
+    q, k, v = inputs(device)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    real = torch.ops.fa4_hd256.forward(q, k, v, 0.0625, False, "")
+    fake = torch.ops.fa4_hd256.forward(*(t.to("meta") for t in (q, k, v)), 0.0625, False, "")
+    assert [t.stride() for t in real] == [t.stride() for t in fake]
+
+
+def test_compiled_graph(device):
+    """torch.compile keeps the operator whole: no graph break, the same bits."""
+    tensors = inputs(device)
+
+    def layer(q, k, v):
+        out, lse = flash_attn_func(q * 2, k, v, causal=True, return_lse=True)
+        return out + 1, lse
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*tensors), layer(*tensors)):
+        assert torch.equal(got, expected)
+
+
+def test_no_gradient_in_silence(device):
+    """There is no backward yet: asking for one is an error, not a zero."""
+    q, k, v = inputs(device)
+    out = flash_attn_func(q.requires_grad_(), k, v)
+    with pytest.raises(NotImplementedError, match="offers no backward"):
+        out.sum().backward()
