@@ -1,0 +1,14 @@
+"""Instruction semantics: one table, filled by the modules of this package."""
+
+from __future__ import annotations
+
+import importlib
+
+#: Modules whose import registers their rows in the table.
+MODULES = ("arithmetic", "clc", "sync", "tcgen05", "tcgen05_data", "tma")
+
+
+def load_table() -> None:
+    """Import every module of the package that has instructions."""
+    for name in MODULES:
+        importlib.import_module(f"{__name__}.{name}")
