@@ -1,0 +1,1 @@
+"""Measurements of this project; `python -m bench --help` lists them."""
