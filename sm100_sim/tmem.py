@@ -33,8 +33,8 @@ class Tmem:
     """Cells and allocation state of one CTA's tensor memory.
 
     `cells`: uint32 (512 columns, 128 lanes). `allocations`: first column -> columns.
-    `open_chains`: warp index -> accumulator chain that this CTA's warp is issuing (see
-    `isa.tcgen05`).
+    `open_chains`: warp index -> (first instruction, accumulator chain) that this CTA's warp is
+    issuing (see `isa.tcgen05`).
     """
 
     __slots__ = ("cells", "allocations", "relinquished", "group", "open_chains", "_owned", "_last")
@@ -44,7 +44,7 @@ class Tmem:
         self.allocations: dict[int, int] = {}
         self.relinquished = False
         self.group: int | None = None
-        self.open_chains: dict[int, list] = {}
+        self.open_chains: dict[int, tuple] = {}
         self._owned = 0  # bit b: columns 32 b .. 32 b + 31 are allocated
         self._last = COLUMNS
 
@@ -112,11 +112,12 @@ class Tmem:
         last = (end - 1) // BLOCK
         pattern = (2 << last - column // BLOCK) - 1 << column // BLOCK
         if self._owned & pattern != pattern:
-            made = [f"{at}..{at + n - 1}" for at, n in sorted(self.allocations.items())]
-            raise TmemError(
-                f"{what} touches columns {column} to {end - 1}; allocated are "
-                f"{', '.join(made) or 'none'}"
-            )
+            raise TmemError(f"{what} touches columns {column} to {end - 1}; {self.describe()}")
+
+    def describe(self) -> str:
+        """State in words, for reports of hangs."""
+        made = [f"{at}..{at + n - 1}" for at, n in sorted(self.allocations.items())]
+        return f"tensor memory: columns {', '.join(made) or 'none'} are allocated"
 
     def leaked(self) -> dict[int, int]:
         """Allocations that are still held (first column -> columns); must be empty at exit."""

@@ -1,10 +1,11 @@
-"""Shared-memory addresses of machine operations."""
+"""What the asynchronous machine operations share: shared addresses and submission."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
-from sm100_sim.errors import MemoryFault
+from sm100_sim.errors import MemoryFault, SimulationError
+from sm100_sim.events import AsyncOp
 from sm100_sim.warp import SHARED_WINDOW, Warp, address, uniform
 
 
@@ -32,3 +33,20 @@ def shared_address(operand, generic: bool = False) -> Callable[[Warp, int], int]
         return offset
 
     return from_generic
+
+
+def submit(
+    warp: Warp, instruction, kind: str, perform: Callable[[], None], queue: Hashable | None = None
+) -> AsyncOp:
+    """Issue an asynchronous operation; what it raises later names the place of its issue."""
+    cta = warp.cta
+
+    def perform_at() -> None:
+        try:
+            perform()
+        except SimulationError as error:
+            raise error.at(instruction, cta.index, warp.index) from None
+
+    operation = AsyncOp(kind, perform_at, queue)
+    cta.cluster.machine.submit(operation)
+    return operation

@@ -15,9 +15,9 @@ import numpy as np
 
 from sm100_sim import tensor_core
 from sm100_sim.descriptors import KINDS, decode_instruction, decode_matrix
-from sm100_sim.errors import SimulationError, TmemError
-from sm100_sim.events import AsyncOp, Waiting
-from sm100_sim.isa.shared import shared_address
+from sm100_sim.errors import MemoryFault, Misaligned, SimulationError, TmemError
+from sm100_sim.events import Waiting
+from sm100_sim.isa.shared import shared_address, submit
 from sm100_sim.isa.table import machine_op, unknown
 from sm100_sim.tensor_core import Mma
 from sm100_sim.tmem import LANES
@@ -71,10 +71,23 @@ def bind_alloc(instruction, kernel):
         first = cta.tmem.allocate(count, group)
         if first is None:
             return Waiting(f"{count} free columns of TMEM", cta.tmem)
-        cta.write_shared(target(warp, lanes), np.array([first], np.uint32))
+        _store_address(cta, target(warp, lanes), first)
         return None
 
     return execute
+
+
+def _store_address(cta, shared: int, value: int) -> None:
+    """The 32-bit store of tcgen05.alloc to the CTA's own shared memory."""
+    rank, offset = shared >> 24, shared & 0xFFFFFF
+    if rank != cta.rank or offset + 4 > cta.smem.size:
+        raise MemoryFault(
+            f"tcgen05.alloc stores its result at offset {offset} of CTA rank {rank}; it must lie "
+            f"in the {cta.smem.size} bytes of its own CTA, rank {cta.rank}"
+        )
+    if offset % 4:
+        raise Misaligned(f"tcgen05.alloc stores its result at offset {offset}, not 4-byte aligned")
+    cta.smem[offset : offset + 4].view(np.uint32)[0] = value
 
 
 @machine_op("tcgen05.dealloc", aligned=True)
@@ -153,7 +166,7 @@ def bind_commit(instruction, kernel):
                 cluster.mbarrier(target).arrive(1)
 
         queue = _queue(participants(warp.cta, group))
-        cluster.machine.submit(AsyncOp("tcgen05.commit", perform, queue=queue))
+        submit(warp, instruction, "tcgen05.commit", perform, queue)
 
     return execute
 
@@ -171,25 +184,21 @@ def _single_thread(instruction, lanes: int) -> None:
 
 def end_chain(warp) -> None:
     """Submit the accumulator chain that `warp` has been issuing, if there is one."""
-    run = warp.cta.tmem.open_chains.pop(warp.index, None)
-    if run:
-        ctas = run[0].ctas
-
-        def perform() -> None:
-            tensor_core.execute(run)
-
-        machine = warp.cta.cluster.machine
-        machine.submit(AsyncOp("tcgen05.mma", perform, queue=_queue(ctas)))
+    chain = warp.cta.tmem.open_chains.pop(warp.index, None)
+    if chain:
+        instruction, run = chain
+        queue = _queue(run[0].ctas)
+        submit(warp, instruction, "tcgen05.mma", lambda: tensor_core.execute(run), queue)
 
 
-def _issue(warp, mma: Mma) -> None:
+def _issue(warp, instruction, mma: Mma) -> None:
     chains = warp.cta.tmem.open_chains
-    run = chains.get(warp.index)
-    if run and mma.continues(run[-1]):
-        run.append(mma)
+    chain = chains.get(warp.index)
+    if chain and mma.continues(chain[1][-1]):
+        chain[1].append(mma)
         return
     end_chain(warp)
-    chains[warp.index] = [mma]
+    chains[warp.index] = (instruction, [mma])
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ def bind_mma(instruction, kernel):
         cta = warp.cta
         mma = Mma(participants(cta, form.group), descriptor, d(warp, lanes), a_value, b_value,
                   a_in_tmem, accumulate, scale, disabled, bits)
-        _issue(warp, mma)
+        _issue(warp, instruction, mma)
 
     return execute
 

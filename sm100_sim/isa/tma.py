@@ -20,7 +20,7 @@ import numpy as np
 from sm100_sim import tiles
 from sm100_sim.errors import BarrierError, MemoryFault, Misaligned, SimulationError
 from sm100_sim.events import AsyncOp, Waiting
-from sm100_sim.isa.shared import shared_address
+from sm100_sim.isa.shared import shared_address, submit
 from sm100_sim.isa.table import machine_op, unknown
 from sm100_sim.tensormap import TENSORMAP_BYTES, TensorMap, decode
 from sm100_sim.warp import address, reader, uniform
@@ -210,7 +210,7 @@ def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
             cluster.mbarrier(barrier).complete_tx(size)
 
     machine.counters["tma.load bytes"] += tensor_map.tile_bytes * len(places)
-    machine.submit(AsyncOp("tma.load", perform))
+    submit(warp, instruction, "tma.load", perform)
 
 
 def _bind_tensor_store(instruction, skip: int, reduction: str | None):
@@ -332,7 +332,7 @@ def _bind_bulk_load(instruction, from_global: bool):
                     cluster.mbarrier(signal).complete_tx(count)
 
             machine.counters["tma.load bytes"] += count * len(places)
-            machine.submit(AsyncOp("tma.bulk", perform))
+            submit(warp, instruction, "tma.bulk", perform)
 
     return execute
 
@@ -400,10 +400,9 @@ def _groups(warp, lanes: int) -> list[BulkGroups]:
 
 
 def _submit_grouped(instruction, warp, lanes: int, perform: Callable[[], None]) -> None:
-    operation = AsyncOp("tma.store", perform)
+    operation = submit(warp, instruction, "tma.store", perform)
     for groups in _groups(warp, lanes):
         groups.open.append(operation)
-    warp.cta.cluster.machine.submit(operation)
 
 
 @machine_op("cp.async.bulk.commit_group")

@@ -7,17 +7,17 @@ import os
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
 
-import cutlass  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from cutlass import cute  # noqa: E402
-from cutlass.cute.runtime import from_dlpack  # noqa: E402
+import cutlass
+import numpy as np
+import pytest
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
 
-from sm100_sim import host  # noqa: E402
-from sm100_sim.arguments import strided_extent, tensor_ranges  # noqa: E402
-from sm100_sim.errors import LaunchError  # noqa: E402
-from sm100_sim.tensormap import decode  # noqa: E402
+from sm100_sim import host
+from sm100_sim.arguments import strided_extent, tensor_ranges
+from sm100_sim.errors import LaunchError
+from sm100_sim.tensormap import decode
 
 pytestmark = pytest.mark.simulator
 
@@ -96,8 +96,8 @@ def test_repeated_and_keyword_calls_and_one_program(compiled):
     assert host.HostProgram.of(compiled) is program
     grids = []
     for blocks in (2, 4, 6):
-        program.run((a,), lambda c: grids.append(c.grid[0]), dict(target=b, factor=1.0,
-                                                                  blocks=blocks))
+        named = {"target": b, "factor": 1.0, "blocks": blocks}
+        program.run((a,), lambda config: grids.append(config.grid[0]), named)
     assert grids == [2, 4, 6]
 
 

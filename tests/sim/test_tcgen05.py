@@ -349,7 +349,7 @@ def test_column_checks():
     tmem.allocate(128, 1)
     tmem.check(0, 128, "x")
     tmem.check(127, 1, "x")
-    with pytest.raises(TmemError, match=r"columns 120 to 135; allocated are 0\.\.127"):
+    with pytest.raises(TmemError, match=r"columns 120 to 135; .*columns 0\.\.127"):
         tmem.check(120, 16, "x")
     with pytest.raises(TmemError, match="512 columns"):
         tmem.check(510, 4, "x")

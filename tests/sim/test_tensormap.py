@@ -47,7 +47,7 @@ def test_round_trip(tensor_map, garbage):
 
 
 def test_descriptor_as_cute_dsl_emits_it():
-    """A (1, 2048, 2, 256) bf16 tensor of a two-CTA attention kernel, box 64 x 128, 128 B swizzle."""
+    """A (1, 2048, 2, 256) bf16 tensor of an attention kernel, box 64 x 128, 128 B swizzle."""
     raw = bytes.fromhex(
         "404085f8857f0000326524004000000020000000000002000000000000000000"
         "ff000000ff0700000100000000000000000000000000003f7f00000000000000"
