@@ -100,12 +100,12 @@ class Ex2Pattern:
         return Fraction(self.emulated_count(num_columns), num_columns)
 
     def __str__(self) -> str:
-        share = float(self.true_share())
+        share = 100 * float(self.true_share())
         if share == 0:
             return "exp2: hardware only (0 % emulated)"
         last = "last fragment on hardware" if self.last_fragment_hardware else "all fragments"
         return (
-            f"exp2: {share:.4%} emulated of 128 columns (freq {self.ex2_emu_freq}, "
+            f"exp2: {share:g} % emulated of 128 columns (freq {self.ex2_emu_freq}, "
             f"res {self.ex2_emu_res}, start fragment {self.ex2_emu_start_frg}, {last}, "
             f"degree {self.degree})"
         )
