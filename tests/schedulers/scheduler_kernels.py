@@ -1,0 +1,71 @@
+"""A kernel that only schedules: it records which cluster did which tile, how often and when."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from schedulers import TileOrder, TileProblem
+
+# Warps 0 and 1 work, warp 2 schedules; every warp runs the loop.
+NUM_WARPS = 3
+FIELDS = 4
+
+
+@cute.jit
+def _record(record: cute.Tensor, work, turn: Int32):
+    """Note a tile: times done, cluster, turn, and 1 + the rank of the CTA that noted it."""
+    rank = cute.arch.block_idx_in_cluster()
+    tile = (work.batch, work.head, work.query_block, rank, cute.arch.warp_idx())
+    record[(*tile, 0)] = record[(*tile, 0)] + 1
+    record[(*tile, 1)] = cute.arch.block_idx()[0] // 2
+    record[(*tile, 2)] = turn
+    record[(*tile, 3)] = 1 + rank
+
+
+@cute.kernel
+def _kernel(record: cute.Tensor, order: TileOrder, scheduler_class: cutlass.Constexpr):
+    allocator = cutlass.memory.SmemAllocator()
+    channel = scheduler_class.setup(allocator, NUM_WARPS)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    is_writer = cute.arch.lane_idx() == 0
+    scheduler = scheduler_class.create(order, channel)
+    turn = Int32(0)
+    if warp == NUM_WARPS - 1:
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.prefetch_next_work()
+            if is_writer:
+                _record(record, work, turn)
+            work = scheduler.advance_to_next_work()
+            turn += 1
+        scheduler.producer_tail()
+    else:
+        work = scheduler.initial_work()
+        while work.is_valid:
+            if is_writer:
+                _record(record, work, turn)
+            work = scheduler.advance_to_next_work()
+            turn += 1
+
+
+@cute.jit
+def schedule(
+    record: cute.Tensor,
+    sizes: tuple,
+    max_active_clusters: Int32,
+    settings: cutlass.Constexpr,
+):
+    """record: (batches, heads, query blocks, 2 CTAs, warps, 4) int32, zero at the start.
+
+    sizes: (query blocks, heads, batches, section heads), Int32.  settings: scheduler class,
+    later_blocks_first.
+    """
+    scheduler_class, later_blocks_first = settings
+    problem = TileProblem(*sizes, later_blocks_first)
+    grid = scheduler_class.grid_shape(problem, max_active_clusters)
+    _kernel(record, problem.order(), scheduler_class).launch(
+        grid=grid, block=(32 * NUM_WARPS, 1, 1), cluster=(2, 1, 1)
+    )

@@ -1,0 +1,52 @@
+"""Which scheduler a call gets: the argument, then FA_CLC, then the static one."""
+
+import pytest
+
+from schedulers import (
+    ClcScheduler,
+    StaticPersistentScheduler,
+    clc_requested,
+    scheduler_class,
+)
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "expected"),
+    [
+        (None, {}, False),
+        (None, {"FA_CLC": "0"}, False),
+        (None, {"FA_CLC": "1"}, True),
+        (True, {"FA_CLC": "0"}, True),
+        (False, {"FA_CLC": "1"}, False),
+        # The argument decides, so the variable is not even read.
+        (False, {"FA_CLC": "maybe"}, False),
+    ],
+)
+def test_argument_before_variable_before_default(argument, environment, expected):
+    assert clc_requested(argument, environment) is expected
+
+
+def test_the_process_environment_is_read_at_each_call(monkeypatch):
+    monkeypatch.setenv("FA_CLC", "1")
+    assert clc_requested() is True
+    monkeypatch.setenv("FA_CLC", "0")
+    assert clc_requested() is False
+    monkeypatch.delenv("FA_CLC")
+    assert clc_requested() is False
+
+
+@pytest.mark.parametrize("value", ["", "true", "2", " 1", "CLC"])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match="FA_CLC is .*accepted are 0 .*and 1"):
+        clc_requested(None, {"FA_CLC": value})
+
+
+@pytest.mark.parametrize("value", [1, 0, "1"])
+def test_other_types_are_refused(value):
+    with pytest.raises(TypeError, match="use_clc must be True, False or None"):
+        clc_requested(value)
+
+
+def test_classes():
+    assert scheduler_class(True) is ClcScheduler
+    assert scheduler_class(False) is StaticPersistentScheduler

@@ -1,0 +1,116 @@
+"""The tile order alone, on the host: a bijection, longest first, KV groups together."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedulers import (
+    TileProblem,
+    later_blocks_are_longer,
+    section_heads_for,
+    tile_coordinates,
+)
+
+# Small enough to enumerate; odd, even and prime counts, and sections wider than all pairs.
+problems = st.builds(
+    TileProblem,
+    num_query_blocks=st.integers(1, 12),
+    num_heads=st.integers(1, 13),
+    num_batches=st.integers(1, 5),
+    section_heads=st.integers(1, 70),
+    later_blocks_first=st.booleans(),
+)
+
+
+def _tiles(problem):
+    order = problem.order()
+    return [tile_coordinates(index, order) for index in range(problem.num_tiles)]
+
+
+@given(problems)
+def test_every_tile_comes_exactly_once(problem):
+    tiles = _tiles(problem)
+    assert sorted(tiles) == [
+        (block, head, batch)
+        for block in range(problem.num_query_blocks)
+        for head in range(problem.num_heads)
+        for batch in range(problem.num_batches)
+    ]
+
+
+@given(problems)
+def test_longest_first_within_each_head(problem):
+    blocks = {}
+    for block, head, batch in _tiles(problem):
+        blocks.setdefault((head, batch), []).append(block)
+    ascending = list(range(problem.num_query_blocks))
+    expected = ascending[::-1] if problem.later_blocks_first else ascending
+    assert all(sequence == expected for sequence in blocks.values())
+
+
+@given(problems)
+def test_sections_are_done_one_after_the_other(problem):
+    pairs = problem.num_heads * problem.num_batches
+    width = min(problem.section_heads, pairs)
+    sections = [(batch * problem.num_heads + head) // width for _, head, batch in _tiles(problem)]
+    assert sections == sorted(sections)
+
+
+@given(problems)
+def test_a_section_is_done_block_by_block(problem):
+    """Longest first over the whole section, and the heads of one block side by side."""
+    width = min(problem.section_heads, problem.num_heads * problem.num_batches)
+    ranks = {}
+    for block, head, batch in _tiles(problem):
+        pair = batch * problem.num_heads + head
+        rank = problem.num_query_blocks - 1 - block if problem.later_blocks_first else block
+        ranks.setdefault(pair // width, []).append((rank, pair))
+    assert all(sequence == sorted(sequence) for sequence in ranks.values())
+
+
+@given(
+    group=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+    kv_heads=st.integers(1, 4),
+    batches=st.integers(1, 3),
+    kv_bytes=st.integers(1, 10**9),
+    unequal=st.booleans(),
+)
+def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal):
+    section = section_heads_for(
+        num_heads_per_kv=group,
+        num_pairs=group * kv_heads * batches,
+        kv_bytes_per_head=kv_bytes,
+        l2_bytes=50 * 10**6,
+        unequal_lengths=unequal,
+    )
+    assert section % group == 0
+    assert group <= section <= group * kv_heads * batches
+    # As many KV heads as fit, at least one.
+    fitting = max(1, 50 * 10**6 // kv_bytes)
+    assert section // group == (min(fitting, kv_heads * batches) if unequal else 1)
+
+
+@pytest.mark.parametrize(
+    ("window", "later"),
+    [
+        ((None, 0), True),  # causal: row i sees i + 1 keys
+        ((127, 0), True),  # sliding causal window: the first rows see fewer
+        ((127, 127), True),
+        ((127, None), False),  # the last rows see fewest
+        ((None, None), False),
+    ],
+)
+def test_which_blocks_are_longer(window, later):
+    assert later_blocks_are_longer(*window) is later
+
+
+@pytest.mark.parametrize("name", ["num_query_blocks", "num_heads", "num_batches", "section_heads"])
+def test_empty_problems_are_refused(name):
+    sizes = {"num_query_blocks": 1, "num_heads": 1, "num_batches": 1, "section_heads": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        TileProblem(**sizes)
+
+
+def test_too_many_tiles_are_refused():
+    with pytest.raises(ValueError, match="the limit is 2\\*\\*31 - 1"):
+        TileProblem(2**20, 2**11, 1)
