@@ -74,7 +74,7 @@ def measure(shape: Shape = DEFAULT, runs: int = 3) -> Measurement:
         runs=runs,
         first_seconds=times[0],
         seconds=min(times[1:]),
-        warp_instructions=report.warp_instructions,
+        warp_instructions=sum(counts["warps"] for counts in report.instructions.values()),
         floor_seconds=_steps(shape, config) * _step_floor(config),
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         cores=len(os.sched_getaffinity(0)),

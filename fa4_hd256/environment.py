@@ -49,7 +49,7 @@ VARIABLES = (
     ),
     Variable(
         "SM100_SIM_CLUSTERS",
-        "chosen by the simulator",
+        "as many as a B200 holds, at most 16",
         "number of clusters resident at once",
         "sm100_sim",
     ),

@@ -1,0 +1,59 @@
+"""The environment variables and their one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fa4_hd256 import backends, environment
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_the_readme_lists_the_same_table():
+    text = README.read_text()
+    table = text[text.index("## Environment variables") :].split("\n## ")[0]
+    rows = [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("| `")
+    ]
+    assert rows == [[v.name, v.default, v.meaning] for v in environment.VARIABLES]
+
+
+def test_cache_directory(monkeypatch):
+    monkeypatch.delenv("FA4_HD256_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x/cache")
+    assert environment.cache_directory() == Path("/x/cache/fa4_hd256")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/somebody")
+    assert environment.cache_directory() == Path("/somebody/.cache/fa4_hd256")
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", "~/kernels")
+    assert environment.cache_directory() == Path("/somebody/kernels")
+
+
+def test_progress_setting(monkeypatch):
+    monkeypatch.setenv("FA4_HD256_PROGRESS", "1")
+    assert environment.progress_wanted()
+    monkeypatch.setenv("FA4_HD256_PROGRESS", "maybe")
+    with pytest.raises(ValueError, match="FA4_HD256_PROGRESS is 'maybe'; accepted: 0 or 1"):
+        environment.progress_wanted()
+
+
+@pytest.mark.parametrize(("seconds", "appears"), [(1.0, False), (10.0, True)])
+def test_the_progress_bar_appears_in_long_runs_only(monkeypatch, capsys, seconds, appears):
+    clock = [0.0]
+    monkeypatch.setattr(backends.time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("FA4_HD256_PROGRESS", "1")
+    with backends._progress() as report:
+        clock[0] = seconds
+        report(3, 8)
+        report(8, 8)
+    assert ("simulating" in capsys.readouterr().err) == appears
+
+
+def test_no_progress_bar_where_it_is_switched_off(monkeypatch):
+    monkeypatch.setenv("FA4_HD256_PROGRESS", "0")
+    with backends._progress() as report:
+        assert report is None
