@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .errors import SimulationError
 
@@ -76,6 +76,10 @@ class TensorMap:
     l2_promotion: int = 0
     version: int = 2
 
+    def __hash__(self) -> int:
+        """Cheap: descriptors are keys of caches on the path of every copy."""
+        return hash((self.address, self.box))
+
     @property
     def rank(self) -> int:
         """Number of dimensions, 1 to 5."""
@@ -86,7 +90,7 @@ class TensorMap:
         """Width of one element in bits (4 for packed types)."""
         return DTYPES[_DTYPE_NUMBERS[self.dtype]][1]
 
-    @property
+    @cached_property
     def tile_shape(self) -> tuple[int, ...]:
         """Elements a copy moves per dimension: ceil(box / element stride), dimension 0 first.
 
@@ -94,12 +98,12 @@ class TensorMap:
         """
         return tuple(-(-b // s) for b, s in zip(self.box, self.steps, strict=True))
 
-    @property
+    @cached_property
     def steps(self) -> tuple[int, ...]:
         """Element strides as they take effect: 1 in dimension 0."""
         return self.element_strides if self.interleave else (1, *self.element_strides[1:])
 
-    @property
+    @cached_property
     def tile_bytes(self) -> int:
         """Bytes of a whole tile in shared memory; what complete_tx counts, clipped or not."""
         elements = 1

@@ -56,12 +56,42 @@ class Window(NamedTuple):
 
 def window(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> Window | None:
     """The inside part of the tile at `coordinates` (dimension 0 first), None if there is none."""
-    t = tensor_map
+    whole = _whole_tile(tensor_map)
+    start = tensor_map.address
+    for coordinate, last, stride in zip(coordinates, whole.last, whole.strides, strict=True):
+        if not 0 <= coordinate <= last:
+            return _clipped_window(tensor_map, coordinates)
+        start += coordinate * stride
+    return whole.window._replace(start=start)
+
+
+class _Whole(NamedTuple):
+    """What all tiles inside the tensor share: `last` coordinate, element `strides`, a window."""
+
+    last: tuple[int, ...]
+    strides: tuple[int, ...]
+    window: Window
+
+
+@lru_cache(maxsize=1024)
+def _whole_tile(t: TensorMap) -> _Whole:
     width = t.element_bits // 8
-    start, span, inside = t.address, width, True
+    strides = (width, *t.strides)
+    moved = tuple(step * stride for step, stride in zip(t.steps, strides, strict=True))
+    reach = [count - 1 for count in t.tile_shape]
+    span = width + sum(r * m for r, m in zip(reach, moved, strict=True))
+    shape = (*reversed(t.tile_shape[1:]), t.tile_shape[0] * width)
+    last = tuple(n - 1 - r * s for n, r, s in zip(t.sizes, reach, t.steps, strict=True))
+    return _Whole(last, strides, Window(0, span, shape, (*reversed(moved[1:]), 1), None))
+
+
+def _clipped_window(t: TensorMap, coordinates: tuple[int, ...]) -> Window | None:
+    width = t.element_bits // 8
+    start, span = t.address, width
     shape, strides, where = [], [], []
-    all_strides = (width, *t.strides)
-    dimensions = zip(coordinates, t.sizes, t.tile_shape, t.steps, all_strides, strict=True)
+    dimensions = zip(
+        coordinates, t.sizes, t.tile_shape, t.steps, (width, *t.strides), strict=True
+    )
     for coordinate, size, count, step, stride in dimensions:
         first = 0 if coordinate >= 0 else -(coordinate // step)
         last = min(count, -((coordinate - size) // step))
@@ -69,14 +99,14 @@ def window(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> Window | None
             return None
         start += (coordinate + first * step) * stride
         span += (last - first - 1) * step * stride
-        inside &= last - first == count
         shape.append(last - first)
         strides.append(step * stride)
         where.append(slice(first, last))
     shape[0], strides[0] = shape[0] * width, 1
     where[0] = slice(where[0].start * width, where[0].stop * width)
-    clipped = None if inside else tuple(reversed(where))
-    return Window(start, span, tuple(reversed(shape)), tuple(reversed(strides)), clipped)
+    return Window(
+        start, span, tuple(reversed(shape)), tuple(reversed(strides)), tuple(reversed(where))
+    )
 
 
 @lru_cache(maxsize=1024)

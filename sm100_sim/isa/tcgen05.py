@@ -10,12 +10,24 @@ joined depends on program order only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from sm100_sim import tensor_core
-from sm100_sim.descriptors import KINDS, decode_instruction, decode_matrix
-from sm100_sim.errors import MemoryFault, Misaligned, SimulationError, TmemError
+from sm100_sim.descriptors import (
+    KINDS,
+    InstructionDescriptor,
+    decode_instruction,
+    decode_matrix,
+)
+from sm100_sim.errors import (
+    MemoryFault,
+    Misaligned,
+    SimulationError,
+    TmemError,
+    UnknownInstruction,
+)
 from sm100_sim.events import Waiting
 from sm100_sim.isa.shared import shared_address, submit
 from sm100_sim.isa.table import machine_op, unknown
@@ -201,7 +213,7 @@ def _issue(warp, instruction, mma: Mma) -> None:
     chains[warp.index] = (instruction, [mma])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Form:
     """The static part of a tcgen05.mma."""
 
@@ -251,26 +263,31 @@ def bind_mma(instruction, kernel):
 
     def execute(warp, lanes: int) -> None:
         _single_thread(instruction, lanes)
-        descriptor = decode_instruction(idesc(warp, lanes), form.kind, form.group)
+        descriptor = _checked_descriptor(idesc(warp, lanes), form, a_in_tmem)
         a_value, b_value = a(warp, lanes), b(warp, lanes)
-        _check_operands(instruction, descriptor, a_value, b_value, a_in_tmem)
-        disabled, bits = _lane_mask([word(warp, lanes) for word in masks], form.group)
-        accumulate = bool(enabled(warp) & lanes) if enabled else bool(enable(warp, lanes))
-        cta = warp.cta
-        mma = Mma(participants(cta, form.group), descriptor, d(warp, lanes), a_value, b_value,
-                  a_in_tmem, accumulate, scale, disabled, bits)
+        decode_matrix(b_value)
+        if not a_in_tmem:
+            decode_matrix(a_value)
+        disabled, bits = None, 0
+        if masks:
+            disabled, bits = _lane_mask([word(warp, lanes) for word in masks], form.group)
+        accumulate = enabled(warp) & lanes != 0 if enabled else enable(warp, lanes) != 0
+        ctas = participants(warp.cta, form.group)
+        d_value = d(warp, lanes)
+        mma = Mma(ctas, descriptor, d_value, a_value, b_value, a_in_tmem, accumulate, scale,
+                  disabled, bits)
         _issue(warp, instruction, mma)
 
     return execute
 
 
-def _check_operands(instruction, descriptor, a: int, b: int, a_in_tmem: bool) -> None:
-    """What can be refused at issue: descriptors, operand types, A in TMEM."""
-    decode_matrix(b)
-    if not a_in_tmem:
-        decode_matrix(a)
-    elif descriptor.a_mn_major:
+@lru_cache(maxsize=1024)
+def _checked_descriptor(raw: int, form: _Form, a_in_tmem: bool) -> InstructionDescriptor:
+    """The decoded instruction descriptor; refuses what can be refused at issue."""
+    descriptor = decode_instruction(raw, form.kind, form.group)
+    if a_in_tmem and descriptor.a_mn_major:
         raise TmemError("tcgen05.mma with A in TMEM and transpose-A set: A from TMEM is K-major")
     for name in (descriptor.a_type, descriptor.b_type):
         if not tensor_core.supported_type(name):
-            raise unknown(instruction, f"operands of type {name} are not modelled")
+            raise UnknownInstruction(f"tcgen05.mma with operands of type {name} is not modelled")
+    return descriptor

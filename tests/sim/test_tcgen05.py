@@ -108,7 +108,7 @@ def descriptor_of(kind, m, n, types, **flags):
 
 def read_d(ctas, m, n, column=0, dtype=np.float32) -> np.ndarray:
     """(M, N) of the accumulator from its data-path layout (PTX ISA), element by element."""
-    d = np.empty((m, n), dtype)
+    d = np.empty((m, n), np.uint32)
     pair = len(ctas)
     for r in range(m):
         cta, row = ctas[r // (m // pair)], r % (m // pair)
@@ -118,9 +118,8 @@ def read_d(ctas, m, n, column=0, dtype=np.float32) -> np.ndarray:
                 lane = row % 16 + 32 * (row // 16)
             if pair == 2 and m == 128:
                 lane, col = row + 64 * (c // (n // 2)), c % (n // 2)
-            cell = cta.tmem.cells[column + col, lane]
-            d[r, c] = np.array([cell], np.uint32).view(dtype)[0]
-    return d
+            d[r, c] = cta.tmem.cells[column + col, lane]
+    return d.view(dtype)
 
 
 def issue(ctas, descriptor, a, b, a_in_tmem=False, accumulate=False, d=0, **extra):
