@@ -1,6 +1,8 @@
-"""mbarriers, named barriers and the cluster barrier: state and rules, without instructions.
+"""mbarriers, named barriers, the cluster barrier and the register pool: state and rules.
 
-PTX ISA 9.7.13.15 (mbarrier), 9.7.13.1 (barrier), 9.7.13.4 (barrier.cluster).
+PTX ISA 9.3: "Parallel Synchronization and Communication Instructions: mbarrier", "bar, barrier",
+"barrier.cluster"; "setmaxnreg". Nothing here knows of instructions; the machine operations are in
+`isa.sync`. Every object calls its `wake` with itself when lanes that wait for it may go on.
 """
 
 from __future__ import annotations
@@ -10,24 +12,25 @@ from typing import Any
 
 from .errors import BarrierError
 
-#: Largest expected arrival count and largest magnitude of the tx-count (PTX ISA 9.7.13.15.1).
+#: Largest expected arrival count, and largest magnitude of the tx-count (mbarrier contents).
 MAX_COUNT = (1 << 20) - 1
+NAMED_BARRIERS = 16
+_STATE_MARK = 0x5B
 
 
 class MBarrier:
     """One mbarrier object in shared memory.
 
-    A phase completes when no arrival is pending and the tx-count is 0; then the phase number
-    grows and the expected arrivals are pending again. `wake` is called at each completion.
+    address: shared address (CTA rank << 24 | offset). A phase completes when no arrival is
+    pending and the tx-count is 0; then `phase` grows by one and the expected arrivals are pending
+    again.
     """
 
     __slots__ = ("address", "expected", "pending", "transactions", "phase", "_wake")
 
     def __init__(self, address: int, count: int, wake: Callable[[Any], None]) -> None:
         if not 1 <= count <= MAX_COUNT:
-            raise BarrierError(
-                f"mbarrier.init with count {count}; accepted are 1 to {MAX_COUNT}"
-            )
+            raise BarrierError(f"mbarrier.init with count {count}; accepted are 1 to {MAX_COUNT}")
         self.address = address
         self.expected = count
         self.pending = count
@@ -43,115 +46,151 @@ class MBarrier:
             f"{self.pending} of {self.expected} arrivals pending, {self.transactions} bytes pending"
         )
 
-    def _settle(self) -> None:
-        if self.pending == 0 and self.transactions == 0:
-            self.phase += 1
-            self.pending = self.expected
-            self._wake(self)
+    def _complete_phase(self) -> None:
+        self.phase += 1
+        self.pending = self.expected
+        self._wake(self)
 
     def arrive(self, count: int = 1) -> int:
-        """`count` arrivals; returns the phase they belong to."""
-        phase = self.phase
-        if count < 1 or count > self.pending:
+        """`count` arrivals (release); returns the state before them, see `state`."""
+        pending = self.pending
+        if not 1 <= count <= pending:
             raise BarrierError(
-                f"{count} arrivals, but only {self.pending} are pending in this phase; "
-                + self.describe()
+                f"{count} arrivals where {pending} are pending in this phase; {self.describe()}"
             )
-        self.pending -= count
-        self._settle()
-        return phase
+        state = self.state()
+        self.pending = pending - count
+        if count == pending and not self.transactions:
+            self._complete_phase()
+        return state
+
+    def arrive_no_complete(self, count: int) -> int:
+        """`count` arrivals that must not complete the phase."""
+        if count >= self.pending:
+            raise BarrierError(
+                f"arrive.noComplete of {count} would complete the phase; {self.describe()}"
+            )
+        return self.arrive(count)
 
     def arrive_drop(self, count: int = 1) -> int:
-        """`count` arrivals that no longer take part in later phases."""
-        if count > self.expected - 1 and count > self.pending:
+        """`count` arrivals by threads that take no part in later phases."""
+        if count > self.pending:
             raise BarrierError(f"arrive_drop of {count}; {self.describe()}")
         self.expected -= count
         return self.arrive(count)
 
     def expect_tx(self, nbytes: int) -> None:
-        """Expect `nbytes` more."""
+        """Expect `nbytes` more in the current phase."""
         total = self.transactions + nbytes
-        if abs(total) > MAX_COUNT:
+        if not -MAX_COUNT <= total <= MAX_COUNT:
             raise BarrierError(
-                f"tx-count would become {total}; its range is +-{MAX_COUNT}; {self.describe()}"
+                f"the tx-count would become {total}; its range is +-{MAX_COUNT}; {self.describe()}"
             )
         self.transactions = total
-        self._settle()
+        if not total and not self.pending:
+            self._complete_phase()
 
     def complete_tx(self, nbytes: int) -> None:
         """`nbytes` have arrived; they may come before they are expected."""
         self.expect_tx(-nbytes)
 
     def parity_complete(self, parity: int) -> bool:
-        """try_wait.parity: whether the phase of this parity, current or preceding, is complete."""
-        return (self.phase & 1) != (parity & 1)
+        """Whether the phase of this parity, the current or the preceding one, is complete."""
+        return (self.phase ^ parity) & 1 == 1
 
-    def phase_complete(self, phase: int) -> bool:
-        """try_wait with a state: whether the phase the state was taken in is complete."""
-        return self.phase > phase
+    def state(self) -> int:
+        """The opaque 64-bit state of the current phase, as arrive returns it."""
+        return _STATE_MARK << 56 | (self.phase & 0xFFFFFFFF) << 20 | self.pending
+
+    def state_complete(self, state: int) -> bool:
+        """Whether the phase in which `state` was taken is complete.
+
+        Raises BarrierError for a foreign value and for a phase before the preceding one, where
+        the result is undefined.
+        """
+        behind = (self.phase - _phase_of(state)) & 0xFFFFFFFF
+        if behind > 1:
+            raise BarrierError(
+                f"wait with a state of phase {_phase_of(state)}, which is neither the current nor "
+                f"the preceding one; {self.describe()}"
+            )
+        return behind == 1
+
+
+def _phase_of(state: int) -> int:
+    if state >> 56 != _STATE_MARK:
+        raise BarrierError(f"{state:#x} is not a state that mbarrier.arrive returned")
+    return state >> 20 & 0xFFFFFFFF
+
+
+def pending_count(state: int) -> int:
+    """Arrivals that were pending when `state` was taken (mbarrier.pending_count)."""
+    _phase_of(state)
+    return state & MAX_COUNT
 
 
 class NamedBarrier:
-    """One of the 16 barriers of a CTA: threads arrive, and those that sync also wait."""
+    """One of the 16 barriers of a CTA: threads arrive, and those that sync also wait.
 
-    __slots__ = ("number", "expected", "arrived", "generation", "_tokens", "_wake", "_votes",
-                 "results")
+    `expected` is the thread count of the round in progress; None means every thread of the CTA
+    that has not exited.
+    """
 
-    def __init__(self, number: int, wake: Callable[[Any], None]) -> None:
+    __slots__ = ("number", "arrived", "expected", "_present", "_results", "_wake", "_ayes", "_votes")
+
+    def __init__(
+        self, number: int, present: Callable[[], int], wake: Callable[[Any], None]
+    ) -> None:
         self.number = number
-        self.expected = 0
         self.arrived = 0
-        self.generation = 0
-        self.results: dict[int, tuple[int, int]] = {}
-        self._tokens: dict[tuple[int, int], int] = {}
-        self._votes = [0, 0]
+        self.expected: int | None = None
+        self._present = present
+        self._results: list[Callable[[int, int], None]] = []
         self._wake = wake
+        self._ayes = self._votes = 0
 
     def describe(self) -> str:
-        return (
-            f"barrier {self.number}: {self.arrived} of {self.expected} threads have arrived"
-        )
+        """State in words."""
+        expected = self._present() if self.expected is None else self.expected
+        return f"barrier {self.number}: {self.arrived} of {expected} threads have arrived"
 
-    def arrive(self, threads: int, expected: int, vote: tuple[int, int] = (0, 0)) -> int:
-        """`threads` threads of a barrier of `expected`; returns the generation they are in.
-
-        vote: (threads with true predicate, threads that voted), for reductions.
-        """
-        if expected < 1 or expected % 32:
+    def arrive(self, threads: int, expected: int | None) -> bool:
+        """`threads` threads arrive at a barrier of `expected`; whether that completes it."""
+        if expected is not None and (expected < 1 or expected % 32):
             raise BarrierError(
-                f"barrier {self.number} with a thread count of {expected}; accepted are "
-                "positive multiples of 32"
+                f"barrier {self.number} with a thread count of {expected}; accepted are positive "
+                "multiples of 32"
             )
         if self.arrived and self.expected != expected:
             raise BarrierError(
-                f"barrier {self.number} with a thread count of {expected}, while "
-                f"{self.arrived} threads have arrived at it with a count of {self.expected}"
+                f"barrier {self.number} with a thread count of "
+                f"{'all threads' if expected is None else expected}, while {self.arrived} threads "
+                f"have arrived at it with {'all' if self.expected is None else self.expected}"
             )
-        generation = self.generation
         self.expected = expected
         self.arrived += threads
-        self._votes[0] += vote[0]
-        self._votes[1] += vote[1]
+        return self.settle()
+
+    def vote(self, ayes: int, votes: int, result: Callable[[int, int], None]) -> None:
+        """Take part in a reduction: `result(ayes, votes)` gets the totals on completion."""
+        self._ayes += ayes
+        self._votes += votes
+        self._results.append(result)
+
+    def settle(self) -> bool:
+        """Complete the round if everybody has arrived; also called when threads exit."""
+        expected = self._present() if self.expected is None else self.expected
+        if self.arrived < expected or not self.arrived:
+            return False
         if self.arrived > expected:
             raise BarrierError(
                 f"barrier {self.number}: {self.arrived} threads arrived, {expected} were expected"
             )
-        if self.arrived == expected:
-            self.results = {generation: (self._votes[0], self._votes[1])}
-            self.arrived, self._votes = 0, [0, 0]
-            self.generation += 1
-            self._wake(self)
-        return generation
-
-    def sync(self, warp: int, lanes: int, expected: int, vote: tuple[int, int] = (0, 0)) -> bool:
-        """Arrive once, then tell whether the generation arrived in is complete; retried."""
-        token = self._tokens.get((warp, lanes))
-        if token is None:
-            token = self.arrive(lanes.bit_count(), expected, vote)
-            self._tokens[warp, lanes] = token
-        if self.generation == token:
-            return False
-        del self._tokens[warp, lanes]
+        for result in self._results:
+            result(self._ayes, self._votes)
+        self._results.clear()
+        self.arrived = self._ayes = self._votes = 0
+        self._wake(self)
         return True
 
 
@@ -164,40 +203,48 @@ class ClusterBarrier:
         self.threads = threads
         self.arrived = 0
         self.generation = 0
-        self._tokens: dict[tuple[int, int, int], int] = {}
+        #: warp -> {generation: lanes that arrived in it and have not waited yet}
+        self._tokens: dict[Any, dict[int, int]] = {}
         self._wake = wake
 
     def describe(self) -> str:
+        """State in words."""
         return f"cluster barrier: {self.arrived} of {self.threads} threads have arrived"
 
-    def arrive(self, rank: int, warp: int, lanes: int) -> None:
-        """The lanes of a warp of CTA `rank` arrive; each must wait before it arrives again."""
-        for lane in _bits(lanes):
-            if (rank, warp, lane) in self._tokens:
-                raise BarrierError(
-                    f"barrier.cluster.arrive twice without a wait between, lane {lane}"
-                )
-            self._tokens[rank, warp, lane] = self.generation
+    def arrive(self, warp: Any, lanes: int) -> None:
+        """Lanes of a warp arrive; each must wait before it arrives again."""
+        tokens = self._tokens.setdefault(warp, {})
+        twice = lanes & _union(tokens)
+        if twice:
+            raise BarrierError(
+                f"barrier.cluster.arrive twice without a wait between, by lanes {twice:#010x}"
+            )
+        tokens[self.generation] = tokens.get(self.generation, 0) | lanes
         self.arrived += lanes.bit_count()
         self._settle()
 
-    def wait(self, rank: int, warp: int, lanes: int) -> bool:
-        """Whether the phase these lanes arrived in is complete."""
-        for lane in _bits(lanes):
-            token = self._tokens.get((rank, warp, lane))
-            if token is None:
-                raise BarrierError(
-                    f"barrier.cluster.wait without an arrive before it, lane {lane}"
-                )
-            if token == self.generation:
-                return False
-        for lane in _bits(lanes):
-            del self._tokens[rank, warp, lane]
-        return True
+    def wait(self, warp: Any, lanes: int) -> int:
+        """The lanes whose round is not complete yet; the others have waited with success."""
+        tokens = self._tokens.get(warp, {})
+        missing = lanes & ~_union(tokens)
+        if missing:
+            raise BarrierError(
+                f"barrier.cluster.wait without an arrive before it, by lanes {missing:#010x}"
+            )
+        for generation in list(tokens):
+            if generation < self.generation:
+                tokens[generation] &= ~lanes
+                if not tokens[generation]:
+                    del tokens[generation]
+        return lanes & tokens.get(self.generation, 0)
 
-    def exit(self, threads: int) -> None:
-        """Threads have exited: they count as arrived from now on."""
-        self.threads -= threads
+    def exit(self, warp: Any, lanes: int) -> None:
+        """Lanes have exited: nobody waits for them any more."""
+        token = self._tokens.get(warp, {}).get(self.generation, 0)
+        self.arrived -= (token & lanes).bit_count()
+        if token:
+            self._tokens[warp][self.generation] = token & ~lanes
+        self.threads -= lanes.bit_count()
         self._settle()
 
     def _settle(self) -> None:
@@ -207,8 +254,52 @@ class ClusterBarrier:
             self._wake(self)
 
 
-def _bits(lanes: int):
-    while lanes:
-        low = lanes & -lanes
-        yield low.bit_length() - 1
-        lanes ^= low
+def _union(tokens: dict[int, int]) -> int:
+    found = 0
+    for lanes in tokens.values():
+        found |= lanes
+    return found
+
+
+class RegisterPool:
+    """Registers of one CTA that setmaxnreg moves between its warps.
+
+    The count that a kernel is launched with is not in its PTX; it is taken to be all that fits,
+    which is what kernels that use setmaxnreg are compiled for.
+    """
+
+    __slots__ = ("free", "_initial", "_counts", "_wake")
+
+    REGISTERS = 65536
+
+    def __init__(self, warps: int, ctas_per_sm: int, wake: Callable[[Any], None]) -> None:
+        available = self.REGISTERS // max(ctas_per_sm, 1)
+        self._initial = min(available // (32 * warps) // 8 * 8, 256)
+        self.free = available - self._initial * 32 * warps
+        self._counts: dict[int, int] = {}
+        self._wake = wake
+
+    def describe(self) -> str:
+        """State in words."""
+        return f"{self.free} registers are free in the CTA's pool"
+
+    def increase(self, warp: int, count: int) -> bool:
+        """Give a warp `count` registers a thread; False while the pool lacks them."""
+        known = self._counts.get(warp)
+        if known is not None and count < known:
+            raise BarrierError(f"setmaxnreg.inc to {count} registers; the warp has {known}")
+        wanted = 32 * (count - (self._initial if known is None else known))
+        if wanted > self.free:
+            return False
+        self.free -= max(wanted, 0)
+        self._counts[warp] = count
+        return True
+
+    def decrease(self, warp: int, count: int) -> None:
+        """Leave a warp `count` registers a thread and put the rest into the pool."""
+        known = self._counts.get(warp)
+        if known is not None and count > known:
+            raise BarrierError(f"setmaxnreg.dec to {count} registers; the warp has {known}")
+        self.free += max(32 * ((self._initial if known is None else known) - count), 0)
+        self._counts[warp] = count
+        self._wake(self)

@@ -1,9 +1,9 @@
-"""Asynchronous operations as objects, and the policies that decide when they are performed.
+"""Asynchronous operations as objects, and the policies that decide when they take effect.
 
-An operation (TMA copy, run of MMAs, commit, CLC request) is *issued* by a warp, *performed* once,
-moving its data and then signalling, and with that *completed*. Operations of one queue are
-performed in the order of their issue; all others may be performed in any order. Eager, lazy and
-random schedules are policies over the same objects.
+An operation (TMA copy, run of MMAs, commit, CLC request) is *issued* by a warp, then *performed*
+(its data moves) and *completed* (it signals). Operations of one queue take effect in the order of
+their issue; all others in any order. Eager, lazy and random schedules are policies over the same
+objects, so they are the same machine with other timing.
 """
 
 from __future__ import annotations
@@ -15,89 +15,150 @@ from typing import Any
 
 
 class Waiting:
-    """Why lanes cannot go on: `what` in words, `key` the object whose change wakes them."""
+    """Why lanes cannot go on.
 
-    __slots__ = ("what", "key")
+    what: in words, used where `key` cannot describe itself. key: the object whose change wakes
+    them (`Machine.wake`). lanes: which of the executing lanes wait, None for all. retry: whether
+    the instruction is executed again on wake-up; otherwise the lanes go on behind it.
+    instruction: set by the run loop, for reports.
+    """
 
-    def __init__(self, what: str, key: Any) -> None:
+    __slots__ = ("what", "key", "lanes", "retry", "instruction")
+
+    def __init__(
+        self, what: str, key: Any, lanes: int | None = None, retry: bool = True
+    ) -> None:
         self.what = what
         self.key = key
+        self.lanes = lanes
+        self.retry = retry
+        self.instruction: Any = None
+
+    def describe(self) -> str:
+        """What is waited for and the present state of it."""
+        describe = getattr(self.key, "describe", None)
+        return f"{self.what}; {describe()}" if describe else self.what
+
+
+#: Outcome of an instruction that is done but polls: the warp gives the others a turn.
+YIELD = object()
 
 
 class AsyncOp:
     """One asynchronous operation.
 
-    kind: for reports. perform: moves the data and signals. queue: operations with an equal,
-    not-None key are performed in the order of issue. performed: whether that has happened.
+    kind: for reports. perform: moves the data and, without a `complete` of its own, signals.
+    complete: signals, after `perform`. queue: operations with an equal, not-None key take effect
+    in the order of issue. `performed` and `completed` tell the state; `cluster` is the one whose
+    warp issued it.
     """
 
-    __slots__ = ("kind", "perform", "queue", "performed")
+    __slots__ = ("kind", "perform", "queue", "complete", "performed", "completed", "cluster")
 
     def __init__(
-        self, kind: str, perform: Callable[[], None], queue: Hashable | None = None
+        self,
+        kind: str,
+        perform: Callable[[], None],
+        queue: Hashable | None = None,
+        complete: Callable[[], None] | None = None,
     ) -> None:
         self.kind = kind
         self.perform = perform
         self.queue = queue
+        self.complete = complete
         self.performed = False
+        self.completed = False
+        self.cluster: Any = None
+
+    @property
+    def state(self) -> str:
+        """"issued", "performed" or "completed"."""
+        return "completed" if self.completed else "performed" if self.performed else "issued"
 
 
 class EagerPolicy:
-    """Every operation is performed when it is issued; ready warps run in turn."""
+    """Every operation takes effect when it is issued; warps run in a fixed order."""
 
+    name = "eager"
     seed: int | None = None
+    #: Whether the order of warps is random: the run loop then asks `choose` and `interrupts`.
+    random_order = False
 
-    def submit(self, operation: AsyncOp, run: Callable[[AsyncOp], None]) -> None:
-        """Take an issued operation; `run` performs it."""
-        run(operation)
+    def __init__(self) -> None:
+        self.perform: Callable[[AsyncOp], None] = _unbound
+        self.complete: Callable[[AsyncOp], None] = _unbound
 
-    def before_turn(self, run: Callable[[AsyncOp], None]) -> None:
-        """Called before a warp runs."""
+    def bind(
+        self, perform: Callable[[AsyncOp], None], complete: Callable[[AsyncOp], None]
+    ) -> None:
+        """Set what performs and what completes an operation; called once by the machine."""
+        self.perform, self.complete = perform, complete
 
-    def progress(self, run: Callable[[AsyncOp], None]) -> bool:
-        """Perform something although no warp can run; False if nothing is pending."""
+    def submit(self, operation: AsyncOp) -> None:
+        """Take an issued operation."""
+        self.perform(operation)
+        self.complete(operation)
+
+    def step(self) -> bool:
+        """Let one operation take effect because no warp can run; False if none is pending."""
         return False
 
+    def before_turn(self) -> None:
+        """Called before a warp runs, with a random order only."""
+
     def pending(self) -> list[AsyncOp]:
-        """Operations issued and not performed."""
+        """Operations issued and not completed."""
         return []
 
-    def pick(self, ready: deque) -> Any:
-        """Take the next warp out of the nonempty deque of ready ones."""
-        return ready.popleft()
+    def choose(self, count: int) -> int:
+        """Index of the warp to run among `count` ready ones, with a random order only."""
+        return 0
 
     def interrupts(self) -> bool:
-        """Whether the running warp loses its turn after an instruction."""
+        """Whether the running warp loses its turn after an instruction, in a random order."""
         return False
 
     def spurious_failure(self) -> bool:
-        """Whether a try_wait that could succeed returns false."""
+        """Whether a try_wait that could succeed returns false (PTX ISA: it may)."""
         return False
 
 
+def _unbound(operation: AsyncOp) -> None:
+    raise RuntimeError("the policy belongs to no machine")
+
+
 class LazyPolicy(EagerPolicy):
-    """Operations are performed as late as allowed: when no warp can run, oldest first."""
+    """Operations take effect as late as allowed: when no warp can run, oldest first."""
+
+    name = "lazy"
 
     def __init__(self) -> None:
+        super().__init__()
         self._queues: dict[Hashable, deque[AsyncOp]] = {}
         self._count = 0
 
-    def submit(self, operation: AsyncOp, run: Callable[[AsyncOp], None]) -> None:
+    def submit(self, operation: AsyncOp) -> None:
         self._count += 1
-        key = ("single", self._count) if operation.queue is None else operation.queue
+        key = ("alone", self._count) if operation.queue is None else operation.queue
         self._queues.setdefault(key, deque()).append(operation)
 
-    def _perform(self, key: Hashable, run: Callable[[AsyncOp], None]) -> None:
+    def _advance(self, key: Hashable, together: bool = True) -> None:
+        """Perform the head of a queue, or complete it if it has been; `together`: both."""
         queue = self._queues[key]
-        operation = queue.popleft()
+        operation = queue[0]
+        if not operation.performed:
+            self.perform(operation)
+            if not together and operation.complete is not None:
+                return
+        queue.popleft()
         if not queue:
             del self._queues[key]
-        run(operation)
+        self.complete(operation)
 
-    def progress(self, run: Callable[[AsyncOp], None]) -> bool:
+    def step(self) -> bool:
         if not self._queues:
             return False
-        self._perform(next(iter(self._queues)), run)
+        self._advance(next(iter(self._queues)))
         return True
 
     def pending(self) -> list[AsyncOp]:
@@ -105,42 +166,47 @@ class LazyPolicy(EagerPolicy):
 
 
 class RandomPolicy(LazyPolicy):
-    """A seeded adversary: random warp order, completions early or late, spurious failures.
+    """A seeded adversary: random warp order, effects early or late, spurious failures.
 
-    Each stretch of the run draws how likely pending operations are to be performed before a turn,
-    so that some stretches are nearly eager and others nearly lazy. One seed gives one run.
+    The run is cut into stretches; each draws how likely pending operations are to take effect
+    before a turn, so that some stretches are nearly eager and others nearly lazy. Data may move
+    long before its completion is signalled. One seed gives one run.
     """
 
-    STRETCH = 200
+    name = "random"
+    random_order = True
+    #: Turns of warps in one stretch.
+    STRETCH = 100
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self._random = random.Random(seed)
         self._left = 0
-        self._likelihood = 0.0
+        self._likelihood = self._interruption = 0.0
 
-    def before_turn(self, run: Callable[[AsyncOp], None]) -> None:
+    def before_turn(self) -> None:
+        draw = self._random.random
         if self._left == 0:
             self._left = self.STRETCH
             self._likelihood = self._random.choice((0.02, 0.2, 0.5, 0.95))
+            self._interruption = self._random.choice((0.0, 0.05, 0.5))
         self._left -= 1
-        while self._queues and self._random.random() < self._likelihood:
-            self.progress(run)
+        while self._queues and draw() < self._likelihood:
+            self.step()
 
-    def progress(self, run: Callable[[AsyncOp], None]) -> bool:
+    def step(self) -> bool:
         if not self._queues:
             return False
-        self._perform(self._random.choice(list(self._queues)), run)
+        keys = list(self._queues)
+        self._advance(keys[int(self._random.random() * len(keys))], self._random.random() < 0.5)
         return True
 
-    def pick(self, ready: deque) -> Any:
-        index = self._random.randrange(len(ready))
-        ready.rotate(-index)
-        return ready.popleft()
+    def choose(self, count: int) -> int:
+        return int(self._random.random() * count)
 
     def interrupts(self) -> bool:
-        return self._random.random() < 0.1
+        return self._random.random() < self._interruption
 
     def spurious_failure(self) -> bool:
         return self._random.random() < 0.05

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import math
 import threading
 import time
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,19 +20,44 @@ from .host import HostProgram, LaunchConfig, tensor_ranges
 from .isa import load_table
 from .machine import Machine
 from .memory import GlobalMemory
-from .ptx import parse_module
-from .report import Report, TraceEntry, remember
+from .ptx import Kernel, parse_module
+from .report import Report, remember
+from .residency import NUM_SMS
 from .settings import read_settings
+from .trace import Trace
+from .warp import aligned_zeros
 
-#: SMs of a B200, and the most clusters resident at once unless asked otherwise: more of them
-#: cost memory (about 1 MiB a CTA) and change no result.
-NUM_SMS = 148
-DEFAULT_RESIDENT = 16
-
-_programs: weakref.WeakKeyDictionary[Any, HostProgram] = weakref.WeakKeyDictionary()
-_modules: dict[str, dict[str, Any]] = {}
+#: Translated kernels of this process, by PTX text and name.
 _translated: dict[tuple[str, str], CompiledKernel] = {}
 _lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How kernels are run. clusters None: as many as a B200 holds (148 SMs / cluster size)."""
+
+    clusters: int | None = None
+    seed: int | None = None
+    schedule: str = "eager"
+    progress: Callable[[int, int], None] | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.clusters is not None and (
+            not isinstance(self.clusters, int) or isinstance(self.clusters, bool)
+            or self.clusters < 1
+        ):
+            raise ValueError(f"clusters is {self.clusters!r}; accepted: whole numbers from 1 on")
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+            raise ValueError(f"seed is {self.seed!r}; accepted: whole numbers from 0 on")
+        if self.schedule not in ("eager", "lazy"):
+            raise ValueError(f"schedule is {self.schedule!r}; accepted: 'eager' and 'lazy'")
+
+    def policy(self) -> EagerPolicy:
+        """A new policy; a seed wins over `schedule`."""
+        if self.seed is not None:
+            return RandomPolicy(self.seed)
+        return EagerPolicy() if self.schedule == "eager" else LazyPolicy()
 
 
 def launch(
@@ -42,107 +69,126 @@ def launch(
     schedule: str = "eager",
     progress: Callable[[int, int], None] | None = None,
     trace: bool = False,
+    **kwargs: Any,
 ) -> Report:
-    """Run a compiled CuTe DSL function in the simulator; returns the last launch's report.
+    """Run a compiled CuTe DSL function in the simulator.
 
-    compiled: what `cute.compile` returned. args: what one would call it with; tensors are CPU
-        tensors through from_dlpack, and are read and written in place.
-    clusters: resident at once (default: as many as a B200 holds, at most 16).
-    seed: an adversarial schedule; the same seed gives the same run.
-    sanitize: check for races and lifetime errors.
-    schedule: without a seed, "eager" or "lazy": when asynchronous operations are performed.
+    compiled: what `cute.compile` returned, its PTX kept (`host.keeping_ptx`).
+    args, kwargs: what one would call it with; tensors are CPU tensors through from_dlpack and are
+        read and written in place. A kernel may touch these tensors and no other memory.
+    clusters: how many are resident at once. Default: as many as a B200 holds, 148 SMs divided by
+        the cluster size; in a fixed order their state is only built as each gets its first turn.
+    seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
+        that fail spuriously); the same seed gives the same run.
+    sanitize: look for races and lifetime errors.
+    schedule: without a seed, whether asynchronous operations take effect when they are issued
+        ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).
-    trace: keep every machine operation in the report.
-    clusters, seed and sanitize default to the SM100_SIM_* environment variables.
+    trace: keep every asynchronous and synchronisation instruction in the report.
+    clusters, seed and sanitize default to the SM100_SIM_* environment variables (`settings`).
 
-    Raises a SimulationError for whatever the kernel does wrong, ValueError for bad arguments,
-    NotImplementedError for sanitize.
+    Returns the report of the launch; of the last one if the function launches several kernels
+    (`last_reports()` has all). Raises a SimulationError for whatever the kernel does wrong,
+    LaunchError if nothing is launched, ValueError for wrong options, NotImplementedError for
+    sanitize.
     """
     settings = read_settings()
-    seed = settings.seed if seed is None else seed
     if settings.sanitize if sanitize is None else sanitize:
         raise NotImplementedError(
-            "the sanitizer is not implemented; pass sanitize=False and unset SM100_SIM_SANITIZE"
+            "the sanitizer is not implemented; pass sanitize=False, and unset SM100_SIM_SANITIZE "
+            "or set it to 0"
         )
-    resident = settings.clusters if clusters is None else clusters
-    if resident is not None and (not isinstance(resident, int) or resident < 1):
-        raise ValueError(f"clusters is {resident!r}; accepted are whole numbers from 1 on")
-    options = (_policy(schedule, seed), resident, progress, trace)
+    options = Options(
+        settings.clusters if clusters is None else clusters,
+        settings.seed if seed is None else seed,
+        schedule, progress, trace,
+    )  # fmt: skip
+    ranges = tensor_ranges(args, kwargs)
     reports: list[Report] = []
 
     def on_launch(config: LaunchConfig) -> None:
-        reports.append(_run(config, tensor_ranges(args), options))
+        reports.append(_run_config(config, ranges, options))
         remember(reports[-1], settings.report)
 
-    _program(compiled).run(args, on_launch)
+    HostProgram.of(compiled).run(args, on_launch, kwargs)
     if not reports:
         raise LaunchError("the compiled function launched no kernel")
     return reports[-1]
 
 
-def _policy(schedule: str, seed: int | None) -> EagerPolicy:
-    if seed is not None:
-        return RandomPolicy(seed)
-    if schedule not in ("eager", "lazy"):
-        raise ValueError(f"schedule is {schedule!r}; accepted are 'eager' and 'lazy'")
-    return EagerPolicy() if schedule == "eager" else LazyPolicy()
-
-
-def _program(compiled: Any) -> HostProgram:
-    with _lock:
-        program = _programs.get(compiled)
-        if program is None:
-            program = _programs[compiled] = HostProgram(compiled)
-        return program
-
-
-def _kernel(config: LaunchConfig) -> CompiledKernel:
-    """The translated kernel, once per PTX text and name in this process."""
-    key = (config.ptx, config.kernel_name)
+def translated_kernel(ptx: str, name: str) -> CompiledKernel:
+    """The kernel `name` of a PTX module in native code, translated once in this process."""
+    key = (ptx, name)
     with _lock:
         if key not in _translated:
             load_table()
-            if config.ptx not in _modules:
-                _modules[config.ptx] = parse_module(config.ptx)
-            _translated[key] = translate(_modules[config.ptx][config.kernel_name])
+            kernels = parse_module(ptx)
+            if name not in kernels:
+                raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
+            _translated[key] = translate(kernels[name])
         return _translated[key]
 
 
-def _run(config: LaunchConfig, ranges: list, options: tuple) -> Report:
-    policy, resident, progress, traced = options
+def run_kernel(
+    config: LaunchConfig,
+    parameters: np.ndarray,
+    ranges: list[tuple[int, int, str]],
+    options: Options | None = None,
+) -> Report:
+    """Run the kernel `config.kernel_name` of the module `config.ptx`.
+
+    parameters: uint8, the parameter buffer (see `parameter_buffer`). ranges: (start, end, name) of
+    the host memory it may touch. Raises as `launch` does.
+    """
+    options = options or Options()
     start = time.perf_counter()
-    compiled = _kernel(config)
+    compiled = translated_kernel(config.ptx, config.kernel_name)
     translated = time.perf_counter()
-    size = config.cluster[0] * config.cluster[1] * config.cluster[2]
-    if resident is None:
-        resident = max(1, min(NUM_SMS // size, DEFAULT_RESIDENT))
-    memory = GlobalMemory(ranges, _parameters(compiled.kernel, config))
-    trace: list | None = [] if traced else None
-    machine = Machine(compiled, config, memory, resident, policy, progress, trace)
+    resident = options.clusters or max(1, NUM_SMS // math.prod(config.cluster))
+    trace = Trace() if options.trace else None
+    machine = Machine(
+        compiled, config, GlobalMemory(ranges, parameters), resident, options.policy(),
+        options.progress, trace,
+    )  # fmt: skip
     machine.run()
-    return _report(machine, translated - start, time.perf_counter() - translated)
+    seconds = time.perf_counter() - translated
+    return _report(machine, trace, translated - start, seconds)
 
 
-def _parameters(kernel: Any, config: LaunchConfig) -> np.ndarray:
-    """The kernel's parameter buffer, as the host code handed it over; 64-byte aligned, since TMA
-    descriptors lie in it."""
-    size = max((p.offset + p.size for p in kernel.params), default=0)
-    raw = np.zeros(size + 64, np.uint8)
-    shift = -raw.__array_interface__["data"][0] % 64
-    buffer = raw[shift : shift + max(size, 1)]
-    for param, pointer in zip(kernel.params, config.param_pointers, strict=True):
-        content = (ctypes.c_uint8 * param.size).from_address(pointer)
-        buffer[param.offset : param.offset + param.size] = content
+def parameter_buffer(kernel: Kernel, values: list[bytes]) -> np.ndarray:
+    """The kernel's parameters as one uint8 buffer; `values[i]` are the bytes of parameter i.
+
+    It starts on a 64-byte boundary, because TMA descriptors lie in it.
+    """
+    if len(values) != len(kernel.params):
+        raise LaunchError(f"{len(values)} parameters given, {kernel.name} has {len(kernel.params)}")
+    buffer = aligned_zeros((max(kernel.param_bytes, 1),), np.uint8)
+    for param, value in zip(kernel.params, values, strict=True):
+        if len(value) != param.size:
+            raise LaunchError(f"parameter {param.name} has {param.size} bytes, given {len(value)}")
+        buffer[param.offset : param.offset + param.size] = np.frombuffer(value, np.uint8)
     return buffer
 
 
-def _report(machine: Machine, translate_seconds: float, seconds: float) -> Report:
+def _run_config(config: LaunchConfig, ranges: list, options: Options) -> Report:
+    start = time.perf_counter()
+    kernel = translated_kernel(config.ptx, config.kernel_name).kernel
+    values = [
+        ctypes.string_at(pointer, param.size)
+        for param, pointer in zip(kernel.params, config.param_pointers, strict=True)
+    ]
+    seconds = time.perf_counter() - start
+    report = run_kernel(config, parameter_buffer(kernel, values), ranges, options)
+    return dataclasses.replace(report, translate_seconds=report.translate_seconds + seconds)
+
+
+def _report(
+    machine: Machine, trace: Trace | None, translate_seconds: float, seconds: float
+) -> Report:
     config, counters = machine.config, machine.counters
     classes: dict[str, dict[str, int]] = {}
     opcodes: dict[str, dict[str, int]] = {}
-    total = 0
     for instruction, name, warps, lanes in machine.compiled.executed(machine.counts):
-        total += warps
         for table, key in ((classes, name), (opcodes, instruction.name)):
             entry = table.setdefault(key, {"warps": 0, "lanes": 0})
             entry["warps"] += warps
@@ -155,24 +201,14 @@ def _report(machine: Machine, translate_seconds: float, seconds: float) -> Repor
         dynamic_smem=config.dynamic_smem,
         instructions=classes,
         opcodes=opcodes,
-        tma={
-            "load_bytes": counters["tma.load bytes"],
-            "store_bytes": counters["tma.store bytes"],
-        },
-        clc={"try_cancel": counters["clc.try_cancel"], "stolen": counters["clc.stolen"]},
+        tma={name: counters[f"tma.{name.replace('_', ' ')}"]
+             for name in ("load_bytes", "store_bytes")},
+        clc={name: counters[f"clc.{name}"] for name in ("try_cancel", "stolen")},
         resident_clusters=machine.resident,
         seed=machine.policy.seed,
+        schedule=machine.policy.name,
         wall_seconds=seconds,
         translate_seconds=translate_seconds,
-        warp_instructions_per_second=total / seconds if seconds > 0 else 0.0,
-        trace=_trace(machine.trace),
+        findings=machine.findings,
+        trace=None if trace is None else trace.entries,
     )
-
-
-def _trace(recorded: list | None) -> list[TraceEntry] | None:
-    if recorded is None:
-        return None
-    return [
-        TraceEntry(number, cta, warp, i.opcode, i.text, i.line, lanes)
-        for number, cta, warp, i, lanes in recorded
-    ]

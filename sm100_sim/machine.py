@@ -1,23 +1,26 @@
-"""The machine that runs one launch: clusters, CTAs and warps, and the loop that gives them turns.
+"""The machine that runs one launch: the grid's clusters, and the loop that gives warps turns.
 
-A cluster is resident from its launch until its last warp has exited; as many are resident at once
-as asked for, and the next one of the grid takes the place of one that is done. Ready warps run
-in turn until they trap into an operation that must wait; whatever changes a barrier (or another
-thing lanes can wait for) wakes exactly those who wait for it. When no warp is ready and nothing
-is in flight, the launch hangs, and the error lists who waits for what.
+A cluster is resident from its launch until its last warp has exited; `resident` of them are at
+once, and the next of the grid takes the place of one that is done. A warp runs in native code
+until it must wait, exits, or polls; whatever changes a barrier wakes exactly the lanes that wait
+for it. When no warp can run, the policy lets a pending asynchronous operation take effect; when
+there is none, the launch hangs, and the error lists who waits for what.
+
+In a fixed order one cluster runs until nothing in it can go on (or it asked for the next cluster
+of the grid), because its state then stays in the CPU's caches. A random order takes any ready warp
+of any resident cluster.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .errors import (
-    BarrierError,
     DivergenceError,
     Hang,
     LaunchError,
@@ -25,161 +28,38 @@ from .errors import (
     Misaligned,
     SimulationError,
 )
-from .events import AsyncOp, EagerPolicy
+from .events import YIELD, AsyncOp, EagerPolicy, Waiting
 from .host import LaunchConfig
-from .memory import GlobalMemory, poisoned_shared
-from .ptx import RESERVED_SHARED_BYTES
-from .tmem import Tmem
-from .warp import Environment, Warp
+from .memory import GlobalMemory
+from .residency import Cluster, ResidentWarp
+from .trace import Trace
+from .warp import DEFAULT_BUDGET
 
-#: Shared memory a CTA can have in all, the system's first KiB included (compute capability 10.0).
+#: Shared memory of a CTA, the system's first KiB included (compute capability 10.0).
 SHARED_LIMIT = 233_472
 MAX_THREADS = 1024
 MAX_CLUSTER = 16
-MBARRIER_BYTES = 8
-#: Waiting warps that a hang report lists one by one.
+#: Rounds of polling in which nothing else happens before a launch counts as hanging; a warp that
+#: has used up its budget of backward branches counts for many.
+POLLING_ROUNDS = 100_000
+ROUNDS_OF_A_BUDGET = 50
+#: Waiting warps that the report of a hang lists.
 LISTED_WARPS = 64
 
-
-class Cta:
-    """One thread block: its shared memory, tensor memory, barriers and warps."""
-
-    def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
-        self.cluster = cluster
-        self.rank = rank
-        self.index = index
-        self.smem = cluster.smem[rank]
-        self.tmem = Tmem()
-        self.threads = cluster.machine.threads
-        self.warps: list[Warp] = []
-        self.running = 0
-        self.barriers: dict[int, MBarrier] = {}
-        self.bulk_groups: dict = {}
-        self.saw_failed_cancel = False
-        self._named: dict[int, NamedBarrier] = {}
-
-    @property
-    def peer(self) -> Cta | None:
-        """The other CTA of the pair: the rank that differs in bit 0."""
-        ctas = self.cluster.ctas
-        return ctas[self.rank ^ 1] if self.rank ^ 1 < len(ctas) else None
-
-    def init_mbarrier(self, address: int, count: int) -> None:
-        """mbarrier.init at a shared address of this CTA."""
-        offset = self._barrier_offset(address)
-        old = self.barriers.get(offset)
-        if old is not None:
-            raise BarrierError(f"mbarrier.init of a live barrier; {old.describe()}")
-        self.barriers[offset] = MBarrier(address, count, self.cluster.machine.wake)
-
-    def invalidate_mbarrier(self, address: int) -> None:
-        """mbarrier.inval: the bytes may be used for something else."""
-        if self.barriers.pop(self._barrier_offset(address), None) is None:
-            raise BarrierError(f"mbarrier.inval at {address:#x}, where no barrier is")
-
-    def _barrier_offset(self, address: int) -> int:
-        offset = address & 0xFFFFFF
-        if address >> 24 != self.rank:
-            raise BarrierError(f"mbarrier at {address:#x} of another CTA cannot be initialised")
-        if offset % MBARRIER_BYTES:
-            raise Misaligned(f"mbarrier at shared address {address:#x}; accepted: multiples of 8")
-        if offset + MBARRIER_BYTES > self.smem.size:
-            raise MemoryFault(f"mbarrier at {address:#x}, outside the CTA's shared memory")
-        return offset
-
-    def named_barrier(self, number: int) -> NamedBarrier:
-        """The named barrier `number`, 0 to 15."""
-        if not 0 <= number < 16:
-            raise BarrierError(f"named barrier {number}; accepted are 0 to 15")
-        found = self._named.get(number)
-        if found is None:
-            found = self._named[number] = NamedBarrier(number, self.cluster.machine.wake)
-        return found
-
-    def write_shared(self, address: int, values: np.ndarray) -> None:
-        """Store an array at a shared address (any CTA of the cluster)."""
-        raw = values.view(np.uint8)
-        offset, rank = address & 0xFFFFFF, address >> 24
-        target = self.cluster.cta(rank).smem
-        if offset + raw.size > target.size:
-            raise MemoryFault(f"write of {raw.size} bytes at shared address {address:#x}")
-        target[offset : offset + raw.size] = raw
-
-    def exit_warp(self, warp: Warp) -> None:
-        """A warp has exited; with the last one the CTA's resources must be free."""
-        self.running -= 1
-        if self.running == 0 and self.tmem.leaked():
-            raise SimulationError(
-                f"CTA exits with tensor memory still allocated: {self.tmem.leaked()} "
-                "(first column: columns); every tcgen05.alloc needs a dealloc"
-            )
-
-
-class Cluster:
-    """CTAs that run together, with their shared memory and hardware barrier."""
-
-    def __init__(self, machine: Machine, number: int) -> None:
-        self.machine = machine
-        self.id = number
-        x, y, z = machine.config.cluster
-        size = x * y * z
-        self.smem = poisoned_shared(size, machine.shared_bytes)
-        self.limits = np.full(size, machine.shared_bytes, np.uint32)
-        self.barrier = ClusterBarrier(size * machine.threads, machine.wake)
-        self.position = machine.cluster_position(number)
-        self.ctas: list[Cta] = []
-        environment = Environment(
-            self.smem, self.limits, machine.memory.table, machine.memory.parameters
-        )
-        for rank in range(size):
-            inside = (rank % x, rank // x % y, rank // (x * y))
-            index = tuple(
-                p * c + i
-                for p, c, i in zip(self.position, machine.config.cluster, inside, strict=True)
-            )
-            cta = Cta(self, rank, index)
-            self.ctas.append(cta)
-            specials = machine.special_registers(self, rank, index, inside)
-            for number_in_cta in range(-(-machine.threads // 32)):
-                cta.warps.append(
-                    Warp(
-                        machine.compiled, cta, number_in_cta, environment, specials,
-                        machine.counts,
-                    )
-                )
-            cta.running = len(cta.warps)
-
-    @property
-    def running(self) -> int:
-        return sum(cta.running for cta in self.ctas)
-
-    def cta(self, rank: int) -> Cta:
-        """The CTA of a rank; raises MemoryFault outside the cluster."""
-        if rank >= len(self.ctas):
-            raise MemoryFault(
-                f"CTA rank {rank} in a shared::cluster address; the cluster has "
-                f"{len(self.ctas)} CTAs"
-            )
-        return self.ctas[rank]
-
-    def mbarrier(self, address: int) -> MBarrier:
-        """The mbarrier at a shared address; raises BarrierError if none was initialised there."""
-        found = self.cta(address >> 24).barriers.get(address & 0xFFFFFF)
-        if found is None:
-            raise BarrierError(
-                f"no mbarrier has been initialised at shared offset {address & 0xFFFFFF:#x} of "
-                f"CTA rank {address >> 24}"
-            )
-        return found
+#: Indices of the kinds of stop that native code returns (`warp.Stop`).
+_TRAP, _EXIT, _YIELD, _FAULT, _BLOCKED, _DIVERGENCE = range(6)
 
 
 class Machine:
     """One launch of one kernel.
 
     compiled: the kernel translated to native code. config: grid, block, cluster, dynamic shared
-    memory. resident: clusters at once. policy: when asynchronous operations are performed.
-    progress: called with (clusters done, clusters in all). trace: a list that receives
-    (sequence number, cta index, warp, instruction, lanes) of every machine operation, or None.
+    memory. memory: what it may touch. resident: most clusters at once. policy: when asynchronous
+    operations take effect and in which order warps run. progress: called with (clusters done,
+    clusters in all). trace: records machine operations, or None.
+
+    counters: bytes and requests counted by instructions. findings: things that are wrong on
+    hardware although this run could go on.
     """
 
     def __init__(
@@ -190,44 +70,53 @@ class Machine:
         resident: int,
         policy: EagerPolicy,
         progress: Callable[[int, int], None] | None = None,
-        trace: list | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.compiled = compiled
         self.config = config
         self.memory = memory
         self.policy = policy
         self.progress = progress
-        self.trace = trace
         self.counters: Counter[str] = Counter()
-        self.threads = _product(config.block)
-        self.shared_bytes = RESERVED_SHARED_BYTES + compiled.kernel.shared_bytes + (
-            config.dynamic_smem
-        )
-        self._check()
+        self.findings: list[str] = []
+        self.threads = math.prod(config.block)
+        self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
+        self._check(compiled.kernel)
+        self.cluster_grid = tuple(g // c for g, c in zip(config.grid, config.cluster, strict=True))
+        self.clusters = math.prod(self.cluster_grid)
+        self.resident = min(resident, self.clusters)
         self.counts = compiled.new_counters()
-        self.executors = compiled.executors
-        x, y, z = (g // c for g, c in zip(config.grid, config.cluster, strict=True))
-        self.cluster_grid = (x, y, z)
-        self.num_clusters = x * y * z
-        self.resident = min(resident, self.num_clusters)
-        self._next = 0
-        self._done = 0
-        self._live: dict[int, Cluster] = {}
-        self._ready: deque[Warp] = deque()
-        self._queued: set[Warp] = set()
-        self._waiting: dict[int, list[tuple[Warp, int]]] = {}
+        executors = compiled.executors if trace is None else trace.wrapped(compiled)
+        self._executors = [executors[i.index] for i in compiled.block_instruction]
+        policy.bind(self._perform, self._complete)
+        self._next = self._done = 0
+        self._resident: dict[int, Cluster] = {}
+        #: Clusters with a turn to come, in order; a number stands for one that has not begun.
+        self._turns: deque[Cluster | int] = deque()
+        self._polling: list[Cluster] = []
+        self._ready: list[ResidentWarp] = []
+        self._waiters: dict[int, list[tuple[ResidentWarp, int]]] = {}
+        self._in_order = not policy.random_order
+        self._alive = 0
+        self._idle = 0
+        self._turn_over = False
+        self._cluster: Cluster | None = None
 
-    def _check(self) -> None:
+    def _check(self, kernel: Any) -> None:
         config = self.config
         if any(g % c for g, c in zip(config.grid, config.cluster, strict=True)):
             raise LaunchError(f"grid {config.grid} is not a multiple of cluster {config.cluster}")
-        if _product(config.cluster) > MAX_CLUSTER:
+        if not 1 <= math.prod(config.cluster) <= MAX_CLUSTER:
             raise LaunchError(f"cluster {config.cluster}; accepted are up to {MAX_CLUSTER} CTAs")
-        if not 1 <= self.threads <= MAX_THREADS or not _product(config.grid):
+        if not 1 <= self.threads <= MAX_THREADS or not math.prod(config.grid):
             raise LaunchError(f"grid {config.grid} of blocks {config.block} cannot be launched")
+        if kernel.reqntid is not None and tuple(kernel.reqntid) != tuple(config.block):
+            raise LaunchError(
+                f"block {config.block} for a kernel compiled for blocks of {kernel.reqntid}"
+            )
         if self.shared_bytes > SHARED_LIMIT:
             raise LaunchError(
-                f"{self.shared_bytes} bytes of shared memory a CTA, 1024 of them the system's; "
+                f"{self.shared_bytes} bytes of shared memory a CTA, the system's 1024 included; "
                 f"the limit is {SHARED_LIMIT}"
             )
 
@@ -236,181 +125,309 @@ class Machine:
         x, y, _ = self.cluster_grid
         return number % x, number // x % y, number // (x * y)
 
-    def special_registers(
-        self, cluster: Cluster, rank: int, index: tuple, inside: tuple
-    ) -> dict[str, int]:
-        """Values of the special registers of one CTA."""
-        config = self.config
-        triples = {
-            "%ntid": config.block, "%ctaid": index, "%nctaid": config.grid,
-            "%cluster_ctaid": inside, "%cluster_nctaid": config.cluster,
-            "%clusterid": cluster.position, "%nclusterid": self.cluster_grid,
-        }  # fmt: skip
-        values = {
-            f"{name}.{axis}": value[i]
-            for name, value in triples.items()
-            for i, axis in enumerate("xyz")
-        }
-        size = _product(config.cluster)
-        slot = cluster.id % max(self.resident, 1)
-        return values | {
-            "%cluster_ctarank": rank, "%cluster_nctarank": size, "%smid": slot * size + rank,
-            "%nsmid": 148, "%nwarpid": 64, "%dynamic_smem_size": config.dynamic_smem,
-            "%total_smem_size": self.shared_bytes, "%is_explicit_cluster": int(size > 1),
-        }  # fmt: skip
+    def ready_list(self) -> Any:
+        """Where a cluster keeps its ready warps: one list for all of them in a random order."""
+        return deque() if self._in_order else self._ready
 
     # ------------------------------------------------------------ called by instructions
 
     def submit(self, operation: AsyncOp) -> None:
         """Issue an asynchronous operation."""
-        self.policy.submit(operation, self._perform)
+        operation.cluster = self._cluster
+        self.policy.submit(operation)
 
     def wake(self, key: Any) -> None:
-        """Something lanes may wait for has changed: let those who wait try again."""
-        waiting = self._waiting.pop(id(key), None)
-        if waiting:
+        """Something lanes may wait for has changed: let those who wait for `key` go on."""
+        waiting = self._waiters.pop(id(key), None)
+        if waiting is not None:
+            self._idle = 0
             for warp, lanes in waiting:
                 warp.unblock(lanes)
-                self._enqueue(warp)
+                if not warp.queued:
+                    self._enqueue(warp)
 
-    def cancel_cluster(self) -> np.ndarray:
-        """Take the next cluster that has not been launched; the response of try_cancel."""
-        if self._next >= self.num_clusters:
-            return np.zeros(4, np.uint32)
+    def finding(self, text: str) -> None:
+        """Record something wrong that does not end the run; the same text once."""
+        if text not in self.findings:
+            self.findings.append(text)
+
+    def end_turn(self) -> None:
+        """The running cluster gives the others a turn before it goes on."""
+        self._turn_over = True
+
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Take the next cluster that has not been launched out of the grid.
+
+        Returns the ctaid of its first CTA, or None if all have been launched.
+        """
+        if self._next >= self.clusters:
+            return None
         position = self.cluster_position(self._next)
         self._next += 1
-        self._done += 1
+        self._count_done()
         self.counters["clc.stolen"] += 1
-        first = (p * c for p, c in zip(position, self.config.cluster, strict=True))
-        return np.array([1, *first], np.uint32)
+        return tuple(p * c for p, c in zip(position, self.config.cluster, strict=True))
 
     # ------------------------------------------------------------ the run loop
 
     def run(self) -> None:
         """Run the launch to its end. Raises a SimulationError at the first thing that is wrong."""
         self._launch_clusters()
-        policy, ready = self.policy, self._ready
-        while self._live:
-            if not ready:
-                if not policy.progress(self._perform):
-                    raise self._hang()
-                continue
-            policy.before_turn(self._perform)
-            warp = policy.pick(ready)
-            self._queued.discard(warp)
-            self._turn(warp)
+        if self._in_order:
+            self._run_in_order()
+        else:
+            self._run_random()
 
     def _launch_clusters(self) -> None:
-        while len(self._live) < self.resident and self._next < self.num_clusters:
-            cluster = Cluster(self, self._next)
+        while self._alive < self.resident and self._next < self.clusters:
+            number = self._next
             self._next += 1
-            self._live[cluster.id] = cluster
-            for cta in cluster.ctas:
-                for warp in cta.warps:
-                    self._enqueue(warp)
+            self._alive += 1
+            if self._in_order:
+                self._turns.append(number)
+            else:
+                self._begin(number)
 
-    def _enqueue(self, warp: Warp) -> None:
-        if warp not in self._queued:
-            self._queued.add(warp)
-            self._ready.append(warp)
+    def _begin(self, number: int) -> Cluster:
+        cluster = self._resident[number] = Cluster(self, number)
+        for cta in cluster.ctas:
+            cluster.ready.extend(cta.warps)
+        return cluster
 
-    def _turn(self, warp: Warp) -> None:
-        """Run a warp until it waits, exits or yields."""
-        executors, policy = self.executors, self.policy
-        random_turns = policy.seed is not None
+    def _enqueue(self, warp: ResidentWarp) -> None:
+        warp.queued = True
+        cluster = warp.cta.cluster
+        cluster.polls = 0
+        cluster.ready.append(warp)
+        if self._in_order and not cluster.queued and cluster is not self._cluster:
+            cluster.queued = True
+            self._turns.append(cluster)
+
+    def _run_in_order(self) -> None:
+        turns, policy = self._turns, self.policy
+        while self._resident or turns:
+            if turns:
+                cluster = turns.popleft()
+                if isinstance(cluster, int):
+                    cluster = self._begin(cluster)
+                cluster.queued = False
+                self._run_cluster(cluster)
+            elif not policy.step():
+                self._resume_polling()
+
+    def _resume_polling(self) -> None:
+        """Nothing can go on but clusters that poll: let them look again."""
+        if not self._polling:
+            raise self._hang()
+        for cluster in self._polling:
+            cluster.polls = 0
+            if not cluster.queued:
+                cluster.queued = True
+                self._turns.append(cluster)
+        self._polling.clear()
+
+    def _run_cluster(self, cluster: Cluster) -> None:
+        """One turn of a cluster, in a fixed order."""
+        self._cluster = cluster
+        self._turn_over = False
+        ready = cluster.ready
+        while ready:
+            if cluster.polls > len(ready):
+                self._polling.append(cluster)
+                break
+            self._run_warp(ready.popleft())
+            if self._turn_over:
+                break
+        self._cluster = None
+        if ready and cluster not in self._polling:
+            cluster.queued = True
+            self._turns.append(cluster)
+
+    def _run_random(self) -> None:
+        ready, policy = self._ready, self.policy
+        while self._resident:
+            if not ready:
+                if not policy.step():
+                    raise self._hang()
+                continue
+            policy.before_turn()
+            index = policy.choose(len(ready))
+            ready[index], ready[-1] = ready[-1], ready[index]
+            warp = ready.pop()
+            self._cluster = warp.cta.cluster
+            self._run_warp(warp)
+            self._cluster = None
+
+    def _run_warp(self, warp: ResidentWarp) -> None:
+        """Run a warp until it waits, exits, polls or loses its turn."""
+        context, run, address = warp.context, warp.compiled.run, warp.address
+        executors = self._executors
+        interrupts = None if self._in_order else self.policy.interrupts
+        context.budget = DEFAULT_BUDGET
         while True:
-            stop = warp.resume()
-            if stop.kind == "trap":
-                instruction, lanes = stop.instruction, stop.lanes
-                if self.trace is not None:
-                    self._record(warp, instruction, lanes)
+            kind = run(address)
+            if kind == _TRAP:
+                lanes = context.stop_lanes
                 try:
-                    waiting = executors[instruction.index](warp, lanes)
+                    outcome = executors[context.stop_block](warp, lanes)
                 except SimulationError as error:
-                    raise error.at(instruction, warp.cta.index, warp.index) from None
-                if waiting is not None:
-                    warp.block(lanes, waiting)
-                    self._waiting.setdefault(id(waiting.key), []).append((warp, lanes))
-                elif random_turns and policy.interrupts():
-                    self._enqueue(warp)
+                    raise error.at(
+                        self.compiled.block_instruction[context.stop_block],
+                        warp.cta.ctaid, warp.index,
+                        (lanes & -lanes).bit_length() - 1 if not lanes & lanes - 1 else None,
+                    ) from None
+                if outcome is not None:
+                    if outcome is YIELD:
+                        self._poll(warp, 1)
+                        return
+                    self._wait(warp, lanes, outcome)
+                elif interrupts is not None and interrupts():
+                    warp.cta.cluster.ready.append(warp)
                     return
-            elif stop.kind == "blocked":
+            elif kind == _BLOCKED:
+                warp.queued = False
+                warp.cta.cluster.polls = 0
+                if context.live != warp.present:
+                    self._exit_lanes(warp)
                 return
-            elif stop.kind == "exit":
+            elif kind == _EXIT:
                 self._exit(warp)
                 return
-            elif stop.kind == "yield":
-                self._enqueue(warp)
+            elif kind == _YIELD:
+                self._poll(warp, ROUNDS_OF_A_BUDGET)
                 return
             else:
-                raise self._stop_error(warp, stop)
+                raise self._stop_error(warp, kind)
 
-    def _record(self, warp: Warp, instruction: Any, lanes: int) -> None:
-        self.trace.append((len(self.trace), warp.cta.index, warp.index, instruction, lanes))
+    def _wait(self, warp: ResidentWarp, lanes: int, outcome: Waiting | tuple) -> None:
+        """Put lanes to sleep until `wake` is called with the key of what they wait for."""
+        context = warp.context
+        for waiting in outcome if type(outcome) is tuple else (outcome,):
+            blocked = lanes if waiting.lanes is None else waiting.lanes
+            waiting.instruction = self.compiled.block_instruction[context.stop_block]
+            if waiting.retry:
+                warp.block(blocked, waiting)
+            else:
+                context.blocked |= blocked
+                warp.waiting[blocked] = waiting
+            key = id(waiting.key)
+            if key in self._waiters:
+                self._waiters[key].append((warp, blocked))
+            else:
+                self._waiters[key] = [(warp, blocked)]
+
+    def _poll(self, warp: ResidentWarp, rounds: int) -> None:
+        cluster = warp.cta.cluster
+        cluster.polls += 1
+        cluster.ready.append(warp)
+        self._idle += rounds
+        if self._idle > POLLING_ROUNDS:
+            raise self._hang()
 
     def _perform(self, operation: AsyncOp) -> None:
+        self._idle = 0
         operation.perform()
         operation.performed = True
         self.wake(operation)
 
-    def _exit(self, warp: Warp) -> None:
+    def _complete(self, operation: AsyncOp) -> None:
+        if operation.complete is not None:
+            operation.complete()
+        operation.completed = True
+        self.wake(operation)
+
+    def _exit(self, warp: ResidentWarp) -> None:
         cta = warp.cta
         cluster = cta.cluster
-        threads = min(32, self.threads - 32 * warp.index)
+        self._idle = cluster.polls = 0
         try:
-            cta.exit_warp(warp)
-            cluster.barrier.exit(threads)
+            cta.exit_warp()
         except SimulationError as error:
-            raise error.at(None, cta.index, warp.index) from None
+            raise error.at(None, cta.ctaid, warp.index) from None
+        self._exit_lanes(warp)
+        cluster.running -= 1
         if not cluster.running:
-            del self._live[cluster.id]
-            self._done += 1
-            if self.progress is not None:
-                self.progress(self._done, self.num_clusters)
-            self._launch_clusters()
+            self._end_cluster(cluster)
 
-    def _stop_error(self, warp: Warp, stop: Any) -> SimulationError:
+    def _exit_lanes(self, warp: ResidentWarp) -> None:
+        """Lanes have exited since the last look: the cluster barrier waits for them no more."""
+        gone = warp.present & ~warp.live
+        warp.present = warp.live
+        warp.cta.cluster.barrier.exit(warp, gone)
+
+    def _end_cluster(self, cluster: Cluster) -> None:
+        left = [op for op in self.policy.pending() if op.cluster is cluster]
+        if left:
+            kinds = ", ".join(sorted({op.kind for op in left}))
+            self.finding(
+                f"cluster {cluster.position} exits with {len(left)} asynchronous operations still "
+                f"in flight ({kinds}); wait for them before the exit"
+            )
+            while any(not op.completed for op in left) and self.policy.step():
+                pass
+        del self._resident[cluster.id]
+        self._alive -= 1
+        self._count_done()
+        self._launch_clusters()
+
+    def _count_done(self) -> None:
+        self._done += 1
+        if self.progress is not None:
+            self.progress(self._done, self.clusters)
+
+    # ------------------------------------------------------------ errors
+
+    def _stop_error(self, warp: ResidentWarp, kind: int) -> SimulationError:
         """The error for a fault or a divergence that native code reported."""
-        place = (stop.instruction, warp.cta.index, warp.index)
-        if stop.kind == "divergence":
+        context, compiled = warp.context, self.compiled
+        if kind == _DIVERGENCE:
             return DivergenceError(
-                "lanes of one warp wait for each other at different aligned instructions"
-            ).at(*place)
-        fault = stop.fault
-        kind = Misaligned if "misaligned" in fault.reason else MemoryFault
-        where = f"{fault.reason}: {fault.width} bytes at address {fault.address:#x}"
-        if "global access" in fault.reason:
-            where += f". {self.memory.nearest(fault.address)}"
+                "lanes of one warp wait for each other at different instructions that all of them "
+                f"must execute together; lanes {context.stop_lanes:#010x} are at the one named here"
+            ).at(compiled.block_instruction[context.stop_block], warp.cta.ctaid, warp.index)
+        fault = warp.fault()
+        text = f"{fault.reason}: {fault.width} bytes at address {fault.address:#x}"
+        if "global" in fault.reason:
+            text += f". {self.memory.nearest(fault.address)}"
         elif "shared" in fault.reason:
-            where += f" (the CTA has {self.shared_bytes} bytes)"
-        return kind(where).at(*place, fault.lane)
+            text += (
+                f" (CTA rank {fault.address >> 24 & 0xFF}, offset {fault.address & 0xFFFFFF:#x}; "
+                f"a CTA has {self.shared_bytes} bytes, of which the first 1024 are the system's)"
+            )
+        instruction = compiled.instructions[context.fault_instruction]
+        error = Misaligned if "misaligned" in fault.reason else MemoryFault
+        return error(text).at(instruction, warp.cta.ctaid, warp.index, fault.lane)
 
     def _hang(self) -> Hang:
         lines = []
-        for cluster in self._live.values():
+        for cluster in self._resident.values():
             for cta in cluster.ctas:
                 for warp in cta.warps:
-                    for lanes, waiting in warp.waiting.items():
-                        lane = (lanes & -lanes).bit_length() - 1
-                        instruction = warp.instruction_of(lane)
-                        text = instruction.text if instruction else "?"
-                        what = getattr(waiting.key, "describe", lambda w=waiting: w.what)()
-                        lines.append(
-                            f"  CTA {cta.index} warp {warp.index} lanes {lanes:#010x}: `{text}` "
-                            f"waits for {waiting.what.split(' of ')[0]}; {what}"
-                        )
+                    lines += _waiting_lines(warp)
         shown = lines[:LISTED_WARPS]
         if len(lines) > LISTED_WARPS:
             shown.append(f"  and {len(lines) - LISTED_WARPS} more")
         return Hang(
-            f"the launch hangs: no warp can run and no operation is in flight; "
-            f"{len(self._live)} clusters are resident, {self._done} of {self.num_clusters} are "
-            "done\n" + "\n".join(shown)
+            "the launch hangs: no warp can go on and no asynchronous operation is in flight; "
+            f"{len(self._resident)} clusters are resident, {self._done} of {self.clusters} are "
+            "done. Waiting:\n" + "\n".join(shown)
         )
 
 
-def _product(values: tuple[int, ...]) -> int:
-    result = 1
-    for value in values:
-        result *= value
-    return result
+def _waiting_lines(warp: ResidentWarp) -> list[str]:
+    """What the lanes of a warp wait for, one line for each thing."""
+    name = f"  CTA {warp.cta.ctaid} warp {warp.index}"
+    lines = []
+    for lanes, waiting in warp.waiting.items():
+        instruction = waiting.instruction
+        source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
+        lines.append(
+            f"{name} lanes {lanes:#010x} at `{instruction.text}` (PTX line {instruction.line}"
+            f"{source}) waits for {waiting.describe()}"
+        )
+    if not lines and warp.live:
+        lane = (warp.live & -warp.live).bit_length() - 1
+        instruction = warp.instruction_of(lane)
+        text = f"polls near `{instruction.text}` (PTX line {instruction.line})"
+        lines.append(f"{name} lanes {warp.live:#010x} {text}")
+    return lines

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+
+from .trace import TraceEntry
 
 #: How many reports of this process `last_reports` keeps.
 KEPT = 64
 
 
 @dataclass(frozen=True)
-class TraceEntry:
-    """One machine operation in the order of execution.
-
-    number: position in the launch. cta: index (x, y, z). opcode and text: the PTX instruction.
-    """
-
-    number: int
-    cta: tuple[int, int, int]
-    warp: int
-    opcode: str
-    text: str
-    line: int
-    lanes: int
-
-
-@dataclass(frozen=True)
 class Report:
     """The result of one launch.
 
+    grid, cluster: (x, y, z) in CTAs; block: in threads; dynamic_smem: bytes.
     instructions: class -> {"warps": warp instructions, "lanes": lane instructions}, e.g.
         "tcgen05.mma", "mufu.ex2". opcodes: the same by full PTX opcode.
-    tma: bytes loaded and stored through bulk copies. clc: try_cancel requests and clusters that
-        were cancelled and so executed by another one. resident_clusters: at once.
-    findings: what the sanitizer found. trace: None unless asked for.
+    tma: {"load_bytes", "store_bytes"}, bytes of whole boxes (clipped parts included).
+    clc: {"try_cancel": requests, "stolen": clusters that one of them took over}.
+    resident_clusters: most at once. seed: of the schedule, None for a fixed one. schedule: its
+        name. wall_seconds: of the run; translate_seconds: of its translation to native code, 0
+        if this process had it already. findings: what would be wrong on hardware although the
+        run went on. trace: None unless asked for.
     """
 
     kernel: str
@@ -48,9 +39,9 @@ class Report:
     clc: dict[str, int]
     resident_clusters: int
     seed: int | None
+    schedule: str
     wall_seconds: float
     translate_seconds: float
-    warp_instructions_per_second: float
     findings: list[str] = field(default_factory=list)
     trace: list[TraceEntry] | None = field(default=None, repr=False)
 
@@ -62,25 +53,30 @@ class Report:
         """Warp instructions executed of a class, 0 if there were none."""
         return self.instructions.get(name, {}).get("warps", 0)
 
+    @property
+    def warp_instructions(self) -> int:
+        """Warp instructions executed in all."""
+        return sum(counts["warps"] for counts in self.instructions.values())
+
+    @property
+    def warp_instructions_per_second(self) -> float:
+        """The simulator's speed in this launch."""
+        return self.warp_instructions / self.wall_seconds if self.wall_seconds > 0 else 0.0
+
     def to_json(self) -> str:
-        """One JSON object; the trace is left out."""
-        values = asdict(self) if self.trace is None else asdict(_without_trace(self))
-        del values["trace"]
+        """One JSON object with all fields and the derived figures; the trace is left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trace"}
+        values["warp_instructions"] = self.warp_instructions
+        values["warp_instructions_per_second"] = self.warp_instructions_per_second
         return json.dumps(values)
 
 
-def _without_trace(report: Report) -> Report:
-    values = {name: getattr(report, name) for name in report.__dataclass_fields__}
-    return Report(**(values | {"trace": None}))
-
-
-_reports: list[Report] = []
+_reports: deque[Report] = deque(maxlen=KEPT)
 
 
 def remember(report: Report, file: str | None) -> None:
     """Keep a report for `last_reports`, and append it to `file` if one is named."""
     _reports.append(report)
-    del _reports[:-KEPT]
     if file is not None:
         with Path(file).open("a", encoding="utf-8") as stream:
             stream.write(report.to_json() + "\n")

@@ -1,65 +1,89 @@
-"""Cluster launch control: taking over clusters that have not been launched yet.
+"""Cluster launch control: taking over clusters of the grid that have not been launched yet.
 
-PTX ISA 9.7.13.16 (clusterlaunchcontrol). The response is opaque to programs; here it is four
-words: 1 or 0 for success, then the ctaid (x, y, z) of the first CTA of the cancelled cluster.
+PTX ISA 9.3, "clusterlaunchcontrol.try_cancel" and ".query_cancel". The response is opaque to
+programs. Here it is four words: the ctaid (x, y, z) of the first CTA of the cancelled cluster, and
+a mark whose lowest bit says whether one was cancelled.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sm100_sim.errors import ClcError
-from sm100_sim.events import AsyncOp
-from sm100_sim.isa.shared import shared_address
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.warp import predicate_writer, reader, vector_writer, writer
+from sm100_sim.errors import BarrierError, ClcError
+from sm100_sim.isa.shared import shared_address, submit
+from sm100_sim.isa.table import machine_op, split_modifiers, unknown
+from sm100_sim.warp import lane_array, predicate_writer, reader, vector_writer, writer
 
-_RESPONSE_BYTES = 16
+RESPONSE_BYTES = 16
+_MARK = 0x0C1C_0DE0
 
 
 @machine_op("clusterlaunchcontrol.try_cancel", statistics="clc.try_cancel")
 def bind_try_cancel(instruction, kernel):
     """clusterlaunchcontrol.try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes
-    {.multicast::cluster::all}.b128 [addr], [mbar]."""
-    rest = list(instruction.modifiers)
-    multicast = "multicast::cluster::all" in rest
-    shared = "shared::cta" in rest
-    expected = ["async"] + ["shared::cta"] * shared + ["mbarrier::complete_tx::bytes"]
-    expected += ["multicast::cluster::all"] * multicast + ["b128"]
-    if rest != expected:
-        raise unknown(instruction, "modifiers of try_cancel")
-    slot = shared_address(instruction.operands[0], not shared)
-    signal = shared_address(instruction.operands[1], not shared)
+    {.multicast::cluster::all}.b128 [addr], [mbar].
+
+    With multicast the response and its 16 bytes of tx-count go to the same offsets of every CTA.
+    """
+    _, space, _, multicast, _ = split_modifiers(
+        instruction, ("async",), ("shared::cta", ""), ("mbarrier::complete_tx::bytes",),
+        ("multicast::cluster::all", ""), ("b128",),
+    )  # fmt: skip
+    slot, signal = (shared_address(operand, not space) for operand in instruction.operands)
 
     def execute(warp, lanes: int) -> None:
-        if lanes & (lanes - 1):
-            raise ClcError(f"try_cancel executed by {lanes.bit_count()} lanes; elect one")
         cta = warp.cta
         cluster, machine = cta.cluster, cta.cluster.machine
-        if cta.saw_failed_cancel:
-            raise ClcError("try_cancel after this CTA has observed a failed one is undefined")
         response, barrier = slot(warp, lanes), signal(warp, lanes)
-        if response % _RESPONSE_BYTES:
-            raise ClcError(f"response address {response:#x} is not a multiple of 16")
-        ranks = range(len(cluster.ctas)) if multicast else (response >> 24,)
+        _check(cta, lanes, response, barrier)
         machine.counters["clc.try_cancel"] += 1
+        targets = cluster.ctas if multicast else (cta,)
 
         def perform() -> None:
-            words = machine.cancel_cluster()
-            for rank in ranks:
-                target = cluster.ctas[rank]
-                target.write_shared(rank << 24 | response & 0xFFFFFF, words)
-                cluster.mbarrier(rank << 24 | barrier & 0xFFFFFF).complete_tx(_RESPONSE_BYTES)
+            words = _response(machine.cancel_cluster())
+            for target in targets:
+                if not target.running:
+                    raise ClcError(
+                        f"the response is multicast to CTA {target.ctaid}, which has exited"
+                    )
+                target.write_shared(target.rank << 24 | response & 0xFFFFFF, words)
+                place = target.rank << 24 | barrier & 0xFFFFFF
+                cluster.mbarrier(place).complete_tx(RESPONSE_BYTES)
 
-        machine.submit(AsyncOp("clc.try_cancel", perform))
+        submit(warp, instruction, "clc.try_cancel", perform)
+        machine.end_turn()
 
     return execute
+
+
+def _check(cta, lanes: int, response: int, barrier: int) -> None:
+    if lanes & lanes - 1:
+        raise ClcError(
+            f"try_cancel executed by {lanes.bit_count()} lanes, each a request; elect one"
+        )
+    if cta.saw_failed_cancel:
+        raise ClcError(
+            "try_cancel after this CTA has observed that an earlier one failed, which is undefined"
+        )
+    if response % RESPONSE_BYTES:
+        raise ClcError(f"response at shared address {response:#x}; accepted: multiples of 16")
+    if response >> 24 != cta.rank or barrier >> 24 != cta.rank:
+        raise BarrierError(
+            f"try_cancel names CTA ranks {response >> 24} (response) and {barrier >> 24} "
+            f"(mbarrier); both must be of the executing CTA, rank {cta.rank}"
+        )
+
+
+def _response(first: tuple[int, int, int] | None) -> np.ndarray:
+    """Words (4,) uint32 of a response: `first` is the first ctaid, None if nothing was left."""
+    words = (0, 0, 0, _MARK) if first is None else (*first, _MARK | 1)
+    return np.array(words, np.uint32)
 
 
 @machine_op("clusterlaunchcontrol.query_cancel", statistics="clc.query_cancel", defines=(0,))
 def bind_query_cancel(instruction, kernel):
     """clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 p, response and
-    .get_first_ctaid{.v4.b32 | ::x|::y|::z.b32}.b128 d, response."""
+    .get_first_ctaid{.v4.b32 | ::x.b32 | ::y.b32 | ::z.b32}.b128 d, response."""
     kind, rest = instruction.modifiers[0], instruction.modifiers[1:]
     target, response_op = instruction.operands
     response = reader(response_op, 128)
@@ -67,41 +91,48 @@ def bind_query_cancel(instruction, kernel):
         return _bind_is_canceled(predicate_writer(target), response)
     if kind == "get_first_ctaid" and rest == ("v4", "b32", "b128"):
         write = vector_writer(target)
-
-        def all_words(warp, lanes: int) -> None:
-            words = _words(warp, response)
-            write(warp, lanes, np.stack((words[1], words[2], words[3], words[3] * 0)))
-
-        return all_words
-    if kind[:-1] == "get_first_ctaid::" and kind[-1] in "xyz" and rest == ("b32", "b128"):
-        index, write_one = 1 + "xyz".index(kind[-1]), writer(target, 32)
-        return lambda warp, lanes: write_one(warp, lanes, _words(warp, response)[index])
+        return lambda warp, lanes: write(warp, lanes, _first_ctaid(response(warp), lanes))
+    if rest == ("b32", "b128") and kind in (f"get_first_ctaid::{axis}" for axis in "xyz"):
+        row, write_one = "xyz".index(kind[-1]), writer(target, 32)
+        return lambda warp, lanes: write_one(
+            warp, lanes, _first_ctaid(response(warp), lanes)[row]
+        )
     raise unknown(instruction, "form of query_cancel")
 
 
-def _words(warp, response) -> np.ndarray:
-    """The response's four words per lane, (4, 32) uint32."""
-    halves = response(warp)
-    low = np.uint64(0xFFFFFFFF)
-    return np.stack(
-        (halves[0] & low, halves[0] >> np.uint64(32), halves[1] & low, halves[1] >> np.uint64(32))
-    ).astype(np.uint32)
+def _words(halves: np.ndarray, lanes: int) -> np.ndarray:
+    """The four words of each lane's response, uint32 (4, 32), from uint64 (2, 32) registers."""
+    words = np.empty((4, 32), np.uint32)
+    words[0::2], words[1::2] = halves & np.uint64(0xFFFFFFFF), halves >> np.uint64(32)
+    foreign = (words[3] | 1 != _MARK | 1) & lane_array(lanes)
+    if foreign.any():
+        lane = int(foreign.argmax())
+        raise ClcError(
+            f"query_cancel of {' '.join(f'{int(word):08x}' for word in words[:, lane])}, which is "
+            "no response of try_cancel: it was read before it arrived, or from a wrong address",
+            lane=lane,
+        )
+    return words
+
+
+def _cancelled(words: np.ndarray, lanes: int) -> int:
+    flags = words[3].tolist()
+    return sum(1 << lane for lane in range(32) if lanes >> lane & flags[lane] & 1)
+
+
+def _first_ctaid(halves: np.ndarray, lanes: int) -> np.ndarray:
+    words = _words(halves, lanes)
+    if _cancelled(words, lanes) != lanes:
+        raise ClcError("get_first_ctaid of a request that failed, which is undefined")
+    words[3] = 0
+    return words
 
 
 def _bind_is_canceled(write, response):
     def execute(warp, lanes: int) -> None:
-        flags = _words(warp, response)[0]
-        mask = sum(1 << lane for lane in range(32) if lanes >> lane & 1 and flags[lane] == 1)
-        for lane in range(32):
-            if lanes >> lane & 1 and flags[lane] not in (0, 1):
-                raise ClcError(
-                    f"query_cancel of {int(flags[lane]):#x}, which is not a response of "
-                    "try_cancel: read before it arrived, or from the wrong address"
-                )
-        if mask != lanes:
+        cancelled = _cancelled(_words(response(warp), lanes), lanes)
+        if cancelled != lanes:
             warp.cta.saw_failed_cancel = True
-        write(warp, lanes, mask)
+        write(warp, lanes, cancelled)
 
     return execute
-
-

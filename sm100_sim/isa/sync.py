@@ -1,22 +1,23 @@
-"""Synchronisation instructions: mbarrier, named barriers, the cluster barrier, fences.
+"""Synchronisation between threads: mbarriers, named barriers, the cluster barrier, registers.
 
-PTX ISA 9.7.13 (parallel synchronization and communication) and 9.7.20 (miscellaneous).
+PTX ISA 9.3, "Parallel Synchronization and Communication Instructions" and "Miscellaneous
+Instructions: setmaxnreg". The state and its rules are in `barriers`; here are operands, lanes and
+waiting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
+from sm100_sim import barriers
 from sm100_sim.barriers import MBarrier
-from sm100_sim.errors import BarrierError
-from sm100_sim.events import Waiting
+from sm100_sim.errors import MemoryFault
+from sm100_sim.events import YIELD, Waiting
 from sm100_sim.isa.shared import shared_address
-from sm100_sim.isa.table import machine_op, unknown
+from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.warp import (
+    SHARED_WINDOW,
     Warp,
-    lane_array,
     predicate_reader,
     predicate_writer,
     reader,
@@ -24,199 +25,198 @@ from sm100_sim.warp import (
     writer,
 )
 
-_SHARED = {"shared", "shared::cta", "shared::cluster"}
-_SEMANTICS = {"release", "acquire", "relaxed"}
-_SCOPES = {"cta", "cluster", "gpu", "sys"}
-_MBARRIER_MODIFIERS = _SHARED | _SEMANTICS | _SCOPES | {"b64"}
+_SPACE = ("shared", "shared::cta", "shared::cluster", "")
+_OWN_SPACE = ("shared", "shared::cta", "")
+_SCOPE = ("cta", "cluster", "gpu", "sys", "")
+
+Groups = list[tuple[MBarrier, int]]
 
 
-def _check(instruction, allowed: set[str]) -> None:
-    for modifier in instruction.modifiers:
-        if modifier not in allowed:
-            raise unknown(instruction, f"modifier .{modifier} is not modelled")
+# ---------------------------------------------------------------- operands
 
 
-def _barrier_address(instruction, operand) -> Callable[[Warp, int], int]:
-    names_space = any(modifier in _SHARED for modifier in instruction.modifiers)
-    return shared_address(operand, generic=not names_space)
+def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]:
+    """Accessor of (value, mask of the lanes that hold it); nearly always one pair."""
+    one = uniform(operand, bits)
+    base = operand.base if operand.kind == "mem" else operand
+    if base.kind != "reg":
+        return lambda warp, lanes: [(one(warp, lanes), lanes)]
+    rows = reader(operand, bits)
+
+    def groups(warp: Warp, lanes: int) -> list[tuple[int, int]]:
+        if not lanes & lanes - 1:
+            return [(one(warp, lanes), lanes)]
+        values = rows(warp).tolist()
+        first = values[(lanes & -lanes).bit_length() - 1]
+        if values.count(first) == 32:
+            return [(first, lanes)]
+        found: dict[int, int] = {}
+        for lane, value in enumerate(values):
+            if lanes >> lane & 1:
+                found[value] = found.get(value, 0) | 1 << lane
+        return list(found.items())
+
+    return groups
+
+
+def _barrier_groups(instruction, operand, space: str) -> Callable[[Warp, int], Groups]:
+    """Accessor of the mbarriers that the lanes name, each with the mask of its lanes."""
+    base = operand.base if operand.kind == "mem" else operand
+    wide = base.kind == "reg" and base.register.file == "r64"
+    groups = _grouped(operand, 64 if wide else 32)
+    origin = SHARED_WINDOW if wide and not space else 0
+    mask = 0xFFFFFFFF if wide and space else (1 << 64) - 1
+
+    def found(warp: Warp, lanes: int) -> Groups:
+        mbarrier = warp.cta.cluster.mbarrier
+        result = []
+        for value, some in groups(warp, lanes):
+            address = (value & mask) - origin
+            if not 0 <= address < 1 << 32:
+                raise MemoryFault(f"generic address {value:#x} of an mbarrier is not shared memory")
+            result.append((mbarrier(address), some))
+        return result
+
+    return found
+
+
+def _sum_of(operand) -> Callable[[Warp, int], int]:
+    """Accessor of the sum of an operand over the lanes."""
+    groups = _grouped(operand, 32)
+    return lambda warp, lanes: sum(
+        value * some.bit_count() for value, some in groups(warp, lanes)
+    )
 
 
 # ---------------------------------------------------------------- mbarrier
 
 
-def _per_barrier(instruction, operand) -> Callable[[Warp, int], list[tuple[MBarrier, int]]]:
-    """Accessor of the barriers the lanes name: (barrier, mask of lanes), usually one."""
-    base = operand.base if operand.kind == "mem" else operand
-    one = _barrier_address(instruction, operand)
-    if base.kind != "reg":
-        return lambda warp, lanes: [(warp.cta.cluster.mbarrier(one(warp, lanes)), lanes)]
-    per_lane = reader(base, 64 if base.register.file == "r64" else 32)
+@machine_op("mbarrier.init", "mbarrier.inval")
+def bind_lifetime(instruction, kernel):
+    """mbarrier.init{.space}.b64 [addr], count and mbarrier.inval{.space}.b64 [addr]."""
+    space, _ = split_modifiers(instruction, _OWN_SPACE, ("b64",))
+    address = shared_address(instruction.operands[0], not space)
+    if instruction.opcode == "mbarrier.inval":
+        return lambda warp, lanes: warp.cta.invalidate_mbarrier(address(warp, lanes))
+    count = uniform(instruction.operands[1], 32)
 
-    def barriers(warp: Warp, lanes: int) -> list[tuple[MBarrier, int]]:
-        if lanes & (lanes - 1) == 0 or _same(per_lane(warp), lanes):
-            return [(warp.cta.cluster.mbarrier(one(warp, lanes)), lanes)]
-        groups: dict[int, int] = {}
+    def execute(warp: Warp, lanes: int) -> None:
         for lane in range(32):
             if lanes >> lane & 1:
-                address = one(warp, 1 << lane)
-                groups[address] = groups.get(address, 0) | 1 << lane
-        return [(warp.cta.cluster.mbarrier(a), mask) for a, mask in groups.items()]
+                warp.cta.init_mbarrier(address(warp, 1 << lane), count(warp, 1 << lane))
 
-    return barriers
+    return execute
 
 
-def _same(values: np.ndarray, lanes: int) -> bool:
-    """Whether the lanes hold one value."""
-    chosen = values if lanes == 0xFFFFFFFF else values[lane_array(lanes)]
-    return bool((chosen == chosen[0]).all())
-
-
-@machine_op("mbarrier.init")
-def bind_init(instruction, kernel):
-    """mbarrier.init{.shared{::cta}}.b64 [addr], count."""
-    _check(instruction, {"shared", "shared::cta", "b64"})
-    address = _barrier_address(instruction, instruction.operands[0])
-    count = uniform(instruction.operands[1], 32)
-    return lambda warp, lanes: warp.cta.init_mbarrier(address(warp, lanes), count(warp, lanes))
-
-
-@machine_op("mbarrier.inval")
-def bind_inval(instruction, kernel):
-    """mbarrier.inval{.shared{::cta}}.b64 [addr]."""
-    _check(instruction, {"shared", "shared::cta", "b64"})
-    address = _barrier_address(instruction, instruction.operands[0])
-    return lambda warp, lanes: warp.cta.invalidate_mbarrier(address(warp, lanes))
-
-
-def _split_state(instruction):
-    """(writer of the state or None, remaining operands)."""
-    first, *rest = instruction.operands
-    if first.kind == "mem":
-        return None, instruction.operands
-    return writer(first, 64), tuple(rest)
-
-
-def _state_token(barrier: MBarrier, phase: int) -> int:
-    """The opaque state: the phase number, marked so that a foreign value is noticed."""
-    return 0x5A << 56 | phase & 0xFFFFFFFFFFFF
-
-
-def _phase_of(token: int) -> int:
-    if token >> 56 != 0x5A:
-        raise BarrierError(f"{token:#x} is not a state that mbarrier.arrive returned")
-    return token & 0xFFFFFFFFFFFF
+def _arrive_form(instruction) -> tuple[str, str]:
+    """(variant, state space) of an arrive: variant is "", "expect_tx" or "noComplete"."""
+    variant, _, _, space, _ = split_modifiers(
+        instruction, ("expect_tx", "noComplete", ""), ("release", "relaxed", ""), _SCOPE, _SPACE,
+        ("b64",),
+    )  # fmt: skip
+    return variant, space
 
 
 @machine_op("mbarrier.arrive", "mbarrier.arrive_drop", defines=(0,))
 def bind_arrive(instruction, kernel):
-    """mbarrier.arrive{_drop}{.expect_tx}{.sem}{.scope}{.space}.b64 {state,} [addr]{, count}."""
-    modifiers = instruction.modifiers
-    expects = modifiers[:1] == ("expect_tx",)
-    no_complete = modifiers[:1] == ("noComplete",)
-    rest = modifiers[1:] if expects or no_complete else modifiers
-    for modifier in rest:
-        if modifier not in _MBARRIER_MODIFIERS:
-            raise unknown(instruction, f"modifier .{modifier} is not modelled")
-    write_state, operands = _split_state(instruction)
-    barriers = _per_barrier(instruction, operands[0])
-    value = uniform(operands[1], 32) if len(operands) > 1 else None
-    if expects and value is None:
-        raise unknown(instruction, "expect_tx needs a byte count")
-    drop = instruction.opcode.endswith("_drop")
+    """mbarrier.arrive{_drop}{.expect_tx|.noComplete}{.sem}{.scope}{.space}.b64 {state,} [addr]
+    {, count}; every executing lane arrives at the barrier it names."""
+    variant, space = _arrive_form(instruction)
+    operands = list(instruction.operands)
+    first = operands[0].kind
+    write_state = writer(operands.pop(0), 64) if first in ("reg", "sink") else None
+    groups = _barrier_groups(instruction, operands.pop(0), space)
+    if len(operands) > 1 or (not operands and variant):
+        raise unknown(instruction, "operands of an arrive")
+    total = _sum_of(operands[0]) if operands else None
+    drop = instruction.opcode == "mbarrier.arrive_drop"
+    if drop and variant == "noComplete":
+        raise unknown(instruction, "arrive_drop.noComplete is not modelled")
+    if first == "sink":
+        write_state = None
 
     def execute(warp: Warp, lanes: int) -> None:
-        number = value(warp, lanes) if value else 1
-        for barrier, mask in barriers(warp, lanes):
-            threads = mask.bit_count()
-            if expects:
-                barrier.expect_tx(number * threads)
-            count = threads if expects else number * threads
-            if no_complete and barrier.pending - count <= 0:
-                raise BarrierError(f"arrive.noComplete would complete; {barrier.describe()}")
-            phase = barrier.arrive_drop(count) if drop else barrier.arrive(count)
-            if write_state:
-                write_state(warp, mask, _state_token(barrier, phase))
+        for barrier, some in groups(warp, lanes):
+            number = total(warp, some) if total else some.bit_count()
+            if variant == "expect_tx":
+                barrier.expect_tx(number)
+                number = some.bit_count()
+            if drop:
+                state = barrier.arrive_drop(number)
+            elif variant == "noComplete":
+                state = barrier.arrive_no_complete(number)
+            else:
+                state = barrier.arrive(number)
+            if write_state is not None:
+                write_state(warp, some, state)
 
     return execute
 
 
-@machine_op("mbarrier.expect_tx")
-def bind_expect_tx(instruction, kernel):
-    """mbarrier.expect_tx.relaxed{.scope}{.space}.b64 [addr], bytes."""
-    _check(instruction, _MBARRIER_MODIFIERS)
-    barriers = _per_barrier(instruction, instruction.operands[0])
-    nbytes = uniform(instruction.operands[1], 32)
+@machine_op("mbarrier.expect_tx", "mbarrier.complete_tx")
+def bind_tx(instruction, kernel):
+    """mbarrier.{expect,complete}_tx{.relaxed}{.scope}{.space}.b64 [addr], bytes."""
+    _, _, space, _ = split_modifiers(instruction, ("relaxed", ""), _SCOPE, _SPACE, ("b64",))
+    groups = _barrier_groups(instruction, instruction.operands[0], space)
+    total = _sum_of(instruction.operands[1])
+    sign = 1 if instruction.opcode == "mbarrier.expect_tx" else -1
 
     def execute(warp: Warp, lanes: int) -> None:
-        for barrier, mask in barriers(warp, lanes):
-            barrier.expect_tx(nbytes(warp, mask) * mask.bit_count())
-
-    return execute
-
-
-@machine_op("mbarrier.complete_tx")
-def bind_complete_tx(instruction, kernel):
-    """mbarrier.complete_tx.relaxed{.scope}{.space}.b64 [addr], bytes."""
-    _check(instruction, _MBARRIER_MODIFIERS)
-    barriers = _per_barrier(instruction, instruction.operands[0])
-    nbytes = uniform(instruction.operands[1], 32)
-
-    def execute(warp: Warp, lanes: int) -> None:
-        for barrier, mask in barriers(warp, lanes):
-            barrier.complete_tx(nbytes(warp, mask) * mask.bit_count())
+        for barrier, some in groups(warp, lanes):
+            barrier.expect_tx(sign * total(warp, some))
 
     return execute
 
 
 @machine_op("mbarrier.pending_count", defines=(0,))
 def bind_pending_count(instruction, kernel):
-    """mbarrier.pending_count.b64 count, state: of the phase the state was taken in."""
-    raise unknown(instruction, "the state's pending count is not modelled")
+    """mbarrier.pending_count.b64 count, state."""
+    split_modifiers(instruction, ("b64",))
+    write, states = writer(instruction.operands[0], 32), _grouped(instruction.operands[1], 64)
+
+    def execute(warp: Warp, lanes: int) -> None:
+        for state, some in states(warp, lanes):
+            write(warp, some, barriers.pending_count(state))
+
+    return execute
 
 
 @machine_op("mbarrier.try_wait", "mbarrier.test_wait", defines=(0,))
 def bind_wait(instruction, kernel):
     """mbarrier.{try,test}_wait{.parity}{.sem}{.scope}{.space}.b64 p, [addr], state|parity{, ns}.
 
-    Lanes block only in a recognised spin loop (`Instruction.spin`); elsewhere, and in test_wait,
-    the answer is given at once.
+    In a recognised spin loop (`Instruction.spin`) lanes sleep until a phase completes, which no
+    program can tell from spinning. Elsewhere the answer comes at once, and a negative one gives
+    other warps a turn.
     """
-    modifiers = instruction.modifiers
-    by_parity = modifiers[:1] == ("parity",)
-    for modifier in modifiers[1:] if by_parity else modifiers:
-        if modifier not in _MBARRIER_MODIFIERS:
-            raise unknown(instruction, f"modifier .{modifier} is not modelled")
-    done_op, barrier_op, phase_op, *_ = instruction.operands
+    by_parity, _, _, space, _ = split_modifiers(
+        instruction, ("parity", ""), ("acquire", "relaxed", ""), _SCOPE, _SPACE, ("b64",)
+    )
+    done_op, barrier_op, phase_op, *hint = instruction.operands
+    if len(hint) > 1:
+        raise unknown(instruction, "operands of a wait")
     write = predicate_writer(done_op)
-    barriers = _per_barrier(instruction, barrier_op)
-    per_lane = None
-    if phase_op.kind == "reg":
-        per_lane = reader(phase_op, 32 if by_parity else 64)
-    phase = uniform(phase_op, 32 if by_parity else 64)
-    may_block = instruction.spin and instruction.opcode == "mbarrier.try_wait"
+    groups = _barrier_groups(instruction, barrier_op, space)
+    phases = _grouped(phase_op, 32 if by_parity else 64)
+    complete = MBarrier.parity_complete if by_parity else MBarrier.state_complete
+    spins = instruction.spin
     may_fail = instruction.opcode == "mbarrier.try_wait"
 
-    def execute(warp: Warp, lanes: int) -> Waiting | None:
-        groups = barriers(warp, lanes)
-        if per_lane is not None and not _same(per_lane(warp), lanes):
-            groups = [(barrier, 1 << lane) for barrier, mask in groups for lane in range(32)
-                      if mask >> lane & 1]
-        done = 0
-        for barrier, mask in groups:
-            wanted = phase(warp, mask)
-            if by_parity:
-                complete = barrier.parity_complete(wanted)
-            else:
-                complete = barrier.phase_complete(_phase_of(wanted))
-            if complete:
-                done |= mask
-            elif may_block and len(groups) == 1:
-                text = f"parity {wanted & 1}" if by_parity else "its state's phase"
-                return Waiting(f"{text} of {barrier.describe()}", barrier)
+    def execute(warp: Warp, lanes: int):
+        done, asleep = 0, []
+        for barrier, some in groups(warp, lanes):
+            for phase, these in phases(warp, some):
+                if complete(barrier, phase):
+                    done |= these
+                elif spins:
+                    what = f"parity {phase & 1}" if by_parity else "the phase of its state"
+                    asleep.append(Waiting(what, barrier, these))
         if may_fail and done and warp.cta.cluster.machine.policy.spurious_failure():
             done = 0
         write(warp, lanes, done)
-        return None
+        if asleep:
+            return asleep[0] if len(asleep) == 1 else tuple(asleep)
+        return None if done else YIELD
 
     return execute
 
@@ -224,60 +224,82 @@ def bind_wait(instruction, kernel):
 # ---------------------------------------------------------------- named barriers
 
 
-@machine_op("bar", "barrier", defines=())
+def _kinds(*prefixes: str) -> list[str]:
+    return [f"{prefix}.{kind}" for prefix in prefixes for kind in ("sync", "arrive", "red")]
+
+
+_ALIGNED_NAMES = _kinds("bar", "bar.cta") + [
+    f"{name}{operation}.aligned"
+    for name in _kinds("barrier", "barrier.cta")
+    for operation in (("", ".and", ".or", ".popc") if name.endswith("red") else ("",))
+]
+
+
+@machine_op(*_ALIGNED_NAMES, statistics="barrier", aligned=True)
+def bind_aligned_barrier(instruction, kernel):
+    """bar{.cta}.{sync,arrive,red}..., barrier....aligned: all lanes of the warp together."""
+    parts = [p for p in instruction.name.split(".") if p not in ("bar", "barrier", "cta")]
+    return _bind_barrier(instruction, [part for part in parts if part != "aligned"])
+
+
+@machine_op(*_kinds("barrier", "barrier.cta"), statistics="barrier")
 def bind_barrier(instruction, kernel):
-    """bar|barrier{.cta}.sync|arrive{.aligned} a{, b}: named barriers (9.7.13.1)."""
-    modifiers = [m for m in instruction.modifiers if m != "cta"]
-    kind = modifiers[0] if modifiers else ""
-    if kind not in ("sync", "arrive", "red") or any(m != "aligned" for m in _tail(modifiers)):
-        raise unknown(instruction, "modifiers of a named barrier")
+    """barrier{.cta}.{sync,arrive,red}...: lanes may come one by one."""
+    parts = [p for p in instruction.name.split(".") if p not in ("barrier", "cta")]
+    return _bind_barrier(instruction, parts)
+
+
+def _bind_barrier(instruction, parts: list[str]):
+    kind = parts[0]
     if kind == "red":
-        return _bind_reduction(instruction, modifiers)
-    number = uniform(instruction.operands[0], 32)
-    count = uniform(instruction.operands[1], 32) if len(instruction.operands) > 1 else None
-    if kind == "arrive" and count is None:
-        raise unknown(instruction, "arrive needs a thread count")
+        return _bind_reduction(instruction, parts[1:])
+    if parts[1:]:
+        raise unknown(instruction, f"modifier .{parts[1]} of a named barrier")
+    number_op, *counts = instruction.operands
+    if len(counts) > 1 or (kind == "arrive" and not counts):
+        raise unknown(instruction, "operands of a named barrier")
+    number = uniform(number_op, 32)
+    count = uniform(counts[0], 32) if counts else None
+    waits = kind == "sync"
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
         barrier = warp.cta.named_barrier(number(warp, lanes))
-        expected = count(warp, lanes) if count else warp.cta.threads
-        if kind == "arrive":
-            barrier.arrive(lanes.bit_count(), expected)
-        elif not barrier.sync(warp.index, lanes, expected):
-            return Waiting(barrier.describe(), barrier)
-        return None
+        if barrier.arrive(_threads(warp, lanes), count(warp, lanes) if count else None):
+            return None
+        return Waiting("the other threads", barrier, retry=False) if waits else None
 
     return execute
 
 
-def _tail(modifiers: list[str]) -> list[str]:
-    """What follows the kind; a reduction's operation and type are parsed on their own."""
-    return [] if modifiers[0] == "red" else modifiers[1:]
+def _threads(warp: Warp, lanes: int) -> int:
+    """Threads that these lanes count for: a barrier takes a warp as 32, whatever has exited."""
+    return 32 if lanes == warp.live else lanes.bit_count()
 
 
-def _bind_reduction(instruction, modifiers: list[str]):
-    """bar.red{.aligned}.op.type d, a{, b}, {!}c (op: and, or on predicates; popc gives u32)."""
-    rest = [m for m in modifiers[1:] if m != "aligned"]
-    if rest not in (["and", "pred"], ["or", "pred"], ["popc", "u32"]):
-        raise unknown(instruction, "modifiers of a barrier reduction")
-    target, number_op, *middle, vote_op = instruction.operands
+def _bind_reduction(instruction, parts: list[str]):
+    """red.{and,or}.pred p, a{, b}, {!}c and red.popc.u32 d, a{, b}, {!}c."""
+    if parts not in (["and", "pred"], ["or", "pred"], ["popc", "u32"]):
+        raise unknown(instruction, "a barrier reduces with .and.pred, .or.pred or .popc.u32")
+    target, number_op, *counts, vote_op = instruction.operands
     number, vote = uniform(number_op, 32), predicate_reader(vote_op)
-    count = uniform(middle[0], 32) if middle else None
-    write = writer(target, 32) if rest[0] == "popc" else predicate_writer(target)
+    count = uniform(counts[0], 32) if counts else None
+    operation = parts[0]
+    write = writer(target, 32) if operation == "popc" else predicate_writer(target)
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
         barrier = warp.cta.named_barrier(number(warp, lanes))
-        expected = count(warp, lanes) if count else warp.cta.threads
-        votes = (vote(warp) & lanes).bit_count()
-        if not barrier.sync(warp.index, lanes, expected, (votes, lanes.bit_count())):
-            return Waiting(barrier.describe(), barrier)
-        yes, voters = barrier.results[barrier.generation - 1]
-        if rest[0] == "popc":
-            write(warp, lanes, yes)
-        else:
-            holds = yes == voters if rest[0] == "and" else yes > 0
-            write(warp, lanes, lanes if holds else 0)
-        return None
+
+        def result(ayes: int, votes: int) -> None:
+            if operation == "popc":
+                write(warp, lanes, ayes)
+            else:
+                holds = ayes == votes if operation == "and" else ayes > 0
+                write(warp, lanes, lanes if holds else 0)
+
+        barrier.vote((vote(warp) & lanes).bit_count(), lanes.bit_count(), result)
+        if barrier.arrive(_threads(warp, lanes), count(warp, lanes) if count else None):
+            return None
+        return Waiting("the other threads", barrier, retry=False)
 
     return execute
 
@@ -285,68 +307,75 @@ def _bind_reduction(instruction, modifiers: list[str]):
 # ---------------------------------------------------------------- cluster barrier
 
 
-@machine_op("barrier.cluster.arrive")
-def bind_cluster_arrive(instruction, kernel):
-    """barrier.cluster.arrive{.release|.relaxed}{.aligned}."""
-    _check(instruction, {"release", "relaxed", "aligned"})
-    return lambda warp, lanes: warp.cta.cluster.barrier.arrive(warp.cta.rank, warp.index, lanes)
+def _cluster_arrive(instruction, aligned: tuple[str, ...]):
+    split_modifiers(instruction, ("release", "relaxed", ""), aligned)
+    return lambda warp, lanes: warp.cta.cluster.barrier.arrive(warp, lanes)
 
 
-@machine_op("barrier.cluster.wait")
-def bind_cluster_wait(instruction, kernel):
-    """barrier.cluster.wait{.acquire}{.aligned}."""
-    _check(instruction, {"acquire", "aligned"})
+def _cluster_wait(instruction, aligned: tuple[str, ...]):
+    split_modifiers(instruction, ("acquire", ""), aligned)
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
         barrier = warp.cta.cluster.barrier
-        if barrier.wait(warp.cta.rank, warp.index, lanes):
-            return None
-        return Waiting(barrier.describe(), barrier)
+        left = barrier.wait(warp, lanes)
+        return Waiting("the threads of the cluster", barrier, left) if left else None
 
     return execute
 
 
-# ---------------------------------------------------------------- fences and the like
+@machine_op("barrier.cluster.arrive", "barrier.cluster.arrive.release",
+            "barrier.cluster.arrive.relaxed", statistics="barrier.cluster")
+def bind_cluster_arrive(instruction, kernel):
+    """barrier.cluster.arrive{.release|.relaxed}: lanes may come one by one."""
+    return _cluster_arrive(_resplit(instruction, "barrier.cluster.arrive"), ("",))
 
 
-_FENCE_MODIFIERS = _SEMANTICS | _SCOPES | _SHARED | {
-    "sc", "acq_rel", "proxy", "alias", "async", "async.global", "async.shared", "global",
-    "tensormap::generic", "mbarrier_init", "sync_restrict::shared::cta",
-    "sync_restrict::shared::cluster", "async::generic", "generic",
-}
+@machine_op("barrier.cluster.arrive.aligned", "barrier.cluster.arrive.release.aligned",
+            "barrier.cluster.arrive.relaxed.aligned", statistics="barrier.cluster", aligned=True)
+def bind_cluster_arrive_aligned(instruction, kernel):
+    """barrier.cluster.arrive{.release|.relaxed}.aligned: all lanes of the warp together."""
+    return _cluster_arrive(_resplit(instruction, "barrier.cluster.arrive"), ("aligned",))
 
 
-@machine_op("fence", "membar")
-def bind_fence(instruction, kernel):
-    """fence, fence.proxy, fence.mbarrier_init, membar: memory is sequentially consistent here,
-    so a fence changes no state; which fences were executed matters to the sanitizer alone."""
-    _check(instruction, _FENCE_MODIFIERS | {"gl"})
-    return lambda warp, lanes: None
+@machine_op("barrier.cluster.wait", "barrier.cluster.wait.acquire", statistics="barrier.cluster")
+def bind_cluster_wait(instruction, kernel):
+    """barrier.cluster.wait{.acquire}."""
+    return _cluster_wait(_resplit(instruction, "barrier.cluster.wait"), ("",))
+
+
+@machine_op("barrier.cluster.wait.aligned", "barrier.cluster.wait.acquire.aligned",
+            statistics="barrier.cluster", aligned=True)
+def bind_cluster_wait_aligned(instruction, kernel):
+    """barrier.cluster.wait{.acquire}.aligned."""
+    return _cluster_wait(_resplit(instruction, "barrier.cluster.wait"), ("aligned",))
+
+
+def _resplit(instruction, opcode: str):
+    """Split the dotted name behind `opcode`, where the table has a longer entry."""
+    name = instruction.name
+    instruction.opcode = opcode
+    instruction.modifiers = tuple(name.removeprefix(opcode).split(".")[1:])
+    return instruction
+
+
+# ---------------------------------------------------------------- registers
 
 
 @machine_op("setmaxnreg", aligned=True)
 def bind_setmaxnreg(instruction, kernel):
-    """setmaxnreg.{inc,dec}.sync.aligned.u32 n (9.7.20.5): validated; registers are not scarce."""
-    if instruction.modifiers[1:] != ("sync", "aligned", "u32") or instruction.modifiers[
-        0
-    ] not in ("inc", "dec"):
-        raise unknown(instruction, "expected .inc or .dec.sync.aligned.u32")
+    """setmaxnreg.{inc,dec}.sync.aligned.u32 n: moves registers through the CTA's pool."""
+    kind, *_ = split_modifiers(instruction, ("inc", "dec"), ("sync",), ("aligned",), ("u32",))
     count = instruction.operands[0].value
     if count % 8 or not 24 <= count <= 256:
         raise unknown(instruction, "the register count must be a multiple of 8 from 24 to 256")
-    return lambda warp, lanes: None
+    if kind == "dec":
+        return lambda warp, lanes: warp.cta.registers.decrease(warp.index, count)
 
+    def execute(warp: Warp, lanes: int) -> Waiting | None:
+        pool = warp.cta.registers
+        if pool.increase(warp.index, count):
+            return None
+        return Waiting(f"{count} registers a thread", pool)
 
-@machine_op("nanosleep")
-def bind_nanosleep(instruction, kernel):
-    """nanosleep.u32 t: no time passes in a functional simulation."""
-    _check(instruction, {"u32"})
-    return lambda warp, lanes: None
+    return execute
 
-
-@machine_op("griddepcontrol")
-def bind_griddepcontrol(instruction, kernel):
-    """griddepcontrol.{wait,launch_dependents}: earlier launches have always completed here."""
-    if instruction.modifiers not in (("wait",), ("launch_dependents",)):
-        raise unknown(instruction, "expected .wait or .launch_dependents")
-    return lambda warp, lanes: None
