@@ -158,6 +158,11 @@ class Kernel:
         """Size of the parameter buffer in bytes."""
         return max((p.offset + p.size for p in self.params), default=0)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes between the reserved KiB and the dynamic shared memory: the static symbols."""
+        return self.dynamic_shared_offset - RESERVED_SHARED_BYTES
+
 
 # Parsing.
 

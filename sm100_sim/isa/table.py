@@ -9,7 +9,7 @@ rest are its modifiers. What is not in the table is an error that names the inst
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sm100_sim.errors import UnknownInstruction
 from sm100_sim.ptx import Instruction, Kernel
@@ -22,8 +22,9 @@ class Entry:
     Exactly one of ``bind`` and ``emit`` is set. ``statistics`` names the class under which
     executions are counted, or computes it from the instruction. ``aligned`` says that all lanes of
     the warp that are alive (or those of the membermask, for inline operations) must arrive
-    together before the instruction executes. ``defines`` are positions of operands that the
-    instruction only writes, for every executing lane.
+    together before the instruction executes; ``member_mask`` is the position of the membermask.
+    ``defines`` are positions of operands that the instruction only writes, for every executing
+    lane.
     """
 
     name: str
@@ -31,7 +32,8 @@ class Entry:
     bind: Callable | None = None
     emit: Callable | None = None
     aligned: bool = False
-    defines: tuple[int, ...] = field(default=(0,))
+    defines: tuple[int, ...] = (0,)
+    member_mask: int | None = None
 
     def statistics_class(self, instruction: Instruction) -> str:
         return self.statistics if isinstance(self.statistics, str) else self.statistics(instruction)
@@ -65,12 +67,16 @@ def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | Non
 
 
 def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
-              aligned: bool = False, defines: tuple[int, ...] = (0,)) -> Callable:
-    """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``."""
+              member_mask: int | None = None, defines: tuple[int, ...] = (0,)) -> Callable:
+    """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``.
+
+    An operation with a membermask operand waits until those lanes have converged.
+    """
 
     def decorate(emit: Callable) -> Callable:
         for name in names:
-            _register(Entry(name, statistics or name, emit=emit, aligned=aligned, defines=defines))
+            _register(Entry(name, statistics or name, emit=emit, defines=defines,
+                            aligned=member_mask is not None, member_mask=member_mask))
         return emit
 
     return decorate

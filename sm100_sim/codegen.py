@@ -1,0 +1,257 @@
+"""Kernels to native code: LLVM IR per basic block, compiled in process.
+
+``translate(kernel)`` resolves every instruction in the table, cuts the kernel into blocks, binds
+the machine operations, and compiles one small function per block. The run loop and the memory
+checks (``codegen_runtime``) are compiled once per process with full optimisation; the kernel's own
+blocks at a low level, since their compile time is what a user waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from sm100_sim.codegen_blocks import BRANCH, INDEXED, TRAP, Block, analyse_liveness
+from sm100_sim.codegen_blocks import build_blocks, mark_spins
+from sm100_sim.codegen_emit import Emitter
+from sm100_sim.codegen_runtime import ALIGN_MASK, ALIGN_NONE, ALIGN_REGISTER, BLOCK_RECORD
+from sm100_sim.codegen_runtime import runtime_ir
+from sm100_sim.isa.table import Entry, resolve, unknown
+from sm100_sim.ptx import Instruction, Kernel
+from sm100_sim.warp import ALL_LANES, Environment, Warp
+
+_CONTROL = ("bra", "brx", "ret", "exit")
+_ADDRESS_FUNCTIONS = ("address_shared", "address_local", "address_global", "address_generic")
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCounters:
+    """Execution counts that the warps of one launch share.
+
+    blocks  uint64 (blocks, 2): times a warp ran the block, and the lanes summed
+    guards  uint64 (guarded inline instructions, 2): the same for lanes whose guard held
+    """
+
+    blocks: np.ndarray
+    guards: np.ndarray
+
+
+class CompiledKernel:
+    """A kernel ready to run.
+
+    kernel             the parsed kernel, with blocks and register slots
+    executors          executor of each machine operation by instruction index, None elsewhere
+    block_instruction  the instruction at which lanes stand when their program point is block i
+    run                native entry: address of a warp's context -> index of the stop kind
+    r32_count, r64_count, pred_count   rows of the register files
+    seconds            {"ir": ..., "llvm": ...}, the time translation took
+    """
+
+    def __init__(self, kernel: Kernel, entries: list[Entry | None]) -> None:
+        self.kernel, self.entries, self.instructions = kernel, entries, kernel.instructions
+        self.executors: list[Callable | None] = [None] * len(kernel.instructions)
+        self.seconds: dict[str, float] = {}
+        self._guarded: list[int] = []
+        self._target_tables: list[np.ndarray] = []
+        rows = {"r32": 0, "r64": 0, "pred": 0}
+        for register in kernel.registers:
+            if register.slot >= 0:
+                end = register.slot + (2 if register.type == "b128" else 1)
+                rows[register.file] = max(rows[register.file], end)
+        self.r32_count, self.r64_count, self.pred_count = rows.values()
+        instructions = kernel.instructions
+        self.block_instruction = [
+            instructions[min(block.start, len(instructions) - 1)] for block in kernel.blocks]
+        self.table = np.zeros(len(kernel.blocks), BLOCK_RECORD)
+        self.run: Callable[[int], int] = _runtime().run
+
+    def new_counters(self) -> KernelCounters:
+        """Zeroed counters for one launch."""
+        return KernelCounters(np.zeros((len(self.kernel.blocks), 2), np.uint64),
+                              np.zeros((max(len(self._guarded), 1), 2), np.uint64))
+
+    def new_warp_state(self, cta, index: int, environment: Environment,
+                       specials: dict[str, int], counters: KernelCounters) -> Warp:
+        """State of warp ``index`` of a CTA at the kernel's entry."""
+        return Warp(self, cta, index, environment, specials, counters)
+
+    def executed(self, counters: KernelCounters) -> Iterator[tuple[Instruction, str, int, int]]:
+        """Every instruction executed: (instruction, statistics class, warps, lanes).
+
+        Guarded inline instructions are counted by their guard; guarded branches, exits and
+        machine operations by the warps that reach them.
+        """
+        guards = dict(zip(self._guarded, counters.guards.tolist(), strict=False))
+        for block, (warps, lanes) in zip(self.kernel.blocks, counters.blocks.tolist(),
+                                         strict=True):
+            if not warps:
+                continue
+            end = block.stop + (block.terminator_instruction is not None)
+            for i in range(block.start, end):
+                entry, instruction = self.entries[i], self.instructions[i]
+                name = "branch" if entry is None else entry.statistics_class(instruction)
+                counted = guards.get(i, (warps, lanes))
+                if counted[0]:
+                    yield instruction, name, *counted
+
+
+def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0) -> CompiledKernel:
+    """Compile a parsed kernel.
+
+    keep: names of registers that stay readable after the kernel's end. level: LLVM's code
+    generation level, 0 to 3. Raises UnknownInstruction for whatever the table does not cover.
+    """
+    start = time.perf_counter()
+    entries = [None if i.opcode in _CONTROL else _resolve(i) for i in kernel.instructions]
+    kernel.blocks = build_blocks(kernel, entries)
+    mark_spins(kernel)
+    analyse_liveness(kernel, entries, keep)
+    compiled = CompiledKernel(kernel, entries)
+    for instruction, entry in zip(kernel.instructions, entries, strict=True):
+        if entry is not None and entry.bind is not None:
+            compiled.executors[instruction.index] = entry.bind(instruction, kernel)
+    text, functions = _module_text(compiled)
+    emitted = time.perf_counter()
+    engine, addresses = _compile(text, functions, level)
+    compiled._engine = engine
+    _fill_table(compiled, addresses)
+    compiled.seconds = {"ir": emitted - start, "llvm": time.perf_counter() - emitted}
+    return compiled
+
+
+def _resolve(instruction: Instruction) -> Entry:
+    if instruction.opcode == "call":
+        raise unknown(instruction, "function calls are not supported; a kernel must be one "
+                                   "function (printf and assert compile to calls, too)")
+    return resolve(instruction)
+
+
+def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
+    """IR of all blocks that contain code, and the function name of each."""
+    functions, bodies, declarations = {}, [], set()
+    for block in compiled.kernel.blocks:
+        if block.start == block.stop:
+            continue
+        emitter = Emitter(f"block_{block.index}", len(compiled._guarded))
+        for i in range(block.start, block.stop):
+            emitter.emit(compiled.instructions[i], compiled.entries[i].emit)
+        emitter.store_registers(block.live_out)
+        if not emitter.lines:
+            continue
+        compiled._guarded += emitter.guarded
+        functions[block.index] = emitter.name
+        bodies.append(emitter.function())
+        declarations |= emitter.declarations
+    declarations |= {f"declare i32 @{name}(ptr, i32, ptr, i32, i32, i32)"
+                     for name in _ADDRESS_FUNCTIONS}
+    text = "\n".join([*sorted(declarations), *bodies,
+                      f"attributes #0 = {{ {_function_attributes()} }}"])
+    return text, functions
+
+
+def _fill_table(compiled: CompiledKernel, addresses: dict[int, int]) -> None:
+    for block in compiled.kernel.blocks:
+        row = compiled.table[block.index]
+        row["function"] = addresses.get(block.index, 0)
+        row["kind"], row["target"] = block.terminator, block.target
+        row["following"] = block.following
+        ending = block.terminator_instruction
+        guard = ending.guard if ending is not None else None
+        row["predicate"] = -1 if guard is None else guard.register.slot
+        row["invert"] = ALL_LANES if guard is not None and guard.negated else 0
+        if block.terminator == BRANCH and guard is None:
+            row["kind"], row["following"] = 0, block.target
+        if block.terminator == INDEXED:
+            targets = np.array(block.targets, np.uint32)
+            compiled._target_tables.append(targets)
+            row["targets"] = targets.__array_interface__["data"][0]
+            row["target_count"] = len(targets)
+            row["selector"] = ending.operands[0].register.slot
+        row["align_kind"], row["align_value"] = _alignment(compiled, block)
+
+
+def _alignment(compiled: CompiledKernel, block: Block) -> tuple[int, int]:
+    """Which lanes must have converged before the block runs: kind and value of its record."""
+    instruction = block.aligned
+    if instruction is None:
+        return ALIGN_NONE, 0
+    entry = compiled.entries[instruction.index]
+    if entry.bind is not None or entry.member_mask is None:
+        return ALIGN_MASK, ALL_LANES
+    mask = instruction.operands[entry.member_mask]
+    if mask.kind == "imm":
+        return ALIGN_MASK, mask.value & ALL_LANES
+    return ALIGN_REGISTER, mask.slot
+
+
+# LLVM.
+
+@functools.cache
+def _host() -> tuple[llvm.Target, str, str]:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return (llvm.Target.from_default_triple(), llvm.get_host_cpu_name(),
+            llvm.get_host_cpu_features().flatten())
+
+
+@functools.cache
+def host_has(feature: str) -> bool:
+    """Whether the CPU has a feature, by LLVM's name of it (e.g. "avx512f")."""
+    return f"+{feature}" in _host()[2].split(",")
+
+
+@functools.cache
+def _function_attributes() -> str:
+    """Wide vectors by name: some CPUs' tuning would otherwise split them in halves."""
+    width = "512" if host_has("avx512f") else "256"
+    return (f'nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" '
+            f'"frame-pointer"="none"')
+
+
+def _target_machine(level: int) -> llvm.TargetMachine:
+    target, cpu, features = _host()
+    return target.create_target_machine(cpu=cpu, features=features, opt=level, jit=True,
+                                        codemodel="jitdefault")
+
+
+def _compile(text: str, functions: dict[int, str], level: int
+             ) -> tuple[llvm.ExecutionEngine, dict[int, int]]:
+    with _lock:
+        runtime = _runtime()
+        for name, address in runtime.addresses.items():
+            llvm.add_symbol(name, address)
+        module = llvm.parse_assembly(text)
+        engine = llvm.create_mcjit_compiler(module, _target_machine(level))
+        engine.finalize_object()
+        return engine, {block: engine.get_function_address(name)
+                        for block, name in functions.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Runtime:
+    engine: llvm.ExecutionEngine
+    run: Callable[[int], int]
+    addresses: dict[str, int]
+
+
+@functools.cache
+def _runtime() -> _Runtime:
+    """The run loop and the memory checks, compiled once and optimised."""
+    machine = _target_machine(2)
+    module = llvm.parse_assembly(runtime_ir(_function_attributes()))
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+    builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(engine.get_function_address("run"))
+    addresses = {name: engine.get_function_address(name) for name in _ADDRESS_FUNCTIONS}
+    return _Runtime(engine, run, addresses)

@@ -1,0 +1,160 @@
+"""Loads and stores (PTX ISA 9.7.9.8 to 9.7.9.13) of shared, global, local and generic addresses.
+
+Every lane's address is checked in native code; a refused access becomes a fault of the warp.
+Memory-consistency and cache modifiers change no result, because warps run one at a time.
+"""
+
+from __future__ import annotations
+
+from sm100_sim.codegen_emit import Emitter, splat
+from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.ptx import TYPE_BYTES, Instruction, Operand
+
+_SEMANTICS = ("weak", "relaxed", "acquire", "release", "volatile", "mmio", "")
+_SCOPES = ("cta", "cluster", "gpu", "sys", "")
+_SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "param",
+           "param::entry", "")
+_CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "")
+_EVICTION = ("L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last",
+             "L1::no_allocate", "")
+_L2_EVICTION = ("L2::evict_normal", "L2::evict_first", "L2::evict_last", "")
+_HINT = ("L2::cache_hint", "")
+_PREFETCH = ("L2::64B", "L2::128B", "L2::256B", "")
+_VECTORS = ("v2", "v4", "v8", "")
+_TYPES = tuple(name for name in TYPE_BYTES if name[:1] in "bsuf" and name not in (
+    "f16", "bf16", "f16x2", "bf16x2", "f32x2"))
+_FUNCTIONS = {"shared": "address_shared", "shared::cta": "address_shared",
+              "shared::cluster": "address_shared", "global": "address_global",
+              "local": "address_local", "": "address_generic"}
+
+
+def _space(i: Instruction) -> str:
+    return next((m for m in i.modifiers if m.split("::")[0] in (
+        "shared", "global", "local", "param")), "generic").split("::")[0]
+
+
+def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: int,
+                  write: bool) -> tuple[str, str]:
+    """Checked host addresses of a mem operand: (i64 lanes, mask <32 x i1> of lanes to access)."""
+    if op.kind != "mem" or op.items:
+        raise unknown(i, "the address operand must be [base + offset]")
+    wide = "" if space == "" else space.split("::")[0]
+    if wide in ("", "global"):
+        address = e.get(op.base, "i64")
+        address = e.binary("add", "i64", address, splat("i64", op.value)) if op.value else address
+    else:
+        base = e.get(op.base, "i32")
+        base = e.binary("add", "i32", base, splat("i32", op.value)) if op.value else base
+        address = e.cast("zext", base, "i32", "i64")
+    e.scratch_needed = True
+    e.line(f"store <32 x i64> {address}, ptr %scratch, align 64")
+    mask = e.name_for(
+        f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {e.executing_mask()}, ptr %scratch, "
+        f"i32 {width}, i32 {int(write)}, i32 {i.index})")
+    pointers = e.name_for("load <32 x i64>, ptr %scratch, align 64")
+    return pointers, e.name_for(f"bitcast i32 {mask} to <32 x i1>")
+
+
+def _unit(type_name: str) -> tuple[str, int]:
+    size = TYPE_BYTES[type_name]
+    return f"i{8 * size}", size
+
+
+def _pieces(e: Emitter, i: Instruction, op: Operand, vector: str) -> tuple[Operand, ...]:
+    items = op.items if op.kind == "vec" else (op,)
+    if len(items) != int(vector[1:] or 1 if vector else 1):
+        raise unknown(i, f"the vector operand must have {vector[1:] or 1} members")
+    return items
+
+
+def _lane_pointers(e: Emitter, pointers: str, offset: int) -> str:
+    if offset:
+        pointers = e.binary("add", "i64", pointers, splat("i64", offset))
+    return e.name_for(f"inttoptr <32 x i64> {pointers} to <32 x ptr>")
+
+
+def _gather(e: Emitter, kind: str, pointers: str, mask: str) -> str:
+    size = int(kind[1:]) // 8
+    name = f"@llvm.masked.gather.v32{kind}.v32p0"
+    e.declarations.add(
+        f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
+    return e.name_for(f"call <32 x {kind}> {name}(<32 x ptr> {pointers}, i32 {size}, "
+                      f"<32 x i1> {mask}, <32 x {kind}> zeroinitializer)")
+
+
+def _scatter(e: Emitter, kind: str, value: str, pointers: str, mask: str) -> None:
+    size = int(kind[1:]) // 8
+    name = f"@llvm.masked.scatter.v32{kind}.v32p0"
+    e.declarations.add(f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
+    e.line(f"call void {name}(<32 x {kind}> {value}, <32 x ptr> {pointers}, i32 {size}, "
+           f"<32 x i1> {mask})")
+
+
+def _set_loaded(e: Emitter, op: Operand, type_name: str, value: str) -> None:
+    """Write a loaded value, extended to its register by the sign of the type."""
+    kind, size = _unit(type_name)
+    if op.kind == "sink":
+        return
+    target = "i64" if op.register.file == "r64" else "i32"
+    if type_name[0] == "s" and 8 * size < int(target[1:]):
+        wanted = "i16" if op.register.type.endswith("16") and size == 1 else target
+        value, kind = e.cast("sext", value, kind, wanted), wanted
+    e.set(op, kind, value)
+
+
+@inline_op("ld", statistics=lambda i: f"ld.{_space(i)}")
+def load(e: Emitter, i: Instruction) -> None:
+    """ld{.sem}{.scope}{.space}{cache modifiers}{.vec}.type d, [a]{, policy}."""
+    _, _, space, *_, vector, type_name = split_modifiers(
+        i, _SEMANTICS, _SCOPES, _SPACES, _CACHE, ("nc", ""), _EVICTION, _L2_EVICTION, _HINT,
+        _PREFETCH, _VECTORS, _TYPES)
+    items = _pieces(e, i, i.operands[0], vector)
+    if space.startswith("param"):
+        return _load_param(e, i, items, type_name)
+    kind, size = _unit(type_name)
+    pointers, mask = host_pointers(e, i, i.operands[1], space, size * len(items), False)
+    if type_name == "b128":
+        low, high = (_gather(e, "i64", _lane_pointers(e, pointers, offset), mask)
+                     for offset in (0, 8))
+        return e.set_wide(items[0], low, high)
+    values = [_gather(e, kind, _lane_pointers(e, pointers, size * position), mask)
+              for position in range(len(items))]
+    for op, value in zip(items, values, strict=True):
+        _set_loaded(e, op, type_name, value)
+
+
+@inline_op("ldu", statistics="ld.global")
+def load_uniform(e: Emitter, i: Instruction) -> None:
+    """ldu{.global}: a load that the kernel promises to be uniform."""
+    load(e, i)
+
+
+def _load_param(e: Emitter, i: Instruction, items: tuple[Operand, ...], type_name: str) -> None:
+    """ld.param: kernel parameters; the offset is known, so one scalar load serves all lanes."""
+    op, (kind, size) = i.operands[1], _unit(type_name)
+    if op.base is None or op.base.kind != "sym" or op.base.type != "param":
+        raise unknown(i, "parameters are loaded by name and constant offset")
+    for position, item in enumerate(items):
+        offset = op.base.value + op.value + size * position
+        pointer = e.name_for(
+            f"getelementptr inbounds i8, ptr {e.field('params')}, i64 {offset}")
+        scalar = e.name_for(f"load {kind}, ptr {pointer}, align 1")
+        _set_loaded(e, item, type_name, e.broadcast(kind, scalar))
+
+
+@inline_op("st", statistics=lambda i: f"st.{_space(i)}", defines=())
+def store(e: Emitter, i: Instruction) -> None:
+    """st{.sem}{.scope}{.space}{cache modifiers}{.vec}.type [a], b{, policy}."""
+    _, _, space, *_, vector, type_name = split_modifiers(
+        i, _SEMANTICS, _SCOPES, _SPACES, _CACHE, _EVICTION, _L2_EVICTION, _HINT, _VECTORS, _TYPES)
+    if space.startswith("param"):
+        raise unknown(i, "kernel parameters are read-only")
+    items = _pieces(e, i, i.operands[1], vector)
+    kind, size = _unit(type_name)
+    pointers, mask = host_pointers(e, i, i.operands[0], space, size * len(items), True)
+    if type_name == "b128":
+        for offset, value in zip((0, 8), e.wide(items[0]), strict=True):
+            _scatter(e, "i64", value, _lane_pointers(e, pointers, offset), mask)
+        return
+    for position, op in enumerate(items):
+        _scatter(e, kind, e.get(op, kind), _lane_pointers(e, pointers, size * position), mask)
