@@ -20,7 +20,7 @@ import numpy as np
 from sm100_sim.errors import TmemError
 from sm100_sim.isa.table import machine_op, unknown
 from sm100_sim.tmem import split_address
-from sm100_sim.warp import ALL_LANES, reader, uniform, vector_reader, vector_writer
+from sm100_sim.warp import ALL_LANES, lowest_lane, reader, vector_reader, vector_writer
 
 
 @dataclass(frozen=True)
@@ -135,23 +135,31 @@ def _form(instruction, pack: str, split: int | None) -> Form:
 def _locator(instruction, address_operand, form: Form):
     """(warp, lanes) -> (lane, column), all checks of an access made."""
     read = reader(address_operand, 32)
-    first = uniform(address_operand, 32)
     columns, covered = form.columns, SHAPES[form.shape].lanes
     name = instruction.opcode
 
-    def locate(warp, lanes: int) -> tuple[int, int]:
-        row = read(warp)
-        if lanes == ALL_LANES and row.tobytes() != row[:1].tobytes() * 32:
-            raise TmemError(f"{name}: the address differs between the lanes of the warp")
-        lane, column = split_address(first(warp, lanes))
-        quarter = 32 * (warp.index % 4)
+    @lru_cache(maxsize=1024)
+    def place(value: int, warp_index: int) -> tuple[int, int]:
+        lane, column = split_address(value)
+        quarter = 32 * (warp_index % 4)
         if lane - quarter not in ((0,) if covered == 32 else (0, 16)):
             raise TmemError(
-                f"{name}.{form.shape} at lane {lane}; warp {warp.index} reaches lanes {quarter} to "
+                f"{name}.{form.shape} at lane {lane}; warp {warp_index} reaches lanes {quarter} to "
                 f"{quarter + 31} and the shape covers {covered} of them"
             )
-        warp.cta.tmem.check(column, columns, name)
         return lane, column
+
+    def locate(warp, lanes: int) -> tuple[int, int]:
+        raw = read(warp).tobytes()
+        first = raw[:4]
+        if lanes != ALL_LANES:
+            at = 4 * lowest_lane(lanes)
+            first = raw[at : at + 4]
+        elif raw != first * 32:
+            raise TmemError(f"{name}: the address differs between the lanes of the warp")
+        found = place(int.from_bytes(first, "little"), warp.index)
+        warp.cta.tmem.check(found[1], columns, name)
+        return found
 
     return locate
 
