@@ -67,6 +67,28 @@ def _query(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineStat
             cute.arch.issue_clc_query(channel.producer_get_barrier(state), slot)
 
 
+# clusterlaunchcontrol.query_cancel (PTX ISA 9.7.14).  The ctaid of a request that failed is
+# undefined, so it is read under the predicate; written out because the compiler takes the query
+# for pure and hoists it out of a branch.
+_DECODE = """{
+.reg .pred cancelled;
+.reg .b128 response;
+ld.shared.b128 response, [{$r0}];
+clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 cancelled, response;
+selp.b32 {$w1}, 1, 0, cancelled;
+mov.b32 {$w0}, 0;
+@cancelled clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 {$w0}, response;
+}"""
+
+
+def _decode(slot: cute.Pointer) -> tuple[Int32, Boolean]:
+    """(ctaid.x of the cancelled cluster's first CTA, whether a cluster was cancelled)."""
+    first_cta, is_cancelled = cute.arch.inline_ptx(
+        _DECODE, write_only_types=[Int32, Int32], read_only_args=[slot.toint()]
+    )
+    return first_cta, is_cancelled != 0
+
+
 @cute.jit
 def _wait_for_empty(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState) -> None:
     """In the leader CTA: wait until the slot's last response has been read by all."""
@@ -139,7 +161,7 @@ class ClcScheduler:
         """Wait for the response of the outstanding query, read it and give the slot back."""
         channel = self.channel.pipeline
         channel.consumer_wait(self.consumer)
-        first_cta, _, _, is_valid = cute.arch.clc_response(self._response(self.consumer))
+        first_cta, is_valid = _decode(self._response(self.consumer))
         # Every lane has read the slot before the warp's one arrival allows the next write to it.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -151,7 +173,7 @@ class ClcScheduler:
                 scope=nvvm.MemScopeKind.CLUSTER,
             )
         self.consumer.advance()
-        return make_work_tile(first_cta // CLUSTER_SIZE, is_valid != 0, self.order)
+        return make_work_tile(first_cta // CLUSTER_SIZE, is_valid, self.order)
 
     def producer_tail(self) -> None:
         """In the leader CTA: wait until the consumers of both CTAs have given every slot back.

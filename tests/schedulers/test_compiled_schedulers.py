@@ -44,7 +44,7 @@ def test_clc_is_in_the_compiled_kernel():
     # The working warps' loop and the scheduler warp's loop each decode the response.
     assert _starting(counts, "clusterlaunchcontrol.query_cancel.is_canceled") == 2
     assert _starting(counts, "clusterlaunchcontrol.query_cancel.get_first_ctaid") == 2
-    assert counts["ld.shared.v2.b64"] == 2, "one 128-bit load a response"
+    assert counts["ld.shared.b128"] == 2, "one 128-bit load a response"
     assert counts["fence.proxy.async.shared::cta"] == 2
     assert counts["mbarrier.arrive.release.cluster.shared::cluster.b64"] == 2
     assert counts["mbarrier.arrive.expect_tx.shared::cluster.b64"] == 1
