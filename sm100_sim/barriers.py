@@ -136,7 +136,9 @@ class NamedBarrier:
     that has not exited.
     """
 
-    __slots__ = ("number", "arrived", "expected", "_present", "_results", "_wake", "_ayes", "_votes")
+    __slots__ = (
+        "number", "arrived", "expected", "_present", "_results", "_wake", "_ayes", "_votes",
+    )  # fmt: skip
 
     def __init__(
         self, number: int, present: Callable[[], int], wake: Callable[[Any], None]

@@ -18,8 +18,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from .errors import (
     DivergenceError,
     Hang,

@@ -236,7 +236,9 @@ def special_registers(
         "%nclusterid": machine.cluster_grid,
     }
     values = {
-        f"{name}.{axis}": triple[i] for name, triple in triples.items() for i, axis in enumerate("xyz")
+        f"{name}.{axis}": triple[i]
+        for name, triple in triples.items()
+        for i, axis in enumerate("xyz")
     }
     size = math.prod(config.cluster)
     return values | {
