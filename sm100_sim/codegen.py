@@ -18,11 +18,22 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 import numpy as np
 
-from sm100_sim.codegen_blocks import BRANCH, INDEXED, TRAP, Block, analyse_liveness
-from sm100_sim.codegen_blocks import build_blocks, mark_spins
+from sm100_sim.codegen_blocks import (
+    BRANCH,
+    INDEXED,
+    Block,
+    analyse_liveness,
+    build_blocks,
+    mark_spins,
+)
 from sm100_sim.codegen_emit import Emitter
-from sm100_sim.codegen_runtime import ALIGN_MASK, ALIGN_NONE, ALIGN_REGISTER, BLOCK_RECORD
-from sm100_sim.codegen_runtime import runtime_ir
+from sm100_sim.codegen_runtime import (
+    ALIGN_MASK,
+    ALIGN_NONE,
+    ALIGN_REGISTER,
+    BLOCK_RECORD,
+    runtime_ir,
+)
 from sm100_sim.isa.table import Entry, resolve, unknown
 from sm100_sim.ptx import Instruction, Kernel
 from sm100_sim.warp import ALL_LANES, Environment, Warp

@@ -71,8 +71,8 @@ class Operand:
     name: str = ""
     type: str = ""
     value: int = 0
-    base: "Operand | None" = None
-    items: "tuple[Operand, ...]" = ()
+    base: Operand | None = None
+    items: tuple[Operand, ...] = ()
     negated: bool = False
     register: Register | None = None
 
@@ -137,7 +137,7 @@ class Kernel:
 
     Static shared symbols follow the KiB that the hardware reserves; ``dynamic_shared_offset`` is
     where the launch's dynamic shared memory starts after them. ``blocks`` and register slots are
-    filled when the code generator loads the kernel. Sizes are in bytes; ``local_bytes`` is per lane.
+    filled when the code generator loads the kernel. ``local_bytes`` is the stack of one lane.
     """
 
     name: str
@@ -240,7 +240,7 @@ class _Scope:
 
     __slots__ = ("parent", "operands", "families", "labels", "tables", "declared")
 
-    def __init__(self, parent: "_Scope | None") -> None:
+    def __init__(self, parent: _Scope | None) -> None:
         self.parent = parent
         self.operands: dict[str, Operand] = {}
         self.families: dict[str, tuple[int, str, int]] = {}

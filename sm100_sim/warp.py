@@ -157,7 +157,8 @@ class Warp:
             smem_limits=pointer(environment.limits), cta_count=environment.smem.shape[0],
             ranges=pointer(environment.ranges), range_count=len(environment.ranges),
             local=pointer(self.local), local_bytes=compiled.kernel.local_bytes,
-            table=pointer(compiled.table), shared_base=self.rank << 24, live=(1 << lanes) - 1, budget=DEFAULT_BUDGET)
+            table=pointer(compiled.table), shared_base=self.rank << 24, live=(1 << lanes) - 1,
+            budget=DEFAULT_BUDGET)
 
     @property
     def live(self) -> int:

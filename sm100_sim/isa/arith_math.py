@@ -15,8 +15,8 @@ from collections.abc import Callable
 from sm100_sim.codegen_emit import Emitter, splat
 from sm100_sim.isa.arith_float import (
     CANONICAL_NAN,
-    flush,
     float_to_half,
+    flush,
     half_to_float,
     join_pair,
     split_pair,

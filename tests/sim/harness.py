@@ -1,0 +1,124 @@
+"""Runs a piece of PTX on one warp, without the rest of the machine.
+
+    result = run_warp(".reg .b32 %a, %b, %d;  add.s32 %d, %a, %b;", {"%a": x, "%b": 3}, ["%d"])
+    result["%d"]        # uint32 (32,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sm100_sim.codegen import CompiledKernel, KernelCounters, translate
+from sm100_sim.isa import load_table
+from sm100_sim.ptx import parse_module
+from sm100_sim.warp import Environment, Stop, Warp
+
+MAX_STOPS = 1000
+
+
+@dataclass
+class WarpRun:
+    """A finished run: final registers by name, the warp, its stops and execution counts."""
+
+    warp: Warp
+    compiled: CompiledKernel
+    counters: KernelCounters
+    stops: list[Stop] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> np.ndarray | int:
+        """uint32 or uint64 (32,); uint64 (2, 32) for b128; a lane mask for a predicate."""
+        register = next(r for r in self.compiled.kernel.registers if r.name == name)
+        if register.file == "pred":
+            return int(self.warp.preds[register.slot])
+        if register.type == "b128":
+            return self.warp.r64[register.slot:register.slot + 2].copy()
+        file = self.warp.r64 if register.file == "r64" else self.warp.r32
+        return file[register.slot].copy()
+
+    def floats(self, name: str) -> np.ndarray:
+        """float32 (32,), or float32 (32, 2) of a packed pair."""
+        values = self[name].view(np.float32)
+        return values.reshape(32, 2) if values.size == 64 else values
+
+    def count(self, statistics_class: str) -> tuple[int, int]:
+        """(warps, lanes) executed of a statistics class."""
+        rows = [(w, n) for _, name, w, n in self.compiled.executed(self.counters)
+                if name == statistics_class]
+        return sum(w for w, _ in rows), sum(n for _, n in rows)
+
+
+def kernel_text(body: str, params: str = "", head: str = "") -> str:
+    """A module with one kernel ``test`` around ``body``."""
+    return (f".version 8.8\n.target sm_100a\n.address_size 64\n{head}\n"
+            f".visible .entry test({params})\n{{\n{body}\nret;\n}}\n")
+
+
+def compile_body(body: str, keep: tuple[str, ...] = (), params: str = "", head: str = ""
+                 ) -> CompiledKernel:
+    """Translate ``body``; the registers in ``keep`` stay readable at the end."""
+    load_table()
+    return translate(parse_module(kernel_text(body, params, head))["test"], frozenset(keep))
+
+
+def run_warp(body: str, inputs: dict | None = None, outputs: list[str] | tuple = (), *,
+             params: np.ndarray | None = None, shared: np.ndarray | None = None,
+             ranges: list[tuple[int, int, int]] = (), specials: dict[str, int] | None = None,
+             **options) -> WarpRun:
+    """Compile and run ``body`` on one warp until it exits.
+
+    inputs: register -> value (int, array of 32, or a lane mask for predicates); set before the
+    run. outputs: registers to keep. params: parameter buffer (declare parameters with the option
+    ``param_text``). shared: uint8 (CTAs, bytes). ranges: (start, end, writable) of global memory.
+    ``executor(warp, stop)`` handles traps in place of the bound executors; ``head`` is module text.
+    A fault, or a stop that is not a trap, yield or exit, ends the run.
+    """
+    compiled = compile_body(body, (*(inputs or {}), *outputs), options.get("param_text", ""),
+                            options.get("head", ""))
+    return run_compiled(compiled, inputs or {}, Environment(
+        np.zeros((1, 4096), np.uint8) if shared is None else shared,
+        np.full(1 if shared is None else len(shared), 4096 if shared is None
+                else shared.shape[1], np.uint32),
+        np.array(ranges, np.uint64).reshape(-1, 3),
+        np.zeros(16, np.uint8) if params is None else params),
+        {"%ntid.x": 32, **(specials or {})}, options.get("executor"), options.get("index", 0))
+
+
+def run_compiled(compiled: CompiledKernel, inputs: dict, environment: Environment,
+                 specials: dict[str, int], executor: Callable | None = None, index: int = 0
+                 ) -> WarpRun:
+    """Run one warp of an already translated kernel."""
+    counters = compiled.new_counters()
+    warp = compiled.new_warp_state(None, index, environment, specials, counters)
+    registers = {register.name: register for register in compiled.kernel.registers}
+    for name, value in inputs.items():
+        _set(warp, registers[name], value)
+    run = WarpRun(warp, compiled, counters)
+    for _ in range(MAX_STOPS):
+        stop = warp.resume()
+        run.stops.append(stop)
+        if stop.kind == "trap":
+            if executor is not None:
+                executor(warp, stop)
+            else:
+                waiting = compiled.executors[stop.instruction.index](warp, stop.lanes)
+                assert waiting is None, f"{stop.instruction.text} waits"
+                warp.proceed(stop.lanes)
+        elif stop.kind != "yield":
+            return run
+    raise AssertionError(f"the warp did not finish within {MAX_STOPS} stops")
+
+
+def _set(warp: Warp, register, value) -> None:
+    if register.file == "pred":
+        warp.preds[register.slot] = value
+        return
+    file = warp.r64 if register.file == "r64" else warp.r32
+    value = np.asarray(value)
+    if value.dtype.kind == "f" or value.dtype.kind == "i" and value.ndim:
+        value = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
+    if value.ndim == 0:
+        value = int(value) & (2**64 - 1 if register.file == "r64" else 2**32 - 1)
+    file[register.slot] = value
