@@ -116,10 +116,14 @@ def keeping_ptx() -> Iterator[None]:
     Works after cutlass has been imported and leaves no file behind: the compiled object reads
     the text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
     """
+    from cutlass import cute
     from cutlass.cutlass_dsl import CuTeDSL
 
     variables = CuTeDSL._get_dsl().envar
     saved = variables.keep_ptx, variables.dump_dir
+    # Compiling copies the setting into the default options of `cute.compile`, which outlive it.
+    option = cute.compile._compile_options.options[cute.KeepPTX]
+    saved_option = option.value
     with tempfile.TemporaryDirectory(prefix="sm100_sim_ptx_") as directory:
         if not saved[0]:
             variables.keep_ptx, variables.dump_dir = True, directory
@@ -127,6 +131,7 @@ def keeping_ptx() -> Iterator[None]:
             yield
         finally:
             variables.keep_ptx, variables.dump_dir = saved
+            option.value = saved_option
 
 
 # ---------------------------------------------------------------- CUDA runtime callbacks
