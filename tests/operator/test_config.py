@@ -1,0 +1,99 @@
+"""Configuration, plans and edges: budgets are derived, checked and documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fa4_hd256.config import ForwardConfig, WarpPlan
+from fa4_hd256.edges import Edge, EdgeTable, Signal
+from fa4_hd256.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from softmax_emu.pattern import Ex2Pattern
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_documented_plan_is_the_compiled_one():
+    assert ForwardConfig().describe() in (DOCS / "forward.md").read_text()
+
+
+def test_smem_fits_and_regions_follow_each_other():
+    plan = ForwardConfig().smem
+    end = 0
+    for region in plan.regions:
+        offset = plan.offsets()[region.name]
+        assert offset >= end and offset % region.alignment == 0
+        end = offset + region.num_bytes
+    assert plan.num_bytes == end <= SMEM_CAPACITY
+
+
+def test_tmem_is_used_completely():
+    plan = ForwardConfig().tmem
+    owned = [r for r in plan.regions if r.alias_of is None]
+    assert sum(r.columns for r in owned) == plan.allocated_columns == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"q_stages": 1}, "needs 2"),
+        ({"kv_stages": 2}, "at least 3"),
+        ({"kv_stages": 4}, "shared memory"),
+        ({"rescale_threshold": 16.0}, "0 to 15"),
+        ({"rescale_threshold": -1.0}, "0 to 15"),
+    ],
+)
+def test_what_the_configuration_refuses(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ForwardConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"registers_softmax": 236}, "multiples of 8"),
+        ({"registers_softmax": 256, "registers_correction": 256}, "65536"),
+    ],
+)
+def test_what_the_warp_plan_refuses(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        WarpPlan(**options)
+
+
+def test_configurations_are_values():
+    """Equal fields, equal configuration: they key caches."""
+    assert ForwardConfig(ex2_pattern=Ex2Pattern(4, 3)) == ForwardConfig(
+        ex2_pattern=Ex2Pattern(4, 3)
+    )
+    assert hash(ForwardConfig()) == hash(ForwardConfig())
+
+
+def test_arrive_counts_are_derived():
+    """Commit and TMA signal once; warps of one or both CTAs once each."""
+    edges = ForwardConfig().edges
+    assert edges["kv_loaded"].arrive_count == edges["s_done"].arrive_count == 1
+    assert edges["p_done"].arrive_count == edges["o_free"].arrive_count == 8
+    assert edges["scale_done"].arrive_count == 4 and edges["q_free"].arrive_count == 1
+    # Both CTAs' bytes land on the leader's barrier.
+    assert edges["q_loaded"].transaction_bytes == 256 * 256 * 2
+    assert edges["kv_loaded"].transaction_bytes == 128 * 256 * 2
+
+
+def test_plans_refuse_overlap_and_overflow():
+    with pytest.raises(ValueError, match="overlaps"):
+        TmemPlan((TmemRegion("a", 0, 64), TmemRegion("b", 32, 64)))
+    with pytest.raises(ValueError, match="does not lie within"):
+        TmemPlan((TmemRegion("a", 0, 64), TmemRegion("p", 32, 64, "a")))
+    with pytest.raises(ValueError, match="512"):
+        TmemPlan((TmemRegion("a", 480, 64),))
+    with pytest.raises(ValueError, match="shared memory"):
+        SmemPlan((SmemRegion("a", 1, SMEM_CAPACITY + 1, 16),))
+
+
+def test_edge_tables_refuse_nonsense():
+    edge = Edge("a", 1, Signal.WARPS_CTA, "x", 1, "y", "z")
+    with pytest.raises(ValueError, match="unique"):
+        EdgeTable((edge, edge))
+    with pytest.raises(ValueError, match="transaction bytes"):
+        EdgeTable((Edge("b", 1, Signal.TMA_PAIR, "x", 1, "y", "z"),))

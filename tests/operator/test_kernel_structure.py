@@ -1,0 +1,155 @@
+"""What the forward kernel executes, and in which order, as the simulator's trace shows it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import sm100_sim
+from fa4_hd256.calling import call_arguments
+from fa4_hd256.compile import compile_forward
+from fa4_hd256.config import ForwardConfig
+from fa4_hd256.problem import ProblemClass
+
+pytestmark = pytest.mark.simulator
+
+CONFIG = ForwardConfig()
+QK_INSTRUCTIONS, PV_INSTRUCTIONS = 256 // 16, 128 // 16
+
+
+def run(seqlen_q, seqlen_k, causal=False, heads=1, clusters=74, **options):
+    """Launch on random tensors; returns the report."""
+    shapes = ((seqlen_q, heads), (seqlen_k, 1), (seqlen_k, 1), (seqlen_q, heads))
+    operands = [torch.randn(1, s, h, 256).to(torch.bfloat16) for s, h in shapes]
+    lse = torch.empty(1, heads, seqlen_q)
+    compiled = compile_forward(CONFIG, ProblemClass(torch.bfloat16, causal, False))
+    arguments = call_arguments((*operands, lse), 0.0625, clusters, 0)
+    return sm100_sim.launch(compiled, *arguments, **options)
+
+
+def steps(seqlen_q, seqlen_k, causal):
+    """KV tiles that some row of each query block sees, from the definition of the mask."""
+    counts = []
+    for first in range(0, seqlen_q, CONFIG.tile_q):
+        last_row = min(first + CONFIG.tile_q, seqlen_q) - 1
+        visible = min(seqlen_k, last_row + 1 + seqlen_k - seqlen_q) if causal else seqlen_k
+        counts.append(max(0, math.ceil(visible / CONFIG.block_kv)))
+    return counts
+
+
+def mma_chains(report):
+    """QK and PV chains in the order of issue: ("QK" | "PV", TMEM address of D)."""
+    chains = []
+    for entry in report.trace:
+        if entry.opcode.startswith("tcgen05.mma"):
+            d, a = entry.operands[:2]
+            # Q comes from shared memory by a 64-bit descriptor, P from tensor memory.
+            kind = "QK" if a > 0xFFFFFFFF else "PV"
+            if not chains or chains[-1][:2] != (kind, d) or len(chains[-1][2]) == (
+                QK_INSTRUCTIONS if kind == "QK" else PV_INSTRUCTIONS
+            ):
+                chains.append((kind, d, []))
+            chains[-1][2].append(entry.number)
+    return chains
+
+
+# Whole tiles, a rest, lengths that differ both ways; causal: a tile without any visible key.
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(512, 512), (300, 700), (700, 300), (515, 131)]
+)
+def test_mma_count_is_the_closed_form(seqlen_q, seqlen_k, causal):
+    """16 + 8 instructions for every KV tile that some row sees, none for the others."""
+    report = run(seqlen_q, seqlen_k, causal, heads=2)
+    expected = 2 * sum(steps(seqlen_q, seqlen_k, causal))
+    # The MMA warp passes its instructions with all lanes; the elected one issues.
+    issued = sum(
+        counts["warps"] for name, counts in report.opcodes.items() if name.startswith("tcgen05.mma")
+    )
+    assert issued == expected * (QK_INSTRUCTIONS + PV_INSTRUCTIONS)
+
+
+def test_tma_bytes_are_the_closed_form():
+    """Q once a tile, K and V once a step, O once a tile; each in boxes of whole tiles."""
+    report = run(512, 640)
+    q_bytes, kv_bytes = 256 * 256 * 2, 128 * 256 * 2
+    assert report.tma["load_bytes"] == 2 * q_bytes + 2 * 5 * 2 * kv_bytes
+    assert report.tma["store_bytes"] == 2 * q_bytes
+
+
+def test_qk_of_the_next_step_goes_before_pv_across_tiles():
+    """One cluster, three tiles: QK(i+1) before PV(i), and the next tile's QK before PV(last)."""
+    report = run(768, 384, clusters=1, trace=True)
+    order = [kind for kind, _, _ in mma_chains(report)]
+    number = sum(steps(768, 384, False))
+    assert order == ["QK"] + ["QK", "PV"] * (number - 1) + ["PV"]
+
+
+def test_s_is_double_buffered_and_p_lies_over_it():
+    report = run(512, 512, clusters=1, trace=True)
+    chains = mma_chains(report)
+    buffers = [d for kind, d, _ in chains if kind == "QK"]
+    plan = CONFIG.tmem
+    assert buffers == [plan[f"s{i % 2}"].start for i in range(len(buffers))]
+    assert {d for kind, d, _ in chains if kind == "PV"} == {plan["o"].start}
+
+
+def test_the_next_tile_is_loaded_and_multiplied_before_this_ones_o_leaves():
+    """Q and K of the next tile are requested, and its first QK issued, before O is stored."""
+    report = run(512, 512, clusters=1, trace=True)
+    leader = [entry for entry in report.trace if entry.ctaid[0] == 0]
+    stores = [
+        entry.number for entry in leader
+        if entry.opcode.startswith("cp.async.bulk.tensor") and ".global.shared" in entry.opcode
+    ]
+    loads = [
+        entry.number for entry in leader
+        if entry.opcode.startswith("cp.async.bulk.tensor") and ".shared::cluster.global" in (
+            entry.opcode)
+    ]
+    boxes_q, boxes_k, boxes_v, steps_a_tile = 4, 4, 2, 4
+    before_second_q = boxes_q + steps_a_tile * (boxes_k + boxes_v) - boxes_v
+    second_k_end = loads[before_second_q + boxes_q + boxes_k - 1]
+    first_qk_of_second = [c for c in mma_chains(report) if c[0] == "QK"][steps_a_tile][2][-1]
+    assert second_k_end < stores[0] and first_qk_of_second < stores[0]
+
+
+def test_loads_run_two_stages_ahead_of_the_mma():
+    """Before the first MMA the whole ring of K and V stages has been requested."""
+    report = run(256, 1024, clusters=1, trace=True, schedule="lazy")
+    first_mma = next(e.number for e in report.trace if e.opcode.startswith("tcgen05.mma"))
+    requested = Counter(
+        entry.ctaid[0] for entry in report.trace
+        if entry.number < first_mma and entry.opcode.startswith("cp.async.bulk.tensor")
+    )
+    # Q in 4 boxes, then K(last) in 4, K in 4, V in 2: the tile in use and two ahead.
+    assert requested[0] == 4 + 4 + 4 + 2 and requested[1] == requested[0]
+
+
+def test_interior_tiles_run_no_mask_code():
+    """Comparisons per step do not grow with the number of interior tiles."""
+    short, long = run(256, 512), run(256, 1024)
+    masked = run(256, 511)
+    per_tile = (long.lanes("setp") - short.lanes("setp")) / 4
+    # A mask compares every element of 256 x 128 scores once.
+    assert per_tile < 256 * 128 / 4
+    assert masked.lanes("setp") - short.lanes("setp") >= 256 * 128 * 0.9
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("options", [{"schedule": "lazy"}, {"seed": 1}, {"seed": 2}])
+def test_results_do_not_depend_on_the_schedule(causal, options):
+    """Any order of warps and completions gives the same bits."""
+    results = []
+    for chosen in ({}, options):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, s, 2, 256).to(torch.bfloat16) for s in (600, 400, 400))
+        out, lse = torch.full_like(q, math.nan), torch.full((1, 2, 600), math.nan)
+        compiled = compile_forward(CONFIG, ProblemClass(torch.bfloat16, causal, False))
+        arguments = call_arguments((q, k, v, out, lse), 0.0625, 2, 0)
+        sm100_sim.launch(compiled, *arguments, **chosen)
+        results.append((out, lse))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
