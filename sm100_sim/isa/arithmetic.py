@@ -15,6 +15,7 @@ from sm100_sim.isa import (  # noqa: F401  (imported for their table rows)
     arith_memory,
     arith_move,
     arith_warp,
+    atomics,
 )
 from sm100_sim.isa.table import inline_op, split_modifiers, unknown
 from sm100_sim.ptx import Instruction
