@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .blas import single_threaded
 from .codegen import CompiledKernel, translate
 from .errors import LaunchError
 from .events import EagerPolicy, LazyPolicy, RandomPolicy
@@ -150,7 +151,8 @@ def run_kernel(
         compiled, config, GlobalMemory(ranges, parameters), resident, options.policy(),
         options.progress, trace,
     )  # fmt: skip
-    machine.run()
+    with single_threaded():
+        machine.run()
     seconds = time.perf_counter() - translated
     return _report(machine, trace, translated - start, seconds)
 
@@ -188,7 +190,7 @@ def _report(
     config, counters = machine.config, machine.counters
     classes: dict[str, dict[str, int]] = {}
     opcodes: dict[str, dict[str, int]] = {}
-    for instruction, name, warps, lanes in machine.compiled.executed(machine.counts):
+    for instruction, name, warps, lanes in machine.executed():
         for table, key in ((classes, name), (opcodes, instruction.name)):
             entry = table.setdefault(key, {"warps": 0, "lanes": 0})
             entry["warps"] += warps

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .errors import (
@@ -86,6 +86,8 @@ class Machine:
         self.counts = compiled.new_counters()
         executors = compiled.executors if trace is None else trace.wrapped(compiled)
         self._executors = [executors[i.index] for i in compiled.block_instruction]
+        #: Machine operations done, by block: [executions by a warp, lanes].
+        self._operations = [[0, 0] for _ in compiled.block_instruction]
         policy.bind(self._perform, self._complete)
         self._next = self._done = 0
         self._resident: dict[int, Cluster] = {}
@@ -259,27 +261,28 @@ class Machine:
     def _run_warp(self, warp: ResidentWarp) -> None:
         """Run a warp until it waits, exits, polls or loses its turn."""
         context, run, address = warp.context, warp.compiled.run, warp.address
-        executors = self._executors
+        executors, operations = self._executors, self._operations
         interrupts = None if self._in_order else self.policy.interrupts
         context.budget = DEFAULT_BUDGET
         while True:
             kind = run(address)
             if kind == _TRAP:
-                lanes = context.stop_lanes
+                lanes, block = context.stop_lanes, context.stop_block
                 try:
-                    outcome = executors[context.stop_block](warp, lanes)
+                    outcome = executors[block](warp, lanes)
                 except SimulationError as error:
-                    raise error.at(
-                        self.compiled.block_instruction[context.stop_block],
-                        warp.cta.ctaid, warp.index,
-                        (lanes & -lanes).bit_length() - 1 if not lanes & lanes - 1 else None,
-                    ) from None
-                if outcome is not None:
-                    if outcome is YIELD:
-                        self._poll(warp, 1)
-                        return
-                    self._wait(warp, lanes, outcome)
-                elif interrupts is not None and interrupts():
+                    raise self._placed(error, warp, block, lanes) from None
+                if outcome is not None and outcome is not YIELD:
+                    lanes &= ~self._wait(warp, lanes, outcome)
+                    if not lanes:
+                        continue
+                done = operations[block]
+                done[0] += 1
+                done[1] += lanes.bit_count()
+                if outcome is YIELD:
+                    self._poll(warp, 1)
+                    return
+                if interrupts is not None and warp.runnable and interrupts():
                     warp.cta.cluster.ready.append(warp)
                     return
             elif kind == _BLOCKED:
@@ -297,14 +300,19 @@ class Machine:
             else:
                 raise self._stop_error(warp, kind)
 
-    def _wait(self, warp: ResidentWarp, lanes: int, outcome: Waiting | tuple) -> None:
-        """Put lanes to sleep until `wake` is called with the key of what they wait for."""
+    def _wait(self, warp: ResidentWarp, lanes: int, outcome: Waiting | tuple) -> int:
+        """Put lanes to sleep until `wake` is called with the key of what they wait for.
+
+        Returns the lanes that will execute the instruction again.
+        """
         context = warp.context
+        again = 0
         for waiting in outcome if type(outcome) is tuple else (outcome,):
             blocked = lanes if waiting.lanes is None else waiting.lanes
             waiting.instruction = self.compiled.block_instruction[context.stop_block]
             if waiting.retry:
                 warp.block(blocked, waiting)
+                again |= blocked
             else:
                 context.blocked |= blocked
                 warp.waiting[blocked] = waiting
@@ -313,6 +321,7 @@ class Machine:
                 self._waiters[key].append((warp, blocked))
             else:
                 self._waiters[key] = [(warp, blocked)]
+        return again
 
     def _poll(self, warp: ResidentWarp, rounds: int) -> None:
         cluster = warp.cta.cluster
@@ -373,7 +382,35 @@ class Machine:
         if self.progress is not None:
             self.progress(self._done, self.clusters)
 
+    def executed(self) -> Iterator[tuple[Any, str, int, int]]:
+        """Every instruction executed: (instruction, statistics class, warps, lanes).
+
+        Machine operations count once for each time they were done, with the lanes whose guard
+        held; waiting and trying again does not count.
+        """
+        done = {
+            instruction.index: counts
+            for instruction, counts in zip(
+                self.compiled.block_instruction, self._operations, strict=True
+            )
+            if counts[0]
+        }
+        executors = self.compiled.executors
+        for instruction, name, warps, lanes in self.compiled.executed(self.counts):
+            if executors[instruction.index] is not None:
+                warps, lanes = done.get(instruction.index, (0, 0))
+            if warps:
+                yield instruction, name, warps, lanes
+
     # ------------------------------------------------------------ errors
+
+    def _placed(
+        self, error: SimulationError, warp: ResidentWarp, block: int, lanes: int
+    ) -> SimulationError:
+        """The error with the place of the machine operation that raised it."""
+        lane = (lanes & -lanes).bit_length() - 1 if not lanes & lanes - 1 else None
+        instruction = self.compiled.block_instruction[block]
+        return error.at(instruction, warp.cta.ctaid, warp.index, lane)
 
     def _stop_error(self, warp: ResidentWarp, kind: int) -> SimulationError:
         """The error for a fault or a divergence that native code reported."""
