@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from schedulers.clc import ClcScheduler
 from softmax_emu.pattern import Ex2Pattern
 
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
@@ -58,6 +59,11 @@ class WarpPlan:
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP_SIZE
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of both CTAs that run the tile loop: all but the peer's MMA warp."""
+        return CTAS * self.num_warps - 1
 
     def describe(self) -> str:
         rows = ["| role | warps | registers a thread |", "|---|---|---|"]
@@ -148,6 +154,10 @@ class ForwardConfig:
                 ),
                 SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
                 SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
+                SmemRegion(
+                    "scheduler", 1, ClcScheduler.smem_bytes, 16,
+                    "of the dynamic scheduler; allocated by its set-up",
+                ),
             )
         )
 

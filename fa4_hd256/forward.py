@@ -297,8 +297,8 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         """Lay out shared memory as the plan says and initialise the barriers."""
         config = self.config
         seqlen_q, seqlen_k, heads_per_kv = sizes
-        base = allocator.allocate(self.smem_plan.num_bytes, 1024)
         offsets = self.smem_plan.offsets()
+        base = allocator.allocate(offsets["scheduler"], 1024)
 
         def region(name: str, element_type: Any, alignment: int) -> cute.Pointer:
             pointer = (base + offsets[name]).align(alignment)
@@ -320,7 +320,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
             heads_per_kv=heads_per_kv,
             scale_log2=scale_log2,
             order=order,
-            channel=self.scheduler.setup(allocator, config.warps.num_warps),
+            channel=self.scheduler.setup(allocator, config.warps.scheduled_warps),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
             q_smem=operand("q", config.block_q, HEAD_DIM, config.q_stages),
             k_smem=operand("kv", config.block_kv // 2, HEAD_DIM, kv_stages),

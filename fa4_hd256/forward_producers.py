@@ -218,10 +218,8 @@ class ForwardProducers:
             scheduler = self.scheduler.create(context.order, context.channel)
             work = scheduler.initial_work()
             while work.is_valid:
-                if context.cta_rank == 0:
-                    scheduler.prefetch_next_work()
+                scheduler.prefetch_next_work()
                 work = scheduler.advance_to_next_work()
-            if context.cta_rank == 0:
-                scheduler.producer_tail()
+            scheduler.producer_tail()
 
 

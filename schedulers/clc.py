@@ -40,6 +40,7 @@ __all__ = ["ClcChannel", "ClcScheduler"]
 
 # Bytes of one clusterlaunchcontrol response (PTX ISA: a .b128 opaque handle).
 RESPONSE_BYTES = 16
+BARRIER_BYTES = 8
 # One response is read by slow roles while the next is already on its way.
 NUM_STAGES = 2
 
@@ -100,6 +101,7 @@ class ClcScheduler:
     """One warp's view of the cluster's sequence of tiles."""
 
     needs_scheduler_warp: ClassVar[bool] = True
+    smem_bytes: ClassVar[int] = NUM_STAGES * (2 * BARRIER_BYTES + RESPONSE_BYTES) + 16
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class ClcScheduler:
         return problem.num_tiles * CLUSTER_SIZE, 1, 1
 
     @staticmethod
-    def setup(allocator: Any, consumer_warps_per_cta: int) -> ClcChannel:
+    def setup(allocator: Any, consumer_warps: int) -> ClcChannel:
         """Allocate barriers and responses (48 bytes a stage, with padding) and set them up."""
         barriers = allocator.allocate_array(Int64, 2 * NUM_STAGES)
         # Int128 elements, so that the pointer to any slot is known to be aligned to 16 bytes.
@@ -128,7 +130,7 @@ class ClcScheduler:
             num_stages=NUM_STAGES,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, consumer_warps_per_cta * CLUSTER_SIZE
+                pipeline.Agent.Thread, consumer_warps
             ),
             tx_count=RESPONSE_BYTES,
             barrier_storage=barriers,

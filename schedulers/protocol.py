@@ -2,7 +2,7 @@
 
 Host: `grid_shape(problem, max_active_clusters)` gives the launch grid.  Kernel, once by all
 threads of the CTA, before the cluster barrier of the kernel's set-up:
-`channel = Scheduler.setup(allocator, consumer_warps_per_cta)`; then every warp role makes its own
+`channel = Scheduler.setup(allocator, consumer_warps)`; then every warp role makes its own
 scheduler and runs the same loop, whatever the kind::
 
     scheduler = Scheduler.create(order, channel)
@@ -83,17 +83,20 @@ class TileScheduler(Protocol):
     # Whether some warp of the leader CTA must call prefetch_next_work and producer_tail.
     needs_scheduler_warp: ClassVar[bool]
 
+    # Shared memory that `setup` allocates, with padding, in bytes.
+    smem_bytes: ClassVar[int]
+
     @staticmethod
     def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
         """The launch grid in CTAs; `max_active_clusters` as the device can hold at once."""
 
     @staticmethod
-    def setup(allocator: Any, consumer_warps_per_cta: int) -> Any:
+    def setup(allocator: Any, consumer_warps: int) -> Any:
         """Allocate and initialise what the roles share; called by all threads of both CTAs.
 
-        `allocator` is a `cutlass.utils.SmemAllocator`; `consumer_warps_per_cta` counts every
-        warp of one CTA that runs the work loop, the scheduler warps included.  The caller must
-        fence the barrier initialisation and synchronise the cluster afterwards.
+        `allocator` is a `cutlass.memory.SmemAllocator`; `consumer_warps` counts every warp of
+        the cluster that runs the work loop, the scheduler warps included.  The caller must fence
+        the barrier initialisation and synchronise the cluster afterwards.
         """
 
     @classmethod

@@ -17,6 +17,7 @@ class _StaticScheduler:
     """What both static schedulers share: nothing is exchanged between the roles."""
 
     needs_scheduler_warp: ClassVar[bool] = False
+    smem_bytes: ClassVar[int] = 0
 
     def __init__(self, order: TileOrder, index: Int32, stride: Int32) -> None:
         self.order = order
@@ -24,7 +25,7 @@ class _StaticScheduler:
         self.stride = stride
 
     @staticmethod
-    def setup(allocator: Any, consumer_warps_per_cta: int) -> None:
+    def setup(allocator: Any, consumer_warps: int) -> None:
         """Nothing to allocate."""
         return None
 

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from schedulers import TileOrder, TileProblem
+from schedulers import CLUSTER_SIZE, TileOrder, TileProblem
 
 # Warps 0 and 1 work, warp 2 schedules; every warp runs the loop.
 NUM_WARPS = 3
@@ -25,7 +25,7 @@ def _record(record: cute.Tensor, work, turn: Int32):
 @cute.kernel
 def _kernel(record: cute.Tensor, order: TileOrder, scheduler_class: cutlass.Constexpr):
     allocator = cutlass.memory.SmemAllocator()
-    channel = scheduler_class.setup(allocator, NUM_WARPS)
+    channel = scheduler_class.setup(allocator, NUM_WARPS * CLUSTER_SIZE)
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
