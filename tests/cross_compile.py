@@ -10,7 +10,8 @@ from sm100_sim.host import keeping_ptx, ptx_of
 
 
 @contextlib.contextmanager
-def _target_sm100a():
+def target_sm100():
+    """While active, CuTe DSL compiles for sm_100a, whatever GPU is here."""
     settings = CuTeDSL._get_dsl().envar
     settings.arch = "sm_100a"
     try:
@@ -19,10 +20,10 @@ def _target_sm100a():
         del settings.arch
 
 
-def compile_sm100(function, *arguments):
+def compile_sm100(function, *arguments, **keywords):
     """`cute.compile` for sm_100a; the result carries its PTX."""
-    with keeping_ptx(), _target_sm100a():
-        return cute.compile(function, *arguments)
+    with keeping_ptx(), target_sm100():
+        return cute.compile(function, *arguments, **keywords)
 
 
 def opcode_counts(compiled) -> Counter:

@@ -237,7 +237,8 @@ barrier.cluster.arrive.aligned;
 barrier.cluster.wait.aligned;
 setp.ne.u32 %p4, %r20, 0;
 or.pred %p5, %p4, %p0;
-@!%p5 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128 [smem+16], [smem];
+@!%p5 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes\
+.multicast::cluster::all.b128 [smem+16], [smem];
 W: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p1, [smem], %r2;
 @!%p1 bra W;
 xor.b32 %r2, %r2, 1;
@@ -347,11 +348,12 @@ def test_a_hang_lists_who_waits_for_what(options):
 def test_endless_polling_is_a_hang(options):
     """A wait outside a spin loop that never succeeds."""
     body = """
-    mbarrier.init.shared.b64 [smem], 1;
+    mov.u32 %r0, %tid.x;  setp.eq.u32 %p0, %r0, 0;
+    @%p0 mbarrier.init.shared.b64 [smem], 1;
     POLL: mbarrier.test_wait.parity.shared.b64 %p2, [smem], 0;
     add.u32 %r1, %r1, 1;
     @!%p2 bra POLL;
-    """.replace("mbarrier.init", "mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 0;\n@%p0 mbarrier.init")
+    """
     with pytest.raises(Hang, match="polls near"):
         run_kernel_text(body, **options)
 
@@ -517,7 +519,8 @@ def test_atomics_on_global_and_shared_memory():
     assert cells[6] == 32 % 10  # inc wraps to 0 after 9
     assert cells[7:8].view(np.float32)[0] == np.arange(32).sum()
     assert cells[8:9].view(np.float16).tolist() == [32.0, 32.0]
-    assert (cells[9:10].view(np.uint16).astype(np.uint32) << 16).view(np.float32).tolist() == [32, 32]
+    sums = cells[9:10].view(np.uint16).astype(np.uint32) << 16
+    assert sums.view(np.float32).tolist() == [32.0, 32.0]
     assert cells[10] == 64
 
 
