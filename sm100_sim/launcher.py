@@ -25,8 +25,12 @@ from .ptx import Kernel, parse_module
 from .report import Report, remember
 from .residency import NUM_SMS
 from .settings import read_settings
+from .tmem import COLUMNS, LANES
 from .trace import Trace
 from .warp import aligned_zeros
+
+#: Bytes that the state of the clusters resident by default may take.
+STATE_LIMIT = 1 << 30
 
 #: Translated kernels of this process, by PTX text and name.
 _translated: dict[tuple[str, str], CompiledKernel] = {}
@@ -35,7 +39,7 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run. clusters None: as many as a B200 holds (148 SMs / cluster size)."""
+    """How kernels are run; see `launch`. clusters None: `default_clusters`."""
 
     clusters: int | None = None
     seed: int | None = None
@@ -77,8 +81,8 @@ def launch(
     compiled: what `cute.compile` returned, its PTX kept (`host.keeping_ptx`).
     args, kwargs: what one would call it with; tensors are CPU tensors through from_dlpack and are
         read and written in place. A kernel may touch these tensors and no other memory.
-    clusters: how many are resident at once. Default: as many as a B200 holds, 148 SMs divided by
-        the cluster size; in a fixed order their state is only built as each gets its first turn.
+    clusters: how many are resident at once. Default: as many as a B200 holds (148 SMs, one CTA
+        each), fewer if their state would take more than 1 GiB.
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
     sanitize: look for races and lifetime errors.
@@ -145,7 +149,7 @@ def run_kernel(
     start = time.perf_counter()
     compiled = translated_kernel(config.ptx, config.kernel_name)
     translated = time.perf_counter()
-    resident = options.clusters or max(1, NUM_SMS // math.prod(config.cluster))
+    resident = options.clusters or default_clusters(compiled, config)
     trace = Trace() if options.trace else None
     machine = Machine(
         compiled, config, GlobalMemory(ranges, parameters), resident, options.policy(),
@@ -155,6 +159,19 @@ def run_kernel(
         machine.run()
     seconds = time.perf_counter() - translated
     return _report(machine, trace, translated - start, seconds)
+
+
+def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:
+    """Clusters resident at once unless asked otherwise.
+
+    As many as a B200 holds (one CTA an SM), but no more than fit in STATE_LIMIT bytes of memory.
+    """
+    size = math.prod(config.cluster)
+    registers = 128 * compiled.r32_count + 256 * compiled.r64_count
+    warps = -(-math.prod(config.block) // 32)
+    shared = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
+    cluster_bytes = size * (warps * registers + shared + 4 * COLUMNS * LANES)
+    return max(1, min(NUM_SMS // size, STATE_LIMIT // cluster_bytes))
 
 
 def parameter_buffer(kernel: Kernel, values: list[bytes]) -> np.ndarray:

@@ -82,12 +82,14 @@ class Cta:
                     f"mbarrier.init of a live barrier; mbarrier.inval ends its life. "
                     f"{self.barriers[near].describe()}"
                 )
-        self.barriers[offset] = MBarrier(address, count, self.cluster.machine.wake)
+        barrier = MBarrier(address, count, self.cluster.machine.wake)
+        self.barriers[offset] = self.cluster.mbarriers[address] = barrier
 
     def invalidate_mbarrier(self, address: int) -> None:
         """mbarrier.inval: the bytes may be used for something else."""
         if self.barriers.pop(self._own_barrier_offset(address, "mbarrier.inval"), None) is None:
             raise BarrierError(f"mbarrier.inval at {address:#x}, where no barrier is")
+        del self.cluster.mbarriers[address]
 
     def _own_barrier_offset(self, address: int, what: str) -> int:
         offset = address & 0xFFFFFF
@@ -138,6 +140,8 @@ class Cta:
                 barrier.settle()
         if self.running == 0:
             self.cluster.limits[self.rank] = 0
+            for barrier in self.barriers.values():
+                del self.cluster.mbarriers[barrier.address]
             if self.tmem.leaked():
                 raise TmemError(
                     "the CTA exits with tensor memory still allocated (first column: columns): "
@@ -150,6 +154,8 @@ class Cluster:
 
     id: number in the grid, x fastest. ctas: by rank. smem: uint8 (CTAs, bytes), index = shared
     offset. limits: bytes of each row that may be accessed, 0 once the CTA has exited.
+    mbarriers: shared address -> barrier, of CTAs that have not exited. adversary: the policy if it
+    makes waits fail spuriously, else None.
     """
 
     def __init__(self, machine: Machine, number: int) -> None:
@@ -160,6 +166,8 @@ class Cluster:
         self.smem = poisoned_shared(size, machine.shared_bytes)
         self.limits = np.full(size, machine.shared_bytes, np.uint32)
         self.barrier = ClusterBarrier(size * machine.threads, machine.wake)
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.adversary = machine.policy if machine.policy.random_order else None
         self.position = machine.cluster_position(number)
         self.ready = machine.ready_list()
         self.queued = False
@@ -203,8 +211,11 @@ class Cluster:
         Raises BarrierError if none was initialised there, MemoryFault outside the cluster. An
         access to a CTA that has exited is recorded as a finding.
         """
+        live = self.mbarriers.get(address)
+        if live is not None:
+            return live
         rank, offset = address >> 24, address & 0xFFFFFF
-        cta = self.ctas[rank] if rank < len(self.ctas) else self.cta(rank)
+        cta = self.cta(rank)
         found = cta.barriers.get(offset)
         if found is None:
             known = ", ".join(f"{at:#x}" for at in sorted(cta.barriers)) or "none"
@@ -212,11 +223,10 @@ class Cluster:
                 f"no mbarrier has been initialised at shared offset {offset:#x} of CTA rank "
                 f"{rank}; initialised there: {known}"
             )
-        if not cta.running:
-            self.machine.finding(
-                f"an mbarrier of CTA {cta.ctaid} is used after that CTA has exited; a CTA must "
-                "stay until its peers are done with it (a trailing cluster barrier)"
-            )
+        self.machine.finding(
+            f"an mbarrier of CTA {cta.ctaid} is used after that CTA has exited; a CTA must stay "
+            "until its peers are done with it (a trailing cluster barrier)"
+        )
         return found
 
 

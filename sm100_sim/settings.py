@@ -3,7 +3,7 @@
 | variable | meaning | default |
 |---|---|---|
 | SM100_SIM_REPORT | file to which one JSON object per launch is appended | none |
-| SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | 148 SMs / cluster size |
+| SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
 | SM100_SIM_SANITIZE | 1 checks for races and lifetime errors | 0 |
 

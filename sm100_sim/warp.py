@@ -312,8 +312,8 @@ def uniform(op: Operand, bits: int) -> Callable[[Warp, int], int]:
     if op.kind == "reg":
         file, slot = _register_row(op)
         if file == "r64":
-            return lambda warp, lanes: int(warp.r64[slot, (lanes & -lanes).bit_length() - 1])
-        return lambda warp, lanes: int(warp.r32[slot, (lanes & -lanes).bit_length() - 1])
+            return lambda warp, lanes: warp.r64.item(slot, (lanes & -lanes).bit_length() - 1)
+        return lambda warp, lanes: warp.r32.item(slot, (lanes & -lanes).bit_length() - 1)
     if op.kind == "imm":
         constant = _immediate(op, bits)
         return lambda warp, lanes: constant

@@ -35,23 +35,41 @@ Groups = list[tuple[MBarrier, int]]
 # ---------------------------------------------------------------- operands
 
 
-def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]:
-    """Accessor of (value, mask of the lanes that hold it); nearly always one pair."""
+def _common(operand, bits: int) -> Callable[[Warp, int], int | None]:
+    """Accessor of the value that all executing lanes share, None if they differ."""
     one = uniform(operand, bits)
     base = operand.base if operand.kind == "mem" else operand
     if base.kind != "reg":
-        return lambda warp, lanes: [(one(warp, lanes), lanes)]
-    rows = reader(operand, bits)
+        return one
+    slot, wide = base.slot, base.register.file == "r64"
+    offset, mask = operand.value if operand.kind == "mem" else 0, (1 << bits) - 1
+
+    def common(warp: Warp, lanes: int) -> int | None:
+        if not lanes & lanes - 1:
+            return one(warp, lanes)
+        values = (warp.r64 if wide else warp.r32)[slot].tolist()
+        first = values[(lanes & -lanes).bit_length() - 1]
+        if values.count(first) < 32 and any(
+            value != first and lanes >> lane & 1 for lane, value in enumerate(values)
+        ):
+            return None
+        return first + offset & mask
+
+    return common
+
+
+def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]:
+    """Accessor of (value, mask of the lanes that hold it)."""
+    common = _common(operand, bits)
+    base = operand.base if operand.kind == "mem" else operand
+    rows = reader(operand, bits) if base.kind == "reg" else None
 
     def groups(warp: Warp, lanes: int) -> list[tuple[int, int]]:
-        if not lanes & lanes - 1:
-            return [(one(warp, lanes), lanes)]
-        values = rows(warp).tolist()
-        first = values[(lanes & -lanes).bit_length() - 1]
-        if values.count(first) == 32:
-            return [(first, lanes)]
+        shared = common(warp, lanes)
+        if shared is not None:
+            return [(shared, lanes)]
         found: dict[int, int] = {}
-        for lane, value in enumerate(values):
+        for lane, value in enumerate(rows(warp).tolist()):
             if lanes >> lane & 1:
                 found[value] = found.get(value, 0) | 1 << lane
         return list(found.items())
@@ -59,33 +77,41 @@ def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]
     return groups
 
 
-def _barrier_groups(instruction, operand, space: str) -> Callable[[Warp, int], Groups]:
+def _barrier_groups(operand, space: str) -> Callable[[Warp, int], Groups]:
     """Accessor of the mbarriers that the lanes name, each with the mask of its lanes."""
     base = operand.base if operand.kind == "mem" else operand
     wide = base.kind == "reg" and base.register.file == "r64"
+    common = _common(operand, 64 if wide else 32)
     groups = _grouped(operand, 64 if wide else 32)
-    origin = SHARED_WINDOW if wide and not space else 0
-    mask = 0xFFFFFFFF if wide and space else (1 << 64) - 1
+    generic = wide and not space
+
+    def resolve(warp: Warp, value: int) -> MBarrier:
+        address = value - SHARED_WINDOW if generic else value & 0xFFFFFFFF
+        if not 0 <= address < 1 << 32:
+            raise MemoryFault(f"generic address {value:#x} of an mbarrier is not shared memory")
+        cluster = warp.cta.cluster
+        return cluster.mbarriers.get(address) or cluster.mbarrier(address)
 
     def found(warp: Warp, lanes: int) -> Groups:
-        mbarrier = warp.cta.cluster.mbarrier
-        result = []
-        for value, some in groups(warp, lanes):
-            address = (value & mask) - origin
-            if not 0 <= address < 1 << 32:
-                raise MemoryFault(f"generic address {value:#x} of an mbarrier is not shared memory")
-            result.append((mbarrier(address), some))
-        return result
+        value = common(warp, lanes)
+        if value is not None:
+            return [(resolve(warp, value), lanes)]
+        return [(resolve(warp, value), some) for value, some in groups(warp, lanes)]
 
     return found
 
 
 def _sum_of(operand) -> Callable[[Warp, int], int]:
     """Accessor of the sum of an operand over the lanes."""
-    groups = _grouped(operand, 32)
-    return lambda warp, lanes: sum(
-        value * some.bit_count() for value, some in groups(warp, lanes)
-    )
+    common, groups = _common(operand, 32), _grouped(operand, 32)
+
+    def total(warp: Warp, lanes: int) -> int:
+        value = common(warp, lanes)
+        if value is not None:
+            return value * lanes.bit_count()
+        return sum(value * some.bit_count() for value, some in groups(warp, lanes))
+
+    return total
 
 
 # ---------------------------------------------------------------- mbarrier
@@ -125,7 +151,7 @@ def bind_arrive(instruction, kernel):
     operands = list(instruction.operands)
     first = operands[0].kind
     write_state = writer(operands.pop(0), 64) if first in ("reg", "sink") else None
-    groups = _barrier_groups(instruction, operands.pop(0), space)
+    groups = _barrier_groups(operands.pop(0), space)
     if len(operands) > 1 or (not operands and variant):
         raise unknown(instruction, "operands of an arrive")
     total = _sum_of(operands[0]) if operands else None
@@ -157,7 +183,7 @@ def bind_arrive(instruction, kernel):
 def bind_tx(instruction, kernel):
     """mbarrier.{expect,complete}_tx{.relaxed}{.scope}{.space}.b64 [addr], bytes."""
     _, _, space, _ = split_modifiers(instruction, ("relaxed", ""), _SCOPE, _SPACE, ("b64",))
-    groups = _barrier_groups(instruction, instruction.operands[0], space)
+    groups = _barrier_groups(instruction.operands[0], space)
     total = _sum_of(instruction.operands[1])
     sign = 1 if instruction.opcode == "mbarrier.expect_tx" else -1
 
@@ -196,25 +222,28 @@ def bind_wait(instruction, kernel):
     if len(hint) > 1:
         raise unknown(instruction, "operands of a wait")
     write = predicate_writer(done_op)
-    groups = _barrier_groups(instruction, barrier_op, space)
-    phases = _grouped(phase_op, 32 if by_parity else 64)
+    groups = _barrier_groups(barrier_op, space)
+    bits = 32 if by_parity else 64
+    common, phases = _common(phase_op, bits), _grouped(phase_op, bits)
     complete = MBarrier.parity_complete if by_parity else MBarrier.state_complete
     spins = instruction.spin
     may_fail = instruction.opcode == "mbarrier.try_wait"
 
     def execute(warp: Warp, lanes: int):
-        done, asleep = 0, []
+        done, asleep = 0, None
         for barrier, some in groups(warp, lanes):
-            for phase, these in phases(warp, some):
-                if complete(barrier, phase):
+            phase = common(warp, some)
+            for value, these in phases(warp, some) if phase is None else ((phase, some),):
+                if complete(barrier, value):
                     done |= these
                 elif spins:
-                    what = f"parity {phase & 1}" if by_parity else "the phase of its state"
-                    asleep.append(Waiting(what, barrier, these))
-        if may_fail and done and warp.cta.cluster.machine.policy.spurious_failure():
+                    what = ("parity 0", "parity 1")[value & 1] if by_parity else "its state's phase"
+                    asleep = (asleep or []) + [Waiting(what, barrier, these)]
+        adversary = warp.cta.cluster.adversary
+        if adversary is not None and may_fail and done and adversary.spurious_failure():
             done = 0
         write(warp, lanes, done)
-        if asleep:
+        if asleep is not None:
             return asleep[0] if len(asleep) == 1 else tuple(asleep)
         return None if done else YIELD
 

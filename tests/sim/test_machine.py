@@ -440,6 +440,48 @@ def test_wrong_options(options, text):
         Options(**options)
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "lazy"}, {"seed": 3}], ids=str)
+def test_bulk_store_still_in_flight_at_exit_is_found(options):
+    """The store takes effect all the same; a schedule that delays it shows the missing wait."""
+    out = np.zeros(4, np.uint32)
+    body = """
+    mov.u32 %r0, %tid.x;  setp.ne.u32 %p0, %r0, 0;
+    @%p0 ret;
+    st.shared.b32 [smem], 11;
+    fence.proxy.async.shared::cta;
+    mov.u32 %r1, smem;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd8], [%r1], 16;
+    cp.async.bulk.commit_group;
+    """
+    report = run_kernel_text(body, [out], **options)
+    assert out[0] == 11
+    late = [f for f in report.findings if "1 asynchronous operations still in flight" in f]
+    assert len(late) == len(report.findings)
+    if "seed" not in options:  # a random schedule may delay it or not
+        assert bool(late) == ("schedule" in options)
+    waiting = body + "cp.async.bulk.wait_group 0;"
+    assert run_kernel_text(waiting, [out], **options).findings == []
+
+
+def test_arriving_at_a_cta_that_has_exited_is_found():
+    """CTA 1 leaves after the cluster barrier; CTA 0 arrives there once it has."""
+    body = """
+    mov.u32 %r0, %tid.x;  mov.u32 %r1, %cluster_ctarank;  setp.eq.u32 %p0, %r0, 0;
+    @%p0 mbarrier.init.shared.b64 [smem], 64;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    setp.eq.u32 %p1, %r1, 1;
+    @%p1 ret;
+    mov.u32 %r2, 0;
+    LATE: add.u32 %r2, %r2, 1;  setp.lt.u32 %p2, %r2, 300000;
+    @%p2 bra LATE;
+    mov.u32 %r3, smem;  mapa.shared::cluster.u32 %r4, %r3, 1;
+    mbarrier.arrive.shared::cluster.b64 _, [%r4];
+    """
+    (finding,) = run_kernel_text(body, grid=(2, 1, 1), cluster=(2, 1, 1)).findings
+    assert "mbarrier of CTA (1, 0, 0) is used after that CTA has exited" in finding
+
+
 # ---------------------------------------------------------------- registers, special values
 
 
