@@ -14,7 +14,7 @@ import sm100_sim
 from fa4_hd256.backends import run_forward
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
-from fa4_hd256.problem import Problem
+from fa4_hd256.problem import Options, Problem
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def measure(shape: Shape = DEFAULT, runs: int = 3) -> Measurement:
         for heads in (shape.heads, shape.heads_kv, shape.heads_kv)
     )
     config = ForwardConfig()
-    problem = Problem.describe(q, k, v, None, causal=False)
+    problem = Problem.describe(
+        (q, k, v), Options.check(None, False, (None, None), 0.0, False)
+    )
     compiled = compile_forward(config, problem.problem_class)
     times = []
     for _ in range(1 + runs):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import environment
-from .calling import call_arguments
+from .calling import CallTensors, call_arguments
 from .compile import CompiledForward
 from .problem import Problem, as_kernel_operand
 
@@ -25,42 +25,54 @@ def run_forward(
     compiled: CompiledForward,
     problem: Problem,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    optional: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel on q, k, v and return (out, lse), new contiguous tensors.
+    """Run the kernel on 4-D q, k, v and return (out, lse), new contiguous tensors.
 
-    out has the shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
+    optional: the sink in float32, then the ragged tensors in the problem's order. out has the
+    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
     """
     out, lse = empty_results(problem)
-    operands = (*(as_kernel_operand(tensor) for tensor in inputs), out, lse)
+    q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
+    if k.shape[1] == 0:
+        # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
+        k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
+    tensors = CallTensors(q, k, v, out, lse, optional)
     if problem.device.type == "cuda":
-        _run_on_gpu(compiled, problem, operands)
+        _run_on_gpu(compiled, problem, tensors)
     else:
-        _run_in_simulator(compiled, problem, operands)
+        _run_in_simulator(compiled, problem, tensors)
     return out, lse
 
 
 def empty_results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised out and lse; NaN on the CPU, so that an element never written shows."""
-    out = torch.empty(problem.out_shape, dtype=problem.dtype, device=problem.device)
+    """Results to write to; NaN on the CPU, so that an element never written shows.
+
+    Rows past seqused_q are not written: they are 0 with an LSE of -inf.
+    """
+    out = torch.empty(problem.q_shape, dtype=problem.dtype, device=problem.device)
     lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device)
-    if problem.device.type == "cpu":
+    if "seqused_q" in problem.ragged:
+        out.zero_()
+        lse.fill_(-math.inf)
+    elif problem.device.type == "cpu":
         out.fill_(math.nan)
         lse.fill_(math.nan)
     return out, lse
 
 
-def _run_on_gpu(compiled: CompiledForward, problem: Problem, operands: tuple) -> None:
+def _run_on_gpu(compiled: CompiledForward, problem: Problem, tensors: CallTensors) -> None:
     with torch.cuda.device(problem.device):
         properties = torch.cuda.get_device_properties(problem.device)
         stream = torch.cuda.current_stream().cuda_stream
         clusters = properties.multi_processor_count // 2
-        compiled.function(*call_arguments(operands, problem.softmax_scale, clusters, stream))
+        compiled.function(*call_arguments(tensors, problem, clusters, stream))
 
 
-def _run_in_simulator(compiled: CompiledForward, problem: Problem, operands: tuple) -> None:
+def _run_in_simulator(compiled: CompiledForward, problem: Problem, tensors: CallTensors) -> None:
     import sm100_sim
 
-    arguments = call_arguments(operands, problem.softmax_scale, SIMULATED_CLUSTERS, stream=0)
+    arguments = call_arguments(tensors, problem, SIMULATED_CLUSTERS, stream=0)
     with _progress() as report:
         sm100_sim.launch(compiled, *arguments, progress=report)
 

@@ -4,17 +4,19 @@
 holds no length: every size and stride is dynamic except the innermost stride, which is 1.
 `call_arguments` are the values of one call. Both forms pack to the same binary layout.
 
-    q, out        (batch, seqlen_q, heads_q, 256)   bf16 or fp16
+    q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
-    lse           (batch, heads_q, seqlen_q)        float32, natural log
-    scale_log2    float32: |softmax_scale| * log2(e); the sign is compiled in
-    clusters      int32: CTA pairs that the device holds at once
+    results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log
+    optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
+                  the ragged sequences; None if that is nothing
+    scalars       `forward.ForwardScalars`
     stream        CUDA stream, 0 in the simulator
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -22,7 +24,11 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
-from .problem import TMA_ALIGNMENT
+from .forward import ForwardScalars
+from .problem import TMA_ALIGNMENT, Problem, ProblemClass
+
+#: The largest window passed on.
+LARGEST_WINDOW = 1 << 29
 
 ELEMENT_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
@@ -38,28 +44,61 @@ def _tensor_type(element_type, rank: int, alignment: int):
     )
 
 
-def compile_arguments(dtype: torch.dtype) -> tuple:
+def compile_arguments(problem_class: ProblemClass) -> tuple:
     """What `cute.compile` gets: types and alignments, no data."""
-    element = ELEMENT_TYPES[dtype]
+    element = ELEMENT_TYPES[problem_class.dtype]
     q, k, v, out = (_tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
     lse = _tensor_type(cutlass.Float32, 3, alignment=4)
-    return q, k, v, out, lse, cutlass.Float32(1.0), cutlass.Int32(1), cuda.CUstream(0)
+    optional = [_vector_type(cutlass.Float32)] if problem_class.sink else []
+    optional += [_vector_type(cutlass.Int32) for _ in problem_class.ragged]
+    scalars = ForwardScalars(*map(cutlass.Float32, (1, 1)), *map(cutlass.Int32, (0, 0, 1, 1)))
+    return q, k, v, (out, lse), tuple(optional) or None, scalars, cuda.CUstream(0)
 
 
-def call_arguments(
-    tensors: tuple[torch.Tensor, ...], softmax_scale: float, clusters: int, stream: int
-) -> tuple:
-    """The values of one call; `tensors` are q, k, v, out, lse as the kernel may read them."""
-    *operands, lse = (tensor.detach() for tensor in tensors)
-    return (
-        *(_dynamic(tensor, TMA_ALIGNMENT) for tensor in operands),
-        _dynamic(lse, 4),
-        cutlass.Float32(abs(softmax_scale) * math.log2(math.e)),
+@dataclass(frozen=True)
+class CallTensors:
+    """The tensors of one call, as the kernel may read them; see the module's docstring."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    optional: tuple[torch.Tensor, ...] = ()
+
+
+def call_arguments(tensors: CallTensors, problem: Problem, clusters: int, stream: int) -> tuple:
+    """The values of one call; clusters: CTA pairs that the device holds at once."""
+    q, k, v, out = (
+        _dynamic(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v, tensors.out)
+    )
+    optional = tuple(_dynamic(tensor, 4) for tensor in tensors.optional) or None
+    scalars = forward_scalars(problem, clusters)
+    return q, k, v, (out, _dynamic(tensors.lse, 4)), optional, scalars, cuda.CUstream(stream)
+
+
+def forward_scalars(problem: Problem, clusters: int) -> ForwardScalars:
+    """The scalars of one call."""
+    options = problem.options
+    scale, softcap = abs(options.softmax_scale), options.softcap
+    left, right = options.window
+    # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
+    left, right = (min(side or 0, LARGEST_WINDOW) for side in (left, right))
+    return ForwardScalars(
+        cutlass.Float32((softcap or scale) * math.log2(math.e)),
+        cutlass.Float32(scale / softcap if softcap else 0.0),
+        cutlass.Int32(left),
+        cutlass.Int32(right),
+        cutlass.Int32(problem.max_seqlen_q),
         cutlass.Int32(clusters),
-        cuda.CUstream(stream),
     )
 
 
+def _vector_type(element_type):
+    """A contiguous vector of dynamic length."""
+    return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
+
+
 def _dynamic(tensor: torch.Tensor, alignment: int):
-    described = from_dlpack(tensor, assumed_align=alignment)
+    described = from_dlpack(tensor.detach(), assumed_align=alignment)
     return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)

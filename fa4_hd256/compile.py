@@ -264,20 +264,30 @@ def trace_and_compile(config: ForwardConfig, problem_class: ProblemClass) -> Any
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
-    from .calling import ELEMENT_TYPES, compile_arguments
-    from .forward import ForwardKernel
+    from schedulers import scheduler_class
 
+    from .calling import ELEMENT_TYPES, compile_arguments
+    from .forward import ForwardKernel, ForwardVariant
+    from .masking import MaskKind
+
+    variant = ForwardVariant(
+        MaskKind(problem_class.bounded_left, problem_class.bounded_right),
+        problem_class.negative_scale,
+        problem_class.softcap,
+        problem_class.sink,
+        problem_class.ragged,
+    )
     kernel = ForwardKernel(
         config,
         ELEMENT_TYPES[problem_class.dtype],
-        is_causal=problem_class.causal,
-        negate_scores=problem_class.negative_scale,
+        variant,
+        scheduler_class(problem_class.use_clc),
     )
     with _targeting(ARCHITECTURE), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
             GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
         )
-        compiled = cute.compile[options](kernel, *compile_arguments(problem_class.dtype))
+        compiled = cute.compile[options](kernel, *compile_arguments(problem_class))
         # Read while the files are there: the object may refer to them lazily.
         if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
             raise RuntimeError(

@@ -14,7 +14,7 @@ from . import reference
 from .backends import run_forward
 from .compile import CompiledForward, compile_forward
 from .config import HEAD_DIM, ForwardConfig
-from .problem import Problem
+from .problem import Options, Problem
 from .resources import resource_usage
 
 
@@ -71,7 +71,9 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         for n in (heads.heads_q, heads.heads_kv, heads.heads_kv)
     )
     config = ForwardConfig()
-    problem = Problem.describe(q, k, v, None, causal=True)
+    problem = Problem.describe(
+        (q, k, v), Options.check(None, True, (None, None), 0.0, False)
+    )
     compiled = compile_forward(config, problem.problem_class)
     start = time.perf_counter()
     out, lse = run_forward(compiled, problem, (q, k, v))

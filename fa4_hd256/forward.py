@@ -54,12 +54,47 @@ from .edges import Barrier, SharedByReference
 from .forward_consumers import ForwardConsumers
 from .forward_producers import ForwardProducers
 from .instructions import MmaShape, OperandLayout
-from .masking import Visibility
+from .masking import MaskKind, Visibility
+from .sequences import Sequences, SequenceTensors, clipped_view
 
-__all__ = ["ForwardKernel"]
+__all__ = ["ForwardKernel", "ForwardScalars", "ForwardVariant"]
 
 CLUSTER = (2, 1, 1)
 L2_BYTES_FOR_KV = 64 << 20  # half of a B200's L2, so that K and V of a section stay there
+
+
+@dataclass(frozen=True)
+class ForwardVariant:
+    """What of a call is compiled into the kernel, beside the configuration.
+
+    mask: which sides bound the visible keys.  negate_scores: the softmax scale is negative; then
+    the tensor core negates Q K^T and the scale passed in is its absolute value.  softcap: scores
+    pass through softcap * tanh(. / softcap).  sink: each head has one.  ragged: which of the
+    fields of `SequenceTensors` are given.
+    """
+
+    mask: MaskKind = MaskKind()
+    negate_scores: bool = False
+    softcap: bool = False
+    sink: bool = False
+    ragged: tuple[str, ...] = ()
+
+
+class ForwardScalars(NamedTuple):
+    """Scalars of one call.
+
+    scale_log2: factor of the scores in the exponent of 2: |softmax_scale| * log2(e), or with a
+    softcap softcap * log2(e).  cap_scale: |softmax_scale| / softcap.  window_left, window_right:
+    0 or more; 0 on an unbounded side.  max_seqlen_q: the longest query sequence.  clusters: CTA
+    pairs the device holds at once.
+    """
+
+    scale_log2: Float32
+    cap_scale: Float32
+    window_left: Int32
+    window_right: Int32
+    max_seqlen_q: Int32
+    clusters: Int32
 
 
 class TmaTensor(NamedTuple):
@@ -70,7 +105,12 @@ class TmaTensor(NamedTuple):
 
 
 class KernelTensors(NamedTuple):
-    """What the kernel reads and writes: (seqlen, 256, heads, batch) each; lse (b, h, s)."""
+    """What the kernel reads and writes.
+
+    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it.
+    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  optional: what the variant
+    asks for: sink (heads,), then the tensors of the ragged sequences in the variant's order.
+    """
 
     q: TmaTensor
     k: TmaTensor
@@ -78,6 +118,7 @@ class KernelTensors(NamedTuple):
     o: TmaTensor
     out: Any
     lse: Any
+    optional: Any
 
 
 @dataclass(frozen=True)
@@ -85,10 +126,12 @@ class Context(SharedByReference):
     """What every warp role of one CTA shares."""
 
     tensors: KernelTensors
+    sink: Any
     barriers: dict[str, Barrier]
-    visibility: Visibility
+    sequences: Sequences
+    mask: MaskKind
+    scalars: ForwardScalars
     heads_per_kv: Int32
-    scale_log2: Float32
     order: TileOrder
     channel: Any
     cta_rank: Int32
@@ -99,18 +142,23 @@ class Context(SharedByReference):
     tmem_address: Any
     tmem: Any = None
 
-    def num_kv_tiles(self, work: Any, tile_q: int) -> Int32:
-        """Steps of a tile; the same in both CTAs and all roles."""
-        return self.visibility.num_tiles(work.query_block * tile_q, tile_q)
+    def visibility(self, work: Any, block_kv: int) -> Visibility:
+        """Which keys the rows of a tile see."""
+        return Visibility(
+            self.sequences.query(work.batch).length,
+            self.sequences.key(work.batch).length,
+            self.mask,
+            self.scalars.window_left,
+            self.scalars.window_right,
+            block_kv,
+        )
 
 
 class ForwardKernel(ForwardProducers, ForwardConsumers):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  dtype: cutlass.BFloat16 or Float16.
-    is_causal: bottom-right aligned causal mask.  negate_scores: the softmax scale is negative;
-    then Q K^T is negated by the tensor core and the scale passed in is its absolute value.
-    scheduler: a class of the `schedulers` protocol.
+    variant: mask, sign of the scale, softcap.  scheduler: a class of the `schedulers` protocol.
 
     Called under `cute.compile`; see `__call__` for the arguments at run time.
     """
@@ -119,20 +167,19 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         self,
         config: ForwardConfig,
         dtype: Any,
-        is_causal: bool,
-        negate_scores: bool = False,
+        variant: ForwardVariant,
         scheduler: Any = StaticPersistentScheduler,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.is_causal = is_causal
+        self.variant = variant
         self.scheduler = scheduler
         self.edges = config.edges
         self.smem_plan = config.smem
         self.tmem_plan = config.tmem
         is_bf16 = dtype is cutlass.BFloat16
         self.qk_shape = MmaShape(
-            config.tile_q, config.block_kv, is_bf16, negate_a=negate_scores
+            config.tile_q, config.block_kv, is_bf16, negate_a=variant.negate_scores
         )
         self.pv_shape = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
         self.q_layout = self._k_major_operand(config.block_q)
@@ -163,56 +210,66 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         q: cute.Tensor,
         k: cute.Tensor,
         v: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        scale_log2: Float32,
-        max_active_clusters: Int32,
+        results: tuple[cute.Tensor, cute.Tensor],
+        optional: Any,
+        scalars: ForwardScalars,
         stream: Any,
     ):
-        """Launch.  q, out: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256),
-        last stride 1, other strides multiples of 16 bytes; lse: (batch, heads, seqlen_q) float32.
+        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
+        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
+        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).
 
-        scale_log2: |softmax_scale| * log2(e).  max_active_clusters: CTA pairs the device holds
-        at once, for the persistent grid.
+        optional: a tuple of what the variant asks for, None if that is nothing: the sink,
+        (heads,) float32, then tensors of `SequenceTensors` in the order of `variant.ragged`.
         """
         config = self.config
+        out, lse = results
         q, k, v, out = (self._by_sequence(t) for t in (q, k, v, out))
-        heads, batch = cute.size(q, mode=[2]), cute.size(q, mode=[3])
+        heads = cute.size(q, mode=[2])
         heads_per_kv = heads // cute.size(k, mode=[2])
-        seqlen_q, seqlen_k = cute.size(q, mode=[0]), cute.size(k, mode=[0])
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        kv_rows, v_columns = config.block_kv // 2, HEAD_DIM // 2
-        tensors = KernelTensors(
-            self._tma(load, q, config.block_q, HEAD_DIM),
-            self._tma(load, k, kv_rows, HEAD_DIM),
-            self._tma(load, v, config.block_kv, v_columns),
-            self._tma(store, out, config.block_q, config.o_slice),
-            out,
-            lse,
-        )
+        _, sequences = self._split_optional(optional)
+        batch = self._num_batches(q, sequences)
+        tensors = self._kernel_tensors((q, k, v, out), lse, optional)
+        mask = self.variant.mask
         problem = TileProblem(
-            (seqlen_q + config.tile_q - 1) // config.tile_q,
+            (scalars.max_seqlen_q + config.tile_q - 1) // config.tile_q,
             heads,
             batch,
             section_heads_for(
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
-                kv_bytes_per_head=seqlen_k * (2 * HEAD_DIM * 2),
+                kv_bytes_per_head=cute.size(k, mode=[0]) * (2 * HEAD_DIM * 2),
                 l2_bytes=L2_BYTES_FOR_KV,
-                unequal_lengths=self.is_causal,
+                unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
-            later_blocks_are_longer(None, 0 if self.is_causal else None),
+            later_blocks_are_longer(
+                0 if mask.bounded_left else None, 0 if mask.bounded_right else None
+            ),
         )
-        grid = self.scheduler.grid_shape(problem, max_active_clusters)
-        sizes = (Int32(seqlen_q), Int32(seqlen_k), Int32(heads_per_kv))
-        self.kernel(tensors, sizes, scale_log2, problem.device_order()).launch(
+        grid = self.scheduler.grid_shape(problem, scalars.clusters)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sizes = tuple(Int32(size) for size in sizes)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
             grid=grid,
             block=(config.warps.num_threads, 1, 1),
             cluster=CLUSTER,
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _split_optional(self, optional: Any) -> tuple[Any, SequenceTensors]:
+        """(sink or None, sequence tensors) from what the variant asks for."""
+        given = list(optional or ())
+        sink = given.pop(0) if self.variant.sink else None
+        return sink, SequenceTensors(**dict(zip(self.variant.ragged, given, strict=True)))
+
+    @staticmethod
+    def _num_batches(q: cute.Tensor, sequences: SequenceTensors) -> Any:
+        """Batch entries: of the tensors, or as many as packed sequences."""
+        for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k):
+            if cu_seqlens is not None:
+                return cute.size(cu_seqlens) - 1
+        return cute.size(q, mode=[3])
 
     def _by_sequence(self, tensor: cute.Tensor) -> cute.Tensor:
         """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with TMA's stride rule."""
@@ -223,18 +280,33 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         )
         return cute.make_tensor(tensor.iterator.align(16), layout)
 
-    def _tma(self, operation: Any, tensor: cute.Tensor, rows: int, columns: int) -> TmaTensor:
-        """A descriptor whose copies move rows x columns, in boxes of 64 columns."""
-        layout = cute.select(self.smem_layout(rows, columns, 1), mode=[0, 1])
-        info = cpasync.make_tiled_tma_atom(operation, tensor, layout, (rows, columns))
-        return TmaTensor(info[0], info[1])
+    def _kernel_tensors(
+        self, operands: tuple, lse: cute.Tensor, optional: Any
+    ) -> KernelTensors:
+        """TMA descriptors of Q, K, V and O, and the plain tensors."""
+        config = self.config
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        boxes = (
+            (load, config.block_q, HEAD_DIM),
+            (load, config.block_kv // 2, HEAD_DIM),
+            (load, config.block_kv, HEAD_DIM // 2),
+            (store, config.block_q, config.o_slice),
+        )
+        tmas = []
+        for (operation, rows, columns), tensor in zip(boxes, operands, strict=True):
+            view = clipped_view(tensor, rows) if self.variant.ragged else tensor
+            layout = cute.select(self.smem_layout(rows, columns, 1), mode=[0, 1])
+            info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
+            tmas.append(TmaTensor(info[0], info[1]))
+        return KernelTensors(*tmas, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(
         self,
         tensors: KernelTensors,
         sizes: tuple[Int32, Int32, Int32],
-        scale_log2: Float32,
+        scalars: ForwardScalars,
         order: TileOrder,
     ):
         """Set-up, then each warp runs its role, then tear-down."""
@@ -247,7 +319,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
                 cpasync.prefetch_descriptor(tma.atom)
 
         allocator = SmemAllocator()
-        context = self._set_up(allocator, tensors, sizes, scale_log2, order)
+        context = self._set_up(allocator, tensors, sizes, scalars, order)
         # Barriers must be initialised in both CTAs before either allocates tensor memory for the
         # pair or signals the other (PTX ISA 9.7.16.7.1).
         cute.arch.mbarrier_init_fence()
@@ -291,12 +363,13 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         allocator: SmemAllocator,
         tensors: KernelTensors,
         sizes: tuple[Int32, Int32, Int32],
-        scale_log2: Float32,
+        scalars: ForwardScalars,
         order: TileOrder,
     ) -> Context:
         """Lay out shared memory as the plan says and initialise the barriers."""
         config = self.config
         seqlen_q, seqlen_k, heads_per_kv = sizes
+        sink, sequences = self._split_optional(tensors.optional)
         offsets = self.smem_plan.offsets()
         base = allocator.allocate(offsets["scheduler"], 1024)
 
@@ -315,10 +388,12 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         scale_layout = cute.make_layout((config.block_q, config.scale_stages))
         return Context(
             tensors=tensors,
+            sink=sink,
             barriers=self.edges.bind(region("barriers", cutlass.Int64, 8)),
-            visibility=Visibility(seqlen_q, seqlen_k, self.is_causal, config.block_kv),
+            sequences=Sequences(sequences, seqlen_q, seqlen_k),
+            mask=self.variant.mask,
+            scalars=scalars,
             heads_per_kv=heads_per_kv,
-            scale_log2=scale_log2,
             order=order,
             channel=self.scheduler.setup(allocator, config.warps.scheduled_warps),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
@@ -333,10 +408,16 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         """The online softmax of one row."""
         config = self.config
         return OnlineSoftmax.create(
-            context.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype
+            context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype
         )
 
     def first_row(self, context: Context, work: Any) -> Int32:
         """The first query row of this CTA's half of a tile."""
         config = self.config
         return work.query_block * config.tile_q + context.cta_rank * config.block_q
+
+    def num_kv_tiles(self, context: Context, work: Any) -> Int32:
+        """Steps of a tile; the same in both CTAs and all roles."""
+        tile_q = self.config.tile_q
+        visibility = context.visibility(work, self.config.block_kv)
+        return visibility.num_tiles(work.query_block * tile_q, tile_q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -13,6 +14,7 @@ from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from .config import HEAD_DIM
 from .instructions import fence_after_thread_sync, fence_before_thread_sync
+from .sequences import tma_tile
 
 __all__ = ["ForwardConsumers"]
 
@@ -37,25 +39,34 @@ class ForwardConsumers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            row = self.first_row(context, work) + row_in_block
+            config = self.config
             first_row = self.first_row(context, work)
-            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
-            num_unmasked = cutlass.min(
-                context.visibility.num_unmasked_tiles(first_row), num_tiles
-            )
+            row = first_row + row_in_block
+            visibility = context.visibility(work, config.block_kv)
+            tile = (work.query_block * config.tile_q, config.tile_q)
+            num_tiles = visibility.num_tiles(*tile)
+            tiles = visibility.tile_range(tile, (first_row, config.block_q))
             softmax.reset()
-            for step in cutlass.range(num_tiles - num_unmasked, unroll=1):
-                first_key = (num_tiles - 1 - step) * self.config.block_kv
-                softmax, states = self._softmax_step(
-                    context, softmax, states, (row, first_key)
-                )
-            for _ in cutlass.range(num_unmasked, unroll=1):
-                softmax, states = self._softmax_step(context, softmax, states, None)
-            inverse, lse = softmax.finish()
+            if num_tiles > 0:
+                key = (tiles.end - 1) * config.block_kv
+                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                    softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
+                    key -= config.block_kv
+                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                    softmax, states = self._softmax_step(context, softmax, states, None)
+                if cutlass.const_expr(self.variant.mask.bounded_left):
+                    key -= tiles.num_unmasked * config.block_kv
+                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                        softmax, states = self._softmax_step(
+                            context, softmax, states, (work, row, key)
+                        )
+                        key -= config.block_kv
+            inverse, lse = softmax.finish(self._sink_log2(context, work))
             if num_tiles > 0:
                 states = self._send_scale(context, inverse, states)
-            if row < context.visibility.seqlen_q:
-                context.tensors.lse[work.batch, work.head, row] = lse
+            if row < visibility.seqlen_q:
+                sequence = context.sequences.query(work.batch)
+                context.tensors.lse[sequence.batch, work.head, sequence.offset + row] = lse
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.
         s_done, scale_free = states
@@ -63,11 +74,17 @@ class ForwardConsumers:
             context.barriers["scale_free"].wait(scale_free)
             scale_free.advance()
 
+    def _sink_log2(self, context: Any, work: Any) -> Any:
+        """The head's sink logit in the exponent of 2, None without a sink."""
+        if cutlass.const_expr(context.sink is None):
+            return None
+        return context.sink[work.head] * math.log2(math.e)
+
     @cute.jit
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
-        mask: (row, first key) where some key may be invisible, None in interior tiles.
+        mask: (work, row, first key) where some key may be invisible, None in interior tiles.
         """
         s_done, scale_free = states
         barriers = context.barriers
@@ -78,8 +95,10 @@ class ForwardConsumers:
         scores = cute.make_rmem_tensor(columns, Float32)
         self._tmem_load(address, scores)
         cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(self.variant.softcap):
+            softmax.cap(scores, context.scalars.cap_scale)
         if cutlass.const_expr(mask is not None):
-            context.visibility.apply(scores, mask[0], mask[1])
+            context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
         factor = softmax.update_max(scores)
         s_done, scale_free = self._send_scale(context, factor, (s_done, scale_free))
         num_fragments = columns // FRAGMENT_COLUMNS
@@ -122,7 +141,7 @@ class ForwardConsumers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
+            num_tiles = self.num_kv_tiles(context, work)
             if num_tiles > 0:
                 # The first step's factor has no O to apply to.
                 _, scale_done = self._receive_scale(context, scale_done)
@@ -201,10 +220,11 @@ class ForwardConsumers:
     def _store_zeros(self, context: Any, work: Any):
         """out = 0 for the rows of a tile that sees no key."""
         row = self.first_row(context, work) + self._row_in_block()
-        if row < context.visibility.seqlen_q:
+        sequence = context.sequences.query(work.batch)
+        if row < sequence.length:
             zeros = cute.make_rmem_tensor(8, self.dtype)
             zeros.fill(0.0)
-            out = context.tensors.out[row, None, work.head, work.batch]
+            out = context.tensors.out[sequence.offset + row, None, work.head, sequence.batch]
             chunks = cute.logical_divide(out, cute.make_layout(8))
             for chunk in cutlass.range(HEAD_DIM // 8, unroll=1):
                 cute.autovec_copy(zeros, chunks[None, chunk])
@@ -219,14 +239,13 @@ class ForwardConsumers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            if context.num_kv_tiles(work, config.tile_q) > 0:
-                row_block = work.query_block * 2 + context.cta_rank
-                tiler = (config.block_q, config.o_slice)
-                tiles = cute.local_tile(
-                    o.tensor[None, None, work.head, work.batch], tiler, (row_block, None)
-                )
+            if self.num_kv_tiles(context, work) > 0:
+                sequence = context.sequences.query(work.batch)
+                place = (sequence, self.first_row(context, work), None, work.head)
+                shape = (config.block_q, config.o_slice)
+                tiles = tma_tile(o.tensor, shape, place)
                 buffer = context.q_smem[None, None, q_free.index]
-                slices = cute.local_tile(buffer, tiler, (0, None))
+                slices = cute.local_tile(buffer, shape, (0, None))
                 from_smem, to_global = cpasync.tma_partition(
                     o.atom, 0, cute.make_layout(1),
                     cute.group_modes(slices, 0, 2), cute.group_modes(tiles, 0, 2),

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .instructions import fence_after_thread_sync, mma_chain
+from .sequences import tma_tile
 
 __all__ = ["ForwardProducers"]
 
@@ -30,24 +31,23 @@ class ForwardProducers:
         scheduler = self.scheduler.create(context.order, context.channel)
         scheduler, work = self._next_with_keys(context, scheduler, scheduler.initial_work())
         if work.is_valid:
-            q_free = self._load_q(context, work, q_free)
-            last = context.num_kv_tiles(work, self.config.tile_q) - 1
-            kv_free = self._load_k(context, work, last, kv_free)
+            q_free, kv_free = self._load_first(context, work, q_free, kv_free)
         while work.is_valid:
-            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
+            last = self._last_kv_tile(context, work)
+            num_tiles = self.num_kv_tiles(context, work)
             for step in cutlass.range(1, num_tiles, unroll=1):
-                kv_tile = num_tiles - 1 - step
-                kv_free = self._load_k(context, work, kv_tile, kv_free)
-                kv_free = self._load_v(context, work, kv_tile + 1, kv_free)
-            scheduler, following = self._next_with_keys(
-                context, scheduler, scheduler.advance_to_next_work()
-            )
-            if following.is_valid:
-                q_free = self._load_q(context, following, q_free)
-                last = context.num_kv_tiles(following, self.config.tile_q) - 1
-                kv_free = self._load_k(context, following, last, kv_free)
-            kv_free = self._load_v(context, work, Int32(0), kv_free)
+                kv_free = self._load_k(context, work, last - step, kv_free)
+                kv_free = self._load_v(context, work, last - step + 1, kv_free)
+            following = scheduler.advance_to_next_work()
+            ahead = self._has_keys(context, following)
+            if ahead:
+                q_free, kv_free = self._load_first(context, following, q_free, kv_free)
+            kv_free = self._load_v(context, work, last - num_tiles + 1, kv_free)
             work = following
+            if not ahead:
+                scheduler, work = self._next_with_keys(context, scheduler, work)
+                if work.is_valid:
+                    q_free, kv_free = self._load_first(context, work, q_free, kv_free)
         # Every buffer must be free before this CTA may exit: its barriers are still signalled.
         for _ in cutlass.range_constexpr(self.config.kv_stages):
             barriers["kv_free"].wait(kv_free)
@@ -57,61 +57,72 @@ class ForwardProducers:
             q_free.advance()
 
     @cute.jit
+    def _load_first(self, context: Any, work: Any, q_free: Any, kv_free: Any):
+        """What the first QK of a tile needs."""
+        q_free = self._load_q(context, work, q_free)
+        kv_free = self._load_k(context, work, self._last_kv_tile(context, work), kv_free)
+        return q_free, kv_free
+
+    @cute.jit
     def _next_with_keys(self, context: Any, scheduler: Any, work: Any):
         """Skip tiles of which no row sees any key: nothing is loaded or multiplied for them."""
-        num_tiles = context.num_kv_tiles(work, self.config.tile_q)
-        while work.is_valid & (num_tiles == 0):
+        while work.is_valid & ~self._has_keys(context, work):
             work = scheduler.advance_to_next_work()
-            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
         return scheduler, work
 
     @cute.jit
+    def _has_keys(self, context: Any, work: Any):
+        """Whether a tile is valid and some row of it sees a key."""
+        # The batch entry of an invalid tile must not be looked up.
+        has_keys = Boolean(False)
+        if work.is_valid:
+            has_keys = self.num_kv_tiles(context, work) > 0
+        return has_keys
+
+    def _last_kv_tile(self, context: Any, work: Any) -> Int32:
+        """The KV tile that is worked on first."""
+        tile_q = self.config.tile_q
+        visibility = context.visibility(work, self.config.block_kv)
+        return visibility.last_tile(work.query_block * tile_q, tile_q)
+
+    @cute.jit
     def _load_q(self, context: Any, work: Any, q_free: Any):
-        block = work.query_block * 2 + context.cta_rank
-        self._load_tile(
-            context, ("q_loaded", "q_free"), context.tensors.q, context.q_smem, q_free,
-            (block, 0, work.head, work.batch),
-        )  # fmt: skip
+        place = (context.sequences.query(work.batch), self.first_row(context, work), 0, work.head)
+        self._load_tile(context, "q", context.q_smem, q_free, place)
         q_free.advance()
         return q_free
 
     @cute.jit
     def _load_k(self, context: Any, work: Any, kv_tile: Int32, kv_free: Any):
+        row = kv_tile * self.config.block_kv + context.cta_rank * (self.config.block_kv // 2)
         head = work.head // context.heads_per_kv
-        block = kv_tile * 2 + context.cta_rank
-        self._load_tile(
-            context, ("kv_loaded", "kv_free"), context.tensors.k, context.k_smem, kv_free,
-            (block, 0, head, work.batch),
-        )  # fmt: skip
+        place = (context.sequences.key(work.batch), row, 0, head)
+        self._load_tile(context, "k", context.k_smem, kv_free, place)
         kv_free.advance()
         return kv_free
 
     @cute.jit
     def _load_v(self, context: Any, work: Any, kv_tile: Int32, kv_free: Any):
+        row = kv_tile * self.config.block_kv
         head = work.head // context.heads_per_kv
-        self._load_tile(
-            context, ("kv_loaded", "kv_free"), context.tensors.v, context.v_smem, kv_free,
-            (kv_tile, context.cta_rank, head, work.batch),
-        )  # fmt: skip
+        place = (context.sequences.key(work.batch), row, context.cta_rank, head)
+        self._load_tile(context, "v", context.v_smem, kv_free, place)
         kv_free.advance()
         return kv_free
 
     @cute.jit
-    def _load_tile(
-        self, context: Any, edges: tuple, source: Any, smem: Any, free: Any, coordinates: tuple
-    ):
-        """One TMA load of the tile at (row block, column block, head, batch)."""
-        loaded, released = context.barriers[edges[0]], context.barriers[edges[1]]
-        row_block, column_block, head, batch = coordinates
-        tiler = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
-        tiles = cute.local_tile(
-            source.tensor[None, None, head, batch], tiler, (row_block, column_block)
-        )
+    def _load_tile(self, context: Any, name: str, smem: Any, free: Any, place: tuple):
+        """One TMA load of the tile at place = (sequence, first row, column block, head)."""
+        edge = "q" if name == "q" else "kv"
+        loaded = context.barriers[f"{edge}_loaded"]
+        source = getattr(context.tensors, name)
+        shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
+        tile = tma_tile(source.tensor, shape, place)
         to_smem, from_global = cpasync.tma_partition(
             source.atom, 0, cute.make_layout(1),
-            cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2),
+            cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),
         )  # fmt: skip
-        released.wait(free)
+        context.barriers[f"{edge}_free"].wait(free)
         if context.cta_rank == 0:
             loaded.expect_bytes(free)
         cute.copy(
@@ -123,7 +134,10 @@ class ForwardProducers:
     def mma(self, context: Any):
         """Issue every QK and PV of the pair; one warp of the leader CTA.
 
-        One step ahead: QK of the following step, of the next tile too, goes before PV.
+        One step ahead: QK of the following step, of the next tile too, goes before PV.  Only one
+        tile ahead, though: the dynamic scheduler hands out a further tile when every role has
+        taken the one before, and some of them wait for the last PV of this tile.  So tiles
+        without keys are skipped after it, here and in the load warp alike.
         """
         edges = self.edges
         q_loaded = edges["q_loaded"].waiter_state()
@@ -137,23 +151,27 @@ class ForwardProducers:
             context.barriers["q_loaded"].wait(q_loaded)
             kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
         while work.is_valid:
-            num_tiles = context.num_kv_tiles(work, self.config.tile_q)
+            num_tiles = self.num_kv_tiles(context, work)
             for step in cutlass.range(1, num_tiles, unroll=1):
                 kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
                 kv_loaded, p_done, o_free = self._pv(
                     context, step > 1, (kv_loaded, p_done, o_free)
                 )
             q_loaded.advance()
-            scheduler, following = self._next_with_keys(
-                context, scheduler, scheduler.advance_to_next_work()
-            )
-            if following.is_valid:
+            following = scheduler.advance_to_next_work()
+            ahead = self._has_keys(context, following)
+            if ahead:
                 context.barriers["q_loaded"].wait(q_loaded)
                 kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
             kv_loaded, p_done, o_free = self._pv(
                 context, num_tiles > 1, (kv_loaded, p_done, o_free)
             )
             work = following
+            if not ahead:
+                scheduler, work = self._next_with_keys(context, scheduler, work)
+                if work.is_valid:
+                    context.barriers["q_loaded"].wait(q_loaded)
+                    kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
         # The last drain of O signals this CTA's barrier, which must outlive it.
         context.barriers["o_free"].wait(o_free)
 

@@ -7,11 +7,23 @@ import torch
 from schedulers.choice import clc_requested
 
 from .config import ForwardConfig
-from .problem import Problem, check_causal, check_scale, check_shapes, check_tensors
+from .problem import (
+    RAGGED,
+    Options,
+    Problem,
+    check_max_type,
+    check_ragged_types,
+    check_shapes,
+    check_sink,
+    check_tensors,
+    without_expanded_heads,
+)
 
 #: Configurations named in operator calls. An operator's schema admits no Python object, so a
 #: configuration travels as its repr, which names all its fields.
 _configs: dict[str, ForwardConfig] = {}
+
+UNBOUNDED = -1
 
 
 def flash_attn_func(
@@ -38,25 +50,99 @@ def flash_attn_func(
 
     softmax_scale: any finite number, 1 / sqrt(256) if None.
     causal: bottom-right aligned: query i sees the keys j <= i + seqlen_k - seqlen_q.
-    window_size: (left, right); None and -1 mean unbounded.
+    window_size: (left, right), keys visible beside i + seqlen_k - seqlen_q; None and -1 mean
+        unbounded; causal sets the right one to 0.
+    learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
+    softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; the result is deterministic in any case.
     config: tile shapes, stages, exp2 mix; the default configuration if None.
     use_clc: the dynamic tile scheduler; None reads the environment variable FA_CLC.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
-    seqlen_q) float32, natural log. A query that sees no key has out = 0 and lse = -inf.
+    seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
+    lse = -inf (or the sink's logit).
 
     Raises TypeError or ValueError for arguments that are not accepted, before anything is
-    compiled, and NotImplementedError for a window, a sink, a softcap or use_clc.
+    compiled.
     """
-    _check_options(window_size, learnable_sink, softcap, use_clc)
-    if config is not None and not isinstance(config, ForwardConfig):
-        raise TypeError(f"config must be a ForwardConfig or None, got {type(config).__name__}")
+    options = Options.check(softmax_scale, causal, window_size, softcap, clc_requested(use_clc))
     check_tensors({"q": q, "k": k, "v": v})
-    check_causal(causal)
-    scale = check_scale(softmax_scale)
-    out, lse = forward(q, k, v, scale, causal, _named(config))
+    out, lse = _call(q, k, v, options, learnable_sink, {}, None, _named(config))
     return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    *,
+    config: ForwardConfig | None = None,
+    use_clc: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`flash_attn_func` for sequences of different lengths.
+
+    q: (total_q, heads, 256) with cu_seqlens_q, else (batch, seqlen_q, heads, 256); k, v likewise
+    with cu_seqlens_k.
+
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of packed sequences; lengths may be 0.
+    max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
+        follows it. max_seqlen_k: accepted for compatibility, not used.
+    seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
+        may hold anything, rows of q past them get out = 0 and lse = -inf.
+    The other arguments are those of `flash_attn_func`.
+
+    Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
+    seqlen_q).
+
+    Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for
+    page_table and num_splits.
+    """
+    if page_table is not None:
+        raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
+    if num_splits != 1:
+        raise NotImplementedError(f"num_splits={num_splits} is not implemented; accepted: 1")
+    options = Options.check(softmax_scale, causal, window_size, softcap, clc_requested(use_clc))
+    values = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    ragged = {name: t for name, t in zip(RAGGED, values, strict=True) if t is not None}
+    packed = {"q": cu_seqlens_q is not None, "k": cu_seqlens_k is not None}
+    packed["v"] = packed["k"]
+    tensors = {"q": q, "k": k, "v": v}
+    check_tensors(tensors, packed)
+    if packed["q"]:
+        check_max_type(max_seqlen_q)
+    q, k, v = (t.unsqueeze(0) if packed[name] else t for name, t in tensors.items())
+    out, lse = _call(q, k, v, options, learnable_sink, ragged, max_seqlen_q, _named(config))
+    if packed["q"]:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def _call(q, k, v, options, sink, ragged, max_seqlen_q, config):
+    """Hand a checked call to the operator, whose schema takes plain values only."""
+    if sink is not None:
+        check_sink(sink, q)
+    check_ragged_types(ragged)
+    left, right = (UNBOUNDED if side is None else side for side in options.window)
+    sequences = [ragged.get(name) for name in RAGGED]
+    return forward(
+        q, k, v, options.softmax_scale, left, right, options.softcap, sink, *sequences,
+        max_seqlen_q, options.use_clc, config,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("fa4_hd256::forward", mutates_args=())
@@ -65,31 +151,52 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_scale: float,
-    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sink: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    use_clc: bool,
     config: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `flash_attn_func`; `config` names one in use, "" the default."""
+    """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
+
+    window_left, window_right: -1 for unbounded. config names one in use, "" the default.
+    """
     from .backends import empty_results, run_forward
     from .compile import compile_forward
 
-    problem = Problem.describe(q, k, v, softmax_scale, causal)
-    if problem.batch == 0:
+    options = Options.check(
+        softmax_scale, False, (window_left, window_right), softcap, use_clc
+    )
+    values = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    ragged = {name: t for name, t in zip(RAGGED, values, strict=True) if t is not None}
+    k, v = without_expanded_heads(k, v)
+    problem = Problem.describe((q, k, v), options, sink, ragged, max_seqlen_q)
+    if problem.is_empty:
         return empty_results(problem)
+    optional = () if sink is None else (sink.detach().float().contiguous(),)
+    optional += tuple(ragged[name] for name in problem.ragged)
     compiled = compile_forward(_configs[config], problem.problem_class)
-    return run_forward(compiled, problem, (q, k, v))
+    return run_forward(compiled, problem, (q, k, v), optional)
 
 
 @forward.register_fake
-def _(q, k, v, softmax_scale, causal, config):
+def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
+      seqused_q, seqused_k, max_seqlen_q, use_clc, config):  # fmt: skip
     check_tensors({"q": q, "k": k, "v": v})
-    check_shapes(q.shape, k.shape, v.shape)
+    check_shapes(q.shape, k.shape, v.shape, cu_seqlens_q is not None, cu_seqlens_k is not None)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 def _refuse_backward(context, *gradients):
     raise NotImplementedError(
-        "flash_attn_func offers no backward; call it under torch.no_grad() or detach q, k and v"
+        "fa4_hd256 offers no backward; call it under torch.no_grad() or detach q, k and v"
     )
 
 
@@ -97,25 +204,9 @@ forward.register_autograd(_refuse_backward)
 
 
 def _named(config: ForwardConfig | None) -> str:
+    if config is not None and not isinstance(config, ForwardConfig):
+        raise TypeError(f"config must be a ForwardConfig or None, got {type(config).__name__}")
     name = "" if config is None else repr(config)
     if name not in _configs:
         _configs[name] = config or ForwardConfig()
     return name
-
-
-def _check_options(window_size, learnable_sink, softcap, use_clc) -> None:
-    """NotImplementedError for what the kernel does not offer, in the field's own names."""
-    if len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size}; accepted: a pair (left, right)")
-    if any(side not in (None, -1) for side in window_size):
-        raise NotImplementedError(
-            f"window_size={tuple(window_size)} is not implemented; accepted: (None, None), "
-            "where -1 means the same as None"
-        )
-    if learnable_sink is not None:
-        raise NotImplementedError("learnable_sink is not implemented; accepted: None")
-    if softcap != 0.0:
-        raise NotImplementedError(f"softcap={softcap} is not implemented; accepted: 0.0")
-    if clc_requested(use_clc):
-        asked = "use_clc=True" if use_clc else "use_clc, asked for by FA_CLC=1,"
-        raise NotImplementedError(f"{asked} is not implemented; accepted: the static scheduler")

@@ -9,47 +9,115 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-__all__ = ["Visibility"]
+__all__ = ["MaskKind", "TileRange", "Visibility"]
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What of the mask is compiled in: whether visibility is bounded on either side.
+
+    A causal mask is a bound of 0 on the right.
+    """
+
+    bounded_left: bool = False
+    bounded_right: bool = False
+
+
+@dataclass(frozen=True)
+class TileRange:
+    """The KV tiles of a query tile, [begin, end), and those of them that need no mask."""
+
+    begin: Int32
+    end: Int32
+    unmasked_begin: Int32
+    unmasked_end: Int32
+
+    @property
+    def num_masked_first(self) -> Int32:
+        """Tiles at the end of the range, worked on first: the diagonal, the sequence's end."""
+        return self.end - self.unmasked_end
+
+    @property
+    def num_unmasked(self) -> Int32:
+        return self.unmasked_end - self.unmasked_begin
+
+    @property
+    def num_masked_last(self) -> Int32:
+        """Tiles at the begin of the range: the left edge of a window."""
+        return self.unmasked_begin - self.begin
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """The visible keys of one (batch, head): row r sees keys [0, limit(r)).
+    """The visible keys of one (batch, head): row r sees keys [first(r), limit(r)).
 
-    seqlen_q, seqlen_k: Int32 lengths.  Without a causal mask limit(r) = seqlen_k; with it the
-    mask is aligned to the bottom right corner, so that the last row sees every key:
-    limit(r) = r + 1 + seqlen_k - seqlen_q, clipped to [0, seqlen_k].
+    seqlen_q, seqlen_k: Int32 lengths.  The mask is aligned to the bottom right corner: row r is
+    level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right
+    as far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
     block_kv: keys of one KV tile.
     """
 
     seqlen_q: Int32
     seqlen_k: Int32
-    is_causal: bool
+    kind: MaskKind
+    window_left: Int32
+    window_right: Int32
     block_kv: int
 
+    def _clip(self, key: Int32) -> Int32:
+        return cutlass.max(cutlass.min(key, self.seqlen_k), 0)
+
+    def first(self, row: Int32) -> Int32:
+        """The first key that `row` sees, if it sees any."""
+        if cutlass.const_expr(not self.kind.bounded_left):
+            return Int32(0)
+        return self._clip(row + self.seqlen_k - self.seqlen_q - self.window_left)
+
     def limit(self, row: Int32) -> Int32:
-        """Number of keys that `row` sees; rows past seqlen_q count as if the mask went on."""
-        if cutlass.const_expr(not self.is_causal):
+        """One past the last key that `row` sees."""
+        if cutlass.const_expr(not self.kind.bounded_right):
             return self.seqlen_k
-        diagonal = row + 1 + self.seqlen_k - self.seqlen_q
-        return cutlass.max(cutlass.min(diagonal, self.seqlen_k), 0)
+        return self._clip(row + 1 + self.seqlen_k - self.seqlen_q + self.window_right)
+
+    def _last_row(self, first_row: Int32, num_rows: int) -> Int32:
+        return cutlass.min(first_row + num_rows, self.seqlen_q) - 1
 
     def num_tiles(self, first_row: Int32, num_rows: int) -> Int32:
-        """KV tiles that some existing row of [first_row, first_row + num_rows) sees."""
-        last_row = cutlass.min(first_row + num_rows, self.seqlen_q) - 1
+        """KV tiles that some existing row of [first_row, first_row + num_rows) may see."""
+        end = self._end(first_row, num_rows)
+        tiles = cutlass.max(end - self.first(first_row) // self.block_kv, 0)
+        return cutlass.select_(first_row < self.seqlen_q, tiles, Int32(0))
+
+    def last_tile(self, first_row: Int32, num_rows: int) -> Int32:
+        """The last KV tile of those rows, with which their work begins."""
+        return self._end(first_row, num_rows) - 1
+
+    def _end(self, first_row: Int32, num_rows: int) -> Int32:
+        last_row = self._last_row(first_row, num_rows)
         return (self.limit(last_row) + self.block_kv - 1) // self.block_kv
 
-    def num_unmasked_tiles(self, first_row: Int32) -> Int32:
-        """Leading KV tiles of which every row from first_row on sees every key."""
-        return self.limit(first_row) // self.block_kv
+    def tile_range(self, tile: tuple[Int32, int], part: tuple[Int32, int]) -> TileRange:
+        """The KV tiles of a query tile, with what `part` of its rows can leave unmasked.
+
+        tile, part: (first row, number of rows).
+        """
+        end = self._end(*tile)
+        begin = cutlass.min(self.first(tile[0]) // self.block_kv, end)
+        unmasked_end = cutlass.max(cutlass.min(self.limit(part[0]) // self.block_kv, end), begin)
+        last_row = part[0] + part[1] - 1
+        unmasked_begin = (self.first(last_row) + self.block_kv - 1) // self.block_kv
+        # Where the two masks meet every tile needs one: none is left between them.
+        unmasked_begin = cutlass.min(cutlass.max(unmasked_begin, begin), unmasked_end)
+        return TileRange(begin, end, unmasked_begin, unmasked_end)
 
     def apply(self, scores: cute.Tensor, row: Int32, first_key: Int32) -> None:
         """Set the scores of invisible keys to -inf.
 
         scores: register tensor of one row of a tile, block_kv Float32; first_key: its first key.
         """
-        visible = self.limit(row) - first_key
+        limit, first = self.limit(row) - first_key, self.first(row) - first_key
         for column in range(self.block_kv):
-            scores[column] = cutlass.select_(
-                visible > column, scores[column], Float32(-math.inf)
-            )
+            visible = limit > column
+            if cutlass.const_expr(self.kind.bounded_left):
+                visible = visible & (first <= column)
+            scores[column] = cutlass.select_(visible, scores[column], Float32(-math.inf))

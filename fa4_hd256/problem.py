@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,84 +27,149 @@ TMA_STRIDE_LIMIT = 1 << 40
 SM100 = (10, 0)
 
 
+#: Tensors that describe ragged sequences, in the order in which the kernel takes them.
+RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
 @dataclass(frozen=True)
 class ProblemClass:
     """What of a call is compiled into the kernel. Everything else is an argument at run time.
 
-    `negative_scale`: the tensor core negates the scores and the kernel gets the scale's absolute
-    value, because the online softmax follows the largest score.
+    bounded_left, bounded_right: sides on which the mask bounds the visible keys; causal bounds the
+    right one. negative_scale: the tensor core negates the scores. ragged: which of `RAGGED` are
+    given. use_clc: the dynamic tile scheduler.
     """
 
     dtype: torch.dtype
-    causal: bool
-    negative_scale: bool
+    bounded_left: bool = False
+    bounded_right: bool = False
+    negative_scale: bool = False
+    softcap: bool = False
+    sink: bool = False
+    ragged: tuple[str, ...] = ()
+    use_clc: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for beside q, k and v, validated.
+
+    softmax_scale: finite. window: keys visible to the left and right of the diagonal, None for
+    unbounded; causal is (., 0). softcap: 0 for none.
+    """
+
+    softmax_scale: float
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    use_clc: bool = False
+
+    @classmethod
+    def check(
+        cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, use_clc: bool
+    ) -> Options:
+        """Validate the options as users give them.
+
+        Raises TypeError or ValueError; see the check_* functions for what is accepted.
+        """
+        check_causal(causal)
+        left, right = check_window(window_size)
+        return cls(
+            check_scale(softmax_scale), (left, 0 if causal else right), check_softcap(softcap),
+            use_clc,
+        )
 
 
 @dataclass(frozen=True)
 class Problem:
     """A forward call: q (batch, seqlen_q, heads_q, 256), k and v (batch, seqlen_k, heads_kv, 256).
 
+    Packed sequences have a batch of 1 here and `sequences` entries; seqlen_q is then the longest.
     `copied` names those of q, k, v whose layout TMA cannot take, so that they are copied once
     into a contiguous one before the kernel runs.
     """
 
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_kv: int
+    q_shape: tuple[int, ...]
+    max_seqlen_q: int
+    sequences: int
     dtype: torch.dtype
     device: torch.device
-    causal: bool
-    softmax_scale: float
+    options: Options
+    sink: bool
+    ragged: tuple[str, ...]
     copied: tuple[str, ...]
 
     @classmethod
-    def describe(cls, q, k, v, softmax_scale: float | None, causal: bool) -> Problem:
-        """Validate a call. `softmax_scale` None means 1 / sqrt(256).
+    def describe(
+        cls,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        options: Options,
+        sink: torch.Tensor | None = None,
+        ragged: dict[str, torch.Tensor] | None = None,
+        max_seqlen_q: int | None = None,
+    ) -> Problem:
+        """Validate q, k, v (4-D) and what goes with them.
+
+        ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q.
 
         Raises TypeError for an argument of the wrong kind or dtype and ValueError for a wrong
-        shape, head_dim, ratio of heads, device or scale.
+        shape, head_dim, ratio of heads, device or length.
         """
-        tensors = {"q": q, "k": k, "v": v}
-        check_tensors(tensors)
-        check_shapes(q.shape, k.shape, v.shape)
-        scale = check_scale(softmax_scale)
-        check_causal(causal)
+        q, k, v = tensors
+        named = {"q": q, "k": k, "v": v}
+        ragged = ragged or {}
+        check_tensors(named)
+        check_shapes(q.shape, k.shape, v.shape, "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged)
         check_device(q.device)
+        if sink is not None:
+            check_sink(sink, q)
+        sequences = check_sequences(q, k, ragged)
+        longest = check_max_seqlen(q, ragged, max_seqlen_q)
         return cls(
-            batch=q.shape[0],
-            seqlen_q=q.shape[1],
-            seqlen_k=k.shape[1],
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
+            q_shape=tuple(q.shape),
+            max_seqlen_q=longest,
+            sequences=sequences,
             dtype=q.dtype,
             device=q.device,
-            causal=causal,
-            softmax_scale=scale,
-            copied=tuple(name for name, tensor in tensors.items() if not tma_can_take(tensor)),
+            options=options,
+            sink=sink is not None,
+            ragged=tuple(name for name in RAGGED if name in ragged),
+            copied=tuple(name for name, tensor in named.items() if not tma_can_take(tensor)),
         )
 
     @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.heads_q // self.heads_kv
-
-    @property
     def problem_class(self) -> ProblemClass:
-        return ProblemClass(self.dtype, self.causal, self.softmax_scale < 0)
+        options = self.options
+        left, right = options.window
+        return ProblemClass(
+            self.dtype,
+            left is not None,
+            right is not None,
+            options.softmax_scale < 0,
+            options.softcap > 0,
+            self.sink,
+            self.ragged,
+            options.use_clc,
+        )
 
     @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.seqlen_q, self.heads_q, HEAD_DIM)
+    def is_empty(self) -> bool:
+        """Whether there is no query row at all, so that nothing is launched."""
+        return self.sequences == 0 or self.q_shape[0] == 0 or self.q_shape[1] == 0
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
-        return (self.batch, self.heads_q, self.seqlen_q)
+        batch, seqlen, heads, _ = self.q_shape
+        return (batch, heads, seqlen)
 
 
-def check_tensors(tensors: dict[str, torch.Tensor]) -> None:
-    """Each one a 4-D tensor of head_dim 256, all of one accepted dtype and on one device."""
+def check_tensors(
+    tensors: dict[str, torch.Tensor], packed: dict[str, bool] | None = None
+) -> None:
+    """Each a tensor of head_dim 256, all of one accepted dtype and on one device.
+
+    packed: which of them are (total, heads, 256), the others being (batch, seqlen, heads, 256).
+    """
+    packed = packed or {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -113,14 +179,17 @@ def check_tensors(tensors: dict[str, torch.Tensor]) -> None:
         if tensor.dtype not in DTYPES:
             accepted = " or ".join(map(str, DTYPES))
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
-        if tensor.ndim != 4:
+        dimensions, form = 4, f"(batch, seqlen, heads, {HEAD_DIM})"
+        if packed.get(name):
+            dimensions, form = 3, f"(total, heads, {HEAD_DIM})"
+        if tensor.ndim != dimensions:
             raise ValueError(
                 f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; "
-                f"accepted: 4, (batch, seqlen, heads, {HEAD_DIM})"
+                f"accepted: {dimensions}, {form}"
             )
-        if tensor.shape[3] != HEAD_DIM:
+        if tensor.shape[-1] != HEAD_DIM:
             raise ValueError(
-                f"{name} has head_dim {tensor.shape[3]}, shape {tuple(tensor.shape)}; "
+                f"{name} has head_dim {tensor.shape[-1]}, shape {tuple(tensor.shape)}; "
                 f"accepted: {HEAD_DIM} only"
             )
     _check_equal("dtype", {name: t.dtype for name, t in tensors.items()}, TypeError)
@@ -133,14 +202,15 @@ def _check_equal(what: str, values: dict[str, object], error: type[Exception]) -
         raise error(f"{', '.join(values)} must share one {what}; got {given}")
 
 
-def check_shapes(q, k, v) -> None:
-    """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result."""
+def check_shapes(q, k, v, packed_q: bool = False, packed_k: bool = False) -> None:
+    """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result,
+    and so are packed sequences without any row."""
     if tuple(k) != tuple(v):
         raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}")
-    if q[0] != k[0]:
+    if q[0] != k[0] and packed_q == packed_k:
         raise ValueError(f"q, k and v must have the same batch; got q {q[0]}, k and v {k[0]}")
-    for name, shape in (("q", q), ("k", k)):
-        if shape[1] < 1:
+    for name, shape, packed in (("q", q, packed_q), ("k", k, packed_k)):
+        if shape[1] < 1 and not packed:
             raise ValueError(f"{name} has seqlen 0, shape {tuple(shape)}; accepted: 1 or more")
         if shape[2] < 1:
             raise ValueError(f"{name} has no heads, shape {tuple(shape)}; accepted: 1 or more")
@@ -149,6 +219,119 @@ def check_shapes(q, k, v) -> None:
             f"{q[2]} query heads over {k[2]} key/value heads; accepted: a number of query heads "
             "that is a multiple of the number of key/value heads"
         )
+
+
+def check_window(window_size: Any) -> tuple[int | None, int | None]:
+    """(left, right) with None for unbounded; -1 means unbounded too."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
+    sides = []
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
+        if side is not None and side < -1:
+            raise ValueError(
+                f"window_size is {window_size!r}; accepted: 0 or more, None or -1 for unbounded"
+            )
+        sides.append(None if side == -1 else side)
+    return sides[0], sides[1]
+
+
+def check_softcap(softcap: Any) -> float:
+    """The softcap as a Python float, 0 for none."""
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        raise TypeError(f"softcap must be a real number, got {type(softcap).__name__}")
+    if not 0 <= softcap <= torch.finfo(torch.float32).max:
+        raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
+    return float(softcap)
+
+
+def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
+    """One logit per query head."""
+    if not isinstance(sink, torch.Tensor):
+        raise TypeError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
+    if sink.dtype not in (torch.float32, *DTYPES):
+        accepted = ", ".join(map(str, (torch.float32, *DTYPES)))
+        raise TypeError(f"learnable_sink has dtype {sink.dtype}; accepted: {accepted}")
+    if tuple(sink.shape) != (q.shape[2],):
+        raise ValueError(
+            f"learnable_sink has shape {tuple(sink.shape)}; accepted: ({q.shape[2]},), one logit "
+            "per query head"
+        )
+    _check_equal("device", {"q": q.device, "learnable_sink": sink.device}, ValueError)
+
+
+def check_ragged_types(ragged: dict[str, Any]) -> None:
+    """Each an int32 tensor."""
+    for name, tensor in ragged.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be an int32 tensor")
+
+
+def check_max_type(max_seqlen_q: Any) -> None:
+    """An int: reading a tensor would synchronise with the device."""
+    if max_seqlen_q is None or isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int):
+        raise TypeError(
+            f"max_seqlen_q must be an int with cu_seqlens_q, got {max_seqlen_q!r}; a tensor is not "
+            "accepted because reading it would synchronise with the device"
+        )
+
+
+def check_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
+    """Types, shapes and, on the CPU, contents of the ragged tensors; returns the batch size."""
+    check_ragged_types(ragged)
+    sizes = {}
+    for name, tensor in ragged.items():
+        if tensor.ndim != 1 or tensor.stride(0) != 1:
+            raise ValueError(f"{name} must be one-dimensional and contiguous")
+        _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
+        sizes[name] = tensor.numel() - name.startswith("cu_")
+    for side, tensor in (("q", q), ("k", k)):
+        if f"cu_seqlens_{side}" not in ragged:
+            sizes[side] = tensor.shape[0]
+    if len(set(sizes.values())) > 1 or min(sizes.values()) < 0:
+        raise ValueError(
+            f"the batch sizes disagree: {sizes} (cu_seqlens hold batch + 1 offsets, seqused batch "
+            "lengths)"
+        )
+    if q.device.type == "cpu":
+        _check_offsets(q, k, ragged)
+    return next(iter(sizes.values()))
+
+
+def _check_offsets(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
+    """Offsets ascend from 0 to the total; lengths in use are not negative. Only on the CPU, where
+    reading them costs no synchronisation."""
+    for side, tensor in (("q", q), ("k", k)):
+        offsets = ragged.get(f"cu_seqlens_{side}")
+        if offsets is not None and offsets.numel():
+            steps = offsets.diff()
+            if offsets[0] != 0 or offsets[-1] != tensor.shape[1] or (steps < 0).any():
+                raise ValueError(
+                    f"cu_seqlens_{side} is {offsets.tolist()}; accepted: offsets that ascend from "
+                    f"0 to {tensor.shape[1]}, the number of rows of {side}"
+                )
+        used = ragged.get(f"seqused_{side}")
+        if used is not None and (used < 0).any():
+            raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
+
+
+def check_max_seqlen(
+    q: torch.Tensor, ragged: dict[str, torch.Tensor], max_seqlen_q: int | None
+) -> int:
+    """The longest query sequence; given by the caller for packed sequences."""
+    if "cu_seqlens_q" not in ragged:
+        return q.shape[1]
+    check_max_type(max_seqlen_q)
+    if max_seqlen_q < 1:
+        raise ValueError(f"max_seqlen_q is {max_seqlen_q}; accepted: 1 or more")
+    if q.device.type == "cpu" and ragged["cu_seqlens_q"].numel() > 1:
+        longest = int(ragged["cu_seqlens_q"].diff().max())
+        if longest > max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q is {max_seqlen_q}, but a sequence has {longest} query rows"
+            )
+    return max_seqlen_q
 
 
 def check_scale(softmax_scale: float | None) -> float:
@@ -193,7 +376,11 @@ def check_device(device: torch.device) -> None:
 
 
 def tma_can_take(tensor: torch.Tensor) -> bool:
-    """Whether TMA can read the tensor in place. The stride of a dimension of size 1 is free."""
+    """Whether TMA can read the tensor where it lies; strides of dimensions of size 1 mean nothing.
+
+    A stride of 0 (an expanded dimension) is refused: CuTe DSL 4.8 encodes it as a positive one
+    into the descriptor.
+    """
     if tensor.numel() == 0:
         return True
     if tensor.data_ptr() % TMA_ALIGNMENT:
@@ -202,7 +389,17 @@ def tma_can_take(tensor: torch.Tensor) -> bool:
     if last[0] > 1 and last[1] != 1:
         return False
     strides = (stride * tensor.element_size() for size, stride in outer if size > 1)
-    return all(s % TMA_ALIGNMENT == 0 and s < TMA_STRIDE_LIMIT for s in strides)
+    return all(s % TMA_ALIGNMENT == 0 and 0 < s < TMA_STRIDE_LIMIT for s in strides)
+
+
+def without_expanded_heads(
+    k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v with one head where all their heads are one expanded head: grouped queries read
+    it without a copy."""
+    if k.shape[2] > 1 and k.stride(2) == 0 and v.stride(2) == 0:
+        return k[:, :, :1], v[:, :, :1]
+    return k, v
 
 
 def as_kernel_operand(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,35 +15,67 @@ import torch
 _ROWS = 4096
 
 
-def visible(seqlen_q: int, seqlen_k: int, causal: bool, rows: range | None = None) -> torch.Tensor:
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of a call, named as in `flash_attn_func`."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    learnable_sink: torch.Tensor | None = None
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """(left, right), None for unbounded; causal bounds the right side at 0."""
+        left, right = (None if side == -1 else side for side in self.window_size)
+        return left, 0 if self.causal else right
+
+    def scale(self, head_dim: int) -> float:
+        return 1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale
+
+
+def visible(
+    lengths: tuple[int, int],
+    window: tuple[int | None, int | None],
+    rows: range | None = None,
+) -> torch.Tensor:
     """Which key a query sees: bool (len(rows), seqlen_k), all rows by default.
 
-    Causal is bottom-right aligned: the last query sees every key, query i the keys
-    j <= i + seqlen_k - seqlen_q.
+    lengths: (seqlen_q, seqlen_k). The mask is bottom-right aligned: with d = i + seqlen_k -
+    seqlen_q query i sees the keys d - left .. d + right.
     """
+    seqlen_q, seqlen_k = lengths
     rows = range(seqlen_q) if rows is None else rows
-    keys = torch.arange(seqlen_k)
-    if not causal:
-        return torch.ones(len(rows), seqlen_k, dtype=torch.bool)
-    last = torch.arange(rows.start, rows.stop) + (seqlen_k - seqlen_q)
-    return keys[None, :] <= last[:, None]
+    distance = torch.arange(seqlen_k) - (
+        torch.arange(rows.start, rows.stop)[:, None] + seqlen_k - seqlen_q
+    )
+    left, right = window
+    seen = torch.ones(len(rows), seqlen_k, dtype=torch.bool)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return seen
+
+
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in float64: out like q, lse (batch, heads, seqlen_q) in natural log.
 
     q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), any dtype and
-    device. Query head h uses key/value head h // (heads / heads_kv). A query that sees no key
-    has out = 0 and lse = -inf.
+    device; options: those of `AttentionOptions`. Query head h uses key/value head
+    h // (heads / heads_kv). A query that sees no key has out = 0, and lse = -inf or the sink's
+    logit.
     """
+    chosen = AttentionOptions(**options)
     batch, seqlen_q, heads, dim = q.shape
-    scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
+    seqlen_k = k.shape[1]
     out = torch.empty(batch, seqlen_q, heads, v.shape[3], dtype=torch.float64)
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float64)
     group = heads // k.shape[2]
@@ -51,10 +84,10 @@ def attention(
             keys, values = (t[b, :, h // group].cpu().double() for t in (k, v))
             for start in range(0, seqlen_q, _ROWS):
                 rows = range(start, min(start + _ROWS, seqlen_q))
-                scores = scale * (q[b, rows.start : rows.stop, h].cpu().double() @ keys.T)
-                mask = visible(seqlen_q, k.shape[1], causal, rows)
-                scores.masked_fill_(~mask, -math.inf)
-                part = torch.logsumexp(scores, dim=1)
+                queries = q[b, rows.start : rows.stop, h].cpu().double()
+                scores = _capped(chosen.scale(dim) * (queries @ keys.T), chosen.softcap)
+                scores.masked_fill_(~visible((seqlen_q, seqlen_k), chosen.window, rows), -math.inf)
+                part = torch.logsumexp(_with_sink(scores, chosen.learnable_sink, h), dim=1)
                 # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
                 shift = part.masked_fill(part == -math.inf, 0.0)
                 lse[b, h, rows.start : rows.stop] = part
@@ -62,28 +95,34 @@ def attention(
     return out, lse
 
 
+def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> torch.Tensor:
+    """Scores (rows, keys) with a column for the head's sink, or an empty-safe one without."""
+    logit = -math.inf if sink is None else sink[head].item()
+    return torch.cat((scores, scores.new_full((scores.shape[0], 1), logit)), dim=1)
+
+
 def same_dtype_pytorch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """out of plain PyTorch in the dtype of q, whose error sets the tolerance.
 
     Scores and probabilities are rounded to that dtype, the softmax itself is in float32: what a
-    user would write with matmul and softmax.
+    user would write with matmul and softmax. options: those of `AttentionOptions`.
     """
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
-    group = q.shape[2] // k.shape[2]
+    chosen = AttentionOptions(**options)
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
     heads_first = [t.cpu().transpose(1, 2) for t in (q, k, v)]
     queries, keys, values = (
-        t if t.shape[1] == q.shape[2] else t.repeat_interleave(group, dim=1) for t in heads_first
+        t if t.shape[1] == heads else t.repeat_interleave(group, dim=1) for t in heads_first
     )
-    scores = (queries @ keys.transpose(2, 3)) * scale
-    scores.masked_fill_(~visible(q.shape[1], k.shape[1], causal), -math.inf)
+    scores = (queries @ keys.transpose(2, 3)) * chosen.scale(q.shape[3])
+    scores = _capped(scores, chosen.softcap)
+    scores.masked_fill_(~visible((q.shape[1], k.shape[1]), chosen.window), -math.inf)
+    if chosen.learnable_sink is not None:
+        sink = chosen.learnable_sink.cpu().to(scores.dtype)[None, :, None, None]
+        scores = torch.cat((scores, sink.expand(*scores.shape[:3], 1)), dim=3)
     weights = torch.softmax(scores, dim=3, dtype=torch.float32).nan_to_num(0.0)
-    return (weights.to(q.dtype) @ values).transpose(1, 2)
+    return (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2)
 
 
 @dataclass(frozen=True)

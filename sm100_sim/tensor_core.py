@@ -242,8 +242,10 @@ def execute(mmas: Sequence[Mma]) -> None:
 
     Raises MemoryFault or TmemError for operands outside shared memory or allocated columns.
     """
-    for run in joined_runs(mmas):
-        _execute_run(run)
+    # Infinities and NaN are data like any other.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for run in joined_runs(mmas):
+            _execute_run(run)
 
 
 def _execute_run(run: list[Mma]) -> None:

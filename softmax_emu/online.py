@@ -156,12 +156,38 @@ class OnlineSoftmax:
             chains[half] = cute.arch.add_packed_f32x2(chains[half], last)
         self.row_sum = chains[0][0] + chains[0][1]
 
-    def finish(self) -> tuple[Float32, Float32]:
-        """(1 / l, LSE in natural log); (0, -inf) for a row without visible key."""
-        is_empty = self.row_sum == Float32(0.0)
-        inverse = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(self.row_sum))
-        log2_sum = cute.math.log2(self.row_sum, approx=True, ftz=True)
-        lse = (log2_sum - self._offset(self.row_max)) * Float32(math.log(2.0))
+    def cap(self, scores: cute.Tensor, cap_scale: Float32) -> None:
+        """scores := tanh(scores * cap_scale), for a softcap; before any mask.
+
+        The softmax is then created with scale_log2 = softcap * log2(e).  tanh(x) is computed as
+        1 - 2 / (1 + 2^(2 x log2 e)), whose absolute error of some 2^-22 the softcap multiplies;
+        tanh.approx, with a relative error of 2^-11, would be seen in LSE.
+        """
+        doubled = cap_scale * Float32(2.0 * math.log2(math.e))
+        for column in range(cute.size(scores)):
+            power = exp2_row_factor(scores[column] * doubled)
+            scores[column] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+
+    def finish(self, sink_log2: Float32 | None = None) -> tuple[Float32, Float32]:
+        """(1 / l, LSE in natural log); (0, -inf) for a row without visible key.
+
+        sink_log2: logit of a sink, times log2(e), or None.  It takes part in l and LSE like a key
+        whose value is 0; a row without visible key then has LSE = the sink's logit.
+        """
+        row_sum, offset = self.row_sum, self._offset(self.row_max)
+        if cutlass.const_expr(sink_log2 is not None):
+            # Relative to the larger of the two, since the sink may exceed every score by far.
+            is_empty = row_sum == Float32(0.0)
+            kept = cutlass.select_(is_empty, Float32(-math.inf), -offset)
+            largest = cute.arch.fmax(kept, sink_log2)
+            shrink = exp2_row_factor(kept - largest)
+            total = row_sum * shrink + exp2_row_factor(sink_log2 - largest)
+            lse = (largest + cute.math.log2(total, approx=True, ftz=True)) * math.log(2.0)
+            return shrink * cute.arch.rcp_approx(total), lse
+        is_empty = row_sum == Float32(0.0)
+        inverse = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(row_sum))
+        log2_sum = cute.math.log2(row_sum, approx=True, ftz=True)
+        lse = (log2_sum - offset) * Float32(math.log(2.0))
         return inverse, cutlass.select_(is_empty, Float32(-math.inf), lse)
 
     def _tile_max(self, scores: cute.Tensor, old: Float32) -> Float32:

@@ -28,6 +28,10 @@ MAX_PARAMETERS = 8
 MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 12,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 20,
+    # A torch operator's schema is flat: tensors and plain values only.
+    ("fa4_hd256/interface.py", "forward"): 15,
+    ("fa4_hd256/interface.py", "_"): 15,
 }
 
 # Which other rooms a room may import (design: the house and its rooms).

@@ -45,7 +45,7 @@ def submit(
         try:
             perform()
         except SimulationError as error:
-            raise error.at(instruction, cta.index, warp.index) from None
+            raise error.at(instruction, cta.ctaid, warp.index) from None
 
     operation = AsyncOp(kind, perform_at, queue)
     cta.cluster.machine.submit(operation)

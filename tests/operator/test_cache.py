@@ -13,7 +13,7 @@ from fa4_hd256 import ForwardConfig, compile
 from fa4_hd256.problem import ProblemClass
 from softmax_emu.pattern import Ex2Pattern
 
-CLASS = ProblemClass(torch.bfloat16, causal=False, negative_scale=False)
+CLASS = ProblemClass(torch.bfloat16)
 
 OTHER_PROCESS = """
 import torch
@@ -22,7 +22,7 @@ from fa4_hd256.problem import ProblemClass
 def refuse(*_):
     raise AssertionError("compiled again")
 compile.trace_and_compile = refuse
-found = compile.compile_forward(ForwardConfig(), ProblemClass(torch.bfloat16, False, False))
+found = compile.compile_forward(ForwardConfig(), ProblemClass(torch.bfloat16))
 print(found.key, found.from_disk, len(found.ptx), callable(found.function))
 """
 
@@ -72,7 +72,7 @@ def test_a_restored_kernel_is_what_was_compiled():
     found = compile.compile_forward(ForwardConfig(), CLASS)
     assert ".target sm_100a" in found.ptx and "tcgen05.mma" in found.ptx
     assert found.cubin.startswith(b"\x7fELF")
-    assert list(found.execution_args.signature.parameters)[:5] == ["q", "k", "v", "out", "lse"]
+    assert list(found.execution_args.signature.parameters)[:4] == ["q", "k", "v", "results"]
     assert found.dump_to_object(found.object_prefix).startswith(b"\x7fELF")
     with pytest.raises(ValueError, match="symbols start with"):
         found.dump_to_object("other")
@@ -116,16 +116,21 @@ def test_what_the_key_covers(monkeypatch):
     others = {
         key(ForwardConfig(rescale_threshold=0.0)),
         key(ForwardConfig(ex2_pattern=Ex2Pattern(4, 3))),
-        key(problem_class=ProblemClass(torch.float16, False, False)),
-        key(problem_class=ProblemClass(torch.bfloat16, True, False)),
-        key(problem_class=ProblemClass(torch.bfloat16, False, True)),
+        key(problem_class=ProblemClass(torch.float16)),
+        key(problem_class=ProblemClass(torch.bfloat16, bounded_left=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, bounded_right=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, negative_scale=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, softcap=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, sink=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, ragged=("seqused_k",))),
+        key(problem_class=ProblemClass(torch.bfloat16, use_clc=True)),
     }
     monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
     monkeypatch.setattr(compile, "_source_digest", lambda: "another source")
     others.add(key())
-    assert len(others) == 7 and first not in others
+    assert len(others) == 12 and first not in others
 
 
 def test_what_the_key_does_not_cover(monkeypatch):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import ForwardConfig, compile, flash_attn_func
+from fa4_hd256 import ForwardConfig, compile, flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.problem import check_device
 
 
@@ -113,28 +113,74 @@ def test_causal_that_is_no_bool(causal):
         flash_attn_func(*inputs(), causal=causal)
 
 
-@pytest.mark.parametrize(
-    ("option", "name"),
-    [
-        ({"window_size": (128, None)}, "window_size"),
-        ({"window_size": (-1, 0)}, "window_size"),
-        ({"learnable_sink": torch.zeros(2)}, "learnable_sink"),
-        ({"softcap": 50.0}, "softcap"),
-        ({"use_clc": True}, "use_clc"),
-    ],
-)
-def test_options_of_later(option, name):
-    with pytest.raises(NotImplementedError, match=name):
-        flash_attn_func(*inputs(), **option)
-
-
 def test_clc_by_environment(monkeypatch):
-    monkeypatch.setenv("FA_CLC", "1")
-    with pytest.raises(NotImplementedError, match="FA_CLC=1"):
-        flash_attn_func(*inputs())
     monkeypatch.setenv("FA_CLC", "yes")
     with pytest.raises(ValueError, match="FA_CLC is 'yes'"):
         flash_attn_func(*inputs())
+
+
+@pytest.mark.parametrize("softcap", [-1.0, math.nan, math.inf])
+def test_softcap_that_is_none(softcap):
+    with pytest.raises(ValueError, match="softcap is .*accepted: 0"):
+        flash_attn_func(*inputs(), softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("sink", "error", "message"),
+    [
+        ([0.0, 0.0], TypeError, "must be a torch.Tensor"),
+        (torch.zeros(2, dtype=torch.int32), TypeError, "dtype torch.int32"),
+        (torch.zeros(3), ValueError, r"shape \(3,\); accepted: \(2,\)"),
+        (torch.zeros(2, device="meta"), ValueError, "share one device"),
+    ],
+)
+def test_sinks(sink, error, message):
+    with pytest.raises(error, match=message):
+        flash_attn_func(*inputs(), learnable_sink=sink)
+
+
+@pytest.mark.parametrize("window", [(-2, None), (None, -3)])
+def test_window_below_its_range(window):
+    with pytest.raises(ValueError, match="accepted: 0 or more"):
+        flash_attn_func(*inputs(), window_size=window)
+
+
+def test_window_that_is_no_int():
+    with pytest.raises(TypeError, match="must be an int or None"):
+        flash_attn_func(*inputs(), window_size=(1.5, None))
+
+
+def packed(**changes):
+    """Arguments of a varlen call that would be accepted, with changes."""
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    q, k = torch.zeros(8, 2, 256).bfloat16(), torch.zeros(8, 1, 256).bfloat16()
+    call = {"q": q, "k": k, "v": k, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    return {**call, "max_seqlen_q": 5, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"max_seqlen_q": None}, TypeError, "max_seqlen_q must be an int"),
+        ({"max_seqlen_q": torch.tensor(5)}, TypeError, "synchronise"),
+        ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, but a sequence has 5"),
+        ({"max_seqlen_q": 0}, ValueError, "max_seqlen_q is 0"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 8])}, TypeError, "must be an int32 tensor"),
+        ({"cu_seqlens_q": [0, 3, 8]}, TypeError, "must be an int32 tensor"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 7], dtype=torch.int32)}, ValueError, "from 0 to 8"),
+        ({"cu_seqlens_k": torch.tensor([0, 5, 3, 8], dtype=torch.int32)}, ValueError, "disagree"),
+        ({"cu_seqlens_k": torch.tensor([0, 9, 8], dtype=torch.int32)}, ValueError, "ascend"),
+        ({"seqused_k": torch.tensor([1], dtype=torch.int32)}, ValueError, "disagree"),
+        ({"seqused_k": torch.tensor([1, -1], dtype=torch.int32)}, ValueError, "0 or more"),
+        ({"q": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, "accepted: 3"),
+        ({"cu_seqlens_q": None, "max_seqlen_q": None}, ValueError, "accepted: 4"),
+        ({"page_table": torch.zeros(1)}, NotImplementedError, "page_table"),
+        ({"num_splits": 2}, NotImplementedError, "num_splits=2"),
+    ],
+)
+def test_varlen(changes, error, message):
+    with pytest.raises(error, match=message):
+        flash_attn_varlen_func(**packed(**changes))
 
 
 def test_window_that_is_no_pair():

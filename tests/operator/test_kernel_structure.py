@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import sm100_sim
-from fa4_hd256.calling import call_arguments
+from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import ForwardConfig
-from fa4_hd256.problem import ProblemClass
+from fa4_hd256.problem import Options, Problem
 
 pytestmark = pytest.mark.simulator
 
@@ -20,14 +20,19 @@ CONFIG = ForwardConfig()
 QK_INSTRUCTIONS, PV_INSTRUCTIONS = 256 // 16, 128 // 16
 
 
-def run(seqlen_q, seqlen_k, causal=False, heads=1, clusters=74, **options):
+def launch(operands, causal=False, clusters=74, **options):
+    """Launch on (q, k, v, out, lse); returns the report."""
+    problem = Problem.describe(operands[:3], Options.check(None, causal, (None, None), 0.0, False))
+    compiled = compile_forward(CONFIG, problem.problem_class)
+    arguments = call_arguments(CallTensors(*operands), problem, clusters, 0)
+    return sm100_sim.launch(compiled, *arguments, **options)
+
+
+def run(seqlen_q, seqlen_k, causal=False, heads=1, **options):
     """Launch on random tensors; returns the report."""
     shapes = ((seqlen_q, heads), (seqlen_k, 1), (seqlen_k, 1), (seqlen_q, heads))
     operands = [torch.randn(1, s, h, 256).to(torch.bfloat16) for s, h in shapes]
-    lse = torch.empty(1, heads, seqlen_q)
-    compiled = compile_forward(CONFIG, ProblemClass(torch.bfloat16, causal, False))
-    arguments = call_arguments((*operands, lse), 0.0625, clusters, 0)
-    return sm100_sim.launch(compiled, *arguments, **options)
+    return launch((*operands, torch.empty(1, heads, seqlen_q)), causal, **options)
 
 
 def steps(seqlen_q, seqlen_k, causal):
@@ -148,8 +153,6 @@ def test_results_do_not_depend_on_the_schedule(causal, options):
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, s, 2, 256).to(torch.bfloat16) for s in (600, 400, 400))
         out, lse = torch.full_like(q, math.nan), torch.full((1, 2, 600), math.nan)
-        compiled = compile_forward(CONFIG, ProblemClass(torch.bfloat16, causal, False))
-        arguments = call_arguments((q, k, v, out, lse), 0.0625, 2, 0)
-        sm100_sim.launch(compiled, *arguments, **chosen)
+        launch((q, k, v, out, lse), causal, clusters=2, **chosen)
         results.append((out, lse))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa4_hd256.problem import Problem, as_kernel_operand, tma_can_take
+from fa4_hd256.problem import Options, Problem, as_kernel_operand, tma_can_take
 
 
 def tensor(*shape):
@@ -26,7 +26,8 @@ def layouts():
         "every other token": (tensor(2, 10, 4, 256)[:, ::2], True),
         "row padded by 16 bytes": (padded[..., :256], True),
         "base 16 bytes on": (shifted[8:].view(2, 5, 4, 256), True),
-        "one head for all": (tensor(2, 5, 1, 256).expand(2, 5, 4, 256), True),
+        "one head for all": (tensor(2, 5, 1, 256).expand(2, 5, 4, 256), False),
+        "one batch entry for all": (tensor(1, 5, 4, 256).expand(2, 5, 4, 256), False),
         "row padded by 8 bytes": (tensor(2, 5, 4, 260)[..., :256], False),
         "base 2 bytes on": (tensor(2 * 5 * 4 * 256 + 1)[1:].view(2, 5, 4, 256), False),
         "head_dim not innermost": (tensor(2, 5, 256, 4).transpose(2, 3), False),
@@ -46,8 +47,8 @@ def test_which_layouts_are_copied():
 def test_the_problem_names_what_is_copied():
     shapes = layouts()
     good, bad = shapes["contiguous"][0], shapes["every other element"][0]
-    assert Problem.describe(good, good, good, None, False).copied == ()
-    assert Problem.describe(bad, good, bad, None, False).copied == ("q", "v")
+    assert Problem.describe((good, good, good), Options(1.0)).copied == ()
+    assert Problem.describe((bad, good, bad), Options(1.0)).copied == ("q", "v")
 
 
 def test_strides_of_dimensions_of_size_one_mean_nothing():
@@ -70,11 +71,30 @@ def test_operands_keep_their_values(sizes, order):
     assert all(stride * 2 % 16 == 0 for stride in operand.stride()[:3])
 
 
-def test_scale_and_group():
+def described(scale=None, causal=False, window=(None, None), softcap=0.0):
     q, k = tensor(1, 3, 12, 256), tensor(1, 7, 2, 256)
-    problem = Problem.describe(q, k, k, None, True)
-    assert problem.softmax_scale == 1 / 16
-    assert problem.group == 6
-    assert not problem.problem_class.negative_scale
-    assert Problem.describe(q, k, k, -2, True).problem_class.negative_scale
-    assert not Problem.describe(q, k, k, 0, True).problem_class.negative_scale
+    return Problem.describe((q, k, k), Options.check(scale, causal, window, softcap, False))
+
+
+def test_scale():
+    assert described().options.softmax_scale == 1 / 16
+    assert not described().problem_class.negative_scale
+    assert described(-2).problem_class.negative_scale
+    assert not described(0).problem_class.negative_scale
+
+
+def test_windows():
+    """-1 and None are unbounded; causal is a bound of 0 on the right, whatever window is given."""
+    assert described(window=(-1, None)).options.window == (None, None)
+    assert described(causal=True).options.window == (None, 0)
+    assert described(causal=True, window=(5, 7)).options.window == (5, 0)
+    assert described(window=(-1, 0)).problem_class == described(causal=True).problem_class
+    assert described(window=(0, 5)).problem_class.bounded_left
+    assert not described(window=(None, 5)).problem_class.bounded_left
+
+
+def test_lengths_are_not_compiled_in():
+    q, k = tensor(2, 9, 4, 256), tensor(2, 30, 2, 256)
+    other = Problem.describe((q, k, k), Options(1.0, (100, None)))
+    again = Problem.describe((tensor(1, 3, 1, 256),) * 3, Options(0.5, (7, None)))
+    assert other.problem_class == again.problem_class

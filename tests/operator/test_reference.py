@@ -21,7 +21,7 @@ def inputs(seqlen_q, seqlen_k, heads, heads_kv, batch=2):
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 9), (9, 5), (7, 7)])
 def test_against_pytorch(seqlen_q, seqlen_k, scale, causal):
     q, k, v = inputs(seqlen_q, seqlen_k, 4, 2)
-    out, lse = reference.attention(q, k, v, scale, causal)
+    out, lse = reference.attention(q, k, v, softmax_scale=scale, causal=causal)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     if causal:
         mask = mask.tril(seqlen_k - seqlen_q)

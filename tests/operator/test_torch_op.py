@@ -7,6 +7,9 @@ import torch
 
 from fa4_hd256 import flash_attn_func
 
+#: No sink, no ragged tensors, no max_seqlen_q, the static scheduler, the default configuration.
+PLAIN = (None, None, None, None, None, None, False, "")
+
 
 def inputs(device):
     shapes = ((9, 2), (20, 1), (20, 1))
@@ -17,7 +20,7 @@ def test_opcheck(device):
     """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
     operator = torch.ops.fa4_hd256.forward.default
     flash_attn_func(*inputs(device))  # registers the default configuration's name
-    torch.library.opcheck(operator, (*inputs(device), 0.0625, True, ""))
+    torch.library.opcheck(operator, (*inputs(device), 0.0625, -1, 0, 0.0, *PLAIN))
 
 
 def test_shapes_without_running():
@@ -26,20 +29,21 @@ def test_shapes_without_running():
         torch.empty(2, s, h, 256, dtype=torch.float16, device="meta")
         for s, h in ((5, 6), (7, 2), (7, 2))
     )
-    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, False, "")
+    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, -1, -1, 0.0, *PLAIN)
     assert out.shape == q.shape and out.dtype == torch.float16
     assert lse.shape == (2, 6, 5) and lse.dtype == torch.float32
     with pytest.raises(ValueError, match="6 query heads over 4"):
         wrong = torch.empty(2, 7, 4, 256, dtype=torch.float16, device="meta")
-        torch.ops.fa4_hd256.forward(q, wrong, wrong, 1.0, False, "")
+        torch.ops.fa4_hd256.forward(q, wrong, wrong, 1.0, -1, -1, 0.0, *PLAIN)
 
 
 def test_fake_results_are_laid_out_like_real_ones(device):
     """A transposed q must not give a transposed out in one of the two."""
     q, k, v = inputs(device)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    real = torch.ops.fa4_hd256.forward(q, k, v, 0.0625, False, "")
-    fake = torch.ops.fa4_hd256.forward(*(t.to("meta") for t in (q, k, v)), 0.0625, False, "")
+    options = (0.0625, -1, -1, 0.0, *PLAIN)
+    real = torch.ops.fa4_hd256.forward(q, k, v, *options)
+    fake = torch.ops.fa4_hd256.forward(*(t.to("meta") for t in (q, k, v)), *options)
     assert [t.stride() for t in real] == [t.stride() for t in fake]
 
 

@@ -59,7 +59,7 @@ class Rig:
         self.barriers = {}
         cluster = SimpleNamespace(id=0, machine=self, mbarrier=self.barriers.__getitem__)
         cluster.ctas = [
-            SimpleNamespace(rank=i, index=(i, 0, 0), smem=self.smem[i], tmem=Tmem(),
+            SimpleNamespace(rank=i, ctaid=(i, 0, 0), smem=self.smem[i], tmem=Tmem(),
                             cluster=cluster, bulk_groups={})
             for i in range(count)
         ]

@@ -1,0 +1,100 @@
+"""Where the rows of each batch entry lie: dense, padded or packed (varlen) sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .edges import SharedByReference
+
+__all__ = ["Sequence", "SequenceTensors", "Sequences", "clipped_view", "tma_tile"]
+
+
+class SequenceTensors(NamedTuple):
+    """Int32 tensors that describe ragged sequences; those not given are None.
+
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
+    seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length.
+    """
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The rows of one batch entry on one side: [offset, offset + length) of `batch`."""
+
+    offset: Int32
+    length: Int32
+    batch: Int32
+
+
+@dataclass(frozen=True)
+class Sequences(SharedByReference):
+    """All batch entries.  seqlen_q, seqlen_k: Int32 lengths of dense or padded tensors."""
+
+    tensors: SequenceTensors
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+    def query(self, batch: Int32) -> Sequence:
+        """The query rows of a batch entry."""
+        tensors = self.tensors
+        return self._sequence(batch, tensors.cu_seqlens_q, tensors.seqused_q, self.seqlen_q)
+
+    def key(self, batch: Int32) -> Sequence:
+        """The key rows of a batch entry."""
+        tensors = self.tensors
+        return self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
+
+    @staticmethod
+    def _sequence(batch: Int32, cu_seqlens: Any, used: Any, length: Int32) -> Sequence:
+        offset, in_tensor = Int32(0), batch
+        if cutlass.const_expr(cu_seqlens is not None):
+            offset, in_tensor = cu_seqlens[batch], Int32(0)
+            length = cu_seqlens[batch + 1] - offset
+        if cutlass.const_expr(used is not None):
+            length = cutlass.min(used[batch], length)
+        return Sequence(offset, length, in_tensor)
+
+
+def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
+    """A view of (seqlen, 256, heads, batch) whose tiles TMA can clip at any row.
+
+    The row dimension appears twice, both with its stride: (rows, 256, end, heads, batch), and the
+    base lies `rows` rows below the tensor's.  The tile at coordinates (rows - n, ., end, ., .)
+    then begins n rows before row `end`, and TMA's bound on the first dimension ends it there:
+    n rows are moved, the others of its box are filled with zeros, or not stored.
+    """
+    seqlen, columns, heads, batch = tensor.shape
+    stride = tensor.stride
+    layout = cute.make_layout(
+        (rows, columns, seqlen + 1, heads, batch),
+        stride=(stride[0], stride[1], stride[0], stride[2], stride[3]),
+    )
+    return cute.make_tensor((tensor.iterator - rows * stride[0]).align(16), layout)
+
+
+def tma_tile(tensor: cute.Tensor, shape: tuple[int, int], place: tuple) -> cute.Tensor:
+    """The coordinate tensor of one tile for TMA.
+
+    tensor: TMA coordinates of (seqlen, 256, heads, batch) or of a `clipped_view` with shape[0]
+    rows.  shape: rows and columns of the tile.  place: (sequence, first row in it, column block,
+    head).
+    """
+    sequence, first_row, column_block, head = place
+    rows, _ = shape
+    if cutlass.const_expr(cute.rank(tensor) == 4):
+        plane, start = tensor[None, None, head, sequence.batch], first_row
+    else:
+        count = cutlass.max(cutlass.min(sequence.length - first_row, rows), 0)
+        end = sequence.offset + first_row + count
+        plane, start = tensor[None, None, end, head, sequence.batch], rows - count
+    return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))

@@ -1,0 +1,223 @@
+"""Windows, softcap, sinks and varlen, under both schedulers, against the float64 reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, reference
+
+LSE_TOLERANCE = 1e-3
+
+
+@pytest.fixture(params=[False, True], ids=["static", "clc"])
+def use_clc(request):
+    return request.param
+
+
+def inputs(seqlen_q, seqlen_k, heads=2, heads_kv=1, batch=1, dtype=torch.bfloat16, device="cpu"):
+    shapes = ((seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
+    return tuple(torch.randn(batch, s, h, 256).to(device, dtype) for s, h in shapes)
+
+
+def accurate(out, lse, tensors, **options):
+    found = reference.compare(out, lse, tensors, **options)
+    assert found.max_error <= found.tolerance, found
+    assert found.lse_max_error <= LSE_TOLERANCE, found
+
+
+def check(tensors, use_clc, **options):
+    out, lse = flash_attn_func(*tensors, **options, return_lse=True, use_clc=use_clc)
+    accurate(out, lse, tensors, **options)
+    return out, lse
+
+
+# Left only; right only; both, wider and narrower than a step of 128 keys; a single key; the
+# field's causal (-1, 0); unequal lengths so that some tiles see nothing on either side.
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        ((600, 600), (130, None)),
+        ((600, 500), (None, 70)),
+        ((520, 900), (200, 50)),
+        ((600, 600), (5, 3)),
+        ((300, 300), (0, 0)),
+        ((300, 400), (-1, 0)),
+        ((700, 200), (100, 0)),
+        ((300, 300), (10**9, 10**9)),
+    ],
+)
+def test_windows(lengths, window, use_clc, device):
+    check(inputs(*lengths, device=device), use_clc, window_size=window)
+
+
+def test_causal_with_a_left_window(use_clc, device):
+    """Gemma's local layers."""
+    check(inputs(500, 500, 4, 2, device=device), use_clc, causal=True, window_size=(127, 0))
+
+
+# 50 is Gemma 2's; 3 bends nearly every score; with scale -1 the tensor core negates first.
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, None), (3.0, 0.0625), (20.0, -1.0)])
+def test_softcap(softcap, scale, use_clc, device):
+    tensors = inputs(200, 300, device=device)
+    check(tensors, use_clc, softcap=softcap, softmax_scale=scale, causal=True)
+
+
+# Sinks like the scores, far above all of them, far below; rows without a visible key have only it.
+@pytest.mark.parametrize("logits", [(0.5, -2.0), (200.0, 90.0), (-300.0, -40.0)])
+def test_sinks(logits, use_clc, device):
+    sink = torch.tensor(logits, device=device)
+    check(inputs(200, 130, device=device), use_clc, causal=True, learnable_sink=sink)
+
+
+def test_a_bf16_sink_with_window_and_softcap(use_clc, device):
+    sink = torch.randn(4, device=device).bfloat16()
+    options = {"learnable_sink": sink, "window_size": (100, 20), "softcap": 30.0}
+    check(inputs(300, 300, 4, 2, dtype=torch.float16, device=device), use_clc, **options)
+
+
+def offsets(lengths, device):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def check_packed(lengths_q, lengths_k, use_clc, device, heads=(2, 1), **options):
+    """Packed sequences against the reference of each; returns (out, lse)."""
+    q = torch.randn(sum(lengths_q), heads[0], 256).to(device, torch.bfloat16)
+    k, v = (torch.randn(sum(lengths_k), heads[1], 256).to(device, torch.bfloat16) for _ in "kv")
+    out, lse = flash_attn_varlen_func(
+        q, k, v, offsets(lengths_q, device), offsets(lengths_k, device),
+        max(*lengths_q, 1), max(*lengths_k, 1), return_lse=True, use_clc=use_clc, **options,
+    )  # fmt: skip
+    assert out.shape == q.shape and lse.shape == (heads[0], q.shape[0])
+    start_q = start_k = 0
+    for n, m in zip(lengths_q, lengths_k, strict=True):
+        rows, keys = slice(start_q, start_q + n), slice(start_k, start_k + m)
+        part = (q[rows][None], k[keys][None], v[keys][None])
+        accurate(out[rows][None], lse[:, rows][None], part, **options)
+        start_q, start_k = start_q + n, start_k + m
+    return out, lse
+
+
+# Zero lengths on either side and both, first and last; rests of a tile, whole tiles, several.
+RAGGED = [
+    ((300, 5, 0, 129, 64), (200, 70, 33, 0, 300)),
+    ((0, 256, 0), (0, 256, 7)),
+    ((1, 1, 1), (1, 130, 0)),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", RAGGED)
+def test_packed_sequences(lengths, causal, use_clc, device):
+    check_packed(*lengths, use_clc, device, causal=causal)
+
+
+def test_packed_with_every_option(use_clc, device):
+    check_packed(
+        (150, 0, 300), (150, 20, 280), use_clc, device, heads=(4, 2), window_size=(60, 10),
+        softcap=20.0, learnable_sink=torch.randn(4, device=device),
+    )  # fmt: skip
+
+
+def test_many_short_sequences_follow_max_seqlen(device):
+    """64 sequences of 34 tokens: the grid counts one query block each, not the total's."""
+    check_packed((34,) * 64, (34,) * 64, False, device, heads=(1, 1), causal=True)
+    if device == "cpu":
+        import sm100_sim
+
+        report = sm100_sim.last_reports()[-1]
+        steps = report.warps("tcgen05.mma") // (16 + 8)
+        assert steps == 64
+
+
+def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
+    """Padded sequences: NaN past seqused must not reach a result, nor be overwritten as one."""
+    q, k, v = inputs(200, 300, batch=3, device=device)
+    used_q, used_k = (200, 77, 0), (0, 131, 300)
+    for b in range(3):
+        q[b, used_q[b] :] = math.nan
+        k[b, used_k[b] :] = math.nan
+        v[b, used_k[b] :] = math.nan
+    out, lse = flash_attn_varlen_func(
+        q, k, v,
+        seqused_q=torch.tensor(used_q, dtype=torch.int32, device=device),
+        seqused_k=torch.tensor(used_k, dtype=torch.int32, device=device),
+        causal=True, return_lse=True, use_clc=use_clc,
+    )  # fmt: skip
+    for b in range(3):
+        n, m = used_q[b], used_k[b]
+        part = (q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m])
+        accurate(out[b : b + 1, :n], lse[b : b + 1, :, :n], part, causal=True)
+        assert (out[b, n:] == 0).all() and (lse[b, :, n:] == -math.inf).all()
+
+
+def test_neighbours_in_a_pack_do_not_leak(device):
+    """A sequence full of NaN and infinities leaves the others' bits alone."""
+    lengths = (70, 90, 200)
+    tensors = [torch.randn(sum(lengths), h, 256).to(device, torch.bfloat16) for h in (2, 1, 1)]
+    cu = offsets(lengths, device)
+    clean = flash_attn_varlen_func(*tensors, cu, cu, 200, 200, causal=True, return_lse=True)
+    for tensor in tensors[1:]:
+        tensor[70:160] = math.inf
+    dirty = flash_attn_varlen_func(*tensors, cu, cu, 200, 200, causal=True, return_lse=True)
+    for rows in (slice(0, 70), slice(160, 360)):
+        assert torch.equal(clean[0][rows], dirty[0][rows])
+        assert torch.equal(clean[1][:, rows], dirty[1][:, rows])
+
+
+def test_packed_queries_with_padded_keys(device):
+    """cu_seqlens on one side only, as a prefill against a cache has it."""
+    lengths = (60, 130)
+    q = torch.randn(sum(lengths), 2, 256).to(device, torch.bfloat16)
+    _, k, v = inputs(1, 200, batch=2, device=device)
+    used = torch.tensor([100, 200], dtype=torch.int32, device=device)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=offsets(lengths, device), max_seqlen_q=130, seqused_k=used,
+        causal=True, return_lse=True,
+    )  # fmt: skip
+    for b, rows in enumerate((slice(0, 60), slice(60, 190))):
+        m = int(used[b])
+        part = (q[rows][None], k[b : b + 1, :m], v[b : b + 1, :m])
+        accurate(out[rows][None], lse[:, rows][None], part, causal=True)
+
+
+def test_nothing_to_do(device):
+    empty = offsets((0, 0), device)
+    q, k = torch.zeros(0, 2, 256).to(device, torch.bfloat16), torch.zeros(0, 1, 256).bfloat16()
+    k = k.to(device)
+    out, lse = flash_attn_varlen_func(q, k, k, empty, empty, 1, 1, return_lse=True)
+    assert out.shape == (0, 2, 256) and lse.shape == (2, 0)
+    q = torch.randn(5, 2, 256).to(device, torch.bfloat16)
+    out, lse = flash_attn_varlen_func(q, k, k, offsets((5,), device), empty[:2], 5, 1,
+                                      return_lse=True)  # fmt: skip
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
+    """FA_CLC and use_clc select the same kernel; all give the same result."""
+    tensors = inputs(700, 500, 4, 2, batch=2, device=device)
+    expected = flash_attn_func(*tensors, causal=causal, return_lse=True, use_clc=False)
+    for setting, argument in (("1", None), ("0", True), ("0", None)):
+        monkeypatch.setenv("FA_CLC", setting)
+        got = flash_attn_func(*tensors, causal=causal, return_lse=True, use_clc=argument)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("resident", [1, 3, 40])
+def test_clc_is_live(resident, monkeypatch):
+    """Clusters are cancelled and executed by others, every tile once, whatever is resident."""
+    import sm100_sim
+
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", str(resident))
+    tensors = inputs(600, 200, 3, 1, batch=2)
+    out, lse = flash_attn_func(*tensors, causal=True, return_lse=True, use_clc=True)
+    accurate(out, lse, tensors, causal=True)
+    report = sm100_sim.last_reports()[-1]
+    tiles = 3 * 3 * 2
+    assert report.grid == (2 * tiles, 1, 1)
+    assert report.clc == {"try_cancel": tiles, "stolen": max(0, tiles - resident)}
