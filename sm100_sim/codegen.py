@@ -24,6 +24,7 @@ from sm100_sim.codegen_blocks import (
     Block,
     analyse_liveness,
     build_blocks,
+    loaded_registers,
     mark_spins,
 )
 from sm100_sim.codegen_emit import Emitter
@@ -35,11 +36,12 @@ from sm100_sim.codegen_runtime import (
     runtime_ir,
 )
 from sm100_sim.isa.table import Entry, resolve, unknown
-from sm100_sim.ptx import Instruction, Kernel
+from sm100_sim.ptx import Instruction, Kernel, Register
 from sm100_sim.warp import ALL_LANES, Environment, Warp
 
 _CONTROL = ("bra", "brx", "ret", "exit")
 _ADDRESS_FUNCTIONS = ("address_shared", "address_local", "address_global", "address_generic")
+_RUNTIME_FUNCTIONS = (*_ADDRESS_FUNCTIONS, "log_access")
 _lock = threading.Lock()
 
 
@@ -70,6 +72,8 @@ class CompiledKernel:
         self.kernel, self.entries, self.instructions = kernel, entries, kernel.instructions
         self.executors: list[Callable | None] = [None] * len(kernel.instructions)
         self.seconds: dict[str, float] = {}
+        #: With the sanitizer: registers that hold data of tcgen05.ld -> numbers of those loads.
+        self.watched: dict[Register, frozenset[int]] | None = None
         self._guarded: list[int] = []
         self._target_tables: list[np.ndarray] = []
         rows = {"r32": 0, "r64": 0, "pred": 0}
@@ -114,11 +118,13 @@ class CompiledKernel:
                     yield instruction, name, *counted
 
 
-def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0) -> CompiledKernel:
+def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0,
+              sanitize: bool = False) -> CompiledKernel:
     """Compile a parsed kernel.
 
     keep: names of registers that stay readable after the kernel's end. level: LLVM's code
-    generation level, 0 to 3. Raises UnknownInstruction for whatever the table does not cover.
+    generation level, 0 to 3. sanitize: log memory accesses for the
+    sanitizer. Raises UnknownInstruction for whatever the table does not cover.
     """
     start = time.perf_counter()
     entries = [None if i.opcode in _CONTROL else _resolve(i) for i in kernel.instructions]
@@ -126,6 +132,8 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     mark_spins(kernel)
     analyse_liveness(kernel, entries, keep)
     compiled = CompiledKernel(kernel, entries)
+    if sanitize:
+        compiled.watched = loaded_registers(kernel)
     for instruction, entry in zip(kernel.instructions, entries, strict=True):
         if entry is not None and entry.bind is not None:
             compiled.executors[instruction.index] = entry.bind(instruction, kernel)
@@ -152,6 +160,8 @@ def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
         if block.start == block.stop:
             continue
         emitter = Emitter(f"block_{block.index}", len(compiled._guarded))
+        if compiled.watched is not None:
+            emitter.logging, emitter.watched = True, compiled.watched
         for i in range(block.start, block.stop):
             emitter.emit(compiled.instructions[i], compiled.entries[i].emit)
         emitter.store_registers(block.live_out)
@@ -163,6 +173,8 @@ def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
         declarations |= emitter.declarations
     declarations |= {f"declare i32 @{name}(ptr, i32, ptr, i32, i32, i32)"
                      for name in _ADDRESS_FUNCTIONS}
+    if compiled.watched is not None:
+        declarations.add("declare void @log_access(ptr, i32, ptr, i32, i32)")
     text = "\n".join([*sorted(declarations), *bodies,
                       f"attributes #0 = {{ {_function_attributes()} }}"])
     return text, functions
@@ -264,5 +276,5 @@ def _runtime() -> _Runtime:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(engine.get_function_address("run"))
-    addresses = {name: engine.get_function_address(name) for name in _ADDRESS_FUNCTIONS}
+    addresses = {name: engine.get_function_address(name) for name in _RUNTIME_FUNCTIONS}
     return _Runtime(engine, run, addresses)

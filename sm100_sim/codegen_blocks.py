@@ -303,3 +303,28 @@ def _evaluate(instruction: Instruction, known: dict) -> int | None:
         return {"and": a & b, "or": a | b, "xor": a ^ b}[opcode]
     return None
 
+
+
+def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
+    """Registers that hold data of a tcgen05.ld, directly or copied by mov.
+
+    The value are the indices of those instructions among all tcgen05.ld of the kernel.
+    """
+    found: dict[Register, frozenset[int]] = {}
+    loads = [i for i in kernel.instructions if i.opcode == "tcgen05.ld"]
+    for number, instruction in enumerate(loads):
+        for register in operand_registers(instruction.operands[0]):
+            found[register] = found.get(register, frozenset()) | {number}
+    moves = [i for i in kernel.instructions if i.opcode == "mov"]
+    changed = True
+    while changed:
+        changed = False
+        for instruction in moves:
+            target, *sources = instruction.operands
+            held = frozenset().union(
+                *(found.get(r, frozenset()) for op in sources for r in operand_registers(op)))
+            for register in operand_registers(target):
+                if not held <= found.get(register, frozenset()):
+                    found[register] = found.get(register, frozenset()) | held
+                    changed = True
+    return found

@@ -56,6 +56,11 @@ class Emitter:
         self.guard_base, self.guarded = guard_base, []
         self.carry: str | None = None
         self.scratch_needed = False
+        #: Sanitizer: whether accesses to memory are logged, and which loads from tensor memory
+        #: (by number) each register comes from, so that the first use of their data is noted.
+        self.logging = False
+        self.watched: dict[Register, frozenset[int]] = {}
+        self._noted: set[int] = set()
 
     # Building blocks.
 
@@ -204,12 +209,23 @@ class Emitter:
         if op.kind == "imm":
             return self._immediate(op, kind)
         if op.kind in ("reg", "pred"):
+            self._note_use(op.register)
             return self._register_value(op, kind)
         if op.kind == "special":
             return self.convert(self.special(op), "i32", kind)
         if op.kind == "sym":
             return self.convert(self.symbol(op), "i32", kind)
         raise unknown(self.instruction, f"operand of kind {op.kind!r} where a value must stand")
+
+    def _note_use(self, register: Register) -> None:
+        """Sanitizer: data that tcgen05.ld returned are used here; copying them is no use."""
+        loads = self.watched.get(register)
+        if loads and self.instruction.opcode != "mov":
+            for load in sorted(loads - self._noted):
+                row = self.name_for(
+                    f"getelementptr inbounds i8, ptr {self.field('uses')}, i64 {load}")
+                self.line(f"store i8 1, ptr {row}")
+                self._noted.add(load)
 
     def _register_value(self, op: Operand, kind: str) -> str:
         register = op.register
@@ -264,6 +280,7 @@ class Emitter:
                 return self.float_constant(low), self.float_constant(high)
             return splat("i32", low), splat("i32", high)
         if op.kind == "reg" and op.register.file == "r64":
+            self._note_use(op.register)
             forms = self._load(op.register)
             return self._half(forms, "low", kind), self._half(forms, "high", kind)
         raise unknown(self.instruction, f"operand {op.name} is not 64 bits wide")

@@ -14,6 +14,7 @@ import re
 import numpy as np
 
 from sm100_sim.codegen_emit import context_offset
+from sm100_sim.codegen_log import LOG_ACCESS
 from sm100_sim.warp import LOCAL_WINDOW, SHARED_WINDOW
 
 BLOCK_RECORD = np.dtype([
@@ -642,7 +643,7 @@ join:
 
 def runtime_ir(attributes: str) -> str:
     """Text of the runtime module; ``attributes`` are the function attributes of group #0."""
-    text = _RUN + _ADDRESSES
+    text = _RUN + _ADDRESSES + LOG_ACCESS
     text = re.sub(r"\$(\w+)", lambda match: str(context_offset(match[1])), text)
     fields = {"size": BLOCK_RECORD.itemsize,
               **{name: BLOCK_RECORD.fields[name][1] for name in BLOCK_RECORD.names}}

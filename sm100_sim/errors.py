@@ -14,8 +14,11 @@ class SimulationError(Exception):
     """Base of all errors of a simulated launch.
 
     instruction: the `ptx.Instruction` at fault; cta: "(x, y, z)" or the CTA's index tuple;
-    warp: warp index in the CTA; lane: lane index or None for the whole warp.
+    warp: warp index in the CTA; lane: lane index or None for the whole warp. findings: what the
+    sanitizer had found until then.
     """
+
+    findings: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -64,7 +67,12 @@ class SimulationError(Exception):
 
     def __str__(self) -> str:
         place = self.place()
-        return f"{self.message}\n  {place}" if place else self.message
+        text = f"{self.message}\n  {place}" if place else self.message
+        if self.findings:
+            text += "\nFound by the sanitizer before this:\n" + "\n".join(
+                f"  {finding}" for finding in self.findings
+            )
+        return text
 
 
 class UnknownInstruction(SimulationError):

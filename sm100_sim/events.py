@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Waiting:
@@ -44,16 +44,38 @@ class Waiting:
 YIELD = object()
 
 
+class Touches(NamedTuple):
+    """What an asynchronous operation accesses, with the place of its issue.
+
+    writes: (CTA, shared offset, bytes, shared address of the mbarrier signalled) of each tile
+    written to shared memory. reads: (CTA, shared offset, bytes) read. mmas: the instructions of a
+    tcgen05 run. commits: shared addresses at which a commit arrives. stored: (tensor map,
+    coordinates) or (start, bytes) written to global memory, None for a reduction. descriptor:
+    address of the TMA descriptor in use.
+    """
+
+    warp: Any
+    instruction: Any
+    writes: tuple = ()
+    reads: tuple = ()
+    mmas: Any = ()
+    commits: Any = ()
+    stored: tuple | None = None
+    descriptor: int | None = None
+
+
 class AsyncOp:
     """One asynchronous operation.
 
     kind: for reports. perform: moves the data and, without a `complete` of its own, signals.
     complete: signals, after `perform`. queue: operations with an equal, not-None key take effect
     in the order of issue. `performed` and `completed` tell the state; `cluster` is the one whose
-    warp issued it.
+    warp issued it. `touches` tells the sanitizer what the operation accesses (see `Touches`).
     """
 
-    __slots__ = ("kind", "perform", "queue", "complete", "performed", "completed", "cluster")
+    __slots__ = (
+        "kind", "perform", "queue", "complete", "performed", "completed", "cluster", "touches",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -69,6 +91,7 @@ class AsyncOp:
         self.performed = False
         self.completed = False
         self.cluster: Any = None
+        self.touches: Touches | None = None
 
     @property
     def state(self) -> str:

@@ -32,8 +32,8 @@ from .warp import aligned_zeros
 #: Bytes that the state of the clusters resident by default may take.
 STATE_LIMIT = 1 << 30
 
-#: Translated kernels of this process, by PTX text and name.
-_translated: dict[tuple[str, str], CompiledKernel] = {}
+#: Translated kernels of this process, by PTX text, name and whether for the sanitizer.
+_translated: dict[tuple[str, str, bool], CompiledKernel] = {}
 _lock = threading.RLock()
 
 
@@ -46,6 +46,7 @@ class Options:
     schedule: str = "eager"
     progress: Callable[[int, int], None] | None = None
     trace: bool = False
+    sanitize: bool = False
 
     def __post_init__(self) -> None:
         if self.clusters is not None and (
@@ -85,7 +86,8 @@ def launch(
         each), fewer if their state would take more than 1 GiB.
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
-    sanitize: look for races and lifetime errors.
+    sanitize: look for races and lifetime errors; they are in the report's findings
+        (docs/sanitizer.md). At most 5 times slower.
     schedule: without a seed, whether asynchronous operations take effect when they are issued
         ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).
@@ -94,19 +96,14 @@ def launch(
 
     Returns the report of the launch; of the last one if the function launches several kernels
     (`last_reports()` has all). Raises a SimulationError for whatever the kernel does wrong,
-    LaunchError if nothing is launched, ValueError for wrong options, NotImplementedError for
-    sanitize.
+    LaunchError if nothing is launched, ValueError for wrong options.
     """
     settings = read_settings()
-    if settings.sanitize if sanitize is None else sanitize:
-        raise NotImplementedError(
-            "the sanitizer is not implemented; pass sanitize=False, and unset SM100_SIM_SANITIZE "
-            "or set it to 0"
-        )
     options = Options(
         settings.clusters if clusters is None else clusters,
         settings.seed if seed is None else seed,
         schedule, progress, trace,
+        settings.sanitize if sanitize is None else sanitize,
     )  # fmt: skip
     ranges = tensor_ranges(args, kwargs)
     reports: list[Report] = []
@@ -121,16 +118,16 @@ def launch(
     return reports[-1]
 
 
-def translated_kernel(ptx: str, name: str) -> CompiledKernel:
+def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKernel:
     """The kernel `name` of a PTX module in native code, translated once in this process."""
-    key = (ptx, name)
+    key = (ptx, name, sanitize)
     with _lock:
         if key not in _translated:
             load_table()
             kernels = parse_module(ptx)
             if name not in kernels:
                 raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
-            _translated[key] = translate(kernels[name])
+            _translated[key] = translate(kernels[name], sanitize=sanitize)
         return _translated[key]
 
 
@@ -147,11 +144,11 @@ def run_kernel(
     """
     options = options or Options()
     start = time.perf_counter()
-    compiled = translated_kernel(config.ptx, config.kernel_name)
+    compiled = translated_kernel(config.ptx, config.kernel_name, options.sanitize)
     translated = time.perf_counter()
     resident = options.clusters or default_clusters(compiled, config)
     trace = Trace() if options.trace else None
-    machine = Machine(
+    machine = _machine_type(options)(
         compiled, config, GlobalMemory(ranges, parameters), resident, options.policy(),
         options.progress, trace,
     )  # fmt: skip
@@ -159,6 +156,15 @@ def run_kernel(
         machine.run()
     seconds = time.perf_counter() - translated
     return _report(machine, trace, translated - start, seconds)
+
+
+def _machine_type(options: Options) -> type[Machine]:
+    if not options.sanitize:
+        return Machine
+    # Imported only when asked for: nothing of it is loaded otherwise.
+    from .sanitizer import SanitizedMachine
+
+    return SanitizedMachine
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:
@@ -228,6 +234,6 @@ def _report(
         schedule=machine.policy.name,
         wall_seconds=seconds,
         translate_seconds=translate_seconds,
-        findings=machine.findings,
+        findings=machine.all_findings(),
         trace=None if trace is None else trace.entries,
     )

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .barriers import MBarrier
 from .errors import (
     DivergenceError,
     Hang,
@@ -59,6 +60,9 @@ class Machine:
     counters: bytes and requests counted by instructions. findings: things that are wrong on
     hardware although this run could go on.
     """
+
+    #: What makes an mbarrier; the sanitizer has its own.
+    mbarrier_type: Callable[..., MBarrier] = MBarrier
 
     def __init__(
         self,
@@ -150,6 +154,10 @@ class Machine:
         """Record something wrong that does not end the run; the same text once."""
         if text not in self.findings:
             self.findings.append(text)
+
+    def all_findings(self) -> list[str]:
+        """What the report of the launch lists."""
+        return self.findings
 
     def end_turn(self) -> None:
         """The running cluster gives the others a turn before it goes on."""

@@ -82,7 +82,8 @@ class Cta:
                     f"mbarrier.init of a live barrier; mbarrier.inval ends its life. "
                     f"{self.barriers[near].describe()}"
                 )
-        barrier = MBarrier(address, count, self.cluster.machine.wake)
+        machine = self.cluster.machine
+        barrier = machine.mbarrier_type(address, count, machine.wake)
         self.barriers[offset] = self.cluster.mbarriers[address] = barrier
 
     def invalidate_mbarrier(self, address: int) -> None:

@@ -179,7 +179,7 @@ def _tmem_operand(cta, addresses: Sequence[int], mma: Mma) -> np.ndarray:
     """A^T (K, rows) float32 from TMEM: K-major, packed into 32-bit cells, lowest k lowest."""
     kind = mma.descriptor.kind
     per_cell = 4 // kind.element_bytes
-    rows = _rows_per_cta(mma)
+    rows = rows_per_cta(mma)
     columns = []
     for address in addresses:
         lane, column = split_address(address)
@@ -192,7 +192,7 @@ def _tmem_operand(cta, addresses: Sequence[int], mma: Mma) -> np.ndarray:
         cells = cta.tmem.cells[first : first + 8 * count]
     else:
         cells = cta.tmem.cells[(np.array(columns)[:, None] + np.arange(8)).reshape(-1)]
-    cells = cells[:, _a_lanes(mma, rows)]
+    cells = cells[:, a_lanes(mma, rows)]
     out = _workspace("valuesAt", (8 * count * per_cell, cells.shape[1]), "float32")
     words = out.view(np.uint32)
     if mma.descriptor.a_type == "bf16":
@@ -205,11 +205,11 @@ def _tmem_operand(cta, addresses: Sequence[int], mma: Mma) -> np.ndarray:
     return out
 
 
-def _rows_per_cta(mma: Mma) -> int:
+def rows_per_cta(mma: Mma) -> int:
     return mma.descriptor.m // len(mma.ctas)
 
 
-def _a_lanes(mma: Mma, rows: int) -> slice | np.ndarray:
+def a_lanes(mma: Mma, rows: int) -> slice | np.ndarray:
     """TMEM lanes that hold the rows of A in one CTA (PTX ISA, data-path layouts)."""
     if rows == LANES:
         return slice(None)
@@ -255,7 +255,7 @@ def _execute_run(run: list[Mma]) -> None:
     extent = descriptor.n // len(ctas)
     b = _smem_operand(ctas, raws, descriptor.b_mn_major, extent, head, "B")
     a_raws = tuple(mma.a for mma in run)
-    rows = _rows_per_cta(head)
+    rows = rows_per_cta(head)
     for p, cta in enumerate(ctas):
         if head.a_in_tmem:
             a_t = _tmem_operand(cta, a_raws, head)
@@ -263,11 +263,11 @@ def _execute_run(run: list[Mma]) -> None:
             a_t = _smem_operand((cta,), a_raws, descriptor.a_mn_major, rows, head, "A").T
         if descriptor.kind.name == "i8":  # exact: products of bytes, at most 2^53 in total
             a_t, b = a_t.astype(np.float64), b.astype(np.float64)
-        for part, column, lanes in _destinations(head):
+        for part, column, lanes in destinations(head):
             _accumulate(head, p, (column, lanes), b[part], a_t)
 
 
-def _destinations(mma: Mma) -> list[tuple[slice, int, Any]]:
+def destinations(mma: Mma) -> list[tuple[slice, int, Any]]:
     """(rows of D^T, first column, lanes) for each part of D that one CTA holds."""
     descriptor = mma.descriptor
     lane, column = split_address(mma.d)
@@ -277,7 +277,7 @@ def _destinations(mma: Mma) -> list[tuple[slice, int, Any]]:
         return [(slice(None), column, _M64_LANES + lane)]
     if lane:
         raise TmemError(f"tcgen05.mma writes D at lane {lane}; the accumulator starts at lane 0")
-    if _rows_per_cta(mma) == LANES:
+    if rows_per_cta(mma) == LANES:
         return [(slice(None), column, slice(None))]
     # M = 128 over a pair: lanes 0-63 hold the first half of N, lanes 64-127 the second.
     half = descriptor.n // 2

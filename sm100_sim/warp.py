@@ -62,7 +62,7 @@ class Context(ctypes.Structure):
         ("fault_kind", ctypes.c_uint32), ("fault_lane", ctypes.c_uint32),
         ("fault_instruction", ctypes.c_uint32), ("param_bytes", ctypes.c_uint32),
         ("range_hint", ctypes.c_uint32), ("fault_width", ctypes.c_uint32),
-        ("table", ctypes.c_uint64),
+        ("table", ctypes.c_uint64), ("log", ctypes.c_uint64), ("uses", ctypes.c_uint64),
     ]
 
 

@@ -51,6 +51,10 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
     mask = e.name_for(
         f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {e.executing_mask()}, ptr %scratch, "
         f"i32 {width}, i32 {int(write)}, i32 {i.index})")
+    if e.logging and space != "local" and (write or wide != "global"):
+        tag = i.index << 1 | write
+        e.line(f"call void @log_access(ptr %context, i32 {mask}, ptr %scratch, i32 {width}, "
+               f"i32 {tag})")
     pointers = e.name_for("load <32 x i64>, ptr %scratch, align 64")
     return pointers, e.name_for(f"bitcast i32 {mask} to <32 x i1>")
 

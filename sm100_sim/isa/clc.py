@@ -38,6 +38,10 @@ def bind_try_cancel(instruction, kernel):
         _check(cta, lanes, response, barrier)
         machine.counters["clc.try_cancel"] += 1
         targets = cluster.ctas if multicast else (cta,)
+        writes = tuple(
+            (target, response & 0xFFFFFF, RESPONSE_BYTES, target.rank << 24 | barrier & 0xFFFFFF)
+            for target in targets
+        )
 
         def perform() -> None:
             words = _response(machine.cancel_cluster())
@@ -50,7 +54,7 @@ def bind_try_cancel(instruction, kernel):
                 place = target.rank << 24 | barrier & 0xFFFFFF
                 cluster.mbarrier(place).complete_tx(RESPONSE_BYTES)
 
-        submit(warp, instruction, "clc.try_cancel", perform)
+        submit(warp, instruction, "clc.try_cancel", perform, writes=writes)
         machine.end_turn()
 
     return execute

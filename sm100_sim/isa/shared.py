@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from sm100_sim.errors import MemoryFault, SimulationError
-from sm100_sim.events import AsyncOp
+from sm100_sim.events import AsyncOp, Touches
 from sm100_sim.warp import SHARED_WINDOW, Warp, address, uniform
 
 
@@ -36,9 +36,13 @@ def shared_address(operand, generic: bool = False) -> Callable[[Warp, int], int]
 
 
 def submit(
-    warp: Warp, instruction, kind: str, perform: Callable[[], None], queue: Hashable | None = None
+    warp: Warp, instruction, kind: str, perform: Callable[[], None],
+    queue: Hashable | None = None, **touched,
 ) -> AsyncOp:
-    """Issue an asynchronous operation; what it raises later names the place of its issue."""
+    """Issue an asynchronous operation; what it raises later names the place of its issue.
+
+    touched: fields of `events.Touches`.
+    """
     cta = warp.cta
 
     def perform_at() -> None:
@@ -48,5 +52,6 @@ def submit(
             raise error.at(instruction, cta.ctaid, warp.index) from None
 
     operation = AsyncOp(kind, perform_at, queue)
+    operation.touches = Touches(warp, instruction, **touched)
     cta.cluster.machine.submit(operation)
     return operation

@@ -77,7 +77,7 @@ def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]
     return groups
 
 
-def _barrier_groups(operand, space: str) -> Callable[[Warp, int], Groups]:
+def barrier_groups(operand, space: str) -> Callable[[Warp, int], Groups]:
     """Accessor of the mbarriers that the lanes name, each with the mask of its lanes."""
     base = operand.base if operand.kind == "mem" else operand
     wide = base.kind == "reg" and base.register.file == "r64"
@@ -151,7 +151,7 @@ def bind_arrive(instruction, kernel):
     operands = list(instruction.operands)
     first = operands[0].kind
     write_state = writer(operands.pop(0), 64) if first in ("reg", "sink") else None
-    groups = _barrier_groups(operands.pop(0), space)
+    groups = barrier_groups(operands.pop(0), space)
     if len(operands) > 1 or (not operands and variant):
         raise unknown(instruction, "operands of an arrive")
     total = _sum_of(operands[0]) if operands else None
@@ -183,7 +183,7 @@ def bind_arrive(instruction, kernel):
 def bind_tx(instruction, kernel):
     """mbarrier.{expect,complete}_tx{.relaxed}{.scope}{.space}.b64 [addr], bytes."""
     _, _, space, _ = split_modifiers(instruction, ("relaxed", ""), _SCOPE, _SPACE, ("b64",))
-    groups = _barrier_groups(instruction.operands[0], space)
+    groups = barrier_groups(instruction.operands[0], space)
     total = _sum_of(instruction.operands[1])
     sign = 1 if instruction.opcode == "mbarrier.expect_tx" else -1
 
@@ -222,7 +222,7 @@ def bind_wait(instruction, kernel):
     if len(hint) > 1:
         raise unknown(instruction, "operands of a wait")
     write = predicate_writer(done_op)
-    groups = _barrier_groups(barrier_op, space)
+    groups = barrier_groups(barrier_op, space)
     bits = 32 if by_parity else 64
     common, phases = _common(phase_op, bits), _grouped(phase_op, bits)
     complete = MBarrier.parity_complete if by_parity else MBarrier.state_complete

@@ -178,7 +178,7 @@ def bind_commit(instruction, kernel):
                 cluster.mbarrier(target).arrive(1)
 
         queue = _queue(participants(warp.cta, group))
-        submit(warp, instruction, "tcgen05.commit", perform, queue)
+        submit(warp, instruction, "tcgen05.commit", perform, queue, commits=targets)
 
     return execute
 
@@ -200,7 +200,9 @@ def end_chain(warp) -> None:
     if chain:
         instruction, run = chain
         queue = _queue(run[0].ctas)
-        submit(warp, instruction, "tcgen05.mma", lambda: tensor_core.execute(run), queue)
+        submit(
+            warp, instruction, "tcgen05.mma", lambda: tensor_core.execute(run), queue, mmas=run
+        )
 
 
 def _issue(warp, instruction, mma: Mma) -> None:

@@ -113,7 +113,7 @@ def store_cells(cells, lane: int, column: int, form: Form, values: np.ndarray) -
     cells[2 * columns + (column + 1), lanes + lane] = values >> np.uint32(16)
 
 
-def _form(instruction, pack: str, split: int | None) -> Form:
+def form_of(instruction, pack: str, split: int | None) -> Form:
     """Parse `.sync.aligned.shape.xN{.pack}.b32`, in that order."""
     parts = list(instruction.modifiers)
     if parts[:2] != ["sync", "aligned"] or parts[-1:] != ["b32"]:
@@ -132,7 +132,7 @@ def _form(instruction, pack: str, split: int | None) -> Form:
     return form
 
 
-def _locator(instruction, address_operand, form: Form):
+def locator(instruction, address_operand, form: Form):
     """(warp, lanes) -> (lane, column), all checks of an access made."""
     read = reader(address_operand, 32)
     columns, covered = form.columns, SHAPES[form.shape].lanes
@@ -170,10 +170,10 @@ def bind_load(instruction, kernel):
     if instruction.modifiers[:1] == ("red",):
         raise unknown(instruction, "tcgen05.ld.red does not exist on sm_100")
     target, address, *rest = instruction.operands
-    form = _form(instruction, "pack::16b", rest[0].value if rest else None)
+    form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
     _check_vector(instruction, target, form)
     write = vector_writer(target)
-    locate = _locator(instruction, address, form)
+    locate = locator(instruction, address, form)
 
     def execute(warp, lanes: int) -> None:
         lane, column = locate(warp, lanes)
@@ -186,10 +186,10 @@ def bind_load(instruction, kernel):
 def bind_store(instruction, kernel):
     """tcgen05.st.sync.aligned.shape.num{.unpack::16b}.b32 [taddr]{, immHalfSplitoff}, r."""
     address, *split, source = instruction.operands
-    form = _form(instruction, "unpack::16b", split[0].value if split else None)
+    form = form_of(instruction, "unpack::16b", split[0].value if split else None)
     _check_vector(instruction, source, form)
     read = vector_reader(source)
-    locate = _locator(instruction, address, form)
+    locate = locator(instruction, address, form)
 
     def execute(warp, lanes: int) -> None:
         lane, column = locate(warp, lanes)

@@ -195,12 +195,13 @@ def _bind_tensor_load(instruction):
             places = _destinations(
                 cluster, target(warp, lane), barrier(warp, lane), ranks, form.group
             )
-            _submit_load(instruction, warp, tensor_map, coordinates, places)
+            _submit_load(instruction, warp, (pointer, tensor_map, coordinates), places)
 
     return execute
 
 
-def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
+def _submit_load(instruction, warp, tensor, places) -> None:
+    pointer, tensor_map, coordinates = tensor
     cluster = warp.cta.cluster
     machine = cluster.machine
 
@@ -210,7 +211,9 @@ def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
             cluster.mbarrier(barrier).complete_tx(size)
 
     machine.counters["tma.load bytes"] += tensor_map.tile_bytes * len(places)
-    submit(warp, instruction, "tma.load", perform)
+    size = tensor_map.tile_bytes
+    writes = tuple((cta, offset, size, barrier) for cta, offset, barrier in places)
+    submit(warp, instruction, "tma.load", perform, writes=writes, descriptor=pointer)
 
 
 def _bind_tensor_store(instruction, skip: int, reduction: str | None):
@@ -237,7 +240,11 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
                 )
 
             machine.counters["tma.store bytes"] += tensor_map.tile_bytes
-            _submit_grouped(instruction, warp, lanes, perform)
+            _submit_grouped(
+                instruction, warp, lanes, perform, reads=((cta, offset, tensor_map.tile_bytes),),
+                stored=(tensor_map, coordinates) if reduction is None else None,
+                descriptor=pointer,
+            )  # fmt: skip
 
     return execute
 
@@ -332,7 +339,11 @@ def _bind_bulk_load(instruction, from_global: bool):
                     cluster.mbarrier(signal).complete_tx(count)
 
             machine.counters["tma.load bytes"] += count * len(places)
-            submit(warp, instruction, "tma.bulk", perform)
+            submit(
+                warp, instruction, "tma.bulk", perform,
+                writes=tuple((place, at, count, signal) for place, at, signal in places),
+                reads=() if from_global else ((cta, start, count),),
+            )  # fmt: skip
 
     return execute
 
@@ -363,7 +374,10 @@ def _bind_bulk_store(instruction, rest: tuple[str, ...], reduction: tuple[str, s
                 view[...] = data
 
             machine.counters["tma.store bytes"] += count
-            _submit_grouped(instruction, warp, lanes, perform)
+            _submit_grouped(
+                instruction, warp, lanes, perform, reads=((cta, offset, count),),
+                stored=(start, count) if reduction is None else None,
+            )  # fmt: skip
 
     return execute
 
@@ -399,8 +413,10 @@ def _groups(warp, lanes: int) -> list[BulkGroups]:
     return [table.setdefault((warp.index, lane), BulkGroups()) for lane in active]
 
 
-def _submit_grouped(instruction, warp, lanes: int, perform: Callable[[], None]) -> None:
-    operation = submit(warp, instruction, "tma.store", perform)
+def _submit_grouped(
+    instruction, warp, lanes: int, perform: Callable[[], None], **touched
+) -> None:
+    operation = submit(warp, instruction, "tma.store", perform, **touched)
     for groups in _groups(warp, lanes):
         groups.open.append(operation)
 

@@ -141,6 +141,16 @@ def test_forward(compiled, seqlen):
         assert report.tma["store_bytes"] == call.out.nbytes
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "lazy"}, {"seed": 3}], ids=str)
+@pytest.mark.parametrize(("compiled", "seqlen"), CASES, indirect=["compiled"], ids=str)
+def test_forward_is_clean_under_the_sanitizer(compiled, seqlen, options):
+    case, function, keywords = compiled
+    call = Attention.random(seqlen, case.head_dim)
+    report = sm100_sim.launch(function, *call.arguments(), **keywords, **options, sanitize=True)
+    assert report.findings == []
+    check(call, case.causal)
+
+
 @pytest.mark.parametrize("compiled", [FULL_256], indirect=True, ids=str)
 def test_every_schedule_gives_the_same_bits(compiled):
     case, function, keywords = compiled
@@ -173,8 +183,6 @@ def test_environment_and_report_file(compiled, monkeypatch, tmp_path):
     assert sm100_sim.last_reports()[-1] is report
     assert path.read_text() == report.to_json() + "\n"
     assert steps == [(1, 2), (2, 2)]
-    with pytest.raises(NotImplementedError, match="sanitizer"):
-        sm100_sim.launch(function, *call.arguments(), **keywords, sanitize=True)
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "many")
     with pytest.raises(ValueError, match="SM100_SIM_CLUSTERS is 'many'"):
         sm100_sim.launch(function, *call.arguments(), **keywords)

@@ -1,0 +1,124 @@
+"""Findings: what they say, and how they are collected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .shadow import BARRIER, Access
+
+_WHAT = {
+    "generic": "",
+    "ld": "tensor memory load, ",
+    "st": "tensor memory store, ",
+    "mma": "MMA, asynchronous, ",
+    "tma": "copy, asynchronous, ",
+    "bulk": "bulk store, asynchronous, ",
+    "clc": "launch-control response, asynchronous, ",
+    "dealloc": "deallocation, ",
+    "arrive": "arrival, ",
+}
+
+#: What is missing after an access of each kind, for whoever touches the same bytes next.
+_EDGES = {
+    "ld": (
+        "load-in-flight",
+        "the load is not known to be complete: tcgen05.wait::ld by its warp, then an arrive (or "
+        "barrier) that the later access waits for, must stand between",
+    ),
+    "st": (
+        "store-in-flight",
+        "the store is not known to be complete: tcgen05.wait::st by its warp, then an arrive (or "
+        "barrier) that the later access waits for, must stand between",
+    ),
+    "mma": (
+        "mma-in-flight",
+        "an MMA is known to be complete only through tcgen05.commit -> mbarrier -> wait; no such "
+        "wait leads to the later access",
+    ),
+    "tma": ("copy-in-flight", "no wait for the phase that the copy completes leads to the later "
+            "access"),
+    "clc": ("copy-in-flight", "no wait for the phase that the response completes leads to the "
+            "later access"),
+    "bulk": (
+        "bulk-store-in-flight",
+        "the bulk store may still read its source: cp.async.bulk.commit_group and "
+        "wait_group{.read} by the thread that issued it must stand between, and a barrier if "
+        "another warp follows",
+    ),
+}
+_ORDINARY = (
+    "race",
+    "nothing orders the two: no arrive -> wait (mbarrier, named barrier, cluster barrier) leads "
+    "from the first to the second",
+)
+
+
+class Finding(str):
+    """The text of a finding, with its `kind` (see docs/sanitizer.md) and the PTX lines involved."""
+
+    kind: str
+    lines: tuple[int, ...]
+
+    def __new__(cls, kind: str, text: str, lines: tuple[int, ...] = ()) -> Finding:
+        self = super().__new__(cls, f"{kind}: {text}")
+        self.kind, self.lines = kind, lines
+        return self
+
+    def __getnewargs__(self) -> tuple:
+        return self.kind, self.removeprefix(f"{self.kind}: "), self.lines
+
+
+def place(instruction: Any, cta: Any, warp: int) -> str:
+    """Instruction text, source line, CTA and warp."""
+    if instruction is None:
+        return f"CTA {cta} warp {warp}"
+    source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
+    return f"`{instruction.text}` (PTX line {instruction.line}{source}), CTA {cta} warp {warp}"
+
+
+def describe(access: Access) -> str:
+    """An access in words."""
+    verb = "write" if access.write else "read"
+    what = _WHAT.get(access.kind, "")
+    if access.kind in ("dealloc", "arrive"):
+        verb, what = what.removesuffix(", "), ""
+    detail = f" [{access.detail}]" if access.detail else ""
+    return f"{verb} ({what}{place(access.instruction, access.cta, access.index)}){detail}"
+
+
+def race(before: Access, access: Access, where: str, missing_fence: bool) -> Finding:
+    """Two accesses that are not ordered; `missing_fence`: but for a proxy fence they are."""
+    kind, edge = _EDGES.get(before.kind, _ORDINARY)
+    if missing_fence:
+        kind = "missing-proxy-fence"
+        edge = (
+            "the first is an access through the generic proxy and the second goes through the "
+            "async proxy: fence.proxy.async must follow the first, before the arrive or barrier "
+            "that the second waits for"
+        )
+    elif access.kind == "dealloc":
+        kind = "freed-in-use"
+        edge = f"tensor memory is freed while it may be in use; {edge}"
+    return Finding(
+        kind, f"{where}: {describe(before)}, then {describe(access)}: {edge}", lines(before, access)
+    )
+
+
+def lines(*accesses: Access) -> tuple[int, ...]:
+    """PTX lines of the accesses."""
+    return tuple(a.instruction.line for a in accesses if a.instruction is not None)
+
+
+def unready(number: int, access: Access, where: str) -> Finding:
+    """An access to granules that were never written, or that are a live mbarrier."""
+    if number == BARRIER:
+        return Finding(
+            "barrier-bytes",
+            f"{where}: {describe(access)} touches the bytes of a live mbarrier; only mbarrier "
+            "instructions may, until mbarrier.inval",
+            lines(access),
+        )
+    return Finding(
+        "uninitialised-read", f"{where}: {describe(access)} reads what nobody has written",
+        lines(access),
+    )

@@ -1,0 +1,93 @@
+"""Which granules of shared and tensor memory an asynchronous operation touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from sm100_sim import tensor_core
+from sm100_sim.descriptors import gather_plan
+from sm100_sim.isa.tcgen05_data import Form, fragment
+from sm100_sim.tensor_core import Mma
+from sm100_sim.tmem import split_address
+
+#: TMEM lanes in a granule of its shadow.
+LANES_OF_A_GRANULE = 16
+
+
+@lru_cache(maxsize=4096)
+def operand_chunks(
+    raws: tuple[int, ...], mn_major: bool, extent: int, width: int
+) -> slice | np.ndarray:
+    """16-byte chunks of shared memory that hold an operand, as a slice where they are adjacent."""
+    index = np.unique(gather_plan(raws, mn_major, extent, width).index)
+    first, last = int(index[0]), int(index[-1])
+    return slice(first, last + 1) if last - first + 1 == len(index) else index
+
+
+def _lane_granules(lanes: Any) -> slice | np.ndarray:
+    if isinstance(lanes, slice):
+        first = (lanes.start or 0) // LANES_OF_A_GRANULE
+        last = 128 if lanes.stop is None else lanes.stop
+        return slice(first, -(-last // LANES_OF_A_GRANULE))
+    return np.unique(np.asarray(lanes) // LANES_OF_A_GRANULE)
+
+
+def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
+    """(CTA, "smem" or "tmem", region) that a run of one accumulator chain reads as A and B."""
+    head = run[0]
+    descriptor, ctas = head.descriptor, head.ctas
+    width = descriptor.kind.element_bytes
+    b = operand_chunks(
+        tuple(mma.b for mma in run), descriptor.b_mn_major, descriptor.n // len(ctas), width
+    )
+    rows = tensor_core.rows_per_cta(head)
+    for cta in ctas:
+        yield cta, "smem", b
+        if not head.a_in_tmem:
+            a = operand_chunks(tuple(mma.a for mma in run), descriptor.a_mn_major, rows, width)
+            yield cta, "smem", a
+            continue
+        columns = sorted(split_address(mma.a)[1] for mma in run)
+        lanes = _lane_granules(tensor_core.a_lanes(head, rows))
+        if columns == list(range(columns[0], columns[0] + 8 * len(columns), 8)):
+            yield cta, "tmem", (slice(columns[0], columns[-1] + 8), lanes)
+        else:
+            for column in columns:
+                yield cta, "tmem", (slice(column, column + 8), lanes)
+
+
+def mma_results(head: Mma) -> Iterator[tuple[Any, tuple[slice, Any]]]:
+    """(CTA, region of its tensor memory) of the accumulator of an instruction."""
+    for p, cta in enumerate(head.ctas):
+        for part, column, lanes in tensor_core.destinations(head):
+            count = len(range(*part.indices(head.descriptor.n)))
+            granules = _lane_granules(lanes)
+            if head.disabled is not None:
+                written = np.flatnonzero(
+                    ~head.disabled[p].reshape(-1, LANES_OF_A_GRANULE).all(axis=1)
+                )
+                whole = np.arange(8)[granules] if isinstance(granules, slice) else granules
+                granules = np.intersect1d(whole, written)
+            if isinstance(granules, np.ndarray):
+                for granule in granules.tolist():
+                    yield cta, (slice(column, column + count), slice(granule, granule + 1))
+            else:
+                yield cta, (slice(column, column + count), granules)
+
+
+@lru_cache(maxsize=1024)
+def fragment_regions(form: Form, lane: int, column: int) -> tuple[tuple[slice, slice], ...]:
+    """Regions of the shadow of tensor memory that a tcgen05.ld or st touches."""
+    lanes, columns = fragment(form.shape, form.repeat, form.split)
+    columns = np.unique(columns)
+    if form.packed:
+        columns = np.unique(np.concatenate([2 * columns, 2 * columns + 1]))
+    first = lane // LANES_OF_A_GRANULE
+    last = (lane + int(lanes.max())) // LANES_OF_A_GRANULE
+    rows = slice(first, last + 1)
+    runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
+    return tuple((slice(int(r[0]) + column, int(r[-1]) + column + 1), rows) for r in runs)

@@ -1,0 +1,401 @@
+"""Executors of machine operations, extended by what the sanitizer records of them.
+
+A hook is `bind(instruction, execute, sanitizer) -> run(warp, lanes)`; the longest prefix of the
+full opcode wins. Every machine operation without a hook only has its warp's native accesses
+recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sm100_sim.codegen_blocks import operand_registers
+from sm100_sim.isa.shared import shared_address
+from sm100_sim.isa.sync import barrier_groups
+from sm100_sim.isa.tcgen05_data import form_of, locator
+from sm100_sim.warp import (
+    SHARED_WINDOW,
+    lane_array,
+    predicate_reader,
+    reader,
+    uniform,
+)
+
+from .clocks import BULK, LOAD, STORE
+from .footprints import fragment_regions
+from .sanitizer import Sanitizer
+from .shadow import FRESH, UNTRACKED
+from .state import Round, WarpState
+
+Executor = Callable[[Any, int], Any]
+_HOOKS: dict[str, Callable] = {}
+
+
+def _hook(*prefixes: str) -> Callable:
+    def decorate(bind: Callable) -> Callable:
+        _HOOKS.update(dict.fromkeys(prefixes, bind))
+        return bind
+
+    return decorate
+
+
+def wrapped(compiled: Any, sanitizer: Sanitizer) -> list[Executor | None]:
+    """The kernel's executors, each followed by the sanitizer."""
+    return [
+        None if execute is None else _bind(instruction, execute, compiled, sanitizer)
+        for instruction, execute in zip(compiled.instructions, compiled.executors, strict=True)
+    ]
+
+
+def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitizer) -> Executor:
+    name, found = instruction.name, _ordinary
+    for prefix in sorted(_HOOKS, key=len, reverse=True):
+        if name == prefix or name.startswith(prefix + "."):
+            found = _HOOKS[prefix]
+            break
+    run = found(instruction, execute, sanitizer)
+    used = _loads_used(instruction, compiled.watched or {})
+    if not used:
+        return run
+
+    def using(warp: Any, lanes: int) -> Any:
+        sanitizer.state(warp).uses[used] = 1
+        return run(warp, lanes)
+
+    return using
+
+
+def _loads_used(instruction: Any, watched: dict) -> list[int]:
+    """Numbers of the tcgen05.ld whose data a machine operation takes as an operand."""
+    if instruction.opcode == "tcgen05.ld":
+        return []
+    found: set[int] = set()
+    for operand in instruction.operands:
+        for register in operand_registers(operand):
+            found |= watched.get(register, frozenset())
+    return sorted(found)
+
+
+def _ordinary(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        sanitizer.begin(warp, instruction)
+        return execute(warp, lanes)
+
+    return run
+
+
+# ---------------------------------------------------------------- mbarriers
+
+
+@_hook("mbarrier.arrive", "mbarrier.arrive_drop")
+def _arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    parts = instruction.name.split(".")
+    relaxed = "relaxed" in parts
+    # Without a scope an arrive at a remote barrier counts as one of cluster scope: published
+    # kernels rely on it.
+    narrow = "cta" in parts
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        state.relaxed, state.narrow = relaxed, narrow
+        outcome = execute(warp, lanes)
+        state.relaxed = state.narrow = False
+        state.advance()
+        return outcome
+
+    return run
+
+
+@_hook("mbarrier.try_wait", "mbarrier.test_wait")
+def _wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    spaces = [part for part in instruction.name.split(".") if part.startswith("shared")]
+    groups = barrier_groups(instruction.operands[1], spaces[0] if spaces else "")
+    result = instruction.operands[0]
+    succeeded = predicate_reader(result) if result.kind == "pred" else (lambda warp: 0)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        done = succeeded(warp) & lanes
+        if done:
+            for barrier, some in groups(warp, lanes):
+                if some & done:
+                    sanitizer.waited(state, barrier)
+        return outcome
+
+    return run
+
+
+@_hook("mbarrier.inval")
+def _invalidate(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        before = dict(warp.cta.barriers)
+        outcome = execute(warp, lanes)
+        for offset in before.keys() - warp.cta.barriers.keys():
+            sanitizer.barrier_ends(state, before[offset])
+        return outcome
+
+    return run
+
+
+# ---------------------------------------------------------------- named and cluster barriers
+
+
+@_hook("bar.sync", "bar.arrive", "bar.red", "bar.cta", "barrier.sync", "barrier.arrive",
+       "barrier.red", "barrier.cta")
+def _named(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    parts = instruction.name.split(".")
+    number = uniform(instruction.operands[1 if "red" in parts else 0], 32)
+    waits = "arrive" not in parts
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        which = number(warp, lanes)
+        barrier, rounds = warp.cta.named_barrier(which), sanitizer.cta(warp.cta).named
+        if not barrier.arrived or which not in rounds:
+            rounds[which] = Round(sanitizer.layout)
+        current = rounds[which]
+        sanitizer.flush(state)
+        state.offer(current.frontier)
+        outcome = execute(warp, lanes)
+        state.advance()
+        if waits:
+            state.joining = current
+        return outcome
+
+    return run
+
+
+@_hook("barrier.cluster.arrive")
+def _cluster_arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    relaxed = "relaxed" in instruction.name.split(".")
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        cluster = state.cluster
+        generation = warp.cta.cluster.barrier.generation
+        current = cluster.rounds.setdefault(generation, Round(sanitizer.layout))
+        cluster.rounds.pop(generation - 2, None)
+        sanitizer.flush(state)
+        state.relaxed = relaxed
+        state.offer(current.frontier)
+        state.relaxed = False
+        state.advance()
+        state.generation = generation
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook("barrier.cluster.wait")
+def _cluster_wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        if outcome is None:
+            current = state.cluster.rounds.get(state.generation)
+            if current is not None:
+                sanitizer.acquire(state, current.frontier)
+        return outcome
+
+    return run
+
+
+# ---------------------------------------------------------------- fences
+
+
+@_hook("fence", "membar")
+def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    name = instruction.name
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        if name.startswith("fence.proxy.async"):
+            state.fence_proxy()
+            sanitizer.fence_inits(state)
+        elif name.startswith("fence.mbarrier_init"):
+            sanitizer.fence_inits(state)
+            state.fence()
+        elif not name.startswith(("fence.proxy", "membar.proxy")):
+            state.fence()
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook("tcgen05.fence::before_thread_sync")
+def _fence_before(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        state.fence_tensor()
+        return outcome
+
+    return run
+
+
+# ---------------------------------------------------------------- tensor memory
+
+
+@_hook("tcgen05.alloc")
+def _alloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    spaced = any(part.startswith("shared") for part in instruction.name.split("."))
+    target = shared_address(instruction.operands[0], not spaced)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        before = dict(warp.cta.tmem.allocations)
+        outcome = execute(warp, lanes)
+        if outcome is None:
+            cta = sanitizer.cta(warp.cta)
+            for first in warp.cta.tmem.allocations.keys() - before.keys():
+                count = warp.cta.tmem.allocations[first]
+                cta.tmem.plane[first : first + count] = FRESH
+            cell = (target(warp, lanes) & 0xFFFFFF) >> 2
+            where = (slice(cell // 4, cell // 4 + 1), slice(cell % 4, cell % 4 + 1))
+            cta.smem.touch(where, state.access("generic", True), state.frontier)
+        return outcome
+
+    return run
+
+
+@_hook("tcgen05.dealloc")
+def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    address, columns = (uniform(operand, 32) for operand in instruction.operands)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        first = address(warp, lanes) & 0xFFFF
+        region = slice(first, first + columns(warp, lanes))
+        access = state.access("dealloc", True)
+        sanitizer.cta(warp.cta).tmem.touch(region, access, state.frontier)
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook("tcgen05.ld")
+def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    _, address, *rest = instruction.operands
+    form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
+    locate = locator(instruction, address, form)
+    loads = [i for i in sanitizer.machine.compiled.instructions if i.opcode == "tcgen05.ld"]
+    number = loads.index(instruction)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        access = state.asynchronous(LOAD, "ld", False)
+        _touch_fragment(sanitizer, state, form, locate(warp, lanes), access)
+        state.uses[number] = 0
+        state.loads.append((access.clock, number))
+        return outcome
+
+    return run
+
+
+@_hook("tcgen05.st")
+def _store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    address, *split, _ = instruction.operands
+    form = form_of(instruction, "unpack::16b", split[0].value if split else None)
+    locate = locator(instruction, address, form)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        access = state.asynchronous(STORE, "st", True)
+        _touch_fragment(sanitizer, state, form, locate(warp, lanes), access)
+        return outcome
+
+    return run
+
+
+def _touch_fragment(
+    sanitizer: Sanitizer, state: WarpState, form: Any, where: tuple[int, int], access: Any
+) -> None:
+    tmem = sanitizer.cta(state.warp.cta).tmem
+    for region in fragment_regions(form, *where):
+        tmem.touch(region, access, state.frontier)
+
+
+@_hook("tcgen05.wait::ld")
+def _wait_load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        sanitizer.begin(warp, instruction).finish_loads(True)
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook("tcgen05.wait::st")
+def _wait_store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        state.frontier[state.store] = state.issued[STORE]
+        return execute(warp, lanes)
+
+    return run
+
+
+# ---------------------------------------------------------------- bulk groups
+
+
+@_hook("cp.async.bulk.commit_group")
+def _commit_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        state.groups.append(state.issued[BULK])
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook("cp.async.bulk.wait_group")
+def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    allowed = instruction.operands[0].value
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        if outcome is None and len(state.groups) > allowed:
+            done = len(state.groups) - allowed
+            state.frontier[state.bulk] = max(
+                state.frontier[state.bulk], state.groups[done - 1]
+            )
+            del state.groups[: done - 1]
+        return outcome
+
+    return run
+
+
+# ---------------------------------------------------------------- atomics
+
+
+@_hook("atom", "red")
+def _atomic(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    parts = instruction.name.split(".")
+    operand = instruction.operands[1 if instruction.opcode == "atom" else 0]
+    shared = any(part.startswith("shared") for part in parts)
+    if "global" in parts or operand.base is None:
+        return _ordinary(instruction, execute, sanitizer)
+    addresses = reader(operand, 32 if shared else 64)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        values = addresses(warp)[lane_array(lanes)].astype(np.uint64)
+        if not shared:
+            values = values - np.uint64(SHARED_WINDOW)
+        for value in np.unique(values[values < 1 << 32]).tolist():
+            flat = state.cluster.ctas[value >> 24].flat
+            first = (value & 0xFFFFFF) >> 2
+            flat[first : first + 2 if parts[-1].endswith("64") else first + 1] = UNTRACKED
+        return outcome
+
+    return run
+
+

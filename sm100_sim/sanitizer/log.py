@@ -1,0 +1,62 @@
+"""The log in which native code notes its accesses to memory (`codegen_log`), as Python sees it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from sm100_sim.codegen_log import LOG_HEADER, LOG_RECORD
+from sm100_sim.warp import aligned_zeros
+
+RECORDS = 512
+
+
+class AccessLog:
+    """One log, used by whichever warp runs. drain: called when it is full."""
+
+    def __init__(self, drain: Callable[[], None]) -> None:
+        self._raw = aligned_zeros((LOG_HEADER + RECORDS * LOG_RECORD.itemsize,), np.uint8)
+        self._error: BaseException | None = None
+        self._drain = drain
+        self._callback = ctypes.CFUNCTYPE(None)(self._full)
+        header = self._raw[:LOG_HEADER].view(np.uint32)
+        header[1] = RECORDS
+        self._raw[8:16].view(np.uint64)[0] = ctypes.cast(self._callback, ctypes.c_void_p).value
+        self._count = ctypes.c_uint32.from_buffer(self._raw)
+        self._records = self._raw[LOG_HEADER:].view(LOG_RECORD)
+
+    @property
+    def address(self) -> int:
+        """For the context of a warp."""
+        return self._raw.__array_interface__["data"][0]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are records, or an error of an earlier drain."""
+        return self._count.value > 0 or self._error is not None
+
+    def _full(self) -> None:
+        # An exception cannot cross native code: it is raised at the next drain.
+        try:
+            self._drain()
+        except BaseException as error:
+            self._error = self._error or error
+            self._count.value = 0
+
+    def take(self) -> Iterator[tuple[int, bool, int, np.ndarray]]:
+        """(instruction index, write, width, host addresses of the executing lanes), emptying it."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        records = self._records[: self._count.value].copy()
+        self._count.value = 0
+        masks = records["mask"]
+        for row, (mask, width, tag) in enumerate(
+            zip(masks.tolist(), records["width"].tolist(), records["tag"].tolist(), strict=True)
+        ):
+            addresses = records["addresses"][row]
+            if mask != 0xFFFFFFFF:
+                addresses = addresses[(mask >> np.arange(32)) & 1 == 1]
+            yield tag >> 1, bool(tag & 1), width, addresses

@@ -1,0 +1,74 @@
+"""A machine that runs under the sanitizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sm100_sim.barriers import MBarrier
+from sm100_sim.errors import SimulationError
+from sm100_sim.events import AsyncOp
+from sm100_sim.machine import Machine
+from sm100_sim.residency import Cluster, ResidentWarp
+
+from .barriers import WatchedBarrier
+from .findings import Finding
+from .hooks import wrapped
+from .sanitizer import Sanitizer
+from .state import ClusterState
+
+
+class SanitizedMachine(Machine):
+    """`machine.Machine` with a sanitizer; the kernel was translated with sanitize=True."""
+
+    def __init__(self, compiled: Any, *arguments: Any) -> None:
+        super().__init__(compiled, *arguments)
+        self.sanitizer = Sanitizer(self)
+        trace = self._executors
+        hooked = wrapped(compiled, self.sanitizer)
+        plain = compiled.executors
+        # With a trace, its note comes before the sanitizer's.
+        self._executors = [
+            hooked[i.index] if traced is plain[i.index] else traced
+            for i, traced in zip(compiled.block_instruction, trace, strict=True)
+        ]
+
+    def mbarrier_type(self, address: int, count: int, wake: Any) -> MBarrier:
+        return WatchedBarrier(self.sanitizer, address, count, wake)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except SimulationError as error:
+            error.findings = tuple(self.all_findings())
+            raise
+
+    def _begin(self, number: int) -> Cluster:
+        cluster = super()._begin(number)
+        state = self.sanitizer.clusters[cluster.id] = ClusterState(self.sanitizer, cluster)
+        for warp, warp_state in state.warps.items():
+            warp.context.log = self.sanitizer.log.address
+            warp.context.uses = warp_state.uses.__array_interface__["data"][0]
+        return cluster
+
+    def _run_warp(self, warp: ResidentWarp) -> None:
+        self.sanitizer.running = self.sanitizer.state(warp)
+        super()._run_warp(warp)
+
+    def submit(self, operation: AsyncOp) -> None:
+        self.sanitizer.submit(operation)
+        super().submit(operation)
+
+    def _exit(self, warp: ResidentWarp) -> None:
+        self.sanitizer.leave(warp)
+        if warp.cta.running == 1:
+            self.sanitizer.leave_cta(warp.cta)
+        super()._exit(warp)
+
+    def _end_cluster(self, cluster: Cluster) -> None:
+        super()._end_cluster(cluster)
+        self.sanitizer.end_cluster(cluster.id)
+
+    def all_findings(self) -> list[str]:
+        """Findings of the machine itself and of the sanitizer."""
+        own = [Finding("machine", text) for text in self.findings]
+        return [*own, *self.sanitizer.results()]

@@ -1,0 +1,467 @@
+"""Happens-before detection: which accesses are ordered, and which only happened to be.
+
+Every access is recorded where the program issues it, with the frontier of whoever issues it
+(`clocks`), in the shadow of the memory it touches (`shadow`). It must be ordered after the accesses
+that it conflicts with; what is not ordered is a finding, whatever the schedule of this run was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from sm100_sim.errors import LaunchError
+from sm100_sim.events import AsyncOp
+
+from . import findings, footprints
+from .barriers import WatchedBarrier
+from .clocks import AGENTS_OF_A_WARP, BULK, GENERIC, MMA, WAIT, Layout
+from .findings import Finding
+from .log import AccessLog
+from .output import Output
+from .shadow import BARRIER, FRESH, Access
+from .state import ClusterState, CtaState, WarpState
+
+#: Kinds of access that go through the async proxy to shared memory.
+_ASYNC = frozenset(("tma", "mma", "bulk", "clc"))
+
+
+class Completion:
+    """Who acts while an asynchronous operation takes effect: it publishes what its issuer knew.
+
+    accesses: shared address of an mbarrier -> the access that its signal completes.
+    """
+
+    def __init__(self, state: WarpState, accesses: dict[int, Access]) -> None:
+        self.state, self.cluster = state, state.cluster
+        self.warp, self.instruction = state.warp, state.instruction
+        self.frontier = state.frontier.copy()
+        self.accesses = accesses
+        state.advance()
+
+
+class Sanitizer:
+    """State and rules of the sanitizer for one launch.
+
+    actor: the WarpState or Completion that acts now. found: the findings by what they are about.
+    """
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        ctas = math.prod(machine.config.cluster)
+        self.layout = Layout(ctas, -(-machine.threads // 32))
+        self.tensor_entries = self.layout.tensor()
+        instructions = machine.compiled.instructions
+        self.load_count = sum(1 for i in instructions if i.opcode == "tcgen05.ld")
+        self.log = AccessLog(self.drain)
+        self.actor: WarpState | Completion | None = None
+        self.clusters: dict[int, ClusterState] = {}
+        self.running: WarpState | None = None
+        self.found: dict[tuple, Finding] = {}
+        self.output = Output(self, machine.memory)
+        self._sync_stores = {
+            i.index for i in instructions
+            if i.opcode == "st" and {"release", "relaxed", "volatile", "mmio"} & set(i.modifiers)
+        }
+
+    def refuse(self, count: int) -> LaunchError:
+        """The error for a CTA with more mbarriers than frontiers have entries for."""
+        return LaunchError(f"the sanitizer follows {count} mbarriers of a CTA, this one has more")
+
+    def report(self, finding: Finding, key: tuple) -> None:
+        """Keep a finding, one for each key."""
+        self.found.setdefault((finding.kind, *key), finding)
+
+    # ------------------------------------------------------------ rules
+
+    def judge(
+        self, before: Access | int, access: Access, frontier: np.ndarray, where: str
+    ) -> bool:
+        """Whether `before` is ordered before `access`, whose issuer has `frontier`; reports."""
+        if before in (FRESH, BARRIER):
+            if before == BARRIER or access.kind != "dealloc":
+                key = (access.instruction.index,) if access.instruction else ()
+                self.report(findings.unready(before, access, where), key)
+            return False
+        reached = self._reached(before, access, frontier)
+        if reached and not self._needs_fence(before, access, frontier):
+            return True
+        key = tuple(a.instruction and a.instruction.index for a in (before, access))
+        self.report(findings.race(before, access, where, reached), key)
+        return False
+
+    def _reached(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
+        """Whether completion of `before` is known; the pipelined pairs need only program order."""
+        pair = before.kind, access.kind
+        if pair == ("mma", "mma"):
+            # One queue: MMAs of a CTA pair execute in the order in which they are issued.
+            issuer = AGENTS_OF_A_WARP * before.warp + GENERIC
+            return before.warp == access.warp or int(frontier[issuer]) >= before.issued
+        if before.warp == access.warp and pair in (("ld", "ld"), ("ld", "st"), ("st", "st")):
+            return True
+        return before.clock is not None and int(frontier[before.agent]) >= before.clock
+
+    def _needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
+        """Whether a generic access is not visible to the async proxy, where it has to be."""
+        if before.kind != "generic" or access.kind not in _ASYNC:
+            return False
+        # A read before an asynchronous overwrite needs order only, but for CLC responses.
+        if not before.write and access.kind != "clc":
+            return False
+        return int(frontier[self.layout.agents + before.warp]) < before.clock
+
+    # ------------------------------------------------------------ warps
+
+    def begin(self, warp: Any, instruction: Any) -> WarpState:
+        """A warp executes a machine operation: first comes what it did natively."""
+        state = self.state(warp)
+        self.actor = self.running = state
+        if state.joining is not None:
+            self.acquire(state, state.joining.frontier)
+            state.joining = None
+        if self.log.waiting:
+            self.drain()
+        state.instruction = instruction
+        if state.loads:
+            state.finish_loads(False)
+        return state
+
+    def state(self, warp: Any) -> WarpState:
+        """The sanitizer's state of a warp."""
+        return self.clusters[warp.cta.cluster.id].warps[warp]
+
+    def cta(self, cta: Any) -> CtaState:
+        """The sanitizer's state of a CTA."""
+        return self.clusters[cta.cluster.id].ctas[cta.rank]
+
+    def acquire(self, state: WarpState, frontier: np.ndarray | None) -> None:
+        """A wait has succeeded. What was issued before it did not know yet."""
+        self.flush(state)
+        state.take(frontier)
+
+    def drain(self) -> None:
+        """Record the native accesses of the running warp."""
+        state = self.running
+        if state.joining is not None:
+            self.acquire(state, state.joining.frontier)
+            state.joining = None
+        cluster = state.warp.cta.cluster
+        base = cluster.smem.__array_interface__["data"][0]
+        row, size = cluster.smem.strides[0], cluster.smem.nbytes
+        instructions = self.machine.compiled.instructions
+        for index, write, width, addresses in self.log.take():
+            offsets = addresses - np.uint64(base)
+            state.instruction = instructions[index]
+            if int(offsets.max()) < size:
+                self._shared(state, offsets.astype(np.int64), width, write, row)
+            elif write and not (offsets < size).any():
+                if index not in self._sync_stores:
+                    self.output.store(state, addresses, width)
+            else:
+                inside = offsets < size
+                if inside.any():
+                    self._shared(state, offsets[inside].astype(np.int64), width, write, row)
+
+    def _shared(
+        self, state: WarpState, offsets: np.ndarray, width: int, write: bool, row: int
+    ) -> None:
+        """A native access to shared memory at `offsets` into the cluster's array."""
+        ranks = offsets // row
+        first = int(ranks[0])
+        ranks_used = (first,) if (ranks == first).all() else np.unique(ranks).tolist()
+        for rank in ranks_used:
+            inside = offsets if len(ranks_used) == 1 else offsets[ranks == rank]
+            cells = (inside - rank * row) >> 2
+            if width > 4:
+                cells = (cells[:, None] + np.arange(width // 4)).reshape(-1)
+            cta = state.cluster.ctas[rank]
+            access = state.access("generic", write)
+            if cta.cta is not state.warp.cta:
+                cta.visit(access)
+            shape = cta.smem.plane.shape[1]
+            cta.smem.touch((cells // shape, cells % shape), access, state.frontier)
+
+    def leave(self, warp: Any) -> None:
+        """A warp has exited."""
+        state = self.begin(warp, None)
+        self.flush(state)
+        cta = self.cta(warp.cta)
+        np.maximum(cta.last, state.frontier, out=cta.last)
+
+    def leave_cta(self, cta: Any) -> None:
+        """The last warp of a CTA has exited: nobody may be at work in it any more."""
+        state = self.cta(cta)
+        for access in state.guests.values():
+            if access.clock is None or state.last[access.agent] < access.clock:
+                text = (
+                    f"CTA {cta.ctaid} exits while it may still be in use: "
+                    f"{findings.describe(access)} is not known to be complete by any of its warps; "
+                    "wait for it, or keep the CTA alive with a trailing cluster barrier"
+                )
+                index = access.instruction.index if access.instruction else None
+                self.report(Finding("exit-too-early", text, findings.lines(access)), (index,))
+        for barrier in cta.barriers.values():
+            self._barrier_ends(barrier, cta)
+
+    def _barrier_ends(self, barrier: WatchedBarrier, cta: Any) -> None:
+        place = f"CTA {cta.ctaid} exits: {barrier.describe()}"
+        key = (barrier.address & 0xFFFFFF,)
+        if barrier.transactions < 0:
+            text = f"{place}; more bytes arrived than were expected"
+            self.report(Finding("transactions-at-exit", text), key)
+        elif barrier.transactions > 0 and barrier.signalled:
+            # A producer that only waits for empty slots at its end expects bytes, too; then none
+            # of them has arrived.
+            text = f"{place}; fewer bytes arrived than were expected"
+            self.report(Finding("transactions-at-exit", text), key)
+        if barrier.usual is not None and not barrier.arrivals <= barrier.usual:
+            self.unbalanced(barrier)
+
+    def unbalanced(self, barrier: WatchedBarrier) -> None:
+        """Other warps made the arrivals of this phase than those of the first one."""
+        now, usual = barrier.arrivals, barrier.usual
+        more = [warp for warp in now if now[warp] > usual[warp]]
+        if not more:
+            return
+        counts = ", ".join(
+            f"CTA {warp.cta.ctaid} warp {warp.index} arrives {now[warp]} times in this phase and "
+            f"{usual[warp]} times in the first" for warp in more
+        )
+        text = (
+            f"{barrier.describe()}: {counts}; the roles disagree on how often they arrive"
+        )
+        self.report(Finding("arrivals-unbalanced", text), (barrier.address & 0xFFFFFF,))
+
+    # ------------------------------------------------------------ barriers
+
+    def barrier_begins(self, barrier: WatchedBarrier) -> None:
+        """mbarrier.init by the acting warp."""
+        state = self.actor
+        barrier.initialised = (state.number, state.clock)
+        state.unfenced_inits.append(barrier)
+        cells = slice((barrier.address & 0xFFFFFF) >> 2, ((barrier.address & 0xFFFFFF) >> 2) + 2)
+        self.cta(state.warp.cta).flat[cells] = BARRIER
+
+    def barrier_ends(self, state: WarpState, barrier: WatchedBarrier) -> None:
+        """mbarrier.inval: the bytes are ordinary memory again."""
+        first = (barrier.address & 0xFFFFFF) >> 2
+        self.cta(state.warp.cta).flat[first : first + 2] = FRESH
+        state.cluster.clock_base[barrier.agent] = barrier.clock
+
+    def fence_inits(self, state: WarpState) -> None:
+        """A fence after mbarrier.init makes it visible to other CTAs and to the async proxy."""
+        for barrier in state.unfenced_inits:
+            barrier.fenced = True
+        state.unfenced_inits.clear()
+
+    def use_barrier(self, barrier: WatchedBarrier, remotely: bool) -> None:
+        """The acting warp uses a barrier; `remotely`: from another CTA or by the async proxy."""
+        state = self.actor if isinstance(self.actor, WarpState) else self.actor.state
+        warp, clock = barrier.initialised
+        entry = AGENTS_OF_A_WARP * warp + GENERIC
+        if int(state.frontier[entry]) < clock:
+            missing = "no barrier leads from the initialisation to this use"
+        elif remotely and not barrier.fenced:
+            missing = (
+                "fence.mbarrier_init.release.cluster (or fence.proxy.async) must follow the "
+                "initialisation, because other CTAs or asynchronous copies use the barrier"
+            )
+        else:
+            return
+        text = (
+            f"mbarrier at shared offset {barrier.address & 0xFFFFFF:#x} of CTA rank "
+            f"{barrier.address >> 24}, used by {self._place(state)}: {missing}"
+        )
+        self.report(Finding("barrier-not-visible", text), (state.instruction.index,))
+
+    def arrives(self, barrier: WatchedBarrier) -> None:
+        """An arrival: the actor publishes what it knows."""
+        actor = self.actor
+        rank = barrier.address >> 24
+        if isinstance(actor, Completion):
+            np.maximum(barrier.gathering, actor.frontier, out=barrier.gathering)
+            state, frontier = actor.state, actor.frontier
+        else:
+            state, frontier = actor, actor.frontier
+            foreign = rank != state.warp.cta.rank
+            self.use_barrier(barrier, foreign)
+            if not (foreign and state.narrow):
+                state.offer(barrier.gathering)
+            if foreign:
+                self._visit_barrier(state.access("arrive", True), state, rank)
+        if barrier.phase and not self._observed(barrier, frontier) and not barrier.skipped:
+            barrier.skipped = True
+            text = (
+                f"arrival at the {barrier.describe()}, by {self._place(actor)}, although no wait "
+                "for the phase before is known to it: a waiter may miss that phase and take a "
+                "later one for it"
+            )
+            self.report(Finding("phase-not-observed", text), (actor.instruction.index,))
+
+    def _visit_barrier(self, access: Access, state: WarpState, rank: int) -> None:
+        if rank != state.warp.cta.rank:
+            state.cluster.ctas[rank].visit(access)
+
+    def _observed(self, barrier: WatchedBarrier, frontier: np.ndarray) -> bool:
+        return any(
+            int(frontier[AGENTS_OF_A_WARP * warp + WAIT]) >= clock
+            for warp, clock in barrier.observed.items()
+        )
+
+    def signals(self, barrier: WatchedBarrier) -> None:
+        """Bytes of a copy have arrived."""
+        actor = self.actor
+        if not isinstance(actor, Completion):
+            return
+        access = actor.accesses.get(barrier.address)
+        if access is not None:
+            access.agent, access.clock = barrier.agent, barrier.clock
+            np.maximum(barrier.gathering, actor.frontier, out=barrier.gathering)
+            barrier.gathering[barrier.agent] = barrier.clock
+
+    def waited(self, state: WarpState, barrier: WatchedBarrier) -> None:
+        """A wait of a warp has succeeded."""
+        self.use_barrier(barrier, False)
+        self.acquire(state, barrier.released)
+        state.frontier[state.wait] += 1
+        barrier.observed[state.number] = int(state.frontier[state.wait])
+        phase = barrier.phase - 1
+        before = barrier.last_waits.get(state.number, -1)
+        barrier.last_waits[state.number] = phase
+        if phase - before >= 3 and (phase - before) % 2:
+            last = f"phase {before}" if before >= 0 else "none"
+            text = (
+                f"{self._place(state)} waits for the {barrier.describe()} and passes with phase "
+                f"{phase}, having last passed with {last}: the phase it waited for has been "
+                "overtaken and its parity aliases"
+            )
+            self.report(Finding("phase-skipped", text), (state.instruction.index,))
+
+    @staticmethod
+    def _place(state: WarpState | Completion) -> str:
+        return findings.place(state.instruction, state.warp.cta.ctaid, state.warp.index)
+
+    # ------------------------------------------------------------ asynchronous operations
+
+    def submit(self, operation: AsyncOp) -> None:
+        """Record an operation as it is issued, and follow it until it takes effect."""
+        touches = operation.touches
+        state = self.state(touches.warp)
+        state.instruction = touches.instruction
+        if operation.kind == "tcgen05.mma":
+            self.flush(state, touches.mmas)
+            state.recorded = 0
+            return
+        if operation.kind == "tcgen05.commit":
+            self._commit(state, operation)
+        elif operation.kind == "tma.store":
+            self._bulk_store(state, touches)
+        else:
+            self._copy(state, operation, touches)
+
+    def _commit(self, state: WarpState, operation: AsyncOp) -> None:
+        completion = Completion(state, {})
+        completion.frontier[state.mma] = state.issued[MMA]
+        for address in operation.touches.commits:
+            barrier = state.cluster.cluster.mbarrier(address)
+            self.use_barrier(barrier, True)
+            access = Access(state, state.mma, state.issued[MMA], "arrive", True)
+            self._visit_barrier(access, state, address >> 24)
+        self._follow(operation, completion)
+
+    def _copy(self, state: WarpState, operation: AsyncOp, touches: Any) -> None:
+        kind = "clc" if operation.kind.startswith("clc") else "tma"
+        accesses: dict[int, Access] = {}
+        for cta, offset, size, signal in touches.writes:
+            barrier = state.cluster.cluster.mbarrier(signal)
+            self.use_barrier(barrier, True)
+            access = accesses.get(signal)
+            if access is None:
+                access = accesses[signal] = Access(state, barrier.agent, None, kind, True)
+                access.detail = (
+                    f"signals the mbarrier at shared offset {signal & 0xFFFFFF:#x} of CTA rank "
+                    f"{signal >> 24}"
+                )
+            self._touch_bytes(cta, offset, size, access, state.frontier)
+        for cta, offset, size in touches.reads:
+            source = Access(state, -1, None, kind, False)
+            if accesses:
+                source = next(iter(accesses.values()))
+            self._touch_bytes(cta, offset, size, source, state.frontier)
+        self._follow(operation, Completion(state, accesses))
+
+    def _bulk_store(self, state: WarpState, touches: Any) -> None:
+        access = state.asynchronous(BULK, "bulk", False)
+        for cta, offset, size in touches.reads:
+            self._touch_bytes(cta, offset, size, access, state.frontier)
+        if touches.stored is not None:
+            self.output.copy(state, touches.stored)
+
+    def _touch_bytes(
+        self, cta: Any, offset: int, size: int, access: Access, frontier: np.ndarray
+    ) -> None:
+        state = self.cta(cta)
+        state.visit(access)
+        if offset % 16 or size % 16:
+            cells = np.arange(offset >> 2, offset + size + 3 >> 2)
+            state.smem.touch((cells // 4, cells % 4), access, frontier)
+        else:
+            state.smem.touch(slice(offset >> 4, offset + size >> 4), access, frontier)
+
+    def _follow(self, operation: AsyncOp, completion: Completion) -> None:
+        """Let the completion act while the operation takes effect."""
+        perform = operation.perform
+
+        def acting() -> None:
+            before, self.actor = self.actor, completion
+            try:
+                perform()
+            finally:
+                self.actor = before
+
+        operation.perform = acting
+
+    # ------------------------------------------------------------ MMAs
+
+    def flush(self, state: WarpState, run: Any = None) -> None:
+        """Record the MMAs of the warp's open chain that have not been recorded."""
+        instruction = state.instruction
+        if run is None:
+            chain = state.warp.cta.tmem.open_chains.get(state.warp.index)
+            if not chain:
+                return
+            state.instruction, run = chain
+        fresh = run[state.recorded :]
+        state.recorded = len(run)
+        if fresh:
+            self._record(state, fresh)
+        state.instruction = instruction
+
+    def _record(self, state: WarpState, run: list) -> None:
+        reads = state.asynchronous(MMA, "mma", False)
+        results = Access(state, reads.agent, reads.clock, "mma", True)
+        frontier = state.frontier
+        for cta, space, region in footprints.mma_operands(run):
+            shadow = self.cta(cta)
+            shadow.visit(reads)
+            memory = shadow.smem if space == "smem" else shadow.tmem
+            memory.touch(region, reads, frontier)
+        for cta, region in footprints.mma_results(run[0]):
+            memory = self.cta(cta).tmem
+            if run[0].accumulate:
+                memory.update(region, results, frontier)
+            else:
+                memory.touch(region, results, frontier)
+
+    def end_cluster(self, number: int) -> None:
+        """All CTAs of a cluster have exited: its state goes."""
+        self.clusters.pop(number, None)
+
+    def results(self) -> Iterator[Finding]:
+        """The findings, in the order in which they were made."""
+        yield from self.found.values()
+
+

@@ -1,0 +1,28 @@
+"""The forward kernel has no race that the simulator's sanitizer sees, whatever the schedule."""
+
+import pytest
+import torch
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func
+
+pytestmark = pytest.mark.simulator
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "causal"),
+    # Several key tiles and two tiles a pair; ends inside a tile; more keys than queries.
+    [(512, 512, False), (330, 330, True), (40, 600, True)],
+)
+def test_no_findings(seqlen_q, seqlen_k, causal, seed, monkeypatch):
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    q = torch.randn(1, seqlen_q, 2, 256, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, seqlen_k, 1, 256, dtype=torch.bfloat16) for _ in range(2))
+    flash_attn_func(q, k, v, causal=causal)
+    report = sm100_sim.last_reports()[-1]
+    assert report.seed == seed
+    assert report.findings == []
