@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO ?=
 TESTS ?= -n 2 --durations 10
+CLC_TESTS ?= -n 2 tests/operator/test_forward.py -k "lengths or batch or tiles or visible or fp16"
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint clean
@@ -19,8 +20,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 demo: $(STAMP)
 	$(BIN)/python -m fa4_hd256 demo $(DEMO)
 
+# Everything under the static scheduler, then a part of it under the dynamic one.
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)
+	FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -238,7 +238,8 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
             section_heads_for(
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
-                kv_bytes_per_head=cute.size(k, mode=[0]) * (2 * HEAD_DIM * 2),
+                # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
+                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
                 l2_bytes=L2_BYTES_FOR_KV,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
