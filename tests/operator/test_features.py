@@ -184,6 +184,20 @@ def test_packed_queries_with_padded_keys(device):
         accurate(out[rows][None], lse[:, rows][None], part, causal=True)
 
 
+def test_packed_slices_of_a_fused_projection(use_clc, device):
+    """Packed q, k, v that share one buffer, read in place."""
+    lengths = (70, 150)
+    fused = torch.randn(sum(lengths), 2 + 1 + 1, 256).to(device, torch.bfloat16)
+    q, k, v = fused.split((2, 1, 1), dim=1)
+    cu = offsets(lengths, device)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu, cu, 150, 150, causal=True, return_lse=True, use_clc=use_clc
+    )
+    for rows in (slice(0, 70), slice(70, 220)):
+        part = tuple(t[rows][None] for t in (q, k, v))
+        accurate(out[rows][None], lse[:, rows][None], part, causal=True)
+
+
 def test_nothing_to_do(device):
     empty = offsets((0, 0), device)
     q, k = torch.zeros(0, 2, 256).to(device, torch.bfloat16), torch.zeros(0, 1, 256).bfloat16()
