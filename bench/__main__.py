@@ -1,4 +1,4 @@
-"""`python -m bench simulator`: measurements, printed or as JSON."""
+"""`python -m bench COMMAND`: measurements, printed or as JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import argparse
 import json
 import sys
 
-from . import simulator
-
 
 def _simulator(arguments: argparse.Namespace) -> int:
+    from . import simulator
+
     shape = simulator.Shape(arguments.seqlen, arguments.heads, arguments.heads_kv)
     found = simulator.measure(shape, arguments.runs)
     print(json.dumps(simulator.as_json(found)) if arguments.json else simulator.as_text(found))
+    return 0
+
+
+def _static(arguments: argparse.Namespace) -> int:
+    from . import static
+
+    reports = static.measure()
+    if arguments.json:
+        print(json.dumps(static.as_json(reports)))
+    else:
+        print(static.as_csv(reports) if arguments.csv else static.as_text(reports))
     return 0
 
 
@@ -21,13 +32,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     speed = commands.add_parser("simulator", help="the simulator's own speed on the forward")
-    default = simulator.DEFAULT
-    speed.add_argument("--seqlen", type=int, default=default.seqlen)
-    speed.add_argument("--heads", type=int, default=default.heads)
-    speed.add_argument("--heads-kv", type=int, default=default.heads_kv)
+    speed.add_argument("--seqlen", type=int, default=2048)
+    speed.add_argument("--heads", type=int, default=2)
+    speed.add_argument("--heads-kv", type=int, default=1)
     speed.add_argument("--runs", type=int, default=3, help="warm runs; the fastest counts")
     speed.add_argument("--json", action="store_true", help="print one JSON object")
     speed.set_defaults(main=_simulator)
+    compiled = commands.add_parser(
+        "static", help="registers, SMEM and instructions of the hot loops, beside flash-attn-4's"
+    )
+    form = compiled.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--csv", action="store_true", help="print comma-separated values")
+    compiled.set_defaults(main=_static)
     parsed = parser.parse_args(arguments)
     return parsed.main(parsed)
 

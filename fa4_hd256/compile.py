@@ -283,7 +283,7 @@ def trace_and_compile(config: ForwardConfig, problem_class: ProblemClass) -> Any
         variant,
         scheduler_class(problem_class.use_clc),
     )
-    with _targeting(ARCHITECTURE), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+    with targeting(ARCHITECTURE), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
             GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
         )
@@ -298,7 +298,7 @@ def trace_and_compile(config: ForwardConfig, problem_class: ProblemClass) -> Any
 
 
 @contextlib.contextmanager
-def _targeting(architecture: str) -> Iterator[None]:
+def targeting(architecture: str) -> Iterator[None]:
     """Make CuTe DSL trace for `architecture`, whatever GPU is there, for the body only.
 
     Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
