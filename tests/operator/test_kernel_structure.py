@@ -22,10 +22,10 @@ CONFIG = ForwardConfig()
 QK_INSTRUCTIONS, PV_INSTRUCTIONS = 256 // 16, 128 // 16
 
 
-def launch(operands, causal=False, clusters=74, **options):
+def launch(operands, causal=False, clusters=74, config=CONFIG, **options):
     """Launch on (q, k, v, out, lse); returns the report."""
     problem = Problem.describe(operands[:3], Options.check(None, causal, (None, None), 0.0, False))
-    compiled = compile_forward(CONFIG, problem.problem_class)
+    compiled = compile_forward(config, problem.problem_class)
     arguments = call_arguments(CallTensors(*operands), problem, clusters, 0)
     return sm100_sim.launch(compiled, *arguments, **options)
 
@@ -118,6 +118,25 @@ def test_qk_of_the_next_step_goes_before_pv_across_tiles():
     order = [kind for kind, _, _ in mma_chains(report)]
     number = sum(steps(768, 384, False))
     assert order == ["QK"] + ["QK", "PV"] * (number - 1) + ["PV"]
+
+
+# Hardware only; the field's mix; nearly every element; all of them.
+@pytest.mark.parametrize(
+    ("pattern", "share"),
+    [
+        (Ex2Pattern(), 0.0),
+        (Ex2Pattern(4, 3), 0.375),
+        (Ex2Pattern(16, 12, 1, last_fragment_hardware=False), 0.5625),
+        (Ex2Pattern(2, 2, last_fragment_hardware=False), 1.0),
+    ],
+    ids=str,
+)
+def test_emulated_share_is_the_patterns_own(pattern, share):
+    """Score elements that did not come from the special-function unit, by executed lanes."""
+    report = run(300, 400, causal=True, config=ForwardConfig(ex2_pattern=pattern))
+    elements = 256 * 128 * sum(steps(300, 400, True))
+    hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
+    assert float(pattern.true_share(128)) == share == 1 - hardware / elements
 
 
 def test_s_is_double_buffered_and_p_lies_over_it():
