@@ -50,8 +50,7 @@ class Touches(NamedTuple):
     writes: (CTA, shared offset, bytes, shared address of the mbarrier signalled) of each tile
     written to shared memory. reads: (CTA, shared offset, bytes) read. mmas: the instructions of a
     tcgen05 run. commits: shared addresses at which a commit arrives. stored: (tensor map,
-    coordinates) or (start, bytes) written to global memory, None for a reduction. descriptor:
-    address of the TMA descriptor in use.
+    coordinates) or (start, bytes) written to global memory, None for a reduction.
     """
 
     warp: Any
@@ -61,7 +60,6 @@ class Touches(NamedTuple):
     mmas: Any = ()
     commits: Any = ()
     stored: tuple | None = None
-    descriptor: int | None = None
 
 
 class AsyncOp:

@@ -46,7 +46,7 @@ class Options:
     schedule: str = "eager"
     progress: Callable[[int, int], None] | None = None
     trace: bool = False
-    sanitize: bool = False
+    sanitize: bool | str = False
 
     def __post_init__(self) -> None:
         if self.clusters is not None and (
@@ -56,6 +56,8 @@ class Options:
             raise ValueError(f"clusters is {self.clusters!r}; accepted: whole numbers from 1 on")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed is {self.seed!r}; accepted: whole numbers from 0 on")
+        if self.sanitize not in (False, True, "strict"):
+            raise ValueError(f"sanitize is {self.sanitize!r}; accepted: False, True, 'strict'")
         if self.schedule not in ("eager", "lazy"):
             raise ValueError(f"schedule is {self.schedule!r}; accepted: 'eager' and 'lazy'")
 
@@ -71,7 +73,7 @@ def launch(
     *args: Any,
     clusters: int | None = None,
     seed: int | None = None,
-    sanitize: bool | None = None,
+    sanitize: bool | str | None = None,
     schedule: str = "eager",
     progress: Callable[[int, int], None] | None = None,
     trace: bool = False,
@@ -87,7 +89,7 @@ def launch(
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
     sanitize: look for races and lifetime errors; they are in the report's findings
-        (docs/sanitizer.md). At most 5 times slower.
+        (docs/sanitizer.md); "strict": by the letter of the PTX ISA. At most 5 times slower.
     schedule: without a seed, whether asynchronous operations take effect when they are issued
         ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).
@@ -144,27 +146,35 @@ def run_kernel(
     """
     options = options or Options()
     start = time.perf_counter()
-    compiled = translated_kernel(config.ptx, config.kernel_name, options.sanitize)
+    compiled = translated_kernel(config.ptx, config.kernel_name, bool(options.sanitize))
     translated = time.perf_counter()
-    resident = options.clusters or default_clusters(compiled, config)
     trace = Trace() if options.trace else None
-    machine = _machine_type(options)(
-        compiled, config, GlobalMemory(ranges, parameters), resident, options.policy(),
-        options.progress, trace,
-    )  # fmt: skip
+    memory = GlobalMemory(ranges, parameters)
+    machine = make_machine(_machine_type(options), compiled, config, memory, options, trace)
     with single_threaded():
         machine.run()
     seconds = time.perf_counter() - translated
     return _report(machine, trace, translated - start, seconds)
 
 
+def make_machine(
+    kind: type[Machine], compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory,
+    options: Options, trace: Trace | None = None,
+) -> Machine:
+    """A machine for one launch."""
+    resident = options.clusters or default_clusters(compiled, config)
+    return kind(
+        compiled, config, memory, resident, options.policy(), options.progress, trace
+    )
+
+
 def _machine_type(options: Options) -> type[Machine]:
     if not options.sanitize:
         return Machine
     # Imported only when asked for: nothing of it is loaded otherwise.
-    from .sanitizer import SanitizedMachine
+    from .sanitizer import SanitizedMachine, StrictMachine
 
-    return SanitizedMachine
+    return StrictMachine if options.sanitize == "strict" else SanitizedMachine
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:

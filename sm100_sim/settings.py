@@ -5,7 +5,7 @@
 | SM100_SIM_REPORT | file to which one JSON object per launch is appended | none |
 | SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
-| SM100_SIM_SANITIZE | 1 checks for races and lifetime errors | 0 |
+| SM100_SIM_SANITIZE | 1 checks for races and lifetime errors, strict by the letter | 0 |
 
 Arguments of `sm100_sim.launch` override them.
 """
@@ -24,7 +24,7 @@ class Settings:
     report: str | None = None
     clusters: int | None = None
     seed: int | None = None
-    sanitize: bool = False
+    sanitize: bool | str = False
 
 
 def _integer(environment: Mapping[str, str], name: str, least: int) -> int | None:
@@ -44,11 +44,11 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read and check the variables. Raises ValueError naming a variable with a wrong value."""
     environment = os.environ if environment is None else environment
     sanitize = environment.get("SM100_SIM_SANITIZE", "0") or "0"
-    if sanitize not in ("0", "1"):
-        raise ValueError(f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0 and 1")
+    if sanitize not in ("0", "1", "strict"):
+        raise ValueError(f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0, 1 and strict")
     return Settings(
         report=environment.get("SM100_SIM_REPORT") or None,
         clusters=_integer(environment, "SM100_SIM_CLUSTERS", 1),
         seed=_integer(environment, "SM100_SIM_SEED", 0),
-        sanitize=sanitize == "1",
+        sanitize={"0": False, "1": True}.get(sanitize, sanitize),
     )

@@ -195,13 +195,12 @@ def _bind_tensor_load(instruction):
             places = _destinations(
                 cluster, target(warp, lane), barrier(warp, lane), ranks, form.group
             )
-            _submit_load(instruction, warp, (pointer, tensor_map, coordinates), places)
+            _submit_load(instruction, warp, tensor_map, coordinates, places)
 
     return execute
 
 
-def _submit_load(instruction, warp, tensor, places) -> None:
-    pointer, tensor_map, coordinates = tensor
+def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
     cluster = warp.cta.cluster
     machine = cluster.machine
 
@@ -213,7 +212,7 @@ def _submit_load(instruction, warp, tensor, places) -> None:
     machine.counters["tma.load bytes"] += tensor_map.tile_bytes * len(places)
     size = tensor_map.tile_bytes
     writes = tuple((cta, offset, size, barrier) for cta, offset, barrier in places)
-    submit(warp, instruction, "tma.load", perform, writes=writes, descriptor=pointer)
+    submit(warp, instruction, "tma.load", perform, writes=writes)
 
 
 def _bind_tensor_store(instruction, skip: int, reduction: str | None):
@@ -243,7 +242,6 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
             _submit_grouped(
                 instruction, warp, lanes, perform, reads=((cta, offset, tensor_map.tile_bytes),),
                 stored=(tensor_map, coordinates) if reduction is None else None,
-                descriptor=pointer,
             )  # fmt: skip
 
     return execute

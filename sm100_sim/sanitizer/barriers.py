@@ -72,3 +72,4 @@ class WatchedBarrier(MBarrier):
         self.released, self.gathering = self.gathering, self.sanitizer.layout.empty()
         self.observed = {}
         super()._complete_phase()
+        self.sanitizer.completed(self)

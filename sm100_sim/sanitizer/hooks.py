@@ -45,7 +45,9 @@ def _hook(*prefixes: str) -> Callable:
 def wrapped(compiled: Any, sanitizer: Sanitizer) -> list[Executor | None]:
     """The kernel's executors, each followed by the sanitizer."""
     return [
-        None if execute is None else _bind(instruction, execute, compiled, sanitizer)
+        None if execute is None
+        else sanitizer.bind_omitted(instruction) if instruction.index == sanitizer.omitted
+        else _bind(instruction, execute, compiled, sanitizer)
         for instruction, execute in zip(compiled.instructions, compiled.executors, strict=True)
     ]
 
@@ -96,7 +98,8 @@ def _arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execut
     relaxed = "relaxed" in parts
     # Without a scope an arrive at a remote barrier counts as one of cluster scope: published
     # kernels rely on it.
-    narrow = "cta" in parts
+    wide = {"cluster", "gpu", "sys"} & set(parts)
+    narrow = "cta" in parts or sanitizer.strict and not wide
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -215,6 +218,7 @@ def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
         if name.startswith("fence.proxy.async"):
+            sanitizer.ordering(state, "proxy")
             state.fence_proxy()
             sanitizer.fence_inits(state)
         elif name.startswith("fence.mbarrier_init"):
@@ -234,6 +238,19 @@ def _fence_before(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
         outcome = execute(warp, lanes)
         state.fence_tensor()
         return outcome
+
+    return run
+
+
+@_hook("tcgen05.fence::after_thread_sync")
+def _fence_after(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        if sanitizer.strict:
+            sanitizer.flush(state)
+            sanitizer.ordering(state, "after")
+            state.ordered = state.frontier.copy()
+        return execute(warp, lanes)
 
     return run
 
@@ -319,13 +336,15 @@ def _touch_fragment(
 ) -> None:
     tmem = sanitizer.cta(state.warp.cta).tmem
     for region in fragment_regions(form, *where):
-        tmem.touch(region, access, state.frontier)
+        tmem.touch(region, access, state.for_tensor())
 
 
 @_hook("tcgen05.wait::ld")
 def _wait_load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
-        sanitizer.begin(warp, instruction).finish_loads(True)
+        state = sanitizer.begin(warp, instruction)
+        sanitizer.ordering(state, "loads")
+        state.finish_loads(True)
         return execute(warp, lanes)
 
     return run
@@ -348,6 +367,7 @@ def _wait_store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 def _commit_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
+        sanitizer.grouping(state, True)
         state.groups.append(state.issued[BULK])
         return execute(warp, lanes)
 
@@ -361,6 +381,7 @@ def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
         outcome = execute(warp, lanes)
+        sanitizer.grouping(state, False)
         if outcome is None and len(state.groups) > allowed:
             done = len(state.groups) - allowed
             state.frontier[state.bulk] = max(

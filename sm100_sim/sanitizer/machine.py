@@ -20,9 +20,12 @@ from .state import ClusterState
 class SanitizedMachine(Machine):
     """`machine.Machine` with a sanitizer; the kernel was translated with sanitize=True."""
 
+    strict = False
+    sanitizer_type = Sanitizer
+
     def __init__(self, compiled: Any, *arguments: Any) -> None:
         super().__init__(compiled, *arguments)
-        self.sanitizer = Sanitizer(self)
+        self.sanitizer = self.sanitizer_type(self, self.strict)
         trace = self._executors
         hooked = wrapped(compiled, self.sanitizer)
         plain = compiled.executors
@@ -68,7 +71,17 @@ class SanitizedMachine(Machine):
         super()._end_cluster(cluster)
         self.sanitizer.end_cluster(cluster.id)
 
+    def executed_indices(self) -> set[int]:
+        """Indices of the instructions that were executed."""
+        return {instruction.index for instruction, *_ in self.executed()}
+
     def all_findings(self) -> list[str]:
         """Findings of the machine itself and of the sanitizer."""
         own = [Finding("machine", text) for text in self.findings]
         return [*own, *self.sanitizer.results()]
+
+
+class StrictMachine(SanitizedMachine):
+    """The same by the letter of the PTX ISA."""
+
+    strict = True

@@ -47,10 +47,15 @@ class Sanitizer:
     """State and rules of the sanitizer for one launch.
 
     actor: the WarpState or Completion that acts now. found: the findings by what they are about.
+    omitted: index of an instruction that is left out (`omission`), -1 for none.
+    strict: the letter of the PTX ISA, where published kernels rely on less (docs/sanitizer.md).
     """
 
-    def __init__(self, machine: Any) -> None:
+    omitted = -1
+
+    def __init__(self, machine: Any, strict: bool) -> None:
         self.machine = machine
+        self.strict = strict
         ctas = math.prod(machine.config.cluster)
         self.layout = Layout(ctas, -(-machine.threads // 32))
         self.tensor_entries = self.layout.tensor()
@@ -426,6 +431,21 @@ class Sanitizer:
 
     # ------------------------------------------------------------ MMAs
 
+    def offering(self, state: WarpState) -> None:
+        """A warp is about to publish what it knows; for `omission` to look at."""
+
+    def ordering(self, state: WarpState, what: str) -> None:
+        """A warp waits for loads, or executes fence::after or fence.proxy.async; for `omission`.
+
+        what: "loads", "after" or "proxy".
+        """
+
+    def completed(self, barrier: WatchedBarrier) -> None:
+        """A phase is complete; for `omission`."""
+
+    def grouping(self, state: WarpState, commits: bool) -> None:
+        """A warp commits a bulk group, or waits for one; for `omission` to look at."""
+
     def flush(self, state: WarpState, run: Any = None) -> None:
         """Record the MMAs of the warp's open chain that have not been recorded."""
         instruction = state.instruction
@@ -443,7 +463,7 @@ class Sanitizer:
     def _record(self, state: WarpState, run: list) -> None:
         reads = state.asynchronous(MMA, "mma", False)
         results = Access(state, reads.agent, reads.clock, "mma", True)
-        frontier = state.frontier
+        frontier = state.for_tensor()
         for cta, space, region in footprints.mma_operands(run):
             shadow = self.cta(cta)
             shadow.visit(reads)

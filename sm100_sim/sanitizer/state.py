@@ -29,10 +29,12 @@ class WarpState:
 
     frontier: what the warp has seen complete. clock: of its generic accesses, also
     `frontier[generic]`; it grows whenever something is published. published: what a relaxed arrive
-    publishes: what the last fences covered. joining: round of a barrier whose result is taken in
-    before the warp does anything else. loads: (clock, number of the instruction) of tcgen05.ld in
-    flight. uses: flags that native code sets when loaded data are used. recorded: MMAs of the open
-    chain already recorded. groups: clocks of the last bulk store of each committed group.
+    publishes: what the last fences covered. ordered: the frontier at the last
+    tcgen05.fence::after_thread_sync (strict reading only). joining: round of a barrier whose result
+    is taken in before the warp does anything else. loads: (clock, number of the instruction) of
+    tcgen05.ld in flight. uses: flags that native code sets when loaded data are used. recorded:
+    MMAs of the open chain already recorded. groups: clocks of the last bulk store of each committed
+    group. unfenced: generic accesses were made since the last fence.proxy.async.
     """
 
     def __init__(self, sanitizer: Sanitizer, warp: Any, number: int, cluster: ClusterState) -> None:
@@ -46,7 +48,9 @@ class WarpState:
         self.clock = 1
         self.frontier[self.generic] = 1
         self.published = layout.empty()
+        self.ordered = layout.empty()
         self.instruction: Any = None
+        self.unfenced = False
         self.relaxed = False
         self.narrow = False
         self.joining: Round | None = None
@@ -60,6 +64,7 @@ class WarpState:
 
     def access(self, kind: str, write: bool) -> Access:
         """A generic access of this warp now."""
+        self.unfenced = True
         return Access(self, self.generic, self.clock, kind, write)
 
     def asynchronous(self, which: int, kind: str, write: bool) -> Access:
@@ -80,12 +85,30 @@ class WarpState:
 
     def offer(self, target: np.ndarray) -> None:
         """Publish to `target`, as an arrive does."""
+        self.sanitizer.offering(self)
         if not self.relaxed:
+            known = target[[self.load, self.store]]
             np.maximum(target, self.frontier, out=target)
+            if self.sanitizer.strict:
+                # Only a fence::before_thread_sync lets others know of accesses to tensor memory.
+                entries = [self.load, self.store]
+                target[entries] = np.maximum(known, self.published[entries])
             return
         np.maximum(target, self.published, out=target)
         waits = self.sanitizer.layout.waits()
         np.maximum(target[waits], self.frontier[waits], out=target[waits])
+
+    def for_tensor(self) -> np.ndarray:
+        """What this warp knows for its accesses to tensor memory.
+
+        Strictly, what it has learned from others counts from the next fence::after_thread_sync on.
+        """
+        if not self.sanitizer.strict:
+            return self.frontier
+        frontier, entries = self.frontier.copy(), self.sanitizer.tensor_entries
+        frontier[entries] = self.ordered[entries]
+        frontier[[self.load, self.store]] = self.frontier[[self.load, self.store]]
+        return frontier
 
     def fence(self) -> None:
         """A fence that makes everything before it part of a later relaxed arrive."""
@@ -101,12 +124,13 @@ class WarpState:
         """fence.proxy.async: generic accesses known here become visible to async agents."""
         layout = self.sanitizer.layout
         self.frontier[layout.proxy()] = self.frontier[layout.generic()]
+        self.unfenced = False
         self.advance()
 
     def finish_loads(self, everything: bool) -> None:
         """Loads are complete when waited for, or when their data have been used."""
         loads, uses = self.loads, self.uses
-        while loads and (everything or uses[loads[0][1]]):
+        while loads and (everything or uses[loads[0][1]] and not self.sanitizer.strict):
             self.frontier[self.load] = loads.popleft()[0]
 
 
