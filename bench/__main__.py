@@ -27,6 +27,16 @@ def _static(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _accuracy(arguments: argparse.Namespace) -> int:
+    from . import accuracy
+
+    jobs = accuracy.default_jobs() if arguments.jobs is None else arguments.jobs
+    results = accuracy.measure_all(accuracy.default_cases(), jobs)
+    found = accuracy.as_json(results) if arguments.json else accuracy.as_text(results)
+    print(json.dumps(found) if arguments.json else found)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
@@ -45,6 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--csv", action="store_true", help="print comma-separated values")
     compiled.set_defaults(main=_static)
+    errors = commands.add_parser(
+        "accuracy", help="error of out for each degree and share of emulated exp2, simulated"
+    )
+    errors.add_argument("--jobs", type=int, help="processes; as many as cores, at most 4")
+    errors.add_argument("--json", action="store_true", help="print one JSON object")
+    errors.set_defaults(main=_accuracy)
     parsed = parser.parse_args(arguments)
     return parsed.main(parsed)
 

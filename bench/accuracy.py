@@ -1,0 +1,164 @@
+"""`python -m bench accuracy`: what the polynomial exp2 costs in out, against float64.
+
+The compiled forward runs in the simulator, once for every degree, mix and dtype, on the same
+inputs. The share of emulated exp2 is counted while it runs and must be that of the pattern.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+import sm100_sim
+from fa4_hd256 import reference
+from fa4_hd256.backends import run_forward
+from fa4_hd256.compile import compile_forward
+from fa4_hd256.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.problem import Options, Problem
+from softmax_emu.coefficients import COEFFICIENTS
+from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+#: freq, res, last fragment on hardware: 18.75 %, 37.5 % and 100 % of a step's columns.
+_MIXES = ((14, 4, True), (4, 3, True), (2, 2, False))
+
+#: Hardware only, then every degree at every mix.
+PATTERNS = (
+    HARDWARE_ONLY,
+    *(
+        Ex2Pattern(freq, res, 0, last_fragment_hardware=last, degree=degree)
+        for (freq, res, last), degree in itertools.product(_MIXES, COEFFICIENTS)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Full attention, batch 1, one head, standard normal q, k, v."""
+
+    seqlen_q: int = 256
+    seqlen_k: int = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    pattern: Ex2Pattern
+    dtype: torch.dtype
+    shape: Shape = Shape()
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of one case. executed_share: of the score elements, counted by the simulator."""
+
+    case: Case
+    executed_share: float
+    comparison: reference.Comparison
+
+
+def measure(case: Case) -> Accuracy:
+    """Run one case in the simulator.
+
+    Raises RuntimeError if another share was emulated than the pattern says.
+    """
+    shape, config = case.shape, ForwardConfig(ex2_pattern=case.pattern)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, seqlen, 1, HEAD_DIM, generator=generator).to(case.dtype)
+        for seqlen in (shape.seqlen_q, shape.seqlen_k, shape.seqlen_k)
+    )
+    problem = Problem.describe((q, k, v), Options.check(None, False, (None, None), 0.0, False))
+    compiled = compile_forward(config, problem.problem_class)
+    out, lse = run_forward(compiled, problem, (q, k, v))
+    share = _executed_share(config, shape)
+    if share != case.pattern.true_share(config.block_kv):
+        raise RuntimeError(f"{share:.4%} of the score elements were emulated; {case.pattern}")
+    return Accuracy(case, share, reference.compare(out, lse, (q, k, v)))
+
+
+def _executed_share(config: ForwardConfig, shape: Shape) -> float:
+    """From the last launch: scores take the flushing form of ex2, factors of a row the other."""
+    report = sm100_sim.last_reports()[-1]
+    steps = -(-shape.seqlen_q // config.tile_q) * -(-shape.seqlen_k // config.block_kv)
+    elements = steps * config.tile_q * config.block_kv
+    hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
+    return 1 - hardware / elements
+
+
+def measure_all(cases: Iterable[Case], jobs: int) -> list[Accuracy]:
+    """Every case, on `jobs` processes."""
+    cases = list(cases)
+    if jobs == 1:
+        return [measure(case) for case in cases]
+    # The compiler's state must not be forked.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(measure, cases))
+
+
+def default_cases() -> list[Case]:
+    return [Case(pattern, dtype) for dtype, pattern in itertools.product(DTYPES, PATTERNS)]
+
+
+def default_jobs() -> int:
+    """As many processes as cores, at most four: each takes up to 1.5 GiB."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _degree(pattern: Ex2Pattern) -> int | None:
+    return pattern.degree if pattern.true_share() else None
+
+
+def as_json(results: list[Accuracy]) -> dict[str, Any]:
+    """All figures as JSON values."""
+    rows = [
+        {
+            "dtype": _name(result.case.dtype),
+            "degree": _degree(result.case.pattern),
+            "true_share": result.executed_share,
+            "pattern": asdict(result.case.pattern),
+            **asdict(result.case.shape),
+            **asdict(result.comparison),
+            "tolerance": result.comparison.tolerance,
+        }
+        for result in results
+    ]
+    return {"kind": "measured", "on": "simulator", "rows": rows}
+
+
+def as_text(results: list[Accuracy]) -> str:
+    """A dated Markdown table."""
+    shape = results[0].case.shape
+    lines = [
+        f"Measured in the simulator on {time.strftime('%Y-%m-%d')}: {shape.seqlen_q} queries, "
+        f"{shape.seqlen_k} keys, one head, full attention, standard normal inputs. Errors are "
+        "against float64.",
+        "",
+        "| dtype | degree | emulated | freq, res | out, max error | of same-dtype PyTorch | "
+        "out, relative L2 | LSE, max error |",
+        "|" + "---|" * 8,
+    ]
+    for result in results:
+        pattern, found = result.case.pattern, result.comparison
+        degree = _degree(pattern)
+        mix = f"{pattern.ex2_emu_freq}, {pattern.ex2_emu_res}" if degree else "-"
+        lines.append(
+            f"| {_name(result.case.dtype)} | {degree or 'hardware'} | "
+            f"{result.executed_share:.2%} | {mix} | {found.max_error:.3e} | "
+            f"{found.pytorch_max_error:.3e} | {found.rel_l2:.3e} | {found.lse_max_error:.2e} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""`python -m bench accuracy` on two cases; the whole table is a matter of minutes."""
+
+import json
+
+import pytest
+import torch
+
+from bench import accuracy
+from bench.__main__ import main
+from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+
+pytestmark = pytest.mark.simulator
+pytest.importorskip("cutlass")
+
+# Two steps of keys, so that rows are rescaled or not; the second one ends early.
+SHAPE = accuracy.Shape(40, 200)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Hardware, and a polynomial that is too coarse to hide in the rounding of fp16."""
+    coarse = Ex2Pattern(2, 2, 0, last_fragment_hardware=False, degree=2)
+    cases = [
+        accuracy.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)
+    ]
+    return accuracy.measure_all(cases, jobs=1)
+
+
+def test_errors_and_shares(results):
+    hardware, coarse = results
+    assert (hardware.executed_share, coarse.executed_share) == (0.0, 1.0)
+    for result in results:
+        assert result.comparison.lse_max_error < 2.1e-3, "degree 2: 2.054e-3 relative"
+    assert hardware.comparison.max_error <= hardware.comparison.tolerance
+    assert coarse.comparison.rel_l2 > 1.5 * hardware.comparison.rel_l2
+    assert coarse.comparison.lse_max_error > 100 * hardware.comparison.lse_max_error
+
+
+def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
+    compile_forward = accuracy.compile_forward
+
+    def compile_another(config, problem_class):
+        return compile_forward(accuracy.ForwardConfig(), problem_class)
+
+    monkeypatch.setattr(accuracy, "compile_forward", compile_another)
+    with pytest.raises(RuntimeError, match="0.0000% of the score elements were emulated"):
+        accuracy.measure(accuracy.Case(POLYNOMIAL_ONLY, torch.float16, SHAPE))
+
+
+def test_the_grid():
+    cases = accuracy.default_cases()
+    found = {(case.dtype, case.pattern.true_share(), case.pattern.degree) for case in cases}
+    assert len(found) == len(cases) == 2 * (1 + 3 * 4)
+    assert {float(share) for _, share, _ in found} == {0.0, 0.1875, 0.375, 1.0}
+
+
+def test_forms(results, monkeypatch, capsys):
+    monkeypatch.setattr(accuracy, "measure_all", lambda cases, jobs: results)
+    assert main(["accuracy", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["degree"] for row in rows] == [None, 2]
+    assert [row["true_share"] for row in rows] == [0.0, 1.0]
+    assert rows[1]["max_error"] == results[1].comparison.max_error
+    assert main(["accuracy", "--jobs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("| float16 | 2 | 100.00% | 2, 2 | ")
+    assert len(lines) == 6
