@@ -4,8 +4,9 @@
 this process. Errors are subclasses of `SimulationError`.
 """
 
+from .attach import attached
 from .errors import SimulationError
 from .launcher import launch
 from .report import Report, last_reports
 
-__all__ = ["Report", "SimulationError", "last_reports", "launch"]
+__all__ = ["Report", "SimulationError", "attached", "last_reports", "launch"]

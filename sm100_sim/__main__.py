@@ -1,4 +1,6 @@
-"""`python -m sm100_sim mutate SCRIPT.py [args...]`: see `--help`."""
+"""`python -m sm100_sim SCRIPT.py [args...]` runs a GPU script in the simulator;
+`python -m sm100_sim mutate SCRIPT.py [args...]` measures what the sanitizer finds (see `--help`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import runpy
 import sys
 from collections import Counter
 
+from .attach.runner import run_script
 from .launcher import Options
 from .mutation import Launch, captured, mutants
 
@@ -16,7 +19,10 @@ sanitizer, first in the fixed schedule and then with seeds, until something is f
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit status: 1 if a mutant survived."""
+    """Run the command; returns the exit status, of `mutate` 1 if a mutant survived."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] != ["mutate"]:
+        return run_script(arguments)
     parser = argparse.ArgumentParser(prog="python -m sm100_sim")
     commands = parser.add_subparsers(dest="command", required=True)
     mutate = commands.add_parser("mutate", help="mutation score of a kernel", description=_MUTATE)

@@ -46,6 +46,10 @@ class MBarrier:
             f"{self.pending} of {self.expected} arrivals pending, {self.transactions} bytes pending"
         )
 
+    def untouched(self) -> bool:
+        """Whether nothing has happened since the init."""
+        return not self.phase and self.pending == self.expected and not self.transactions
+
     def _complete_phase(self) -> None:
         self.phase += 1
         self.pending = self.expected

@@ -141,11 +141,13 @@ class _Runs(threading.local):
     """Stack of the host programs running in this thread (a launch may start another)."""
 
     def __init__(self) -> None:
-        self.stack: list[_Run] = []
+        self.stack: list[Run] = []
 
 
 @dataclass
-class _Run:
+class Run:
+    """One call into host code: what to do at a launch, and the first error of a callback."""
+
     program: HostProgram
     on_launch: Callable[[LaunchConfig], None] | None = None
     error: BaseException | None = None
@@ -153,18 +155,34 @@ class _Run:
 
 _runs = _Runs()
 _handles: dict[int, str] = {}
-_next_handle = itertools.count(0x5A000000, 16)
+_handle_numbers = itertools.count(0x5A000000, 16)
 _next_prefix = itertools.count()
-_callbacks: list[Any] = []
+_callbacks: dict[str, Any] = {}
 _link_lock = threading.Lock()
 
 
-def _store(pointer: int, value: int, kind: Any = ctypes.c_int32) -> None:
+def next_handle() -> int:
+    """A number for a library or kernel handle that was never given out before."""
+    return next(_handle_numbers)
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """The callbacks of this thread belong to `run`."""
+    _runs.stack.append(run)
+    try:
+        yield
+    finally:
+        _runs.stack.pop()
+
+
+def store(pointer: int, value: int, kind: Any = ctypes.c_int32) -> None:
+    """Write a value at a host address."""
     kind.from_address(pointer).value = value
 
 
 def _library_load_data(library: int, *_: Any) -> None:
-    _store(library, next(_next_handle), ctypes.c_uint64)
+    store(library, next_handle(), ctypes.c_uint64)
 
 
 def _library_get_kernel(kernel: int, _library: int, name: int) -> None:
@@ -177,13 +195,13 @@ def _library_get_kernel(kernel: int, _library: int, name: int) -> None:
         )
     handle = program.kernel_handles.get(text)
     if handle is None:
-        handle = program.kernel_handles[text] = next(_next_handle)
+        handle = program.kernel_handles[text] = next_handle()
         _handles[handle] = text
-    _store(kernel, handle, ctypes.c_uint64)
+    store(kernel, handle, ctypes.c_uint64)
 
 
 def _get_device(device: int) -> None:
-    _store(device, 0)
+    store(device, 0)
 
 
 def _device_get_attribute(value: int, attribute: int, _device: int) -> None:
@@ -192,17 +210,17 @@ def _device_get_attribute(value: int, attribute: int, _device: int) -> None:
             f"the host code asks for CUDA device attribute {attribute}, for which "
             "sm100_sim.host.DEVICE_ATTRIBUTES has no value"
         )
-    _store(value, DEVICE_ATTRIBUTES[attribute])
+    store(value, DEVICE_ATTRIBUTES[attribute])
 
 
 def _kernel_get_attribute(value: int, attribute: int, kernel: int, _device: int) -> None:
     program = _runs.stack[-1].program
     if attribute == 0:  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-        _store(value, 1024)
+        store(value, 1024)
     elif attribute == 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: static only
-        _store(value, program.static_shared)
+        store(value, program.static_shared)
     elif attribute == 8:  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _store(value, DEVICE_ATTRIBUTES[97] - program.static_shared)
+        store(value, DEVICE_ATTRIBUTES[97] - program.static_shared)
     else:
         raise LaunchError(
             f"the host code asks for attribute {attribute} of kernel {_handles[kernel]!r}; "
@@ -215,7 +233,7 @@ def _set_attribute(*_: int) -> None:
 
 
 def _occupancy(blocks: int, *_: int) -> None:
-    _store(blocks, 1)
+    store(blocks, 1)
 
 
 def _launch_kernel_ex(config: int, kernel: int, arguments: int) -> None:
@@ -261,7 +279,8 @@ def _launch(grid, block, cluster, call, attributes) -> None:
 
 
 _P, _I, _Q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
-_SYMBOLS = {
+#: CUDA runtime symbol -> its implementation and argument types; complete before the first link.
+CALLBACKS: dict[str, tuple[Callable[..., None], tuple]] = {
     "_cudaLibraryLoadData": (_library_load_data, (_P, _P, _P, _P, _I, _P, _P, _I)),
     "_cudaLibraryGetKernel": (_library_get_kernel, (_P, _P, _P)),
     "_cudaGetDevice": (_get_device, (_P,)),
@@ -283,9 +302,9 @@ def _guarded(function: Callable[..., None]) -> Callable[..., int]:
     """
 
     def callback(*args: Any) -> int:
-        run = _runs.stack[-1]
-        if run.error is not None:
+        if not _runs.stack or _runs.stack[-1].error is not None:
             return _INVALID_VALUE
+        run = _runs.stack[-1]
         try:
             function(*args)
         except BaseException as error:  # re-raised by HostProgram._call
@@ -298,13 +317,12 @@ def _guarded(function: Callable[..., None]) -> Callable[..., int]:
 
 def _register_symbols() -> None:
     """Bind the CUDA runtime symbols for every object linked from now on (once a process)."""
-    if _callbacks:
-        return
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    for name, (function, types) in _SYMBOLS.items():
-        callback = ctypes.CFUNCTYPE(_I, *types)(_guarded(function))
-        _callbacks.append(callback)
+    for name, (function, types) in CALLBACKS.items():
+        if name in _callbacks:
+            continue
+        callback = _callbacks[name] = ctypes.CFUNCTYPE(_I, *types)(_guarded(function))
         llvm.add_symbol(name, ctypes.cast(callback, _P).value)
 
 
@@ -361,11 +379,19 @@ class HostProgram:
         """The program of `compiled`, linked at the first request and cached with the object."""
         program = cls._cache.get(compiled)
         if program is None:
-            program = cls._cache[compiled] = cls(compiled)
+            if hasattr(compiled, "_create_tvm_ffi_function"):
+                from .tvm_ffi_host import TvmFfiProgram as kind
+            else:
+                kind = cls
+            program = cls._cache[compiled] = kind(compiled)
         return program
 
     def _link(self, compiled: Any) -> None:
-        content = compiled.dump_to_object(self._prefix)
+        self._link_object(compiled.dump_to_object(self._prefix))
+        entry = f"_mlir_{self._prefix}__mlir_ciface_{compiled.function_name}"
+        self._entry = self._function(entry)
+
+    def _link_object(self, content: bytes) -> None:
         with _link_lock:
             _register_symbols()
             machine = llvm.Target.from_default_triple().create_target_machine(
@@ -374,8 +400,6 @@ class HostProgram:
             self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(content))
             self._engine.finalize_object()
-        entry = f"_mlir_{self._prefix}__mlir_ciface_{compiled.function_name}"
-        self._entry = self._function(entry)
 
     def _function(self, symbol: str) -> Callable[[Any], None]:
         address = self._engine.get_function_address(symbol)
@@ -394,14 +418,11 @@ class HostProgram:
         for name, values in slots.items():
             packed = (_P * len(values))(*(ctypes.addressof(value) for value in values))
             function = self._function(f"_mlir_{self._prefix}_{name}")
-            self._call(function, packed, result, _Run(self))
+            self._call(function, packed, result, Run(self))
 
-    def _call(self, function, packed, result, run: _Run) -> None:
-        _runs.stack.append(run)
-        try:
+    def _call(self, function, packed, result, run: Run) -> None:
+        with running(run):
             function(packed)
-        finally:
-            _runs.stack.pop()
         if run.error is not None:
             raise run.error
         if result.value != _SUCCESS:
@@ -422,11 +443,15 @@ class HostProgram:
         `on_launch` ends the host code and is raised here; wrong arguments raise the DSL's own
         errors.
         """
-        result = _I(0)
         values, adapted = self.execution_args.generate_execution_args(args, kwargs or {})
+        self.run_packed(values, on_launch)
+        del adapted  # keeps the storage behind `values` alive until the call has returned
+
+    def run_packed(self, values: list[Any], on_launch: Callable[[LaunchConfig], None]) -> None:
+        """`run` on arguments that the DSL has already turned into addresses."""
+        result = _I(0)
         packed = (_P * (len(values) + 1))()
         for i, value in enumerate(values):
             packed[i] = value.value if isinstance(value, ctypes.c_void_p) else int(value)
         packed[len(values)] = ctypes.addressof(result)
-        self._call(self._entry, packed, result, _Run(self, on_launch))
-        del adapted  # keeps the storage behind `values` alive until the call has returned
+        self._call(self._entry, packed, result, Run(self, on_launch))

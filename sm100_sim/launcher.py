@@ -108,16 +108,35 @@ def launch(
         settings.sanitize if sanitize is None else sanitize,
     )  # fmt: skip
     ranges = tensor_ranges(args, kwargs)
+    program = HostProgram.of(compiled)
+    reports = run_host_code(
+        lambda on_launch: program.run(args, on_launch, kwargs), ranges, options, settings.report
+    )
+    if not reports:
+        raise LaunchError("the compiled function launched no kernel")
+    return reports[-1]
+
+
+def run_host_code(
+    call: Callable[[Callable[[LaunchConfig], None]], None],
+    ranges: list[tuple[int, int, str]],
+    options: Options,
+    report_file: str | None = None,
+) -> list[Report]:
+    """Run host code and, in the simulator, every kernel it launches.
+
+    call: runs the host code and calls its argument for each launch. ranges: (start, end, name) of
+    the host memory the kernels may touch. report_file: as SM100_SIM_REPORT. Returns a report for
+    each launch, in order.
+    """
     reports: list[Report] = []
 
     def on_launch(config: LaunchConfig) -> None:
         reports.append(_run_config(config, ranges, options))
-        remember(reports[-1], settings.report)
+        remember(reports[-1], report_file)
 
-    HostProgram.of(compiled).run(args, on_launch, kwargs)
-    if not reports:
-        raise LaunchError("the compiled function launched no kernel")
-    return reports[-1]
+    call(on_launch)
+    return reports
 
 
 def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKernel:

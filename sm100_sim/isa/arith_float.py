@@ -201,6 +201,8 @@ def _set_half(e: Emitter, op: Operand, values: list[str]) -> None:
 
 def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = False) -> None:
     """add, mul or fma for every float type and rounding."""
+    if i.modifiers[-1] in ("f16", "bf16") and i.modifiers[-2:-1] == ("f32",):
+        return _apply_mixed(e, i, operation, negate_second)
     rounding, ftz, sat, relu, type_name = split_modifiers(
         i, ROUNDINGS, ("ftz", ""), ("sat", ""), ("relu", ""), _FLOATS)
     destination, *sources = i.operands
@@ -231,6 +233,20 @@ def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = Fal
         results.append(_half_result(e, operation, list(values), negate_second, type_name,
                                     (bool(ftz), bool(sat), bool(relu))))
     _set_half(e, destination, results)
+
+
+def _apply_mixed(e: Emitter, i: Instruction, operation: str, negate_second: bool) -> None:
+    """add, sub, fma{.rnd}{.sat}.f32.{f16,bf16}: the factors, or the first term, are half precision
+    and widened exactly; the last operand and the result are f32 (PTX ISA 9.7.5)."""
+    rounding, sat, _, type_name = split_modifiers(i, ROUNDINGS, ("sat", ""), ("f32",),
+                                                  ("f16", "bf16"))
+    *narrow, last = i.operands[1:]
+    values = [half_to_float(e, e.get(op, "i16"), type_name) for op in narrow]
+    values.append(e.get(last, "float"))
+    if negate_second:
+        values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
+    result = _f32_operation(e, operation, values, rounding)
+    e.set(i.operands[0], "float", saturate(e, result) if sat else result)
 
 
 def _half_result(e: Emitter, operation: str, values: list[str], negate_second: bool,
@@ -289,8 +305,8 @@ def fused(e: Emitter, i: Instruction) -> None:
     _apply(e, i, "fma")
 
 
-@inline_op("fma", statistics=lambda i: {
-    "f32": "fma", "f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half"))
+@inline_op("fma", statistics=lambda i: "fma" if "f32" in i.modifiers else {
+    "f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half"))
 def fma(e: Emitter, i: Instruction) -> None:
     """fma{.rnd}{.ftz}{.sat}{.relu}.type d = a * b + c with one rounding."""
     _apply(e, i, "fma")

@@ -375,8 +375,8 @@ def test_endless_polling_is_a_hang(options):
          "mbarrier.init.shared.b64 [smem+4], 1; E:", Misaligned,
          ["accepted: multiples of 8", "lane 5"]),
         ("mov.u32 %r0, %tid.x; setp.ne.u32 %p0, %r0, 5; @%p0 bra E;"
-         "mbarrier.init.shared.b64 [smem], 1; mbarrier.init.shared.b64 [smem], 1; E:",
-         BarrierError, ["init of a live barrier"]),
+         "mbarrier.init.shared.b64 [smem], 2; mbarrier.arrive.shared.b64 _, [smem];"
+         "mbarrier.init.shared.b64 [smem], 2; E:", BarrierError, ["init of a live barrier"]),
         ("bar.sync 16;", BarrierError, ["accepted are 0 to 15"]),
         ("bar.sync 1, 48;", BarrierError, ["multiples of 32"]),
         ("barrier.cluster.wait;", BarrierError, ["without an arrive"]),
@@ -390,6 +390,17 @@ def test_errors_name_place_and_cause(body, error, texts):
         run_kernel_text(body, [np.zeros(32, np.uint32)])
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_init_of_an_unused_barrier_is_a_finding():
+    report = run_kernel_text(
+        "mov.u32 %r0, %tid.x; setp.ne.u32 %p0, %r0, 5; @%p0 bra E;"
+        "mbarrier.init.shared.b64 [smem], 1; mbarrier.init.shared.b64 [smem], 1; E:",
+        [np.zeros(32, np.uint32)],
+    )
+    assert ["nothing has used yet, at shared offset 0x400" in text for text in report.findings] == [
+        True
+    ]
 
 
 @pytest.mark.parametrize(

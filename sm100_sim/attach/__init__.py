@@ -1,0 +1,193 @@
+"""`attached()`: GPU programs in CuTe DSL run in the simulator, unmodified as far as possible.
+
+While attached, device queries answer as a B200 (148 SMs, compute capability 10.0), CuTe DSL
+compiles for sm_100a, tensors made on a CUDA device lie in host memory, and calls of compiled
+functions, plain and tvm-ffi, launch in the simulator. Events and streams are accepted; their times
+are those of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from ..arguments import tensor_ranges
+from ..errors import LaunchError
+from ..host import HostProgram, keeping_ptx
+from ..launcher import Options, run_host_code
+from ..report import Report
+from ..residency import NUM_SMS
+from ..settings import read_settings
+from .live import pointer_ranges
+from .patch import Patch, applied
+
+TARGET = "sm_100a"
+#: Libraries that keep compiled kernels in files of their own: what comes back from there holds
+#: machine code without its PTX. (module, attribute, environment variable that sets it)
+LIBRARY_CACHES = (
+    ("quack.cache", "CACHE_ENABLED", "QUACK_CACHE_ENABLED"),
+    ("flash_attn.cute.cache_utils", "CUTE_DSL_CACHE_ENABLED",
+     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"),
+)  # fmt: skip
+
+
+class Session:
+    """What has been launched inside one `attached()`: `reports`, in order."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self.reports: list[Report] = []
+
+    def run(self, call: Any, arguments: Any, keywords: dict[str, Any] | None = None) -> None:
+        """Run host code that was called with `arguments`, and the kernels it launches."""
+        settings = read_settings()
+        given = {name: value for name, value in self._options.items() if value is not None}
+        options = Options(**{"clusters": settings.clusters, "seed": settings.seed,
+                             "sanitize": settings.sanitize, **given})  # fmt: skip
+        ranges = sorted([*tensor_ranges(arguments, keywords),
+                         *pointer_ranges((arguments, keywords))])
+        self.reports += run_host_code(call, ranges, options, settings.report)
+
+
+@contextlib.contextmanager
+def attached(
+    *, clusters: int | None = None, seed: int | None = None, schedule: str = "eager",
+    sanitize: bool | str | None = None,
+) -> Iterator[Session]:
+    """Run what is compiled and called inside in the simulator, on CPU tensors.
+
+    clusters, seed, schedule, sanitize: as for `launch`, for every launch inside; the SM100_SIM_*
+    environment variables are read where none is given. Yields a `Session`, whose `reports` grow
+    with each launch.
+
+    Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
+    kernel may touch the tensors of its call; if the call holds raw pointers, every live tensor.
+    CUDA graphs, several devices and files of compiled kernels are errors. Contexts do not nest.
+    """
+    if _active:
+        raise RuntimeError("sm100_sim.attached() is active already; it does not nest")
+    from . import driver, torch_cuda
+
+    session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize)
+    _active.append(session)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_no_library_caches())
+            stack.enter_context(applied(torch_cuda.patches()))
+            stack.enter_context(applied(driver.patches()))
+            stack.enter_context(_compiling_for_target())
+            stack.enter_context(applied(_dsl_patches(session)))
+            torch_cuda.register_custom_operators()
+            yield session
+    finally:
+        _active.clear()
+
+
+_active: list[Session] = []
+
+
+@contextlib.contextmanager
+def _compiling_for_target() -> Iterator[None]:
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    variables = CuTeDSL._get_dsl().envar
+    saved = vars(variables).get("_arch")
+    with keeping_ptx(), warnings.catch_warnings():
+        # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
+        warnings.filterwarnings("ignore", message="Cache is disabled")
+        variables.arch = TARGET
+        try:
+            yield
+        finally:
+            variables._arch = saved
+
+
+@contextlib.contextmanager
+def _no_library_caches() -> Iterator[None]:
+    saved = {}
+    with contextlib.ExitStack() as stack:
+        for module, attribute, variable in LIBRARY_CACHES:
+            saved[variable] = os.environ.get(variable)
+            os.environ[variable] = "0"
+            if module in sys.modules:
+                stack.enter_context(applied([Patch(sys.modules[module], attribute, False)]))
+        try:
+            yield
+        finally:
+            for variable, value in saved.items():
+                if value is None:
+                    del os.environ[variable]
+                else:
+                    os.environ[variable] = value
+
+
+def _dsl_patches(session: Session) -> Iterator[Patch]:
+    """Calls of compiled functions, in all the ways the DSL offers, go to `session`."""
+    import cutlass.cute.runtime as cute_runtime
+    import cutlass.utils
+    import torch
+    from cutlass.base_dsl.dsl import BaseDSL
+    from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+
+    from .torch_cuda import custom_op
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        program = HostProgram.of(self)
+        session.run(lambda on_launch: program.run(args, on_launch, kwargs), args, kwargs)
+
+    arguments: list[Any] = [()]
+    original_types = BaseDSL.generate_mlir_function_types
+
+    def function_types(self: Any, func: Any, name: str, args: Any, *rest: Any, **more: Any) -> Any:
+        # A jitted function that is called directly hands over addresses only; the tensors behind
+        # them are seen here.
+        arguments[0] = (args, rest[0] if rest else {})
+        return original_types(self, func, name, args, *rest, **more)
+
+    def run_addresses(self: Any, addresses: list[Any]) -> None:
+        program = HostProgram.of(self)
+        session.run(lambda on_launch: program.run_packed(addresses, on_launch), arguments)
+
+    def clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
+        return NUM_SMS // cluster_size
+
+    def no_module(path: str, **_: Any) -> None:
+        raise LaunchError(
+            f"{path} holds compiled kernels without their PTX; the simulator needs them compiled "
+            "in this process (switch the library's own kernel cache off)"
+        )
+
+    compiled = CudaDialectJitCompiledFunction
+    yield Patch(compiled, "__call__", call)
+    yield Patch(compiled, "to", lambda self, device=None: self)
+    yield Patch(compiled, "run_compiled_program", run_addresses)
+    yield Patch(BaseDSL, "generate_mlir_function_types", function_types)
+    yield Patch(cutlass.utils.HardwareInfo, "get_max_active_clusters", clusters)
+    yield Patch(cute_runtime, "load_module", no_module)
+    yield Patch(torch.library, "custom_op", custom_op(torch.library.custom_op))
+    yield from _tvm_ffi_patches(call)
+
+
+def _tvm_ffi_patches(call: Any) -> Iterator[Patch]:
+    try:
+        import tvm_ffi
+        from cutlass.cutlass_dsl import tvm_ffi_provider
+    except ImportError:  # optional for CuTe DSL, too
+        return
+    import torch
+
+    from .torch_cuda import CudaCapsule
+
+    original = tvm_ffi.from_dlpack
+
+    def from_dlpack(tensor: Any, **kwargs: Any) -> Any:
+        return original(CudaCapsule(tensor) if isinstance(tensor, torch.Tensor) else tensor,
+                        **kwargs)  # fmt: skip
+
+    yield Patch(tvm_ffi, "from_dlpack", from_dlpack)
+    for name in ("TVMFFIJitCompiledFunction", "TVMFFIJitCompiledFunctionWithKwargs"):
+        yield Patch(getattr(tvm_ffi_provider, name), "__call__", call)

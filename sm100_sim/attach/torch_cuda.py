@@ -1,0 +1,276 @@
+"""PyTorch's CUDA interface over CPU tensors, as a B200 would answer.
+
+`patches()` lists what to replace while attached: device queries, streams, events of `torch.cuda`,
+tensor factories (a CUDA device becomes the CPU) and the tensor attributes that tell the device.
+Every tensor counts as a CUDA tensor then; `.cuda()`, `.cpu()` and `.to(device)` copy, as a transfer
+between two memories does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._device
+
+from ..host import DEVICE_ATTRIBUTES
+from .patch import Patch
+
+DEVICE_NAME = "NVIDIA B200 (sm100_sim)"
+GLOBAL_MEMORY_BYTES = 180 << 30
+#: Offset of DLDevice in DLManagedTensor: DLTensor comes first and starts with its data pointer.
+_DEVICE_OFFSET = 8
+_DL_CUDA = 2
+
+
+class DeviceProperties:
+    """What torch.cuda.get_device_properties tells of a B200."""
+
+    name = DEVICE_NAME
+    major, minor = 10, 0
+    total_memory = GLOBAL_MEMORY_BYTES
+    multi_processor_count = DEVICE_ATTRIBUTES[16]
+    warp_size = 32
+    max_threads_per_multi_processor = DEVICE_ATTRIBUTES[39]
+    regs_per_multiprocessor = DEVICE_ATTRIBUTES[82]
+    shared_memory_per_block = DEVICE_ATTRIBUTES[8]
+    shared_memory_per_block_optin = DEVICE_ATTRIBUTES[97]
+    shared_memory_per_multiprocessor = DEVICE_ATTRIBUTES[81]
+    L2_cache_size = DEVICE_ATTRIBUTES[38]
+    is_integrated = is_multi_gpu_board = 0
+
+
+class Stream:
+    """A stream on which everything has completed: launches run synchronously."""
+
+    cuda_stream = 0
+    stream_id = 0
+    device_index = 0
+    priority = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event now."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    wait_event = wait_stream = lambda self, other: None
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Event:
+    """An event; elapsed time is this machine's wall time, not a prediction for a GPU."""
+
+    cuda_event = 0
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self._time: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Take the time."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between two recorded events."""
+        if self._time is None or end._time is None:
+            raise RuntimeError("both events must be recorded before the elapsed time is asked for")
+        return 1e3 * (end._time - self._time)
+
+    def query(self) -> bool:
+        """Whether the event has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+    wait = lambda self, stream=None: None  # noqa: E731
+
+
+@contextlib.contextmanager
+def _context(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+def _no_graphs(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("CUDA graphs are not simulated; launch the kernels directly")
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+_STREAM = Stream()
+_CUDA_FUNCTIONS: dict[str, Any] = {
+    "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
+    "_lazy_init": lambda: None, "device_count": lambda: 1, "current_device": lambda: 0,
+    "set_device": lambda device: None, "synchronize": lambda device=None: None,
+    "get_device_name": lambda device=None: DEVICE_NAME,
+    "get_device_capability": lambda device=None: (10, 0),
+    "get_device_properties": lambda device=None: DeviceProperties(),
+    "is_bf16_supported": lambda *_, **__: True,
+    "current_stream": lambda device=None: _STREAM, "default_stream": lambda device=None: _STREAM,
+    "set_stream": lambda stream: None, "stream": _context, "device": _context,
+    "Stream": Stream, "ExternalStream": Stream, "Event": Event,
+    "CUDAGraph": _no_graphs, "graph": _no_graphs,
+    "manual_seed": _seed, "manual_seed_all": _seed,
+    "empty_cache": lambda: None, "ipc_collect": lambda: None,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0, "max_memory_reserved": lambda device=None: 0,
+    "mem_get_info": lambda device=None: (GLOBAL_MEMORY_BYTES, GLOBAL_MEMORY_BYTES),
+}  # fmt: skip
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether a device argument names a CUDA device (an integer does)."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or isinstance(device, str) and device.startswith("cuda")
+
+
+def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor factory whose CUDA device, and pinned memory, become ordinary CPU memory."""
+
+    @functools.wraps(function)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return create
+
+
+def _set_default_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda device: original("cpu" if is_cuda(device) else device)
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        named = "device" in kwargs and kwargs["device"] is not None
+        placed = bool(args) and isinstance(args[0], (torch.device, str, int))
+        if named:
+            kwargs["device"] = "cpu"
+        if placed:
+            args = ("cpu", *args[1:])
+        result = original(self, *args, **kwargs)
+        return self.clone() if (named or placed) and result is self else result
+
+    return to
+
+
+def _transfer(original: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(original)(lambda self, *args, **kwargs: self.clone())
+
+
+class CudaCapsule:
+    """A DLPack exporter that says a CPU tensor lies in CUDA memory.
+
+    CuTe DSL gives CUDA tensors global-memory pointers; global memory is host memory here.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = torch._C._to_dlpack(self._tensor.detach())
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        device = get(capsule, b"dltensor") + _DEVICE_OFFSET
+        ctypes.c_int32.from_address(device).value = _DL_CUDA
+        ctypes.c_int32.from_address(device + 4).value = 0
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DL_CUDA, 0
+
+
+def _dlpack(self: torch.Tensor, **_: Any) -> Any:
+    if self.requires_grad:
+        raise BufferError("a tensor that requires grad has no DLPack export; use detach()")
+    return CudaCapsule(self).__dlpack__()
+
+
+def _attribute(value: Any) -> property:
+    return property(lambda self: value)
+
+
+def patches() -> Iterator[Patch]:
+    """What `torch` looks like while attached."""
+    for name, value in _CUDA_FUNCTIONS.items():
+        yield Patch(torch.cuda, name, value)
+    constructors = torch.utils._device._device_constructors() | {
+        torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like,
+        torch.randn_like, torch.randint_like}  # fmt: skip
+    for module in (torch, torch.fft, torch.signal.windows):
+        for name in dir(module):
+            function = getattr(module, name, None)
+            if callable(function) and getattr(function, "__hash__", None) \
+                    and function in constructors:
+                yield Patch(module, name, _factory(function))
+    yield Patch(torch, "set_default_device", _set_default_device(torch.set_default_device))
+    tensor = torch.Tensor
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+                 "new_empty_strided"):
+        yield Patch(tensor, name, _factory(getattr(tensor, name)))
+    yield Patch(tensor, "to", _to(tensor.to))
+    yield Patch(tensor, "cuda", _transfer(tensor.cuda))
+    yield Patch(tensor, "cpu", _transfer(tensor.cpu))
+    yield Patch(tensor, "pin_memory", lambda self, device=None: self)
+    yield Patch(tensor, "record_stream", lambda self, stream: None)
+    yield Patch(tensor, "is_cuda", _attribute(True))
+    yield Patch(tensor, "is_cpu", _attribute(False))
+    yield Patch(tensor, "device", _attribute(torch.device("cuda", 0)))
+    yield Patch(tensor, "get_device", lambda self: 0)
+    yield Patch(tensor, "__dlpack__", _dlpack)
+    yield Patch(tensor, "__dlpack_device__", lambda self: (_DL_CUDA, 0))
+
+
+def register_custom_operators() -> None:
+    """Let operators that were registered for CUDA alone run on CPU tensors."""
+    from torch._library.custom_ops import OPDEFS
+
+    for operator in list(OPDEFS.values()):
+        function = operator._backend_fns.get("cuda")
+        if function is not None and "cpu" not in operator._backend_fns \
+                and None not in operator._backend_fns:
+            operator.register_kernel("cpu")(function)
+
+
+def custom_op(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.library.custom_op that registers for the CPU whatever names CUDA."""
+
+    @functools.wraps(original)
+    def define(name: str, fn: Any = None, /, **kwargs: Any) -> Any:
+        devices = kwargs.get("device_types")
+        if devices is not None:
+            given = [devices] if isinstance(devices, str) else list(devices)
+            if "cuda" in given and "cpu" not in given:
+                kwargs["device_types"] = [*given, "cpu"]
+        return original(name, fn, **kwargs)
+
+    return define

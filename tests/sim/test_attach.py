@@ -1,0 +1,144 @@
+"""`attached()` and `python -m sm100_sim`: device queries, CUDA tensors, ways to call a kernel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sm100_sim
+
+pytestmark = pytest.mark.simulator
+
+cutlass = pytest.importorskip("cutlass")
+from cutlass import cute  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cute.kernel
+def scale_kernel(source: cute.Tensor, target: cute.Tensor, factor: cutlass.Float32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    index = block * 32 + thread
+    target[index] = source[index] * factor
+
+
+@cute.jit
+def scale(source: cute.Tensor, target: cute.Tensor, factor: cutlass.Float32):
+    scale_kernel(source, target, factor).launch(grid=(2, 1, 1), block=(32, 1, 1))
+
+
+def test_device_queries_answer_as_a_b200():
+    import cuda.bindings.driver as driver
+
+    with sm100_sim.attached():
+        assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)
+        assert torch.cuda.get_device_properties(0).multi_processor_count == 148
+        assert cutlass.utils.HardwareInfo().get_max_active_clusters(2) == 74
+        assert cutlass.utils.HardwareInfo().get_l2_cache_size_in_bytes() == 126 << 20
+        assert driver.cuDeviceGetCount() == (driver.CUresult.CUDA_SUCCESS, 1)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        end.record()
+        torch.cuda.synchronize()
+        assert start.elapsed_time(end) >= 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert torch.cuda.current_stream().cuda_stream == 0
+    assert not torch.cuda.is_available()
+    assert torch.zeros(1).device.type == "cpu" and not torch.zeros(1).is_cuda
+
+
+def test_cuda_tensors_lie_in_host_memory():
+    with sm100_sim.attached():
+        made = torch.arange(6, device="cuda", dtype=torch.float32)
+        assert made.is_cuda and made.device == torch.device("cuda", 0)
+        host = torch.ones(6, pin_memory=True)
+        moved = host.cuda()
+        moved += made.to("cuda:0")
+        assert torch.equal(host, torch.ones(6)) and torch.equal(moved.cpu(), made + 1)
+        assert torch.empty_like(made, device="cuda").new_zeros(2, device="cuda").sum() == 0
+    assert torch.equal(moved, torch.arange(6) + 1.0)
+
+
+def _call(how):
+    source = torch.arange(64, device="cuda", dtype=torch.float32)
+    target = torch.zeros(64, device="cuda")
+    arguments = [cute.runtime.from_dlpack(t, enable_tvm_ffi=how.startswith("tvm"))
+                 for t in (source, target)]
+    if how == "direct":
+        scale(*arguments, cutlass.Float32(3))
+    elif how == "plain":
+        cute.compile(scale, *arguments, cutlass.Float32(1))(*arguments, cutlass.Float32(3))
+    else:
+        compiled = cute.compile(scale, *arguments, cutlass.Float32(1), options="--enable-tvm-ffi")
+        if how == "tvm-ffi on torch tensors":
+            arguments = [source, target]
+        compiled(*arguments, 3.0)
+    return target
+
+
+@pytest.mark.parametrize("how", ["direct", "plain", "tvm-ffi", "tvm-ffi on torch tensors"])
+def test_every_way_to_call_a_kernel(how):
+    with sm100_sim.attached(clusters=1) as session:
+        target = _call(how)
+    assert torch.equal(target, 3.0 * torch.arange(64))
+    assert [report.grid for report in session.reports] == [(2, 1, 1)]
+    assert session.reports[0].resident_clusters == 1
+
+
+def test_errors_of_a_kernel_come_through_tvm_ffi():
+    with sm100_sim.attached():
+        source, target = torch.zeros(64, device="cuda"), torch.zeros(40, device="cuda")
+        layouts = [cute.runtime.make_fake_tensor(cutlass.Float32, (cute.sym_int(),), stride=(1,))
+                   for _ in range(2)]
+        compiled = cute.compile(scale, *layouts, 1.0, options="--enable-tvm-ffi")
+        with pytest.raises(sm100_sim.SimulationError, match="outside the tensors of the launch"):
+            compiled(source, target, 3.0)
+
+
+def test_does_not_nest():
+    with sm100_sim.attached():
+        with pytest.raises(RuntimeError, match="does not nest"):
+            sm100_sim.attached().__enter__()
+
+
+SCRIPT = """
+import sys
+import torch, cutlass
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+@cute.kernel
+def add_kernel(a: cute.Tensor, b: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    b[thread] = a[thread] + b[thread]
+
+@cute.jit
+def add(a: cute.Tensor, b: cute.Tensor):
+    add_kernel(a, b).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+if __name__ == "__main__":
+    assert torch.cuda.is_available()
+    a = torch.full((32,), int(sys.argv[1]), device="cuda", dtype=torch.int32)
+    b = torch.ones(32, device="cuda", dtype=torch.int32)
+    compiled = cute.compile(add, from_dlpack(a), from_dlpack(b))
+    for _ in range(2):
+        compiled(from_dlpack(a), from_dlpack(b))
+    torch.cuda.synchronize()
+    print("sum", b.sum().item())
+"""
+
+
+def test_script_runner(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "sm100_sim", str(script), "5"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"sum {32 * 11}" in done.stdout
+    assert "sm100_sim: 2 launches of 1 kernels" in done.stdout and "add_kernel" in done.stdout
