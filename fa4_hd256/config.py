@@ -95,7 +95,7 @@ class ForwardConfig:
     block_q = 128  # query rows of one CTA
     block_kv = 128  # keys of one step
     s_stages = 2
-    scale_stages = 2
+    scale_stages = 1
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
 
     def __post_init__(self) -> None:

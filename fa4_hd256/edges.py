@@ -3,7 +3,7 @@
 A kernel declares its edges once, in an `EdgeTable`.  From it follow the arrive counts, the shared
 memory the barriers take, their initialisation, the table in the documentation, and the
 `Barrier` objects through which the warp roles signal and wait.  Index and phase of a barrier
-array are never handled by hand: each role keeps one `cutlass.pipeline.PipelineState` per edge.
+array are never handled by hand: each role keeps one `RingState` per edge.
 
 mbarrier semantics: PTX ISA 9.7.13.15 (phase, pending count, tx-count); commit: 9.7.16.11.
 """
@@ -17,10 +17,19 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
-__all__ = ["BARRIER_BYTES", "Barrier", "Edge", "EdgeTable", "Signal", "SharedByReference"]
+__all__ = [
+    "BARRIER_BYTES",
+    "Barrier",
+    "Edge",
+    "EdgeTable",
+    "RingState",
+    "SharedByReference",
+    "Signal",
+]
 
 BARRIER_BYTES = 8
 
@@ -49,6 +58,43 @@ class Signal(enum.Enum):
     COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
+
+
+class RingState:
+    """Which barrier of an array is next, and the parity of its phase; lives across loops.
+
+    What cutlass.pipeline.PipelineState is, without its count; with two stages it advances by two
+    XORs where a comparison and two selections would stand in every hot loop.
+    """
+
+    def __init__(self, stages: int, index: Int32, phase: Int32) -> None:
+        self.stages, self.index, self.phase = stages, index, phase
+
+    def advance(self) -> None:
+        """To the next barrier; the parity flips when the ring begins anew."""
+        if self.stages == 1:
+            self.phase = self.phase ^ 1
+        elif self.stages == 2:
+            self.phase, self.index = self.phase ^ self.index, self.index ^ 1
+        else:
+            following = self.index + 1
+            wraps = following == self.stages
+            self.phase = self.phase ^ Int32(wraps)
+            self.index = cutlass.select_(wraps, Int32(0), following)
+
+    def __extract_mlir_values__(self) -> list:
+        return [
+            *cutlass.extract_mlir_values(self.index),
+            *cutlass.extract_mlir_values(self.phase),
+        ]
+
+    def __new_from_mlir_values__(self, values: list) -> RingState:
+        index, phase = values
+        return RingState(
+            self.stages,
+            cutlass.new_from_mlir_values(self.index, [index]),
+            cutlass.new_from_mlir_values(self.phase, [phase]),
+        )
 
 
 @dataclass(frozen=True)
@@ -81,16 +127,14 @@ class Edge(SharedByReference):
         ctas = 2 if self.signal is Signal.WARPS_PAIR else 1
         return ctas * self.producer_warps
 
-    def waiter_state(self) -> pipeline.PipelineState:
+    def waiter_state(self) -> RingState:
         """Index and phase for a role that waits on this edge."""
-        user = pipeline.PipelineUserType.Consumer
-        if self.initially_complete:
-            user = pipeline.PipelineUserType.Producer
-        return pipeline.make_pipeline_state(user, self.stages)
+        # The phase before the first counts as complete: waiting for its parity does not block.
+        return RingState(self.stages, Int32(0), Int32(int(self.initially_complete)))
 
-    def producer_state(self) -> pipeline.PipelineState:
+    def producer_state(self) -> RingState:
         """Index for a role that signals this edge."""
-        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        return RingState(self.stages, Int32(0), Int32(1))
 
 
 @dataclass(frozen=True)
@@ -172,15 +216,18 @@ class Barrier(SharedByReference):
         """Signal both CTAs when all tensor-core work issued so far is done; by the MMA warp."""
         self._array.arrive(state.index, BOTH_CTAS_MASK, tcgen05.CtaGroup.TWO)
 
-    def arrive(self, state: Any) -> None:
+    def arrive(self, state: Any, is_converged: bool = False) -> None:
         """One arrival of this warp, called by all its lanes.
 
-        The warp barrier orders what the other lanes did before the elected lane's arrival.
+        The warp barrier orders what the other lanes did before the elected lane's arrival; it is
+        left out after an instruction that the whole warp completes together (is_converged), as
+        tcgen05.wait is.
         Edges between the CTAs hand over tensor memory only, whose order is that of the tcgen05
         waits and fences; a relaxed arrival at cluster scope is then enough (9.7.16.6.4), and
         spares a memory barrier of several hundred clocks.
         """
-        cute.arch.sync_warp()
+        if not is_converged:
+            cute.arch.sync_warp()
         pointer = self._array.get_barrier(state.index)
         with cute.arch.elect_one():
             if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR):

@@ -141,6 +141,7 @@ class Context(SharedByReference):
     scale_smem: Any
     tmem_address: Any
     tmem: Any = None
+    own_lanes: Any = None
 
     def visibility(self, work: Any, block_kv: int) -> Visibility:
         """Which keys the rows of a tile see."""
@@ -332,7 +333,9 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
-        context = replace(context, tmem=tmem)
+        # A warp reaches the 32 lanes of its place in the warpgroup (PTX ISA 9.7.16.2.3.1).
+        own_lanes = tmem + warp % 4 * (32 << 16)
+        context = replace(context, tmem=tmem, own_lanes=own_lanes)
 
         if warp < warps.correction[0]:
             cute.arch.setmaxregister_increase(warps.registers_softmax)

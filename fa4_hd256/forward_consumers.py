@@ -91,7 +91,7 @@ class ForwardConsumers:
         columns = self.config.block_kv
         barriers["s_done"].wait(s_done)
         fence_after_thread_sync()
-        address = context.tmem + (self.tmem_plan["s0"].start + s_done.index * columns)
+        address = context.own_lanes + (self.tmem_plan["s0"].start + s_done.index * columns)
         scores = cute.make_rmem_tensor(columns, Float32)
         self._tmem_load(address, scores)
         cute.arch.fence_view_async_tmem_load()
@@ -112,7 +112,7 @@ class ForwardConsumers:
             self._tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
-        barriers["p_done"].arrive(s_done)
+        barriers["p_done"].arrive(s_done, is_converged=True)
         # Off the critical path: the tensor core already works on P.
         softmax.accumulate_sum(scores)
         s_done.advance()
@@ -178,7 +178,7 @@ class ForwardConsumers:
         """O *= factor, row by row, in slices of columns."""
         fence_after_thread_sync()
         for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
-            address = context.tmem + (self.tmem_plan["o"].start + start)
+            address = context.own_lanes + (self.tmem_plan["o"].start + start)
             values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
             self._tmem_load(address, values)
             cute.arch.fence_view_async_tmem_load()
@@ -199,7 +199,7 @@ class ForwardConsumers:
         )
         for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
             values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-            self._tmem_load(context.tmem + (self.tmem_plan["o"].start + start), values)
+            self._tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
             cute.arch.fence_view_async_tmem_load()
             end = start + CORRECTION_COLUMNS
             if cutlass.const_expr(end == HEAD_DIM):
@@ -263,7 +263,10 @@ class ForwardConsumers:
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def _tmem_tensor(self, address: Any, columns: int) -> cute.Tensor:
-        """128 lanes x columns of tensor memory at `address`: lane stride 2^16."""
+        """128 lanes x columns of tensor memory at `address`: lane stride 2^16.
+
+        The address names the warp's own lanes, so every thread takes the part of thread 0.
+        """
         layout = cute.make_layout((self.config.block_q, columns), stride=(1 << 16, 1))
         return cute.make_tensor(address, layout)
 
@@ -278,7 +281,7 @@ class ForwardConsumers:
         )
         tensor = self._tmem_tensor(address, columns)
         copy = tcgen05.make_tmem_copy(atom, tensor)
-        thread = copy.get_slice(self._row_in_block())
+        thread = copy.get_slice(0)
         registers = thread.partition_D(cute.make_identity_tensor((self.config.block_q, columns)))
         cute.copy(
             copy,
@@ -292,7 +295,7 @@ class ForwardConsumers:
         atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), Float32)
         tensor = self._tmem_tensor(address, columns)
         copy = tcgen05.make_tmem_copy(atom, tensor)
-        thread = copy.get_slice(self._row_in_block())
+        thread = copy.get_slice(0)
         registers = thread.partition_S(cute.make_identity_tensor((self.config.block_q, columns)))
         cute.copy(
             copy,

@@ -33,6 +33,12 @@ __all__ = ["OnlineSoftmax"]
 # product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
 SMALLEST_SCALE = 2.0**-126
 
+# The maximum starts at a finite value instead of -inf, so that no difference of maxima is NaN and
+# the loop needs no test for rows that have seen no key: -2^100 or, for a large scale, the score
+# whose logit is -2^126 in log2 units, below which logits cannot be told from none.
+LOWEST_MAXIMUM = -(2.0**100)
+LOWEST_LOGIT = -(2.0**126)
+
 # P must stay finite in its own type: 2^threshold, with room for rounding.
 _LARGEST_THRESHOLD = {cutlass.BFloat16: 64.0, cutlass.Float16: 15.0}
 
@@ -41,7 +47,7 @@ _NUM_SUM_CHAINS = 4
 
 
 class OnlineSoftmax:
-    """State (row_max, row_sum) and arithmetic of one row; lives across dynamic loops.
+    """State (row_max, row_sum, offset) and arithmetic of one row; lives across dynamic loops.
 
     For each tile: `update_max`, then `exponentiate` for every fragment of 32 columns, then
     `accumulate_sum`; `finish` after the last.  Rows without any visible key end with
@@ -49,12 +55,12 @@ class OnlineSoftmax:
     the polynomial path maps it to 0.
     """
 
-    def __init__(self, scale_log2: Float32, settings: tuple, state: tuple) -> None:
+    def __init__(self, constants: tuple, settings: tuple, state: tuple) -> None:
         """Use `create`."""
-        self.scale_log2 = scale_log2
+        self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
         self.pattern, self.rescale_threshold, self.dtype = settings
-        self.row_max, self.row_sum = state
+        self.row_max, self.row_sum, self.offset = state
 
     @classmethod
     def create(
@@ -80,34 +86,34 @@ class OnlineSoftmax:
                 f"{_LARGEST_THRESHOLD[dtype]} (P reaches 2^threshold)"
             )
         scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
-        return cls(scale, (pattern, float(rescale_threshold), dtype), cls._empty_state())
-
-    @staticmethod
-    def _empty_state() -> tuple[Float32, Float32]:
-        return Float32(-math.inf), Float32(0.0)
+        lowest = cute.arch.fmax(LOWEST_LOGIT * cute.arch.rcp_approx(scale), LOWEST_MAXIMUM)
+        softmax = cls(
+            (scale, lowest), (pattern, float(rescale_threshold), dtype), (lowest, lowest, lowest)
+        )
+        softmax.reset()
+        return softmax
 
     def reset(self) -> None:
         """Empty state, for the next row."""
-        self.row_max, self.row_sum = self._empty_state()
+        self.row_max, self.row_sum = self.lowest_max, Float32(0.0)
+        self.offset = self._offset(self.lowest_max)
 
     def update_max(self, scores: cute.Tensor) -> Float32:
         """Take a tile's scores into the maximum; return the factor for O (and apply it to l).
 
         scores: register tensor of Float32, an even number of columns, masked ones -inf.
-        The factor is exactly 1 where the maximum was kept, and 0 as long as the row had no
-        visible key; never NaN.
+        The factor is exactly 1 where the maximum was kept, and 0 with a row's first visible key;
+        never NaN.
         """
         old = self.row_max
         new = self._tile_max(scores, old)
         if cutlass.const_expr(self.rescale_threshold > 0):
-            # False for NaN, which arises where both are -inf: then moving changes nothing.
             keep = (new - old) * self.scale_log2 <= self.rescale_threshold
             new = cutlass.select_(keep, old, new)
-        # The same rounded offsets as in `exponentiate`, so the factor is consistent with p; 0 where
-        # nothing has been summed yet, whose offset is arbitrary.
-        factor = exp2_row_factor(self._offset(new) - self._offset(old))
-        factor = cutlass.select_(old == Float32(-math.inf), Float32(0.0), factor)
-        self.row_max = new
+        # The same rounded offsets as in `exponentiate`, so the factor is consistent with p.
+        offset = self._offset(new)
+        factor = exp2_row_factor(offset - self.offset)
+        self.row_max, self.offset = new, offset
         self.row_sum = self.row_sum * factor
         return factor
 
@@ -125,7 +131,7 @@ class OnlineSoftmax:
         half).  fragment_index, num_fragments: static; they select the pattern's columns.
         """
         scale = (self.scale_log2, self.scale_log2)
-        offset = (self._offset(self.row_max), self._offset(self.row_max))
+        offset = (self.offset, self.offset)
         for column in range(0, FRAGMENT_COLUMNS, 2):
             x0, x1 = cute.arch.fma_packed_f32x2((scores[column], scores[column + 1]), scale, offset)
             if self.pattern.is_emulated(fragment_index, column, num_fragments):
@@ -174,7 +180,7 @@ class OnlineSoftmax:
         sink_log2: logit of a sink, times log2(e), or None.  It takes part in l and LSE like a key
         whose value is 0; a row without visible key then has LSE = the sink's logit.
         """
-        row_sum, offset = self.row_sum, self._offset(self.row_max)
+        row_sum, offset = self.row_sum, self.offset
         if cutlass.const_expr(sink_log2 is not None):
             # Relative to the larger of the two, since the sink may exceed every score by far.
             is_empty = row_sum == Float32(0.0)
@@ -201,27 +207,27 @@ class OnlineSoftmax:
         return cute.arch.fmax(maximum3(chains[0], chains[1], chains[2]), chains[3])
 
     def _offset(self, row_max: Float32) -> Float32:
-        """-c * m, the addend of the folded scale, rounded; 0 for an m of -inf.
+        """-c * m, the addend of the folded scale, rounded; finite for the lowest maximum too.
 
-        With 0 a fully masked row gives p = 2^-inf = 0 and not NaN.  The packed multiplication
+        So a fully masked row gives p = 2^-inf = 0 and not NaN.  The packed multiplication
         (mul.rn.f32x2) is never contracted into an fma, so that p, the factors and LSE all use
         the same rounded number and its rounding error cancels in O / l and LSE.
         """
-        finite = cutlass.select_(row_max == Float32(-math.inf), Float32(0.0), row_max)
         negative_scale = -self.scale_log2
-        offset, _ = cute.arch.mul_packed_f32x2((finite, finite), (negative_scale, negative_scale))
+        offset, _ = cute.arch.mul_packed_f32x2((row_max, row_max), (negative_scale, negative_scale))
         return offset
 
     def __extract_mlir_values__(self) -> list:
         return [
             *cutlass.extract_mlir_values(self.row_max),
             *cutlass.extract_mlir_values(self.row_sum),
+            *cutlass.extract_mlir_values(self.offset),
         ]
 
     def __new_from_mlir_values__(self, values: list) -> OnlineSoftmax:
-        row_max, row_sum = values
-        state = (
-            cutlass.new_from_mlir_values(self.row_max, [row_max]),
-            cutlass.new_from_mlir_values(self.row_sum, [row_sum]),
+        old = (self.row_max, self.row_sum, self.offset)
+        state = tuple(
+            cutlass.new_from_mlir_values(field, [value])
+            for field, value in zip(old, values, strict=True)
         )
-        return OnlineSoftmax(self.scale_log2, self._settings, state)
+        return OnlineSoftmax(self._constants, self._settings, state)

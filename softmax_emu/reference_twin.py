@@ -97,7 +97,7 @@ def exponentiate(
     scores = np.asarray(scores, np.float32)
     scale = np.float32(scale_log2)
     row_max = np.asarray(row_max, np.float32)
-    offset = -(np.where(np.isneginf(row_max), np.float32(0), row_max) * scale)
+    offset = -(row_max * scale)
     x = fma(scores, scale, offset[..., None])
     num_fragments = scores.shape[-1] // FRAGMENT_COLUMNS
     emulated = np.array(

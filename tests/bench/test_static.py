@@ -148,6 +148,8 @@ def test_kernels(reports):
         assert [report.project for report in reports] == [static.OURS]
     else:
         assert [report.project for report in reports] == [static.OURS, flash_attn_4.PACKAGE]
+        ours, theirs = reports
+        assert ours.softmax.total <= theirs.softmax.total and ours.mma.total <= theirs.mma.total
     for report in reports:
         check_report(report, Fraction(3, 8))
 

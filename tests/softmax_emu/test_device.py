@@ -15,6 +15,7 @@ from softmax_kernels import COLUMNS, ROWS, online_softmax, polynomial
 import sm100_sim
 from softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 from softmax_emu.coefficients import COEFFICIENTS
+from softmax_emu.online import LOWEST_MAXIMUM
 from softmax_emu.reference_twin import exp2_polynomial, exponentiate
 
 pytestmark = pytest.mark.simulator
@@ -104,12 +105,11 @@ def _run(scores, scale_log2, settings):
 
 def _expected_maxima(scores, scale, threshold):
     """The lagging maxima of every tile, (rows, tiles), in float32 as the device computes."""
-    row_max = np.full(ROWS, -np.inf, np.float32)
+    row_max = np.full(ROWS, LOWEST_MAXIMUM, np.float32)
     maxima = []
     for tile in range(scores.shape[1] // COLUMNS):
         new = np.maximum(row_max, scores[:, tile * COLUMNS : (tile + 1) * COLUMNS].max(axis=1))
-        with np.errstate(invalid="ignore"):
-            keep = (new - row_max) * np.float32(scale) <= np.float32(threshold)
+        keep = (new - row_max) * np.float32(scale) <= np.float32(threshold)
         row_max = np.where(keep & (threshold > 0), row_max, new)
         maxima.append(row_max)
     return np.stack(maxima, axis=1)
@@ -155,13 +155,13 @@ def test_online_softmax(pattern, threshold, dtype, loop, num_tiles):
     assert np.array_equal(rounded, expected), "P is p rounded to nearest even"
     assert p.max() <= 2.0**threshold * 1.0001
 
-    # A kept maximum gives a factor of exactly 1; what was empty before gets 0.
-    before = np.concatenate([np.full((ROWS, 1), -np.inf, np.float32), maxima[:, :-1]], axis=1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        moved = np.exp2((before.astype(np.float64) - maxima) * scale)
-    moved = np.where(np.isneginf(before), 0, moved)
+    # A kept maximum gives a factor of exactly 1; a row's first visible key gives 0.
+    first = np.full((ROWS, 1), LOWEST_MAXIMUM, np.float32)
+    before = np.concatenate([first, maxima[:, :-1]], axis=1)
+    moved = np.exp2((before.astype(np.float64) - maxima) * scale)
     np.testing.assert_allclose(factors, moved, rtol=3e-5, atol=1e-37)
-    assert (factors[(before == maxima) & np.isfinite(before)] == 1).all()
+    assert (factors[before == maxima] == 1).all()
+    assert (factors[(before == LOWEST_MAXIMUM) & (maxima > LOWEST_MAXIMUM)] == 0).all()
 
     hardware = COLUMNS - pattern.emulated_count(COLUMNS)
     executed = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
