@@ -76,6 +76,12 @@ class MBarrier:
             )
         return self.arrive(count)
 
+    def expect_arrivals(self, count: int) -> None:
+        """`count` more arrivals pend in this phase (cp.async.mbarrier.arrive without .noinc)."""
+        if self.pending + count > MAX_COUNT:
+            raise BarrierError(f"{self.pending + count} arrivals would pend; {self.describe()}")
+        self.pending += count
+
     def arrive_drop(self, count: int = 1) -> int:
         """`count` arrivals by threads that take no part in later phases."""
         if count > self.pending:

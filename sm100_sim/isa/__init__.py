@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 #: Modules whose import registers their rows in the table.
-MODULES = ("arithmetic", "clc", "order", "sync", "tcgen05", "tcgen05_data", "tma")
+MODULES = ("arithmetic", "clc", "copy_async", "order", "sync", "tcgen05", "tcgen05_data", "tma")
 
 
 def load_table() -> None:

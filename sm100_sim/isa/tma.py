@@ -405,17 +405,18 @@ class BulkGroups:
     committed: list[list[AsyncOp]] = field(default_factory=list)
 
 
-def _groups(warp, lanes: int) -> list[BulkGroups]:
+def thread_groups(warp, lanes: int, kind: str = "bulk") -> list[BulkGroups]:
+    """The groups of each executing thread: "bulk", or those of another kind of copy."""
     table = warp.cta.bulk_groups
     active = (lane for lane in range(32) if lanes >> lane & 1)
-    return [table.setdefault((warp.index, lane), BulkGroups()) for lane in active]
+    return [table.setdefault((kind, warp.index, lane), BulkGroups()) for lane in active]
 
 
 def _submit_grouped(
     instruction, warp, lanes: int, perform: Callable[[], None], **touched
 ) -> None:
     operation = submit(warp, instruction, "tma.store", perform, **touched)
-    for groups in _groups(warp, lanes):
+    for groups in thread_groups(warp, lanes):
         groups.open.append(operation)
 
 
@@ -426,7 +427,7 @@ def bind_commit_group(instruction, kernel):
         raise unknown(instruction, "no modifier is accepted")
 
     def execute(warp, lanes: int) -> None:
-        for groups in _groups(warp, lanes):
+        for groups in thread_groups(warp, lanes):
             groups.committed.append(groups.open)
             groups.open = []
 
@@ -441,7 +442,7 @@ def bind_wait_group(instruction, kernel):
     allowed = instruction.operands[0].value
 
     def execute(warp, lanes: int):
-        for groups in _groups(warp, lanes):
+        for groups in thread_groups(warp, lanes):
             while len(groups.committed) > allowed:
                 pending = [op for op in groups.committed[0] if not op.performed]
                 if pending:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.codegen_blocks import operand_registers
+from sm100_sim.isa.copy_async import shared_targets
 from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.tcgen05_data import form_of, locator
@@ -388,6 +389,25 @@ def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
                 state.frontier[state.bulk], state.groups[done - 1]
             )
             del state.groups[: done - 1]
+        return outcome
+
+    return run
+
+
+# ---------------------------------------------------------------- cp.async
+
+
+@_hook("cp.async.ca", "cp.async.cg")
+def _copy_async(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    targets, size = shared_targets(instruction.operands[0], True), instruction.operands[2].value
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        flat = state.cluster.ctas[warp.cta.rank].flat
+        for place in targets(warp)[lane_array(lanes)].tolist():
+            first = (place & 0xFFFFFF) >> 2
+            flat[first : first + (size >> 2)] = UNTRACKED
         return outcome
 
     return run

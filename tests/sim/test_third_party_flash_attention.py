@@ -37,7 +37,7 @@ def results(q, k, v, causal, grad, attention):
     return [out.detach(), *(t.grad for t in inputs)]
 
 
-CASES = [(64, False, 200), (128, True, 256)]
+CASES = [(64, False, 200), (128, True, 256), (256, False, 256)]
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "seqlen"), CASES)
