@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 
 #: Modules whose import registers their rows in the table.
-MODULES = ("arithmetic", "clc", "copy_async", "order", "sync", "tcgen05", "tcgen05_data", "tma")
+MODULES = ("arithmetic", "clc", "copy_async", "order", "store_async", "sync", "tcgen05",
+           "tcgen05_data", "tma")
 
 
 def load_table() -> None:

@@ -50,7 +50,7 @@ _FLOAT_COMBINE: dict[str, Callable] = {
     "add": np.add, "min": np.fmin, "max": np.fmax, "exch": lambda old, new: new}
 
 
-def _combiner(i: Instruction, operation: str, type_name: str) -> Callable:
+def combiner(i: Instruction, operation: str, type_name: str) -> Callable:
     """Function (old, new) -> stored value on arrays of the type."""
     integer = "f" not in type_name
     table = _INTEGER_COMBINE if integer else _FLOAT_COMBINE
@@ -107,7 +107,8 @@ class _Source:
         return np.frombuffer(raw, dtype)
 
 
-def _source(op: Operand, nbytes: int) -> _Source:
+def lane_source(op: Operand, nbytes: int) -> _Source:
+    """Accessor of a value, or a vector of values, of `nbytes` each."""
     items = op.items if op.kind == "vec" else (op,)
     return _Source(tuple(reader(item, max(32, 8 * nbytes)) for item in items), nbytes)
 
@@ -128,13 +129,13 @@ def bind_atomic(instruction: Instruction, kernel) -> Callable:
     addresses = reader(operands[0], 64 if wide else 32) if base.kind == "reg" or not wide else None
     if addresses is None:
         raise unknown(instruction, "the address must be a register or a shared symbol")
-    source = _source(operands[1], size)
+    source = lane_source(operands[1], size)
     if operation == "cas":
         if not returns or type_name[0] != "b" or vector:
             raise unknown(instruction, "cas is defined for atom with .b16, .b32 and .b64")
-        swap, combine = _source(operands[2], size), None
+        swap, combine = lane_source(operands[2], size), None
     else:
-        swap, combine = None, _combiner(instruction, operation, type_name)
+        swap, combine = None, combiner(instruction, operation, type_name)
     store = _lane_writer(destination, size) if returns else None
     total = size * len(source.readers)
 

@@ -16,6 +16,8 @@ from sm100_sim.warp import lane_array, predicate_writer, reader, vector_writer, 
 
 RESPONSE_BYTES = 16
 _MARK = 0x0C1C_0DE0
+#: What get_first_ctaid gives for a request that failed: no ctaid of any grid.
+CTAID_POISON = 0xFFF0_5EED
 
 
 @machine_op("clusterlaunchcontrol.try_cancel", statistics="clc.try_cancel")
@@ -126,9 +128,11 @@ def _cancelled(words: np.ndarray, lanes: int) -> int:
 
 def _first_ctaid(halves: np.ndarray, lanes: int) -> np.ndarray:
     words = _words(halves, lanes)
-    if _cancelled(words, lanes) != lanes:
-        raise ClcError("get_first_ctaid of a request that failed, which is undefined")
+    failed = lanes & ~_cancelled(words, lanes)
     words[3] = 0
+    if failed:
+        # Undefined, but compilers execute it before the test of is_canceled.
+        words[:, lane_array(failed)] = CTAID_POISON
     return words
 
 

@@ -17,6 +17,7 @@ from sm100_sim.errors import (
     TmemError,
     UnknownInstruction,
 )
+from sm100_sim.isa.clc import CTAID_POISON
 from sm100_sim.launcher import Options
 from sm100_sim.report import Report
 
@@ -297,10 +298,15 @@ def test_try_cancel_after_an_observed_failure():
         run_kernel_text(body, [np.zeros(2, np.uint32)], grid=(2, 1, 1), cluster=(2, 1, 1))
 
 
-def test_ctaid_of_a_failed_request():
-    body = CLC.replace("@!%p2 bra DONE;\n", "")
-    with pytest.raises(ClcError, match="get_first_ctaid of a request that failed"):
-        run_kernel_text(body, [np.zeros(2, np.uint32)], grid=(2, 1, 1), cluster=(2, 1, 1))
+def test_ctaid_of_a_failed_request_is_poison():
+    """Compilers take it before they test is_canceled; no CTA has this id."""
+    body = CLC.replace("@!%p2 bra DONE;\n", "").replace(
+        "add.u32 %r1, %r4, %r20;\n",
+        "@!%p2 st.global.u32 [%rd8], %r7;\n@!%p2 bra DONE;\nadd.u32 %r1, %r4, %r20;\n",
+    )
+    found = np.zeros(2, np.uint32)
+    run_kernel_text(body, [found], grid=(2, 1, 1), cluster=(2, 1, 1))
+    assert found[0] == CTAID_POISON
 
 
 def test_query_of_something_else():
