@@ -49,12 +49,17 @@ VARIABLES = (
     ),
     Variable(
         "SM100_SIM_CLUSTERS",
-        "as many as a B200 holds, at most 16",
+        "as many as a B200 holds, within 1 GiB of state",
         "number of clusters resident at once",
         "sm100_sim",
     ),
     Variable("SM100_SIM_SEED", "unset", "seed of an adversarial schedule", "sm100_sim"),
-    Variable("SM100_SIM_SANITIZE", "0", "1 looks for races and lifetime errors", "sm100_sim"),
+    Variable(
+        "SM100_SIM_SANITIZE",
+        "0",
+        "1 looks for races and lifetime errors, strict reads the ISA to the letter",
+        "sm100_sim",
+    ),
     Variable(
         "CUTE_DSL_ARCH",
         "sm_100a, for this package's kernels only",
