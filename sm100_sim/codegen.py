@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 import numpy as np
 
+from sm100_sim import translation_cache
 from sm100_sim.codegen_blocks import (
     BRANCH,
     INDEXED,
@@ -119,12 +120,13 @@ class CompiledKernel:
 
 
 def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0,
-              sanitize: bool = False) -> CompiledKernel:
+              sanitize: bool = False, ptx: str = "") -> CompiledKernel:
     """Compile a parsed kernel.
 
     keep: names of registers that stay readable after the kernel's end. level: LLVM's code
-    generation level, 0 to 3. sanitize: log memory accesses for the
-    sanitizer. Raises UnknownInstruction for whatever the table does not cover.
+    generation level, 0 to 3. sanitize: log memory accesses for the sanitizer. ptx: the module the
+    kernel is from; with it the code is looked up in the cache on disk and kept there. Raises
+    UnknownInstruction for whatever the table does not cover.
     """
     start = time.perf_counter()
     entries = [None if i.opcode in _CONTROL else _resolve(i) for i in kernel.instructions]
@@ -137,11 +139,23 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     for instruction, entry in zip(kernel.instructions, entries, strict=True):
         if entry is not None and entry.bind is not None:
             compiled.executors[instruction.index] = entry.bind(instruction, kernel)
-    text, functions = _module_text(compiled)
-    emitted = time.perf_counter()
-    engine, addresses = _compile(text, functions, level)
+    entry = ptx and translation_cache.entry_name(
+        ptx, kernel.name, sorted(keep), level, sanitize, *_host()[1:])
+    cached = translation_cache.load(entry) if ptx else None
+    if cached is None:
+        text, functions = _module_text(compiled)
+        emitted = time.perf_counter()
+        engine, code = _compile(text, level)
+        if ptx:
+            header = {"functions": list(functions.items()), "guarded": compiled._guarded}
+            translation_cache.store(entry, header, code)
+    else:
+        emitted = time.perf_counter()
+        functions, compiled._guarded = dict(cached[0]["functions"]), cached[0]["guarded"]
+        engine = _link(cached[1], level)
     compiled._engine = engine
-    _fill_table(compiled, addresses)
+    _fill_table(compiled, {block: engine.get_function_address(name)
+                           for block, name in functions.items()})
     compiled.seconds = {"ir": emitted - start, "llvm": time.perf_counter() - emitted}
     return compiled
 
@@ -245,17 +259,34 @@ def _target_machine(level: int) -> llvm.TargetMachine:
                                         codemodel="jitdefault")
 
 
-def _compile(text: str, functions: dict[int, str], level: int
-             ) -> tuple[llvm.ExecutionEngine, dict[int, int]]:
+def _engine(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> llvm.ExecutionEngine:
+    for name, address in _runtime().addresses.items():
+        llvm.add_symbol(name, address)
+    return llvm.create_mcjit_compiler(module, machine)
+
+
+def _compile(text: str, level: int) -> tuple[llvm.ExecutionEngine, bytes]:
+    """The linked code of a module and its object file."""
     with _lock:
-        runtime = _runtime()
-        for name, address in runtime.addresses.items():
-            llvm.add_symbol(name, address)
-        module = llvm.parse_assembly(text)
-        engine = llvm.create_mcjit_compiler(module, _target_machine(level))
+        engine = _engine(llvm.parse_assembly(text), _target_machine(level))
+        return engine, _finalize(engine)
+
+
+def _finalize(engine: llvm.ExecutionEngine) -> bytes:
+    """Compile and link; returns the object file."""
+    objects: list[bytes] = []
+    engine.set_object_cache(notify_func=lambda _, code: objects.append(bytes(code)))
+    engine.finalize_object()
+    return objects[0]
+
+
+def _link(code: bytes, level: int) -> llvm.ExecutionEngine:
+    """An object file that `_compile` made, linked."""
+    with _lock:
+        engine = _engine(llvm.parse_assembly(""), _target_machine(level))
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        return engine, {block: engine.get_function_address(name)
-                        for block, name in functions.items()}
+        return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +300,20 @@ class _Runtime:
 def _runtime() -> _Runtime:
     """The run loop and the memory checks, compiled once and optimised."""
     machine = _target_machine(2)
-    module = llvm.parse_assembly(runtime_ir(_function_attributes()))
-    module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
-    builder.getModulePassManager().run(module, builder)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
+    text = runtime_ir(_function_attributes())
+    entry = translation_cache.entry_name(text, *_host()[1:])
+    cached = translation_cache.load(entry)
+    if cached is None:
+        module = llvm.parse_assembly(text)
+        module.verify()
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+        builder.getModulePassManager().run(module, builder)
+        engine = llvm.create_mcjit_compiler(module, machine)
+        translation_cache.store(entry, {}, _finalize(engine))
+    else:
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(cached[1]))
+        engine.finalize_object()
     run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(engine.get_function_address("run"))
     addresses = {name: engine.get_function_address(name) for name in _RUNTIME_FUNCTIONS}
     return _Runtime(engine, run, addresses)

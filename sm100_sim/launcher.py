@@ -148,7 +148,7 @@ def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKe
             kernels = parse_module(ptx)
             if name not in kernels:
                 raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
-            _translated[key] = translate(kernels[name], sanitize=sanitize)
+            _translated[key] = translate(kernels[name], sanitize=sanitize, ptx=ptx)
         return _translated[key]
 
 

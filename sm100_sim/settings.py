@@ -6,6 +6,7 @@
 | SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
 | SM100_SIM_SANITIZE | 1 checks for races and lifetime errors, strict by the letter | 0 |
+| SM100_SIM_CACHE_DIR | directory of translated kernels; "off" keeps none | the user's cache |
 
 Arguments of `sm100_sim.launch` override them.
 """
@@ -25,6 +26,7 @@ class Settings:
     clusters: int | None = None
     seed: int | None = None
     sanitize: bool | str = False
+    cache_directory: str | None = None
 
 
 def _integer(environment: Mapping[str, str], name: str, least: int) -> int | None:
@@ -51,4 +53,13 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         clusters=_integer(environment, "SM100_SIM_CLUSTERS", 1),
         seed=_integer(environment, "SM100_SIM_SEED", 0),
         sanitize={"0": False, "1": True}.get(sanitize, sanitize),
+        cache_directory=_cache_directory(environment),
     )
+
+
+def _cache_directory(environment: Mapping[str, str]) -> str | None:
+    given = environment.get("SM100_SIM_CACHE_DIR")
+    if given:
+        return None if given == "off" else given
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "sm100_sim")

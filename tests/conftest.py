@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Workers share compiled kernels, and a test run leaves the user's own cache alone.
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
+os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

@@ -1,0 +1,84 @@
+"""Translated kernels on disk: found again, invalidated by what they depend on, harmless if damaged.
+"""
+
+import numpy as np
+import pytest
+from kernels import kernel_text, run_kernel_text
+
+from sm100_sim import codegen, launcher, translation_cache
+
+BODY = """
+mov.u32 %r0, %tid.x;
+setp.lt.u32 %p0, %r0, 7;
+mul.lo.u32 %r1, %r0, 3;
+@%p0 add.u32 %r1, %r1, 100;
+mul.wide.u32 %rd0, %r0, 4;
+add.s64 %rd0, %rd0, %rd8;
+st.global.b32 [%rd0], %r1;
+"""
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    codegen._runtime()  # has an entry of its own
+    monkeypatch.setenv("SM100_SIM_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def run():
+    """Result and counts of the kernel, translated anew as in a second process."""
+    launcher._translated.clear()
+    out = np.zeros(32, np.uint32)
+    report = run_kernel_text(BODY, [out])
+    return out.tolist(), report.opcodes
+
+
+def entries(directory):
+    return sorted(path.name for path in directory.glob("*.o"))
+
+
+def test_a_second_translation_compiles_nothing(directory, monkeypatch):
+    first = run()
+    assert first[0] == [3 * i + 100 * (i < 7) for i in range(32)]
+    kept = entries(directory)
+    assert len(kept) == 1
+
+    def refuse(*_):
+        raise AssertionError("compiled although the entry is there")
+
+    monkeypatch.setattr(codegen, "_compile", refuse)
+    assert run() == first
+    assert entries(directory) == kept
+
+
+def test_damaged_entries_are_replaced(directory):
+    first = run()
+    path = next(directory.glob("*.o"))
+    path.write_bytes(b"\xff" * 20)
+    assert run() == first
+    assert path.stat().st_size > 100
+
+
+def test_names_depend_on_everything(monkeypatch):
+    ptx = kernel_text(BODY, 1)
+    names = {translation_cache.entry_name(ptx, part) for part in ("avx2", "avx512f", True, False)}
+    monkeypatch.setattr(translation_cache, "_source_digest", lambda: b"other sources")
+    names.add(translation_cache.entry_name(ptx, "avx2"))
+    assert len(names) == 5
+
+
+def test_off_and_unwritable(directory, monkeypatch, tmp_path):
+    monkeypatch.setenv("SM100_SIM_CACHE_DIR", "off")
+    first = run()
+    assert entries(directory) == []
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("SM100_SIM_CACHE_DIR", str(file))
+    assert run() == first
+
+
+def test_old_entries_go(directory, monkeypatch):
+    monkeypatch.setattr(translation_cache, "CACHE_LIMIT", 250)
+    for i in range(4):
+        translation_cache.store(f"{i}.o", {}, bytes(100))
+    assert len(entries(directory)) == 2 and "3.o" in entries(directory)
