@@ -1,4 +1,4 @@
-"""Where a compiled forward kernel runs: on an SM100 GPU, or in the simulator for CPU tensors."""
+"""Where a compiled kernel runs: on an SM100 GPU, or in the simulator for CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from . import environment
 from .calling import CallTensors, call_arguments
-from .compile import CompiledForward
+from .compile import CompiledKernel
 from .problem import Problem, as_kernel_operand
 
 #: CTA pairs of a B200, the machine the simulator answers as: 148 SMs.
@@ -22,7 +22,7 @@ PROGRESS_AFTER = 3.0
 
 
 def run_forward(
-    compiled: CompiledForward,
+    compiled: CompiledKernel,
     problem: Problem,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     optional: tuple[torch.Tensor, ...] = (),
@@ -38,10 +38,11 @@ def run_forward(
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
         k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
     tensors = CallTensors(q, k, v, out, lse, optional)
-    if problem.device.type == "cuda":
-        _run_on_gpu(compiled, problem, tensors)
-    else:
-        _run_in_simulator(compiled, problem, tensors)
+    launch(
+        compiled,
+        problem.device,
+        lambda clusters, stream: call_arguments(tensors, problem, clusters, stream),
+    )
     return out, lse
 
 
@@ -61,20 +62,29 @@ def empty_results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _run_on_gpu(compiled: CompiledForward, problem: Problem, tensors: CallTensors) -> None:
-    with torch.cuda.device(problem.device):
-        properties = torch.cuda.get_device_properties(problem.device)
-        stream = torch.cuda.current_stream().cuda_stream
-        clusters = properties.multi_processor_count // 2
-        compiled.function(*call_arguments(tensors, problem, clusters, stream))
+def launch(
+    compiled: CompiledKernel, device: torch.device, arguments: Callable[[int, int], tuple]
+) -> None:
+    """Run a kernel on `device`: on PyTorch's current stream, or in the simulator for the CPU.
 
-
-def _run_in_simulator(compiled: CompiledForward, problem: Problem, tensors: CallTensors) -> None:
+    arguments: (CTA pairs that the device holds at once, CUDA stream) -> the kernel's arguments.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream().cuda_stream
+            compiled.function(*arguments(num_clusters(device), stream))
+        return
     import sm100_sim
 
-    arguments = call_arguments(tensors, problem, SIMULATED_CLUSTERS, stream=0)
     with _progress() as report:
-        sm100_sim.launch(compiled, *arguments, progress=report)
+        sm100_sim.launch(compiled, *arguments(num_clusters(device), 0), progress=report)
+
+
+def num_clusters(device: torch.device) -> int:
+    """CTA pairs that the device holds at once; those of a B200 for the simulator."""
+    if device.type == "cpu":
+        return SIMULATED_CLUSTERS
+    return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
 
 @contextlib.contextmanager

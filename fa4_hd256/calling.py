@@ -33,7 +33,7 @@ LARGEST_WINDOW = 1 << 29
 ELEMENT_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
 
-def _tensor_type(element_type, rank: int, alignment: int):
+def tensor_type(element_type, rank: int, alignment: int):
     """A tensor of dynamic sizes whose outer strides are multiples of `alignment` bytes."""
     divisibility = alignment * 8 // element_type.width
     return make_fake_tensor(
@@ -47,10 +47,10 @@ def _tensor_type(element_type, rank: int, alignment: int):
 def compile_arguments(problem_class: ProblemClass) -> tuple:
     """What `cute.compile` gets: types and alignments, no data."""
     element = ELEMENT_TYPES[problem_class.dtype]
-    q, k, v, out = (_tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
-    lse = _tensor_type(cutlass.Float32, 3, alignment=4)
-    optional = [_vector_type(cutlass.Float32)] if problem_class.sink else []
-    optional += [_vector_type(cutlass.Int32) for _ in problem_class.ragged]
+    q, k, v, out = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
+    lse = tensor_type(cutlass.Float32, 3, alignment=4)
+    optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
+    optional += [vector_type(cutlass.Int32) for _ in problem_class.ragged]
     scalars = ForwardScalars(*map(cutlass.Float32, (1, 1)), *map(cutlass.Int32, (0, 0, 1, 1)))
     return q, k, v, (out, lse), tuple(optional) or None, scalars, cuda.CUstream(0)
 
@@ -70,11 +70,11 @@ class CallTensors:
 def call_arguments(tensors: CallTensors, problem: Problem, clusters: int, stream: int) -> tuple:
     """The values of one call; clusters: CTA pairs that the device holds at once."""
     q, k, v, out = (
-        _dynamic(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v, tensors.out)
+        dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v, tensors.out)
     )
-    optional = tuple(_dynamic(tensor, 4) for tensor in tensors.optional) or None
+    optional = tuple(dynamic_tensor(tensor, 4) for tensor in tensors.optional) or None
     scalars = forward_scalars(problem, clusters)
-    return q, k, v, (out, _dynamic(tensors.lse, 4)), optional, scalars, cuda.CUstream(stream)
+    return q, k, v, (out, dynamic_tensor(tensors.lse, 4)), optional, scalars, cuda.CUstream(stream)
 
 
 def forward_scalars(problem: Problem, clusters: int) -> ForwardScalars:
@@ -94,11 +94,11 @@ def forward_scalars(problem: Problem, clusters: int) -> ForwardScalars:
     )
 
 
-def _vector_type(element_type):
+def vector_type(element_type):
     """A contiguous vector of dynamic length."""
     return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
 
 
-def _dynamic(tensor: torch.Tensor, alignment: int):
+def dynamic_tensor(tensor: torch.Tensor, alignment: int):
     described = from_dlpack(tensor.detach(), assumed_align=alignment)
     return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)

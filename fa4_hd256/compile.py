@@ -1,10 +1,10 @@
-"""Compile the forward kernel for sm_100a, once per configuration: in memory and on disk.
+"""Compile kernels for sm_100a, each once per configuration: in memory and on disk.
 
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
-the kernel's name and its signature), the PTX text and the cubin by itself. The key covers what
-the kernel is specialised for, its configuration, this project's sources and the versions of the
-compiler, so an entry never goes stale; deleting the directory is always safe.
+the kernel's name and its signature), the PTX text and the cubin by itself. The key covers which
+kernel it is, what it is specialised for, its configuration, this project's sources and the
+versions of the compiler, so an entry never goes stale; deleting the directory is always safe.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from typing import Any
 
 from . import environment
 from .config import ForwardConfig
+from .kernels import KernelSpec, build
 from .problem import ProblemClass
 
 ARCHITECTURE = "sm_100a"
 
 #: Raised whenever the files of an entry or their meaning change.
-FORMAT = 1
+FORMAT = 2
 
 _SOURCE_PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu")
 _OBJECT, _PTX, _CUBIN, _META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
@@ -45,13 +46,13 @@ _OBJECT, _PTX, _CUBIN, _META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.j
 #: How often this process compiled, loaded from disk, and found in memory.
 counters: Counter[str] = Counter()
 
-_memory: dict[str, CompiledForward] = {}
+_memory: dict[str, CompiledKernel] = {}
 _lock = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledForward:
-    """A compiled forward kernel, restored from its files; both backends take it.
+class CompiledKernel:
+    """A compiled kernel, restored from its files; both backends take it.
 
     On a GPU call `function`. The simulator uses `artifacts`, `dump_to_object`, `function_name`,
     `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's own object.
@@ -98,18 +99,23 @@ class CompiledForward:
         return (self.directory / _OBJECT).read_bytes()
 
 
-def compile_forward(config: ForwardConfig, problem_class: ProblemClass) -> CompiledForward:
-    """The kernel for a configuration and a problem class, compiled at most once.
+def compile_forward(config: ForwardConfig, problem_class: ProblemClass) -> CompiledKernel:
+    """The forward kernel for a configuration and a problem class; see `compile_kernel`."""
+    return compile_kernel(KernelSpec("forward", config, problem_class))
+
+
+def compile_kernel(spec: KernelSpec) -> CompiledKernel:
+    """The kernel that `spec` describes, compiled at most once.
 
     Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
     """
-    key = cache_key(config, problem_class)
+    key = cache_key(spec)
     with _lock:
         found = _memory.get(key)
         if found is not None:
             counters["memory"] += 1
             return found
-        _memory[key] = _obtain(key, config, problem_class)
+        _memory[key] = _obtain(key, spec)
         return _memory[key]
 
 
@@ -119,13 +125,14 @@ def forget() -> None:
         _memory.clear()
 
 
-def cache_key(config: ForwardConfig, problem_class: ProblemClass) -> str:
+def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of heads is in it: those are dynamic."""
     parts = {
         "format": FORMAT,
         "architecture": ARCHITECTURE,
-        "problem": repr(problem_class),
-        "config": repr(config),
+        "kind": spec.kind,
+        "problem": repr(spec.problem_class),
+        "config": repr(spec.config),
         "sources": _source_digest(),
         "compiler": importlib.metadata.version("nvidia-cutlass-dsl"),
         "compiler_settings": environment.compiler_settings(),
@@ -147,7 +154,7 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _obtain(key: str, config: ForwardConfig, problem_class: ProblemClass) -> CompiledForward:
+def _obtain(key: str, spec: KernelSpec) -> CompiledKernel:
     """Load the entry from disk, else compile it; other processes wait meanwhile."""
     start = time.perf_counter()
     root = _writable_root()
@@ -156,9 +163,9 @@ def _obtain(key: str, config: ForwardConfig, problem_class: ProblemClass) -> Com
         meta = _read_entry(directory)
         from_disk = meta is not None
         if meta is None:
-            meta = _compile_entry(key, directory, config, problem_class)
+            meta = _compile_entry(key, directory, spec)
     counters["disk" if from_disk else "compiled"] += 1
-    return CompiledForward(
+    return CompiledKernel(
         key=key,
         directory=directory,
         artifacts=SimpleNamespace(
@@ -220,13 +227,11 @@ def _read_entry(directory: Path) -> dict[str, Any] | None:
     return meta if intact else None
 
 
-def _compile_entry(
-    key: str, directory: Path, config: ForwardConfig, problem_class: ProblemClass
-) -> dict[str, Any]:
+def _compile_entry(key: str, directory: Path, spec: KernelSpec) -> dict[str, Any]:
     """Compile and write the entry; it appears under its name only when complete."""
     prefix = f"fa4_hd256_{key}"
     start = time.perf_counter()
-    compiled = trace_and_compile(config, problem_class)
+    compiled = trace_and_compile(spec)
     files = {
         _OBJECT: compiled.dump_to_object(prefix),
         _PTX: _as_bytes(compiled.artifacts.PTX),
@@ -236,8 +241,9 @@ def _compile_entry(
         "function_name": compiled.function_name,
         "object_prefix": prefix,
         "compile_seconds": time.perf_counter() - start,
-        "config": repr(config),
-        "problem": repr(problem_class),
+        "kind": spec.kind,
+        "config": repr(spec.config),
+        "problem": repr(spec.problem_class),
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
     staging = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=directory.parent))
@@ -256,7 +262,7 @@ def _as_bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode()
 
 
-def trace_and_compile(config: ForwardConfig, problem_class: ProblemClass) -> Any:
+def trace_and_compile(spec: KernelSpec) -> Any:
     """Trace and compile, past every cache; returns what `cute.compile` returned.
 
     Line information is kept, so that the simulator and profilers can name the Python line.
@@ -264,30 +270,12 @@ def trace_and_compile(config: ForwardConfig, problem_class: ProblemClass) -> Any
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
-    from schedulers import scheduler_class
-
-    from .calling import ELEMENT_TYPES, compile_arguments
-    from .forward import ForwardKernel, ForwardVariant
-    from .masking import MaskKind
-
-    variant = ForwardVariant(
-        MaskKind(problem_class.bounded_left, problem_class.bounded_right),
-        problem_class.negative_scale,
-        problem_class.softcap,
-        problem_class.sink,
-        problem_class.ragged,
-    )
-    kernel = ForwardKernel(
-        config,
-        ELEMENT_TYPES[problem_class.dtype],
-        variant,
-        scheduler_class(problem_class.use_clc),
-    )
+    kernel, arguments = build(spec)
     with targeting(ARCHITECTURE), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
             GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
         )
-        compiled = cute.compile[options](kernel, *compile_arguments(problem_class))
+        compiled = cute.compile[options](kernel, *arguments)
         # Read while the files are there: the object may refer to them lazily.
         if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
             raise RuntimeError(

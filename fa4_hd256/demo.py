@@ -12,7 +12,7 @@ import torch
 
 from . import reference
 from .backends import run_forward
-from .compile import CompiledForward, compile_forward
+from .compile import CompiledKernel, compile_forward
 from .config import HEAD_DIM, ForwardConfig
 from .problem import Options, Problem
 from .resources import resource_usage
@@ -102,7 +102,7 @@ def _heads(model: Model) -> dict[str, int]:
     return {"heads": model.heads_q, "heads_kv": model.heads_kv}
 
 
-def _resources(compiled: CompiledForward, config: ForwardConfig) -> dict[str, Any]:
+def _resources(compiled: CompiledKernel, config: ForwardConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         "smem_bytes": config.smem.num_bytes,
         "tmem_columns": config.tmem.allocated_columns,

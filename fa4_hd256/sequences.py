@@ -11,7 +11,19 @@ from cutlass import Int32
 
 from .edges import SharedByReference
 
-__all__ = ["Sequence", "SequenceTensors", "Sequences", "clipped_view", "tma_tile"]
+__all__ = [
+    "PADDING",
+    "Sequence",
+    "SequenceTensors",
+    "Sequences",
+    "clipped_view",
+    "padded_rows",
+    "tma_tile",
+]
+
+#: The rows of each sequence begin at a multiple of this in tensors with padded rows: the query rows
+#: of a CTA pair.
+PADDING = 256
 
 
 class SequenceTensors(NamedTuple):
@@ -54,6 +66,13 @@ class Sequences(SharedByReference):
         tensors = self.tensors
         return self._sequence(batch, tensors.cu_seqlens_k, tensors.seqused_k, self.seqlen_k)
 
+    def padded_query_offset(self, batch: Int32) -> Int32:
+        """Where a batch entry begins in tensors with padded query rows (see `padded_rows`)."""
+        cu_seqlens = self.tensors.cu_seqlens_q
+        if cutlass.const_expr(cu_seqlens is None):
+            return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
+        return (cu_seqlens[batch] + batch * PADDING) // PADDING * PADDING
+
     @staticmethod
     def _sequence(batch: Int32, cu_seqlens: Any, used: Any, length: Int32) -> Sequence:
         offset, in_tensor = Int32(0), batch
@@ -63,6 +82,19 @@ class Sequences(SharedByReference):
         if cutlass.const_expr(used is not None):
             length = cutlass.min(used[batch], length)
         return Sequence(offset, length, in_tensor)
+
+
+def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:
+    """Rows of a tensor in which every query sequence begins at a multiple of `PADDING` rows and
+    may be written up to one.
+
+    num_rows: of the whole batch if packed, else of each sequence.  Sequence b of a packed batch
+    begins at (cu_seqlens_q[b] + b * PADDING) rounded down to PADDING: one block more for each
+    sequence makes room for its rest, and the host need not know any length.
+    """
+    if packed:
+        num_rows, num_sequences = num_rows + num_sequences * PADDING, 1
+    return num_sequences * (-(-num_rows // PADDING) * PADDING)
 
 
 def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from fa4_hd256 import ForwardConfig, compile
+from fa4_hd256.kernels import KernelSpec
 from fa4_hd256.problem import ProblemClass
 from softmax_emu.pattern import Ex2Pattern
 
 CLASS = ProblemClass(torch.bfloat16)
+SPEC = KernelSpec("forward", ForwardConfig(), CLASS)
 
 OTHER_PROCESS = """
 import torch
@@ -80,7 +82,7 @@ def test_a_restored_kernel_is_what_was_compiled():
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "no meta"])
 def test_a_damaged_entry_is_compiled_again(cache, monkeypatch, damage):
-    entry = cache / compile.cache_key(ForwardConfig(), CLASS)
+    entry = cache / compile.cache_key(SPEC)
     if damage == "truncate":
         (entry / "kernel.o").write_bytes((entry / "kernel.o").read_bytes()[:100])
     elif damage == "remove":
@@ -109,8 +111,8 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_what_the_key_covers(monkeypatch):
-    def key(config=None, problem_class=CLASS):
-        return compile.cache_key(config or ForwardConfig(), problem_class)
+    def key(config=None, problem_class=CLASS, kind="forward"):
+        return compile.cache_key(KernelSpec(kind, config or ForwardConfig(), problem_class))
 
     first = key()
     others = {
@@ -124,22 +126,28 @@ def test_what_the_key_covers(monkeypatch):
         key(problem_class=ProblemClass(torch.bfloat16, sink=True)),
         key(problem_class=ProblemClass(torch.bfloat16, ragged=("seqused_k",))),
         key(problem_class=ProblemClass(torch.bfloat16, use_clc=True)),
+        key(kind="backward_preprocess"),
     }
     monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
     monkeypatch.setattr(compile, "_source_digest", lambda: "another source")
     others.add(key())
-    assert len(others) == 12 and first not in others
+    assert len(others) == 13 and first not in others
 
 
 def test_what_the_key_does_not_cover(monkeypatch):
-    first = compile.cache_key(ForwardConfig(), CLASS)
+    first = compile.cache_key(SPEC)
     monkeypatch.setenv("CUTE_DSL_KEEP", "ptx")
-    assert compile.cache_key(ForwardConfig(), CLASS) == first
+    assert compile.cache_key(SPEC) == first
 
 
 def test_a_setting_for_another_architecture_is_an_error(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     with pytest.raises(RuntimeError, match="CUTE_DSL_ARCH is sm_90a.*sm_100a only"):
-        compile.trace_and_compile(ForwardConfig(), CLASS)
+        compile.trace_and_compile(SPEC)
+
+
+def test_an_unknown_kind_of_kernel():
+    with pytest.raises(ValueError, match="kind is 'sideways'; accepted: forward"):
+        KernelSpec("sideways", ForwardConfig(), CLASS)

@@ -1,0 +1,69 @@
+"""Every kernel of the package: what it is compiled for, and how it is built and called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["KINDS", "KernelSpec", "build"]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compiled kernel: everything that its code depends on, beside sources and compiler.
+
+    kind: one of `KINDS`.  config: the kernel's configuration.  problem_class: what of a call is
+    compiled in.  The repr of both names all their fields, since it is part of the cache's key.
+    """
+
+    kind: str
+    config: Any
+    problem_class: Any
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; accepted: {', '.join(KINDS)}")
+
+
+def build(spec: KernelSpec) -> tuple[Any, tuple]:
+    """(kernel, arguments): what `cute.compile` gets, the arguments by type only."""
+    return KINDS[spec.kind](spec.config, spec.problem_class)
+
+
+def _forward(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from schedulers import scheduler_class
+
+    from .calling import ELEMENT_TYPES, compile_arguments
+    from .forward import ForwardKernel, ForwardVariant
+    from .masking import MaskKind
+
+    variant = ForwardVariant(
+        MaskKind(problem_class.bounded_left, problem_class.bounded_right),
+        problem_class.negative_scale,
+        problem_class.softcap,
+        problem_class.sink,
+        problem_class.ragged,
+    )
+    kernel = ForwardKernel(
+        config,
+        ELEMENT_TYPES[problem_class.dtype],
+        variant,
+        scheduler_class(problem_class.use_clc),
+    )
+    return kernel, compile_arguments(problem_class)
+
+
+def _backward_preprocess(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from .backward_calling import preprocess_compile_arguments
+    from .backward_preprocess import PreprocessKernel, PreprocessVariant
+
+    variant = PreprocessVariant(problem_class.lse_gradient, problem_class.ragged)
+    return PreprocessKernel(config, variant), preprocess_compile_arguments(problem_class)
+
+
+#: Kind of kernel -> what builds it from its configuration and problem class.
+KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
+    "forward": _forward,
+    "backward_preprocess": _backward_preprocess,
+}

@@ -1,0 +1,209 @@
+"""The backward's preprocess kernel alone: delta and LSE of every row, padding included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fa4_hd256 import backward
+from fa4_hd256.backward_calling import PreprocessTensors
+from fa4_hd256.backward_preprocess import PreprocessConfig
+from fa4_hd256.backward_problem import BackwardProblem, PreprocessClass
+from fa4_hd256.compile import compile_kernel
+from fa4_hd256.kernels import KernelSpec
+from fa4_hd256.problem import Options, Problem, tma_can_take
+from fa4_hd256.resources import resource_usage
+
+OPTIONS = Options.check(None, False, (None, None), 0.0, False)
+
+
+def offsets(lengths, device):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def describe(q, lse_gradient=False, ragged=None, max_seqlen_q=None):
+    """The problem of some q; keys do not matter to this kernel."""
+    ragged = ragged or {}
+    batch = next((t.numel() - n.startswith("cu_") for n, t in ragged.items()), q.shape[0])
+    k = q.new_zeros(batch, 1, 1, 256)
+    problem = Problem.describe((q, k, k), OPTIONS, None, ragged, max_seqlen_q)
+    return BackwardProblem(problem, tuple(k.shape), 1, lse_gradient, splits=1)
+
+
+def run(rows, dlse=None, ragged=None, max_seqlen_q=None):
+    """Statistics of rows (out, dout, lse)."""
+    problem = describe(rows[0], dlse is not None, ragged, max_seqlen_q)
+    stats = backward.empty_stats(problem)
+    given = tuple((ragged or {}).values())
+    backward.run_preprocess(problem, PreprocessTensors(*rows, dlse, stats, given))
+    return stats
+
+
+def expected(out, dout, lse, dlse=None):
+    """(2, heads, seqlen) of one sequence in float64: out, dout (seqlen, heads, 256)."""
+    delta = (out.double() * dout.double()).sum(2).T.cpu()
+    delta -= 0 if dlse is None else dlse.double().cpu()
+    lse = lse.double().cpu()
+    empty = lse == -math.inf
+    return torch.stack(
+        (lse.mul(math.log2(math.e)).masked_fill(empty, math.inf), delta.masked_fill(empty, 0.0))
+    )
+
+
+def check(stats, start, wanted):
+    """Rows from `start` on as wanted, then those of padding up to a multiple of 256."""
+    length = wanted.shape[2]
+    got = stats[:, :, start : start + length].double().cpu()
+    # float32 sums of 256 products of magnitude up to 20.
+    assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-4)
+    padding = stats[:, :, start + length : start + -(-length // 256) * 256]
+    assert (padding[0] == math.inf).all() and (padding[1] == 0).all()
+
+
+def random_rows(batch, seqlen, heads, device, dtype=torch.bfloat16):
+    out, dout = (torch.randn(batch, seqlen, heads, 256).to(device, dtype) for _ in range(2))
+    return out, dout, torch.randn(batch, heads, seqlen, device=device)
+
+
+# One row; one less and one more than the 16 rows of a warp, the 128 of a CTA, the 256 of a block.
+@pytest.mark.parametrize("seqlen", [1, 15, 17, 127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("lse_gradient", [False, True], ids=["out", "out and lse"])
+def test_lengths(seqlen, lse_gradient, device):
+    out, dout, lse = random_rows(2, seqlen, 3, device)
+    dlse = torch.randn_like(lse) if lse_gradient else None
+    stats = run((out, dout, lse), dlse)
+    for b in range(2):
+        wanted = expected(out[b], dout[b], lse[b], None if dlse is None else dlse[b])
+        check(stats, b * -(-seqlen // 256) * 256, wanted)
+
+
+def test_fp16(device):
+    out, dout, lse = random_rows(1, 40, 1, device, torch.float16)
+    check(run((out, dout, lse)), 0, expected(out[0], dout[0], lse[0]))
+
+
+def test_rows_without_a_visible_key(device):
+    """Whatever out, its gradient and that of the LSE hold, the row has no gradient."""
+    out, dout, lse = random_rows(1, 40, 2, device)
+    dlse = torch.randn_like(lse)
+    lse[0, 1, ::3] = -math.inf
+    dlse[0, 1, ::6] = math.nan
+    dout[0, 3, 1] = math.inf
+    stats = run((out, dout, lse), dlse)
+    check(stats, 0, expected(out[0], dout[0], lse[0], dlse[0]))
+
+
+def test_any_strides(device):
+    """Transposed and sliced, the LSE too; 8 heads of one tensor, of which the odd ones are read."""
+    dout = torch.randn(2, 3, 50, 256).to(device, torch.bfloat16).transpose(1, 2)
+    out = torch.randn(50, 2, 8, 300).to(device, torch.bfloat16)[..., 1:7:2, 44:].transpose(0, 1)
+    lse = torch.randn(50, 3, 2, device=device).permute(2, 1, 0)
+    dlse = torch.randn(2, 50, 6, device=device)[..., ::2].transpose(1, 2)
+    assert tma_can_take(out) and tma_can_take(dout)
+    stats = run((out, dout, lse), dlse)
+    for b in range(2):
+        check(stats, b * 256, expected(out[b], dout[b], lse[b], dlse[b]))
+
+
+def test_a_gradient_that_is_one_expanded_number(device):
+    """What lse.sum().backward() hands over."""
+    out, dout, lse = random_rows(2, 20, 2, device)
+    dlse = torch.ones((), device=device).expand(2, 2, 20)
+    assert backward.row_operand(lse) is lse
+    stats = run((out, dout, lse), backward.row_operand(dlse))
+    for b in range(2):
+        check(stats, b * 256, expected(out[b], dout[b], lse[b], dlse[b]))
+
+
+# Zero lengths first, last and in between; whole blocks; rests.
+@pytest.mark.parametrize(
+    "lengths", [(0, 300, 5, 0, 256, 129, 0), (256, 256), (1, 1, 1), (0, 0, 2)], ids=str
+)
+def test_packed_sequences(lengths, device):
+    """Each begins at a multiple of 256, and none reaches into the next."""
+    out, dout, lse = random_rows(1, sum(lengths), 2, device)
+    cu = offsets(lengths, device)
+    stats = run((out, dout, lse), ragged={"cu_seqlens_q": cu}, max_seqlen_q=max(lengths))
+    ends = 0
+    for b, length in enumerate(lengths):
+        rows = slice(int(cu[b]), int(cu[b + 1]))
+        start = (int(cu[b]) + b * 256) // 256 * 256
+        assert start >= ends
+        check(stats, start, expected(out[0, rows], dout[0, rows], lse[0, :, rows]))
+        ends = start + -(-length // 256) * 256
+    assert ends <= stats.shape[2]
+    # What lies between sequences counts for nothing in a sum over all rows.
+    written = torch.zeros(stats.shape[2], dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        start = (int(cu[b]) + b * 256) // 256 * 256
+        written[start : start + length] = True
+    assert (stats[0][:, ~written] == math.inf).all() and (stats[1][:, ~written] == 0).all()
+
+
+def test_padded_sequences(device):
+    """Rows past seqused_q are padding, whatever they hold."""
+    out, dout, lse = random_rows(3, 300, 1, device)
+    used = (300, 70, 0)
+    for b, length in enumerate(used):
+        for tensor in (out, dout):
+            tensor[b, length:] = math.nan
+    ragged = {"seqused_q": torch.tensor(used, dtype=torch.int32, device=device)}
+    stats = run((out, dout, lse), ragged=ragged)
+    for b, length in enumerate(used):
+        check(stats, b * 512, expected(out[b, :length], dout[b, :length], lse[b, :, :length]))
+
+
+def test_a_second_run_is_bitwise_equal(device):
+    rows = random_rows(1, 300, 2, device)
+    assert torch.equal(run(rows), run(rows))
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_no_findings(seed, monkeypatch):
+    import sm100_sim
+
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    rows = random_rows(2, 140, 2, "cpu")
+    run(rows, torch.randn_like(rows[2]))
+    assert sm100_sim.last_reports()[-1].findings == []
+
+
+CLASSES = [
+    PreprocessClass(torch.bfloat16),
+    PreprocessClass(torch.float16, True, ("cu_seqlens_q", "seqused_q")),
+]
+
+
+@pytest.mark.parametrize("problem_class", CLASSES, ids=["plain", "everything"])
+def test_resources(problem_class):
+    """No spill and no local memory; registers few enough for 32 warps of an SM."""
+    compiled = compile_kernel(KernelSpec("backward_preprocess", PreprocessConfig(), problem_class))
+    usage = resource_usage(compiled.cubin)
+    assert usage.stack == usage.local == 0
+    assert usage.registers <= 64
+
+
+@pytest.mark.simulator
+def test_rows_are_read_16_bytes_a_lane():
+    """Each row of out and dout once: two loads of a warp."""
+    import sm100_sim
+
+    run(random_rows(1, 256, 1, "cpu"))
+    opcodes = sm100_sim.last_reports()[-1].opcodes
+    wide = [c["warps"] for name, c in opcodes.items() if name.startswith("ld.global.v4")]
+    assert sum(wide) == 2 * 256
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((8, 48, 4), "8 warps of 48 rows"), ((8, 24, 4), "8 warps of 24"), ((8, 16, 3), "is 3")],
+)
+def test_configurations_that_are_not_accepted(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        PreprocessConfig(*sizes)
