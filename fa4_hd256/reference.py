@@ -71,34 +71,59 @@ def attention(
     q: (batch, seqlen_q, heads, dim); k, v: (batch, seqlen_k, heads_kv, dim), any dtype and
     device; options: those of `AttentionOptions`. Query head h uses key/value head
     h // (heads / heads_kv). A query that sees no key has out = 0, and lse = -inf or the sink's
-    logit.
+    logit. Autograd differentiates it; such a query has no gradient, or the sink's alone.
     """
     chosen = AttentionOptions(**options)
-    batch, seqlen_q, heads, dim = q.shape
-    seqlen_k = k.shape[1]
-    out = torch.empty(batch, seqlen_q, heads, v.shape[3], dtype=torch.float64)
-    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float64)
+    batch, seqlen_q, heads, _ = q.shape
     group = heads // k.shape[2]
+    outs, lses = [], []
     for b in range(batch):
         for h in range(heads):
-            keys, values = (t[b, :, h // group].cpu().double() for t in (k, v))
-            for start in range(0, seqlen_q, _ROWS):
-                rows = range(start, min(start + _ROWS, seqlen_q))
-                queries = q[b, rows.start : rows.stop, h].cpu().double()
-                scores = _capped(chosen.scale(dim) * (queries @ keys.T), chosen.softcap)
-                scores.masked_fill_(~visible((seqlen_q, seqlen_k), chosen.window, rows), -math.inf)
-                part = torch.logsumexp(_with_sink(scores, chosen.learnable_sink, h), dim=1)
-                # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
-                shift = part.masked_fill(part == -math.inf, 0.0)
-                lse[b, h, rows.start : rows.stop] = part
-                out[b, rows.start : rows.stop, h] = torch.exp(scores - shift[:, None]) @ values
-    return out, lse
+            one = (q[b, :, h], k[b, :, h // group], v[b, :, h // group])
+            out, lse = _one_head(tuple(t.cpu().double() for t in one), chosen, h)
+            outs.append(out)
+            lses.append(lse)
+    if not outs:
+        return q.cpu().double(), torch.zeros(batch, heads, seqlen_q, dtype=torch.float64)
+    out = torch.stack(outs).unflatten(0, (batch, heads)).transpose(1, 2).contiguous()
+    return out, torch.stack(lses).unflatten(0, (batch, heads))
+
+
+def _one_head(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: AttentionOptions, head: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one head: q, k, v (rows, dim) in float64."""
+    q, k, v = tensors
+    lengths = (q.shape[0], k.shape[0])
+    outs, lses = [], []
+    for start in range(0, max(lengths[0], 1), _ROWS):
+        rows = range(start, min(start + _ROWS, lengths[0]))
+        scores = chosen.scale(q.shape[1]) * (q[rows.start : rows.stop] @ k.T)
+        scores = _capped(scores, chosen.softcap)
+        scores = scores.masked_fill(~visible(lengths, chosen.window, rows), -math.inf)
+        lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, head))
+        # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
+        shift = lse.masked_fill(lse == -math.inf, 0.0)
+        outs.append(torch.exp(scores - shift[:, None]) @ v)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _log_sum_exp(scores: torch.Tensor) -> torch.Tensor:
+    """Of each row; -inf with a gradient of 0, not NaN, where all of it is -inf."""
+    top = scores.detach().amax(dim=1)
+    empty = top == -math.inf
+    top = top.masked_fill(empty, 0.0)
+    total = torch.exp(scores - top[:, None]).sum(dim=1).masked_fill(empty, 1.0)
+    return (total.log() + top).masked_fill(empty, -math.inf)
 
 
 def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> torch.Tensor:
     """Scores (rows, keys) with a column for the head's sink, or an empty-safe one without."""
-    logit = -math.inf if sink is None else sink[head].item()
-    return torch.cat((scores, scores.new_full((scores.shape[0], 1), logit)), dim=1)
+    column = scores.new_full((scores.shape[0], 1), -math.inf)
+    if sink is not None:
+        column = sink[head].cpu().double().expand(column.shape)
+    return torch.cat((scores, column), dim=1)
 
 
 def same_dtype_pytorch(
@@ -109,6 +134,13 @@ def same_dtype_pytorch(
     Scores and probabilities are rounded to that dtype, the softmax itself is in float32: what a
     user would write with matmul and softmax. options: those of `AttentionOptions`.
     """
+    return _same_dtype(q, k, v, **options)[0]
+
+
+def _same_dtype(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `same_dtype_pytorch`; lse in float32."""
     chosen = AttentionOptions(**options)
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     heads_first = [t.cpu().transpose(1, 2) for t in (q, k, v)]
@@ -117,12 +149,65 @@ def same_dtype_pytorch(
     )
     scores = (queries @ keys.transpose(2, 3)) * chosen.scale(q.shape[3])
     scores = _capped(scores, chosen.softcap)
-    scores.masked_fill_(~visible((q.shape[1], k.shape[1]), chosen.window), -math.inf)
+    seen = visible((q.shape[1], k.shape[1]), chosen.window)
+    empty = ~seen.any(dim=1)
     if chosen.learnable_sink is not None:
         sink = chosen.learnable_sink.cpu().to(scores.dtype)[None, :, None, None]
         scores = torch.cat((scores, sink.expand(*scores.shape[:3], 1)), dim=3)
-    weights = torch.softmax(scores, dim=3, dtype=torch.float32).nan_to_num(0.0)
-    return (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2)
+        seen = torch.cat((seen, seen.new_ones(len(seen), 1)), dim=1)
+        empty = torch.zeros_like(empty)
+    # A row that sees nothing keeps its scores, and loses its weights: softmax of nothing is NaN.
+    scores = scores.masked_fill(~seen & ~empty[:, None], -math.inf)
+    weights = torch.softmax(scores, dim=3, dtype=torch.float32).masked_fill(empty[:, None], 0.0)
+    lse = scores.float().logsumexp(dim=3).masked_fill(empty, -math.inf)
+    return (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2), lse
+
+
+def gradients(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Gradients in float64, by autograd of `attention`: "q", "k", "v", and "sink" with a sink.
+
+    inputs: q, k, v; dout: gradient of out; dlse: gradient of lse, None for 0, without effect in
+    rows whose lse is -inf.
+    """
+    exact = tuple(tensor.cpu().double() for tensor in inputs)
+    sink = options.pop("learnable_sink", None)
+    sink = None if sink is None else sink.cpu().double()
+    return _differentiate(attention, (*exact, sink), dout.cpu().double(), dlse, options)
+
+
+def same_dtype_gradients(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """What autograd of `same_dtype_pytorch` gives, whose errors set the tolerances."""
+    sink = options.pop("learnable_sink", None)
+    leaves = tuple(None if tensor is None else tensor.cpu() for tensor in (*inputs, sink))
+    return _differentiate(_same_dtype, leaves, dout.cpu(), dlse, options)
+
+
+def _differentiate(
+    function: Any, leaves: tuple, dout: torch.Tensor, dlse: torch.Tensor | None, options: dict
+) -> dict[str, torch.Tensor]:
+    """Gradients of function(q, k, v, learnable_sink=sink) = (out, lse) by autograd."""
+    names = ("q", "k", "v", "sink")
+    given = {
+        name: tensor.detach().clone().requires_grad_()
+        for name, tensor in zip(names, leaves, strict=True)
+        if tensor is not None
+    }
+    q, k, v, sink = (given.get(name) for name in names)
+    out, lse = function(q, k, v, learnable_sink=sink, **options)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.cpu().to(lse.dtype)
+    dlse = dlse.masked_fill(lse == -math.inf, 0.0)
+    found = torch.autograd.grad((out, lse), tuple(given.values()), (dout, dlse))
+    return dict(zip(given, found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -146,6 +231,7 @@ class Comparison:
         return 2 * self.pytorch_max_error + 2 * self.rounding
 
 
+@torch.no_grad()
 def compare(out: torch.Tensor, lse: torch.Tensor, inputs: tuple, **options) -> Comparison:
     """Compare (out, lse) for `inputs` (q, k, v) with the reference; `options` as of `attention`.
 
@@ -175,3 +261,45 @@ def _lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
     if not torch.equal(lse == -math.inf, empty):
         return math.inf
     return _largest((lse - expected)[~empty])
+
+
+@dataclass(frozen=True)
+class GradientComparison:
+    """Errors of one gradient against the float64 reference, as those of `Comparison`."""
+
+    max_error: float
+    pytorch_max_error: float
+    rounding: float
+    rel_l2: float
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error accepted: twice PyTorch's own and twice the rounding of the result."""
+        return 2 * self.pytorch_max_error + 2 * self.rounding
+
+
+def compare_gradients(
+    found: dict[str, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    **options: Any,
+) -> dict[str, GradientComparison]:
+    """Compare gradients, named as by `gradients`, with the reference; NaN is an infinite error.
+
+    found: those to compare; the other arguments are those of `gradients`.
+    """
+    expected = gradients(inputs, dout, dlse, **options)
+    pytorch = same_dtype_gradients(inputs, dout, dlse, **options)
+    result = {}
+    for name, tensor in found.items():
+        exact = expected[name]
+        difference = tensor.cpu().double() - exact
+        norm = exact.norm().item()
+        result[name] = GradientComparison(
+            max_error=_largest(difference),
+            pytorch_max_error=_largest(pytorch[name].double() - exact),
+            rounding=_largest(exact.to(tensor.dtype).double() - exact),
+            rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
+        )
+    return result

@@ -63,3 +63,96 @@ def test_comparison_accepts_what_is_right_and_nothing_else():
     wrong_lse = lse.clone()
     wrong_lse[0, 0, 0] = -1e30
     assert reference.compare(out, wrong_lse, (q, k, v), **options).lse_max_error == math.inf
+
+
+def leaves(*tensors):
+    return [t.double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, -0.05])
+# Fewer keys than queries: under causal, rows that see nothing.
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 9), (9, 5)])
+def test_gradients_against_pytorch(seqlen_q, seqlen_k, scale, causal):
+    inputs_ = inputs(seqlen_q, seqlen_k, 4, 2)
+    dout = torch.randn(2, seqlen_q, 4, 256)
+    got = reference.gradients(inputs_, dout, softmax_scale=scale, causal=causal)
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if causal:
+        mask = mask.tril(seqlen_k - seqlen_q)
+    exact = leaves(*inputs_)
+    rows = mask.any(dim=1)
+    q, k, v = (t.transpose(1, 2) for t in exact)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, rows], k, v, attn_mask=mask[rows], scale=scale, enable_gqa=True
+    )
+    (out.transpose(1, 2) * dout[:, rows].double()).sum().backward()
+    for name, leaf in zip("qkv", exact):
+        assert torch.allclose(got[name], leaf.grad, atol=1e-12), name
+
+
+def small(seqlen_q, seqlen_k, heads, heads_kv):
+    shapes = ((seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
+    return leaves(*(torch.randn(1, s, h, 3) for s, h in shapes))
+
+
+# gradcheck compares with finite differences, so it shares no formula with autograd.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (1, 1), "softcap": 2.0},
+        {"softmax_scale": -0.7, "window_size": (2, None)},
+    ],
+    ids=str,
+)
+def test_gradients_by_finite_differences(options):
+    q, k, v = small(4, 3, 2, 1)
+    (sink,) = leaves(torch.randn(2))
+
+    def both(q, k, v, sink):
+        return reference.attention(q, k, v, learnable_sink=sink, **options)
+
+    assert torch.autograd.gradcheck(both, (q, k, v, sink))
+
+
+def test_rows_without_a_visible_key_have_no_gradient():
+    """Causal, 5 queries of 2 keys: the first three see nothing, whatever their LSE's gradient."""
+    q, k, v = (t.detach() for t in small(5, 2, 1, 1))
+    dout, dlse = torch.randn(1, 5, 1, 3), torch.randn(1, 1, 5)
+    for of in (reference.gradients, reference.same_dtype_gradients):
+        whole = of((q, k, v), dout.double(), dlse, causal=True)
+        part = of((q[:, 3:], k, v), dout[:, 3:].double(), dlse[..., 3:], causal=True)
+        assert (whole["q"][:, :3] == 0).all()
+        assert torch.allclose(whole["q"][:, 3:], part["q"], atol=1e-14)
+        assert all(torch.allclose(whole[name], part[name], atol=1e-14) for name in "kv")
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_the_two_sets_of_gradients_agree_in_float64(with_sink):
+    """Plain PyTorch and the reference are the same function: in float64 they meet."""
+    inputs_ = [t.detach() for t in small(6, 4, 4, 2)]
+    options = {"window_size": (2, 1), "softcap": 3.0}
+    if with_sink:
+        options["learnable_sink"] = torch.randn(4).double()
+    dout, dlse = torch.randn(1, 6, 4, 3).double(), torch.randn(1, 4, 6)
+    exact = reference.gradients(inputs_, dout, dlse, **options)
+    plain = reference.same_dtype_gradients(inputs_, dout, dlse, **options)
+    assert list(exact) == list(plain) == ["q", "k", "v", *(["sink"] if with_sink else [])]
+    for name in exact:
+        # Plain PyTorch's softmax and LSE are in float32.
+        assert torch.allclose(exact[name], plain[name], atol=1e-5), name
+
+
+def test_comparison_of_gradients_accepts_what_is_right_and_nothing_else():
+    inputs_ = inputs(20, 30, 2, 1, batch=1)
+    dout = torch.randn(1, 20, 2, 256).bfloat16()
+    exact = reference.gradients(inputs_, dout, causal=True)
+    found = {name: t.bfloat16() for name, t in exact.items()}
+    good = reference.compare_gradients(found, inputs_, dout, causal=True)
+    assert all(g.max_error == g.rounding <= g.tolerance for g in good.values())
+    found["k"][0, 3, 0, 7] += 3 * good["k"].tolerance
+    found["v"][0, 3, 0, 7] = math.nan
+    wrong = reference.compare_gradients(found, inputs_, dout, causal=True)
+    assert wrong["q"] == good["q"] and wrong["k"].max_error > good["k"].tolerance
+    assert wrong["v"].max_error == math.inf
