@@ -40,7 +40,7 @@ def empty_stats(problem: BackwardProblem) -> torch.Tensor:
     rows = padded_rows(seqlen, forward.sequences, packed)
     stats = torch.empty(2, heads, rows, dtype=torch.float32, device=forward.device)
     if forward.ragged:
-        stats[0].fill_(math.inf)
+        stats[0].fill_(-math.inf)
         stats[1].zero_()
     elif forward.device.type == "cpu":
         stats.fill_(math.nan)

@@ -1,13 +1,14 @@
 """The backward's first kernel: what every row of dO, O and LSE comes down to, two floats.
 
-stats[0]: LSE in the exponent of 2, so that the probabilities are exp2(score - stats[0]).
-stats[1]: delta = sum over the columns of dO * O, less the gradient of LSE.  With P the
-probabilities and dP = dO V^T, the gradient of the scores is P * (dP - delta): the softmax's part is
-P * (dP - rowsum(P * dP)), where rowsum(P * dP) = rowsum(dO * O), and dLSE/dS = P
-(FlashAttention, arXiv 2205.14135, appendix B; arXiv 2307.08691, 3.1.2).
+stats[0]: -LSE * log2(e), so that the probabilities are exp2(score + stats[0]).
+stats[1]: -delta, where delta = sum over the columns of dO * O, less the gradient of LSE.  With P
+the probabilities and dP = dO V^T, the gradient of the scores is P * (dP - delta): the softmax's
+part is P * (dP - rowsum(P * dP)), where rowsum(P * dP) = rowsum(dO * O), and dLSE/dS = P
+(FlashAttention, arXiv 2205.14135, appendix B; arXiv 2307.08691, 3.1.2).  Both are negated, ready
+to be added two at a time.
 
 A row that sees no key, and every row with which a sequence is filled up to a multiple of
-`PADDING`, gets +inf and 0: its probabilities and its gradients vanish without a mask.
+`PADDING`, gets -inf and 0: its probabilities and its gradients vanish without a mask.
 
 The kernel is bound by memory, 1 KiB a row: a warp reads a row with 16 bytes a lane, and each lane
 keeps the sum of one row, so that LSE and the results move as whole sectors.  At 36 registers a
@@ -212,14 +213,14 @@ class PreprocessKernel:
         """Both values of one row; (delta, where to)."""
         delta, to = result
         rows, head = context.rows, context.head
-        lse_log2, shifted = Float32(math.inf), Float32(0.0)
+        negative_lse, negative_delta = Float32(-math.inf), Float32(0.0)
         if row < sequence.length:
             place = (sequence.batch, head, sequence.offset + row)
             lse = rows.lse[(*place, 0)]
             if lse != -math.inf:
-                lse_log2 = lse * LOG2_E
-                shifted = delta
+                negative_lse = lse * -LOG2_E
+                negative_delta = -delta
                 if cutlass.const_expr(self.variant.lse_gradient):
-                    shifted = delta - rows.dlse[(*place, 0)]
-        context.stats[0, head, to] = lse_log2
-        context.stats[1, head, to] = shifted
+                    negative_delta = rows.dlse[(*place, 0)] - delta
+        context.stats[0, head, to] = negative_lse
+        context.stats[1, head, to] = negative_delta
