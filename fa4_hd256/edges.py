@@ -27,6 +27,7 @@ __all__ = [
     "Edge",
     "EdgeTable",
     "RingState",
+    "RingStates",
     "SharedByReference",
     "Signal",
 ]
@@ -56,8 +57,14 @@ class Signal(enum.Enum):
 
     TMA_PAIR = "TMA bytes of both CTAs, on the leader's barrier"
     COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
+    TMA_CTA = "TMA bytes of the own CTA, on its barrier"
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
+    WARPS_PAIR_RELEASE = "the same, releasing shared memory written before"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
+
+
+TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA)
+PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
 
 
 class RingState:
@@ -97,6 +104,28 @@ class RingState:
         )
 
 
+class RingStates:
+    """The states one role keeps, by edge; lives across dynamic loops."""
+
+    def __init__(self, states: dict[str, RingState]) -> None:
+        self._states = states
+
+    def __getitem__(self, name: str) -> RingState:
+        return self._states[name]
+
+    def __extract_mlir_values__(self) -> list:
+        return [v for state in self._states.values() for v in cutlass.extract_mlir_values(state)]
+
+    def __new_from_mlir_values__(self, values: list) -> RingStates:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return RingStates(
+            {
+                name: cutlass.new_from_mlir_values(state, list(pair))
+                for (name, state), pair in zip(self._states.items(), pairs, strict=True)
+            }
+        )
+
+
 @dataclass(frozen=True)
 class Edge(SharedByReference):
     """One array of mbarriers.
@@ -122,9 +151,9 @@ class Edge(SharedByReference):
     @property
     def arrive_count(self) -> int:
         """Arrivals that complete a phase."""
-        if self.signal in (Signal.TMA_PAIR, Signal.COMMIT_PAIR):
+        if self.signal in (*TMA_SIGNALS, Signal.COMMIT_PAIR):
             return 1
-        ctas = 2 if self.signal is Signal.WARPS_PAIR else 1
+        ctas = 2 if self.signal in PAIR_SIGNALS else 1
         return ctas * self.producer_warps
 
     def waiter_state(self) -> RingState:
@@ -150,11 +179,15 @@ class EdgeTable(SharedByReference):
         for edge in self.edges:
             if edge.stages < 1 or edge.arrive_count < 1:
                 raise ValueError(f"edge {edge.name} has no stage or nobody who arrives")
-            if (edge.signal is Signal.TMA_PAIR) != (edge.transaction_bytes > 0):
+            if (edge.signal in TMA_SIGNALS) != (edge.transaction_bytes > 0):
                 raise ValueError(f"edge {edge.name}: exactly TMA edges carry transaction bytes")
 
     def __getitem__(self, name: str) -> Edge:
         return next(edge for edge in self.edges if edge.name == name)
+
+    def waiter_states(self, *names: str) -> RingStates:
+        """The states of a role that waits on these edges."""
+        return RingStates({name: self[name].waiter_state() for name in names})
 
     @property
     def num_barriers(self) -> int:
@@ -192,6 +225,7 @@ class Barrier(SharedByReference):
     def __init__(self, edge: Edge, storage: cute.Pointer) -> None:
         operation = {
             Signal.TMA_PAIR: pipeline.PipelineOp.TmaLoad,
+            Signal.TMA_CTA: pipeline.PipelineOp.TmaLoad,
             Signal.COMMIT_PAIR: pipeline.PipelineOp.TCGen05Mma,
         }.get(edge.signal, pipeline.PipelineOp.AsyncThread)
         group = pipeline.CooperativeGroup(pipeline.Agent.Thread, edge.arrive_count)
@@ -209,7 +243,7 @@ class Barrier(SharedByReference):
         self._array.wait(state.index, state.phase)
 
     def expect_bytes(self, state: Any) -> None:
-        """Arrive, expecting the transaction bytes of one stage; by the leader CTA's warp."""
+        """Arrive, expecting the transaction bytes of one stage; by a warp of the barrier's CTA."""
         self._array.arrive_and_expect_tx(state.index, self.edge.transaction_bytes)
 
     def commit(self, state: Any) -> None:
@@ -222,17 +256,20 @@ class Barrier(SharedByReference):
         The warp barrier orders what the other lanes did before the elected lane's arrival; it is
         left out after an instruction that the whole warp completes together (is_converged), as
         tcgen05.wait is.
-        Edges between the CTAs hand over tensor memory only, whose order is that of the tcgen05
-        waits and fences; a relaxed arrival at cluster scope is then enough (9.7.16.6.4), and
-        spares a memory barrier of several hundred clocks.
+        An edge that hands over tensor memory only, whose order is that of the tcgen05 waits and
+        fences, is signalled by a relaxed arrival at cluster scope (9.7.16.6.4), which spares a
+        memory barrier of several hundred clocks; one that hands over shared memory releases it.
         """
         if not is_converged:
             cute.arch.sync_warp()
         pointer = self._array.get_barrier(state.index)
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR):
+            if cutlass.const_expr(self.edge.signal in PAIR_SIGNALS):
                 cute.arch.mbarrier_arrive(
-                    pointer, LEADER_RANK, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
+                    pointer,
+                    LEADER_RANK,
+                    relaxed=self.edge.signal is Signal.WARPS_PAIR,
+                    scope=nvvm.MemScopeKind.CLUSTER,
                 )
             else:
                 cute.arch.mbarrier_arrive(pointer)

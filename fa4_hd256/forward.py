@@ -31,7 +31,7 @@ store has read the staged O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -50,17 +50,16 @@ from schedulers import (
 from softmax_emu.online import OnlineSoftmax
 
 from .config import HEAD_DIM, ForwardConfig
-from .edges import Barrier, SharedByReference
 from .forward_consumers import ForwardConsumers
 from .forward_producers import ForwardProducers
-from .instructions import MmaShape, OperandLayout
-from .masking import MaskKind, Visibility
+from .instructions import MmaShape, TmemOperand
+from .masking import MaskKind
+from .operands import TmaTensor, by_sequence, k_major_operand, mn_major_operand, smem_layout
+from .pair_kernel import CLUSTER, L2_BYTES_FOR_TILES, PairContext, PairKernel, SharedMemory
 from .sequences import Sequences, SequenceTensors, clipped_view
 
 __all__ = ["ForwardKernel", "ForwardScalars", "ForwardVariant"]
 
-CLUSTER = (2, 1, 1)
-L2_BYTES_FOR_KV = 64 << 20  # half of a B200's L2, so that K and V of a section stay there
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,6 @@ class ForwardScalars(NamedTuple):
     clusters: Int32
 
 
-class TmaTensor(NamedTuple):
-    """A TMA descriptor's copy atom and the coordinate tensor that goes with it."""
-
-    atom: Any
-    tensor: Any
-
-
 class KernelTensors(NamedTuple):
     """What the kernel reads and writes.
 
@@ -122,40 +114,16 @@ class KernelTensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Context(SharedByReference):
-    """What every warp role of one CTA shares."""
+class Context(PairContext):
+    """What every warp role of one CTA shares.
 
-    tensors: KernelTensors
-    sink: Any
-    barriers: dict[str, Barrier]
-    sequences: Sequences
-    mask: MaskKind
-    scalars: ForwardScalars
-    heads_per_kv: Int32
-    order: TileOrder
-    channel: Any
-    cta_rank: Int32
-    q_smem: Any
-    k_smem: Any
-    v_smem: Any
-    scale_smem: Any
-    tmem_address: Any
-    tmem: Any = None
-    own_lanes: Any = None
+    sink: (heads,) or None.  smem: "q", "k", "v" operands with their stages, "scale".
+    """
 
-    def visibility(self, work: Any, block_kv: int) -> Visibility:
-        """Which keys the rows of a tile see."""
-        return Visibility(
-            self.sequences.query(work.batch).length,
-            self.sequences.key(work.batch).length,
-            self.mask,
-            self.scalars.window_left,
-            self.scalars.window_right,
-            block_kv,
-        )
+    sink: Any = None
 
 
-class ForwardKernel(ForwardProducers, ForwardConsumers):
+class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  dtype: cutlass.BFloat16 or Float16.
@@ -175,6 +143,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         self.dtype = dtype
         self.variant = variant
         self.scheduler = scheduler
+        self.warps = config.warps
         self.edges = config.edges
         self.smem_plan = config.smem
         self.tmem_plan = config.tmem
@@ -183,27 +152,10 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
             config.tile_q, config.block_kv, is_bf16, negate_a=variant.negate_scores
         )
         self.pv_shape = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
-        self.q_layout = self._k_major_operand(config.block_q)
-        self.k_layout = self._k_major_operand(config.block_kv // 2)
-        self.v_layout = self._v_operand()
-
-    @staticmethod
-    def _k_major_operand(rows: int) -> OperandLayout:
-        """`rows` x 256, as blocks of 64 columns: a row is 128 bytes, 8 rows an atom of 1024."""
-        block = rows * 128
-        steps = tuple(k // 4 * block + k % 4 * 32 for k in range(HEAD_DIM // 16))
-        return OperandLayout(leading_bytes=16, stride_bytes=1024, step_bytes=steps)
-
-    def _v_operand(self) -> OperandLayout:
-        """128 keys x 128 columns, as blocks of 64 columns: 8 keys an atom of 1024 bytes."""
-        keys = self.config.block_kv
-        steps = tuple(k * 2 * 1024 for k in range(keys // 16))
-        return OperandLayout(leading_bytes=keys * 128, stride_bytes=1024, step_bytes=steps)
-
-    def smem_layout(self, rows: int, columns: int, stages: int) -> Any:
-        """rows x columns x stages, 128-byte swizzle, as blocks of 64 columns (one TMA box)."""
-        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+        self.q_layout = k_major_operand(config.block_q)
+        self.k_layout = k_major_operand(config.block_kv // 2)
+        self.v_layout = mn_major_operand(config.block_kv)
+        self.p_layout = TmemOperand.contiguous(config.block_kv)
 
     @cute.jit
     def __call__(
@@ -225,7 +177,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         """
         config = self.config
         out, lse = results
-        q, k, v, out = (self._by_sequence(t) for t in (q, k, v, out))
+        q, k, v, out = (by_sequence(t) for t in (q, k, v, out))
         heads = cute.size(q, mode=[2])
         heads_per_kv = heads // cute.size(k, mode=[2])
         _, sequences = self._split_optional(optional)
@@ -241,7 +193,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
                 kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
-                l2_bytes=L2_BYTES_FOR_KV,
+                l2_bytes=L2_BYTES_FOR_TILES,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
             later_blocks_are_longer(
@@ -273,15 +225,6 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
                 return cute.size(cu_seqlens) - 1
         return cute.size(q, mode=[3])
 
-    def _by_sequence(self, tensor: cute.Tensor) -> cute.Tensor:
-        """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with TMA's stride rule."""
-        b, s, h, _ = tensor.shape
-        strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
-        layout = cute.make_layout(
-            (s, HEAD_DIM, h, b), stride=(strides[1], 1, strides[2], strides[0])
-        )
-        return cute.make_tensor(tensor.iterator.align(16), layout)
-
     def _kernel_tensors(
         self, operands: tuple, lse: cute.Tensor, optional: Any
     ) -> KernelTensors:
@@ -298,45 +241,18 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         tmas = []
         for (operation, rows, columns), tensor in zip(boxes, operands, strict=True):
             view = clipped_view(tensor, rows) if self.variant.ragged else tensor
-            layout = cute.select(self.smem_layout(rows, columns, 1), mode=[0, 1])
+            layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
             info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
             tmas.append(TmaTensor(info[0], info[1]))
         return KernelTensors(*tmas, operands[3], lse, optional)
 
-    @cute.kernel
-    def kernel(
-        self,
-        tensors: KernelTensors,
-        sizes: tuple[Int32, Int32, Int32],
-        scalars: ForwardScalars,
-        order: TileOrder,
-    ):
-        """Set-up, then each warp runs its role, then tear-down."""
-        config = self.config
-        warps = config.warps
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        if warp == warps.load:
-            for tma in (tensors.q, tensors.k, tensors.v, tensors.o):
-                cpasync.prefetch_descriptor(tma.atom)
+    def descriptors(self, tensors: KernelTensors) -> tuple[TmaTensor, ...]:
+        return tensors.q, tensors.k, tensors.v, tensors.o
 
-        allocator = SmemAllocator()
-        context = self._set_up(allocator, tensors, sizes, scalars, order)
-        # Barriers must be initialised in both CTAs before either allocates tensor memory for the
-        # pair or signals the other (PTX ISA 9.7.16.7.1).
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        columns = self.tmem_plan.allocated_columns
-        if warp == warps.mma:
-            cute.arch.alloc_tmem(columns, context.tmem_address, is_two_cta=True)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
-        # A warp reaches the 32 lanes of its place in the warpgroup (PTX ISA 9.7.16.2.3.1).
-        own_lanes = tmem + warp % 4 * (32 << 16)
-        context = replace(context, tmem=tmem, own_lanes=own_lanes)
-
+    @cute.jit
+    def run_role(self, context: Any, warp: Int32):
+        """The role of this warp, with its register budget."""
+        warps = self.config.warps
         if warp < warps.correction[0]:
             cute.arch.setmaxregister_increase(warps.registers_softmax)
             self.softmax(context)
@@ -346,7 +262,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         else:
             cute.arch.setmaxregister_decrease(warps.registers_other)
             if warp == warps.mma:
-                if cta_rank == 0:
+                if context.cta_rank == 0:
                     self.mma(context)
             if warp == warps.load:
                 self.load(context)
@@ -355,14 +271,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
             if warp == warps.scheduler:
                 self.schedule(context)
 
-        # Nobody may leave while the peer still signals it or its tensor memory is in use.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if warp == warps.mma:
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
-            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
-
-    def _set_up(
+    def set_up(
         self,
         allocator: SmemAllocator,
         tensors: KernelTensors,
@@ -374,26 +283,19 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         config = self.config
         seqlen_q, seqlen_k, heads_per_kv = sizes
         sink, sequences = self._split_optional(tensors.optional)
-        offsets = self.smem_plan.offsets()
-        base = allocator.allocate(offsets["scheduler"], 1024)
-
-        def region(name: str, element_type: Any, alignment: int) -> cute.Pointer:
-            pointer = (base + offsets[name]).align(alignment)
-            return cute.recast_ptr(pointer, dtype=element_type)
-
-        def operand(name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
-            layout = self.smem_layout(rows, columns, stages)
-            pointer = cute.recast_ptr(
-                region(name, self.dtype, 1024), layout.inner, dtype=self.dtype
-            )
-            return cute.make_tensor(pointer, layout.outer)
-
+        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         kv_stages = config.kv_stages
         scale_layout = cute.make_layout((config.block_q, config.scale_stages))
+        smem = {
+            "q": memory.operand("q", config.block_q, HEAD_DIM, config.q_stages),
+            "k": memory.operand("kv", config.block_kv // 2, HEAD_DIM, kv_stages),
+            "v": memory.operand("kv", config.block_kv, HEAD_DIM // 2, kv_stages),
+            "scale": cute.make_tensor(memory.region("scale", Float32, 16), scale_layout),
+        }
         return Context(
             tensors=tensors,
             sink=sink,
-            barriers=self.edges.bind(region("barriers", cutlass.Int64, 8)),
+            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
             sequences=Sequences(sequences, seqlen_q, seqlen_k),
             mask=self.variant.mask,
             scalars=scalars,
@@ -401,11 +303,8 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
             order=order,
             channel=self.scheduler.setup(allocator, config.warps.scheduled_warps),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
-            q_smem=operand("q", config.block_q, HEAD_DIM, config.q_stages),
-            k_smem=operand("kv", config.block_kv // 2, HEAD_DIM, kv_stages),
-            v_smem=operand("kv", config.block_kv, HEAD_DIM // 2, kv_stages),
-            scale_smem=cute.make_tensor(region("scale", Float32, 16), scale_layout),
-            tmem_address=region("tmem_address", Int32, 4),
+            tmem_address=memory.region("tmem_address", Int32, 4),
+            smem=smem,
         )
 
     def create_softmax(self, context: Context) -> OnlineSoftmax:
@@ -420,7 +319,7 @@ class ForwardKernel(ForwardProducers, ForwardConsumers):
         config = self.config
         return work.query_block * config.tile_q + context.cta_rank * config.block_q
 
-    def num_kv_tiles(self, context: Context, work: Any) -> Int32:
+    def num_steps(self, context: Context, work: Any) -> Int32:
         """Steps of a tile; the same in both CTAs and all roles."""
         tile_q = self.config.tile_q
         visibility = context.visibility(work, self.config.block_kv)

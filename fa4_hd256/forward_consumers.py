@@ -8,13 +8,15 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync
 
+from softmax_emu.online import soft_cap
 from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from .config import HEAD_DIM
 from .instructions import fence_after_thread_sync, fence_before_thread_sync
 from .sequences import tma_tile
+from .tmem_access import multiply, tmem_load, tmem_store
 
 __all__ = ["ForwardConsumers"]
 
@@ -93,10 +95,10 @@ class ForwardConsumers:
         fence_after_thread_sync()
         address = context.own_lanes + (self.tmem_plan["s0"].start + s_done.index * columns)
         scores = cute.make_rmem_tensor(columns, Float32)
-        self._tmem_load(address, scores)
+        tmem_load(address, scores)
         cute.arch.fence_view_async_tmem_load()
         if cutlass.const_expr(self.variant.softcap):
-            softmax.cap(scores, context.scalars.cap_scale)
+            soft_cap(scores, context.scalars.cap_scale)
         if cutlass.const_expr(mask is not None):
             context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
         factor = softmax.update_max(scores)
@@ -109,7 +111,7 @@ class ForwardConsumers:
                 fragments[None, fragment], probabilities, fragment, num_fragments
             )
             # Two 16-bit values a column, over the S they came from.
-            self._tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
+            tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
         barriers["p_done"].arrive(s_done, is_converged=True)
@@ -123,7 +125,7 @@ class ForwardConsumers:
         """Hand a value per row to the correction thread of the same row."""
         s_done, scale_free = states
         context.barriers["scale_free"].wait(scale_free)
-        context.scale_smem[cute.arch.thread_idx()[0], scale_free.index] = value
+        context.smem["scale"][cute.arch.thread_idx()[0], scale_free.index] = value
         context.barriers["scale_done"].arrive(scale_free)
         scale_free.advance()
         return s_done, scale_free
@@ -141,7 +143,7 @@ class ForwardConsumers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            num_tiles = self.num_kv_tiles(context, work)
+            num_tiles = self.num_steps(context, work)
             if num_tiles > 0:
                 # The first step's factor has no O to apply to.
                 _, scale_done = self._receive_scale(context, scale_done)
@@ -164,7 +166,7 @@ class ForwardConsumers:
     def _receive_scale(self, context: Any, scale_done: Any):
         """The value the softmax thread of the same row sent."""
         context.barriers["scale_done"].wait(scale_done)
-        value = context.scale_smem[self._row_in_block(), scale_done.index]
+        value = context.smem["scale"][self._row_in_block(), scale_done.index]
         context.barriers["scale_free"].arrive(scale_done)
         scale_done.advance()
         return value, scale_done
@@ -180,10 +182,10 @@ class ForwardConsumers:
         for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
             address = context.own_lanes + (self.tmem_plan["o"].start + start)
             values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-            self._tmem_load(address, values)
+            tmem_load(address, values)
             cute.arch.fence_view_async_tmem_load()
-            self._multiply(values, factor)
-            self._tmem_store(values, address)
+            multiply(values, factor)
+            tmem_store(values, address)
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
 
@@ -195,17 +197,17 @@ class ForwardConsumers:
         row = self._row_in_block()
         buffer = o_staged.index // config.o_slices
         slices = cute.logical_divide(
-            context.q_smem[None, None, buffer], (None, cute.make_layout(CORRECTION_COLUMNS))
+            context.smem["q"][None, None, buffer], (None, cute.make_layout(CORRECTION_COLUMNS))
         )
         for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
             values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-            self._tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
+            tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
             cute.arch.fence_view_async_tmem_load()
             end = start + CORRECTION_COLUMNS
             if cutlass.const_expr(end == HEAD_DIM):
                 fence_before_thread_sync()
                 context.barriers["o_free"].arrive(o_done)
-            self._multiply(values, inverse)
+            multiply(values, inverse)
             rounded = cute.make_rmem_tensor(CORRECTION_COLUMNS, self.dtype)
             rounded.store(values.load().to(self.dtype))
             cute.autovec_copy(rounded, slices[row, (None, start // CORRECTION_COLUMNS)])
@@ -239,12 +241,12 @@ class ForwardConsumers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            if self.num_kv_tiles(context, work) > 0:
+            if self.num_steps(context, work) > 0:
                 sequence = context.sequences.query(work.batch)
                 place = (sequence, self.first_row(context, work), None, work.head)
                 shape = (config.block_q, config.o_slice)
                 tiles = tma_tile(o.tensor, shape, place)
-                buffer = context.q_smem[None, None, q_free.index]
+                buffer = context.smem["q"][None, None, q_free.index]
                 slices = cute.local_tile(buffer, shape, (0, None))
                 from_smem, to_global = cpasync.tma_partition(
                     o.atom, 0, cute.make_layout(1),
@@ -261,53 +263,3 @@ class ForwardConsumers:
             work = scheduler.advance_to_next_work()
         # Shared memory must not go away, nor the grid be reported done, under a store in flight.
         cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    def _tmem_tensor(self, address: Any, columns: int) -> cute.Tensor:
-        """128 lanes x columns of tensor memory at `address`: lane stride 2^16.
-
-        The address names the warp's own lanes, so every thread takes the part of thread 0.
-        """
-        layout = cute.make_layout((self.config.block_q, columns), stride=(1 << 16, 1))
-        return cute.make_tensor(address, layout)
-
-    def _tmem_load(self, address: Any, values: cute.Tensor) -> None:
-        """tcgen05.ld.32x32b of this thread's row: as many columns as `values`; wait before use.
-
-        `values` may be wider than one instruction's FRAGMENT_COLUMNS.
-        """
-        columns = cute.size(values)
-        atom = cute.make_copy_atom(
-            tcgen05.Ld32x32bOp(tcgen05.Repetition(min(columns, FRAGMENT_COLUMNS))), Float32
-        )
-        tensor = self._tmem_tensor(address, columns)
-        copy = tcgen05.make_tmem_copy(atom, tensor)
-        thread = copy.get_slice(0)
-        registers = thread.partition_D(cute.make_identity_tensor((self.config.block_q, columns)))
-        cute.copy(
-            copy,
-            thread.partition_S(tensor),
-            cute.make_tensor(values.iterator, cute.make_layout(registers.shape)),
-        )
-
-    def _tmem_store(self, values: cute.Tensor, address: Any) -> None:
-        """tcgen05.st.32x32b of this thread's row: one instruction of as many columns."""
-        columns = cute.size(values)
-        atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), Float32)
-        tensor = self._tmem_tensor(address, columns)
-        copy = tcgen05.make_tmem_copy(atom, tensor)
-        thread = copy.get_slice(0)
-        registers = thread.partition_S(cute.make_identity_tensor((self.config.block_q, columns)))
-        cute.copy(
-            copy,
-            cute.make_tensor(values.iterator, cute.make_layout(registers.shape)),
-            thread.partition_D(tensor),
-        )
-
-    def _multiply(self, values: cute.Tensor, factor: Float32) -> None:
-        """values *= factor, two at a time (mul.rn.f32x2)."""
-        for i in range(0, cute.size(values), 2):
-            values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
-                (values[i], values[i + 1]), (factor, factor)
-            )
-
-

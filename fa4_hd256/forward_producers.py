@@ -1,4 +1,4 @@
-"""The forward kernel's roles that feed the tensor core: load, mma, and the tile scheduler."""
+"""The forward kernel's roles that feed the tensor core: load and mma."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from .instructions import fence_after_thread_sync, mma_chain
-from .sequences import tma_tile
+from .operands import load_tile
 
 __all__ = ["ForwardProducers"]
 
@@ -29,23 +28,23 @@ class ForwardProducers:
         q_free = barriers["q_free"].edge.waiter_state()
         kv_free = barriers["kv_free"].edge.waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self._next_with_keys(context, scheduler, scheduler.initial_work())
+        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
         if work.is_valid:
             q_free, kv_free = self._load_first(context, work, q_free, kv_free)
         while work.is_valid:
             last = self._last_kv_tile(context, work)
-            num_tiles = self.num_kv_tiles(context, work)
+            num_tiles = self.num_steps(context, work)
             for step in cutlass.range(1, num_tiles, unroll=1):
                 kv_free = self._load_k(context, work, last - step, kv_free)
                 kv_free = self._load_v(context, work, last - step + 1, kv_free)
             following = scheduler.advance_to_next_work()
-            ahead = self._has_keys(context, following)
+            ahead = self.has_steps(context, following)
             if ahead:
                 q_free, kv_free = self._load_first(context, following, q_free, kv_free)
             kv_free = self._load_v(context, work, last - num_tiles + 1, kv_free)
             work = following
             if not ahead:
-                scheduler, work = self._next_with_keys(context, scheduler, work)
+                scheduler, work = self.next_with_steps(context, scheduler, work)
                 if work.is_valid:
                     q_free, kv_free = self._load_first(context, work, q_free, kv_free)
         # Every buffer must be free before this CTA may exit: its barriers are still signalled.
@@ -63,22 +62,6 @@ class ForwardProducers:
         kv_free = self._load_k(context, work, self._last_kv_tile(context, work), kv_free)
         return q_free, kv_free
 
-    @cute.jit
-    def _next_with_keys(self, context: Any, scheduler: Any, work: Any):
-        """Skip tiles of which no row sees any key: nothing is loaded or multiplied for them."""
-        while work.is_valid & ~self._has_keys(context, work):
-            work = scheduler.advance_to_next_work()
-        return scheduler, work
-
-    @cute.jit
-    def _has_keys(self, context: Any, work: Any):
-        """Whether a tile is valid and some row of it sees a key."""
-        # The batch entry of an invalid tile must not be looked up.
-        has_keys = Boolean(False)
-        if work.is_valid:
-            has_keys = self.num_kv_tiles(context, work) > 0
-        return has_keys
-
     def _last_kv_tile(self, context: Any, work: Any) -> Int32:
         """The KV tile that is worked on first."""
         tile_q = self.config.tile_q
@@ -88,7 +71,7 @@ class ForwardProducers:
     @cute.jit
     def _load_q(self, context: Any, work: Any, q_free: Any):
         place = (context.sequences.query(work.batch), self.first_row(context, work), 0, work.head)
-        self._load_tile(context, "q", context.q_smem, q_free, place)
+        self._load_tile(context, "q", context.smem["q"], q_free, place)
         q_free.advance()
         return q_free
 
@@ -97,7 +80,7 @@ class ForwardProducers:
         row = kv_tile * self.config.block_kv + context.cta_rank * (self.config.block_kv // 2)
         head = work.head // context.heads_per_kv
         place = (context.sequences.key(work.batch), row, 0, head)
-        self._load_tile(context, "k", context.k_smem, kv_free, place)
+        self._load_tile(context, "k", context.smem["k"], kv_free, place)
         kv_free.advance()
         return kv_free
 
@@ -106,7 +89,7 @@ class ForwardProducers:
         row = kv_tile * self.config.block_kv
         head = work.head // context.heads_per_kv
         place = (context.sequences.key(work.batch), row, context.cta_rank, head)
-        self._load_tile(context, "v", context.v_smem, kv_free, place)
+        self._load_tile(context, "v", context.smem["v"], kv_free, place)
         kv_free.advance()
         return kv_free
 
@@ -115,20 +98,12 @@ class ForwardProducers:
         """One TMA load of the tile at place = (sequence, first row, column block, head)."""
         edge = "q" if name == "q" else "kv"
         loaded = context.barriers[f"{edge}_loaded"]
-        source = getattr(context.tensors, name)
-        shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
-        tile = tma_tile(source.tensor, shape, place)
-        to_smem, from_global = cpasync.tma_partition(
-            source.atom, 0, cute.make_layout(1),
-            cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),
-        )  # fmt: skip
         context.barriers[f"{edge}_free"].wait(free)
         if context.cta_rank == 0:
             loaded.expect_bytes(free)
-        cute.copy(
-            source.atom, from_global, to_smem[None, free.index],
-            tma_bar_ptr=loaded.pointer(free),
-        )  # fmt: skip
+        load_tile(
+            getattr(context.tensors, name), smem, place, loaded.pointer(free), free.index
+        )
 
     @cute.jit
     def mma(self, context: Any):
@@ -146,12 +121,12 @@ class ForwardProducers:
         p_done = edges["p_done"].waiter_state()
         o_free = edges["o_free"].waiter_state()
         scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self._next_with_keys(context, scheduler, scheduler.initial_work())
+        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
         if work.is_valid:
             context.barriers["q_loaded"].wait(q_loaded)
             kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
         while work.is_valid:
-            num_tiles = self.num_kv_tiles(context, work)
+            num_tiles = self.num_steps(context, work)
             for step in cutlass.range(1, num_tiles, unroll=1):
                 kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
                 kv_loaded, p_done, o_free = self._pv(
@@ -159,7 +134,7 @@ class ForwardProducers:
                 )
             q_loaded.advance()
             following = scheduler.advance_to_next_work()
-            ahead = self._has_keys(context, following)
+            ahead = self.has_steps(context, following)
             if ahead:
                 context.barriers["q_loaded"].wait(q_loaded)
                 kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
@@ -168,7 +143,7 @@ class ForwardProducers:
             )
             work = following
             if not ahead:
-                scheduler, work = self._next_with_keys(context, scheduler, work)
+                scheduler, work = self.next_with_steps(context, scheduler, work)
                 if work.is_valid:
                     context.barriers["q_loaded"].wait(q_loaded)
                     kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
@@ -185,8 +160,8 @@ class ForwardProducers:
         barriers = context.barriers
         barriers["kv_loaded"].wait(kv_loaded)
         fence_after_thread_sync()
-        q = context.q_smem[None, None, q_loaded.index].iterator
-        k = context.k_smem[None, None, kv_loaded.index].iterator
+        q = context.smem["q"][None, None, q_loaded.index].iterator
+        k = context.smem["k"][None, None, kv_loaded.index].iterator
         mma_chain(
             self.qk_shape,
             self._s_address(context, s_done.index),
@@ -209,11 +184,11 @@ class ForwardProducers:
         barriers["o_free"].wait(o_free)
         barriers["p_done"].wait(p_done)
         fence_after_thread_sync()
-        v = context.v_smem[None, None, kv_loaded.index].iterator
+        v = context.smem["v"][None, None, kv_loaded.index].iterator
         mma_chain(
             self.pv_shape,
             context.tmem.toint() + self.tmem_plan["o"].start,
-            (self._s_address(context, p_done.index), None),
+            (self._s_address(context, p_done.index), self.p_layout),
             (self.v_layout.lower_word(v), self.v_layout),
             Boolean(accumulate),
         )
@@ -228,16 +203,3 @@ class ForwardProducers:
         """TMEM address of an S buffer, and of the P that replaces it."""
         plan = self.tmem_plan
         return context.tmem.toint() + plan["s0"].start + stage * plan["s0"].columns
-
-    @cute.jit
-    def schedule(self, context: Any):
-        """Ask for the next tiles ahead of time; nothing to do under a static scheduler."""
-        if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
-            scheduler = self.scheduler.create(context.order, context.channel)
-            work = scheduler.initial_work()
-            while work.is_valid:
-                scheduler.prefetch_next_work()
-                work = scheduler.advance_to_next_work()
-            scheduler.producer_tail()
-
-

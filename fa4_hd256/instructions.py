@@ -5,7 +5,7 @@ Section numbers are those of the PTX ISA.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 __all__ = [
     "MmaShape",
     "OperandLayout",
+    "TmemOperand",
     "fence_after_thread_sync",
     "fence_before_thread_sync",
     "mma_chain",
@@ -40,6 +41,12 @@ class OperandLayout:
     stride_bytes: int
     step_bytes: tuple[int, ...]
 
+    def part(self, index: int, parts: int) -> OperandLayout:
+        """One of `parts` equal runs of the slices."""
+        count = len(self.step_bytes) // parts
+        steps = self.step_bytes[index * count : (index + 1) * count]
+        return replace(self, step_bytes=steps)
+
     @property
     def upper_word(self) -> int:
         """Bits 32-63 of the descriptor."""
@@ -49,6 +56,21 @@ class OperandLayout:
         """Bits 0-31 for a tile at this shared-memory address."""
         address = (tile.toint() & ADDRESS_BITS) >> 4
         return address | ((self.leading_bytes >> 4) << 16)
+
+
+@dataclass(frozen=True)
+class TmemOperand:
+    """An A operand in TMEM (9.7.16.10): 16-bit elements, two a column, so 8 columns a slice.
+
+    step_columns: start of each K = 16 slice, relative to the operand's address.
+    """
+
+    step_columns: tuple[int, ...]
+
+    @classmethod
+    def contiguous(cls, elements: int) -> TmemOperand:
+        """`elements` of K one after the other."""
+        return cls(tuple(range(0, elements // 2, 8)))
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ class MmaShape:
 def mma_chain(
     shape: MmaShape,
     accumulator: Int32,
-    a: tuple[Int32, OperandLayout | None],
+    a: tuple[Int32, OperandLayout | TmemOperand],
     b: tuple[Int32, OperandLayout],
     accumulate: Boolean,
     *,
@@ -92,9 +114,9 @@ def mma_chain(
 ) -> None:
     """tcgen05.mma.cta_group::2.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of a tile pair.
 
-    accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or TMEM
-    address and None for A in TMEM (16 bits an element, so 8 columns a slice).  b: lower
-    descriptor word and layout of B.  accumulate: whether the first slice adds to D.
+    accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or address
+    and layout of A in TMEM.  b: lower descriptor word and layout of B.  accumulate: whether the
+    first slice adds to D.
 
     Called by all lanes of one warp of the leader CTA.  The chain stays in convergent code and
     one elected lane's predicate guards each instruction, so that the descriptors are computed
@@ -113,8 +135,8 @@ def mma_chain(
     for step, b_bytes in enumerate(b_layout.step_bytes):
         lines.append(f"add.u32 b_low, {{$r2}}, {b_bytes >> 4};")
         lines.append(f"mov.b64 b_desc, {{b_low, {b_layout.upper_word:#x}}};")
-        if a_layout is None:
-            operand = f"[{{$r1}} + {8 * step}]"
+        if isinstance(a_layout, TmemOperand):
+            operand = f"[{{$r1}} + {a_layout.step_columns[step]}]"
         else:
             lines.append(f"add.u32 a_low, {{$r1}}, {a_layout.step_bytes[step] >> 4};")
             lines.append(f"mov.b64 a_desc, {{a_low, {a_layout.upper_word:#x}}};")

@@ -64,6 +64,17 @@ class Visibility:
     window_right: Int32
     block_kv: int
 
+    def transposed(self, block_q: int) -> Visibility:
+        """Which queries each key is seen by: the same mask with rows and columns exchanged.
+
+        Query r sees key j iff j - window_right <= r + seqlen_k - seqlen_q <= j + window_left, so
+        the sides change places.  block_q: queries of one tile of columns.
+        """
+        kind = MaskKind(self.kind.bounded_right, self.kind.bounded_left)
+        return Visibility(
+            self.seqlen_k, self.seqlen_q, kind, self.window_right, self.window_left, block_q
+        )
+
     def _clip(self, key: Int32) -> Int32:
         return cutlass.max(cutlass.min(key, self.seqlen_k), 0)
 
@@ -113,10 +124,10 @@ class Visibility:
     def apply(self, scores: cute.Tensor, row: Int32, first_key: Int32) -> None:
         """Set the scores of invisible keys to -inf.
 
-        scores: register tensor of one row of a tile, block_kv Float32; first_key: its first key.
+        scores: register tensor of consecutive Float32 of one row; first_key: that of the first.
         """
         limit, first = self.limit(row) - first_key, self.first(row) - first_key
-        for column in range(self.block_kv):
+        for column in range(cute.size(scores)):
             visible = limit > column
             if cutlass.const_expr(self.kind.bounded_left):
                 visible = visible & (first <= column)

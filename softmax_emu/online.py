@@ -27,7 +27,7 @@ from cutlass import Float32
 from .exp2 import exp2_hardware, exp2_polynomial_pair, exp2_row_factor, maximum3
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
 
-__all__ = ["OnlineSoftmax"]
+__all__ = ["SMALLEST_SCALE", "OnlineSoftmax", "soft_cap"]
 
 # The smallest normal float32.  A scale of 0 is replaced by it: scores then vanish in every finite
 # product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
@@ -162,18 +162,6 @@ class OnlineSoftmax:
             chains[half] = cute.arch.add_packed_f32x2(chains[half], last)
         self.row_sum = chains[0][0] + chains[0][1]
 
-    def cap(self, scores: cute.Tensor, cap_scale: Float32) -> None:
-        """scores := tanh(scores * cap_scale), for a softcap; before any mask.
-
-        The softmax is then created with scale_log2 = softcap * log2(e).  tanh(x) is computed as
-        1 - 2 / (1 + 2^(2 x log2 e)), whose absolute error of some 2^-22 the softcap multiplies;
-        tanh.approx, with a relative error of 2^-11, would be seen in LSE.
-        """
-        doubled = cap_scale * Float32(2.0 * math.log2(math.e))
-        for column in range(cute.size(scores)):
-            power = exp2_row_factor(scores[column] * doubled)
-            scores[column] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
-
     def finish(self, sink_log2: Float32 | None = None) -> tuple[Float32, Float32]:
         """(1 / l, LSE in natural log); (0, -inf) for a row without visible key.
 
@@ -231,3 +219,16 @@ class OnlineSoftmax:
             for field, value in zip(old, values, strict=True)
         )
         return OnlineSoftmax(self._constants, self._settings, state)
+
+
+def soft_cap(scores: cute.Tensor, cap_scale: Float32) -> None:
+    """scores := tanh(scores * cap_scale), for a softcap; before any mask.
+
+    scores: register tensor of Float32.  The scale of the softmax is then softcap * log2(e).
+    tanh(x) is computed as 1 - 2 / (1 + 2^(2 x log2 e)), whose absolute error of some 2^-22 the
+    softcap multiplies; tanh.approx, with a relative error of 2^-11, would be seen in LSE.
+    """
+    doubled = cap_scale * Float32(2.0 * math.log2(math.e))
+    for column in range(cute.size(scores)):
+        power = exp2_row_factor(scores[column] * doubled)
+        scores[column] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)

@@ -1,0 +1,69 @@
+"""Tensor memory to registers and back: each thread the row of its own lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import tcgen05
+
+__all__ = ["multiply", "tmem_load", "tmem_store"]
+
+LANES = 128
+
+# Columns of the widest load used: more in one instruction only delays the first use.
+LOAD_COLUMNS = 32
+
+
+def tmem_load(address: Any, values: cute.Tensor) -> None:
+    """tcgen05.ld.32x32b (PTX ISA 9.7.16.8): this thread's row, as many columns as `values`.
+
+    `address` names the warp's own lanes.  `values`: register tensor of Float32, at most
+    LOAD_COLUMNS columns or a multiple of them; wait before use.
+    """
+    columns = cute.size(values)
+    atom = cute.make_copy_atom(
+        tcgen05.Ld32x32bOp(tcgen05.Repetition(min(columns, LOAD_COLUMNS))), Float32
+    )
+    tensor = _tmem_tensor(address, columns)
+    copy = tcgen05.make_tmem_copy(atom, tensor)
+    thread = copy.get_slice(0)
+    registers = thread.partition_D(cute.make_identity_tensor((LANES, columns)))
+    cute.copy(
+        copy,
+        thread.partition_S(tensor),
+        cute.make_tensor(values.iterator, cute.make_layout(registers.shape)),
+    )
+
+
+def tmem_store(values: cute.Tensor, address: Any) -> None:
+    """tcgen05.st.32x32b (PTX ISA 9.7.16.8) of this thread's row: one instruction."""
+    columns = cute.size(values)
+    atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), Float32)
+    tensor = _tmem_tensor(address, columns)
+    copy = tcgen05.make_tmem_copy(atom, tensor)
+    thread = copy.get_slice(0)
+    registers = thread.partition_S(cute.make_identity_tensor((LANES, columns)))
+    cute.copy(
+        copy,
+        cute.make_tensor(values.iterator, cute.make_layout(registers.shape)),
+        thread.partition_D(tensor),
+    )
+
+
+def multiply(values: cute.Tensor, factor: Float32) -> None:
+    """values *= factor, two at a time (mul.rn.f32x2)."""
+    for i in range(0, cute.size(values), 2):
+        values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
+            (values[i], values[i + 1]), (factor, factor)
+        )
+
+
+def _tmem_tensor(address: Any, columns: int) -> cute.Tensor:
+    """128 lanes x columns at `address`: lane stride 2^16.
+
+    The address names the warp's own lanes, so every thread takes the part of thread 0.
+    """
+    layout = cute.make_layout((LANES, columns), stride=(1 << 16, 1))
+    return cute.make_tensor(address, layout)
