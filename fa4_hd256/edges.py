@@ -113,6 +113,10 @@ class RingStates:
     def __getitem__(self, name: str) -> RingState:
         return self._states[name]
 
+    def advance(self, name: str) -> None:
+        """To the next barrier of an edge."""
+        self._states[name].advance()
+
     def __extract_mlir_values__(self) -> list:
         return [v for state in self._states.values() for v in cutlass.extract_mlir_values(state)]
 

@@ -151,4 +151,4 @@ class PairKernel:
             edge = self.edges[names[name]]
             for _ in cutlass.range_constexpr(edge.stages):
                 context.barriers[edge.name].wait(states[edge.name])
-                states[edge.name].advance()
+                states.advance(edge.name)

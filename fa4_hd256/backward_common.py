@@ -1,0 +1,293 @@
+"""What the dQ kernel and the dK/dV kernel share.
+
+With s = softmax_scale q k (capped or not), P = exp(s - LSE), dP = dO V^T and
+delta = rowsum(dO O) - dLSE::
+
+    dS = P (dP - delta) (1 - tanh^2, with a softcap)
+    dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
+
+Both kernels compute S and dP anew and keep P and dS in 16 bits, unscaled, as operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+
+from schedulers import StaticPersistentScheduler, WorkTile
+from softmax_emu.online import soft_cap
+from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
+
+from .backward_config import BackwardConfig
+from .masking import MaskKind
+from .operands import TmaTensor, by_sequence, load_tile, smem_layout
+from .pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
+from .sequences import Sequences, SequenceTensors, clipped_view
+
+__all__ = [
+    "BackwardKernel",
+    "BackwardScalars",
+    "BackwardTensors",
+    "BackwardVariant",
+    "FRAGMENT",
+    "columns_of",
+    "store_row",
+    "zeros",
+]
+
+FRAGMENT = 32  # columns that one tensor-memory load moves
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """What of a call is compiled into a kernel, beside the configuration.
+
+    mask, negate_scores, softcap, ragged: as in `ForwardVariant`.  partial: dK and dV are float32
+    sums over a part of the query heads of each KV head.
+    """
+
+    mask: MaskKind = MaskKind()
+    negate_scores: bool = False
+    softcap: bool = False
+    ragged: tuple[str, ...] = ()
+    partial: bool = False
+
+
+class BackwardScalars(NamedTuple):
+    """Scalars of one call.
+
+    scale_log2, cap_scale, window_left, window_right, max_seqlen_q, clusters: as in
+    `ForwardScalars`.  softmax_scale: with its sign.  max_seqlen_k: the longest key sequence, or
+    more.  splits: parts into which the query heads of a KV head are split.
+    """
+
+    scale_log2: Float32
+    cap_scale: Float32
+    softmax_scale: Float32
+    window_left: Int32
+    window_right: Int32
+    max_seqlen_q: Int32
+    max_seqlen_k: Int32
+    splits: Int32
+    clusters: Int32
+
+
+class BackwardTensors(NamedTuple):
+    """What a kernel reads and writes.
+
+    loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
+    ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32:
+    -LSE log2(e), then -delta, of each query row (`Sequences.padded_query_offset`).
+    results: (seqlen, 256, heads, batch) each.
+    """
+
+    loads: tuple
+    stats: Any
+    results: tuple
+    ragged: Any
+
+
+class BackwardKernel(PairKernel):
+    """Base of the two kernels: host code, set-up, dispatch, and P from S.
+
+    A kernel adds `PLAN`, the name of its plan in the configuration; `boxes`, the TMA loads by
+    name, as (which of q, k, v and dout, rows, columns); `problem(...)`, its tiles;
+    `smem(memory)`; and the roles `load`, `mma` and `gradient`.
+    """
+
+    PLAN: str
+    boxes: dict[str, tuple[int, int, int]]
+
+    def __init__(
+        self,
+        config: BackwardConfig,
+        dtype: Any,
+        variant: BackwardVariant,
+        scheduler: Any = StaticPersistentScheduler,
+    ) -> None:
+        plan = getattr(config, self.PLAN)
+        self.dtype = dtype
+        self.variant = variant
+        self.scheduler = scheduler
+        self.ex2_pattern = config.ex2_pattern
+        self.plan, self.warps, self.edges = plan, plan.warps, plan.edges
+        self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
+        self.is_bf16 = dtype is cutlass.BFloat16
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        stats: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        ragged: Any,
+        scalars: BackwardScalars,
+        stream: Any,
+    ):
+        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see
+        `BackwardTensors`.  results: (dq,), or (dk, dv) with heads_kv * splits heads.  Last stride
+        1, other strides multiples of 16 bytes.  ragged: a tuple of tensors in the order of
+        `variant.ragged`, None if there are none.
+        """
+        operands = tuple(by_sequence(tensor) for tensor in operands)
+        results = tuple(by_sequence(tensor) for tensor in results)
+        q, k, _, _ = operands
+        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
+        batch = cute.size(q, mode=[3])
+        sequences = self._sequence_tensors(ragged)
+        for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k):
+            if cutlass.const_expr(cu_seqlens is not None):
+                batch = cute.size(cu_seqlens) - 1
+        problem = self.problem(scalars, (q, k), batch)
+        tensors = BackwardTensors(self._tma_tensors(operands), stats, results, ragged)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sizes = tuple(Int32(size) for size in sizes)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=self.scheduler.grid_shape(problem, scalars.clusters),
+            block=(self.warps.num_threads, 1, 1),
+            cluster=CLUSTER,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        return SequenceTensors(**dict(zip(self.variant.ragged, ragged or (), strict=True)))
+
+    def _tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        tmas = []
+        for operand, rows, columns in self.boxes.values():
+            tensor = operands[operand]
+            view = clipped_view(tensor, rows) if self.variant.ragged else tensor
+            layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
+            info = cpasync.make_tiled_tma_atom(load, view, layout, (rows, columns))
+            tmas.append(TmaTensor(info[0], info[1]))
+        return tuple(tmas)
+
+    def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
+        return tensors.loads
+
+    @cute.jit
+    def load_stage(self, context: Any, names: tuple[str, str, str], place: tuple, states: Any):
+        """One TMA load of both CTAs into the next free stage of an edge's buffers.
+
+        names: of the edge, of the box and of its operand in SMEM.  place: see `tma_tile`.
+        """
+        edge, box, smem = names
+        loaded = context.barriers[f"{edge}_loaded"]
+        free = states[f"{edge}_free"]
+        context.barriers[f"{edge}_free"].wait(free)
+        if context.cta_rank == 0:
+            loaded.expect_bytes(free)
+        source = context.tensors.loads[list(self.boxes).index(box)]
+        load_tile(source, context.smem[smem], place, loaded.pointer(free), free.index)
+        states.advance(f"{edge}_free")
+        return states
+
+    def set_up(
+        self,
+        allocator: SmemAllocator,
+        tensors: BackwardTensors,
+        sizes: tuple[Int32, Int32, Int32],
+        scalars: BackwardScalars,
+        order: Any,
+    ) -> PairContext:
+        """Lay out shared memory as the plan says and initialise the barriers."""
+        seqlen_q, seqlen_k, heads_per_kv = sizes
+        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
+        return PairContext(
+            tensors=tensors,
+            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
+            sequences=Sequences(self._sequence_tensors(tensors.ragged), seqlen_q, seqlen_k),
+            mask=self.variant.mask,
+            scalars=scalars,
+            heads_per_kv=heads_per_kv,
+            order=order,
+            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps),
+            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            tmem_address=memory.region("tmem_address", Int32, 4),
+            smem=self.smem(memory),
+        )
+
+    @cute.jit
+    def run_role(self, context: Any, warp: Int32):
+        """The role of this warp, with its register budget."""
+        warps = self.warps
+        if warp < warps.mma:
+            cute.arch.setmaxregister_increase(warps.registers_gradient)
+            self.gradient(context)
+        else:
+            cute.arch.setmaxregister_decrease(warps.registers_other)
+            if warp == warps.mma:
+                if context.cta_rank == 0:
+                    self.mma(context)
+            if warp == warps.load:
+                self.load(context)
+            if warp == warps.scheduler:
+                self.schedule(context)
+
+    def region_address(self, context: Any, name: str) -> Int32:
+        """TMEM address of a region, for the tensor core."""
+        return context.tmem.toint() + self.tmem_plan[name].start
+
+    def own_columns(self, context: Any, name: str, columns: int) -> Any:
+        """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
+        start = self.tmem_plan[name].start + self.warpgroup() * columns
+        return context.own_lanes + start
+
+    @staticmethod
+    def warpgroup() -> Int32:
+        """0 or 1: which of the two warpgroups of gradient warps."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+
+    def no_work(self) -> WorkTile:
+        """An invalid tile."""
+        return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
+
+    @cute.jit
+    def exponentiate(
+        self, context: Any, scores: cute.Tensor, slopes: Any, negative_lse: Any, mask: tuple
+    ):
+        """scores := P, in place.  slopes: with a softcap := 1 - tanh^2, else None.
+
+        mask: (whether to apply it, Visibility, row, first column).
+        """
+        if cutlass.const_expr(self.variant.softcap):
+            soft_cap(scores, context.scalars.cap_scale)
+        applies, visibility, row, column = mask
+        if applies:
+            visibility.apply(scores, row, column)
+        if cutlass.const_expr(self.variant.softcap):
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                # A masked score is -inf here, and its slope must stay finite.
+                tanh = cute.arch.fmax(scores[i], Float32(-1.0))
+                slopes[i] = 1.0 - tanh * tanh
+        scale_log2 = scale_for_masking(context.scalars.scale_log2)
+        probabilities_from_lse(scores, scale_log2, negative_lse, self.ex2_pattern)
+
+
+def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:
+    """Register values, Float32, to consecutive elements of global memory, in their type."""
+    rounded = cute.make_rmem_tensor(cute.size(values), destination.element_type)
+    rounded.store(values.load().to(destination.element_type))
+    cute.autovec_copy(rounded, destination)
+
+
+def columns_of(row: cute.Tensor, start: Any, columns: int) -> cute.Tensor:
+    """`columns` consecutive elements of a row of 256; start: a multiple of them."""
+    return cute.logical_divide(row, cute.make_layout(columns))[None, start // columns]
+
+
+def zeros(columns: int) -> cute.Tensor:
+    """A register tensor of Float32 zeros."""
+    values = cute.make_rmem_tensor(columns, Float32)
+    values.fill(0.0)
+    return values
+

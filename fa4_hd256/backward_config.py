@@ -1,0 +1,289 @@
+"""The configuration of the two backward kernels: budgets derived and checked here.
+
+Both work on 256 queries x 128 keys at a time by CTA pairs; docs/backward.md has the budgets that
+led to this design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from schedulers.clc import ClcScheduler
+from softmax_emu.pattern import Ex2Pattern
+
+from .config import BF16_BYTES, CTAS, HEAD_DIM, REGISTERS_PER_SM, SWIZZLE_ALIGNMENT, WARP_SIZE
+from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from .plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
+
+__all__ = ["BackwardConfig", "BackwardWarpPlan", "DkdvPlan", "DqPlan"]
+
+BLOCK_Q = 128  # query rows of one CTA
+BLOCK_KV = 128  # keys of a pair
+TILE_BYTES = 128 * 128 * BF16_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BackwardWarpPlan:
+    """Warp indices and register budgets of one CTA, the same in both kernels.
+
+    Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
+    warpgroup holds one warp each of the other roles, and an idle one (setmaxnreg moves registers
+    between whole warpgroups, PTX ISA 9.7.20.5).  Raises ValueError for budgets the hardware
+    rejects.
+    """
+
+    gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    mma: int = 8
+    load: int = 9
+    scheduler: int = 10
+    registers_gradient: int = 208
+    registers_other: int = 96
+
+    num_warps: ClassVar[int] = 12
+
+    def __post_init__(self) -> None:
+        budgets = (self.registers_gradient, self.registers_gradient, self.registers_other)
+        for budget in budgets:
+            if budget % 8 or not 24 <= budget <= 256:
+                raise ValueError(
+                    f"register budget {budget}; accepted are multiples of 8 from 24 to 256"
+                )
+        needed = sum(budgets) * 4 * WARP_SIZE
+        if needed > REGISTERS_PER_SM:
+            raise ValueError(
+                f"register budgets {budgets} of three warpgroups need {needed} registers; an SM "
+                f"has {REGISTERS_PER_SM}"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of both CTAs that run the tile loop: not the peer's MMA warp, nor the idle ones."""
+        return CTAS * (len(self.gradient) + 2) + 1
+
+    def describe(self) -> str:
+        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
+        rows.append(f"| gradient | {self.gradient} | {self.registers_gradient} |")
+        for role in ("mma", "load", "scheduler"):
+            rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
+        return "\n".join(rows)
+
+
+def _common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
+    """What every kernel has at the end of its shared memory."""
+    return (
+        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+        SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
+        SmemRegion(
+            "scheduler", 1, ClcScheduler.smem_bytes, 16,
+            "of the dynamic scheduler; allocated by its set-up",
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DqPlan:
+    """The dQ kernel: 256 queries of a pair stay, 128 keys pass in each step.
+
+    ring_stages: buffers of the ring that K (twice, see `backward_dq`) and V share.
+    """
+
+    ring_stages: int = 3
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = CTAS * BLOCK_Q
+    step_columns: ClassVar[int] = BLOCK_KV
+
+    def __post_init__(self) -> None:
+        if self.ring_stages < 3:
+            raise ValueError(
+                f"ring_stages is {self.ring_stages}; at least 3 are needed: the tile in use and "
+                "the two loaded ahead"
+            )
+        _ = (self.smem, self.tmem, self.edges)
+
+    @property
+    def query_bytes(self) -> int:
+        """One CTA's Q, or dO, of one tile."""
+        return BLOCK_Q * HEAD_DIM * BF16_BYTES
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion("q", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
+                SmemRegion("dout", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
+                SmemRegion(
+                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "K or V: 64 keys x 256; K for dQ: 128 keys x 128 columns",
+                ),
+                *_common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        s, dp = HEAD_DIM, HEAD_DIM + BLOCK_KV
+        half = BLOCK_KV // 2
+        return TmemPlan(
+            (
+                TmemRegion("dq", 0, HEAD_DIM, None, "dQ accumulator, 128 x 256 float32"),
+                TmemRegion("s", s, BLOCK_KV, None, "S, 128 x 128 float32"),
+                TmemRegion("dp", dp, BLOCK_KV, None, "dP, 128 x 128 float32"),
+                TmemRegion("ds0", dp, half // 2, "dp", "dS of keys 0..63, once dP is in registers"),
+                TmemRegion("ds1", dp + half, half // 2, "dp", "dS of keys 64..127"),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient = len(self.warps.gradient)
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        rows = CTAS * self.query_bytes
+        return EdgeTable(
+            (
+                Edge("q_loaded", 1, tma, "load", 1, "mma", "Q in SMEM", transaction_bytes=rows),
+                Edge("q_free", 1, commit, "mma", 1, "load", "Q: all S of the tile done", True),
+                Edge("dout_loaded", 1, tma, "load", 1, "mma", "dO in SMEM", transaction_bytes=rows),
+                Edge("dout_free", 1, commit, "mma", 1, "load", "dO: all dP of the tile done", True),
+                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
+                     "K or V tile in SMEM", transaction_bytes=CTAS * TILE_BYTES),
+                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
+                     "K or V buffer: its MMAs are done", True),
+                Edge("s_done", 1, commit, "mma", 1, "gradient", "S in TMEM"),
+                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S in registers", True),
+                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP in TMEM"),
+                Edge("ds_done", 1, pair, "gradient", gradient, "mma", "dS in TMEM, over its dP"),
+                Edge("dq_done", 1, commit, "mma", 1, "gradient", "dQ of the tile in TMEM"),
+                Edge("dq_free", 1, pair, "gradient", gradient, "mma", "dQ in registers", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class DkdvPlan:
+    """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
+
+    ring_stages: buffers of the ring that Q and dO (each twice, see `backward_dkdv`) share.
+    """
+
+    ring_stages: int = 4
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = BLOCK_KV
+    step_columns: ClassVar[int] = CTAS * BLOCK_Q
+
+    def __post_init__(self) -> None:
+        if self.ring_stages < 3:
+            raise ValueError(
+                f"ring_stages is {self.ring_stages}; at least 3 are needed: the tile in use and "
+                "the two loaded ahead"
+            )
+        _ = (self.smem, self.tmem, self.edges)
+
+    @property
+    def stats_bytes(self) -> int:
+        """LSE, or delta, of one unit."""
+        return self.step_columns * FLOAT_BYTES
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion("k", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
+                SmemRegion("v", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
+                SmemRegion(
+                    "weights", 1, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "64 keys x 256 queries: P for dV, then dS for dK",
+                ),
+                SmemRegion(
+                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "Q or dO: 128 queries x 128 columns",
+                ),
+                SmemRegion("lse", 1, self.stats_bytes, 128, "-LSE in log2 units of 256 queries"),
+                SmemRegion("delta", 1, self.stats_bytes, 128, "-delta of 256 queries"),
+                *_common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        columns = BLOCK_KV  # of every region: 64 rows in two halves of 64 lanes each
+        return TmemPlan(
+            (
+                TmemRegion("dv", 0, columns, None, "dV accumulator, 64 x 256 float32"),
+                TmemRegion("dk", columns, columns, None, "dK accumulator, 64 x 256 float32"),
+                TmemRegion("s", 2 * columns, columns, None, "S^T, 64 keys x 256 queries float32"),
+                TmemRegion("dp", 3 * columns, columns, None, "dP^T, 64 keys x 256 queries"),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient = len(self.warps.gradient)
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        own_tma, own, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
+        tile, stats = CTAS * TILE_BYTES, self.stats_bytes
+        return EdgeTable(
+            (
+                Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=tile),
+                Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
+                Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=tile),
+                Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
+                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
+                     "Q or dO in SMEM", transaction_bytes=tile),
+                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
+                     "Q or dO buffer: its MMAs are done", True),
+                Edge("lse_loaded", 1, own_tma, "load", 1, "gradient", "LSE in SMEM",
+                     transaction_bytes=stats),
+                Edge("lse_free", 1, own, "gradient", gradient, "load", "LSE read", True),
+                Edge("delta_loaded", 1, own_tma, "load", 1, "gradient", "delta in SMEM",
+                     transaction_bytes=stats),
+                Edge("delta_free", 1, own, "gradient", gradient, "load", "delta read", True),
+                Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
+                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S^T in registers", True),
+                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP^T in TMEM"),
+                Edge("dp_free", 1, pair, "gradient", gradient, "mma", "dP^T in registers", True),
+                Edge("weights_done", 1, release, "gradient", gradient, "mma",
+                     "P, then dS, in SMEM"),
+                Edge("weights_free", 1, commit, "mma", 1, "gradient",
+                     "P, then dS: its MMAs are done", True),
+                Edge("sums_done", 1, commit, "mma", 1, "gradient", "dK and dV of the tile in TMEM"),
+                Edge("sums_free", 1, pair, "gradient", gradient, "mma",
+                     "dK and dV in registers", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256"
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Everything static about the backward kernels that a user or a tuner may set.
+
+    ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
+        holds 64 columns, so fragments 0 and 1 exist.
+    """
+
+    ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
+    dq: DqPlan = field(default_factory=DqPlan)
+    dkdv: DkdvPlan = field(default_factory=DkdvPlan)
+
+    def describe(self) -> str:
+        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
+        return "\n\n".join([f"backward: {self.ex2_pattern}", *(
+            plan.describe() for plan in (self.dq, self.dkdv)
+        )])  # fmt: skip
