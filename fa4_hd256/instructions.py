@@ -120,25 +120,31 @@ def mma_chain(
 
     Called by all lanes of one warp of the leader CTA.  The chain stays in convergent code and
     one elected lane's predicate guards each instruction, so that the descriptors are computed
-    once in uniform registers and an MMA costs one issue slot.
+    once in uniform registers and an MMA costs one issue slot.  They depend on the elected lane's
+    number, which ptxas does not know to be small: it would otherwise keep the descriptors of
+    tiles that never move in registers over a whole loop, far more than there are.
     """
     a_word, a_layout = a
     b_word, b_layout = b
     lines = [
         "{",
         ".reg .pred elected, add;",
-        ".reg .b32 a_low, b_low;",
+        ".reg .b32 leader, a, b, a_low, b_low;",
         ".reg .b64 a_desc, b_desc;",
-        "elect.sync _|elected, 0xffffffff;",
+        "elect.sync leader|elected, 0xffffffff;",
         "setp.ne.b32 add, {$r3}, 0;",
+        # A lane's number is below 32, so this adds 0; see the docstring.
+        "shr.u32 leader, leader, 5;",
+        "add.u32 a, {$r1}, leader;",
+        "add.u32 b, {$r2}, leader;",
     ]
     for step, b_bytes in enumerate(b_layout.step_bytes):
-        lines.append(f"add.u32 b_low, {{$r2}}, {b_bytes >> 4};")
+        lines.append(f"add.u32 b_low, b, {b_bytes >> 4};")
         lines.append(f"mov.b64 b_desc, {{b_low, {b_layout.upper_word:#x}}};")
         if isinstance(a_layout, TmemOperand):
-            operand = f"[{{$r1}} + {a_layout.step_columns[step]}]"
+            operand = f"[a + {a_layout.step_columns[step]}]"
         else:
-            lines.append(f"add.u32 a_low, {{$r1}}, {a_layout.step_bytes[step] >> 4};")
+            lines.append(f"add.u32 a_low, a, {a_layout.step_bytes[step] >> 4};")
             lines.append(f"mov.b64 a_desc, {{a_low, {a_layout.upper_word:#x}}};")
             operand = "a_desc"
         lines.append(
