@@ -38,6 +38,7 @@ __all__ = [
     "FRAGMENT",
     "columns_of",
     "store_row",
+    "weigh",
     "zeros",
 ]
 
@@ -252,25 +253,42 @@ class BackwardKernel(PairKernel):
         return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
 
     @cute.jit
-    def exponentiate(
-        self, context: Any, scores: cute.Tensor, slopes: Any, negative_lse: Any, mask: tuple
-    ):
-        """scores := P, in place.  slopes: with a softcap := 1 - tanh^2, else None.
+    def mask_and_cap(self, context: Any, scores: cute.Tensor, mask: tuple):
+        """Softcap and mask, in place; returns 1 - tanh^2 of each score, None without a softcap.
 
         mask: (whether to apply it, Visibility, row, first column).
         """
+        slopes = None
         if cutlass.const_expr(self.variant.softcap):
+            slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
             soft_cap(scores, context.scalars.cap_scale)
+            for i in range(0, cute.size(scores)):
+                slopes[i] = 1.0 - scores[i] * scores[i]
         applies, visibility, row, column = mask
         if applies:
             visibility.apply(scores, row, column)
-        if cutlass.const_expr(self.variant.softcap):
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                # A masked score is -inf here, and its slope must stay finite.
-                tanh = cute.arch.fmax(scores[i], Float32(-1.0))
-                slopes[i] = 1.0 - tanh * tanh
+        return slopes
+
+    def exponentiate(
+        self, context: Any, scores: cute.Tensor, negative_lse: Any, place: tuple[int, int]
+    ) -> None:
+        """scores := P, in place.  place: (first column, columns of the thread)."""
         scale_log2 = scale_for_masking(context.scalars.scale_log2)
-        probabilities_from_lse(scores, scale_log2, negative_lse, self.ex2_pattern)
+        first, columns = (count // FRAGMENT for count in place)
+        probabilities_from_lse(scores, scale_log2, negative_lse, (self.ex2_pattern, first, columns))
+
+
+def weigh(dp: cute.Tensor, weights: cute.Tensor, negative_delta: Any) -> None:
+    """dp := weights * (dp - delta), dS in float32.
+
+    negative_delta: one Float32, or a register tensor with one for each column.
+    """
+    for i in range(0, cute.size(dp), 2):
+        delta = (negative_delta, negative_delta)
+        if isinstance(negative_delta, cute.Tensor):
+            delta = (negative_delta[i], negative_delta[i + 1])
+        pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), delta)
+        dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (weights[i], weights[i + 1]))
 
 
 def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:

@@ -38,8 +38,8 @@ class BackwardWarpPlan:
     mma: int = 8
     load: int = 9
     scheduler: int = 10
-    registers_gradient: int = 208
-    registers_other: int = 96
+    registers_gradient: int = 216
+    registers_other: int = 80
 
     num_warps: ClassVar[int] = 12
 

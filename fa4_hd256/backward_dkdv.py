@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from schedulers import TileProblem, later_blocks_are_longer, section_heads_for
 
-from .backward_common import FRAGMENT, BackwardKernel, columns_of, store_row, zeros
+from .backward_common import FRAGMENT, BackwardKernel, columns_of, store_row, weigh, zeros
 from .backward_config import BLOCK_KV, BLOCK_Q
 from .config import HEAD_DIM
 from .instructions import (
@@ -463,41 +463,35 @@ class DkdvKernel(BackwardKernel):
         """The first of this thread's 64 queries, among the unit's 256."""
         return self._half() * BLOCK_Q + self.warpgroup() * OWN_QUERIES
 
-    @cute.jit
-    def _load_result(self, context: Any, name: str, values: cute.Tensor, states: Any):
-        """This thread's part of S^T or dP^T; its columns are then free."""
-        state = states[f"{name}_done"]
-        context.barriers[f"{name}_done"].wait(state)
-        fence_after_thread_sync()
-        tmem_load(self.own_columns(context, name, OWN_QUERIES), values)
-        cute.arch.fence_view_async_tmem_load()
-        fence_before_thread_sync()
-        context.barriers[f"{name}_free"].arrive(state, is_converged=True)
-        states.advance(f"{name}_done")
-        return states
-
-    @cute.jit
-    def _load_stats_of_rows(self, context: Any, name: str, states: Any):
-        """-LSE or -delta of this thread's queries, in registers."""
-        context.barriers[f"{name}_loaded"].wait(states[f"{name}_loaded"])
-        values = cute.make_rmem_tensor(OWN_QUERIES, Float32)
-        column = self._first_query()
-        cute.autovec_copy(columns_of(context.smem[name], column, OWN_QUERIES), values)
-        context.barriers[f"{name}_free"].arrive(states[f"{name}_loaded"])
-        states.advance(f"{name}_loaded")
-        return states, values
+    def _own_stats(self, context: Any, name: str, start: int) -> cute.Tensor:
+        """-LSE or -delta of a fragment of this thread's queries, in registers."""
+        values = cute.make_rmem_tensor(FRAGMENT, Float32)
+        column = self._first_query() + start
+        cute.autovec_copy(columns_of(context.smem[name], column, FRAGMENT), values)
+        return values
 
     @cute.jit
     def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any):
         """P of one unit.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
         weights, p = results
-        states = self._load_result(context, "s", weights, states)
-        states, negative_lse = self._load_stats_of_rows(context, "lse", states)
-        slopes = None
-        if cutlass.const_expr(self.variant.softcap):
-            slopes = cute.make_rmem_tensor(OWN_QUERIES, Float32)
-        self.exponentiate(context, weights, slopes, negative_lse, mask)
-        cute.recast_tensor(p, self.dtype).store(weights.load().to(self.dtype))
+        barriers = context.barriers
+        barriers["s_done"].wait(states["s_done"])
+        fence_after_thread_sync()
+        tmem_load(self.own_columns(context, "s", OWN_QUERIES), weights)
+        cute.arch.fence_view_async_tmem_load()
+        fence_before_thread_sync()
+        barriers["s_free"].arrive(states["s_done"], is_converged=True)
+        states.advance("s_done")
+        barriers["lse_loaded"].wait(states["lse_loaded"])
+        slopes = self.mask_and_cap(context, weights, mask)
+        rounded = cute.recast_tensor(p, self.dtype)
+        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+            part = columns_of(weights, start, FRAGMENT)
+            negative_lse = self._own_stats(context, "lse", start)
+            self.exponentiate(context, part, negative_lse, (start, OWN_QUERIES))
+            columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
+        barriers["lse_free"].arrive(states["lse_loaded"])
+        states.advance("lse_loaded")
         if cutlass.const_expr(self.variant.softcap):
             weights.store(weights.load() * slopes.load())
         return states
@@ -505,13 +499,25 @@ class DkdvKernel(BackwardKernel):
     @cute.jit
     def _score_gradients(self, context: Any, weights: cute.Tensor, ds: cute.Tensor, states: Any):
         """dS = weights (dP - delta) of one unit, in 16 bits."""
-        dp = cute.make_rmem_tensor(OWN_QUERIES, Float32)
-        states = self._load_result(context, "dp", dp, states)
-        states, delta = self._load_stats_of_rows(context, "delta", states)
-        for i in range(0, OWN_QUERIES, 2):
-            pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), (delta[i], delta[i + 1]))
-            dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (weights[i], weights[i + 1]))
-        cute.recast_tensor(ds, self.dtype).store(dp.load().to(self.dtype))
+        barriers = context.barriers
+        barriers["dp_done"].wait(states["dp_done"])
+        fence_after_thread_sync()
+        barriers["delta_loaded"].wait(states["delta_loaded"])
+        address = self.own_columns(context, "dp", OWN_QUERIES)
+        rounded = cute.recast_tensor(ds, self.dtype)
+        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+            dp = cute.make_rmem_tensor(FRAGMENT, Float32)
+            tmem_load(address + start, dp)
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(start + FRAGMENT == OWN_QUERIES):
+                fence_before_thread_sync()
+                barriers["dp_free"].arrive(states["dp_done"], is_converged=True)
+            delta = self._own_stats(context, "delta", start)
+            weigh(dp, columns_of(weights, start, FRAGMENT), delta)
+            columns_of(rounded, start, FRAGMENT).store(dp.load().to(self.dtype))
+        barriers["delta_free"].arrive(states["delta_loaded"])
+        states.advance("dp_done")
+        states.advance("delta_loaded")
         return states
 
     @cute.jit

@@ -35,7 +35,7 @@ from cutlass import Boolean, Float32, Int32
 
 from schedulers import TileProblem, later_blocks_are_longer, section_heads_for
 
-from .backward_common import FRAGMENT, BackwardKernel, columns_of, store_row, zeros
+from .backward_common import FRAGMENT, BackwardKernel, columns_of, store_row, weigh, zeros
 from .backward_config import BLOCK_KV, BLOCK_Q
 from .config import HEAD_DIM
 from .instructions import (
@@ -367,10 +367,8 @@ class DqKernel(BackwardKernel):
         fence_before_thread_sync()
         context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
         states.advance("s_done")
-        slopes = None
-        if cutlass.const_expr(self.variant.softcap):
-            slopes = cute.make_rmem_tensor(OWN_KEYS, Float32)
-        self.exponentiate(context, weights, slopes, negative_lse, mask)
+        slopes = self.mask_and_cap(context, weights, mask)
+        self.exponentiate(context, weights, negative_lse, (0, OWN_KEYS))
         if cutlass.const_expr(self.variant.softcap):
             weights.store(weights.load() * slopes.load())
         return states
@@ -383,15 +381,11 @@ class DqKernel(BackwardKernel):
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         address = self.own_columns(context, "dp", OWN_KEYS)
-        delta = (negative_delta, negative_delta)
         for start in cutlass.range_constexpr(0, OWN_KEYS, FRAGMENT):
             dp = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, dp)
             cute.arch.fence_view_async_tmem_load()
-            for i in range(0, FRAGMENT, 2):
-                pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), delta)
-                own = (weights[start + i], weights[start + i + 1])
-                dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, own)
+            weigh(dp, columns_of(weights, start, FRAGMENT), negative_delta)
             # Two 16-bit values a column, over the dP of this fragment or of one before.
             packed = cute.make_rmem_tensor(FRAGMENT // 2, Float32)
             cute.recast_tensor(packed, self.dtype).store(dp.load().to(self.dtype))

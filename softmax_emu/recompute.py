@@ -27,25 +27,28 @@ def scale_for_masking(scale_log2: Float32) -> Float32:
 
 
 def probabilities_from_lse(
-    scores: cute.Tensor, scale_log2: Float32, negative_lse: Any, pattern: Ex2Pattern
+    scores: cute.Tensor,
+    scale_log2: Float32,
+    negative_lse: Any,
+    pattern: tuple[Ex2Pattern, int, int],
 ) -> None:
     """scores := p, in place.
 
-    scores: register tensor of a multiple of 32 Float32, masked ones -inf.  scale_log2: c > 0 (see
-    `scale_for_masking`).  negative_lse: -LSE2, one Float32 for all columns or a register tensor
-    with one for each; -inf gives p = 0.
+    scores: register tensor of whole fragments of 32 Float32, masked ones -inf.  scale_log2: c > 0
+    (see `scale_for_masking`).  negative_lse: -LSE2, one Float32 for all columns or a register
+    tensor with one for each; -inf gives p = 0.  pattern: (pattern, number of the first fragment,
+    number of fragments the thread has).
     """
-    columns = cute.size(scores)
-    num_fragments = columns // FRAGMENT_COLUMNS
+    ex2_pattern, first_fragment, num_fragments = pattern
     scale = (scale_log2, scale_log2)
-    per_column = isinstance(negative_lse, cute.Tensor)
-    for column in range(0, columns, 2):
+    for column in range(0, cute.size(scores), 2):
         offset = (negative_lse, negative_lse)
-        if per_column:
+        if isinstance(negative_lse, cute.Tensor):
             offset = (negative_lse[column], negative_lse[column + 1])
         x0, x1 = cute.arch.fma_packed_f32x2((scores[column], scores[column + 1]), scale, offset)
-        fragment, place = divmod(column, FRAGMENT_COLUMNS)
-        if pattern.is_emulated(fragment, place, num_fragments):
-            scores[column], scores[column + 1] = exp2_polynomial_pair(x0, x1, pattern.degree)
+        fragment = first_fragment + column // FRAGMENT_COLUMNS
+        if ex2_pattern.is_emulated(fragment, column % FRAGMENT_COLUMNS, num_fragments):
+            p0, p1 = exp2_polynomial_pair(x0, x1, ex2_pattern.degree)
         else:
-            scores[column], scores[column + 1] = exp2_hardware(x0), exp2_hardware(x1)
+            p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
+        scores[column], scores[column + 1] = p0, p1
