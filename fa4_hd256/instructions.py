@@ -101,31 +101,8 @@ class MmaShape:
         )
 
 
-@dsl_user_op
-def mma_chain(
-    shape: MmaShape,
-    accumulator: Int32,
-    a: tuple[Int32, OperandLayout | TmemOperand],
-    b: tuple[Int32, OperandLayout],
-    accumulate: Boolean,
-    *,
-    loc=None,
-    ip=None,
-) -> None:
-    """tcgen05.mma.cta_group::2.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of a tile pair.
-
-    accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or address
-    and layout of A in TMEM.  b: lower descriptor word and layout of B.  accumulate: whether the
-    first slice adds to D.
-
-    Called by all lanes of one warp of the leader CTA.  The chain stays in convergent code and
-    one elected lane's predicate guards each instruction, so that the descriptors are computed
-    once in uniform registers and an MMA costs one issue slot.  They depend on the elected lane's
-    number, which ptxas does not know to be small: it would otherwise keep the descriptors of
-    tiles that never move in registers over a whole loop, far more than there are.
-    """
-    a_word, a_layout = a
-    b_word, b_layout = b
+def _chain_ptx(a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout) -> str:
+    """The text of `mma_chain`: r0 accumulator, r1 and r2 A and B, r3 accumulate, r4 shape."""
     lines = [
         "{",
         ".reg .pred elected, add;",
@@ -152,8 +129,36 @@ def mma_chain(
             f"[{{$r0}}], {operand}, b_desc, {{$r4}}, {'add' if step == 0 else '1'};"
         )
     lines.append("}")
+    return "\n".join(lines)
+
+
+@dsl_user_op
+def mma_chain(
+    shape: MmaShape,
+    accumulator: Int32,
+    a: tuple[Int32, OperandLayout | TmemOperand],
+    b: tuple[Int32, OperandLayout],
+    accumulate: Boolean,
+    *,
+    loc=None,
+    ip=None,
+) -> None:
+    """tcgen05.mma.cta_group::2.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of a tile pair.
+
+    accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or address
+    and layout of A in TMEM.  b: lower descriptor word and layout of B.  accumulate: whether the
+    first slice adds to D.
+
+    Called by all lanes of one warp of the leader CTA.  The chain stays in convergent code and
+    one elected lane's predicate guards each instruction, so that the descriptors are computed
+    once in uniform registers and an MMA costs one issue slot.  They depend on the elected lane's
+    number, which ptxas does not know to be small: it would otherwise keep the descriptors of
+    tiles that never move in registers over a whole loop, far more than there are.
+    """
+    a_word, a_layout = a
+    b_word, b_layout = b
     cute.arch.inline_ptx(
-        "\n".join(lines),
+        _chain_ptx(a_layout, b_layout),
         read_only_args=[
             Int32(accumulator),
             Int32(a_word),
