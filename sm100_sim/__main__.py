@@ -1,5 +1,6 @@
 """`python -m sm100_sim SCRIPT.py [args...]` runs a GPU script in the simulator;
-`python -m sm100_sim mutate SCRIPT.py [args...]` measures what the sanitizer finds (see `--help`).
+`python -m sm100_sim mutate SCRIPT.py [args...]` measures what the sanitizer finds (see `--help`);
+`python -m sm100_sim record [--out DIR]` records golden vectors on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -8,20 +9,28 @@ import argparse
 import runpy
 import sys
 from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .attach.runner import run_script
-from .launcher import Options
-from .mutation import Launch, captured, mutants
+# The simulator itself is imported where it is needed: `record` runs where llvmlite is not installed.
+if TYPE_CHECKING:
+    from .mutation import Launch
 
 _MUTATE = """run SCRIPT.py, which launches kernels in the simulator, and for the first launch of
 each kernel leave out one synchronisation instruction after the other: each mutant is run under the
 sanitizer, first in the fixed schedule and then with seeds, until something is found"""
+_RECORD = """run small PTX kernels on a GPU of compute capability 9.0 and store their results, which
+the tests replay in the simulator; needs a CUDA driver, cuda-bindings and numpy"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status, of `mutate` 1 if a mutant survived."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["record"]:
+        return _record(arguments[1:])
     if arguments[:1] != ["mutate"]:
+        from .attach.runner import run_script
+
         return run_script(arguments)
     parser = argparse.ArgumentParser(prog="python -m sm100_sim")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -35,7 +44,19 @@ def main(arguments: list[str] | None = None) -> int:
     return _mutate(parser.parse_args(arguments))
 
 
+def _record(arguments: list[str]) -> int:
+    from . import golden, golden_record
+
+    parser = argparse.ArgumentParser(prog="python -m sm100_sim record", description=_RECORD)
+    parser.add_argument("--out", type=Path, default=golden.DIRECTORY,
+                        help="directory of the vectors (default: %(default)s)")
+    return 1 if golden_record.record(parser.parse_args(arguments).out) else 0
+
+
 def _mutate(choice: argparse.Namespace) -> int:
+    from .launcher import Options
+    from .mutation import captured, mutants
+
     options = Options(clusters=choice.clusters, sanitize="strict" if choice.strict else True)
     seen: set[str] = set()
     survived = 0

@@ -111,6 +111,15 @@ class TensorMap:
             elements *= size
         return elements * self.element_bits // 8
 
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that a tile takes up.
+
+        Rows shorter than the swizzle span stand one span apart (measured on an H200).
+        """
+        inner = self.tile_shape[0] * self.element_bits // 8
+        return self.tile_bytes // inner * max(inner, self.swizzle)
+
     def extent(self) -> tuple[int, int]:
         """[start, end) in bytes of the global tensor that the descriptor describes."""
         last = (self.sizes[0] * self.element_bits + 7) // 8
@@ -143,6 +152,10 @@ def validate(tensor_map: TensorMap) -> None:
         _check(1 <= box <= 256, f"box {box} of dimension {i}, accepted 1 to 256")
         _check(1 <= step <= 8, f"element stride {step} of dimension {i}, accepted 1 to 8")
     _check(t.swizzle in _SWIZZLE_NUMBERS, f"swizzle span {t.swizzle}")
+    size = t.element_bits // 8 or 1
+    for box, step in zip(t.box, t.element_strides, strict=True):
+        size *= box // step
+    _check(size < 1 << 18, f"box {t.box} of {size} bytes, accepted below 2^18")
     inner = t.tile_shape[0] * t.element_bits // 8
     if t.interleave == 0:
         _check(inner % 16 == 0, f"inner box of {inner} bytes is not a multiple of 16")

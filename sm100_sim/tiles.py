@@ -3,12 +3,13 @@
 PTX ISA 9.3, "Tensor copies", and the CUDA driver API's `cuTensorMapEncodeTiled`: a tile starts at
 signed coordinates, elements outside the tensor are filled on loads and dropped on stores, and in
 shared memory it is dense, dimension 0 fastest, with the swizzle XOR of `descriptors.swizzled` on
-absolute shared-memory address bits.
+absolute shared-memory address bits. Rows shorter than the swizzle span stand one span apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,14 +19,8 @@ from .descriptors import swizzled
 from .errors import MemoryFault, Misaligned, SimulationError
 from .tensormap import TensorMap
 
-#: NaN with every fraction bit set, as bytes, by element type (out-of-bounds NaN fill).
-_NAN_BYTES = {
-    "f16": b"\xff\x7f",
-    "bf16": b"\xff\x7f",
-    "f32": b"\xff\xff\xff\x7f",
-    "f32.ftz": b"\xff\xff\xff\x7f",
-    "f64": b"\xff" * 7 + b"\x7f",
-}
+#: Out-of-bounds NaN fill, the same bytes for every element type.
+_NAN_BYTES = np.frombuffer(b"\xf7\x7f" * 8, np.uint8)
 _NUMPY = {
     "u32": np.uint32,
     "s32": np.int32,
@@ -110,13 +105,14 @@ def _clipped_window(t: TensorMap, coordinates: tuple[int, ...]) -> Window | None
 
 
 @lru_cache(maxsize=1024)
-def _permutation(size: int, span: int, phase: int) -> np.ndarray:
-    """Where the 16-byte chunk that belongs at linear position i of a tile really is.
+def _permutation(size: int, span: int, phase: int, inner: int) -> np.ndarray:
+    """Where the 16-byte chunk i of a tile of `size` bytes really is, in chunks from its start.
 
-    `phase`: the tile's address modulo the swizzle period (8 * span bytes). The XOR is its own
-    inverse and stays within blocks of `span` bytes, so the index serves loads and stores alike.
+    `phase`: the tile's address modulo the swizzle period (8 * span bytes). `inner`: bytes of a
+    row. If rows are as long as the span, the index is its own inverse.
     """
-    linear = phase + np.arange(0, size, 16, dtype=np.int64)
+    position = np.arange(0, size, 16, dtype=np.int64)
+    linear = phase + position // inner * span + position % inner
     index = (swizzled(linear, span) - phase >> 4).astype(np.intp)
     index.setflags(write=False)
     return index
@@ -135,11 +131,6 @@ def _tile_plan(tensor_map: TensorMap) -> tuple[int, tuple[int, ...]]:
         raise SimulationError(f"TMA of packed {t.dtype} elements is not modelled")
     tile = t.tile_shape
     inner = tile[0] * t.element_bits // 8
-    if t.swizzle and inner != t.swizzle:
-        raise SimulationError(
-            f"TMA tile with rows of {inner} bytes and a {t.swizzle} B swizzle: only rows as long "
-            "as the swizzle span are modelled"
-        )
     return t.tile_bytes, (*reversed(tile[1:]), inner)
 
 
@@ -163,16 +154,13 @@ def _global_view(memory: Any, inside: Window, write: bool, what: str) -> np.ndar
     return np.ndarray(inside.shape, np.uint8, raw, 0, inside.strides)
 
 
-def _converted(t: TensorMap, tile: np.ndarray) -> None:
-    """What a load does to the values: flush subnormals (f32.ftz), round to tf32."""
-    if t.dtype == "f32.ftz":
-        values = tile.view(np.float32)
-        values[np.abs(values) < np.finfo(np.float32).tiny] = 0
-    if t.tf32:
-        words = tile.view(np.uint32)
-        finite = words & 0x7F800000 != 0x7F800000
-        rounded = words + 0xFFF + (words >> 13 & 1) & 0xFFFFE000
-        words[...] = np.where(finite, rounded, words)
+def _rounded_to_tf32(source: np.ndarray) -> np.ndarray:
+    """Bytes of f32 values to those of tf32: nearest even, NaN canonical."""
+    words = np.ascontiguousarray(source).view(np.uint32)
+    rounded = words + 0xFFF + (words >> 13 & 1) & 0xFFFFE000
+    magnitude = words & 0x7FFFFFFF
+    rounded = np.where(magnitude < 0x7F800000, rounded, words)
+    return np.where(magnitude > 0x7F800000, np.uint32(0x7FFFE000), rounded).view(np.uint8)
 
 
 def load_tile(
@@ -190,33 +178,62 @@ def load_tile(
     """
     t = tensor_map
     size, shape = _tile_plan(t)
-    region = _shared_region(smem, offset, size, what)
+    region = _shared_region(smem, offset, t.shared_bytes, what)
     inside = window(t, coordinates)
     direct = not t.swizzle
     tile = region.reshape(shape) if direct else np.empty(shape, np.uint8)
     if inside is None or inside.where is not None:
         if t.nan_fill:
-            fill = np.frombuffer(_NAN_BYTES[t.dtype], np.uint8)
-            tile.reshape(-1, len(fill))[...] = fill
+            tile.reshape(-1, len(_NAN_BYTES))[...] = _NAN_BYTES
         else:
             tile[...] = 0
     if inside is not None:
         source = _global_view(memory, inside, False, what)
-        tile[inside.where or ...] = source
-    if t.tf32 or t.dtype == "f32.ftz":
-        _converted(t, tile)
+        tile[inside.where or ...] = _rounded_to_tf32(source) if t.tf32 else source
     if not direct:
-        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle))
-        chunks = tile.reshape(-1).view(np.complex128)
-        chunks.take(index, out=region.view(np.complex128), mode="clip")
+        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle), shape[-1])
+        chunks, target = tile.reshape(-1).view(np.complex128), region.view(np.complex128)
+        if region.size == size:
+            # Taking is faster than placing, and the index its own inverse.
+            chunks.take(index, out=target, mode="clip")
+        else:
+            target[index] = chunks
     return size
 
 
 Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def _flushed(values: np.ndarray) -> np.ndarray:
+    """f32 subnormals as zeros of their sign."""
+    tiny = np.abs(values) < np.finfo(np.float32).tiny
+    return np.where(tiny, np.copysign(np.float32(0), values), values)
+
+
+def flushing_add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sum of f32 arrays, subnormal operands and results flushed to zeros of their sign."""
+    return _flushed(_flushed(a) + _flushed(b))
+
+
+def _extreme(function: Reduction) -> Reduction:
+    """np.minimum or np.maximum with the hardware's rules: a number wins over NaN, -0 < +0."""
+    join = np.bitwise_or if function is np.minimum else np.bitwise_and
+
+    def operation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        if a.dtype.kind != "f":
+            return function(a, b)
+        result = np.where(np.isnan(a), b, np.where(np.isnan(b), a, function(a, b)))
+        # Equal values differ in the sign of zero alone.
+        words = (values.view(f"u{values.itemsize}") for values in (a, b))
+        return np.where(a == b, join(*words).view(a.dtype), result)
+
+    return operation
+
+
 _REDUCTIONS: dict[str, Reduction] = {
     "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": _extreme(np.minimum),
+    "max": _extreme(np.maximum),
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -237,12 +254,21 @@ def reduced(operation: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.
         rounded = (words + 0x7FFF + (words >> 16 & 1)) >> 16
         rounded = np.where(words & 0x7FFFFFFF > 0x7F800000, 0x7FFF, rounded)
         return rounded.astype(np.uint16).view(np.uint8)
+    if dtype == "f32.ftz" and operation == "add":
+        function = flushing_add
     if dtype not in _NUMPY:
         raise SimulationError(f"a bulk reduction .{operation} on {dtype} elements is not defined")
     kind = _NUMPY[dtype]
     with np.errstate(all="ignore"):
         result = function(old.view(kind), new.view(kind))
     return result.astype(kind, copy=False).view(np.uint8)
+
+
+@lru_cache(maxsize=1024)
+def _stored(t: TensorMap) -> TensorMap:
+    """The tensor as stores see it: rows end at the next multiple of 16 bytes."""
+    unit = 128 // t.element_bits
+    return replace(t, sizes=(-(-t.sizes[0] // unit) * unit, *t.sizes[1:]))
 
 
 def store_tile(
@@ -255,19 +281,21 @@ def store_tile(
 ) -> int:
     """Copy the tile at `smem[offset:]` to global memory, dropping what lies outside the tensor.
 
+    Whole 16-byte units are written: where a row of the tensor ends within one, the rest of the unit
+    is overwritten too (measured on an H200; loads fill element by element).
     With `reduction` (a name of REDUCTIONS) combine it with what is there. Returns the bytes of the
     whole tile. Raises as `load_tile` does.
     """
     t = tensor_map
     what = "TMA store" if reduction is None else "TMA reduction"
     size, shape = _tile_plan(t)
-    region = _shared_region(smem, offset, size, what)
-    inside = window(t, coordinates)
+    region = _shared_region(smem, offset, t.shared_bytes, what)
+    inside = window(_stored(t), coordinates)
     if inside is None:
         return size
     target = _global_view(memory, inside, True, what)
     if t.swizzle:
-        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle))
+        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle), shape[-1])
         region = region.view(np.complex128).take(index, mode="clip").view(np.uint8)
     tile = region.reshape(shape)[inside.where or ...]
     if reduction is not None:

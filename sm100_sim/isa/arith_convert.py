@@ -7,6 +7,7 @@ from sm100_sim.isa.arith_float import (
     CANONICAL_NAN,
     float_to_half,
     flush,
+    flush_rounded,
     half_to_float,
     join_pair,
     round_directed,
@@ -96,10 +97,14 @@ def _source_float(e: Emitter, i: Instruction, source: str, ftz: bool) -> tuple[s
 
 def _float_to_integer(e: Emitter, i: Instruction, rounding: str, ftz: bool, to: str,
                       source: str) -> None:
-    """Rounded as the modifier says, clamped to the type; NaN gives 0 (9.7.9.22, notes)."""
+    """Rounded as the modifier says, clamped to the type (9.7.9.22, notes).
+
+    NaN gives 0, but the type's top bit alone if the source is f64 or the result has 64 bits.
+    """
     if rounding not in _TO_INTEGRAL:
         raise unknown(i, "a conversion to integer needs .rni, .rzi, .rmi or .rpi")
     kind, value = _source_float(e, i, source, ftz)
+    nan = e.compare("uno", kind, value, value)
     value = e.intrinsic(_TO_INTEGRAL[rounding], kind, value)
     name = "fptosi.sat" if to[0] == "s" else "fptoui.sat"
     width = max(int(to[1:]), 32)
@@ -107,6 +112,9 @@ def _float_to_integer(e: Emitter, i: Instruction, rounding: str, ftz: bool, to: 
     if int(to[1:]) < 32:
         result = _clamp_integer(e, result, to, f"{to[0]}32")
         result = e.cast("trunc", result, "i64", f"i{to[1:]}")
+    if kind == "double" or to[1:] == "64":
+        top = splat(f"i{to[1:]}", 1 << int(to[1:]) - 1)
+        result = e.select(nan, f"i{to[1:]}", top, result)
     _set_integer(e, i, to, result)
 
 
@@ -153,8 +161,8 @@ def _float_to_float(e: Emitter, i: Instruction, options: tuple, to: str, source:
         if relu or satfinite:
             raise unknown(i, "f32 has no .relu or .satfinite")
         if kind == "double":
-            value = round_directed(e, value, rounding or "rn")
-            value = flush(e, value) if ftz else value
+            wide, value = value, round_directed(e, value, rounding or "rn")
+            value = flush_rounded(e, wide, value, rounding or "rn") if ftz else value
         return e.set(i.operands[0], "float", saturate(e, value) if sat else value)
     if kind == "double":
         if relu or satfinite or sat:
@@ -216,21 +224,23 @@ def _to_tf32(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite: b
     if source != "f32" or rounding not in ("rn", "rna", "rz") or satfinite:
         raise unknown(i, "tf32 is implemented from f32 with .rn, .rna and .rz")
     value = e.get(i.operands[1], "float")
-    if relu:
-        positive = e.compare("uge", "float", value, e.float_constant(0))
-        value = e.select(positive, "float", value, e.float_constant(0))
     bits = e.cast("bitcast", value, "float", "i32")
+    nan = e.compare("uno", "float", value, value)
+    if relu:
+        positive = e.compare("ogt", "float", value, e.float_constant(0))
+        bits = e.select(positive, "i32", bits, splat("i32", 0))
+    rounded = bits
     if rounding == "rn":
         last = e.binary("and", "i32", e.binary("lshr", "i32", bits, splat("i32", 13)),
                         splat("i32", 1))
-        bits = e.binary("add", "i32", e.binary("add", "i32", bits, splat("i32", 0xFFF)), last)
+        rounded = e.binary("add", "i32", e.binary("add", "i32", bits, splat("i32", 0xFFF)), last)
     elif rounding == "rna":
-        bits = e.binary("add", "i32", bits, splat("i32", 0x1000))
-    bits = e.binary("and", "i32", bits, splat("i32", 0xFFFFE000))
-    # Infinity and NaN must not be carried into.
-    magnitude = e.binary("and", "i32", e.cast("bitcast", value, "float", "i32"),
-                         splat("i32", 0x7FFFFFFF))
-    infinite = e.compare("eq", "i32", magnitude, splat("i32", 0x7F800000))
-    bits = e.select(infinite, "i32", e.cast("bitcast", value, "float", "i32"), bits)
-    nan = e.compare("uno", "float", value, value)
-    e.set(i.operands[0], "i32", e.select(nan, "i32", splat("i32", CANONICAL_NAN), bits))
+        rounded = e.binary("add", "i32", bits, splat("i32", 0x1000))
+    # Infinity and NaN must not be carried into. .rna cuts them, which may turn NaN into infinity.
+    magnitude = e.binary("and", "i32", bits, splat("i32", 0x7FFFFFFF))
+    finite = e.compare("ult", "i32", magnitude, splat("i32", 0x7F800000))
+    bits = e.binary("and", "i32", e.select(finite, "i32", rounded, bits),
+                    splat("i32", 0xFFFFE000))
+    if rounding != "rna":
+        bits = e.select(nan, "i32", splat("i32", CANONICAL_NAN & 0xFFFFE000), bits)
+    e.set(i.operands[0], "i32", bits)

@@ -4,6 +4,10 @@ Round to nearest is the host's own IEEE arithmetic. Other roundings are exact: t
 in double with the rounding error known (error-free transformations), rounded to odd, and then to
 the target in the right direction. Results that are NaN keep the host's payload, except where an
 instruction's definition turns on it (min, max, conversions): those give PTX's canonical NaN.
+
+.ftz flushes a result that is subnormal when rounded with an unbounded exponent. One case departs
+from that: with .rn on f32 the result has been rounded as a subnormal before, so exact values from
+(1 - 2^-24) * 2^-126 to below (1 - 2^-25) * 2^-126 give 2^-126 here and zero on hardware.
 """
 
 from __future__ import annotations
@@ -133,13 +137,40 @@ def round_to_odd_f32(e: Emitter, value: str) -> str:
     return e.cast("bitcast", e.select(keep, "i32", bits, odd), "i32", "float")
 
 
-def _f32_operation(e: Emitter, operation: str, values: list[str], rounding: str) -> str:
+def _f32_operation(e: Emitter, operation: str, values: list[str], rounding: str,
+                   ftz: bool) -> str:
     """add, mul or fma of f32 lanes with any rounding."""
     if rounding in ("rn", ""):
-        if operation == "fma":
-            return e.intrinsic("fma", "float", *values)
-        return e.binary(f"f{operation}", "float", *values)
-    return round_directed(e, _in_double(e, operation, values, rounding), rounding)
+        result = e.intrinsic("fma", "float", *values) if operation == "fma" \
+            else e.binary(f"f{operation}", "float", *values)
+        return flush(e, result) if ftz else result
+    wide = _in_double(e, operation, values, rounding)
+    result = round_directed(e, wide, rounding)
+    return flush_rounded(e, wide, result, rounding) if ftz else result
+
+
+def flush_rounded(e: Emitter, wide: str, result: str, rounding: str) -> str:
+    """.ftz of f32 lanes that `round_directed` made of double lanes.
+
+    A lane is flushed if it would be below 2^-126 rounded to 24 bits with an unbounded exponent.
+    """
+    magnitude = e.intrinsic("fabs", "double", wide)
+    smallest = e.float_constant(0x3810000000000000, "double")
+    small = e.compare("olt", "double", magnitude, smallest)
+    if rounding == "rn":
+        # (1 - 2^-25) * 2^-126 is the tie that goes to 2^-126.
+        small = e.compare("olt", "double", magnitude,
+                          e.float_constant(0x380FFFFFF0000000, "double"))
+    elif rounding != "rz":
+        zero = e.float_constant(0, "double")
+        away = e.compare("olt" if rounding == "rm" else "ogt", "double", wide, zero)
+        # Rounded away from zero, only (1 - 2^-24) * 2^-126 and less stay below.
+        below = e.compare("ole", "double", magnitude,
+                          e.float_constant(0x380FFFFFE0000000, "double"))
+        small = e.select(away, "i1", below, small)
+    bits = e.cast("bitcast", result, "float", "i32")
+    signed = e.cast("bitcast", e.binary("and", "i32", bits, splat("i32", _SIGN)), "i32", "float")
+    return e.select(small, "float", signed, result)
 
 
 # Half precision lanes.
@@ -215,8 +246,7 @@ def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = Fal
         values = [flush(e, v) for v in values] if ftz else values
         if negate_second:
             values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
-        result = _f32_operation(e, operation, values, rounding)
-        result = flush(e, result) if ftz else result
+        result = _f32_operation(e, operation, values, rounding, bool(ftz))
         return saturate(e, result) if sat else result
 
     if type_name == "f32":
@@ -259,13 +289,15 @@ def _half_result(e: Emitter, operation: str, values: list[str], negate_second: b
     result = round_to_odd_f32(e, _in_double(e, operation, values, "rn"))
     if sat:
         result = saturate(e, result)
-    if relu:
-        positive = e.compare("uge", "float", result, e.float_constant(0))
-        result = e.select(positive, "float", result, e.float_constant(0))
     bits = float_to_half(e, result, type_name)
+    if relu:
+        # Also -0, and what rounds to it, becomes +0.
+        positive = e.compare("ugt", "float", result, e.float_constant(0))
+        bits = e.select(positive, "i16", bits, splat("i16", 0))
     if ftz:
-        small = e.compare("eq", "i16", e.binary("and", "i16", bits, splat("i16", 0x7C00)),
-                          splat("i16", 0))
+        # Below 2^-14 * (1 - 2^-12) the result is subnormal when rounded to 11 bits.
+        small = e.compare("olt", "float", e.intrinsic("fabs", "float", result),
+                          e.float_constant(0x387FF000))
         bits = e.select(small, "i16", e.binary("and", "i16", bits, splat("i16", 0x8000)), bits)
     return bits
 
@@ -314,7 +346,11 @@ def fma(e: Emitter, i: Instruction) -> None:
 
 def divide(e: Emitter, i: Instruction) -> None:
     """div{.approx,.full,.rn,.rz,...}{.ftz}.f32 and .rn.f64: correctly rounded in every form, which
-    lies within the bounds of .approx and .full (2 ulp)."""
+    lies within the bounds of .approx and .full (2 ulp).
+
+    .approx multiplies with a reciprocal that is flushed: dividing by more than 2^126 gives zero,
+    or NaN for an infinite dividend.
+    """
     kind, ftz, type_name = split_modifiers(
         i, ("approx", "full", *ROUNDINGS), ("ftz", ""), ("f32", "f64"))
     if type_name == "f64":
@@ -328,6 +364,14 @@ def divide(e: Emitter, i: Instruction) -> None:
     if kind in ("rz", "rm", "rp"):
         raise unknown(i, "division is implemented with .rn, .approx and .full")
     quotient = e.binary("fdiv", "float", a, b)
+    if kind == "approx":
+        large = e.compare("ogt", "float", e.intrinsic("fabs", "float", b),
+                          e.float_constant(0x7E800000))
+        finite = e.compare("olt", "float", e.intrinsic("fabs", "float", b),
+                           e.float_constant(0x7F800000))
+        zero = e.binary("fmul", "float", a, e.intrinsic("copysign", "float",
+                                                        e.float_constant(0), b))
+        quotient = e.select(e.binary("and", "i1", large, finite), "float", zero, quotient)
     e.set(i.operands[0], "float", flush(e, quotient) if ftz else quotient)
 
 
@@ -387,7 +431,9 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
             result = larger(e, i.opcode, kind, result, value, bool(nan))
         if signs is not None:
             bits = e.cast("bitcast", result, "float", "i32")
-            result = e.cast("bitcast", e.binary("or", "i32", bits, signs), "i32", "float")
+            signed = e.cast("bitcast", e.binary("or", "i32", bits, signs), "i32", "float")
+            # A NaN result is canonical, whatever the signs.
+            result = e.select(e.compare("uno", "float", result, result), "float", result, signed)
         return result
 
     _set_by_type(e, i, type_name, compute)
@@ -426,10 +472,15 @@ def test_property(e: Emitter, i: Instruction) -> None:
     what, _ = split_modifiers(i, ("finite", "infinite", "number", "notanumber", "normal",
                                   "subnormal"), ("f32",))
     magnitude = e.binary("and", "i32", e.get(i.operands[1], "i32"), splat("i32", 0x7FFFFFFF))
-    infinity, least = splat("i32", 0x7F800000), splat("i32", 0x00800000)
+    infinity = splat("i32", 0x7F800000)
     if what in ("normal", "subnormal"):
-        shifted = e.binary("sub", "i32", magnitude, least if what == "normal" else splat("i32", 1))
-        limit = 0x7F000000 if what == "normal" else 0x007FFFFF
-        return e.set(i.operands[0], "i1", e.compare("ult", "i32", shifted, splat("i32", limit)))
+        # Zeros count as normal.
+        less_one = e.binary("sub", "i32", magnitude, splat("i32", 1))
+        subnormal = e.compare("ult", "i32", less_one, splat("i32", 0x007FFFFF))
+        if what == "normal":
+            finite = e.compare("ult", "i32", magnitude, infinity)
+            subnormal = e.binary("and", "i1", finite, e.binary("xor", "i1", subnormal,
+                                                               splat("i1", 1)))
+        return e.set(i.operands[0], "i1", subnormal)
     predicate = {"finite": "ult", "infinite": "eq", "number": "ule", "notanumber": "ugt"}[what]
     e.set(i.operands[0], "i1", e.compare(predicate, "i32", magnitude, infinity))

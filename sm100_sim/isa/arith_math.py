@@ -1,9 +1,9 @@
 """Approximate functions of the multi-function unit (PTX ISA 9.7.3.13 to 9.7.3.21).
 
 The ISA bounds their errors but does not define their bits. Here: rcp, sqrt, rsqrt are correctly
-rounded (or within 1 ulp); ex2 is a polynomial in f32 with relative error below 2^-23; lg2, sin,
-cos are evaluated in double. Special values are those of the ISA's tables, NaN results are PTX's
-canonical NaN.
+rounded (or within 1 ulp); ex2 is a polynomial in f32 with relative error below 2^-23; lg2 is
+evaluated in double, sin and cos too, after the hardware's reduction of the argument. Special values
+are those of the ISA's tables, NaN results are PTX's canonical NaN.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sm100_sim.isa.arith_float import (
     flush,
     half_to_float,
     join_pair,
+    round_directed,
     split_pair,
 )
 from sm100_sim.isa.table import inline_op, split_modifiers, unknown
@@ -28,6 +29,7 @@ from sm100_sim.ptx import Instruction
 # error 1.6e-8 before the rounding of the evaluation.
 _EX2 = (0x3F317218, 0x3E75FDEE, 0x3D635774, 0x3C1D96A6, 0x3AAF9F29, 0x3920FDDD)
 _MAGIC = 0x4B400000  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+_PER_RADIAN = 0.15915493667125702  # 1 / (2 pi) in f32, 0x3E22F983
 _HALF_TYPES = ("f16", "f16x2", "bf16", "bf16x2")
 
 
@@ -92,7 +94,7 @@ def _by_type(e: Emitter, i: Instruction, type_name: str,
 def ex2(e: Emitter, i: Instruction) -> None:
     """ex2.approx{.ftz}.{f32,f16,f16x2,bf16,bf16x2}: relative error below 2^-22 (f32)."""
     _, ftz, type_name = split_modifiers(i, ("approx",), ("ftz", ""), ("f32", *_HALF_TYPES))
-    _by_type(e, i, type_name, lambda x: exp2(e, x, bool(ftz) and type_name == "f32"))
+    _by_type(e, i, type_name, lambda x: exp2(e, x, bool(ftz)))
 
 
 @inline_op("tanh", statistics="mufu.tanh")
@@ -192,21 +194,24 @@ def lg2(e: Emitter, i: Instruction) -> None:
 
 @inline_op("sin", "cos", statistics=lambda i: f"mufu.{i.opcode}")
 def sine(e: Emitter, i: Instruction) -> None:
-    """sin, cos.approx{.ftz}.f32, rounded from double.
+    """sin, cos.approx{.ftz}.f32 as the hardware does it, evaluated in double.
 
-    x = n * pi/2 + r with |r| <= pi/4 and pi/2 in two parts; series to the 13th and 14th power. The
-    ISA bounds the error in [-pi, pi] only; here it stays small up to |x| of about 10^8.
+    The argument is first turned into revolutions in f32: x times 1/(2 pi), rounded towards zero.
+    That rounding is most of the error, which grows with |x|; large |x| become whole revolutions.
+    A quarter n of a revolution is split off; series to the 13th and 14th power do the rest.
     """
     _, ftz, _ = split_modifiers(i, ("approx",), ("ftz", ""), ("f32",))
     x = e.get(i.operands[1], "float")
     x = flush(e, x) if ftz else x
-    wide = e.cast("fpext", x, "float", "double")
+    wide = e.binary("fmul", "double", e.cast("fpext", x, "float", "double"),
+                    e.float_constant(_f64(_PER_RADIAN), "double"))
+    turns = e.cast("fpext", round_directed(e, wide, "rz"), "float", "double")
+    whole = e.intrinsic("roundeven", "double", turns)
+    turns = e.binary("fsub", "double", turns, whole)
     n = e.intrinsic("roundeven", "double", e.binary(
-        "fmul", "double", wide, e.float_constant(_f64(0.6366197723675814), "double")))
-    minus_n = e.name_for(f"fneg <32 x double> {n}")
-    r = wide
-    for part in (1.5707963267948966, 6.123233995736766e-17):
-        r = e.intrinsic("fma", "double", minus_n, e.float_constant(_f64(part), "double"), r)
+        "fmul", "double", turns, e.float_constant(_f64(4.0), "double")))
+    rest = e.intrinsic("fma", "double", n, e.float_constant(_f64(-0.25), "double"), turns)
+    r = e.binary("fmul", "double", rest, e.float_constant(_f64(2 * math.pi), "double"))
     quadrant = e.intrinsic("fptosi.sat", "double", n, result="i64")
     if i.opcode == "cos":
         quadrant = e.binary("add", "i64", quadrant, splat("i64", 1))
@@ -220,6 +225,10 @@ def sine(e: Emitter, i: Instruction) -> None:
                      splat("i64", 0))
     value = e.select(flip, "double", e.name_for(f"fneg <32 x double> {value}"), value)
     result = e.cast("fptrunc", value, "double", "float")
+    if i.opcode == "sin":
+        # Zeros keep the sign of the argument.
+        zero = e.compare("oeq", "float", result, e.float_constant(0))
+        result = e.select(zero, "float", e.intrinsic("copysign", "float", result, x), result)
     finite = e.compare("olt", "float", e.intrinsic("fabs", "float", x),
                        e.float_constant(0x7F800000))
     e.set(i.operands[0], "float", e.select(finite, "float", result,

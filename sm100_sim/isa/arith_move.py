@@ -102,13 +102,15 @@ def select_by_predicate(e: Emitter, i: Instruction) -> None:
 @inline_op("slct", statistics="select")
 def select_by_sign(e: Emitter, i: Instruction) -> None:
     """slct{.ftz}.type.{s32,f32} d, a, b, c: a where c >= 0 (NaN chooses b)."""
-    _, type_name, by = split_modifiers(i, ("ftz", ""), _VALUE_TYPES, ("s32", "f32"))
+    ftz, type_name, by = split_modifiers(i, ("ftz", ""), _VALUE_TYPES, ("s32", "f32"))
     kind = value_kind(type_name)
     destination, a, b, c = i.operands
     if by == "s32":
         condition = e.compare("sge", "i32", e.get(c, "i32"), splat("i32", 0))
     else:
-        condition = e.compare("oge", "float", e.get(c, "float"), e.float_constant(0))
+        value = e.get(c, "float")
+        condition = e.compare("oge", "float", flush(e, value) if ftz else value,
+                              e.float_constant(0))
     e.set(destination, kind, e.select(condition, kind, e.get(a, kind), e.get(b, kind)))
 
 

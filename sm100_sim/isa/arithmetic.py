@@ -169,7 +169,7 @@ def divide(e: Emitter, i: Instruction) -> None:
 
 @inline_op("rem", statistics="integer.div")
 def remainder(e: Emitter, i: Instruction) -> None:
-    """rem.type: the remainder has the dividend's sign; by zero it is the dividend."""
+    """rem.type: the remainder has the dividend's sign; by zero it is all ones, as on hardware."""
     _set_quotient(e, i, "rem")
 
 
@@ -191,7 +191,7 @@ def _set_quotient(e: Emitter, i: Instruction, what: str) -> None:
     if what == "rem":
         product = e.binary("mul", kind, quotient, divisor)
         rest = e.binary("sub", kind, a, product)
-        return e.set(i.operands[0], kind, e.select(zero, kind, a, rest))
+        return e.set(i.operands[0], kind, e.select(zero, kind, splat(kind, -1), rest))
     e.set(i.operands[0], kind, e.select(zero, kind, splat(kind, -1), quotient))
 
 
@@ -305,9 +305,15 @@ def funnel_shift(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", shifted)
 
 
-def _low_byte(e: Emitter, op, limit: int) -> str:
-    """Bits 0-7 of an operand, at most ``limit``, as i64."""
-    value = e.binary("and", "i32", e.get(op, "i32"), splat("i32", 255))
+def _field_operand(e: Emitter, op, kind: str, limit: int) -> str:
+    """Position or length of a field, at most ``limit``, as i64.
+
+    The ISA restricts it to 0..255. Beyond, the hardware takes bits 0-7 for fields of 32 bits, and
+    the whole value for those of 64.
+    """
+    value = e.get(op, "i32")
+    if kind == "i32":
+        value = e.binary("and", "i32", value, splat("i32", 255))
     return e.cast("zext", e.intrinsic("umin", "i32", value, splat("i32", limit)), "i32", "i64")
 
 
@@ -318,7 +324,8 @@ def extract_field(e: Emitter, i: Instruction) -> None:
     kind, signed = kind_of(type_name), type_name[0] == "s"
     shift_right = "ashr" if signed else "lshr"
     value = e.cast("sext" if signed else "zext", e.get(i.operands[1], kind), kind, "i64")
-    position, length = _low_byte(e, i.operands[2], 255), _low_byte(e, i.operands[3], 64)
+    position = _field_operand(e, i.operands[2], kind, 255)
+    length = _field_operand(e, i.operands[3], kind, 64)
     inside = e.compare("ult", "i64", position, splat("i64", 64))
     shifted = e.binary(shift_right, "i64", value,
                        e.intrinsic("umin", "i64", position, splat("i64", 63)))
@@ -339,7 +346,8 @@ def insert_field(e: Emitter, i: Instruction) -> None:
     kind = kind_of(type_name)
     bits = _MASK_BITS[kind]
     a, b = (e.cast("zext", e.get(op, kind), kind, "i64") for op in i.operands[1:3])
-    position, length = _low_byte(e, i.operands[3], 255), _low_byte(e, i.operands[4], bits)
+    position = _field_operand(e, i.operands[3], kind, 255)
+    length = _field_operand(e, i.operands[4], kind, bits)
     full = e.compare("uge", "i64", length, splat("i64", 64))
     power = e.binary("shl", "i64", splat("i64", 1),
                      e.binary("and", "i64", length, splat("i64", 63)))

@@ -1,7 +1,8 @@
 """atom and red on shared and global memory (PTX ISA 9.7.14.6 and 9.7.14.7).
 
 Lanes execute one after the other in ascending order, so results do not depend on the host. Scope
-and ordering modifiers change no result, because warps run one at a time.
+and ordering modifiers change no result, because warps run one at a time. add.f32 flushes subnormals
+on global memory and keeps them on shared memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from sm100_sim.errors import MemoryFault, Misaligned
 from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.ptx import Instruction, Operand
+from sm100_sim.tiles import flushing_add
 from sm100_sim.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
 
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel", "")
@@ -136,6 +138,7 @@ def bind_atomic(instruction: Instruction, kernel) -> Callable:
         swap, combine = lane_source(operands[2], size), None
     else:
         swap, combine = None, combiner(instruction, operation, type_name)
+    flushes = operation == "add" and type_name == "f32" and wide
     store = _lane_writer(destination, size) if returns else None
     total = size * len(source.readers)
 
@@ -149,8 +152,10 @@ def bind_atomic(instruction: Instruction, kernel) -> Callable:
             if swap is not None:
                 cell[:] = np.where(old == new, swap.lane(warp, lane, dtype), old)
             else:
+                shared = not space and int(per_lane[lane]) >> 56 == SHARED_WINDOW >> 56
+                function = flushing_add if flushes and not shared else combine
                 with np.errstate(all="ignore"):
-                    cell[:] = combine(old, new)
+                    cell[:] = function(old, new)
             if store is not None:
                 store(warp, lane, old)
 

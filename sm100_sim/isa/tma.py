@@ -92,6 +92,12 @@ def _tensor_map(machine, pointer: int, coordinates: tuple[int, ...]) -> TensorMa
         raise SimulationError(
             f"a {len(coordinates)}d copy with a descriptor of rank {tensor_map.rank}"
         )
+    if coordinates[0] * tensor_map.element_bits % 128:
+        raise Misaligned(
+            f"a tensor copy starts at coordinate {coordinates[0]} of rows of "
+            f"{tensor_map.element_bits}-bit elements; it must start at a multiple of 16 bytes "
+            "(the hardware ends the kernel with an illegal instruction)"
+        )
     return tensor_map
 
 
@@ -210,7 +216,7 @@ def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
             cluster.mbarrier(barrier).complete_tx(size)
 
     machine.counters["tma.load bytes"] += tensor_map.tile_bytes * len(places)
-    size = tensor_map.tile_bytes
+    size = tensor_map.shared_bytes
     writes = tuple((cta, offset, size, barrier) for cta, offset, barrier in places)
     submit(warp, instruction, "tma.load", perform, writes=writes)
 
@@ -231,6 +237,11 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
         for lane in split(warp, lanes):
             pointer, coordinates = tensor(warp, lane)
             tensor_map = _tensor_map(machine, pointer, coordinates)
+            if min(coordinates) < 0:
+                raise SimulationError(
+                    f"a tensor store at the coordinates {coordinates}; stores take none below 0 "
+                    "(the hardware ends the kernel with an illegal instruction)"
+                )
             offset = _own_offset(cta, source(warp, lane))
 
             def perform(tensor_map=tensor_map, coordinates=coordinates, offset=offset) -> None:
@@ -240,7 +251,7 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
 
             machine.counters["tma.store bytes"] += tensor_map.tile_bytes
             _submit_grouped(
-                instruction, warp, lanes, perform, reads=((cta, offset, tensor_map.tile_bytes),),
+                instruction, warp, lanes, perform, reads=((cta, offset, tensor_map.shared_bytes),),
                 stored=(tensor_map, coordinates) if reduction is None else None,
             )  # fmt: skip
 

@@ -1,0 +1,159 @@
+"""Golden vectors: what a real GPU computes, recorded once and replayed in the simulator.
+
+A `Case` is one small PTX kernel with its buffers. The recorder (`golden_record`) runs the cases
+on a Hopper GPU, which shares these instructions with SM100, and stores their results; the tests
+run the same PTX on the same inputs in the simulator and compare. Inputs are not stored: they are
+computed here from integers, and `Case.digest` says whether a stored result belongs to them.
+
+This module and those it imports need numpy alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from .tensormap import TensorMap
+
+#: Where vectors are stored in a checkout.
+DIRECTORY = Path(__file__).resolve().parent.parent / "tests" / "sim" / "golden"
+MANIFEST = "manifest.json"
+TENSOR_MAPS = "tensormaps.npz"
+KERNEL = "golden"
+
+HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel and its buffers.
+
+    `name` is unique; `group` names the file of its results. The kernel's parameters are the
+    addresses of `inputs`, then of `outputs` (all .u64), then the tensor maps (128 bytes each).
+    `outputs` are the initial contents; what the kernel leaves there is the result.
+    `tensor_maps`: (buffer index among inputs and outputs, descriptor whose address counts from the
+    start of that buffer). `grid`, `block`, `cluster` are x extents in CTAs, threads and CTAs.
+    `floats` is the format of outputs whose NaN payloads the ISA leaves open ("f32", "f16x2", ...).
+    `approximate`: results are bounded by the ISA, not defined bit for bit. `faults`: the hardware
+    ends the kernel with an error, and no output is recorded.
+    """
+
+    name: str
+    group: str
+    ptx: str
+    inputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray, ...]
+    tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
+    grid: int = 1
+    block: int = 128
+    cluster: int = 1
+    floats: str = ""
+    approximate: bool = False
+    faults: bool = False
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of everything that determines the result."""
+        state = hashlib.sha256(self.ptx.encode())
+        for array in (*self.inputs, *self.outputs):
+            state.update(f"{array.dtype}{array.shape}".encode())
+            state.update(np.ascontiguousarray(array).tobytes())
+        state.update(repr((self.tensor_maps, self.grid, self.block, self.cluster)).encode())
+        return state.hexdigest()[:16]
+
+    def keys(self) -> list[str]:
+        """Names of the outputs in the group's file."""
+        if len(self.outputs) == 1:
+            return [self.name]
+        return [f"{self.name}#{i}" for i in range(len(self.outputs))]
+
+
+@lru_cache(maxsize=1)
+def all_cases() -> tuple[Case, ...]:
+    """Every case, in a fixed order, names unique."""
+    from . import (
+        golden_arithmetic,
+        golden_atomics,
+        golden_cluster,
+        golden_convert,
+        golden_tma,
+        golden_warp,
+    )
+
+    modules = (golden_arithmetic, golden_convert, golden_warp, golden_atomics, golden_tma,
+               golden_cluster)
+    cases = tuple(case for module in modules for case in module.cases())
+    names = [case.name for case in cases]
+    if len(set(names)) != len(names):
+        raise ValueError(f"golden cases share a name: {[n for n in names if names.count(n) > 1]}")
+    return cases
+
+
+def groups(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """Cases by group."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.group, []).append(case)
+    return found
+
+
+def save(directory: Path, results: dict[str, list[np.ndarray]], manifest: dict) -> None:
+    """Write one compressed file per group, and the manifest.
+
+    results: case name -> its outputs (none of a case that faults). manifest: JSON object; "cases"
+    (name -> digest) is added.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    for group, cases in groups(all_cases()).items():
+        arrays = {}
+        for case in cases:
+            if case.name in results:
+                arrays.update(zip(case.keys(), results[case.name]))
+                digests[case.name] = case.digest()
+        np.savez_compressed(directory / f"{group}.npz", **arrays)
+    text = json.dumps({**manifest, "cases": digests}, indent=0, sort_keys=True)
+    (directory / MANIFEST).write_text(text + "\n")
+
+
+class Vectors:
+    """Recorded results of a directory; files are read when first asked for."""
+
+    def __init__(self, directory: Path = DIRECTORY) -> None:
+        self.directory = directory
+        path = directory / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{directory} holds no golden vectors; record them on a GPU of compute capability "
+                "9.0 with `python -m sm100_sim record`"
+            )
+        self.manifest = json.loads(path.read_text())
+        self._files: dict[str, dict[str, np.ndarray]] = {}
+
+    def file(self, name: str) -> dict[str, np.ndarray]:
+        """Arrays of one file."""
+        if name not in self._files:
+            with np.load(self.directory / name) as archive:
+                self._files[name] = {key: archive[key] for key in archive.files}
+        return self._files[name]
+
+    def outputs(self, case: Case) -> list[np.ndarray]:
+        """Recorded outputs of a case; none of one that faults.
+
+        Raises KeyError if the case was not recorded, ValueError if its PTX or its inputs have
+        changed since.
+        """
+        if case.name not in self.manifest["cases"]:
+            why = self.manifest["failed"].get(case.name, "it is newer than the recording")
+            raise KeyError(f"no recorded vector for {case.name}: {why}")
+        if self.manifest["cases"][case.name] != case.digest():
+            raise ValueError(f"{case.name} has changed since its vector was recorded; record again")
+        if case.faults:
+            return []
+        arrays = self.file(f"{case.group}.npz")
+        return [arrays[key] for key in case.keys()]

@@ -1,0 +1,37 @@
+"""Runs a golden case in the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sm100_sim.golden import KERNEL, Case
+from sm100_sim.host import LaunchConfig
+from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
+from sm100_sim.tensormap import encode
+from sm100_sim.warp import aligned_zeros
+
+
+def _placed(array: np.ndarray) -> np.ndarray:
+    """A copy on a 64-byte boundary, as device memory is."""
+    copy = aligned_zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def replay(case: Case, **options) -> list[np.ndarray]:
+    """Outputs of a case in the simulator. options: of `launcher.Options`."""
+    buffers = [_placed(array) for array in (*case.inputs, *case.outputs)]
+    addresses = [buffer.__array_interface__["data"][0] for buffer in buffers]
+    values = [np.uint64(address).tobytes() for address in addresses]
+    for index, tensor_map in case.tensor_maps:
+        address = addresses[index] + tensor_map.address
+        values.append(encode(dataclasses.replace(tensor_map, address=address)))
+    kernel = translated_kernel(case.ptx, KERNEL).kernel
+    config = LaunchConfig(KERNEL, (case.grid, 1, 1), (case.block, 1, 1), (case.cluster, 1, 1), 0,
+                          (), {}, 0, case.ptx)
+    ranges = [(address, address + buffer.nbytes, f"p{i}")
+              for i, (address, buffer) in enumerate(zip(addresses, buffers, strict=True))]
+    run_kernel(config, parameter_buffer(kernel, values), sorted(ranges), Options(**options))
+    return buffers[len(case.inputs):]
