@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# The simulator itself is imported where it is needed: `record` runs where llvmlite is not installed.
+# The simulator is imported where it is needed: `record` runs where llvmlite is not installed.
 if TYPE_CHECKING:
     from .mutation import Launch
 

@@ -78,6 +78,7 @@ def all_cases() -> tuple[Case, ...]:
     """Every case, in a fixed order, names unique."""
     from . import (
         golden_arithmetic,
+        golden_async,
         golden_atomics,
         golden_cluster,
         golden_convert,
@@ -86,7 +87,7 @@ def all_cases() -> tuple[Case, ...]:
     )
 
     modules = (golden_arithmetic, golden_convert, golden_warp, golden_atomics, golden_tma,
-               golden_cluster)
+               golden_cluster, golden_async)
     cases = tuple(case for module in modules for case in module.cases())
     names = [case.name for case in cases]
     if len(set(names)) != len(names):

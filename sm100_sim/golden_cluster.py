@@ -130,7 +130,8 @@ def _crowds() -> Iterator[Case]:
 
 # Distributed shared memory, clusters of 2, 4 and 8 CTAs, two clusters.
 
-def _entry(inputs: int, outputs: int, cluster: int, maps: int = 0) -> str:
+def entry(inputs: int, outputs: int, cluster: int, maps: int = 0) -> str:
+    """Head of a module whose kernel runs in clusters of so many CTAs."""
     return f"{HEADER}{declare(inputs, outputs, maps)}\n.reqnctapercluster {cluster}, 1, 1\n{{\n"
 
 
@@ -147,7 +148,7 @@ def _exchange_ptx(cluster: int) -> str:
     )
     slot = f"mov.u32 %r1, %tid.x;\nmov.u32 %r2, tile;\nmad.lo.u32 %r4, %r1, {4 * cluster}, %r2;\n"
     return (
-        f"{_entry(0, 3, cluster)}{shared(size)}{REGISTERS}{fill(size)}"
+        f"{entry(0, 3, cluster)}{shared(size)}{REGISTERS}{fill(size)}"
         f"{slot}mov.u32 %r3, %cluster_ctarank;\nshl.b32 %r5, %r3, 2;\nadd.u32 %r5, %r5, %r4;\n"
         "shl.b32 %r3, %r3, 20;\nmad.lo.u32 %r3, %r1, 256, %r3;\n"
         f"{SYNC}{writes}{SYNC}{dump(size, 'p0')}{slot}"
@@ -168,7 +169,7 @@ def _exchange_ptx(cluster: int) -> str:
 def _arrival_ptx(cluster: int) -> str:
     """Thread r of each CTA writes to CTA r and arrives at its barrier; all wait for their own."""
     return (
-        f"{_entry(0, 1, cluster)}{shared(512)}{REGISTERS}{fill(512)}{start_barrier(cluster)}"
+        f"{entry(0, 1, cluster)}{shared(512)}{REGISTERS}{fill(512)}{start_barrier(cluster)}"
         "fence.mbarrier_init.release.cluster;\n"
         f"{SYNC}mov.u32 %r1, %tid.x;\nsetp.ge.u32 %more, %r1, {cluster};\n@%more bra WAITING;\n"
         "mov.u32 %r2, tile;\nmov.u32 %r3, %cluster_ctarank;\nshl.b32 %r4, %r3, 2;\n"
@@ -184,7 +185,7 @@ def _arrival_ptx(cluster: int) -> str:
 def _atomic_ptx(cluster: int) -> str:
     """Every thread of every CTA adds to, and takes the maximum of, words of CTA 0."""
     return (
-        f"{_entry(0, 1, cluster)}{shared(512)}{REGISTERS}{fill(512)}"
+        f"{entry(0, 1, cluster)}{shared(512)}{REGISTERS}{fill(512)}"
         f"{SYNC}mov.u32 %r1, %tid.x;\nmov.u32 %r2, tile;\nand.b32 %r3, %r1, 15;\n"
         "shl.b32 %r3, %r3, 3;\nadd.u32 %r3, %r3, %r2;\nmapa.shared::cluster.u32 %r4, %r3, 0;\n"
         "mov.u32 %r5, %ctaid.x;\nmad.lo.u32 %r5, %r5, 128, %r1;\n"
@@ -197,7 +198,7 @@ def _atomic_ptx(cluster: int) -> str:
 def _push_ptx(cluster: int) -> str:
     """cp.async.bulk from each CTA's shared memory to the next CTA's, with its barrier."""
     return (
-        f"{_entry(1, 1, cluster)}{shared(_SIZE)}{REGISTERS}{fill(_SIZE)}bar.sync 0;\n"
+        f"{entry(1, 1, cluster)}{shared(_SIZE)}{REGISTERS}{fill(_SIZE)}bar.sync 0;\n"
         "mov.u32 %r1, %tid.x;\nmov.u32 %r2, tile;\nshl.b32 %r3, %r1, 2;\nadd.u32 %r4, %r2, %r3;\n"
         "mov.u32 %r5, %ctaid.x;\nmad.lo.u32 %r5, %r5, 128, %r1;\nmul.wide.u32 %rd1, %r5, 4;\n"
         "ld.param.u64 %rd2, [p0];\nadd.u64 %rd1, %rd1, %rd2;\nld.global.u32 %r6, [%rd1];\n"
@@ -226,7 +227,7 @@ def _distributed() -> Iterator[Case]:
         yield Case(f"cluster/bulk push {cluster}", "cluster", _push_ptx(cluster),
                    (make.scrambled(600, count * THREADS).astype(np.uint32),),
                    (np.zeros((count, _SIZE // 4), np.uint32),), (), count, THREADS, cluster)
-    own = (f"{_entry(0, 1, 4)}{shared(64)}{REGISTERS}mov.u32 %r1, tile;\nshr.u32 %r1, %r1, 24;\n"
+    own = (f"{entry(0, 1, 4)}{shared(64)}{REGISTERS}mov.u32 %r1, tile;\nshr.u32 %r1, %r1, 24;\n"
            "mov.u32 %r2, tile;\nmov.u32 %r7, %cluster_ctarank;\n"
            "mapa.shared::cluster.u32 %r3, %r2, %r7;\nshr.u32 %r3, %r3, 24;\n"
            "mapa.shared::cluster.u32 %r4, %r2, 3;\nshr.u32 %r4, %r4, 24;\nand.b32 %r5, %r2, 1023;\n"
@@ -251,7 +252,7 @@ def _multicast_ptx(cluster: int, text: str, place: str, size: int, maps: int) ->
                      f"@%more mov.u32 %r12, {expected};\n")
     total = cluster * 1024 + 1024
     return (
-        f"{_entry(2, 1, cluster, maps)}{shared(total)}{REGISTERS}.reg .b16 %mask;\n{fill(total)}"
+        f"{entry(2, 1, cluster, maps)}{shared(total)}{REGISTERS}.reg .b16 %mask;\n{fill(total)}"
         f"{start_barrier()}fence.mbarrier_init.release.cluster;\n{SYNC}"
         f"{coordinates_text(3)}mov.u32 %r7, %cluster_ctarank;\nmov.u32 %r11, 0;\n"
         f"mov.u32 %r12, 0;\n{''.join(lines)}cvt.u16.u32 %mask, %r11;\n"

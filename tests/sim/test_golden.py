@@ -1,0 +1,162 @@
+"""The simulator against vectors recorded on a Hopper GPU (`python -m sm100_sim record`).
+
+Integer, layout and correctly rounded results agree bit for bit; approximate functions stay within
+the bound that the PTX ISA states for each, in the simulator and in the recording.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from golden_bounds import FORMATS, Measure, bound_of, values
+from golden_replay import replay
+
+from sm100_sim import golden, tensormap
+from sm100_sim.errors import SimulationError, UnknownInstruction
+from sm100_sim.golden import Case
+from sm100_sim.golden_tensormaps import requests
+
+pytestmark = pytest.mark.simulator
+
+VECTORS = golden.Vectors()
+CASES = golden.all_cases()
+EXACT = [case for case in CASES if not case.approximate and not case.faults]
+APPROXIMATE = [case for case in CASES if case.approximate]
+#: Groups whose instructions the simulator may not have; what is missing is listed as skipped.
+OPTIONAL = {"matrix"}
+#: Cases that depart from the hardware as `isa.arith_float` says: 2^-126 in place of zero.
+LATE_FLUSH = {"smallest/mul.rn.ftz.f32", "smallest/fma.rn.ftz.f32"}
+
+
+def chunks() -> list:
+    """Up to 64 cases of one group each, so that no test takes long."""
+    found = []
+    for group, cases in golden.groups(EXACT).items():
+        for number, part in enumerate(itertools.batched(cases, 64)
+                                      if hasattr(itertools, "batched") else _batched(cases)):
+            found.append(pytest.param(list(part), id=f"{group}-{number}"))
+    return found
+
+
+def _batched(cases: list[Case]):
+    return (cases[start:start + 64] for start in range(0, len(cases), 64))
+
+
+def comparable(array: np.ndarray, floats: str) -> np.ndarray:
+    """The bits of an output; where NaN payloads are left open, every NaN is the same."""
+    if not floats:
+        return array.ravel()
+    layout = FORMATS[floats.removesuffix("x2")]
+    words = np.ascontiguousarray(array).ravel().view(layout.words)
+    magnitude = words & layout.words(layout.magnitude)
+    return np.where(magnitude > layout.words(layout.infinity), layout.words(layout.magnitude),
+                    words)
+
+
+def difference(case: Case, got: list[np.ndarray]) -> str:
+    """First disagreement of a case's outputs with the recording, or nothing."""
+    for number, (mine, recorded) in enumerate(zip(got, VECTORS.outputs(case), strict=True)):
+        left, right = (comparable(array, case.floats) for array in (mine, recorded))
+        bad = left != right
+        if case.name in LATE_FLUSH:
+            bad &= ~((left & 0x7FFFFFFF == 0x00800000) & (right == left & 0x80000000))
+        if bad.any():
+            at = int(np.argmax(bad))
+            inputs = [hex(int(array.ravel()[at])) for array in case.inputs
+                      if array.size == mine.size]
+            return (f"{case.name}: output {number}, {bad.sum()} of {bad.size} differ, first at "
+                    f"{at}: {int(left[at]):#x}, recorded {int(right[at]):#x}; inputs {inputs}")
+    return ""
+
+
+def check(cases: list[Case], **options) -> None:
+    wrong, missing = [], []
+    for case in cases:
+        try:
+            wrong.append(difference(case, replay(case, **options)))
+        except UnknownInstruction as error:
+            if case.group not in OPTIONAL:
+                raise
+            missing.append(f"{case.name}: {str(error).splitlines()[0]}")
+    assert not any(wrong), "\n".join(filter(None, wrong))
+    if missing:
+        pytest.skip(f"not in the simulator: {'; '.join(missing)}")
+
+
+def test_every_case_is_recorded():
+    """Each vector belongs to the PTX and the inputs that are there now; none is left over."""
+    assert VECTORS.manifest["cases"] == {case.name: case.digest() for case in CASES}
+    assert VECTORS.manifest["failed"] == {}
+    assert VECTORS.manifest["capability"] == "9.0"
+
+
+@pytest.mark.parametrize("cases", chunks())
+def test_bit_for_bit(cases):
+    check(cases)
+
+
+@pytest.mark.parametrize("group", ["tma", "cluster", "async"])
+def test_bit_for_bit_when_asynchronous_work_is_late(group):
+    check([case for case in EXACT if case.group == group], schedule="lazy")
+
+
+@pytest.mark.parametrize("case", APPROXIMATE, ids=lambda case: case.name.split("/")[1])
+def test_within_the_bound(case):
+    """The recording is held to the bound too: that checks the reference and the bound's reading."""
+    (recorded,) = VECTORS.outputs(case)
+    (mine,) = replay(case)
+    inputs = [values(array, case.floats) for array in case.inputs]
+    bound = bound_of(case)
+    figures = {}
+    for who, array in (("simulator", mine), ("hardware", recorded)):
+        measure: Measure = bound.measure(inputs, values(array, case.floats))
+        assert not measure.wrong, f"{case.name}, {who}: {measure.wrong}"
+        figures[who] = measure.worst
+    same = np.mean(comparable(mine, case.floats) == comparable(recorded, case.floats))
+    print(f"{case.name}: bound {bound.text}; largest error "
+          + ", ".join(f"{who} {worst}" for who, worst in figures.items())
+          + f"; {same:.1%} of the results equal")
+
+
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_trigonometry_beyond_its_bound(name):
+    """Large arguments lose accuracy as they do on hardware."""
+    case = next(case for case in CASES if case.name == f"approximate/{name}.approx.f32")
+    mine, recorded = (values(arrays[0], "f32") for arrays in (replay(case), VECTORS.outputs(case)))
+    number = ~np.isnan(recorded)
+    assert np.abs(mine - recorded)[number].max() < 2.0 ** -21
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.faults], ids=lambda c: c.name)
+def test_what_the_hardware_refuses(case):
+    assert "CUDA_ERROR" in VECTORS.manifest["faults"][case.name]
+    with pytest.raises(SimulationError, match="coordinate|multiple of 128"):
+        replay(case)
+
+
+def test_tensor_maps():
+    """The driver's descriptors decode to what was asked for, and it refuses what `validate` does."""
+    recorded = VECTORS.file(golden.TENSOR_MAPS)
+    wanted = requests()
+    assert len(recorded["accepted"]) == len(wanted)
+    assert 200 < recorded["accepted"].sum() < len(wanted)
+    for tensor_map, raw, accepted in zip(wanted, recorded["descriptors"], recorded["accepted"]):
+        if accepted:
+            assert tensormap.decode(raw.tobytes()) == tensor_map
+            assert tensormap.encode(tensor_map)[:64] == raw.tobytes()[:64]
+        else:
+            with pytest.raises(tensormap.TensorMapError):
+                tensormap.validate(tensor_map)
+
+
+def test_a_changed_case_is_noticed(tmp_path):
+    case = CASES[0]
+    other = Case(case.name, case.group, case.ptx + "\n", case.inputs, case.outputs)
+    with pytest.raises(ValueError, match="record again"):
+        VECTORS.outputs(other)
+    with pytest.raises(KeyError, match="newer"):
+        VECTORS.outputs(Case("no such case", "", "", (), ()))
+    with pytest.raises(FileNotFoundError, match="python -m sm100_sim record"):
+        golden.Vectors(tmp_path)
