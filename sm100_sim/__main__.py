@@ -45,12 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _record(arguments: list[str]) -> int:
-    from . import golden, golden_record
+    from .golden import DIRECTORY
+    from .golden.record import record
 
     parser = argparse.ArgumentParser(prog="python -m sm100_sim record", description=_RECORD)
-    parser.add_argument("--out", type=Path, default=golden.DIRECTORY,
+    parser.add_argument("--out", type=Path, default=DIRECTORY,
                         help="directory of the vectors (default: %(default)s)")
-    return 1 if golden_record.record(parser.parse_args(arguments).out) else 0
+    return 1 if record(parser.parse_args(arguments).out) else 0
 
 
 def _mutate(choice: argparse.Namespace) -> int:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import HEADER, Case
-from .golden_ptx import declare
-from .tensormap import TensorMap
+from ..tensormap import TensorMap
+from . import inputs as make
+from .cases import HEADER, Case
+from .ptx_text import declare
 
 THREADS = 128
 FILL = 0xEEEEEEEE

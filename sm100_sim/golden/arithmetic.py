@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import Case
-from .golden_ptx import elementwise
+from . import inputs as make
+from .cases import Case
+from .ptx_text import elementwise
 
 _COUNT = 640
 _ROUNDINGS = ("rn", "rz", "rm", "rp")

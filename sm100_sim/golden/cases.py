@@ -1,6 +1,6 @@
 """Golden vectors: what a real GPU computes, recorded once and replayed in the simulator.
 
-A `Case` is one small PTX kernel with its buffers. The recorder (`golden_record`) runs the cases
+A `Case` is one small PTX kernel with its buffers. The recorder (`record`) runs the cases
 on a Hopper GPU, which shares these instructions with SM100, and stores their results; the tests
 run the same PTX on the same inputs in the simulator and compare. Inputs are not stored: they are
 computed here from integers, and `Case.digest` says whether a stored result belongs to them.
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .tensormap import TensorMap
+from ..tensormap import TensorMap
 
 #: Where vectors are stored in a checkout.
-DIRECTORY = Path(__file__).resolve().parent.parent / "tests" / "sim" / "golden"
+DIRECTORY = Path(__file__).resolve().parents[2] / "tests" / "sim" / "golden"
 MANIFEST = "manifest.json"
 TENSOR_MAPS = "tensormaps.npz"
 KERNEL = "golden"
@@ -76,18 +76,9 @@ class Case:
 @lru_cache(maxsize=1)
 def all_cases() -> tuple[Case, ...]:
     """Every case, in a fixed order, names unique."""
-    from . import (
-        golden_arithmetic,
-        golden_async,
-        golden_atomics,
-        golden_cluster,
-        golden_convert,
-        golden_tma,
-        golden_warp,
-    )
+    from . import arithmetic, asynchronous, atomics, cluster, convert, tma, warp
 
-    modules = (golden_arithmetic, golden_convert, golden_warp, golden_atomics, golden_tma,
-               golden_cluster, golden_async)
+    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous)
     cases = tuple(case for module in modules for case in module.cases())
     names = [case.name for case in cases]
     if len(set(names)) != len(names):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from . import golden_inputs as make
-from .tensormap import DTYPES, TensorMap
+from ..tensormap import DTYPES, TensorMap
+from . import inputs as make
 
 _ADDRESS = 0x7F12_3456_7000
 

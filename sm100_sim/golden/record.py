@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from . import golden
-from .golden import KERNEL, TENSOR_MAPS, Case
-from .golden_tensormaps import requests
-from .tensormap import TENSORMAP_BYTES, TensorMap
+from ..tensormap import TENSORMAP_BYTES, TensorMap
+from .cases import KERNEL, TENSOR_MAPS, Case, all_cases, save
+from .tensormaps import requests
 
 #: Seconds a case may take, the start of its process included.
 LIMIT = 60.0
@@ -125,7 +124,7 @@ def _work(connection: Any) -> None:
     while (number := connection.recv()) is not None:
         try:
             gpu = gpu or Gpu()
-            connection.send(("done", gpu.run(golden.all_cases()[number])))
+            connection.send(("done", gpu.run(all_cases()[number])))
         except Exception as error:  # reported by the parent under the case's name
             connection.send(("failed", f"{type(error).__name__}: {error}"))
 
@@ -188,7 +187,7 @@ def record(directory: Path) -> dict[str, str]:
     results: dict[str, list[np.ndarray]] = {}
     failed: dict[str, str] = {}
     faults: dict[str, str] = {}
-    cases = golden.all_cases()
+    cases = all_cases()
     for number, case in enumerate(cases):
         state, outcome = worker.run(number)
         if case.faults and state == "failed":
@@ -199,7 +198,7 @@ def record(directory: Path) -> dict[str, str]:
         else:
             results[case.name] = outcome
     worker.close()
-    golden.save(directory, results, {**manifest, "failed": failed, "faults": faults})
+    save(directory, results, {**manifest, "failed": failed, "faults": faults})
     print(f"{len(results)} of {len(cases)} cases recorded in {directory}", flush=True)
     return failed
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import Case
-from .golden_ptx import BLOCK, elementwise
+from . import inputs as make
+from .cases import Case
+from .ptx_text import BLOCK, elementwise
 
 _COUNT = 256
 _FORMS = (

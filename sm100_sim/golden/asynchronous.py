@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import HEADER, Case
-from .golden_cluster import SYNC, entry
-from .golden_ptx import declare
-from .golden_tma import REGISTERS, THREADS, dump, fill, shared, start_barrier, wait
+from . import inputs as make
+from .cases import HEADER, Case
+from .cluster import SYNC, entry
+from .ptx_text import declare
+from .tma import REGISTERS, THREADS, dump, fill, shared, start_barrier, wait
 
 _ROWS = 3
 _SLOT = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .golden import HEADER, KERNEL, Case
+from .cases import HEADER, KERNEL, Case
 
 #: Register type and memory type by width; predicates travel as 32-bit words 0 and 1.
 _REGISTERS = {1: "pred", 16: "b16", 32: "b32", 64: "b64"}

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import HEADER, Case
-from .golden_ptx import declare
-from .golden_tma import (
+from . import inputs as make
+from .cases import HEADER, Case
+from .ptx_text import declare
+from .tma import (
     REGISTERS,
     THREADS,
     Tensor,

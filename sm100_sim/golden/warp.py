@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import HEADER, KERNEL, Case
-from .golden_ptx import elementwise
+from . import inputs as make
+from .cases import HEADER, KERNEL, Case
+from .ptx_text import elementwise
 
 _WARPS = 16
 _COUNT = 32 * _WARPS

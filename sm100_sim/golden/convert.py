@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from . import golden_inputs as make
-from .golden import Case
-from .golden_ptx import elementwise
+from . import inputs as make
+from .cases import Case
+from .ptx_text import elementwise
 
 _COUNT = 512
 _INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")

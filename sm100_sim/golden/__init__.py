@@ -1,0 +1,28 @@
+"""Golden vectors: what a Hopper GPU computes, recorded once and replayed in the simulator's tests.
+
+| module | what |
+|---|---|
+| cases | a case, the stored results, reading and writing them |
+| record | runs the cases on a GPU: `python -m sm100_sim record` |
+| inputs, ptx_text | what the cases are made from |
+| arithmetic, convert | elementwise instructions, approximations, conversions |
+| warp | shuffles, votes, prmt, ldmatrix, stmatrix |
+| atomics | atomics and reductions |
+| tma, tensormaps | tensor copies; the driver's tensor maps |
+| cluster, asynchronous | mbarriers and shared memory of a cluster; cp.async, bulk copies |
+
+Recording needs a CUDA driver, cuda-bindings and numpy, nothing else of the simulator.
+"""
+
+from .cases import DIRECTORY, KERNEL, TENSOR_MAPS, Case, Vectors, all_cases, groups, save
+
+__all__ = [
+    "DIRECTORY",
+    "KERNEL",
+    "TENSOR_MAPS",
+    "Case",
+    "Vectors",
+    "all_cases",
+    "groups",
+    "save",
+]
