@@ -125,7 +125,8 @@ def test_division(bits, name, value):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
     def rest(a, b):
-        return value(a) - quotient(a, b) * value(b) if b else a
+        # By zero the ISA leaves both open; the hardware gives all ones (tests/sim/golden).
+        return value(a) - quotient(a, b) * value(b) if b else -1
 
     check_integers(f"div.{name} %d, %s0, %s1", [bits] * 2, quotient, bits)
     check_integers(f"rem.{name} %d, %s0, %s1", [bits] * 2, rest, bits)
@@ -163,8 +164,12 @@ def test_funnel_shifts():
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_bit_fields(bits):
+    def field(operand):
+        # The ISA restricts it to 0..255; beyond, as the hardware does it (tests/sim/golden).
+        return operand & 255 if bits == 32 else min(operand, 255)
+
     def extract(a, position, length, is_signed):
-        position, length = position & 255, length & 255
+        position, length = field(position), field(length)
         if length == 0:
             return 0
         if is_signed:
@@ -175,7 +180,7 @@ def test_bit_fields(bits):
         return a >> position & ((1 << length) - 1)
 
     def insert(a, b, position, length):
-        position, length = position & 255, length & 255
+        position, length = field(position), field(length)
         mask = ((1 << length) - 1) << position & ((1 << bits) - 1)
         return b & ~mask | a << position & mask
 
