@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from . import environment
+from .backward_config import BackwardConfig
 from .config import ForwardConfig
 
 
@@ -20,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator")
     run.add_argument("--json", action="store_true", help="print one JSON object")
     run.set_defaults(main=demo.main)
-    plan = commands.add_parser("plan", help="roles, barriers, SMEM and TMEM of the forward kernel")
+    plan = commands.add_parser("plan", help="roles, barriers, SMEM and TMEM of the kernels")
     plan.set_defaults(main=_plan)
     settings = commands.add_parser("env", help="environment variables and versions")
     settings.set_defaults(main=_env)
@@ -29,6 +30,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(_: argparse.Namespace) -> int:
     print(ForwardConfig().describe())
+    print()
+    print(BackwardConfig().describe())
     return 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fa4_hd256.backward_config import BackwardConfig
 from fa4_hd256.config import ForwardConfig, WarpPlan
 from fa4_hd256.edges import Edge, EdgeTable, Signal
 from fa4_hd256.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
@@ -16,6 +17,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_the_documented_plan_is_the_compiled_one():
     assert ForwardConfig().describe() in (DOCS / "forward.md").read_text()
+    assert BackwardConfig().describe() in (DOCS / "backward.md").read_text()
 
 
 def test_smem_fits_and_regions_follow_each_other():

@@ -8,6 +8,7 @@ import pytest
 
 from fa4_hd256 import ForwardConfig, demo, environment
 from fa4_hd256.__main__ import main
+from fa4_hd256.backward_config import BackwardConfig
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,8 @@ def test_arguments_that_are_not_accepted(capsys):
 def test_plan(capsys):
     assert main(["plan"]) == 0
     shown = capsys.readouterr().out
-    assert shown.strip() == ForwardConfig().describe().strip()
+    assert shown.startswith(ForwardConfig().describe())
+    assert shown.rstrip().endswith(BackwardConfig().describe())
 
 
 def test_env_lists_every_variable(capsys, monkeypatch):
