@@ -49,8 +49,9 @@ class Touches(NamedTuple):
 
     writes: (CTA, shared offset, bytes, shared address of the mbarrier signalled) of each tile
     written to shared memory. reads: (CTA, shared offset, bytes) read. mmas: the instructions of a
-    tcgen05 run. commits: shared addresses at which a commit arrives. stored: (tensor map,
-    coordinates) or (start, bytes) written to global memory, None for a reduction.
+    tcgen05 run. cells: (CTA, first column, columns, lanes, 16-byte chunks of shared memory read, or
+    None) of tcgen05.cp and shift. commits: shared addresses at which a commit arrives. stored:
+    (tensor map, coordinates) or (start, bytes) written to global memory, None for a reduction.
     """
 
     warp: Any
@@ -58,6 +59,7 @@ class Touches(NamedTuple):
     writes: tuple = ()
     reads: tuple = ()
     mmas: Any = ()
+    cells: tuple = ()
     commits: Any = ()
     stored: tuple | None = None
 

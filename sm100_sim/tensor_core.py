@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from . import minifloat
 from .descriptors import InstructionDescriptor, gather_plan
 from .errors import MemoryFault, TmemError
 from .tmem import LANES, split_address
@@ -49,30 +50,6 @@ def _tf32_to_f32(bits: np.ndarray, out: np.ndarray) -> None:
     np.bitwise_and(bits, 0xFFFFE000, out=out.view(np.uint32))
 
 
-def _minifloat_table(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
-    """All 256 values of an 8-bit float format; NaN and infinities by `_special_values`."""
-    codes = np.arange(256)
-    sign = np.where(codes & 0x80, -1.0, 1.0)
-    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
-    fraction = (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
-    normal = np.ldexp(1.0 + fraction, exponent - bias)
-    value = np.where(exponent > 0, normal, np.ldexp(fraction, 1 - bias))
-    return (sign * value).astype(np.float32)
-
-
-def _e4m3_table() -> np.ndarray:
-    table = _minifloat_table(4, 3, 7)
-    table[[0x7F, 0xFF]] = np.nan  # e4m3 has no infinity
-    return table
-
-
-def _e5m2_table() -> np.ndarray:
-    table = _minifloat_table(5, 2, 15)
-    table[[0x7C, 0xFC]] = np.inf, -np.inf
-    table[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    return table
-
-
 def _by_table(table: np.ndarray) -> Callable[[np.ndarray, np.ndarray], None]:
     def convert(bits: np.ndarray, out: np.ndarray) -> None:
         np.take(table, bits, out=out, mode="clip")
@@ -86,17 +63,11 @@ _TO_FLOAT: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "bf16": _bf16_to_f32,
     "f16": _f16_to_f32,
     "tf32": _tf32_to_f32,
-    "e4m3": _by_table(_e4m3_table()),
-    "e5m2": _by_table(_e5m2_table()),
+    **{name: _by_table(minifloat.VALUES[name]) for name in minifloat.ELEMENTS},
     "u8": _by_table(_CODES.astype(np.float32)),
     "s8": _by_table(_CODES.view(np.int8).astype(np.float32)),
 }
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-def supported_type(name: str) -> bool:
-    """Whether operands of this type can be decoded."""
-    return name in _TO_FLOAT
 
 
 @lru_cache(maxsize=256)
@@ -119,7 +90,8 @@ class Mma:
     `ctas`: the CTA, or the pair with the even CTA first; each has `smem` (uint8 row of its shared
     memory, index = offset) and `tmem`. `d`, and `a` if `a_in_tmem`: TMEM addresses; else `a`, and
     `b`: matrix descriptors. `accumulate`: enable-input-d. `scale`: D is multiplied by 2^-scale
-    first. `disabled`: per CTA a bool (128,) of lanes not to write, or None.
+    first. `disabled`: per CTA a bool (128,) of lanes not to write, or None. `scale_a`, `scale_b`:
+    TMEM addresses of the scale factors of a block-scaled kind.
     """
 
     ctas: tuple[Any, ...]
@@ -132,6 +104,8 @@ class Mma:
     scale: int = 0
     disabled: tuple[np.ndarray, ...] | None = None
     disabled_bits: int = 0
+    scale_a: int = 0
+    scale_b: int = 0
 
     def continues(self, before: Mma) -> bool:
         """Whether this instruction extends the accumulator chain that `before` belongs to."""
@@ -170,20 +144,76 @@ def _smem_operand(ctas, raws, mn_major, extent, mma: Mma, which: str) -> np.ndar
     values = _workspace("values" + which, (k, rows) if mn_major else (rows, k), "float32")
     for p, cta in enumerate(ctas):
         raw = _gather(cta, raws, mn_major, extent, descriptor.kind.element_bytes, which)
+        raw = _codes(raw, name, descriptor)
         mine = slice(p * extent, (p + 1) * extent)
         _TO_FLOAT[name](raw, values[:, mine] if mn_major else values[mine])
     return values.T if mn_major else values
 
 
+def _codes(raw: np.ndarray, name: str, descriptor: InstructionDescriptor) -> np.ndarray:
+    """One element a byte: sub-byte types are packed in pairs (the 4-bit kinds), or padded."""
+    bits = minifloat.BITS.get(name, 8)
+    if bits == 8:
+        return raw
+    if descriptor.kind.packed:
+        return minifloat.unpack_nibbles(raw)
+    return minifloat.unpack_padded(raw, bits)
+
+
+def factor_columns(head: Mma, which: str) -> tuple[int, int]:
+    """(columns, groups of lanes) that the scale factors of A or B of one instruction take in a CTA.
+
+    NOTE [scale factor layout]: row r has its factors in the cell at lane r % 32 and column r / 32
+    from the address, one byte for each block of K, from the byte that the instruction descriptor
+    names; each sub-partition of 32 lanes holds a copy (PTX ISA, tcgen05 "Block Scaling"). With
+    M = 128 over a pair, lanes 0-63 hold those of the first half of N and lanes 64-127 the second.
+    """
+    descriptor = head.descriptor
+    if which == "A":
+        return -(-rows_per_cta(head) // 32), 1
+    groups = 2 if rows_per_cta(head) < LANES else 1
+    return -(-descriptor.n // groups // 32), groups
+
+
+def _factors(cta: Any, address: int, head: Mma, which: str) -> np.ndarray:
+    """Scale factors of one instruction, float32 (rows, K / block)."""
+    descriptor = head.descriptor
+    lane, column = split_address(address)
+    if lane:
+        raise TmemError(f"tcgen05.mma takes scale factors from lane {lane}; they start at lane 0")
+    columns, groups = factor_columns(head, which)
+    cta.tmem.check(column, columns, f"tcgen05.mma (scale factors of {which})")
+    first = descriptor.scale_a_id if which == "A" else descriptor.scale_b_id
+    count = descriptor.kind.k // descriptor.block
+    words = cta.tmem.cells[column : column + columns] >> np.uint32(8 * first)
+    words = words.reshape(columns, groups, -1, 32) & np.uint32((1 << 8 * count) - 1)
+    if (words != words[:, :, :1]).any():
+        raise TmemError(
+            f"tcgen05.mma: the scale factors of {which} at column {column} differ between the "
+            "sub-partitions of 32 lanes, which must hold copies; copy them with .warpx4"
+        )
+    rows = rows_per_cta(head) if which == "A" else descriptor.n
+    words = words[:, :, 0].transpose(1, 0, 2).reshape(groups, -1)[:, : rows // groups]
+    codes = words.reshape(-1)[:, None] >> np.uint32(8) * np.arange(count, dtype=np.uint32)
+    return minifloat.VALUES[descriptor.scale_type][codes & 0xFF]
+
+
+def _scaled(cta: Any, values: np.ndarray, run: Sequence[Mma], which: str) -> np.ndarray:
+    """float32 operand (rows, K of the run), each element times its scale factor."""
+    head = run[0]
+    addresses = [mma.scale_a if which == "A" else mma.scale_b for mma in run]
+    factors = [_factors(cta, address, head, which) for address in addresses]
+    return values * np.repeat(np.concatenate(factors, axis=1), head.descriptor.block, axis=1)
+
+
 def _tmem_operand(cta, addresses: Sequence[int], mma: Mma) -> np.ndarray:
     """A^T (K, rows) float32 from TMEM: K-major, packed into 32-bit cells, lowest k lowest."""
     kind = mma.descriptor.kind
-    per_cell = 4 // kind.element_bytes
     rows = rows_per_cta(mma)
     columns = []
     for address in addresses:
         lane, column = split_address(address)
-        if lane:
+        if lane and (lane != 16 or not half_sub_partitions(mma)):
             raise TmemError(f"tcgen05.mma takes A from lane {lane}; the operand starts at lane 0")
         cta.tmem.check(column, 8, "tcgen05.mma (A operand)")
         columns.append(column)
@@ -193,13 +223,15 @@ def _tmem_operand(cta, addresses: Sequence[int], mma: Mma) -> np.ndarray:
     else:
         cells = cta.tmem.cells[(np.array(columns)[:, None] + np.arange(8)).reshape(-1)]
     cells = cells[:, a_lanes(mma, rows)]
-    out = _workspace("valuesAt", (8 * count * per_cell, cells.shape[1]), "float32")
+    out = _workspace("valuesAt", (kind.k * count, cells.shape[1]), "float32")
     words = out.view(np.uint32)
     if mma.descriptor.a_type == "bf16":
         np.left_shift(cells, 16, out=words[0::2])
         np.bitwise_and(cells, 0xFFFF0000, out=words[1::2])
         return out
     raw = np.ascontiguousarray(cells.T).view(_RAW[kind.element_bytes])
+    if kind.packed:
+        raw = minifloat.unpack_nibbles(raw)
     _TO_FLOAT[mma.descriptor.a_type](raw, values := np.empty(raw.shape, np.float32))
     out[...] = values.T
     return out
@@ -213,9 +245,14 @@ def a_lanes(mma: Mma, rows: int) -> slice | np.ndarray:
     """TMEM lanes that hold the rows of A in one CTA (PTX ISA, data-path layouts)."""
     if rows == LANES:
         return slice(None)
-    if len(mma.ctas) == 2:
-        return slice(0, 64)  # M = 128 over a pair: duplicated in lanes 64-127
-    return _M64_LANES
+    if not half_sub_partitions(mma):
+        return slice(0, rows)  # duplicated in the lanes above, where D has other columns
+    return _M64_LANES + split_address(mma.a)[0]
+
+
+def half_sub_partitions(mma: Mma) -> bool:
+    """Whether the instruction uses 16 lanes of each sub-partition only (Layout F)."""
+    return mma.descriptor.m == 64 and not mma.descriptor.ws
 
 
 #: NOTE [M=64 accumulator layout]: row r of a 64-row accumulator of cta_group::1 is in lane
@@ -261,27 +298,35 @@ def _execute_run(run: list[Mma]) -> None:
             a_t = _tmem_operand(cta, a_raws, head)
         else:
             a_t = _smem_operand((cta,), a_raws, descriptor.a_mn_major, rows, head, "A").T
+        b_values = b
+        if descriptor.block:
+            a_t, b_values = _scaled(cta, a_t.T, run, "A").T, _scaled(cta, b, run, "B")
         if descriptor.kind.name == "i8":  # exact: products of bytes, at most 2^53 in total
-            a_t, b = a_t.astype(np.float64), b.astype(np.float64)
+            a_t, b_values = a_t.astype(np.float64), b.astype(np.float64)
         for part, column, lanes in destinations(head):
-            _accumulate(head, p, (column, lanes), b[part], a_t)
+            _accumulate(head, p, (column, lanes), b_values[part], a_t)
 
 
 def destinations(mma: Mma) -> list[tuple[slice, int, Any]]:
     """(rows of D^T, first column, lanes) for each part of D that one CTA holds."""
     descriptor = mma.descriptor
     lane, column = split_address(mma.d)
-    if descriptor.m == 64:
+    if half_sub_partitions(mma):
         if lane not in (0, 16):
             raise TmemError(f"tcgen05.mma with M 64 writes D at lane {lane}; accepted are 0, 16")
         return [(slice(None), column, _M64_LANES + lane)]
     if lane:
         raise TmemError(f"tcgen05.mma writes D at lane {lane}; the accumulator starts at lane 0")
-    if rows_per_cta(mma) == LANES:
+    rows = rows_per_cta(mma)
+    if rows == LANES:
         return [(slice(None), column, slice(None))]
-    # M = 128 over a pair: lanes 0-63 hold the first half of N, lanes 64-127 the second.
-    half = descriptor.n // 2
-    return [(slice(q * half, (q + 1) * half), column, slice(64 * q, 64 * q + 64)) for q in (0, 1)]
+    # M = 128 over a pair, or fewer than 128 weight-stationary rows: each group of lanes holds its
+    # part of N.
+    part = descriptor.n * rows // LANES
+    return [
+        (slice(q * part, (q + 1) * part), column, slice(rows * q, rows * q + rows))
+        for q in range(LANES // rows)
+    ]
 
 
 def _accumulate(mma: Mma, p: int, destination, b: np.ndarray, a_t: np.ndarray) -> None:

@@ -6,7 +6,7 @@ import importlib
 
 #: Modules whose import registers their rows in the table.
 MODULES = ("arithmetic", "clc", "copy_async", "order", "store_async", "sync", "tcgen05",
-           "tcgen05_data", "tma")
+           "tcgen05_copy", "tcgen05_data", "tma")
 
 
 def load_table() -> None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sm100_sim import tensor_core
+from sm100_sim import minifloat, tensor_core
 from sm100_sim.descriptors import (
     KINDS,
     InstructionDescriptor,
@@ -46,6 +46,14 @@ def _group(instruction, *rest: str) -> int:
     return _GROUPS[modifiers[0]]
 
 
+def groups(instruction) -> tuple[int, list[str]]:
+    """(.cta_group, the other modifiers) of an instruction; their order is free."""
+    given = [m for m in instruction.modifiers if m in _GROUPS]
+    if len(given) != 1:
+        raise unknown(instruction, "expected .cta_group::1 or ::2")
+    return _GROUPS[given[0]], [m for m in instruction.modifiers if m not in _GROUPS]
+
+
 def participants(cta, group: int) -> tuple:
     """The CTAs that an instruction of `group` works on, the even one of a pair first."""
     if group == 1:
@@ -58,7 +66,7 @@ def participants(cta, group: int) -> tuple:
     return (cta, cta.peer) if cta.rank % 2 == 0 else (cta.peer, cta)
 
 
-def _queue(ctas: tuple) -> tuple:
+def queue_of(ctas: tuple) -> tuple:
     """Key of the in-order queue of a CTA or pair; both groups of one CTA pair share it."""
     return ("tcgen05", ctas[0].cluster.id, ctas[0].rank // 2)
 
@@ -158,7 +166,7 @@ def bind_commit(instruction, kernel):
     mask = uniform(instruction.operands[1], 32) if multicast else None
 
     def execute(warp, lanes: int) -> None:
-        _single_thread(instruction, lanes)
+        single_thread(instruction, lanes)
         end_chain(warp)
         cluster = warp.cta.cluster
         address = barrier(warp, lanes)
@@ -177,13 +185,14 @@ def bind_commit(instruction, kernel):
             for target in targets:
                 cluster.mbarrier(target).arrive(1)
 
-        queue = _queue(participants(warp.cta, group))
+        queue = queue_of(participants(warp.cta, group))
         submit(warp, instruction, "tcgen05.commit", perform, queue, commits=targets)
 
     return execute
 
 
-def _single_thread(instruction, lanes: int) -> None:
+def single_thread(instruction, lanes: int) -> None:
+    """Refuse an instruction that several lanes of a warp execute at once."""
     if lanes & lanes - 1:
         raise SimulationError(
             f"{instruction.opcode} executed by {lanes.bit_count()} lanes of a warp: one thread "
@@ -199,7 +208,7 @@ def end_chain(warp) -> None:
     chain = warp.cta.tmem.open_chains.pop(warp.index, None)
     if chain:
         instruction, run = chain
-        queue = _queue(run[0].ctas)
+        queue = queue_of(run[0].ctas)
         submit(
             warp, instruction, "tcgen05.mma", lambda: tensor_core.execute(run), queue, mmas=run
         )
@@ -221,20 +230,50 @@ class _Form:
 
     group: int
     kind: str
+    block: int = 0
+    ws: bool = False
+
+
+#: Scale factors for each row and instruction, by modifier; block sizes follow from K.
+_SCALE_VECTORS = {
+    "mxf8f6f4": {"": 1, "scale_vec::1X": 1, "block32": 1},
+    "mxf4": {"": 2, "scale_vec::2X": 2, "block32": 2},
+    "mxf4nvf4": {"scale_vec::2X": 2, "block32": 2, "scale_vec::4X": 4, "block16": 4},
+}
+
+
+_HINTS = {f"collector::{which}::{use}" for which in ("a", "b0", "b1", "b2", "b3")
+          for use in ("fill", "use", "lastuse", "discard")}  # fmt: skip
 
 
 def _mma_form(instruction) -> _Form:
-    """Parse `.cta_group.kind{.collector::a::use}`; collector hints have no functional effect."""
-    modifiers = instruction.modifiers
-    if len(modifiers) < 2 or modifiers[0] not in _GROUPS:
+    """Parse `{.ws}.cta_group.kind{.block_scale{.scale_vec}}{.collector::a::use}`; collector hints
+    have no functional effect."""
+    modifiers = list(instruction.modifiers)
+    if "sp" in modifiers:
+        raise unknown(instruction, "sparse MMAs are not modelled")
+    ws = modifiers[:1] == ["ws"]
+    rest = modifiers[ws:]
+    if len(rest) < 2 or rest[0] not in _GROUPS:
         raise unknown(instruction, "expected tcgen05.mma.cta_group.kind")
-    kind = modifiers[1].removeprefix("kind::")
-    if kind not in KINDS or kind == modifiers[1]:
+    group, kind = _GROUPS[rest[0]], rest[1].removeprefix("kind::")
+    if kind not in KINDS or kind == rest[1]:
         raise unknown(instruction, f"modelled kinds are {', '.join('kind::' + k for k in KINDS)}")
-    hints = {f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")}
-    if any(modifier not in hints for modifier in modifiers[2:]):
+    if ws and (group == 2 or KINDS[kind].block_scaled):
+        raise unknown(instruction, "tcgen05.mma.ws exists for cta_group::1 without .block_scale")
+    rest, block = rest[2:], 0
+    if KINDS[kind].block_scaled:
+        if rest[:1] != ["block_scale"]:
+            raise unknown(instruction, f"kind::{kind} needs .block_scale")
+        counts = _SCALE_VECTORS[kind]
+        vector = rest.pop(1) if rest[1:] and rest[1] in counts else ""
+        if vector not in counts:
+            raise unknown(instruction, f"scale vector size; accepted: {', '.join(counts)}")
+        block = KINDS[kind].k // counts[vector]
+        rest.pop(0)
+    if not set(rest) <= _HINTS:
         raise unknown(instruction, "modifier of tcgen05.mma")
-    return _Form(_GROUPS[modifiers[0]], kind)
+    return _Form(group, kind, block, ws)
 
 
 def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | None, int]:
@@ -248,9 +287,13 @@ def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | N
 
 @machine_op("tcgen05.mma")
 def bind_mma(instruction, kernel):
-    """tcgen05.mma.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}."""
+    """tcgen05.mma{.ws}.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}; of a
+    block-scaled kind: [d], a|[a], b, idesc, [scales of A], [scales of B], enable_d."""
     form = _mma_form(instruction)
     d_op, a_op, b_op, idesc_op, *rest = instruction.operands
+    if form.ws and len(rest) != 1:
+        raise unknown(instruction, "the zero-column mask is not modelled")
+    scales = [uniform(rest.pop(0), 32) for _ in range(2)] if form.block else []
     masks = [uniform(word, 32) for word in rest.pop(0).items] if rest[0].kind == "vec" else []
     if len(masks) not in (0, 4 * form.group) or len(rest) not in (1, 2):
         raise unknown(instruction, "operands of tcgen05.mma")
@@ -264,7 +307,7 @@ def bind_mma(instruction, kernel):
         raise unknown(instruction, "scale-input-d must be 0 to 15")
 
     def execute(warp, lanes: int) -> None:
-        _single_thread(instruction, lanes)
+        single_thread(instruction, lanes)
         descriptor = _checked_descriptor(idesc(warp, lanes), form, a_in_tmem)
         a_value, b_value = a(warp, lanes), b(warp, lanes)
         decode_matrix(b_value)
@@ -277,7 +320,7 @@ def bind_mma(instruction, kernel):
         ctas = participants(warp.cta, form.group)
         d_value = d(warp, lanes)
         mma = Mma(ctas, descriptor, d_value, a_value, b_value, a_in_tmem, accumulate, scale,
-                  disabled, bits)
+                  disabled, bits, *(read(warp, lanes) for read in scales))
         _issue(warp, instruction, mma)
 
     return execute
@@ -286,10 +329,12 @@ def bind_mma(instruction, kernel):
 @lru_cache(maxsize=1024)
 def _checked_descriptor(raw: int, form: _Form, a_in_tmem: bool) -> InstructionDescriptor:
     """The decoded instruction descriptor; refuses what can be refused at issue."""
-    descriptor = decode_instruction(raw, form.kind, form.group)
+    descriptor = decode_instruction(raw, form.kind, form.group, form.ws, form.block)
     if a_in_tmem and descriptor.a_mn_major:
         raise TmemError("tcgen05.mma with A in TMEM and transpose-A set: A from TMEM is K-major")
-    for name in (descriptor.a_type, descriptor.b_type):
-        if not tensor_core.supported_type(name):
-            raise UnknownInstruction(f"tcgen05.mma with operands of type {name} is not modelled")
+    if a_in_tmem and minifloat.BITS.get(descriptor.a_type, 8) < 8 and not descriptor.kind.packed:
+        raise UnknownInstruction(
+            f"tcgen05.mma.kind::{form.kind} with A of type {descriptor.a_type} in tensor memory is "
+            "not modelled"
+        )
     return descriptor

@@ -37,7 +37,8 @@ def _lane_granules(lanes: Any) -> slice | np.ndarray:
 
 
 def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
-    """(CTA, "smem" or "tmem", region) that a run of one accumulator chain reads as A and B."""
+    """(CTA, "smem" or "tmem", region) that a run of one accumulator chain reads as A and B, with
+    their scale factors."""
     head = run[0]
     descriptor, ctas = head.descriptor, head.ctas
     width = descriptor.kind.element_bytes
@@ -47,6 +48,11 @@ def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
     rows = tensor_core.rows_per_cta(head)
     for cta in ctas:
         yield cta, "smem", b
+        if descriptor.block:
+            for which, scales in (("A", {m.scale_a for m in run}), ("B", {m.scale_b for m in run})):
+                count, _ = tensor_core.factor_columns(head, which)
+                for column in sorted(split_address(address)[1] for address in scales):
+                    yield cta, "tmem", (slice(column, column + count), slice(0, 8))
         if not head.a_in_tmem:
             a = operand_chunks(tuple(mma.a for mma in run), descriptor.a_mn_major, rows, width)
             yield cta, "smem", a

@@ -362,10 +362,25 @@ class Sanitizer:
             return
         if operation.kind == "tcgen05.commit":
             self._commit(state, operation)
+        elif touches.cells:
+            self._tensor_copy(state, touches)
         elif operation.kind == "tma.store":
             self._bulk_store(state, touches)
         else:
             self._copy(state, operation, touches)
+
+    def _tensor_copy(self, state: WarpState, touches: Any) -> None:
+        """tcgen05.cp and shift: ordered with the MMAs of their thread, and committed like them."""
+        reads = state.asynchronous(MMA, "mma", False)
+        results = Access(state, reads.agent, reads.clock, "mma", True)
+        frontier = state.for_tensor()
+        for cta, column, count, lanes, chunks in touches.cells:
+            shadow = self.cta(cta)
+            shadow.visit(reads)
+            if chunks is not None:
+                shadow.smem.touch(np.unique(chunks), reads, frontier)
+            granules = np.unique(lanes // footprints.LANES_OF_A_GRANULE)
+            shadow.tmem.touch((slice(column, column + count), granules), results, frontier)
 
     def _commit(self, state: WarpState, operation: AsyncOp) -> None:
         completion = Completion(state, {})

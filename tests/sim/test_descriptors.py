@@ -52,8 +52,9 @@ def test_swizzle_is_a_bijection_and_its_own_inverse(span):
     assert np.array_equal(swizzled(there, span), addresses)
 
 
-@pytest.mark.parametrize("width", (1, 2, 4))
-@pytest.mark.parametrize("mn_major", (False, True))
+@pytest.mark.parametrize(
+    ("mn_major", "width"), [(False, 1), (False, 2), (False, 4), (True, 1), (True, 2)]
+)
 @pytest.mark.parametrize("span", SWIZZLES)
 def test_canonical_layouts(span, mn_major, width):
     rows, k = 128, 32 // width
@@ -67,6 +68,24 @@ def test_canonical_layouts(span, mn_major, width):
             assert element_address(descriptor, mn_major, row, column, width) == want
             seen.add(want)
     assert len(seen) == rows * k
+
+
+def test_swizzle_with_32_byte_atoms():
+    """MN-major tf32: Swizzle<2,5,2> o ((4,8,m),(4,2)):((1,4,LBO),(32,SBO)), in elements."""
+    descriptor = MatrixDescriptor(2048, 32768, 4096, 128, atom=32)
+    seen = set()
+    for row in range(64):
+        for k in range(8):
+            at = row % 32 * 4 + row // 32 * 32768 + k % 4 * 128 + k // 4 * 4096 + 2048
+            at ^= (at >> 7 & 3) << 5
+            assert element_address(descriptor, True, row, k, 4) == at
+            seen.add(at)
+    assert len(seen) == 64 * 8
+    assert decode_matrix(encode_matrix(descriptor)) == descriptor
+    with pytest.raises(DescriptorError, match="atoms of 32 B belongs to MN-major"):
+        chunk_addresses(descriptor, True, 64, 2)
+    with pytest.raises(DescriptorError, match="atoms of 32 B belongs to MN-major"):
+        chunk_addresses(MatrixDescriptor(2048, 32768, 4096, 128), True, 64, 4)
 
 
 def test_stepping_k_inside_an_atom():
@@ -98,7 +117,6 @@ def test_matrix_descriptor_round_trip_and_refusals():
         (raw & ~(7 << 46), "46-48"),
         (raw | 1 << 49, "base offset"),
         (raw | 1 << 52, "leading-dimension mode"),
-        (raw & ~(7 << 61) | 1 << 61, "32 B atoms"),
         (raw & ~(7 << 61) | 3 << 61, "swizzle mode 3"),
     ):
         with pytest.raises(DescriptorError, match=named):
@@ -137,5 +155,7 @@ def test_illegal_types():
         decode_instruction(shape | 1 << 4 | 2 << 7, "f16", 1)
     with pytest.raises(DescriptorError, match="D type field 2"):
         decode_instruction(shape | 2 << 4, "f16", 1)
+    with pytest.raises(DescriptorError, match="MN-major operands of 4 or 6 bits"):
+        decode_instruction(shape | 1 << 4 | 5 << 7 | 1 << 15, "f8f6f4", 1)
     with pytest.raises(DescriptorError, match="sparse"):
         decode_instruction(shape | 1 << 4 | 1 << 2, "f16", 1)

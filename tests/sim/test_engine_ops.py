@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import sm100_sim.isa.tcgen05
+import sm100_sim.isa.tcgen05_copy
 import sm100_sim.isa.tcgen05_data
 import sm100_sim.isa.tma  # noqa: F401
 from sm100_sim import tensormap
@@ -286,8 +287,12 @@ def test_descriptor_faults_name_the_instruction():
         "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1}, [%r2];",
         "tcgen05.ld.sync.aligned.64x32b.x1.b32 {%r1}, [%r2];",
         "tcgen05.mma.cta_group::1.kind::mxf4 [%r1], %rd1, %rd2, %r3, %p1;",
-        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1;",
-        "tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;",
+        "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r4], %r3, %p1;",
+        "tcgen05.mma.ws.cta_group::2.kind::f16 [%r1], %rd1, %rd2, %r3, %p1;",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p1, %rd3;",
+        "tcgen05.cp.cta_group::1.128x128b.b8x16.b6x16_p32 [%r1], %rd1;",
+        "tcgen05.cp.cta_group::1.64x128b [%r1], %rd1;",
+        "tcgen05.shift.cta_group::1.up [%r1];",
         "tcgen05.alloc.cta_group::3.sync.aligned.shared::cta.b32 [%r1], 32;",
     ],
 )
