@@ -275,7 +275,7 @@ def _apply_mixed(e: Emitter, i: Instruction, operation: str, negate_second: bool
     values.append(e.get(last, "float"))
     if negate_second:
         values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
-    result = _f32_operation(e, operation, values, rounding)
+    result = _f32_operation(e, operation, values, rounding, False)
     e.set(i.operands[0], "float", saturate(e, result) if sat else result)
 
 

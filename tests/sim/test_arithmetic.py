@@ -534,6 +534,23 @@ def test_float_to_half(kind, mode):
     assert ((relu >> 16) == np.where(negative, 0, want[0])).all()
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_half_factors_of_a_float_sum(kind):
+    """fma.f32.bf16 and its like: every product and sum here is exact in float64, then rounded."""
+    a, b, c = (np.random.default_rng(n).normal(size=64).astype(np.float32) for n in range(3))
+    a, b = (v.astype(np.float16).astype(np.float32) for v in (a, b))
+    if kind == "bf16":
+        a, b = (as_float(v.view(np.uint32) & 0xFFFF0000) for v in (a, b))
+    halves = [v.view(np.uint32) >> 16 if kind == "bf16" else v.astype(np.float16).view(np.uint16)
+              for v in (a, b)]
+    halves = [v.astype(np.uint32) for v in halves]
+    floats = c.view(np.uint32)
+    got = evaluate(f"fma.rn.f32.{kind} %d, %s0, %s1, %s2", [*halves, floats], [16, 16, 32])
+    same_float(got, (a.astype(np.float64) * b + c).astype(np.float32))
+    got = evaluate(f"add.rn.f32.{kind} %d, %s0, %s1", [halves[0], floats], [16, 32])
+    same_float(got, (a.astype(np.float64) + c).astype(np.float32))
+
+
 def test_half_to_float_and_half_arithmetic():
     halves = np.arange(0, 65536, 97, dtype=np.uint32)[:640]
     got = evaluate("cvt.f32.f16 %d, %s0", [halves], [16])
