@@ -3,10 +3,15 @@
 As in `calling`: for compiling the arguments are described by type only, for a call they carry the
 values, and both forms pack to the same binary layout.
 
-    out, dout     (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+    q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
     lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
+    dq            like q
+    dk, dv        (batch, seqlen_k, heads_kv * splits, 256), like k, or float32 if splits > 1
     ragged        int32 tensors in the problem class's order; None if there are none
+    scalars       `backward_common.BackwardScalars`
+    stream        CUDA stream, 0 in the simulator
 """
 
 from __future__ import annotations
@@ -17,9 +22,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
+from .backward_common import BackwardScalars
 from .backward_preprocess import PreprocessRows
-from .backward_problem import BackwardProblem, PreprocessClass
-from .calling import ELEMENT_TYPES, dynamic_tensor, tensor_type, vector_type
+from .backward_problem import BackwardProblem, GradientClass, PreprocessClass
+from .calling import ELEMENT_TYPES, dynamic_tensor, forward_scalars, tensor_type, vector_type
 from .problem import TMA_ALIGNMENT
 
 _WORD = 4  # bytes of a float32 or int32
@@ -70,3 +76,62 @@ def _row_values(tensor: torch.Tensor):
     """A tensor of one float per row. The dimension that is added has the static stride of 1, so
     that all others may have any."""
     return dynamic_tensor(tensor.unsqueeze(-1), _WORD)
+
+
+@dataclass(frozen=True)
+class GradientTensors:
+    """The tensors of one call of the dQ or the dK/dV kernel; see the module's docstring.
+
+    operands: q, k, v, dout. results: (dq,) or (dk, dv).
+    """
+
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    stats: torch.Tensor
+    results: tuple[torch.Tensor, ...]
+    ragged: tuple[torch.Tensor, ...] = ()
+
+
+def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -> tuple:
+    """What `cute.compile` gets for the dQ kernel (one result) or the dK/dV kernel (two)."""
+    problem = problem_class.problem
+    element = ELEMENT_TYPES[problem.dtype]
+    result = cutlass.Float32 if problem_class.partial else element
+    operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
+    results = tuple(tensor_type(result, 4, TMA_ALIGNMENT) for _ in range(num_results))
+    ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
+    stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
+    scalars = BackwardScalars(
+        *map(cutlass.Float32, (1, 1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1, 1))
+    )
+    return operands, stats, results, ragged, scalars, cuda.CUstream(0)
+
+
+def gradient_call_arguments(
+    tensors: GradientTensors, problem: BackwardProblem, clusters: int, stream: int
+) -> tuple:
+    """The values of one call of the dQ or the dK/dV kernel; clusters: CTA pairs at once."""
+    return (
+        tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
+        dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
+        tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.results),
+        tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
+        backward_scalars(problem, clusters),
+        cuda.CUstream(stream),
+    )
+
+
+def backward_scalars(problem: BackwardProblem, clusters: int) -> BackwardScalars:
+    """The scalars of one call."""
+    forward = problem.forward
+    common = forward_scalars(forward, clusters)
+    return BackwardScalars(
+        scale_log2=common.scale_log2,
+        cap_scale=common.cap_scale,
+        softmax_scale=cutlass.Float32(forward.options.softmax_scale),
+        window_left=common.window_left,
+        window_right=common.window_right,
+        max_seqlen_q=common.max_seqlen_q,
+        max_seqlen_k=cutlass.Int32(forward.max_seqlen_k),
+        splits=cutlass.Int32(problem.splits),
+        clusters=common.clusters,
+    )

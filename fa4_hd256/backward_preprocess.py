@@ -27,6 +27,7 @@ from cutlass import Float32, Int32
 
 from .config import HEAD_DIM, WARP_SIZE
 from .edges import SharedByReference
+from .operands import by_sequence
 from .sequences import PADDING, Sequence, Sequences, SequenceTensors
 
 __all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows", "PreprocessVariant"]
@@ -121,7 +122,7 @@ class PreprocessKernel:
         tile_rows = self.config.tile_rows
         blocks = (max_seqlen_q + (PADDING - 1)) // PADDING * (PADDING // tile_rows)
         sizes = tuple(Int32(size) for size in (seqlen_q, heads, blocks))
-        out, dout = (self._by_sequence(tensor) for tensor in (rows.out, rows.dout))
+        out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
         rows = PreprocessRows(out, dout, rows.lse, rows.dlse)
         self.kernel(rows, stats, sequences, sizes).launch(
             grid=(heads * blocks * batch, 1, 1),
@@ -131,16 +132,6 @@ class PreprocessKernel:
 
     def _sequence_tensors(self, ragged: Any) -> SequenceTensors:
         return SequenceTensors(**dict(zip(self.variant.ragged, ragged or (), strict=True)))
-
-    @staticmethod
-    def _by_sequence(tensor: cute.Tensor) -> cute.Tensor:
-        """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), known to be aligned."""
-        b, s, h, _ = tensor.shape
-        strides = [cute.assume(tensor.stride[i], divby=LANE_COLUMNS) for i in range(3)]
-        layout = cute.make_layout(
-            (s, HEAD_DIM, h, b), stride=(strides[1], 1, strides[2], strides[0])
-        )
-        return cute.make_tensor(tensor.iterator.align(16), layout)
 
     @cute.kernel
     def kernel(

@@ -1,4 +1,4 @@
-"""The public functions, and the torch operator behind them."""
+"""The public functions, and the torch operator behind them; its gradients: `autograd`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import torch
 
 from schedulers.choice import clc_requested
 
+from . import named_configs
+from .autograd import gradients, save_for_backward
+from .backward_config import BackwardConfig
 from .config import ForwardConfig
 from .problem import (
     RAGGED,
@@ -16,12 +19,9 @@ from .problem import (
     check_shapes,
     check_sink,
     check_tensors,
+    given_ragged,
     without_expanded_heads,
 )
-
-#: Configurations named in operator calls. An operator's schema admits no Python object, so a
-#: configuration travels as its repr, which names all its fields.
-_configs: dict[str, ForwardConfig] = {}
 
 UNBOUNDED = -1
 
@@ -39,6 +39,7 @@ def flash_attn_func(
     return_lse: bool = False,
     *,
     config: ForwardConfig | None = None,
+    backward_config: BackwardConfig | None = None,
     use_clc: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
@@ -54,20 +55,23 @@ def flash_attn_func(
         unbounded; causal sets the right one to 0.
     learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
-    deterministic: accepted for compatibility; the result is deterministic in any case.
-    config: tile shapes, stages, exp2 mix; the default configuration if None.
+    deterministic: accepted for compatibility; result and gradients are deterministic in any case.
+    config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; the
+        default configuration if None.
     use_clc: the dynamic tile scheduler; None reads the environment variable FA_CLC.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
-    lse = -inf (or the sink's logit).
+    lse = -inf (or the sink's logit). Autograd differentiates both results with respect to q, k, v
+    and learnable_sink, once.
 
     Raises TypeError or ValueError for arguments that are not accepted, before anything is
     compiled.
     """
     options = Options.check(softmax_scale, causal, window_size, softcap, clc_requested(use_clc))
     check_tensors({"q": q, "k": k, "v": v})
-    out, lse = _call(q, k, v, options, learnable_sink, {}, None, _named(config))
+    names = _names(config, backward_config)
+    out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names)
     return (out, lse) if return_lse else out
 
 
@@ -92,6 +96,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     *,
     config: ForwardConfig | None = None,
+    backward_config: BackwardConfig | None = None,
     use_clc: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
@@ -101,7 +106,8 @@ def flash_attn_varlen_func(
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of packed sequences; lengths may be 0.
     max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
-        follows it. max_seqlen_k: accepted for compatibility, not used.
+        follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
+        if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k.
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf.
     The other arguments are those of `flash_attn_func`.
@@ -117,32 +123,57 @@ def flash_attn_varlen_func(
     if num_splits != 1:
         raise NotImplementedError(f"num_splits={num_splits} is not implemented; accepted: 1")
     options = Options.check(softmax_scale, causal, window_size, softcap, clc_requested(use_clc))
-    values = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    ragged = {name: t for name, t in zip(RAGGED, values, strict=True) if t is not None}
+    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     packed = {"q": cu_seqlens_q is not None, "k": cu_seqlens_k is not None}
     packed["v"] = packed["k"]
     tensors = {"q": q, "k": k, "v": v}
     check_tensors(tensors, packed)
-    if packed["q"]:
-        check_max_type(max_seqlen_q)
+    longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
     q, k, v = (t.unsqueeze(0) if packed[name] else t for name, t in tensors.items())
-    out, lse = _call(q, k, v, options, learnable_sink, ragged, max_seqlen_q, _named(config))
+    names = _names(config, backward_config)
+    out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names)
     if packed["q"]:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
-def _call(q, k, v, options, sink, ragged, max_seqlen_q, config):
-    """Hand a checked call to the operator, whose schema takes plain values only."""
+def _call(tensors, options, sink, ragged, longest, names):
+    """Hand a checked call to the operator, whose schema takes plain values only.
+
+    longest: (max_seqlen_q, max_seqlen_k); names: of both configurations.
+    """
     if sink is not None:
-        check_sink(sink, q)
+        check_sink(sink, tensors[0])
     check_ragged_types(ragged)
-    left, right = (UNBOUNDED if side is None else side for side in options.window)
+    window = (UNBOUNDED if side is None else side for side in options.window)
     sequences = [ragged.get(name) for name in RAGGED]
     return forward(
-        q, k, v, options.softmax_scale, left, right, options.softcap, sink, *sequences,
-        max_seqlen_q, options.use_clc, config,
+        *tensors, options.softmax_scale, *window, options.softcap, sink, *sequences, *longest,
+        options.use_clc, *names,
     )  # fmt: skip
+
+
+def _longest(ragged, max_seqlen_q, max_seqlen_k):
+    """(max_seqlen_q, max_seqlen_k) of packed sequences; None where they are not packed."""
+    offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
+    if offsets_q is None:
+        max_seqlen_q = None
+    else:
+        check_max_type("q", max_seqlen_q)
+    if offsets_k is None:
+        max_seqlen_k = None
+    elif max_seqlen_k is not None:
+        check_max_type("k", max_seqlen_k)
+    elif offsets_k is offsets_q:
+        max_seqlen_k = max_seqlen_q
+    return max_seqlen_q, max_seqlen_k
+
+
+def _names(config: ForwardConfig | None, backward_config: BackwardConfig | None) -> tuple[str, str]:
+    return (
+        named_configs.register(config, ForwardConfig),
+        named_configs.register(backward_config, BackwardConfig),
+    )
 
 
 @torch.library.custom_op("fa4_hd256::forward", mutates_args=())
@@ -160,12 +191,15 @@ def forward(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     use_clc: bool,
     config: str,
+    backward_config: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
-    window_left, window_right: -1 for unbounded. config names one in use, "" the default.
+    window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; the
+    backward's is used by autograd alone.
     """
     from .backends import empty_results, run_forward
     from .compile import compile_forward
@@ -173,40 +207,25 @@ def forward(
     options = Options.check(
         softmax_scale, False, (window_left, window_right), softcap, use_clc
     )
-    values = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    ragged = {name: t for name, t in zip(RAGGED, values, strict=True) if t is not None}
+    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     k, v = without_expanded_heads(k, v)
-    problem = Problem.describe((q, k, v), options, sink, ragged, max_seqlen_q)
+    problem = Problem.describe((q, k, v), options, sink, ragged, max_seqlen_q, max_seqlen_k)
     if problem.is_empty:
         return empty_results(problem)
     optional = () if sink is None else (sink.detach().float().contiguous(),)
     optional += tuple(ragged[name] for name in problem.ragged)
-    compiled = compile_forward(_configs[config], problem.problem_class)
+    compiled = compile_forward(named_configs.find(config, ForwardConfig), problem.problem_class)
     return run_forward(compiled, problem, (q, k, v), optional)
 
 
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
-      seqused_q, seqused_k, max_seqlen_q, use_clc, config):  # fmt: skip
+      seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
+      backward_config):  # fmt: skip
     check_tensors({"q": q, "k": k, "v": v})
     check_shapes(q.shape, k.shape, v.shape, cu_seqlens_q is not None, cu_seqlens_k is not None)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
-def _refuse_backward(context, *gradients):
-    raise NotImplementedError(
-        "fa4_hd256 offers no backward; call it under torch.no_grad() or detach q, k and v"
-    )
-
-
-forward.register_autograd(_refuse_backward)
-
-
-def _named(config: ForwardConfig | None) -> str:
-    if config is not None and not isinstance(config, ForwardConfig):
-        raise TypeError(f"config must be a ForwardConfig or None, got {type(config).__name__}")
-    name = "" if config is None else repr(config)
-    if name not in _configs:
-        _configs[name] = config or ForwardConfig()
-    return name
+forward.register_autograd(gradients, setup_context=save_for_backward)

@@ -62,8 +62,46 @@ def _backward_preprocess(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     return PreprocessKernel(config, variant), preprocess_compile_arguments(problem_class)
 
 
+def _backward_dq(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from .backward_dq import DqKernel
+
+    return _gradient_kernel(DqKernel, config, problem_class, num_results=1)
+
+
+def _backward_dkdv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from .backward_dkdv import DkdvKernel
+
+    return _gradient_kernel(DkdvKernel, config, problem_class, num_results=2)
+
+
+def _gradient_kernel(
+    kernel: type, config: Any, problem_class: Any, num_results: int
+) -> tuple[Any, tuple]:
+    from schedulers import scheduler_class
+
+    from .backward_calling import gradient_compile_arguments
+    from .backward_common import BackwardVariant
+    from .calling import ELEMENT_TYPES
+    from .masking import MaskKind
+
+    problem = problem_class.problem
+    variant = BackwardVariant(
+        MaskKind(problem.bounded_left, problem.bounded_right),
+        problem.negative_scale,
+        problem.softcap,
+        problem.ragged,
+        problem_class.partial,
+    )
+    built = kernel(
+        config, ELEMENT_TYPES[problem.dtype], variant, scheduler_class(problem.use_clc)
+    )
+    return built, gradient_compile_arguments(problem_class, num_results)
+
+
 #: Kind of kernel -> what builds it from its configuration and problem class.
 KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
     "forward": _forward,
     "backward_preprocess": _backward_preprocess,
+    "backward_dq": _backward_dq,
+    "backward_dkdv": _backward_dkdv,
 }

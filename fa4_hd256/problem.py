@@ -83,13 +83,15 @@ class Options:
 class Problem:
     """A forward call: q (batch, seqlen_q, heads_q, 256), k and v (batch, seqlen_k, heads_kv, 256).
 
-    Packed sequences have a batch of 1 here and `sequences` entries; seqlen_q is then the longest.
+    Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
+    bounds on the longest sequence, which grids follow.
     `copied` names those of q, k, v whose layout TMA cannot take, so that they are copied once
     into a contiguous one before the kernel runs.
     """
 
     q_shape: tuple[int, ...]
     max_seqlen_q: int
+    max_seqlen_k: int
     sequences: int
     dtype: torch.dtype
     device: torch.device
@@ -106,10 +108,12 @@ class Problem:
         sink: torch.Tensor | None = None,
         ragged: dict[str, torch.Tensor] | None = None,
         max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
     ) -> Problem:
         """Validate q, k, v (4-D) and what goes with them.
 
-        ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q.
+        ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
+        with cu_seqlens_k; None for as many as k has rows.
 
         Raises TypeError for an argument of the wrong kind or dtype and ValueError for a wrong
         shape, head_dim, ratio of heads, device or length.
@@ -123,10 +127,12 @@ class Problem:
         if sink is not None:
             check_sink(sink, q)
         sequences = check_sequences(q, k, ragged)
-        longest = check_max_seqlen(q, ragged, max_seqlen_q)
+        if max_seqlen_k is None:
+            max_seqlen_k = max(1, k.shape[1])
         return cls(
             q_shape=tuple(q.shape),
-            max_seqlen_q=longest,
+            max_seqlen_q=check_max_seqlen("q", q, ragged, max_seqlen_q),
+            max_seqlen_k=check_max_seqlen("k", k, ragged, max_seqlen_k),
             sequences=sequences,
             dtype=q.dtype,
             device=q.device,
@@ -261,6 +267,11 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
     _check_equal("device", {"q": q.device, "learnable_sink": sink.device}, ValueError)
 
 
+def given_ragged(*tensors: Any) -> dict[str, Any]:
+    """Those of the four tensors of `RAGGED`, given in its order, that are not None, by name."""
+    return {name: t for name, t in zip(RAGGED, tensors, strict=True) if t is not None}
+
+
 def check_ragged_types(ragged: dict[str, Any]) -> None:
     """Each an int32 tensor."""
     for name, tensor in ragged.items():
@@ -268,12 +279,12 @@ def check_ragged_types(ragged: dict[str, Any]) -> None:
             raise TypeError(f"{name} must be an int32 tensor")
 
 
-def check_max_type(max_seqlen_q: Any) -> None:
+def check_max_type(side: str, longest: Any) -> None:
     """An int: reading a tensor would synchronise with the device."""
-    if max_seqlen_q is None or isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int):
+    if longest is None or isinstance(longest, bool) or not isinstance(longest, int):
         raise TypeError(
-            f"max_seqlen_q must be an int with cu_seqlens_q, got {max_seqlen_q!r}; a tensor is not "
-            "accepted because reading it would synchronise with the device"
+            f"max_seqlen_{side} must be an int with cu_seqlens_{side}, got {longest!r}; a tensor "
+            "is not accepted because reading it would synchronise with the device"
         )
 
 
@@ -317,21 +328,23 @@ def _check_offsets(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
 
 
 def check_max_seqlen(
-    q: torch.Tensor, ragged: dict[str, torch.Tensor], max_seqlen_q: int | None
+    side: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor], longest: int | None
 ) -> int:
-    """The longest query sequence; given by the caller for packed sequences."""
-    if "cu_seqlens_q" not in ragged:
-        return q.shape[1]
-    check_max_type(max_seqlen_q)
-    if max_seqlen_q < 1:
-        raise ValueError(f"max_seqlen_q is {max_seqlen_q}; accepted: 1 or more")
-    if q.device.type == "cpu" and ragged["cu_seqlens_q"].numel() > 1:
-        longest = int(ragged["cu_seqlens_q"].diff().max())
-        if longest > max_seqlen_q:
+    """The longest sequence of a side, "q" or "k"; given by the caller for packed sequences."""
+    offsets = ragged.get(f"cu_seqlens_{side}")
+    if offsets is None:
+        return tensor.shape[1]
+    check_max_type(side, longest)
+    if longest < 1:
+        raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
+    if tensor.device.type == "cpu" and offsets.numel() > 1:
+        found = int(offsets.diff().max())
+        if found > longest:
+            rows = {"q": "query", "k": "key"}[side]
             raise ValueError(
-                f"max_seqlen_q is {max_seqlen_q}, but a sequence has {longest} query rows"
+                f"max_seqlen_{side} is {longest}, but a sequence has {found} {rows} rows"
             )
-    return max_seqlen_q
+    return longest
 
 
 def check_scale(softmax_scale: float | None) -> float:

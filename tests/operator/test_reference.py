@@ -151,8 +151,27 @@ def test_comparison_of_gradients_accepts_what_is_right_and_nothing_else():
     found = {name: t.bfloat16() for name, t in exact.items()}
     good = reference.compare_gradients(found, inputs_, dout, causal=True)
     assert all(g.max_error == g.rounding <= g.tolerance for g in good.values())
+    # The allowance for cancellation is far below the other two here.
+    assert all(g.cancellation < 0.01 * g.tolerance for g in good.values())
     found["k"][0, 3, 0, 7] += 3 * good["k"].tolerance
     found["v"][0, 3, 0, 7] = math.nan
     wrong = reference.compare_gradients(found, inputs_, dout, causal=True)
     assert wrong["q"] == good["q"] and wrong["k"].max_error > good["k"].tolerance
     assert wrong["v"].max_error == math.inf
+
+
+def test_cancellation_allows_float32s_rounding_and_little_more():
+    """One key: dQ and dK are 0 in exact arithmetic, and an error of float32 in float32."""
+    inputs_ = inputs(20, 1, 2, 1, batch=1)
+    dout = torch.randn(1, 20, 2, 256).bfloat16()
+    q, k, v = (t.float() for t in inputs_)
+    # dP by one order of summation, delta by another.
+    dp = torch.einsum("bqhd,bkhd->bqh", dout.float(), v)
+    delta = (dout.float() * v).flip(3).cumsum(3)[..., -1]
+    ds = (dp - delta)[..., None] / 16
+    found = {"q": ds * k, "k": (ds * q).sum(dim=(1, 2), keepdim=True), "v": torch.zeros_like(v)}
+    compared = reference.compare_gradients(found, inputs_, dout)
+    for name in "qk":
+        exact = compared[name]
+        assert exact.rounding < 1e-12 and exact.pytorch_max_error < 1e-12
+        assert 0 < exact.max_error <= exact.tolerance <= 100 * exact.max_error

@@ -1,0 +1,113 @@
+"""Gradients of the torch operator: the operator that computes them, and how autograd calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import named_configs
+from .backward_config import BackwardConfig
+from .problem import Options, given_ragged
+
+__all__ = ["backward", "gradients", "save_for_backward"]
+
+#: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
+Q, K, V, SINK = 0, 1, 2, 7
+
+
+@torch.library.custom_op("fa4_hd256::backward", mutates_args=())
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sink: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    use_clc: bool,
+    config: str,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsink) of `forward`, whose results were out and lse.
+
+    dout: like out, of any strides; dlse: like lse, None for zero. config names a BackwardConfig.
+    wanted: whether dq, whether dk and dv, whether dsink are asked for; the others are empty.
+    Bitwise the same for the same arguments. The other arguments are those of `forward`.
+    """
+    from .backward import BackwardCall, Wanted, run_backward
+
+    options = Options.check(softmax_scale, False, (window_left, window_right), softcap, use_clc)
+    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
+    problem = call.describe(options, max_seqlen_q, max_seqlen_k)
+    return run_backward(
+        call, problem, Wanted(*wanted), named_configs.find(config, BackwardConfig)
+    )
+
+
+@backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, softmax_scale, window_left, window_right, softcap, sink,
+      cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
+      wanted):  # fmt: skip
+    dq, dkdv, dsink = wanted
+    return (
+        q.new_empty(q.shape if dq else 0),
+        k.new_empty(k.shape if dkdv else 0),
+        v.new_empty(v.shape if dkdv else 0),
+        q.new_empty(0) if sink is None else sink.new_empty(sink.shape if dsink else 0),
+    )
+
+
+def _refuse_second_order(context: Any, *gradients: Any) -> None:
+    raise NotImplementedError(
+        "fa4_hd256 offers no second-order gradients; call backward without create_graph=True"
+    )
+
+
+backward.register_autograd(_refuse_second_order)
+
+
+def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """setup_context of `forward`: what `gradients` needs, and no more."""
+    q, k, v, *scalars, sink, cu_q, cu_k, used_q, used_k = inputs[:12]
+    ctx.save_for_backward(q, k, v, *output, sink, cu_q, cu_k, used_q, used_k)
+    max_seqlen_q, max_seqlen_k, use_clc, _, backward_config = inputs[12:]
+    ctx.scalars = scalars
+    ctx.rest = (max_seqlen_q, max_seqlen_k, use_clc, backward_config)
+    ctx.num_inputs = len(inputs)
+    # A result without a gradient, LSE mostly, has None then, and costs nothing.
+    ctx.set_materialize_grads(False)
+
+
+def gradients(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the arguments of `forward`; None for those not asked for."""
+    found: list[torch.Tensor | None] = [None] * ctx.num_inputs
+    needed = ctx.needs_input_grad
+    wanted = [needed[Q], needed[K] or needed[V], needed[SINK]]
+    if (dout is None and dlse is None) or not any(wanted):
+        return tuple(found)
+    q, k, v, out, lse, *optional = ctx.saved_tensors
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    dq, dk, dv, dsink = backward(
+        dout, dlse, q, k, v, out, lse, *ctx.scalars, *optional, *ctx.rest, wanted
+    )
+    for place, gradient in ((Q, dq), (K, dk), (V, dv), (SINK, dsink)):
+        if needed[place]:
+            found[place] = gradient
+    return tuple(found)

@@ -1,0 +1,315 @@
+"""Gradients of dense calls against the float64 reference, in the simulator or on a GPU.
+
+Every kind of kernel is compiled here once; what can share one kind does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from backward_cases import accurate, check, gradients, inputs
+
+from fa4_hd256 import BackwardConfig, backends, backward, flash_attn_func
+from softmax_emu.pattern import Ex2Pattern
+
+# A tile of dQ is 256 queries of a CTA pair, one of dK and dV 128 keys; a step multiplies the two.
+LENGTHS = [
+    (1, 1),  # one key has all of the softmax: dQ and dK are 0
+    (64, 1),  # the same for every row; causal: all but the last see no key
+    (1, 300),  # decoding: one query
+    (127, 129),  # one query less than a CTA's rows; one key in the second tile
+    (256, 128),  # whole tiles and nothing else
+    (257, 255),  # one row in the second tile; causal: its first rows see no key
+    (40, 523),  # five tiles of keys; causal: none of them is invisible
+    (515, 131),  # three tiles of queries; causal: one without any visible key
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(lengths, causal, device):
+    check(inputs(lengths, device=device), causal=causal)
+
+
+# Query heads over KV heads as models have them: 1, 2, 4 and 8 divide 128; 6 and 12 do not; 16 is
+# the largest in use.
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (12, 2), (8, 1), (12, 1), (16, 1)])
+def test_head_ratios(heads, device):
+    check(inputs((70, 140), heads, device=device), causal=True)
+
+
+# Parts of a group of 6 query heads: 1 (dK and dV leave in 16 bits), 3 of two heads, 2 of 4 and
+# 2 heads, 6. Fewer clusters than tiles also make each of them run its loop several times.
+@pytest.mark.parametrize(("clusters", "parts"), [(1, 1), (6, 3), (4, 2), (74, 6)])
+def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
+    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", clusters)
+    seen = []
+    original = backward.gradient_call_arguments
+
+    def spy(tensors, problem, *rest):
+        seen.append(problem.splits)
+        return original(tensors, problem, *rest)
+
+    monkeypatch.setattr(backward, "gradient_call_arguments", spy)
+    check(inputs((300, 140), (6, 1)), causal=True)
+    assert seen == [parts, parts]
+
+
+def test_more_tiles_than_clusters(monkeypatch):
+    """Three clusters for 24 tiles of dQ and 20 of dK and dV: the next tile's loads overlap."""
+    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", 3)
+    check(inputs((300, 200), (4, 2), batch=3), causal=True)
+    check(inputs((300, 200), (4, 2), batch=3))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_batch(causal, device):
+    check(inputs((150, 200), (4, 2), batch=3, device=device), causal=causal)
+
+
+# 1.0: Gemma 4. Zero, and far below every score's resolution.
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e-30, 0.01])
+def test_scale(scale, device):
+    check(inputs((140, 200), device=device), softmax_scale=scale, causal=True)
+
+
+@pytest.mark.parametrize("scale", [-0.0625, -1.0])
+def test_fp16_and_negative_scale(scale, device):
+    """The tensor core negates the scores; dQ and dK get the scale with its sign."""
+    tensors = inputs((200, 300), (4, 2), dtype=torch.float16, device=device)
+    check(tensors, softmax_scale=scale, causal=True)
+
+
+def test_rows_without_a_visible_key(device):
+    """300 queries, 40 keys: causal leaves the first 260 rows, a whole tile and more, empty."""
+    tensors = inputs((300, 40), device=device)
+    dlse = torch.randn(1, 2, 300, device=device)
+    found = check(tensors, dlse=dlse, causal=True)
+    assert (found["q"][:, :260] == 0).all() and found["q"][:, 260:].any()
+
+
+def test_keys_that_no_query_sees(device):
+    """A window of 20 keys to the left of 30 queries: the first keys have no gradient at all."""
+    found = check(inputs((30, 500), device=device), window_size=(20, None))
+    assert all((found[name][:, :440] == 0).all() for name in "kv")
+
+
+# Left only; both, wider and narrower than a step; a single key; unequal lengths either way.
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        ((600, 600), (130, None)),
+        ((300, 700), (200, None)),
+        ((520, 900), (200, 50)),
+        ((600, 600), (5, 3)),
+        ((300, 300), (0, 0)),
+        ((700, 200), (100, 0)),
+        ((300, 300), (10**9, 10**9)),
+    ],
+)
+def test_windows(lengths, window, device):
+    check(inputs(lengths, device=device), window_size=window)
+
+
+@pytest.mark.parametrize("window", [(None, 70), (-1, 0)])
+def test_windows_bounded_to_the_right(window, device):
+    check(inputs((300, 400), device=device), window_size=window)
+
+
+# 50 is Gemma 2's; 3 bends nearly every score.
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, None), (3.0, 0.5)])
+def test_softcap(softcap, scale, device):
+    check(inputs((300, 200), device=device), softcap=softcap, softmax_scale=scale, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradient_of_lse(causal, device):
+    dlse = torch.randn(1, 2, 200, device=device)
+    check(inputs((200, 140), device=device), dlse=dlse, causal=causal)
+
+
+def test_gradient_of_lse_alone(device):
+    """out is not used: dV is 0."""
+    tensors = inputs((100, 140), device=device)
+    q, k, v = (t.detach().requires_grad_() for t in tensors)
+    _, lse = flash_attn_func(q, k, v, return_lse=True)
+    # The gradient of a sum is one number, expanded.
+    found = dict(zip("qkv", torch.autograd.grad(lse.sum(), (q, k, v))))
+    assert (found["v"] == 0).all()
+    accurate(found, tensors, torch.zeros_like(tensors[0]), torch.ones_like(lse))
+
+
+# Like the scores; far above all of them; far below. bf16 rounds its gradient.
+@pytest.mark.parametrize("logits", [(0.5, -2.0), (60.0, 30.0), (-300.0, -40.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(logits, dtype, device):
+    sink = torch.tensor(logits, device=device, dtype=dtype)
+    found = check(inputs((200, 130), device=device), causal=True, learnable_sink=sink)
+    assert found["sink"].dtype == dtype and found["sink"].shape == (2,)
+
+
+def test_a_sink_with_the_gradient_of_lse(device):
+    """Rows that see no key: their LSE is the sink's logit, with a slope of 1."""
+    sink = torch.randn(2, device=device)
+    dlse = torch.randn(1, 2, 200, device=device)
+    check(inputs((200, 130), device=device), dlse=dlse, causal=True, learnable_sink=sink)
+
+
+def test_exp2_patterns(device):
+    """The polynomial for all of P; dQ alone, both kernels call the same function."""
+    q, k, v = inputs((140, 300), device=device)
+    leaf = q.detach().requires_grad_()
+    pattern = Ex2Pattern(2, 2, last_fragment_hardware=False)
+    out = flash_attn_func(leaf, k, v, backward_config=BackwardConfig(ex2_pattern=pattern))
+    dout = torch.randn_like(out)
+    accurate({"q": torch.autograd.grad(out, leaf, dout)[0]}, (q, k, v), dout)
+
+
+def test_one_dominant_key(device):
+    """P is one number: dV of that key is the sum of all dO, the others' is nearly nothing."""
+    q, k, v = inputs((30, 260), device=device)
+    q = q.abs()
+    k[:, 131] = 8.0
+    check((q, k, v), softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 30.0])
+def test_magnitudes(magnitude, device):
+    q, k, v = inputs((100, 200), device=device)
+    check((q * magnitude, k, v * magnitude), dout=torch.randn_like(q) / magnitude)
+
+
+# ------------------------------------------------------------------------------------- layouts
+
+
+def layouts(device):
+    """(q, k, v) that TMA can take in place, none of them contiguous."""
+    fused = torch.randn(2, 150, 4 + 2 + 2, 256).to(device, torch.bfloat16)
+    yield fused.split((4, 2, 2), dim=2)
+    yield tuple(
+        torch.randn(2, h, 150, 256).to(device, torch.bfloat16).transpose(1, 2) for h in (4, 2, 2)
+    )
+    yield tuple(
+        torch.randn(150, 2, h, 256).to(device, torch.bfloat16).transpose(0, 1) for h in (4, 2, 2)
+    )
+
+
+def gradient_layouts(shape, device):
+    """Gradients of out with any strides; whether the kernels can take them in place."""
+    b, s, h, d = shape
+    one = torch.randn(()).to(device, torch.bfloat16)
+    yield "heads first", torch.randn(b, h, s, d).to(one).transpose(1, 2), True
+    yield "sequence first", torch.randn(s, b, h, d).to(one).transpose(0, 1), True
+    yield "slice of wider rows", torch.randn(b, s, h, d + 8).to(one)[..., 8:], True
+    yield "rows 516 bytes apart", torch.randn(b, s, h, d + 2).to(one)[..., 2:], False
+    yield "columns first", torch.randn(b, s, d, h).to(one).transpose(2, 3), False
+    yield "one number, expanded", one.expand(shape), False
+    yield "one head, expanded", torch.randn(b, s, 1, d).to(one).expand(shape), False
+
+
+@pytest.fixture
+def operands(monkeypatch):
+    """Addresses of q, k, v and dout as the dQ and dK/dV kernels got them, call by call."""
+    seen = []
+    original = backward.gradient_call_arguments
+
+    def spy(tensors, *rest):
+        seen.append([tensor.data_ptr() for tensor in tensors.operands])
+        return original(tensors, *rest)
+
+    monkeypatch.setattr(backward, "gradient_call_arguments", spy)
+    return seen
+
+
+def test_layouts_that_need_no_copy(device, operands):
+    for tensors in layouts(device):
+        dout = torch.randn(2, 4, 150, 256).to(device, torch.bfloat16).transpose(1, 2)
+        check(tensors, dout, causal=True)
+        addresses = [tensor.data_ptr() for tensor in (*tensors, dout)]
+        assert operands == [addresses, addresses]
+        operands.clear()
+
+
+def test_layouts_of_the_gradient(device, operands):
+    tensors = inputs((150, 100), (4, 2), batch=2, device=device)
+    for name, dout, in_place in gradient_layouts(tensors[0].shape, device):
+        check(tensors, dout, causal=True)
+        assert (operands[-1][3] == dout.data_ptr()) == in_place, name
+
+
+def test_a_sum_of_everything(device):
+    """out.sum().backward(): the gradient of out is one number with strides of 0."""
+    tensors = inputs((150, 100), (4, 2), device=device)
+    q, k, v = (t.detach().requires_grad_() for t in tensors)
+    flash_attn_func(q, k, v).sum().backward()
+    found = {"q": q.grad, "k": k.grad, "v": v.grad}
+    accurate(found, tensors, torch.ones_like(q))
+
+
+def test_layouts_of_the_lses_gradient(device):
+    tensors = inputs((150, 100), (4, 2), batch=2, device=device)
+    for dlse in (
+        torch.randn(150, 4, 2, device=device).permute(2, 1, 0),
+        torch.randn(2, 4, 300, device=device)[..., ::2],
+        torch.randn(1, 4, 1, device=device).expand(2, 4, 150),
+    ):
+        check(tensors, dlse=dlse, causal=True)
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_one_kv_head_expanded_to_many(heads, device, operands):
+    """Each copy has its own gradient, of which autograd makes the sum; k and v are not copied."""
+    q, k, v = inputs((70, 100), (8, 1), batch=2, device=device)
+    dout = torch.randn_like(q)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    wide = [t.expand(2, 100, heads, 256) for t in leaves[1:]]
+    out = flash_attn_func(leaves[0], *wide, causal=True)
+    found = torch.autograd.grad(out, (leaves[0], *wide), dout, retain_graph=True)
+    accurate(dict(zip("qkv", found)), (q, *wide), dout, causal=True)
+    assert operands[-1][1:3] == [k.data_ptr(), v.data_ptr()]
+    summed = torch.autograd.grad(out, leaves, dout)
+    accurate(dict(zip("qkv", summed)), (q, k, v), dout, causal=True)
+
+
+def test_inputs_are_left_alone(device):
+    tensors = inputs((130, 130), device=device)
+    dout = torch.randn_like(tensors[0])
+    copies = [tensor.clone() for tensor in (*tensors, dout)]
+    gradients(tensors, dout, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip((*tensors, dout), copies))
+
+
+def test_results_are_contiguous(device):
+    found = gradients(next(layouts(device)), torch.randn(2, 150, 4, 256).to(device).bfloat16())
+    assert all(gradient.is_contiguous() for gradient in found.values())
+
+
+def test_an_empty_batch(device):
+    tensors = inputs((5, 7), batch=0, device=device)
+    found = gradients(tensors, torch.randn_like(tensors[0]), learnable_sink=torch.randn(2))
+    assert [found[n].shape for n in "qkv"] == [t.shape for t in tensors]
+    assert (found["sink"] == 0).all()
+
+
+# -------------------------------------------------------------------------------- repeatability
+
+
+def test_a_second_backward_is_bitwise_equal(device):
+    q, k, v = (t.requires_grad_() for t in inputs((300, 300), (6, 1), device=device))
+    out = flash_attn_func(q, k, v, causal=True, deterministic=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    second = torch.autograd.grad(out, (q, k, v), dout)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_nothing_is_nan_that_is_not(device):
+    """Rows of dO that no key has a share in may hold anything finite."""
+    q, k, v = inputs((300, 40), device=device)
+    dout = torch.randn_like(q)
+    dout[:, :260] *= 1e30
+    found = gradients((q, k, v), dout, causal=True)
+    assert all(math.isfinite(gradient.abs().max()) for gradient in found.values())
+    accurate(found, (q, k, v), dout, causal=True)
