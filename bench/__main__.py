@@ -37,6 +37,13 @@ def _accuracy(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _timing(arguments: argparse.Namespace) -> int:
+    from . import timing
+
+    print(timing.as_text(arguments.seqlen, arguments.causal, arguments.machine))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
@@ -61,6 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
     errors.add_argument("--jobs", type=int, help="processes; as many as cores, at most 4")
     errors.add_argument("--json", action="store_true", help="print one JSON object")
     errors.set_defaults(main=_accuracy)
+    modelled = commands.add_parser(
+        "timing", help="predicted clocks of a forward step on one CTA pair, with its critical path"
+    )
+    modelled.add_argument("--seqlen", type=int, default=2048)
+    modelled.add_argument("--causal", action="store_true")
+    modelled.add_argument("--machine", default="b200", help="b200 or b300")
+    modelled.set_defaults(main=_timing)
     parsed = parser.parse_args(arguments)
     return parsed.main(parsed)
 

@@ -148,6 +148,8 @@ def compile_forward(causal: bool, mix: Ex2Pattern) -> Any:
         kernel = _forward_module().FlashAttentionForwardSm100(
             HEAD_DIM, HEAD_DIM, qhead_per_kvhead=GROUP, is_causal=causal, m_block_size=128,
             n_block_size=128, q_stage=1, is_static_persistent=not causal, use_2cta_instrs=True,
+            # What its interface chooses for dense attention at this head dimension: S twice.
+            use_s_ping_pong=True,
         )  # fmt: skip
         options = (
             GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)

@@ -161,6 +161,11 @@ class Warp:
             budget=DEFAULT_BUDGET)
 
     @property
+    def block_counts(self) -> np.ndarray:
+        """The launch's counters, uint64 (blocks, 2): executions by a warp, lanes."""
+        return self._counters.blocks
+
+    @property
     def live(self) -> int:
         """Mask of lanes that have not exited."""
         return self.context.live

@@ -1,0 +1,672 @@
+"""The replay's inner loop: a program executed clock by clock on a model of the SMs of a cluster.
+
+Compiled with numba. In every clock each issue slot issues at most one instruction of its warps,
+the one that has waited longest; an instruction issues when its stall count has passed, its
+scoreboards are released and its pipe is free. Clocks in which nothing can happen are skipped.
+
+Asynchronous operations are a queue of signals: what reaches an mbarrier, and when. The tensor core,
+the ports of shared and tensor memory and the TMA unit are servers with a time from which they are
+free; see the functions that use them.
+
+Everything lives in a few integer tables (`Model`), whose columns have names here: numba passes
+them from function to function without counting references, and compiles fast.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+try:
+    import numba
+except ImportError as error:
+    raise ImportError(
+        "the timing model's replay is compiled with numba, which is not installed: "
+        "pip install numba"
+    ) from error
+
+from .resources import Action, Instructions, Latency, Pipe
+
+#: No array is created in compiled code, so it needs no reference counts: nine times faster.
+_compiled = numba.njit(cache=True, _nrt=False)
+
+FAR = 1 << 60
+PIPES = len(Pipe)
+BULK_GROUPS = 64
+QUEUE = 4096
+SIGNALS = 1 << 16
+SLOTS = 4
+_NO_PIPE = int(Pipe.NONE)
+#: Bytes that reach shared memory together.
+_CHUNK = 1024
+_NONE, _NOBODY = np.int64(0), np.int64(-1)
+
+#: Why a warp does not issue: a latency class of a scoreboard, or one of these.
+REASONS = (
+    *(latency.name.lower() for latency in Latency),
+    "stall count", "mbarrier", "named barrier", "cluster barrier", "bulk group", "issue slot",
+    "pipe",
+)  # fmt: skip
+_STALL, _MBARRIER, _NAMED, _CLUSTER, _BULK, _ISSUE_SLOT, _PIPE = range(len(Latency), len(REASONS))
+
+#: Resources of an SM whose busy clocks are counted.
+BUSY = ("tensor core", "shared memory port", "TMA unit", "L2 to SM", "tensor memory read",
+        "tensor memory write", "load and store unit")  # fmt: skip
+_TENSOR, _SHARED, _TMA, _LINK, _TM_READ, _TM_WRITE, _LSU = range(len(BUSY))
+
+_init, _wait, _arrive, _c_arrive, _c_wait, _bar_sync, _bar_arrive = (
+    int(a) for a in (Action.INIT, Action.WAIT, Action.ARRIVE, Action.CLUSTER_ARRIVE,
+                     Action.CLUSTER_WAIT, Action.BAR_SYNC, Action.BAR_ARRIVE)
+)  # fmt: skip
+_tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
+    int(a) for a in (Action.TMEM_LOAD, Action.TMEM_STORE, Action.TMEM_STORE_WAIT, Action.MMA,
+                     Action.COMMIT, Action.TMA_LOAD, Action.TMA_STORE)
+)  # fmt: skip
+_bulk_commit, _bulk_wait, _shared, _cancel = (
+    int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL)
+)
+_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE = (
+    int(kind) for kind in (Latency.OPERAND_READ, Latency.BARRIER_TEST, Latency.TMEM_LOAD,
+                           Latency.TMEM_STORE)
+)  # fmt: skip
+
+# Columns of Model.code: the fields of `Instructions`.
+(_C_PIPE, _C_INTERVAL, _C_LATENCY, _C_STALL, _, _C_SETS, _C_FREES, _C_WAITS, _C_ACTION,
+ _C_WAVEFRONTS) = range(len(Instructions._fields))  # fmt: skip
+# Entries of Model.clock: latencies by class, then these.
+(_K_MUFU_INTERVAL, _K_BRANCH, _K_ARRIVE, _K_WAKE, _K_REMOTE, _K_NAMED, _K_CLUSTER, _K_MMA_ISSUE,
+ _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
+ CLOCKS) = range(len(Latency), len(Latency) + 15)  # fmt: skip
+_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, RATES = range(4)
+# Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
+(FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
+ _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
+ _HELD, _BOARDS) = range(21)  # fmt: skip
+_LAST, _SM, _SLOT_OF = LAST, SM, SLOT_OF
+_WHYS = _BOARDS + 6
+WARP_COLUMNS = _WHYS + 6
+# Columns of Model.slot: clocks from which pipes and the two ports of tensor memory are free.
+_PORTS = PIPES
+USED_PIPE = PIPES + 2
+ISSUED, START, STOP, SLOT_COLUMNS = range(USED_PIPE + PIPES, USED_PIPE + PIPES + 4)
+_USED_PIPE, _ISSUED, _START, _STOP = USED_PIPE, ISSUED, START, STOP
+# Columns of Model.unit: clocks from which it is free, clocks used, the tensor core's queue:
+# operations taken and queued, when the last MMA is done, its event.
+USED_UNIT = len(BUSY)
+_HEAD, _TAIL, _DRAINED, _LATEST, UNIT_COLUMNS = range(2 * USED_UNIT, 2 * USED_UNIT + 5)
+_USED_UNIT = USED_UNIT
+# Columns of Model.event.
+STARTED, DONE, CAUSE = range(3)
+_STARTED, _DONE, _CAUSE = STARTED, DONE, CAUSE
+# Entries of Model.counts.
+(_SIGNALLED, _ORDER, _CLUSTER_ARRIVED, _CLUSTER_ROUND, _CLUSTER_CLOCK, RUNNING,
+ COUNTS) = range(7)  # fmt: skip
+_RUNNING = RUNNING
+_NOT, _NAMED_BLOCK, _CLUSTER_BLOCK = range(3)
+
+
+class Model(NamedTuple):
+    """All tables, int64 unless noted; rows by columns.
+
+    path: element of the paths by (instruction number, event or -1). code: instruction by the
+    fields of `Instructions`. action, targets: as in `Program`. clock: latencies and other clocks;
+    rate: float64, units a clock. warp, slot, unit: state of warps, issue slots and SMs, the columns
+    FIRST and following. member: warps ordered by slot. barrier: mbarrier by (expected, pending,
+    bytes, phase, event of the completion). signal: heap of (clock, order, barrier, arrivals, bytes,
+    event, CTA written to). groups: (warps, BULK_GROUPS, 2), when a bulk group has been read and is
+    done. named: warps arrived by barrier. queue: (SMs, QUEUE, 2), operations of the tensor core:
+    clock from which it may start, event. counts: scalars.
+
+    Results: issued: element of the paths by (clock of its issue, main reason for the clocks before
+    it, as in REASONS). event: clock at which an operation began in its unit, at which it signalled,
+    and the event that released a wait (-1: it did not block).
+    stalls: warp by REASONS, in clocks.
+    """
+
+    path: np.ndarray
+    code: np.ndarray
+    action: np.ndarray
+    targets: np.ndarray
+    clock: np.ndarray
+    rate: np.ndarray
+    warp: np.ndarray
+    slot: np.ndarray
+    unit: np.ndarray
+    member: np.ndarray
+    barrier: np.ndarray
+    signal: np.ndarray
+    groups: np.ndarray
+    named: np.ndarray
+    queue: np.ndarray
+    counts: np.ndarray
+    issued: np.ndarray
+    event: np.ndarray
+    stalls: np.ndarray
+
+
+@_compiled
+def _push(m):
+    """Add a signal to the heap."""
+    heap, counts = m.signal, m.counts
+    here = counts[_SIGNALLED]
+    counts[_SIGNALLED] = here + 1
+    heap[here, 1] = counts[_ORDER]
+    counts[_ORDER] += 1
+    while here > 0:
+        above = (here - 1) // 2
+        if heap[above, 0] < heap[here, 0] or (
+            heap[above, 0] == heap[here, 0] and heap[above, 1] < heap[here, 1]
+        ):
+            break
+        for field in range(7):
+            heap[above, field], heap[here, field] = heap[here, field], heap[above, field]
+        here = above
+
+
+@_compiled
+def _drop(m):
+    """Remove the first signal of the heap."""
+    heap, counts = m.signal, m.counts
+    counts[_SIGNALLED] -= 1
+    size = counts[_SIGNALLED]
+    for field in range(7):
+        heap[0, field] = heap[size, field]
+    here = 0
+    while True:
+        least = here
+        for below in (2 * here + 1, 2 * here + 2):
+            if below < size and (
+                heap[below, 0] < heap[least, 0]
+                or (heap[below, 0] == heap[least, 0] and heap[below, 1] < heap[least, 1])
+            ):
+                least = below
+        if least == here:
+            return
+        for field in range(7):
+            heap[least, field], heap[here, field] = heap[here, field], heap[least, field]
+        here = least
+
+
+@_compiled
+def _signal(m, clock, barrier, arrivals, nbytes, event, cta):
+    """Queue a signal; cta: whose shared memory the bytes are written to, -1 for none."""
+    row = m.signal[m.counts[_SIGNALLED]]
+    row[0], row[2], row[3], row[4], row[5], row[6] = clock, barrier, arrivals, nbytes, event, cta
+    _push(m)
+
+
+@_compiled
+def _apply_signals(m, now):
+    """Let the signals up to `now` reach their mbarriers, and wake who waits for a phase."""
+    while m.counts[_SIGNALLED] and m.signal[0, 0] <= now:
+        clock, barrier = m.signal[0, 0], m.signal[0, 2]
+        arrivals, nbytes, event = m.signal[0, 3], m.signal[0, 4], m.signal[0, 5]
+        cta = m.signal[0, 6]
+        _drop(m)
+        if cta >= 0:
+            _shared_access(m, cta, clock, int(min(-nbytes, _CHUNK) / m.rate[_SHARED_RATE]))
+        if barrier < 0:
+            continue
+        bar = m.barrier[barrier]
+        bar[1] -= arrivals
+        bar[2] += nbytes
+        if bar[1] == 0 and bar[2] == 0:
+            bar[1] = bar[0]
+            bar[3] += 1
+            bar[4] = event
+            for warp in range(m.warp.shape[0]):
+                fields = m.warp[warp]
+                if fields[_WAIT_BAR] == barrier and (bar[3] ^ fields[_WAIT_PARITY]) & 1:
+                    fields[_WAIT_BAR] = -1
+                    board = fields[_WAIT_BOARD]
+                    m.warp[warp, _BOARDS + board] = clock + m.clock[_K_WAKE]
+                    m.event[fields[_WAIT_EVENT], _CAUSE] = event
+                    m.event[fields[_WAIT_EVENT], _DONE] = clock + m.clock[_K_WAKE]
+                    _set_ready(m, warp, fields[_EARLIEST], _STALL)
+
+
+@_compiled
+def _set_ready(m, warp, earliest, reason):
+    """When the warp's next instruction may issue, but for its pipe, and what it waits for."""
+    fields = m.warp[warp]
+    position = fields[_POSITION]
+    if position >= m.warp[warp, _LAST]:
+        fields[_READY] = FAR
+        return
+    ready = earliest
+    waits = m.code[m.path[position, 0], _C_WAITS]
+    for board in range(6):
+        if waits >> board & 1 and m.warp[warp, _BOARDS + board] > ready:
+            ready, reason = m.warp[warp, _BOARDS + board], m.warp[warp, _WHYS + board]
+    fields[_READY], fields[_REASON] = ready, reason
+
+
+@_compiled
+def _shared_access(m, sm, now, work):
+    """`work` clocks of a CTA's shared-memory port; returns when a batch queued now is through.
+
+    Loads and stores of warps go before operand reads and TMA writes, which only lose the clocks.
+    """
+    unit = m.unit[sm]
+    m.unit[sm, _USED_UNIT + _SHARED] += work
+    unit[_SHARED] = max(unit[_SHARED], now) + work
+    return unit[_SHARED]
+
+
+@_compiled
+def _queue_for_tensor_core(m, sm, now, event):
+    """An MMA or commit is queued; the tensor core takes them in the order of their issue."""
+    place = m.unit[sm, _TAIL] % QUEUE
+    m.unit[sm, _TAIL] += 1
+    m.queue[sm, place, 0] = now + m.clock[_K_MMA_ISSUE]
+    m.queue[sm, place, 1] = event
+
+
+@_compiled
+def _tensor_core_start(m, sm):
+    """When the first operation queued at this CTA's tensor core can start; FAR if none is."""
+    queued = m.unit[sm]
+    if queued[_HEAD] == queued[_TAIL]:
+        return FAR
+    entry = m.queue[sm, queued[_HEAD] % QUEUE]
+    action = m.action[entry[1]]
+    start = entry[0]
+    if action[0] == _mma:
+        first = sm & ~1 if action[4] == 2 else sm
+        for cta in range(first, first + action[4]):
+            start = max(start, m.unit[cta, _TENSOR])
+    return start
+
+
+@_compiled
+def _run_tensor_core(m, sm, now):
+    """Start what is queued at this CTA's tensor core up to `now`.
+
+    An MMA takes its own clocks, or as long as the shared-memory ports need for its operands beside
+    all other traffic. A commit signals when everything before it has completed.
+    """
+    queued = m.unit[sm]
+    while True:
+        start = _tensor_core_start(m, sm)
+        if start > now:
+            return
+        event = m.queue[sm, queued[_HEAD] % QUEUE, 1]
+        queued[_HEAD] += 1
+        action = m.action[event]
+        m.event[event, _STARTED] = start
+        if action[0] == _commit:
+            done = max(queued[_DRAINED], start + m.clock[_K_ARRIVE] - m.clock[_K_MMA_ISSUE])
+            m.event[event, _CAUSE] = queued[_LATEST]
+            _send(m, done, event, sm)
+            continue
+        compute, operands, latency, group = action[1], action[2], action[3], action[4]
+        first = sm & ~1 if group == 2 else sm
+        duration = compute
+        for cta in range(first, first + group):
+            through = _shared_access(m, cta, start - m.clock[_K_PREFETCH], operands)
+            duration = max(duration, through - start)
+        for cta in range(first, first + group):
+            m.unit[cta, _TENSOR] = start + duration
+            m.unit[cta, _USED_UNIT + _TENSOR] += compute
+        extra = latency - max(compute, operands) - m.clock[_K_MMA_ISSUE] - m.clock[_K_WAKE]
+        m.event[event, _DONE] = start + duration + extra + m.clock[_K_MMA_EXTRA]
+        queued[_DRAINED] = max(queued[_DRAINED], m.event[event, _DONE])
+        queued[_LATEST] = event
+
+
+@_compiled
+def _send(m, at, event, sm):
+    """Arrivals of an operation on every barrier it signals, at one time."""
+    action = m.action[event]
+    m.event[event, _DONE] = at
+    for target in range(action[1], action[2]):
+        barrier, arrivals, nbytes, _, _ = m.targets[target]
+        _signal(m, at, barrier, arrivals, -nbytes, event, _NOBODY)
+
+
+@_compiled
+def _issue_load(m, sm, now, event):
+    """A TMA load: the unit takes one after the other, then latency, then the link to the SM."""
+    action = m.action[event]
+    unit = m.unit[sm]
+    start = max(now, unit[_TMA])
+    unit[_TMA] = start + m.clock[_K_TMA_ISSUE]
+    m.unit[sm, _USED_UNIT + _TMA] += m.clock[_K_TMA_ISSUE]
+    transfer = int(np.ceil(action[3] / m.rate[_LINK_RATE]))
+    arrives = max(start + m.clock[_K_TMA_LOAD], unit[_LINK]) + transfer
+    unit[_LINK] = arrives
+    m.unit[sm, _USED_UNIT + _LINK] += transfer
+    m.event[event, _STARTED] = start
+    m.event[event, _DONE] = arrives
+    for target in range(action[1], action[2]):
+        barrier, _, nbytes, remote, cta = m.targets[target]
+        at = arrives + (m.clock[_K_REMOTE] // 2 if remote else 0)
+        chunks = max(1, nbytes // _CHUNK)
+        for chunk in range(1, chunks):
+            reached = arrives - transfer * chunk // chunks
+            _signal(m, reached, _NOBODY, _NONE, -nbytes // chunks, event, cta)
+        _signal(m, at, barrier, _NONE, -nbytes, event, cta)
+
+
+@_compiled
+def _issue_store(m, warp, sm, now, event):
+    """A TMA store or reduction: read from shared memory, then written."""
+    nbytes = m.action[event, 1]
+    unit, fields = m.unit[sm], m.warp[warp]
+    start = max(now, unit[_TMA])
+    unit[_TMA] = start + m.clock[_K_TMA_ISSUE]
+    m.unit[sm, _USED_UNIT + _TMA] += m.clock[_K_TMA_ISSUE]
+    read = _shared_access(m, sm, start, int(nbytes / m.rate[_SHARED_RATE]))
+    m.event[event, _STARTED] = start
+    m.event[event, _DONE] = read + m.clock[_K_TMA_STORE]
+    fields[_GROUP_READ] = max(fields[_GROUP_READ], read + m.clock[_K_TMA_ISSUE])
+    fields[_GROUP_DONE] = max(fields[_GROUP_DONE], read + m.clock[_K_TMA_STORE])
+
+
+@_compiled
+def _issue_arrivals(m, now, event):
+    """Arrivals: on a barrier of the own CTA soon, of another one later."""
+    action = m.action[event]
+    for target in range(action[1], action[2]):
+        barrier, arrivals, nbytes, remote, _ = m.targets[target]
+        at = now + (m.clock[_K_REMOTE] if remote else m.clock[_K_ARRIVE])
+        m.event[event, _DONE] = at
+        if nbytes:
+            # Bytes are expected before the arrival counts, so that it completes no phase.
+            m.barrier[barrier, 2] += nbytes
+        if arrivals:
+            _signal(m, at, barrier, arrivals, _NONE, event, _NOBODY)
+
+
+@_compiled
+def _issue_wait(m, warp, now, number, event):
+    """An mbarrier wait: released at once, or when the phase completes."""
+    action = m.action[event]
+    board = m.code[number, _C_SETS]
+    bar = m.barrier[action[1]]
+    m.event[event, _STARTED] = now
+    if (bar[3] ^ action[2]) & 1 or not action[3]:
+        m.event[event, _DONE] = now + m.clock[_BARRIER_TEST]
+        return
+    fields = m.warp[warp]
+    fields[_WAIT_BAR], fields[_WAIT_PARITY] = action[1], action[2]
+    fields[_WAIT_BOARD], fields[_WAIT_EVENT] = board, event
+    m.warp[warp, _BOARDS + board] = FAR
+    m.warp[warp, _WHYS + board] = _MBARRIER
+
+
+@_compiled
+def _named_barrier(m, warp, now, event, waits):
+    """A named barrier: who synchronises goes on when all have arrived."""
+    action = m.action[event]
+    named = action[1]
+    expected = action[2]
+    if expected == 0:
+        for other in range(m.warp.shape[0]):
+            expected += m.warp[other, _SM] == m.warp[warp, _SM]
+    m.named[named] += 1
+    fields = m.warp[warp]
+    if waits:
+        fields[_BLOCKED], fields[_WAIT_EVENT], fields[_WAIT_BOARD] = (
+            _NAMED_BLOCK, event, named,
+        )  # fmt: skip
+    if m.named[named] < expected:
+        return
+    m.named[named] = 0
+    for other in range(m.warp.shape[0]):
+        waiting = m.warp[other]
+        if waiting[_BLOCKED] == _NAMED_BLOCK and waiting[_WAIT_BOARD] == named:
+            waiting[_BLOCKED] = _NOT
+            m.event[waiting[_WAIT_EVENT], _CAUSE] = event
+            m.event[waiting[_WAIT_EVENT], _DONE] = now + m.clock[_K_NAMED]
+            waiting[_REASON] = _NAMED
+            waiting[_READY] = now + m.clock[_K_NAMED]
+
+
+@_compiled
+def _cluster_barrier(m, warp, now, event, waits):
+    """The cluster's barrier, counted in warps."""
+    counts, fields = m.counts, m.warp[warp]
+    if waits:
+        # A warp waits for the round that it has arrived in.
+        if fields[_ROUND] < counts[_CLUSTER_ROUND]:
+            fields[_READY] = max(fields[_READY], counts[_CLUSTER_CLOCK])
+            return
+        fields[_BLOCKED], fields[_WAIT_EVENT] = _CLUSTER_BLOCK, event
+        return
+    fields[_ROUND] = counts[_CLUSTER_ROUND]
+    counts[_CLUSTER_ARRIVED] += 1
+    _settle_cluster(m, now, event)
+
+
+@_compiled
+def _settle_cluster(m, now, event):
+    """Complete the cluster barrier's round if every warp that has not exited has arrived."""
+    counts = m.counts
+    if not counts[_CLUSTER_ARRIVED] or counts[_CLUSTER_ARRIVED] < counts[_RUNNING]:
+        return
+    counts[_CLUSTER_ARRIVED] = 0
+    counts[_CLUSTER_ROUND] += 1
+    counts[_CLUSTER_CLOCK] = now + m.clock[_K_CLUSTER]
+    for other in range(m.warp.shape[0]):
+        waiting = m.warp[other]
+        if waiting[_BLOCKED] == _CLUSTER_BLOCK:
+            waiting[_BLOCKED] = _NOT
+            m.event[waiting[_WAIT_EVENT], _CAUSE] = event
+            m.event[waiting[_WAIT_EVENT], _DONE] = now + m.clock[_K_CLUSTER]
+            waiting[_REASON] = _CLUSTER
+            waiting[_READY] = now + m.clock[_K_CLUSTER]
+
+
+@_compiled
+def _scoreboards(m, warp, now, number):
+    """Clocks at which the scoreboards that an ordinary instruction sets are released."""
+    kind = m.code[number, _C_LATENCY]
+    done = now + m.clock[kind]
+    read = now + m.clock[_OPERAND_READ]
+    if m.code[number, _C_ACTION] == _shared and m.code[number, _C_WAVEFRONTS]:
+        sm = m.warp[warp, _SM]
+        work = m.code[number, _C_WAVEFRONTS]
+        start = max(now, m.unit[sm, _LSU])
+        m.unit[sm, _LSU] = start + work
+        m.unit[sm, _USED_UNIT + _LSU] += work
+        _shared_access(m, sm, start, work)
+        done = start + work - 1 + m.clock[kind]
+        read = start + work + m.clock[_OPERAND_READ]
+    _release(m, warp, number, done, read, kind)
+
+
+@_compiled
+def _release(m, warp, number, done, read, reason):
+    """Set the instruction's scoreboards: result at `done`, operands read at `read`."""
+    if m.code[number, _C_SETS] >= 0:
+        board = m.code[number, _C_SETS]
+        if done >= m.warp[warp, _BOARDS + board]:
+            m.warp[warp, _BOARDS + board], m.warp[warp, _WHYS + board] = done, reason
+    if m.code[number, _C_FREES] >= 0:
+        board = m.code[number, _C_FREES]
+        if read >= m.warp[warp, _BOARDS + board]:
+            m.warp[warp, _BOARDS + board], m.warp[warp, _WHYS + board] = read, reason
+
+
+@_compiled
+def _tensor_memory(m, warp, now, number, event):
+    """tcgen05.ld and st: columns through the port of the issue slot, then the latency."""
+    sm = m.warp[warp, _SM]
+    is_load = m.code[number, _C_ACTION] == _tm_load
+    which = _TM_READ if is_load else _TM_WRITE
+    slot = sm * SLOTS + m.warp[warp, _SLOT_OF]
+    port = m.slot[slot]
+    side = _PORTS if is_load else _PORTS + 1
+    transfer = int(np.ceil(m.action[event, 1] / m.rate[_COLUMN_RATE]))
+    start = max(now, port[side])
+    port[side] = start + transfer
+    m.unit[sm, _USED_UNIT + which] += transfer
+    kind = _TMEM_LOAD if is_load else _TMEM_STORE
+    done = start + transfer + m.clock[kind]
+    m.event[event, _STARTED], m.event[event, _DONE] = start, done
+    if not is_load:
+        m.warp[warp, _STORED] = max(m.warp[warp, _STORED], done)
+    _release(m, warp, number, done, start + transfer, kind)
+
+
+@_compiled
+def _bulk_groups(m, warp, now, event):
+    """Commit a bulk group, or the clock until which a wait for all but a few of them blocks."""
+    action, fields = m.action[event], m.warp[warp]
+    groups = m.groups[warp]
+    if action[0] == _bulk_commit:
+        place = fields[_GROUPS] % BULK_GROUPS
+        groups[place, 0], groups[place, 1] = fields[_GROUP_READ], fields[_GROUP_DONE]
+        fields[_GROUPS] += 1
+        return now
+    until = now
+    first = max(0, fields[_GROUPS] - BULK_GROUPS)
+    for number in range(first, fields[_GROUPS] - action[1]):
+        until = max(until, groups[number % BULK_GROUPS, 0 if action[2] else 1])
+    m.event[event, _DONE] = until
+    return until
+
+
+@_compiled
+def _perform(m, warp, now, number, event):
+    """What an instruction does beside occupying its pipe; returns when the warp may go on."""
+    action = m.code[number, _C_ACTION]
+    sm, fields = m.warp[warp, _SM], m.warp[warp]
+    if event < 0:
+        _scoreboards(m, warp, now, number)
+        return now
+    if action == _tm_load or action == _tm_store:
+        _tensor_memory(m, warp, now, number, event)
+        return now
+    if action == _tm_store_wait:
+        done = max(now + 8, fields[_STORED])
+        m.event[event, _DONE] = done
+        _release(m, warp, number, done, done, _TMEM_STORE)
+        return now
+    _scoreboards(m, warp, now, number)
+    m.event[event, _STARTED] = now
+    if action == _wait:
+        _issue_wait(m, warp, now, number, event)
+    elif action == _mma or action == _commit:
+        _queue_for_tensor_core(m, sm, now, event)
+    elif action == _arrive:
+        _issue_arrivals(m, now, event)
+    elif action == _init:
+        bar = m.barrier[m.action[event, 1]]
+        bar[0], bar[1], bar[2], bar[3] = m.action[event, 2], m.action[event, 2], 0, 0
+    elif action == _load:
+        _issue_load(m, sm, now, event)
+    elif action == _store:
+        _issue_store(m, warp, sm, now, event)
+    elif action == _bulk_commit or action == _bulk_wait:
+        return _bulk_groups(m, warp, now, event)
+    elif action == _bar_sync or action == _bar_arrive:
+        _named_barrier(m, warp, now, event, action == _bar_sync)
+    elif action == _c_arrive or action == _c_wait:
+        _cluster_barrier(m, warp, now, event, action == _c_wait)
+        if action == _c_wait:
+            return max(now, fields[_READY])
+    elif action == _cancel:
+        _send(m, now + m.clock[_K_CLC], event, sm)
+    return now
+
+
+@_compiled
+def _issue(m, warp, now):
+    """Issue the next instruction of a warp."""
+    fields = m.warp[warp]
+    position = fields[_POSITION]
+    number, event = m.path[position, 0], m.path[position, 1]
+    slot = m.warp[warp, _SM] * SLOTS + m.warp[warp, _SLOT_OF]
+    m.slot[slot, _ISSUED] += 1
+    # The clocks since the last issue: stall count, what was waited for, who went before.
+    stalls = m.stalls[warp]
+    stalls[_STALL] += fields[_EARLIEST] - fields[_PREVIOUS]
+    stalls[fields[_REASON]] += fields[_READY] - fields[_EARLIEST]
+    contention = _PIPE if fields[_HELD] else _ISSUE_SLOT
+    stalls[contention] += now - fields[_READY]
+    fields[_HELD] = 0
+    why = fields[_REASON] if fields[_READY] > fields[_EARLIEST] else _STALL
+    if now - fields[_READY] > fields[_READY] - fields[_PREVIOUS]:
+        why = contention
+    m.issued[position, 0], m.issued[position, 1] = now, why
+    pipe = m.code[number, _C_PIPE]
+    if pipe != _NO_PIPE:
+        interval = m.code[number, _C_INTERVAL]
+        if interval < 0:
+            interval = m.clock[_K_MUFU_INTERVAL]
+        m.slot[slot, pipe] = now + interval
+        m.slot[slot, _USED_PIPE + pipe] += interval
+    fields[_POSITION] = position + 1
+    fields[_READY] = now
+    until = _perform(m, warp, now, number, event)
+    earliest = now + max(m.code[number, _C_STALL], 1)
+    if position + 1 < m.warp[warp, _LAST] and m.path[position + 1, 0] != number + 1:
+        earliest += m.clock[_K_BRANCH]
+    fields[_PREVIOUS], fields[_EARLIEST] = now, earliest
+    reason = _CLUSTER if m.code[number, _C_ACTION] == _c_wait else _BULK
+    _set_ready(m, warp, max(earliest, until), reason)
+    if position + 1 == m.warp[warp, _LAST]:
+        m.counts[_RUNNING] -= 1
+        _settle_cluster(m, now, event)
+
+
+@_compiled
+def _pick(m, slot, now):
+    """The warp of a slot that issues now, -1 if none can, and when one could at the earliest.
+
+    Of those that can issue the one that has waited longest is taken.
+    """
+    chosen, since, following = np.int64(-1), np.int64(FAR), np.int64(FAR)
+    for warp in range(m.slot[slot, _START], m.slot[slot, _STOP]):
+        member = m.member[warp]
+        fields = m.warp[member]
+        if fields[_BLOCKED] != _NOT or fields[_READY] == FAR:
+            continue
+        pipe = m.code[m.path[fields[_POSITION], 0], _C_PIPE]
+        free = m.slot[slot, pipe] if pipe != _NO_PIPE else 0
+        if fields[_READY] <= now and free > now:
+            fields[_HELD] = 1
+        possible = max(fields[_READY], free)
+        if possible > now:
+            following = min(following, possible)
+        elif fields[_READY] < since:
+            if chosen >= 0:
+                following = now + 1
+            chosen, since = member, fields[_READY]
+        else:
+            following = now + 1
+    return chosen, following
+
+
+@_compiled
+def run(m, limit):
+    """Replay to the end; returns the clock at which the last warp exits, -1 if nothing can go on.
+
+    limit: clocks after which the replay is given up (returns -2).
+    """
+    # A typed zero: with a literal one every function would be compiled twice.
+    now = np.int64(0)
+    while m.counts[_RUNNING]:
+        if now > limit:
+            return -2
+        _apply_signals(m, now)
+        following = np.int64(FAR)
+        for sm in range(m.unit.shape[0]):
+            _run_tensor_core(m, sm, now)
+        for slot in range(m.unit.shape[0] * SLOTS):
+            warp, other = _pick(m, slot, now)
+            following = min(following, other)
+            if warp >= 0:
+                _issue(m, warp, now)
+                following = now + 1
+        for sm in range(m.unit.shape[0]):
+            following = min(following, max(_tensor_core_start(m, sm), now + 1))
+        if m.counts[_SIGNALLED]:
+            following = min(following, max(m.signal[0, 0], now + 1))
+        if following >= FAR:
+            return -1
+        now = following
+    return now

@@ -1,0 +1,138 @@
+"""Constants of the modelled GPUs, each with its source and uncertainty (`data/*.json`).
+
+Every constant is a number with a range: `low` and `high` bound what is believed, equal to `value`
+where it is certain. Results are the mean and spread over draws from these ranges.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+DATA = Path(__file__).parent / "data"
+
+
+class Values(NamedTuple):
+    """One value of every constant, as the replay takes them; clocks unless noted otherwise."""
+
+    sms: float
+    clock_ghz: float
+    mufu_interval: float
+    mufu_latency: float
+    constant_load: float
+    special_register: float
+    shared_load: float
+    shared_bytes_per_clock: float
+    shuffle: float
+    global_load: float
+    tmem_load: float
+    tmem_store: float
+    tmem_columns_per_clock: float
+    operand_read: float
+    allocation: float
+    fence_cta: float
+    fence_gpu: float
+    async_fence: float
+    branch_taken: float
+    barrier_test: float
+    barrier_arrive: float
+    barrier_wake: float
+    remote_arrive: float
+    named_barrier: float
+    cluster_barrier: float
+    mma_issue: float
+    mma_extra_latency: float
+    mma_switch: float
+    operand_prefetch: float
+    tma_issue: float
+    tma_load_l2: float
+    tma_load_hbm: float
+    tma_store: float
+    l2_bytes_per_clock_sm: float
+    l2_terabytes: float
+    l2_megabytes: float
+    hbm_terabytes: float
+    launch_us: float
+    cta_reuse: float
+    clc_query: float
+    power_tflops: float
+    double_precision: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """value, low, high: in `unit`. source: where it is from. fitted: chosen to match end-to-end
+    rates, so that those rates are no validation of it."""
+
+    value: float
+    low: float
+    high: float
+    unit: str
+    source: str
+    fitted: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A modelled GPU: name, what kind of knowledge it rests on, constants by name."""
+
+    name: str
+    basis: str
+    constants: dict[str, Constant]
+
+    def values(self) -> Values:
+        """The central value of every constant."""
+        return Values(**{name: c.value for name, c in self.constants.items()})
+
+    def drawn(self, generator: np.random.Generator) -> Values:
+        """One draw: every uncertain constant from a triangular distribution over its range."""
+        return Values(
+            **{
+                name: c.value
+                if c.low == c.high
+                else float(generator.triangular(c.low, c.value, c.high))
+                for name, c in self.constants.items()
+            }
+        )
+
+
+def machines() -> list[str]:
+    """Names of the machines there are data files of."""
+    return sorted(path.stem for path in DATA.glob("*.json"))
+
+
+def load(name: str = "b200") -> Machine:
+    """The machine of that name.
+
+    Raises ValueError for a name without a data file, or a file that lacks a constant, has one too
+    many, or one whose value lies outside its range.
+    """
+    path = DATA / f"{name}.json"
+    if name not in machines():
+        raise ValueError(f"machine {name!r} is not known; there are {', '.join(machines())}")
+    content = json.loads(path.read_text())
+    constants = dict(content["constants"])
+    if "like" in content:
+        constants = {**load_raw(content["like"]), **constants}
+    missing, unknown = set(Values._fields) - set(constants), set(constants) - set(Values._fields)
+    if missing or unknown:
+        raise ValueError(f"{path.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    found = {}
+    for key, entry in constants.items():
+        value = entry["value"]
+        low, high = entry.get("range", (value, value))
+        if not low <= value <= high:
+            raise ValueError(f"{path.name}: {key} is {value}, outside its range {low} .. {high}")
+        found[key] = Constant(
+            value, low, high, entry["unit"], entry["source"], entry.get("fitted", False)
+        )
+    return Machine(name, content["basis"], found)
+
+
+def load_raw(name: str) -> dict:
+    """The constants of a data file as they stand there."""
+    return json.loads((DATA / f"{name}.json").read_text())["constants"]

@@ -1,0 +1,62 @@
+"""Instruction mixes that PTX and SASS share, to tell apart paths with the same events.
+
+ptxas moves, merges and multiplies most instructions; those counted here come through one to one
+or nearly so. A loop with a mask and one without, say, issue the same events, but the one has
+selections and the other has not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from .sass import SassFunction
+
+#: (name, weight of a difference of one, PTX opcodes, SASS opcodes), as regular expressions.
+FEATURES = (
+    ("exp2", 1.0, r"ex2", r"MUFU\.EX2"),
+    ("mufu", 2.0, r"(rcp|rsqrt|lg2|sqrt|tanh|sin|cos)\.approx", r"MUFU\.(?!EX2)"),
+    ("packed float", 1.0, r"(fma|mul|add|sub)\S*f32x2", r"(FFMA2|FMUL2|FADD2)"),
+    ("round down", 1.0, r"add\.rm\S*f32x2", r"FADD2\.RM"),
+    ("pack", 1.0, r"cvt\S*(bf16x2|f16x2|e4m3x2|e5m2x2)", r"F2FP"),
+    ("select", 0.5, r"selp", r"(F?SEL)\b"),
+    ("shared load", 2.0, r"ld\.shared", r"LDS\b"),
+    ("shared store", 2.0, r"st\.shared", r"STS\b"),
+    ("global load", 4.0, r"ld\.global", r"LDG"),
+    ("global store", 4.0, r"st\.global", r"STG"),
+    ("matrix", 2.0, r"(ld|st)matrix", r"(LDSM|STSM)"),
+    ("shuffle", 3.0, r"shfl", r"SHFL"),
+    ("vote", 3.0, r"vote", r"VOTE"),
+)
+WEIGHTS = np.array([weight for _, weight, _, _ in FEATURES])
+_PTX = [re.compile(ptx) for _, _, ptx, _ in FEATURES]
+_SASS = [re.compile(sass) for _, _, _, sass in FEATURES]
+
+
+def ptx_mixes(kernel: object) -> np.ndarray:
+    """float64 (blocks, features): instructions of each kind in each basic block of the PTX."""
+    found = np.zeros((len(kernel.blocks), len(FEATURES)))
+    for number, block in enumerate(kernel.blocks):
+        for instruction in kernel.instructions[block.start : block.stop]:
+            for feature, pattern in enumerate(_PTX):
+                found[number, feature] += bool(pattern.match(instruction.name))
+    return found
+
+
+def mix_of_blocks(mixes: np.ndarray, blocks: Iterable[tuple[int, int]]) -> np.ndarray:
+    """(features,): the sum over blocks, each with how often it was executed."""
+    total = np.zeros(len(FEATURES))
+    for block, count in blocks:
+        total += count * mixes[block]
+    return total
+
+
+def sass_prefix(function: SassFunction) -> np.ndarray:
+    """float64 (instructions + 1, features): row n sums over the first n instructions."""
+    found = np.zeros((len(function.instructions) + 1, len(FEATURES)))
+    for number, instruction in enumerate(function.instructions):
+        for feature, pattern in enumerate(_SASS):
+            found[number + 1, feature] = bool(pattern.match(instruction.opcode))
+    return found.cumsum(axis=0)

@@ -1,0 +1,282 @@
+"""The path of a warp through the SASS, found from the events of a simulated run.
+
+A simulated run executes PTX; what is replayed is SASS. The two agree in the order of the warp's
+synchronisation and asynchronous instructions, so the run's sequence of these (the *events*) picks
+a path through the control-flow graph: between two events, a way from the one site to the next that
+passes no other site. Where several ways pass the same events, the one whose mix of arithmetic is
+closest to what the warp executed in the PTX is taken (`mixes`). What does not fit is counted:
+events without a site, sites without an event, and choices that the mixes do not decide.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .events import is_soft, retries, sites
+from .mixes import FEATURES, WEIGHTS, sass_prefix
+from .sass import SassFunction
+
+ENTRY, END = -1, -2
+#: Ways between two sites that are weighed, the shortest ones.
+_WAYS = 6
+#: Price of an event without a site or a site without an event.
+_SKIP, _SOFT_SKIP = 60.0, 1.0
+#: States kept: those at most this much worse than the best, and no more than so many.
+_SLACK, _STATES = 400.0, 40
+#: Sites in a row that may be passed without an event.
+_PASSED = 40
+#: Two ways whose prices differ by less are not told apart.
+_DECIDED = 1.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a warp: kind (`events`), the run's entry, mix of the PTX since the last one."""
+
+    kind: str
+    entry: Any
+    mix: np.ndarray
+
+
+@dataclass
+class WarpPath:
+    """The SASS instructions a warp executes, in order.
+
+    numbers: int32, instruction numbers in the function. event_of: int32 of the same length, the
+    index of the event an instruction stands for, -1 for all others. missing_events, extra_sites:
+    events without a site and sites passed without an event, by kind (soft kinds too).
+    ambiguous: choices between ways that neither events nor mixes decide.
+    """
+
+    numbers: np.ndarray
+    event_of: np.ndarray
+    missing_events: dict[str, int] = field(default_factory=dict)
+    extra_sites: dict[str, int] = field(default_factory=dict)
+    ambiguous: int = 0
+
+    @property
+    def unmatched(self) -> int:
+        """Events and sites of hard kinds without a counterpart."""
+        counted = (*self.missing_events.items(), *self.extra_sites.items())
+        return sum(count for kind, count in counted if not is_soft(kind))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From behind a site to `site`: ranges of instructions passed, and their mix."""
+
+    site: int
+    ranges: tuple[tuple[int, int], ...]
+    mix: np.ndarray
+    length: int
+
+
+class _State:
+    """The best way found so far to a site."""
+
+    __slots__ = ("site", "price", "drift", "score", "before", "way", "event", "note", "tied")
+
+    def __init__(self, site: int, price: float, drift: np.ndarray, before: _State | None) -> None:
+        self.site, self.price, self.drift, self.before = site, price, drift, before
+        #: What is compared: the price of everything skipped, and how far the mixes are apart.
+        self.score = price + float(np.abs(drift) @ WEIGHTS)
+        self.way: _Way | None = None
+        self.event = -1
+        self.note: str | None = None
+        self.tied = False
+
+
+class PathFinder:
+    """Finds paths through one kernel."""
+
+    def __init__(self, function: SassFunction) -> None:
+        self.function = function
+        self.sites = sites(function)
+        self._retries = retries(function, self.sites)
+        self._prefix = sass_prefix(function)
+        self._known: dict[int, tuple[_Way, ...]] = {}
+
+    def find(self, events: Sequence[Event]) -> WarpPath:
+        """The path of a warp with these events. Raises ValueError if none leads to an exit."""
+        start = _State(ENTRY, 0.0, np.zeros(len(FEATURES)), None)
+        states = {ENTRY: start}
+        for number, event in enumerate(events):
+            states = self._pruned(self._after_event(self._with_passed(states), number, event))
+            if not states:
+                raise ValueError(
+                    f"no path of {self.function.name} fits the events up to number {number}, "
+                    f"{event.entry.text!r}"
+                )
+        ends: dict[int, _State] = {}
+        for state in self._with_passed(states).values():
+            for way in self._ways(state.site):
+                if way.site == END:
+                    self._offer(ends, self._stepped(state, way, None))
+        if not ends:
+            raise ValueError(f"no exit of {self.function.name} fits the events")
+        return self._traced(ends[END])
+
+    # ------------------------------------------------------------ steps of the search
+
+    def _after_event(
+        self, states: dict[int, _State], number: int, event: Event
+    ) -> dict[int, _State]:
+        found: dict[int, _State] = {}
+        for state in states.values():
+            for way in self._ways(state.site):
+                if self.sites.get(way.site) == event.kind:
+                    step = self._stepped(state, way, event.mix)
+                    step.event = number
+                    self._offer(found, step)
+            price = _SOFT_SKIP if is_soft(event.kind) else _SKIP
+            stay = _State(state.site, state.price + price, state.drift + event.mix, state)
+            stay.note = f"missing {event.kind}"
+            self._offer(found, stay)
+        return found
+
+    def _with_passed(self, states: dict[int, _State]) -> dict[int, _State]:
+        """The states, and those reached by passing sites without an event."""
+        found = dict(states)
+        edge = list(states.values())
+        best = min(state.score for state in edge)
+        for _ in range(_PASSED):
+            following: dict[int, _State] = {}
+            for state in edge:
+                for way in self._ways(state.site):
+                    kind = self.sites.get(way.site)
+                    if kind is None:
+                        continue
+                    step = self._stepped(state, way, None)
+                    step.price += _SOFT_SKIP if is_soft(kind) else _SKIP
+                    step.score += _SOFT_SKIP if is_soft(kind) else _SKIP
+                    step.note = f"extra {kind}"
+                    known = found.get(way.site)
+                    if step.score < best + _SLACK and (known is None or step.score < known.score):
+                        found[way.site] = following[way.site] = step
+            if not following:
+                break
+            edge = list(following.values())
+        return found
+
+    def _stepped(self, state: _State, way: _Way, mix: np.ndarray | None) -> _State:
+        drift = state.drift - way.mix
+        if mix is not None:
+            drift = drift + mix
+        step = _State(way.site, state.price, drift, state)
+        step.way = way
+        return step
+
+    @staticmethod
+    def _offer(found: dict[int, _State], state: _State) -> None:
+        known = found.get(state.site)
+        if known is None:
+            found[state.site] = state
+            return
+        better, worse = (known, state) if known.score <= state.score else (state, known)
+        if worse.score - better.score < _DECIDED and _differ(better, worse):
+            better.tied = True
+        found[state.site] = better
+
+    @staticmethod
+    def _pruned(states: dict[int, _State]) -> dict[int, _State]:
+        best = min((state.score for state in states.values()), default=0.0)
+        near = [state for state in states.values() if state.score <= best + _SLACK]
+        near.sort(key=lambda state: state.score)
+        return {state.site: state for state in near[:_STATES]}
+
+    # ------------------------------------------------------------ ways between sites
+
+    def _ways(self, site: int) -> tuple[_Way, ...]:
+        """Shortest ways from behind a site to the sites that can come next, and to an exit."""
+        if site not in self._known:
+            self._known[site] = self._search_ways(site)
+        return self._known[site]
+
+    def _search_ways(self, site: int) -> tuple[_Way, ...]:
+        if site == END:
+            return ()
+        function = self.function
+        first = site + 1
+        if first >= len(function.instructions):
+            return ()
+        begin = 0 if site == ENTRY else first
+        queue: list[tuple[int, int, int, tuple]] = [(0, 0, begin, ())]
+        visits: dict[int, int] = {}
+        found: dict[int, list[_Way]] = {}
+        pushed = 0
+        while queue:
+            length, _, number, ranges = heapq.heappop(queue)
+            block = function.blocks[function.block_of[number]]
+            key = number if number != block.start else -1 - block.index
+            visits[key] = visits.get(key, 0) + 1
+            if visits[key] > _WAYS:
+                continue
+            stop = self._scan(number, block.stop, ranges, found)
+            if stop is not None:
+                continue
+            walked = (*ranges, (number, block.stop))
+            for successor in block.successors:
+                target = function.blocks[successor].start
+                if successor in self._retries or any(begin == target for begin, _ in walked):
+                    continue
+                pushed += 1
+                entry = (length + block.stop - number, pushed, target, walked)
+                heapq.heappush(queue, entry)
+        return tuple(way for ways in found.values() for way in ways[:_WAYS])
+
+    def _scan(
+        self, number: int, stop: int, ranges: tuple, found: dict[int, list[_Way]]
+    ) -> int | None:
+        """Note the sites of a block up to the first that is not predicated; None if none is."""
+        for here in range(number, stop):
+            instruction = self.function.instructions[here]
+            is_exit = instruction.base == "EXIT"
+            if not is_exit and here not in self.sites:
+                continue
+            walked = (*ranges, (number, here + 1 if is_exit else here))
+            mix = sum((self._prefix[b] - self._prefix[a] for a, b in walked), np.zeros(1))
+            target = END if is_exit else here
+            length = sum(b - a for a, b in walked)
+            found.setdefault(target, []).append(_Way(target, walked, mix, length))
+            if not instruction.guard:
+                return here
+        return None
+
+    # ------------------------------------------------------------ the result
+
+    def _traced(self, last: _State) -> WarpPath:
+        states = []
+        state: _State | None = last
+        while state is not None:
+            states.append(state)
+            state = state.before
+        numbers: list[int] = []
+        event_of: list[int] = []
+        path = WarpPath(np.zeros(0, np.int32), np.zeros(0, np.int32))
+        for state in reversed(states):
+            if state.way is not None:
+                for begin, stop in state.way.ranges:
+                    numbers += range(begin, stop)
+                event_of += [-1] * (len(numbers) - len(event_of))
+                if state.site >= 0:
+                    numbers.append(state.site)
+                    event_of.append(state.event)
+            if state.note:
+                which, kind = state.note.split(" ")
+                counts = path.missing_events if which == "missing" else path.extra_sites
+                counts[kind] = counts.get(kind, 0) + 1
+            path.ambiguous += state.tied
+        path.numbers, path.event_of = np.array(numbers, np.int32), np.array(event_of, np.int32)
+        return path
+
+
+def _differ(one: _State, other: _State) -> bool:
+    """Whether two states are reached over different instructions."""
+    if one.before is not other.before:
+        return True
+    return (one.way.ranges if one.way else None) != (other.way.ranges if other.way else None)

@@ -1,0 +1,162 @@
+"""Replays of a program on a machine: sets up the tables of `engine` and reads its results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import engine
+from .engine import BUSY, PIPES, REASONS, SLOTS, Model
+from .machine_constants import Values
+from .program import NAMED_BARRIERS, Compiled
+from .resources import Latency, Pipe
+
+#: Clocks after which a replay is given up.
+LIMIT = 200_000_000
+
+
+class ReplayError(RuntimeError):
+    """A replay in which nothing can go on, or that takes too long."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One replay.
+
+    clocks: until the last warp exits. issued, reason: int64, clock of each element of the paths and
+    main reason (index in REASONS) for the clocks before it. started, done, cause: int64, by event
+    (see `engine.Model`). stalls: int64 (warps, REASONS), clocks. busy: int64 (SMs, BUSY), clocks.
+    pipes: int64 (SMs * 4, pipes), clocks. slots: int64 (SMs * 4,), instructions issued.
+    """
+
+    clocks: int
+    issued: np.ndarray
+    reason: np.ndarray
+    started: np.ndarray
+    done: np.ndarray
+    cause: np.ndarray
+    stalls: np.ndarray
+    busy: np.ndarray
+    pipes: np.ndarray
+    slots: np.ndarray
+
+    def utilisation(self) -> dict[str, float]:
+        """Busy share of every resource over the whole replay, the busiest SM or slot of each."""
+        total = max(self.clocks, 1)
+        found = {name: self.busy[:, i].max() / total for i, name in enumerate(BUSY)}
+        # A port of tensor memory is one of an issue slot, of which an SM has four.
+        for name in ("tensor memory read", "tensor memory write"):
+            found[name] /= SLOTS
+        for pipe in Pipe:
+            if pipe != Pipe.NONE:
+                found[f"{pipe.name} pipe"] = self.pipes[:, pipe].max() / total
+        found["issue slots"] = self.slots.max() / total
+        return {name: float(value) for name, value in found.items()}
+
+
+def clock_vector(values: Values) -> np.ndarray:
+    """int64 (engine.CLOCKS,): latencies by class and the other clocks of a machine."""
+    latency = {
+        Latency.MUFU: values.mufu_latency,
+        Latency.CONSTANT_LOAD: values.constant_load,
+        Latency.SPECIAL: values.special_register,
+        Latency.SHARED: values.shared_load,
+        Latency.GLOBAL_LOAD: values.global_load,
+        Latency.TMEM_LOAD: values.tmem_load,
+        Latency.TMEM_STORE: values.tmem_store,
+        Latency.BARRIER_TEST: values.barrier_test,
+        Latency.FENCE_CTA: values.fence_cta,
+        Latency.FENCE_GPU: values.fence_gpu,
+        Latency.ASYNC_FENCE: values.async_fence,
+        Latency.ALLOCATION: values.allocation,
+        Latency.OPERAND_READ: values.operand_read,
+        Latency.SHUFFLE: values.shuffle,
+        Latency.DOUBLE: values.double_precision,
+    }
+    others = (
+        values.mufu_interval, values.branch_taken, values.barrier_arrive, values.barrier_wake,
+        values.remote_arrive, values.named_barrier, values.cluster_barrier, values.mma_issue,
+        values.mma_extra_latency, values.operand_prefetch, values.tma_issue, values.tma_load_l2,
+        values.tma_store, values.clc_query,
+    )  # fmt: skip
+    found = [latency.get(kind, 0.0) for kind in Latency] + list(others)
+    return np.rint(found).astype(np.int64)
+
+
+def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
+    """float64 (engine.RATES,): units a clock.
+
+    sms_running: SMs that load from L2 at the same time, which share its bandwidth; all by default.
+    """
+    share = values.l2_terabytes * 1e3 / values.clock_ghz / (sms_running or values.sms)
+    return np.array(
+        [
+            values.shared_bytes_per_clock,
+            values.tmem_columns_per_clock,
+            min(values.l2_bytes_per_clock_sm, share),
+        ]
+    )
+
+
+def _tables(compiled: Compiled, values: Values) -> Model:
+    program, code = compiled.program, compiled.instructions
+    warps, sms = len(program.sm), program.sms
+    slots_of = np.array([warp % SLOTS for _, warp in compiled.warps], np.int64)
+    slot_of = program.sm.astype(np.int64) * SLOTS + slots_of
+    member = np.argsort(slot_of, kind="stable").astype(np.int64)
+    bounds = np.searchsorted(slot_of[member], np.arange(sms * SLOTS + 1))
+    warp = np.zeros((warps, engine.WARP_COLUMNS), np.int64)
+    warp[:, engine.FIRST], warp[:, engine.LAST] = program.first, program.last
+    warp[:, engine.SM], warp[:, engine.SLOT_OF] = program.sm, slots_of
+    warp[:, engine._POSITION], warp[:, engine._WAIT_BAR] = program.first, -1
+    slot = np.zeros((sms * SLOTS, engine.SLOT_COLUMNS), np.int64)
+    slot[:, engine.START], slot[:, engine.STOP] = bounds[:-1], bounds[1:]
+    counts = np.zeros(engine.COUNTS, np.int64)
+    counts[engine.RUNNING] = warps
+    return Model(
+        path=np.stack([program.numbers, program.event], axis=1).astype(np.int64),
+        code=np.stack(code, axis=1).astype(np.int64),
+        action=program.action,
+        targets=program.targets,
+        clock=clock_vector(values),
+        rate=rate_vector(values),
+        warp=warp,
+        slot=slot,
+        unit=np.zeros((sms, engine.UNIT_COLUMNS), np.int64),
+        member=member,
+        barrier=np.zeros((max(program.barriers, 1), 5), np.int64),
+        signal=np.zeros((engine.SIGNALS, 7), np.int64),
+        groups=np.zeros((warps, engine.BULK_GROUPS, 2), np.int64),
+        named=np.zeros(sms * NAMED_BARRIERS, np.int64),
+        queue=np.zeros((sms, engine.QUEUE, 2), np.int64),
+        counts=counts,
+        issued=np.full((len(program.numbers), 2), -1, np.int64),
+        event=np.full((max(len(program.action), 1), 3), -1, np.int64),
+        stalls=np.zeros((warps, len(REASONS)), np.int64),
+    )
+
+
+def replay(compiled: Compiled, values: Values, limit: int = LIMIT) -> Replay:
+    """Replay a program. Raises ReplayError if it hangs or takes over `limit` clocks."""
+    model = _tables(compiled, values)
+    clocks = engine.run(model, limit)
+    if clocks < 0:
+        why = "takes too long" if clocks == -2 else "hangs"
+        raise ReplayError(f"the replay {why}; not finished: {'; '.join(_stuck(compiled, model))}")
+    pipes = slice(engine.USED_PIPE, engine.USED_PIPE + PIPES)
+    return Replay(
+        int(clocks), *model.issued.T.copy(), *model.event.T.copy(), model.stalls,
+        model.unit[:, engine.USED_UNIT : engine.USED_UNIT + len(BUSY)],
+        model.slot[:, pipes], model.slot[:, engine.ISSUED],
+    )  # fmt: skip
+
+
+def _stuck(compiled: Compiled, model: Model) -> list[str]:
+    found = []
+    for name, row in zip(compiled.warps, model.warp):
+        if row[engine._POSITION] < row[engine.LAST]:
+            number = model.path[row[engine._POSITION], 0]
+            text = compiled.function.instructions[number].text
+            found.append(f"CTA {name[0]} warp {name[1]} at `{text}`")
+    return found

@@ -1,0 +1,48 @@
+"""Constants, and the closed forms of the tensor core against the published measurements."""
+
+import numpy as np
+import pytest
+
+from sm100_sim.timing.machine_constants import Values, load, machines
+from sm100_sim.timing.tensor import MEASURED, mma_cost
+
+
+@pytest.mark.parametrize(("mode", "rows"), MEASURED.items())
+def test_closed_forms_reproduce_every_measured_row(mode, rows):
+    for n, (latency, interval) in rows.items():
+        cost = mma_cost(mode[1], n, mode[0], mode[2])
+        # Four clocks: the spread of latencies published for M = 128 of a pair.
+        assert abs(cost.latency - latency) <= 4, (mode, n)
+        assert abs(cost.interval - interval) <= 3, (mode, n)
+
+
+def test_no_such_mma():
+    with pytest.raises(ValueError, match="M = 32"):
+        mma_cost(32, 64, 1, False)
+
+
+def test_every_machine_has_every_constant_with_a_source():
+    assert {"b200", "b300"} <= set(machines())
+    for name in machines():
+        machine = load(name)
+        assert set(machine.constants) == set(Values._fields)
+        for constant in machine.constants.values():
+            assert constant.source and constant.unit
+            assert constant.low <= constant.value <= constant.high
+
+
+def test_b300_differs_from_b200_in_exp2():
+    assert load("b300").values().mufu_interval == load("b200").values().mufu_interval / 2
+
+
+def test_draws_stay_in_range_and_repeat():
+    machine = load()
+    one, two = (machine.drawn(np.random.default_rng(3)) for _ in range(2))
+    assert one == two
+    for name, value in one._asdict().items():
+        assert machine.constants[name].low <= value <= machine.constants[name].high
+
+
+def test_unknown_machine():
+    with pytest.raises(ValueError, match="there are"):
+        load("b100")

@@ -1,0 +1,170 @@
+"""Control codes, control flow, and the path that a warp's events pick through it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sm100_sim.timing.events import ptx_kind, retries, sites
+from sm100_sim.timing.mixes import FEATURES
+from sm100_sim.timing.paths import Event, PathFinder
+from sm100_sim.timing.resources import Latency, Pipe, describe
+from sm100_sim.timing.sass import Control, SassFunction
+
+
+def control(stall=1, sets=7, frees=7, waits=0, yields=False):
+    """The upper 64 bits of an encoding with this control code."""
+    bits = stall | (not yields) << 4 | sets << 5 | frees << 8 | waits << 11
+    return bits << 41
+
+
+def function(*lines):
+    """A function from lines `label:` or `instruction ;`, every control code a stall of 1."""
+    text, offset = [], 0
+    for line in lines:
+        if line.endswith(":"):
+            text.append(line)
+            continue
+        text.append(f"        /*{offset:04x}*/    {line} ;   /* 0x0000000000000000 */")
+        text.append(f"                 /* 0x{control():016x} */")
+        offset += 16
+    return SassFunction("test", text)
+
+
+def events(*opcodes, mixes=None):
+    """Events of a warp; mixes: number -> {feature: count} of the PTX before that event."""
+    names = [name for name, *_ in FEATURES]
+    found = []
+    for number, opcode in enumerate(opcodes):
+        mix = np.zeros(len(FEATURES))
+        for feature, count in (mixes or {}).get(number, {}).items():
+            mix[names.index(feature)] = count
+        found.append(Event(ptx_kind(opcode), SimpleNamespace(text=opcode), mix))
+    return found
+
+
+def test_control_code_of_a_known_encoding():
+    """LDC R1, c[0x0][0x37c] at the head of every kernel, and a branch that waits for it."""
+    load = Control.decode(0x000E620000000800)
+    assert (load.stall, load.yields, load.sets, load.frees, load.waits) == (1, False, 1, None, 0)
+    branch = Control.decode(0x002FEE0003800000)
+    assert (branch.stall, branch.sets, branch.waits) == (7, None, 0b000010)
+
+
+@pytest.mark.parametrize("stall", [0, 15])
+@pytest.mark.parametrize(("sets", "frees", "waits"), [(0, 5, 63), (7, 7, 0)])
+def test_control_code_round_trip(stall, sets, frees, waits):
+    found = Control.decode(control(stall, sets, frees, waits, True))
+    assert found == Control(
+        stall, True, None if sets == 7 else sets, None if frees == 7 else frees, waits
+    )
+
+
+LOOPS = (
+    "UCGABAR_ARV",
+    "ISETP.NE.AND P1, PT, R0, RZ, PT",
+    "@P1 BRA `(.L_x_2)",
+    ".L_x_1:",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2",
+    "@!P0 BRA `(.L_x_8)",
+    ".L_x_3:",
+    "LDTM.x32 R4, tmem[UR4]",
+    *["SEL R4, R4, R5, P2"] * 4,
+    "MUFU.EX2 R4, R4",
+    "@P3 BRA `(.L_x_1)",
+    ".L_x_2:",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2",
+    "@!P0 BRA `(.L_x_9)",
+    ".L_x_4:",
+    "LDTM.x32 R4, tmem[UR4]",
+    "MUFU.EX2 R4, R4",
+    "@P4 SYNCS.ARRIVE.TRANS64 RZ, [R3], R7",
+    "@P3 BRA `(.L_x_2)",
+    "EXIT",
+    ".L_x_8:",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2",
+    "@!P0 NANOSLEEP.SYNCS 0x989680",
+    "@!P0 SYNCS.PHASECHK.TRANS64 P0, [R1], R2",
+    "@!P0 BRA `(.L_x_8)",
+    "BRA `(.L_x_3)",
+    ".L_x_9:",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2",
+    "@!P0 NANOSLEEP.SYNCS 0x989680",
+    "@!P0 SYNCS.PHASECHK.TRANS64 P0, [R1], R2",
+    "@!P0 BRA `(.L_x_9)",
+    "BRA `(.L_x_4)",
+)
+WAIT, LOAD = "mbarrier.try_wait.parity.shared.b64", "tcgen05.ld.sync.aligned.32x32b.x32.b32"
+ARRIVE = "mbarrier.arrive.shared.b64"
+
+
+def executed(path, code):
+    return [code.instructions[number].opcode.split(".")[0] for number in path.numbers]
+
+
+def test_waits_tried_again_are_no_places_to_be():
+    code = function(*LOOPS)
+    out_of_line = retries(code, sites(code))
+    assert len(out_of_line) == 2
+    for index in out_of_line:
+        block = code.blocks[index]
+        opcodes = [i.opcode for i in code.instructions[block.start : block.stop]]
+        assert "NANOSLEEP.SYNCS" in opcodes
+
+
+def test_loop_counts_follow_from_the_events():
+    """Masked loop twice, then the other three times: told apart by their selections."""
+    code = function(*LOOPS)
+    taken = events(
+        "barrier.cluster.arrive", *[WAIT, LOAD] * 5,
+        mixes={3: {"select": 4, "exp2": 1}, 5: {"select": 4, "exp2": 1}, 7: {"exp2": 1},
+               9: {"exp2": 1}},
+    )  # fmt: skip
+    path = PathFinder(code).find(taken)
+    opcodes = executed(path, code)
+    assert opcodes.count("SEL") == 8 and opcodes.count("MUFU") == 5
+    assert opcodes.count("LDTM") == 5 and opcodes[-1] == "EXIT"
+    assert path.unmatched == 0 and path.ambiguous == 0
+    assert [int(e) for e in path.event_of if e >= 0] == list(range(11))
+
+
+def test_same_events_and_no_mix_are_ambiguous():
+    """One pass could be either loop, if nothing is known of the arithmetic."""
+    code = function(*[line for line in LOOPS if not line.startswith("SEL")])
+    finder = PathFinder(code)
+    assert finder.find(events("barrier.cluster.arrive", *[WAIT, LOAD] * 2)).ambiguous > 0
+
+
+def test_predicated_site_is_executed_only_with_its_event():
+    code = function(*LOOPS)
+    path = PathFinder(code).find(events("barrier.cluster.arrive", WAIT, LOAD, ARRIVE))
+    assert path.unmatched == 0
+    assert [int(e) for e in path.event_of if e >= 0] == [0, 1, 2, 3]
+
+
+def test_event_without_a_site_is_counted():
+    code = function(*LOOPS)
+    taken = events("barrier.cluster.arrive", "tcgen05.commit.cta_group::1", WAIT, LOAD)
+    path = PathFinder(code).find(taken)
+    assert path.missing_events == {"commit": 1} and path.unmatched == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "pipe", "interval"),
+    [
+        ("F2FP.BF16.F32.PACK_AB R0, R1, R2", Pipe.ALU, 2),
+        ("MUFU.EX2 R0, R1", Pipe.MUFU, -1),
+        ("FFMA2 R0, R2, R4, R6", Pipe.FMA, 2),
+        ("FMNMX3 R0, R1, R2, R3, !PT", Pipe.ALU, 2),
+        ("IMAD R0, R1, R2, R3", Pipe.FMA, 2),
+        ("F2I.U32.TRUNC.NTZ R0, R1", Pipe.MUFU, -1),
+    ],
+)
+def test_pipes(text, pipe, interval):
+    found = describe(function(text).instructions[0])
+    assert found[:2] == (pipe, interval)
+
+
+def test_latency_classes():
+    assert describe(function("LDTM.x32 R0, tmem[UR4]").instructions[0])[2] == Latency.TMEM_LOAD
+    assert describe(function("LDS.128 R0, [R1]").instructions[0])[2] == Latency.SHARED
