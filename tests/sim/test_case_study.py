@@ -1,0 +1,107 @@
+"""docs/case_study_clc.md: flash-attn-4's head_dim 256 forward with launch control forced on."""
+
+import math
+
+import pytest
+import torch
+from cross_compile import compile_sm100, target_sm100
+from test_third_party import B200, Attention, check
+
+import sm100_sim
+from sm100_sim.errors import Hang
+
+pytestmark = [
+    pytest.mark.simulator,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data"),
+]
+
+cutlass = pytest.importorskip("cutlass")
+forward = pytest.importorskip("flash_attn.cute.flash_fwd_sm100")
+
+HEAD_DIM = 256
+SEQLEN = 512
+
+
+@pytest.fixture
+def compiled(request, monkeypatch):
+    """(kernel, causal): the two-CTA kernel with use_clc_scheduler=True, as published or with its
+    tiles counted in clusters."""
+    import cuda.bindings.driver as cuda
+
+    causal, counted_in_clusters = request.param
+    monkeypatch.setattr(cutlass.utils, "HardwareInfo", B200)
+    if counted_in_clusters:
+        published = forward.TileSchedulerArguments
+
+        def in_clusters(num_block, *arguments, **options):
+            options["use_cluster_idx"] = True
+            return published((num_block + 1) // 2, *arguments, **options)
+
+        monkeypatch.setattr(forward, "TileSchedulerArguments", in_clusters)
+    with target_sm100():
+        kernel = forward.FlashAttentionForwardSm100(
+            HEAD_DIM, HEAD_DIM, qhead_per_kvhead=2, is_causal=causal, m_block_size=128,
+            n_block_size=128, q_stage=1, is_static_persistent=False, use_2cta_instrs=True,
+            use_clc_scheduler=True,
+        )  # fmt: skip
+    stream = cuda.CUstream(0)
+    arguments = Attention.random(256, HEAD_DIM).arguments()
+    return compile_sm100(kernel, *arguments, stream=stream), causal, stream
+
+
+@pytest.mark.parametrize("compiled", [(True, False)], indirect=True, ids=["causal"])
+def test_as_published_it_hangs(compiled):
+    """The leader's warps have finished their tile; the peer's softmax waits for a third S, which
+    the leader never computes."""
+    function, _, stream = compiled
+    with pytest.raises(Hang) as raised:
+        sm100_sim.launch(function, *Attention.random(SEQLEN, HEAD_DIM).arguments(), stream=stream)
+    waiting = str(raised.value)
+    scheduler, softmax = (
+        next(line for line in waiting.splitlines() if f"CTA {warp} " in line)
+        for warp in ("(2, 0, 0) warp 15", "(3, 0, 0) warp 0")
+    )
+    assert "288 of 1024 arrivals pending" in scheduler
+    assert "phase 2 (parity 0), 1 of 1 arrivals pending" in softmax
+
+
+@pytest.mark.parametrize("compiled", [(False, False)], indirect=True, ids=["full"])
+def test_as_published_rows_are_left_out(compiled):
+    """Without a mask both CTAs take as many steps, and the trace shows which rows they store."""
+    function, _, stream = compiled
+    call = Attention.random(SEQLEN, HEAD_DIM)
+    report = sm100_sim.launch(function, *call.arguments(), stream=stream, trace=True)
+    unwritten = call.out.isnan().flatten(2).any(-1)[0].nonzero().ravel()
+    assert unwritten.tolist() == list(range(128, 384))
+    assert output_rows(report) == {0: 0, 1: 384, 2: 512, 3: 896}
+
+
+@pytest.mark.parametrize(
+    "compiled", [(True, True), (False, True)], indirect=True, ids=["causal", "full"]
+)
+def test_counted_in_clusters_it_is_right(compiled):
+    """Tiles are stolen, and results and synchronisation are right."""
+    function, causal, stream = compiled
+    for seqlen in (SEQLEN, 640):
+        call = Attention.random(seqlen, HEAD_DIM)
+        report = sm100_sim.launch(
+            function, *call.arguments(), stream=stream, clusters=2, sanitize=True
+        )
+        assert report.findings == []
+        assert report.clc["stolen"] > 0
+        check(call, causal)
+
+
+def output_rows(report) -> dict[int, int]:
+    """First row of out that each CTA of head 0 stores, from the coordinates of its TMA stores."""
+    stores = (e for e in report.trace if e.opcode.startswith("cp.async.bulk.tensor.4d.global"))
+    return {e.ctaid[0]: e.operands[0][1][1] for e in stores if e.ctaid[1] == 0}
+
+
+def test_reference_is_not_the_kernel():
+    """The check of the third test can fail."""
+    call = Attention.random(256, HEAD_DIM)
+    call.out.copy_(torch.zeros_like(call.out))
+    call.lse.fill_(math.nan)
+    with pytest.raises(AssertionError):
+        check(call, True)
