@@ -165,6 +165,9 @@ def packed(**changes):
         ({"max_seqlen_q": torch.tensor(5)}, TypeError, "synchronise"),
         ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, but a sequence has 5"),
         ({"max_seqlen_q": 0}, ValueError, "max_seqlen_q is 0"),
+        ({"max_seqlen_k": torch.tensor(5)}, TypeError, "max_seqlen_k must be an int.*synchronise"),
+        ({"max_seqlen_k": 4}, ValueError, "max_seqlen_k is 4, but a sequence has 5 key rows"),
+        ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 8])}, TypeError, "must be an int32 tensor"),
         ({"cu_seqlens_q": [0, 3, 8]}, TypeError, "must be an int32 tensor"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 7], dtype=torch.int32)}, ValueError, "from 0 to 8"),
@@ -191,6 +194,11 @@ def test_window_that_is_no_pair():
 def test_config_of_another_type():
     with pytest.raises(TypeError, match="config must be a ForwardConfig or None, got dict"):
         flash_attn_func(*inputs(), config={"kv_stages": 3})
+
+
+def test_backward_config_of_another_type():
+    with pytest.raises(TypeError, match="config must be a BackwardConfig or None, got Forward"):
+        flash_attn_func(*inputs(), backward_config=ForwardConfig())
 
 
 @pytest.mark.parametrize("field", [{"kv_stages": 1}, {"kv_stages": 40}])

@@ -1,0 +1,260 @@
+"""The backward as PyTorch sees it: autograd, torch.compile, opcheck, what is computed and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_cases import accurate, gradients, inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa4_hd256 import BackwardConfig, backward, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.backward_problem import choose_splits
+
+#: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
+PLAIN = (None, None, None, None, None, None, None, False, "")
+
+
+def small(device, **options):
+    """q, k, v that ask for gradients."""
+    tensors = inputs((9, 20), device=device, **options)
+    return tuple(tensor.requires_grad_() for tensor in tensors)
+
+
+def test_opcheck_of_the_forward(device):
+    """Schema, fake implementation, autograd registration and AOT dispatch of both operators."""
+    operator = torch.ops.fa4_hd256.forward.default
+    torch.library.opcheck(operator, (*small(device), 0.0625, -1, 0, 0.0, *PLAIN, ""))
+
+
+def test_opcheck_of_the_backward(device):
+    operator = torch.ops.fa4_hd256.backward.default
+    q, k, v = inputs((9, 20), device=device)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    scalars = (0.0625, -1, 0, 0.0, *PLAIN)
+    for wanted in ([True, True, False], [False, True, False]):
+        call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *scalars, wanted)
+        torch.library.opcheck(operator, call)
+
+
+def test_shapes_without_running():
+    """On the meta device nothing can run; shapes and dtypes still come out."""
+    q, k, v = (
+        torch.empty(2, s, h, 256, dtype=torch.float16, device="meta", requires_grad=True)
+        for s, h in ((5, 6), (7, 2), (7, 2))
+    )
+    sink = torch.empty(6, device="meta", requires_grad=True)
+    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, -1, -1, 0.0, sink, *PLAIN[1:], "")
+    (out.sum() + lse.sum()).backward()
+    for leaf in (q, k, v, sink):
+        assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
+
+
+def test_compiled_graph(device):
+    """torch.compile keeps both operators whole: no graph break, the same bits."""
+
+    def layer(q, k, v, sink):
+        out, lse = flash_attn_func(
+            q * 2, k, v, causal=True, learnable_sink=sink, return_lse=True
+        )
+        return out + 1, lse
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    tensors, sink = inputs((9, 20), device=device), torch.randn(2, device=device)
+    cotangents = torch.randn_like(tensors[0]), torch.randn(1, 2, 9, device=device)
+    for function in (compiled, layer):
+        leaves = [t.detach().requires_grad_() for t in (*tensors, sink)]
+        found.append(torch.autograd.grad(function(*leaves), leaves, cotangents))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_compiled_varlen_graph(device):
+    def layer(q, k, v, cu):
+        return flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, causal=True) * 2
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    cu = torch.tensor([0, 13, 13, 33], dtype=torch.int32, device=device)
+    tensors = [torch.randn(33, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1)]
+    dout, found = torch.randn_like(tensors[0]), []
+    for function in (compiled, layer):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        found.append(torch.autograd.grad(function(*leaves, cu), leaves, dout))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kinds of the backward's kernels, in the order in which they ran."""
+    seen = []
+    original = backward.compile_kernel
+
+    def spy(spec):
+        seen.append(spec)
+        return original(spec)
+
+    monkeypatch.setattr(backward, "compile_kernel", spy)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
+        ("q", ["backward_preprocess", "backward_dq"]),
+        ("k", ["backward_preprocess", "backward_dkdv"]),
+        ("v", ["backward_preprocess", "backward_dkdv"]),
+        ("qv", ["backward_preprocess", "backward_dq", "backward_dkdv"]),
+        ("s", ["backward_preprocess"]),
+    ],
+)
+def test_only_what_is_asked_for_is_computed(asked, kinds, kernels, device):
+    named = dict(zip("qkvs", (*inputs((9, 20), device=device), torch.randn(2, device=device))))
+    leaves = [named[name].requires_grad_() for name in asked]
+    q, k, v, sink = named.values()
+    out = flash_attn_func(q, k, v, learnable_sink=sink)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    assert [spec.kind for spec in kernels] == kinds
+    whole = gradients((q, k, v), dout, learnable_sink=sink)
+    for name, gradient in zip(asked, found):
+        assert torch.equal(gradient, whole["sink" if name == "s" else name])
+
+
+def test_the_gradient_of_lse_costs_nothing_where_it_is_not_used(kernels, device):
+    """return_lse alone does not compile a kernel for it; using lse does."""
+    q, k, v = small(device)
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    out.sum().backward(retain_graph=True)
+    assert not kernels[0].problem_class.lse_gradient
+    kernels.clear()
+    (out.sum() + lse.sum()).backward()
+    assert kernels[0].problem_class.lse_gradient
+
+
+def test_nothing_runs_without_a_gradient(kernels, device):
+    q, k, v = small(device)
+    with torch.no_grad():
+        assert not flash_attn_func(q, k, v).requires_grad
+    unused = flash_attn_func(q, k, v)
+    (q.sum() + 0 * unused.detach().sum()).backward()
+    assert kernels == []
+
+
+def test_configuration(kernels, device):
+    config = BackwardConfig()
+    q, k, v = small(device)
+    flash_attn_func(q, k, v, backward_config=config).sum().backward()
+    assert all(spec.config is config for spec in kernels[1:])
+
+
+def test_second_order_gradients_are_refused(device):
+    """An error, not a zero."""
+    q, k, v = small(device)
+    out = flash_attn_func(q, k, v)
+    (gradient,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second-order gradients; call backward"):
+        gradient.sum().backward()
+
+
+def test_a_result_changed_in_place_is_noticed(device):
+    """out is saved for the backward, so PyTorch must refuse to use a changed one."""
+    q, k, v = small(device)
+    out = flash_attn_func(q, k, v)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_accumulate(device):
+    """Two calls share k and v; .grad is the sum of both."""
+    q, k, v = small(device)
+    (flash_attn_func(q, k, v).sum() + flash_attn_func(q, k, v, causal=True).sum()).backward()
+    ones = torch.ones_like(q)
+    parts = [gradients((q, k, v), ones, causal=causal) for causal in (False, True)]
+    for leaf, name in zip((q, k, v), "qkv"):
+        assert torch.equal(leaf.grad, parts[0][name] + parts[1][name])
+
+
+def test_a_checkpointed_layer(device):
+    """Recomputed in the backward: the same bits."""
+    from torch.utils.checkpoint import checkpoint
+
+    tensors, found = inputs((9, 20), device=device), []
+    dout = torch.randn_like(tensors[0])
+    for run in (flash_attn_func, lambda *t: checkpoint(flash_attn_func, *t, use_reentrant=False)):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        found.append(torch.autograd.grad(run(*leaves), leaves, dout))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Refuses what makes the host wait for a CUDA device to read or to count."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "unique")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in self.REFUSED, f"{name} would synchronise"
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_host_synchronisation(device, monkeypatch):
+    """Nothing of the operator's own reads a tensor; checks of contents are for the CPU alone."""
+    from fa4_hd256 import problem
+
+    monkeypatch.setattr(problem, "_check_offsets", lambda *_: None)
+    q, k, v = small(device)
+    used = torch.tensor([7], dtype=torch.int32, device=device)
+    sink = torch.randn(2, device=device, requires_grad=True)
+    dlse = torch.randn(1, 2, 9, device=device)
+    with NoSynchronisation():
+        out, lse = flash_attn_varlen_func(
+            q, k, v, seqused_q=used, seqused_k=used, causal=True, learnable_sink=sink,
+            return_lse=True,
+        )  # fmt: skip
+        torch.autograd.backward((out, lse), (torch.ones_like(out), dlse))
+    assert all(leaf.grad is not None for leaf in (q, k, v, sink))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dout": torch.zeros(1, 9, 2, 256)}, TypeError, "dout has dtype torch.float32"),
+        ({"dout": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, r"dout has shape \(1, 8"),
+        ({"dlse": torch.zeros(1, 9, 2)}, ValueError, r"dlse has shape .*accepted: \(1, 2, 9\)"),
+        ({"lse": torch.zeros(1, 2, 9).double()}, TypeError, "lse has dtype torch.float64"),
+    ],
+)
+def test_arguments_that_are_not_accepted(changes, error, message):
+    """By the operator itself; autograd never gives it any."""
+    q, k, v = inputs((9, 20))
+    call = {"dout": q, "dlse": None, "q": q, "k": k, "v": v, "out": q,
+            "lse": torch.zeros(1, 2, 9), **changes}  # fmt: skip
+    with pytest.raises(error, match=message):
+        torch.ops.fa4_hd256.backward(*call.values(), 1.0, -1, -1, 0.0, *PLAIN, [True, True, False])
+
+
+# (tiles of keys, heads of a group, CTA pairs) -> parts.
+@pytest.mark.parametrize(
+    ("tiles", "group", "clusters", "parts"),
+    [
+        (74, 16, 74, 1),  # full as it is
+        (64, 16, 74, 2),
+        (16, 16, 74, 4),  # five would be of 4, 4, 4, 4 and no head
+        (1, 6, 74, 6),  # never more parts than heads
+        (1, 1, 74, 1),
+        (0, 4, 74, 4),  # no key at all
+        (30, 12, 148, 4),
+    ],
+)
+def test_parts_of_a_group(tiles, group, clusters, parts):
+    """The fewest that fill the machine, and none without a head."""
+    assert choose_splits(tiles, group, clusters) == parts
+    largest = -(-group // parts)
+    assert (parts - 1) * largest < group <= parts * largest
+
+
+def test_results_agree_with_the_reference(device):
+    """The small shape that the tests here use is right to begin with."""
+    tensors = inputs((9, 20), device=device)
+    dout = torch.randn_like(tensors[0])
+    accurate(gradients(tensors, dout), tensors, dout)
