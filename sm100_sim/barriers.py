@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import BarrierError
+from .native.layout import Barrier
 
 #: Largest expected arrival count, and largest magnitude of the tx-count (mbarrier contents).
 MAX_COUNT = (1 << 20) - 1
@@ -18,25 +19,42 @@ NAMED_BARRIERS = 16
 _STATE_MARK = 0x5B
 
 
+def _recorded(name: str, meaning: str) -> property:
+    """A property whose value is in the native record."""
+    return property(
+        lambda self: getattr(self.record, name),
+        lambda self, value: setattr(self.record, name, value),
+        doc=meaning,
+    )
+
+
 class MBarrier:
     """One mbarrier object in shared memory.
 
     address: shared address (CTA rank << 24 | offset). A phase completes when no arrival is
     pending and the tx-count is 0; then `phase` grows by one and the expected arrivals are pending
-    again.
+    again. record: where the state is, for native code to work on it, too.
     """
 
-    __slots__ = ("address", "expected", "pending", "transactions", "phase", "_wake")
+    __slots__ = ("address", "record", "_wake")
 
-    def __init__(self, address: int, count: int, wake: Callable[[Any], None]) -> None:
+    def __init__(
+        self, address: int, count: int, wake: Callable[[Any], None],
+        record: Barrier | None = None,
+    ) -> None:
         if not 1 <= count <= MAX_COUNT:
             raise BarrierError(f"mbarrier.init with count {count}; accepted are 1 to {MAX_COUNT}")
         self.address = address
-        self.expected = count
-        self.pending = count
-        self.transactions = 0
-        self.phase = 0
+        self.record = Barrier() if record is None else record
+        self.record.address = address
+        self.expected = self.pending = count
+        self.transactions = self.phase = 0
         self._wake = wake
+
+    expected = _recorded("expected", "arrivals of a phase")
+    pending = _recorded("pending", "arrivals still pending in the current phase")
+    transactions = _recorded("transactions", "bytes that the current phase still waits for")
+    phase = _recorded("phase", "phases completed")
 
     def describe(self) -> str:
         """State in words."""

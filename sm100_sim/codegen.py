@@ -22,6 +22,7 @@ from sm100_sim import translation_cache
 from sm100_sim.codegen_blocks import (
     BRANCH,
     INDEXED,
+    TRAP,
     Block,
     analyse_liveness,
     build_blocks,
@@ -37,12 +38,18 @@ from sm100_sim.codegen_runtime import (
     runtime_ir,
 )
 from sm100_sim.isa.table import Entry, resolve, unknown
+from sm100_sim.native.compiler import module_text
+from sm100_sim.native.forms import exported, operation_of
+from sm100_sim.native.layout import Operation
 from sm100_sim.ptx import Instruction, Kernel, Register
 from sm100_sim.warp import ALL_LANES, Environment, Warp
 
 _CONTROL = ("bra", "brx", "ret", "exit")
 _ADDRESS_FUNCTIONS = ("address_shared", "address_local", "address_global", "address_generic")
-_RUNTIME_FUNCTIONS = (*_ADDRESS_FUNCTIONS, "log_access")
+_KERNEL_SYMBOLS = (*_ADDRESS_FUNCTIONS, "log_access")
+_RUNTIME_FUNCTIONS = (
+    "run", *_KERNEL_SYMBOLS, *(routine.name for routine in exported()),
+)
 _lock = threading.Lock()
 
 
@@ -88,11 +95,31 @@ class CompiledKernel:
             instructions[min(block.start, len(instructions) - 1)] for block in kernel.blocks]
         self.table = np.zeros(len(kernel.blocks), BLOCK_RECORD)
         self.run: Callable[[int], int] = _runtime().run
+        self._native_table: np.ndarray | None = None
+        self._operations: list[Operation] = []
 
     def new_counters(self) -> KernelCounters:
         """Zeroed counters for one launch."""
         return KernelCounters(np.zeros((len(self.kernel.blocks), 2), np.uint64),
                               np.zeros((max(len(self._guarded), 1), 2), np.uint64))
+
+    @property
+    def native_table(self) -> np.ndarray:
+        """The block table with the routines of machine operations that native code does."""
+        if self._native_table is None:
+            table = self.table.copy()
+            for block in self.kernel.blocks:
+                ending = block.terminator_instruction
+                trap = block.terminator == TRAP
+                found = operation_of(ending, block.index) if trap else None
+                if found is not None:
+                    routine, operation = found
+                    self._operations.append(operation)
+                    row = table[block.index]
+                    row["native"] = routine_address(routine.name)
+                    row["operation"] = ctypes.addressof(operation)
+            self._native_table = table
+        return self._native_table
 
     def new_warp_state(self, cta, index: int, environment: Environment,
                        specials: dict[str, int], counters: KernelCounters) -> Warp:
@@ -260,8 +287,8 @@ def _target_machine(level: int) -> llvm.TargetMachine:
 
 
 def _engine(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> llvm.ExecutionEngine:
-    for name, address in _runtime().addresses.items():
-        llvm.add_symbol(name, address)
+    for name in _KERNEL_SYMBOLS:
+        llvm.add_symbol(name, routine_address(name))
     return llvm.create_mcjit_compiler(module, machine)
 
 
@@ -299,21 +326,39 @@ class _Runtime:
 @functools.cache
 def _runtime() -> _Runtime:
     """The run loop and the memory checks, compiled once and optimised."""
+    engine = native_engine(module_text(exported()) + runtime_ir())
+    addresses = {name: engine.get_function_address(name) for name in _RUNTIME_FUNCTIONS}
+    run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(addresses["run"])
+    return _Runtime(engine, run, addresses)
+
+
+def native_engine(text: str) -> llvm.ExecutionEngine:
+    """Optimised code of a module in IR; attribute group #0 and declarations are completed here."""
     machine = _target_machine(2)
-    text = runtime_ir(_function_attributes())
+    text = _once_declared(f"{text}\nattributes #0 = {{ {_function_attributes()} }}\n")
     entry = translation_cache.entry_name(text, *_host()[1:])
     cached = translation_cache.load(entry)
-    if cached is None:
-        module = llvm.parse_assembly(text)
-        module.verify()
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
-        builder.getModulePassManager().run(module, builder)
-        engine = llvm.create_mcjit_compiler(module, machine)
-        translation_cache.store(entry, {}, _finalize(engine))
-    else:
+    if cached is not None:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(cached[1]))
         engine.finalize_object()
-    run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(engine.get_function_address("run"))
-    addresses = {name: engine.get_function_address(name) for name in _RUNTIME_FUNCTIONS}
-    return _Runtime(engine, run, addresses)
+        return engine
+    module = llvm.parse_assembly(text)
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+    builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    translation_cache.store(entry, {}, _finalize(engine))
+    return engine
+
+
+def _once_declared(text: str) -> str:
+    """IR with each external declaration (a line of its own) only once, in front."""
+    lines = text.splitlines()
+    declarations = dict.fromkeys(line for line in lines if line.startswith("declare "))
+    return "\n".join([*declarations, *(line for line in lines if line not in declarations)])
+
+
+def routine_address(name: str) -> int:
+    """Address of a function of the runtime, native routines (`native.forms`) included."""
+    return _runtime().addresses[name]

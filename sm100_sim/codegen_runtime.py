@@ -21,10 +21,13 @@ BLOCK_RECORD = np.dtype([
     ("function", np.uint64), ("kind", np.int32), ("target", np.int32), ("following", np.int32),
     ("predicate", np.int32), ("invert", np.uint32), ("align_kind", np.int32),
     ("align_value", np.uint32), ("target_count", np.uint32), ("targets", np.uint64),
-    ("selector", np.int32), ("unused", np.int32, (3,))])
+    ("selector", np.int32), ("unused", np.int32), ("native", np.uint64),
+    ("operation", np.uint64)])
 """One row of the block table. ``predicate`` is the guard's slot or -1; ``align_kind`` 1 means
 ``align_value`` is the mask of lanes that must have converged, 2 that it is the slot of the
-register that holds it; ``targets`` points to uint32 block indices of a brx.idx."""
+register that holds it; ``targets`` points to uint32 block indices of a brx.idx. ``native`` is the
+routine of a machine operation that has one (`native.forms`), else 0, and ``operation`` what it
+gets."""
 
 ALIGN_NONE, ALIGN_MASK, ALIGN_REGISTER = range(3)
 
@@ -246,6 +249,34 @@ exit:
 trap:
   br i1 %none_taken, label %transition, label %stop
 stop:
+  %native_at = getelementptr i8, ptr %record, i64 #native
+  %native = load ptr, ptr %native_at
+  %has_native = icmp ne ptr %native, null
+  br i1 %has_native, label %do_natively, label %stop_for_python
+; 0: done, 1: Python must do it, 2: the lanes wait and try again when they are woken.
+do_natively:
+  %operation_at = getelementptr i8, ptr %record, i64 #operation
+  %operation = load ptr, ptr %operation_at
+  %asleep_before = load i32, ptr %p.blocked
+  %outcome = call i32 %native(ptr %c, i32 %taken, ptr %operation)
+  switch i32 %outcome, label %stop_for_python [ i32 0, label %done_natively
+                                                i32 2, label %wait_natively ]
+done_natively:
+  call void @count_operation(ptr %c, i64 %b64, i32 %taken)
+  %asleep_after = load i32, ptr %p.blocked
+  %woke_own_lanes = icmp ne i32 %asleep_before, %asleep_after
+  br i1 %woke_own_lanes, label %choose_again, label %transition
+choose_again:
+  call void @set_points(ptr %pcs, i32 %a, i32 %following)
+  br label %dispatch
+wait_natively:
+  call void @set_points(ptr %pcs, i32 %untaken, i32 %following)
+  call void @set_points(ptr %pcs, i32 %taken, i32 %b)
+  %blocked2 = load i32, ptr %p.blocked
+  %blocked3 = or i32 %blocked2, %taken
+  store i32 %blocked3, ptr %p.blocked
+  br label %dispatch
+stop_for_python:
   call void @set_points(ptr %pcs, i32 %a, i32 %following)
   store i32 %b, ptr %p.stop_block
   store i32 %taken, ptr %p.stop_lanes
@@ -256,7 +287,8 @@ indexed:
   br label %dispatch
 
 transition:
-  %next = phi i32 [ %following, %go_on ], [ %uniform_target, %branch ], [ %following, %trap ]
+  %next = phi i32 [ %following, %go_on ], [ %uniform_target, %branch ], [ %following, %trap ],
+               [ %following, %done_natively ]
   %backward = icmp ule i32 %next, %b
   br i1 %backward, label %tick, label %forward
 tick:
@@ -641,8 +673,8 @@ join:
 """
 
 
-def runtime_ir(attributes: str) -> str:
-    """Text of the runtime module; ``attributes`` are the function attributes of group #0."""
+def runtime_ir() -> str:
+    """Text of the runtime module; its function attributes #0 are not defined."""
     text = _RUN + _ADDRESSES + LOG_ACCESS
     text = re.sub(r"\$(\w+)", lambda match: str(context_offset(match[1])), text)
     fields = {"size": BLOCK_RECORD.itemsize,
@@ -652,4 +684,4 @@ def runtime_ir(attributes: str) -> str:
     text = text.replace("<LANE_IDS>", f"<{lanes}>")
     text = text.replace("SHARED_TOP", str(SHARED_WINDOW >> 56))
     text = text.replace("LOCAL_TOP", str(LOCAL_WINDOW >> 56))
-    return f"{text}\nattributes #0 = {{ {attributes} }}\n"
+    return text

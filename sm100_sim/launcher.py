@@ -21,6 +21,7 @@ from .host import HostProgram, LaunchConfig, tensor_ranges
 from .isa import load_table
 from .machine import Machine
 from .memory import GlobalMemory
+from .native_machine import NativeMachine
 from .ptx import Kernel, parse_module
 from .report import Report, remember
 from .residency import NUM_SMS
@@ -189,7 +190,8 @@ def make_machine(
 
 def _machine_type(options: Options) -> type[Machine]:
     if not options.sanitize:
-        return Machine
+        slow = options.trace or options.seed is not None
+        return Machine if slow else NativeMachine
     # Imported only when asked for: nothing of it is loaded otherwise.
     from .sanitizer import SanitizedMachine, StrictMachine
 

@@ -30,7 +30,7 @@ from .errors import (
 from .events import YIELD, AsyncOp, EagerPolicy, Waiting
 from .host import LaunchConfig
 from .memory import GlobalMemory
-from .residency import Cluster, ResidentWarp
+from .residency import Cluster, Cta, ResidentWarp
 from .trace import Trace
 from .warp import DEFAULT_BUDGET
 
@@ -61,9 +61,6 @@ class Machine:
     hardware although this run could go on.
     """
 
-    #: What makes an mbarrier; the sanitizer has its own.
-    mbarrier_type: Callable[..., MBarrier] = MBarrier
-
     def __init__(
         self,
         compiled: Any,
@@ -82,6 +79,7 @@ class Machine:
         self.counters: Counter[str] = Counter()
         self.findings: list[str] = []
         self.threads = math.prod(config.block)
+        self.cluster_size = math.prod(config.cluster)
         self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
         self._check(compiled.kernel)
         self.cluster_grid = tuple(g // c for g, c in zip(config.grid, config.cluster, strict=True))
@@ -134,6 +132,13 @@ class Machine:
         return deque() if self._in_order else self._ready
 
     # ------------------------------------------------------------ called by instructions
+
+    def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
+        """The object of an mbarrier that a CTA initialises."""
+        return MBarrier(address, count, self.wake)
+
+    def end_mbarriers(self, cta: Cta, address: int | None) -> None:
+        """The mbarrier at a shared address of a CTA, or all of them for None, is gone."""
 
     def submit(self, operation: AsyncOp) -> None:
         """Issue an asynchronous operation."""
@@ -269,26 +274,12 @@ class Machine:
     def _run_warp(self, warp: ResidentWarp) -> None:
         """Run a warp until it waits, exits, polls or loses its turn."""
         context, run, address = warp.context, warp.compiled.run, warp.address
-        executors, operations = self._executors, self._operations
         interrupts = None if self._in_order else self.policy.interrupts
         context.budget = DEFAULT_BUDGET
         while True:
             kind = run(address)
             if kind == _TRAP:
-                lanes, block = context.stop_lanes, context.stop_block
-                try:
-                    outcome = executors[block](warp, lanes)
-                except SimulationError as error:
-                    raise self._placed(error, warp, block, lanes) from None
-                if outcome is not None and outcome is not YIELD:
-                    lanes &= ~self._wait(warp, lanes, outcome)
-                    if not lanes:
-                        continue
-                done = operations[block]
-                done[0] += 1
-                done[1] += lanes.bit_count()
-                if outcome is YIELD:
-                    self._poll(warp, 1)
+                if not self._operate(warp):
                     return
                 if interrupts is not None and warp.runnable and interrupts():
                     warp.cta.cluster.ready.append(warp)
@@ -299,14 +290,38 @@ class Machine:
                 if context.live != warp.present:
                     self._exit_lanes(warp)
                 return
-            elif kind == _EXIT:
-                self._exit(warp)
-                return
-            elif kind == _YIELD:
-                self._poll(warp, ROUNDS_OF_A_BUDGET)
-                return
             else:
-                raise self._stop_error(warp, kind)
+                self._stop(warp, kind)
+                return
+
+    def _operate(self, warp: ResidentWarp) -> bool:
+        """Do the machine operation at which native code stopped; False if the warp then polls."""
+        context = warp.context
+        lanes, block = context.stop_lanes, context.stop_block
+        try:
+            outcome = self._executors[block](warp, lanes)
+        except SimulationError as error:
+            raise self._placed(error, warp, block, lanes) from None
+        if outcome is not None and outcome is not YIELD:
+            lanes &= ~self._wait(warp, lanes, outcome)
+            if not lanes:
+                return True
+        done = self._operations[block]
+        done[0] += 1
+        done[1] += lanes.bit_count()
+        if outcome is YIELD:
+            self._poll(warp, 1)
+            return False
+        return True
+
+    def _stop(self, warp: ResidentWarp, kind: int) -> None:
+        """A warp has exited or used up its budget; raises for a fault or a divergence."""
+        if kind == _EXIT:
+            self._exit(warp)
+        elif kind == _YIELD:
+            self._poll(warp, ROUNDS_OF_A_BUDGET)
+        else:
+            raise self._stop_error(warp, kind)
 
     def _wait(self, warp: ResidentWarp, lanes: int, outcome: Waiting | tuple) -> int:
         """Put lanes to sleep until `wake` is called with the key of what they wait for.
@@ -461,7 +476,7 @@ def _waiting_lines(warp: ResidentWarp) -> list[str]:
     """What the lanes of a warp wait for, one line for each thing."""
     name = f"  CTA {warp.cta.ctaid} warp {warp.index}"
     lines = []
-    for lanes, waiting in warp.waiting.items():
+    for lanes, waiting in warp.all_waiting():
         instruction = waiting.instruction
         source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
         lines.append(

@@ -44,11 +44,9 @@ class GlobalMemory:
 
     def check(self, start: int, nbytes: int, write: bool, what: str) -> None:
         """Raise MemoryFault unless [start, start + nbytes) lies in one range."""
-        index = bisect_right(self._starts, start) - 1
-        if index >= 0 and start + nbytes <= self._ends[index]:
+        if self.holds(start, nbytes):
             return
-        low, high = self._parameter_range
-        inside = low <= start and start + nbytes <= high
+        inside = self.is_parameter(start, nbytes)
         if inside and not write:
             return
         if inside:
@@ -57,6 +55,16 @@ class GlobalMemory:
             f"{what} {'writes' if write else 'reads'} {nbytes} bytes at global address "
             f"{start:#x}, outside the tensors of the launch. {self.nearest(start)}"
         )
+
+    def holds(self, start: int, nbytes: int) -> bool:
+        """Whether [start, start + nbytes) lies in one range that may be written."""
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and start + nbytes <= self._ends[index]
+
+    def is_parameter(self, start: int, nbytes: int) -> bool:
+        """Whether [start, start + nbytes) are kernel parameters."""
+        low, high = self._parameter_range
+        return low <= start and start + nbytes <= high
 
     def nearest(self, address: int) -> str:
         """Where an address lies relative to the closest tensor, as a sentence."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from .barriers import NAMED_BARRIERS, ClusterBarrier, MBarrier, NamedBarrier, RegisterPool
 from .errors import BarrierError, MemoryFault, Misaligned, TmemError
+from .events import Waiting
 from .memory import poisoned_shared
 from .tmem import Tmem
 from .warp import FAULT_KINDS, Environment, Fault, Warp
@@ -23,19 +24,48 @@ NUM_SMS = 148
 
 
 class ResidentWarp(Warp):
-    """A warp with what the run loop keeps of it.
+    """A warp with what the run loop keeps of it; `address`: of the context native code gets."""
 
-    queued: it is ready or running. present: lanes that barriers still count. address: of the
-    context that native code gets.
-    """
-
-    __slots__ = ("queued", "present", "address")
+    __slots__ = ("address",)
 
     def __init__(self, *state: Any) -> None:
         super().__init__(*state)
         self.queued = True
         self.present = self.live
         self.address = ctypes.addressof(self.context)
+
+    @property
+    def queued(self) -> bool:
+        """Whether it is ready or running."""
+        return self.context.queued != 0
+
+    @queued.setter
+    def queued(self, value: bool) -> None:
+        self.context.queued = value
+
+    @property
+    def present(self) -> int:
+        """Lanes that barriers still count."""
+        return self.context.present
+
+    @present.setter
+    def present(self, lanes: int) -> None:
+        self.context.present = lanes
+
+    def all_waiting(self) -> list[tuple[int, Any]]:
+        """(lanes, `events.Waiting`) of all lanes that sleep."""
+        found = list(self.waiting.items())
+        context = self.context
+        if context.wait_lanes:
+            native = next(
+                barrier for barrier in self.cta.cluster.mbarriers.values()
+                if ctypes.addressof(barrier.record) == context.wait_on
+            )
+            waiting = Waiting(f"parity {native.phase & 1}", native)
+            lane = (context.wait_lanes & -context.wait_lanes).bit_length() - 1
+            waiting.instruction = self.instruction_of(lane)
+            found.append((context.wait_lanes, waiting))
+        return found
 
     def fault(self) -> Fault:
         """The refused access that native code has just reported."""
@@ -91,7 +121,7 @@ class Cta:
                 f"mbarrier.init of a live barrier that nothing has used yet, at shared offset "
                 f"{offset:#x}; mbarrier.inval ends a barrier's life"
             )
-        barrier = machine.mbarrier_type(address, count, machine.wake)
+        barrier = machine.new_mbarrier(self, address, count)
         self.barriers[offset] = self.cluster.mbarriers[address] = barrier
 
     def invalidate_mbarrier(self, address: int) -> None:
@@ -99,6 +129,7 @@ class Cta:
         if self.barriers.pop(self._own_barrier_offset(address, "mbarrier.inval"), None) is None:
             raise BarrierError(f"mbarrier.inval at {address:#x}, where no barrier is")
         del self.cluster.mbarriers[address]
+        self.cluster.machine.end_mbarriers(self, address)
 
     def _own_barrier_offset(self, address: int, what: str) -> int:
         offset = address & 0xFFFFFF
@@ -151,6 +182,7 @@ class Cta:
             self.cluster.limits[self.rank] = 0
             for barrier in self.barriers.values():
                 del self.cluster.mbarriers[barrier.address]
+            self.cluster.machine.end_mbarriers(self, None)
             if self.tmem.leaked():
                 raise TmemError(
                     "the CTA exits with tensor memory still allocated (first column: columns): "
@@ -161,8 +193,9 @@ class Cta:
 class Cluster:
     """CTAs that run together, with their shared memory and hardware barrier.
 
-    id: number in the grid, x fastest. ctas: by rank. smem: uint8 (CTAs, bytes), index = shared
-    offset. limits: bytes of each row that may be accessed, 0 once the CTA has exited.
+    id: number in the grid, x fastest. ctas: by rank. warps: of all CTAs. smem: uint8 (CTAs,
+    bytes), index = shared offset. limits: bytes of each row that may be accessed, 0 once the CTA
+    has exited.
     mbarriers: shared address -> barrier, of CTAs that have not exited. adversary: the policy if it
     makes waits fail spuriously, else None.
     """
@@ -187,7 +220,8 @@ class Cluster:
         self.ctas = [self._make_cta(rank, environment) for rank in range(size)]
         for cta in self.ctas:
             cta.peer = self.ctas[cta.rank ^ 1] if cta.rank ^ 1 < size else None
-        self.running = sum(cta.running for cta in self.ctas)
+        self.warps = [warp for cta in self.ctas for warp in cta.warps]
+        self.running = len(self.warps)
 
     def _make_cta(self, rank: int, environment: Environment) -> Cta:
         machine = self.machine

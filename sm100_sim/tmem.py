@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import TmemError
+from .native.layout import TensorMemory
 
 COLUMNS = 512
 LANES = 128
@@ -34,18 +35,20 @@ class Tmem:
 
     `cells`: uint32 (512 columns, 128 lanes). `allocations`: first column -> columns.
     `open_chains`: warp index -> (first instruction, accumulator chain) that this CTA's warp is
-    issuing (see `isa.tcgen05`).
+    issuing (see `isa.tcgen05`). `record`: what native code sees.
     """
 
-    __slots__ = ("cells", "allocations", "relinquished", "group", "open_chains", "_owned", "_last")
+    __slots__ = (
+        "cells", "allocations", "relinquished", "group", "open_chains", "record", "_last",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.cells = np.full((COLUMNS, LANES), POISON, np.uint32)
+        self.record = TensorMemory(self.cells.__array_interface__["data"][0], 0)
         self.allocations: dict[int, int] = {}
         self.relinquished = False
         self.group: int | None = None
         self.open_chains: dict[int, tuple] = {}
-        self._owned = 0  # bit b: columns 32 b .. 32 b + 31 are allocated
         self._last = COLUMNS
 
     def _use_group(self, group: int) -> None:
@@ -77,8 +80,8 @@ class Tmem:
         self._use_group(group)
         pattern = (1 << columns // BLOCK) - 1
         for block in range((COLUMNS - columns) // BLOCK + 1):
-            if not self._owned & pattern << block:
-                self._owned |= pattern << block
+            if not self.record.owned & pattern << block:
+                self.record.owned |= pattern << block
                 self.allocations[block * BLOCK] = self._last = columns
                 self.cells[block * BLOCK : block * BLOCK + columns] = POISON
                 return block * BLOCK
@@ -95,7 +98,7 @@ class Tmem:
             )
         self._use_group(group)
         del self.allocations[column]
-        self._owned &= ~((1 << columns // BLOCK) - 1 << column // BLOCK)
+        self.record.owned &= ~((1 << columns // BLOCK) - 1 << column // BLOCK)
 
     def relinquish(self, group: int) -> None:
         """Give up the right to allocate."""
@@ -111,7 +114,7 @@ class Tmem:
             )
         last = (end - 1) // BLOCK
         pattern = (2 << last - column // BLOCK) - 1 << column // BLOCK
-        if self._owned & pattern != pattern:
+        if self.record.owned & pattern != pattern:
             raise TmemError(f"{what} touches columns {column} to {end - 1}; {self.describe()}")
 
     def describe(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sm100_sim.native.layout import Context
 from sm100_sim.ptx import Instruction, Operand
 
 ALL_LANES = 0xFFFFFFFF
@@ -42,28 +43,6 @@ FAULT_KINDS = ("", "shared access outside the allocated bytes", "misaligned shar
                "write to read-only memory", "local access outside the stack",
                "parameter access outside the parameter buffer",
                "shared access to a CTA rank outside the cluster")
-
-
-class Context(ctypes.Structure):
-    """What the native code of a kernel sees of one warp; field order is part of its ABI."""
-
-    _fields_ = [
-        ("r32", ctypes.c_uint64), ("r64", ctypes.c_uint64), ("preds", ctypes.c_uint64),
-        ("pcs", ctypes.c_uint64), ("specials", ctypes.c_uint64),
-        ("block_counters", ctypes.c_uint64), ("guard_counters", ctypes.c_uint64),
-        ("params", ctypes.c_uint64),
-        ("smem", ctypes.c_uint64), ("smem_stride", ctypes.c_uint64),
-        ("smem_limits", ctypes.c_uint64), ("ranges", ctypes.c_uint64), ("local", ctypes.c_uint64),
-        ("clock", ctypes.c_uint64), ("budget", ctypes.c_int64), ("fault_address", ctypes.c_uint64),
-        ("range_count", ctypes.c_uint32), ("cta_count", ctypes.c_uint32),
-        ("local_bytes", ctypes.c_uint32), ("shared_base", ctypes.c_uint32),
-        ("live", ctypes.c_uint32), ("blocked", ctypes.c_uint32), ("parked", ctypes.c_uint32),
-        ("stop_block", ctypes.c_uint32), ("stop_lanes", ctypes.c_uint32),
-        ("fault_kind", ctypes.c_uint32), ("fault_lane", ctypes.c_uint32),
-        ("fault_instruction", ctypes.c_uint32), ("param_bytes", ctypes.c_uint32),
-        ("range_hint", ctypes.c_uint32), ("fault_width", ctypes.c_uint32),
-        ("table", ctypes.c_uint64), ("log", ctypes.c_uint64), ("uses", ctypes.c_uint64),
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from sm100_sim.barriers import MBarrier
 from sm100_sim.errors import SimulationError
 from sm100_sim.events import AsyncOp
 from sm100_sim.machine import Machine
-from sm100_sim.residency import Cluster, ResidentWarp
+from sm100_sim.residency import Cluster, Cta, ResidentWarp
 
 from .barriers import WatchedBarrier
 from .findings import Finding
@@ -35,8 +35,8 @@ class SanitizedMachine(Machine):
             for i, traced in zip(compiled.block_instruction, trace, strict=True)
         ]
 
-    def mbarrier_type(self, address: int, count: int, wake: Any) -> MBarrier:
-        return WatchedBarrier(self.sanitizer, address, count, wake)
+    def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
+        return WatchedBarrier(self.sanitizer, address, count, self.wake)
 
     def run(self) -> None:
         try:

@@ -1,0 +1,172 @@
+"""TMA copies of whole tiles in native code (`isa.tma`, `tiles` have the rules).
+
+Tiles that lie inside their tensor, with a descriptor that Python has seen before; others are left
+to Python.
+"""
+
+from __future__ import annotations
+
+from .barriers import TRANSACTION_LIMIT, barrier_at, change
+from .language import boolean, copy, i32, i64, native, ptr, u8, u32, u64
+from .layout import DIMENSIONS, Cluster, Context, Operand, Operation, TileMap
+from .operands import DONE, PYTHON, operand, shared_by_lanes
+
+#: Alignment of a tile in shared memory (`tiles.SHARED_ALIGNMENT`), as a mask.
+ALIGNMENT_MASK = 127
+
+
+@native
+def same_in_all(c: ptr[Context], lanes: u32, operands: ptr[Operand], count: u64) -> boolean:
+    """Whether the executing lanes issue one copy: the operands are the same in all of them."""
+    for i in range(count):
+        if not shared_by_lanes(c, lanes, operands[i]):
+            return False
+    return True
+
+
+@native
+def known_map(c: ptr[Context], pointer: u64, rank: u64) -> ptr[TileMap]:
+    """The descriptor at an address; null if native code has not got it."""
+    m = c.cluster.machine
+    for i in range(m.map_count):
+        if m.maps[i].pointer == pointer and u64(m.maps[i].rank) == rank:
+            return m.maps[i]
+    return ptr[TileMap](u64(0))
+
+
+@native
+def tile_start(
+    c: ptr[Context], lanes: u32, t: ptr[TileMap], coordinates: ptr[Operand]
+) -> u64:
+    """Global address of the tile at signed coordinates; 0 unless all of it is in the tensor."""
+    address = t.address
+    for i in range(t.rank):
+        coordinate = i64(i32(u32(operand(c, lanes, coordinates[i]))))
+        if coordinate < 0 or coordinate > t.last[i]:
+            return 0
+        address += u64(coordinate) * t.strides[i]
+    return address
+
+
+@native
+def move_row(tile: ptr[u8], offset: u64, source: ptr[u8], t: ptr[TileMap], load: u32) -> None:
+    """One row between global memory and its place in shared memory, which is XORed by chunks."""
+    length = t.counts[0]
+    if t.swizzle == 0:
+        if load == 1:
+            copy(tile + offset, source, length)
+        else:
+            copy(source, tile + offset, length)
+        return
+    mask = u64(t.swizzle) - 16
+    for i in range(length >> 4):
+        linear = offset + i * 16
+        place = linear ^ (linear >> 3 & mask)
+        if load == 1:
+            copy(tile + place, source + i * 16, 16)
+        else:
+            copy(source + i * 16, tile + place, 16)
+
+
+@native
+def move_tile(smem: ptr[u8], offset: u64, start: u64, t: ptr[TileMap], load: u32) -> None:
+    """A whole tile between global memory at `start` and shared memory at `offset`."""
+    for i4 in range(t.counts[4]):
+        for i3 in range(t.counts[3]):
+            for i2 in range(t.counts[2]):
+                outer = start + i4 * t.strides[4] + i3 * t.strides[3] + i2 * t.strides[2]
+                for i1 in range(t.counts[1]):
+                    move_row(smem, offset, ptr[u8](outer + i1 * t.strides[1]), t, load)
+                    offset += t.counts[0]
+
+
+@native
+def can_land(k: ptr[Cluster], rank: u64, offset: u64, signal: u64, size: u64) -> boolean:
+    """Whether a tile fits at an offset of a CTA and its mbarrier can be signalled natively."""
+    b = barrier_at(k, signal)
+    if not b or offset & ALIGNMENT_MASK != 0 or offset + size > k.ctas[rank].smem_bytes:
+        return False
+    # Several destinations of a multicast may signal one barrier.
+    room = i64(size) * i64(k.cta_count)
+    return b.watched == 0 and i64(b.transactions) - room > 0 - TRANSACTION_LIMIT
+
+
+@native
+def signal_of(barrier: u64, rank: u64, group: u64) -> u64:
+    """The mbarrier that a multicast to CTA `rank` signals (`isa.tma`)."""
+    holder = rank
+    if group == 2:
+        holder = rank & ~u64(1) | barrier >> 24 & 1
+    return holder << 24 | barrier & 0xFFFFFF
+
+
+@native
+def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """cp.async.bulk.tensor to shared memory.
+
+    Operands: target, mbarrier, descriptor, five coordinates, CTA mask. form: rank, whether there
+    is a mask, cta_group (0 for none).
+    """
+    if not same_in_all(c, lanes, o.operands, u64(9)):
+        return PYTHON
+    t = known_map(c, operand(c, lanes, o.operands[2]), o.form[0])
+    if not t:
+        return PYTHON
+    start = tile_start(c, lanes, t, o.operands + 3)
+    if start == 0:
+        return PYTHON
+    target = operand(c, lanes, o.operands[0])
+    barrier = operand(c, lanes, o.operands[1])
+    k = c.cluster
+    offset = target & 0xFFFFFF
+    own = target >> 24
+    ranks = u64(1) << (own & 15)
+    if o.form[1] == 1:
+        ranks = operand(c, lanes, o.operands[8]) & 0xFFFF
+    elif own != barrier >> 24 and (o.form[2] != 2 or own ^ 1 != barrier >> 24):
+        return PYTHON
+    if own > 15 or ranks == 0 or ranks >> u64(k.cta_count) != 0:
+        return PYTHON
+    for rank in range(k.cta_count):
+        if ranks >> rank & 1 == 1:
+            signal = signal_of(barrier, rank, o.form[2]) if o.form[1] == 1 else barrier
+            if not can_land(k, rank, offset, signal, t.bytes):
+                return PYTHON
+    for rank in range(k.cta_count):
+        if ranks >> rank & 1 == 1:
+            signal = signal_of(barrier, rank, o.form[2]) if o.form[1] == 1 else barrier
+            move_tile(k.ctas[rank].smem, offset, start, t, u32(1))
+            change(barrier_at(k, signal), u64(0), 0 - i64(t.bytes))
+            k.machine.loaded += t.bytes
+    return DONE
+
+
+@native
+def tile_store(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """cp.async.bulk.tensor to global memory. Operands: source, descriptor, five coordinates.
+
+    form: rank. The copy is performed at once, so that no bulk group has to wait for it.
+    """
+    if not same_in_all(c, lanes, o.operands, u64(2) + DIMENSIONS):
+        return PYTHON
+    t = known_map(c, operand(c, lanes, o.operands[1]), o.form[0])
+    if not t or t.writable == 0:
+        return PYTHON
+    start = tile_start(c, lanes, t, o.operands + 2)
+    source = operand(c, lanes, o.operands[0])
+    offset = source & 0xFFFFFF
+    if start == 0 or source >> 24 != u64(c.cta.rank) or offset & ALIGNMENT_MASK != 0:
+        return PYTHON
+    if offset + t.bytes > c.cta.smem_bytes:
+        return PYTHON
+    move_tile(c.cta.smem, offset, start, t, u32(0))
+    c.cluster.machine.stored += t.bytes
+    return DONE
+
+
+@native
+def bulk_group(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """cp.async.bulk.commit_group and wait_group: nothing is pending where copies are eager."""
+    if c.chain:
+        return DONE
+    return PYTHON

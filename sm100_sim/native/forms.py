@@ -1,0 +1,226 @@
+"""Which machine operations native code does, and what its routines get of each instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sm100_sim.warp import SHARED_WINDOW
+
+from .barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
+from .copies import bulk_group, tile_load, tile_store
+from .fragments import nothing, tensor_load, tensor_store
+from .language import Native
+from .layout import DIMENSIONS, Operand, Operation
+from .loop import count_operation, run_cluster
+from .operands import CONSTANT, LOW32, PREDICATE, REGISTER32, REGISTER64, SYMBOL
+from .products import fence_before, tensor_commit, tensor_mma
+
+#: (routine, operands, form): what `Operation` is made of.
+Form = tuple[Native, list[Operand], list[int]]
+_FORMS: dict[str, Callable[[Any], Form | None]] = {}
+_MASK64 = (1 << 64) - 1
+_SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
+
+
+def _form(*opcodes: str) -> Callable:
+    def decorate(function: Callable) -> Callable:
+        _FORMS.update(dict.fromkeys(opcodes, function))
+        return function
+
+    return decorate
+
+
+def operation_of(instruction: Any, block: int) -> tuple[Native, Operation] | None:
+    """The routine and its argument for the machine operation of a block; None if Python does it."""
+    make = _FORMS.get(instruction.opcode)
+    form = make(instruction) if make is not None else None
+    if form is None:
+        return None
+    routine, operands, numbers = form
+    operation = Operation()
+    for place, operand in enumerate(operands):
+        operation.operands[place] = operand
+    for place, number in enumerate(numbers):
+        operation.form[place] = number
+    operation.form[5] = block
+    return routine, operation
+
+
+def exported() -> tuple[Native, ...]:
+    """All routines whose addresses are needed."""
+    return (
+        run_cluster, count_operation, wake_waiters, mbarrier_arrive, mbarrier_wait, tensor_load,
+        tensor_store, nothing, tensor_mma, tensor_commit, fence_before, tile_load, tile_store,
+        bulk_group,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- operands
+
+
+def value_operand(operand: Any) -> Operand | None:
+    """An operand that is a number or, as a bracket, base plus offset. None if native code cannot
+    read it."""
+    base, offset = operand, 0
+    if operand.kind == "mem":
+        if operand.items:
+            return None
+        base, offset = operand.base, operand.value
+    if base.kind == "imm" and base.type != "f64":
+        return Operand(CONSTANT, 0, base.value + offset & _MASK64)
+    if base.kind == "reg" and base.slot >= 0:
+        kind = REGISTER64 if base.register.file == "r64" else REGISTER32
+        return Operand(kind, base.slot, offset & _MASK64)
+    if base.kind == "pred":
+        return Operand(PREDICATE, base.slot, 0xFFFFFFFF if base.negated else 0)
+    if base.kind == "sym" and base.type == "shared":
+        return Operand(SYMBOL, 0, base.value + offset)
+    return None
+
+
+def shared_operand(operand: Any, modifiers: tuple[str, ...]) -> Operand | None:
+    """An address in shared memory; without a state space in the modifiers it is generic."""
+    found = value_operand(operand)
+    if found is not None and found.kind == REGISTER64:
+        if any(modifier in _SHARED_SPACES for modifier in modifiers):
+            found.kind = LOW32
+        else:
+            found.value = found.value - SHARED_WINDOW & _MASK64
+    return found
+
+
+def _consecutive(operand: Any) -> tuple[int, int] | None:
+    """(first slot, count) of 32-bit registers in consecutive slots."""
+    items = operand.items if operand.kind == "vec" else (operand,)
+    if any(item.kind != "reg" or item.register.file != "r32" for item in items):
+        return None
+    slots = [item.slot for item in items]
+    first = slots[0]
+    return (first, len(slots)) if slots == list(range(first, first + len(slots))) else None
+
+
+def _complete(routine: Native, operands: list, numbers: list[int]) -> Form | None:
+    return None if None in operands else (routine, operands, numbers)
+
+
+# ---------------------------------------------------------------- instructions
+
+
+@_form("mbarrier.arrive")
+def _arrive(instruction: Any) -> Form | None:
+    operands, modifiers = list(instruction.operands), instruction.modifiers
+    if "noComplete" in modifiers:
+        return None
+    state = 0
+    if operands[0].kind == "reg":
+        state = 1 + operands[0].slot
+    if operands[0].kind in ("reg", "sink"):
+        operands.pop(0)
+    count = value_operand(operands[1]) if len(operands) > 1 else Operand(CONSTANT, 0, 1)
+    address = shared_operand(operands[0], modifiers)
+    return _complete(mbarrier_arrive, [address, count], [int("expect_tx" in modifiers), state])
+
+
+@_form("mbarrier.try_wait", "mbarrier.test_wait")
+def _wait(instruction: Any) -> Form | None:
+    done, address, parity, *_ = instruction.operands
+    if "parity" not in instruction.modifiers or done.kind != "pred":
+        return None
+    operands = [shared_operand(address, instruction.modifiers), value_operand(parity)]
+    return _complete(mbarrier_wait, operands, [done.slot, int(instruction.spin)])
+
+
+def _fragment(instruction: Any, routine: Native, address: Any, registers: Any) -> Form | None:
+    if "32x32b" not in instruction.modifiers or {"pack::16b", "unpack::16b"} & set(
+        instruction.modifiers
+    ):
+        return None
+    rows = _consecutive(registers)
+    return rows and _complete(routine, [value_operand(address)], list(rows))
+
+
+@_form("tcgen05.ld")
+def _load(instruction: Any) -> Form | None:
+    target, address, *_ = instruction.operands
+    return _fragment(instruction, tensor_load, address, target)
+
+
+@_form("tcgen05.st")
+def _store(instruction: Any) -> Form | None:
+    address, *_, source = instruction.operands
+    return _fragment(instruction, tensor_store, address, source)
+
+
+@_form("tcgen05.wait::ld", "tcgen05.wait::st", "tcgen05.fence::after_thread_sync", "fence",
+       "fence.proxy", "membar", "griddepcontrol")  # fmt: skip
+def _order(instruction: Any) -> Form | None:
+    return nothing, [], []
+
+
+@_form("tcgen05.fence::before_thread_sync")
+def _fence_before(instruction: Any) -> Form | None:
+    return fence_before, [], []
+
+
+@_form("tcgen05.mma")
+def _mma(instruction: Any) -> Form | None:
+    group, kind, *hints = instruction.modifiers
+    if kind != "kind::f16" or len(instruction.operands) != 5:
+        return None
+    if not all(hint.startswith("collector::a::") for hint in hints):
+        return None
+    d, a, *rest = instruction.operands
+    operands = [value_operand(operand) for operand in (d, a, *rest)]
+    return _complete(tensor_mma, operands, [int(group[-1]), int(a.kind == "mem")])
+
+
+@_form("tcgen05.commit")
+def _commit(instruction: Any) -> Form | None:
+    address, *mask = instruction.operands
+    operands = [shared_operand(address, instruction.modifiers), *map(value_operand, mask)]
+    return _complete(tensor_commit, operands, [len(mask)])
+
+
+def _window_operand(operand: Any) -> Operand | None:
+    """A shared address, whatever the width of its register."""
+    return shared_operand(operand, ("shared",))
+
+
+def _tile_operands(operand: Any) -> list[Operand | None]:
+    """[tensorMap, {coordinates}]: the descriptor's address and as many operands as dimensions."""
+    if len(operand.items) != 1 or operand.items[0].kind != "vec":
+        return [None]
+    pointer = value_operand(operand.base)
+    if pointer is not None:
+        pointer.value = pointer.value + operand.value & _MASK64
+    found = [pointer, *map(value_operand, operand.items[0].items)]
+    return found + [Operand()] * (1 + DIMENSIONS - len(found))
+
+
+@_form("cp.async.bulk.tensor")
+def _tile(instruction: Any) -> Form | None:
+    rank, target, source, *rest = instruction.modifiers
+    hint = "L2::cache_hint" in rest
+    if (target, source) == ("global", "shared::cta"):
+        if not set(rest) <= {"tile", "bulk_group", "L2::cache_hint"}:
+            return None
+        tensor, data, *_ = instruction.operands
+        operands = [_window_operand(data), *_tile_operands(tensor)]
+        return _complete(tile_store, operands, [int(rank[0])])
+    known = {"tile", "mbarrier::complete_tx::bytes", "multicast::cluster", "cta_group::1",
+             "cta_group::2", "L2::cache_hint"}
+    data, tensor, barrier, *extra = instruction.operands
+    multicast = "multicast::cluster" in rest
+    if source != "global" or not set(rest) <= known or len(extra) != multicast + hint:
+        return None
+    operands = [_window_operand(data), _window_operand(barrier), *_tile_operands(tensor)]
+    if multicast:
+        operands.append(value_operand(extra[0]))
+    group = 2 if "cta_group::2" in rest else 0
+    return _complete(tile_load, operands, [int(rank[0]), int(multicast), group])
+
+
+@_form("cp.async.bulk.commit_group", "cp.async.bulk.wait_group")
+def _bulk_group(instruction: Any) -> Form | None:
+    return bulk_group, [], []

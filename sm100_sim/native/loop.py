@@ -1,0 +1,52 @@
+"""The run loop of one cluster in native code (`machine` has the rules)."""
+
+from __future__ import annotations
+
+from .language import External, i32, native, ptr, u32, u64
+from .layout import Cluster, Context
+from .operands import lane_count
+
+#: What `run` returns for a warp (`warp.Stop`), and what `run_cluster` adds: no warp is ready, all
+#: ready ones only poll, the turn is over, lanes of a warp that waits have exited.
+TRAP, EXIT, YIELD, FAULT, BLOCKED, DIVERGENCE, IDLE, POLLING, TURN_OVER, LANES_EXITED = range(10)
+
+run = External("run", i32, (ptr[Context],))
+
+
+@native
+def run_cluster(k: ptr[Cluster], budget: u64) -> i32:
+    """Run the warps of a cluster in turn until Python is needed; `budget` as in `Context`.
+
+    k.current goes on first, if there is one; k.stopped tells the warp that Python must look at.
+    """
+    while True:
+        c = k.current
+        if not c:
+            if k.turn_over != 0:
+                return TURN_OVER
+            if k.waiting == 0:
+                return IDLE
+            if k.polls > k.waiting:
+                return POLLING
+            c = ptr[Context](k.ring[k.head])
+            k.waiting -= 1
+            k.head = u32(0) if k.head + 1 == k.capacity else k.head + 1
+            k.current = c
+        c.budget = budget
+        kind = run(c)
+        k.stopped = c.number
+        if kind != BLOCKED:
+            return kind
+        c.queued = u32(0)
+        k.polls = u32(0)
+        k.current = ptr[Context](u64(0))
+        if c.live != c.present:
+            return LANES_EXITED
+
+
+@native
+def count_operation(c: ptr[Context], block: u64, lanes: u32) -> None:
+    """Count a machine operation that native code has done."""
+    row = c.cluster.machine.operations + block * 2
+    row[0] += 1
+    row[1] += lane_count(lanes)
