@@ -38,8 +38,11 @@ def known_map(c: ptr[Context], pointer: u64, rank: u64) -> ptr[TileMap]:
 def tile_start(
     c: ptr[Context], lanes: u32, t: ptr[TileMap], coordinates: ptr[Operand]
 ) -> u64:
-    """Global address of the tile at signed coordinates; 0 unless all of it is in the tensor."""
+    """Global address of the tile at signed coordinates; 0 unless all of it is in the tensor and it
+    starts at a multiple of 16 bytes."""
     address = t.address
+    if operand(c, lanes, coordinates[0]) * t.strides[0] & 15 != 0:
+        return 0
     for i in range(t.rank):
         coordinate = i64(i32(u32(operand(c, lanes, coordinates[i]))))
         if coordinate < 0 or coordinate > t.last[i]:
