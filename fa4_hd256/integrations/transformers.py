@@ -1,0 +1,309 @@
+"""Attention of Hugging Face transformers models.
+
+    from fa4_hd256.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa4_hd256")
+
+transformers asks two functions under the name of an implementation: one for the mask, once per
+forward pass and kind of layer, and one for the attention of each layer. The attention function
+knows causal and window from the layer; the mask function checks that the model asks for no other
+pattern and describes padding. Without a registered mask function transformers builds no mask at
+all and drops the padding in silence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ..interface import flash_attn_func, flash_attn_varlen_func
+
+#: Without "flash" in it: transformers treats such names as releases of flash-attn.
+NAME = "fa4_hd256"
+
+#: transformers versions whose mask interface this file speaks: from, and before.
+VERSIONS = ((5, 20), (6, 0))
+
+#: What of transformers' call would change the result and is not offered.
+REFUSED = {
+    "dropout": "attention dropout; set config.attention_dropout to 0 or call model.eval()",
+    "output_attentions": "attention weights; load the model with attn_implementation='eager'",
+    "cache": "a paged KV cache (continuous batching)",
+    "block_table": "a paged KV cache (continuous batching)",
+    "cu_seq_lens_q": "packed sequences; pass padded ones with an attention_mask",
+    "cu_seq_lens_k": "packed sequences; pass padded ones with an attention_mask",
+    "position_bias": "a position bias",
+    "score_mod": "a score modification",
+}
+
+#: Columns of the tensor that `mask` hands to `attention`.
+KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
+
+
+def register(name: str = NAME) -> str:
+    """Make this attention available to transformers models as `attn_implementation=name`.
+
+    Returns name. Raises ImportError where transformers is missing or of a version that this
+    function does not know, ValueError for a name that transformers would take for flash-attn.
+    """
+    check_version()
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    if "flash" in name:
+        raise ValueError(
+            f"name is {name!r}; accepted: a name without 'flash', which transformers takes for a "
+            "release of flash-attn"
+        )
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def check_version() -> None:
+    """Raise ImportError unless transformers is installed and has the interface used here."""
+    low, high = (".".join(map(str, version)) for version in VERSIONS)
+    wanted = f"fa4_hd256 needs transformers >={low},<{high}"
+    try:
+        import transformers
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        advice = f"pip install 'transformers>={low},<{high}'"
+        raise ImportError(f"{wanted}: {error}; {advice}") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not VERSIONS[0] <= version < VERSIONS[1]:
+        raise ImportError(f"{wanted}; transformers {transformers.__version__} is installed")
+    missing = {*_positional(mask)} - {*_positional(sdpa_mask)}
+    if missing:
+        raise ImportError(
+            f"{wanted}; the mask functions of transformers {transformers.__version__} do not take "
+            f"{', '.join(sorted(missing))}"
+        )
+
+
+def _positional(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' AttentionInterface.
+
+    query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256), with the
+    cached keys before the new ones. attention_mask: what `mask` returned.
+    options: scaling, sliding_window (keys visible to a query, itself included), softcap, s_aux
+    (a sink logit per head), is_causal (the module's own, if it has one, else True); others say
+    nothing that matters here, except those in `REFUSED`.
+
+    Returns (out, None), out: (batch, seqlen_q, heads, 256); rows of padding are 0.
+
+    Raises NotImplementedError for what is not offered, TypeError and ValueError as
+    `flash_attn_func` does.
+    """
+    for name, what in REFUSED.items():
+        given = options.get(name)
+        if given is not None and not (isinstance(given, (bool, float, int)) and not given):
+            raise NotImplementedError(f"{name} is given; {NAME} does not offer {what}")
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    window, reach = (None, None), options.get("sliding_window")
+    if reach is not None:
+        window = (reach - 1, 0 if causal else reach - 1)
+    arguments = {
+        "softmax_scale": options.get("scaling"),
+        "causal": bool(causal),
+        "window_size": window,
+        "softcap": options.get("softcap") or 0.0,
+        "learnable_sink": options.get("s_aux"),
+    }
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if attention_mask is None:
+        return flash_attn_func(q, k, v, **arguments), None
+    return _padded(q, k, v, attention_mask, arguments), None
+
+
+def _padded(q, k, v, ranges, arguments):
+    """Attention of the rows in use: they are moved to the front, their numbers being `seqused`.
+
+    Nothing is read back from the device, and all shapes are those of the padded tensors.
+    """
+    if ranges.dtype != torch.int32 or tuple(ranges.shape) != (q.shape[0], 1, 1, 4):
+        raise ValueError(
+            f"attention_mask is a {ranges.dtype} tensor of shape {tuple(ranges.shape)}; accepted: "
+            "a mask of shape (batch, seqlen) given to the model, 0 for padding (masks of four "
+            "dimensions are not)"
+        )
+    ranges = ranges[:, 0, 0]
+    first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
+    out = flash_attn_varlen_func(
+        _rolled(q, first_query), _rolled(k, first_key), _rolled(v, first_key),
+        seqused_q=(ranges[:, QUERY_END] - first_query).contiguous(),
+        seqused_k=(ranges[:, KEY_END] - first_key).contiguous(),
+        **arguments,
+    )  # fmt: skip
+    return _rolled(out, -first_query)
+
+
+def _rolled(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """(batch, seqlen, ...), each sequence rolled so that its row `first` becomes row 0."""
+    rows = torch.arange(tensor.shape[1], device=tensor.device)
+    rows = (rows + first[:, None]) % tensor.shape[1]
+    return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], rows]
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """The mask function of transformers' AttentionMaskInterface.
+
+    Queries sit at positions q_offset + [0, q_length), keys at kv_offset + [0, kv_length).
+    mask_function: the pattern; full, causal and sliding windows are accepted. attention_mask:
+    (batch, positions) bool, False for padding, or None.
+
+    Returns None where every row is in use, else (batch, 1, 1, 4) int32: the first key in use, the
+    end of the keys, the first query, the end of the queries. Four dimensions, because transformers
+    hands masks of that form on as they are.
+
+    Raises ValueError for other patterns and for padding in the middle of a sequence.
+    """
+    device, window = options.get("device", "cpu"), options.get("local_size")
+    tracing = torch.compiler.is_compiling()
+    # A static cache counts on the device; reading it once per pass tells whether it is full.
+    if isinstance(q_offset, torch.Tensor) and not tracing:
+        q_offset = int(q_offset)
+    lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    is_full = _check_pattern(mask_function, window, lengths, {**options, "device": device})
+    # Cross-attention: keys are another sequence, so their padding says nothing about queries.
+    unaligned = is_full and window is None
+    used = kv_length if unaligned else q_offset + q_length - kv_offset
+    if not tracing and used > kv_length:
+        raise ValueError(
+            f"the last query is at position {used + kv_offset - 1}, the last key at "
+            f"{kv_length + kv_offset - 1}; accepted: keys up to the last query's position at least"
+        )
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    is_whole = attention_mask is None or (not tracing and bool(attention_mask.all()))
+    if is_whole and isinstance(used, int) and used == kv_length:
+        if attention_mask is None or attention_mask.shape[1] == kv_length:
+            return None
+    rows = torch.arange(kv_length, device=device)
+    in_use = (rows < used).expand(batch_size, -1)
+    if attention_mask is not None:
+        missing = kv_length - attention_mask.shape[1]
+        in_use = in_use & torch.nn.functional.pad(attention_mask, (0, missing))
+    ranges = _ranges(in_use, None if unaligned else used - q_length, q_length)
+    if not tracing:
+        _check_contiguous(in_use, ranges)
+    return ranges[:, None, None]
+
+
+def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
+    """(batch, 4) int32 of in_use (batch, keys); first_query: the key beside the first query, None
+    where queries and keys are different sequences."""
+    start = in_use.int().argmax(dim=-1)
+    end = start + in_use.sum(dim=-1)
+    if first_query is None:
+        queries = [torch.zeros_like(start), torch.full_like(start, q_length)]
+    else:
+        queries = [(side - first_query).clamp(0, q_length) for side in (start, end)]
+    return torch.stack([start, end, *queries], dim=-1).int()
+
+
+def _check_contiguous(in_use: torch.Tensor, ranges: torch.Tensor) -> None:
+    rows = torch.arange(in_use.shape[1], device=in_use.device)
+    inside = (rows >= ranges[:, KEY_START, None]) & (rows < ranges[:, KEY_END, None])
+    if (inside != in_use).any():
+        raise ValueError(
+            "attention_mask has padding between tokens in use; accepted: padding before or after "
+            "all of them (for generation: before, padding_side='left')"
+        )
+
+
+def _check_pattern(mask_function, window, lengths, options) -> bool:
+    """Whether the pattern is full. Raises ValueError unless it is that, causal, or a window.
+
+    Known functions of transformers are recognised as such. Any other is evaluated once and
+    compared with what the layers will compute for this config; that takes memory for
+    batch * seqlen_q * seqlen_k booleans.
+    """
+    from transformers import masking_utils as known
+
+    if mask_function is None or _same(mask_function, known.causal_mask_function):
+        return False
+    if _same(mask_function, known.bidirectional_mask_function):
+        return True
+    if window is not None and any(
+        _same(mask_function, make(window))
+        for make in (
+            known.sliding_window_causal_mask_function,
+            known.sliding_window_bidirectional_mask_function,
+        )
+    ):
+        return False
+    if torch.compiler.is_compiling():
+        raise ValueError(_unknown_pattern(mask_function) + "; it cannot be evaluated while tracing")
+    batch_size, q_length, kv_length, q_offset, kv_offset = lengths
+    wanted = known.sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
+        allow_is_causal_skip=False, use_vmap=options.get("use_vmap", False),
+        device=options["device"],
+    )  # fmt: skip
+    keys = kv_offset + torch.arange(kv_length, device=wanted.device)
+    queries = q_offset + torch.arange(q_length, device=wanted.device)
+    distance = keys - queries[:, None]
+    is_bidirectional = _is_bidirectional(options.get("config"))
+    computed = torch.ones_like(distance, dtype=torch.bool) if is_bidirectional else distance <= 0
+    if window is not None:
+        computed &= distance.abs() < window
+    if not (wanted == computed).all():
+        raise ValueError(_unknown_pattern(mask_function))
+    return is_bidirectional
+
+
+def _is_bidirectional(config: Any) -> bool:
+    """Whether the layers of a model are bidirectional although its class is that of a decoder."""
+    asked = getattr(config, "use_bidirectional_attention", False)
+    return asked is True or asked == "all" or not getattr(config, "is_causal", True)
+
+
+def _unknown_pattern(mask_function: Callable) -> str:
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    return (
+        f"the model asks for a mask that {NAME} does not offer ({name}); accepted: full, causal, "
+        "sliding window, each with padding. Packed sequences, blocks of images and chunks are not"
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions have the same code over the same captured values."""
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        captured = [
+            tuple(cell.cell_contents for cell in function.__closure__ or ())
+            for function in (one, other)
+        ]
+        return one.__code__ is other.__code__ and _same(*captured)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return one is other

@@ -1,0 +1,143 @@
+"""PyTorch's adapter for flash-attention implementations, over this attention.
+
+The adapter takes CUDA tensors only. On the CPU its checks are lifted and its functions called as
+the dispatcher would, so that what it passes and expects back is tested.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _fa4 as adapter
+
+from fa4_hd256.integrations import sdpa as integration
+
+MODULE = integration.__name__
+
+
+@pytest.fixture
+def adapted(monkeypatch):
+    """The adapter as `activate_flash_attention_impl` sets it up, without the dispatcher."""
+    assert adapter._fa4_import_module(MODULE) is integration
+    monkeypatch.setattr(adapter, "_FA4_MODULE_PATH", MODULE)
+    monkeypatch.setattr(adapter, "_get_device_major", lambda device: 10)
+    monkeypatch.setattr(adapter, "_fa4_common_support_error", lambda *args, **kwargs: None)
+    return adapter
+
+
+def inputs(device, seqlen_q=9, seqlen_k=9, heads=2):
+    shapes = ((heads, seqlen_q), (1, seqlen_k), (1, seqlen_k))
+    return tuple(torch.randn(2, h, s, 256).to(device, torch.bfloat16) for h, s in shapes)
+
+
+def math_attention(q, k, v, **options):
+    """PyTorch's own, in float64."""
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), enable_gqa=True, **options
+        )
+
+
+def close(out, expected):
+    return (out.double() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense(device, adapted, causal):
+    q, k, v = inputs(device)
+    out, lse, *_, max_q, max_k, seed, offset, _ = (
+        adapted._fa4_scaled_dot_product_flash_attention_forward_impl(
+            q, k, v, 0.0, causal, False, scale=0.1
+        )
+    )
+    assert out.shape == q.shape and out.stride() == q.stride() and out.dtype == q.dtype
+    assert close(out, math_attention(q, k, v, is_causal=causal, scale=0.1))
+    assert not close(out, math_attention(q, k, v, is_causal=not causal, scale=0.1))
+    scores = q.double() @ k.double().transpose(-1, -2) * 0.1
+    if causal:
+        scores.masked_fill_(torch.ones(9, 9, device=device).triu(1).bool(), -torch.inf)
+    assert lse.shape == (2, 2, 9) and lse.dtype == torch.float32
+    assert (lse - scores.logsumexp(-1)).abs().max() < 1e-4
+    assert (max_q, max_k) == (9, 9) and seed is not None and offset is not None
+
+
+def test_packed_sequences_with_a_window(device, adapted):
+    """What torch.nn.attention.varlen passes: offsets, both maxima, a window, seqused_k."""
+    lengths = (3, 0, 6)
+    offsets = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(9, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1))
+    out, lse, *_ = adapted._fa4_flash_attention_forward_impl(
+        q, k, v, offsets, offsets, 6, 6, 0.0, False, False, window_size_left=1,
+        window_size_right=0,
+    )  # fmt: skip
+    assert out.shape == q.shape and lse.shape == (2, 9)
+    first = 0
+    for length in lengths:
+        rows = slice(first, first + length)
+        distance = torch.arange(length) - torch.arange(length)[:, None]
+        band = ((distance <= 0) & (distance >= -1)).to(device)
+        if length:
+            expected = math_attention(
+                *(x[rows].transpose(0, 1)[None] for x in (q, k, v)), attn_mask=band
+            )
+            assert close(out[rows].transpose(0, 1)[None], expected)
+        first += length
+
+
+def test_out_is_written_in_place(device, adapted):
+    q, k, v = (x.transpose(1, 2) for x in inputs(device))
+    out = torch.empty_like(q)
+    lse = adapted._fa4_flash_attention_forward_no_dropout_inplace_impl(
+        out, q, k, v, None, None, 9, 9, 0.0, False, False
+    )
+    result, same = integration._flash_attn_fwd(q, k, v)
+    assert torch.equal(out, result) and torch.equal(lse, same)
+    assert integration._flash_attn_fwd(q, k, v, return_lse=False)[1] is None
+
+
+def test_what_is_not_offered(device, adapted):
+    q, k, v = inputs(device)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    dense = (*(x.transpose(1, 2) for x in (q, k, v)), None, None, 9, 9, 0.0, False, False)
+    with pytest.raises(NotImplementedError, match="page_table"):
+        adapted._fa4_flash_attention_forward_impl(*dense, block_table=table)
+    with pytest.raises(NotImplementedError, match="num_splits=4"):
+        adapted._fa4_flash_attention_forward_impl(*dense, num_splits=4)
+    with pytest.raises(ValueError, match="head_dim 64"):
+        adapted._fa4_scaled_dot_product_flash_attention_forward_impl(
+            *(x[..., :64] for x in (q, k, v))
+        )
+    out, lse = torch.empty_like(q), torch.zeros(2, 2, 9, device=device)
+    empty = torch.zeros(0, device=device)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        adapted._fa4_scaled_dot_product_flash_attention_backward_impl(
+            out, q, k, v, out, lse, None, None, 9, 9, 0.0, False, empty, empty
+        )
+
+
+def test_registration(device, monkeypatch):
+    """Registered under its name; activated through the dispatcher where there is a GPU."""
+    name = integration.register()
+    assert name in torch_attention.list_flash_attention_impls()
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match="no CUDA device"):
+            torch_attention.activate_flash_attention_impl(name)
+        return
+    q, k, v = inputs(device)
+    torch_attention.activate_flash_attention_impl(name)
+    try:
+        assert torch_attention.current_flash_attention_impl() == name
+        with torch_attention.sdpa_kernel(torch_attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    finally:
+        torch_attention.restore_flash_attention_impl()
+    expected = integration._flash_attn_fwd(*(x.transpose(1, 2) for x in (q, k, v)))[0]
+    assert torch.equal(out, expected.transpose(1, 2))
+
+
+def test_other_pytorch(monkeypatch):
+    monkeypatch.delattr(adapter, "register_flash_attention_fa4")
+    with pytest.raises(ImportError, match="cannot register flash-attention implementations"):
+        integration.register()

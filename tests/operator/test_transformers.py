@@ -1,0 +1,214 @@
+"""Gemma 3 models of transformers, with this attention and with eager attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
+
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.integrations import transformers as integration
+
+WINDOW = 8
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def name():
+    return integration.register()
+
+
+def gemma(device, **settings):
+    """A small Gemma 3 with a sliding and a full layer, in bfloat16, and the same in float32."""
+    torch.manual_seed(7)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=64,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.2, **settings,
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).to(device, torch.bfloat16).eval()
+    exact = Gemma3ForCausalLM(config)
+    exact.load_state_dict(model.state_dict())
+    exact.set_attn_implementation("eager")
+    return model, exact.to(device, torch.float32).eval()
+
+
+def tokens(batch, seqlen, device):
+    return torch.randint(1, VOCABULARY, (batch, seqlen)).to(device)
+
+
+@torch.no_grad()
+def logits(model, implementation, *args, **kwargs):
+    model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == implementation
+    return model(*args, **kwargs).logits.float()
+
+
+def assert_as_good(got, eager, exact):
+    """Not further from float32 than twice eager bfloat16, and a rounding of the largest logit."""
+    error, eager_error = ((x - exact).abs().max().item() for x in (got, eager))
+    assert error <= 2 * eager_error + 2**-8 * exact.abs().max().item()
+    # The tolerance must tell attention patterns apart, or it proves nothing.
+    assert error < exact.std().item() / 2
+
+
+def compared(models, ids, rows=None, **kwargs):
+    model, exact = models
+    results = [
+        logits(model, integration.NAME, ids, **kwargs),
+        logits(model, "eager", ids, **kwargs),
+        logits(exact, "eager", ids, **kwargs),
+    ]
+    if rows is not None:
+        results = [x[rows] for x in results]
+    assert_as_good(*results)
+    return results
+
+
+def test_logits(device):
+    """Sliding and causal layers, a scale that is not the default, grouped queries."""
+    models = gemma(device)
+    ids = tokens(2, 21, device)
+    got, _, exact = compared(models, ids)
+    # Each pattern matters here: without the window, and without causality, logits differ.
+    for settings in ({"sliding_window": 1000}, {"use_bidirectional_attention": True}):
+        other = gemma(device)[1]
+        for key, value in settings.items():
+            setattr(other.config, key, value)
+        wrong = logits(other, "eager", ids)
+        assert (wrong - exact).abs().max() > 4 * (got - exact).abs().max()
+
+
+def test_steps_with_a_cache(device):
+    """Prefill, a chunk of queries over more keys, then decoding beyond the sliding window."""
+    model, exact = gemma(device)
+    ids = tokens(1, 16, device)
+    expected, eager = logits(exact, "eager", ids), logits(model, "eager", ids)
+    model.set_attn_implementation(integration.NAME)
+    cache, got = transformers.DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for first, last in ((0, 5), (5, 14), (14, 15), (15, 16)):
+            step = model(ids[:, first:last], past_key_values=cache, use_cache=True)
+            got.append(step.logits.float())
+    assert_as_good(torch.cat(got, dim=1), eager, expected)
+
+
+def test_generate_with_left_padding(device):
+    """transformers' own generation, whose static cache is longer than the sequence."""
+    model, _ = gemma(device)
+    ids = tokens(2, 6, device)
+    padding = torch.ones_like(ids)
+    padding[0, :4] = 0
+    options = {
+        "attention_mask": padding, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0,
+        "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True,
+        "disable_compile": True,
+    }  # fmt: skip
+    results = {}
+    for implementation in ("eager", integration.NAME):
+        model.set_attn_implementation(implementation)
+        for cache in ("dynamic", "static"):
+            step = model.generate(ids, cache_implementation=cache, **options)
+            results[implementation, cache] = torch.stack(step.logits).float()
+    eager = results["eager", "dynamic"]
+    for cache in ("dynamic", "static"):
+        # The first step alone: later ones follow the tokens chosen.
+        difference = (results[integration.NAME, cache][0] - eager[0]).abs().max()
+        assert difference <= 0.05 * eager[0].abs().max()
+    assert torch.equal(results[integration.NAME, "static"], results[integration.NAME, "dynamic"])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(device, side):
+    """Rows of padding take no part; positions are the same in all implementations."""
+    padding = torch.ones(3, 13, dtype=torch.long, device=device)
+    for row, count in enumerate((0, 4, 11)):
+        if count:
+            padding[row, slice(count) if side == "left" else slice(-count, None)] = 0
+    models = gemma(device)
+    compared(models, tokens(3, 13, device), padding.bool(), attention_mask=padding)
+
+
+def test_bidirectional_model(device):
+    """EmbeddingGemma's kind: no causality, a window on both sides."""
+    models = gemma(device, use_bidirectional_attention=True)
+    padding = torch.ones(2, 13, dtype=torch.long, device=device)
+    padding[1, 9:] = 0
+    compared(models, tokens(2, 13, device), padding.bool(), attention_mask=padding)
+
+
+def test_softcap_sink_and_no_scale(device):
+    """What Gemma 2 and gpt-oss pass beside Gemma 3's arguments."""
+    q, k, v = (
+        torch.randn(1, heads, 5, 256).to(device, torch.bfloat16) for heads in (2, 1, 1)
+    )
+    sink = torch.randn(2).to(device)
+    module = torch.nn.Module()
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    out, weights = integration.attention(
+        module, q, k, v, None, softcap=5.0, s_aux=sink, sliding_window=3, is_causal=False,
+        dropout=0.0, position_ids=None,
+    )  # fmt: skip
+    expected = flash_attn_func(*turned, softcap=5.0, learnable_sink=sink, window_size=(2, 2))
+    assert weights is None and torch.equal(out, expected)
+    causal, _ = integration.attention(module, q, k, v, None)
+    assert torch.equal(causal, flash_attn_func(*turned, causal=True))
+
+
+def test_refusals(device):
+    q, k, v = (torch.zeros(1, 1, 5, 256, dtype=torch.bfloat16, device=device) for _ in range(3))
+    module = torch.nn.Module()
+    for option in ({"dropout": 0.1}, {"output_attentions": True}, {"cu_seq_lens_q": q}):
+        with pytest.raises(NotImplementedError, match=next(iter(option))):
+            integration.attention(module, q, k, v, None, **option)
+    with pytest.raises(ValueError, match="four dimensions"):
+        integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="without 'flash'"):
+        integration.register("my_flash")
+
+
+def test_masks_not_offered(device):
+    """A pattern the kernel would not compute is refused, never replaced by a causal one."""
+    model, _ = gemma(device)
+    model.set_attn_implementation(integration.NAME)
+    ids = tokens(1, 6, device)
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    with pytest.raises(ValueError, match="accepted: full, causal"):
+        model(ids, position_ids=packed, use_cache=False)
+    holes = torch.tensor([[1, 1, 0, 1, 1, 1]], device=device)
+    with pytest.raises(ValueError, match="padding between"):
+        model(ids, attention_mask=holes)
+    embeddings = torch.zeros(1, 6, 64, dtype=torch.bfloat16, device=device)
+    blocks = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, -1]], device=device)}
+    create = masking_utils.create_causal_mask
+    with pytest.raises(ValueError, match="or_mask"):
+        create(model.config, embeddings, None, None, **blocks)
+    blocks["block_sequence_ids"].fill_(-1)
+    assert create(model.config, embeddings, None, None, **blocks) is None
+
+
+def test_versions(monkeypatch):
+    for version in ("4.57.1", "5.19.0", "6.0.0"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        with pytest.raises(ImportError, match=f"transformers {version} is installed"):
+            integration.register()
+    monkeypatch.undo()
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match="do not take kv_length.*q_offset"):
+        integration.register()
+
+
+def test_without_registration_of_the_mask(device, monkeypatch):
+    """Why `register` registers two functions: transformers builds no mask for unknown names."""
+    model, _ = gemma(device)
+    monkeypatch.delitem(masking_utils.AttentionMaskInterface._global_mapping, integration.NAME)
+    model.set_attn_implementation(integration.NAME)
+    embeddings = torch.zeros(1, 6, 64, dtype=torch.bfloat16, device=device)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1]], device=device)
+    create = masking_utils.create_causal_mask
+    assert create(model.config, embeddings, padding, None) is None
+    integration.register()
+    assert create(model.config, embeddings, padding, None).flatten().tolist() == [2, 6, 2, 6]
