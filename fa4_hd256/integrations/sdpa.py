@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
+from schedulers.choice import clc_requested
+
+from .. import named_configs
+from ..autograd import backward
+from ..backward_config import BackwardConfig
 from ..interface import flash_attn_varlen_func
+from ..problem import Options
 
 NAME = "fa4_hd256"
 
@@ -77,9 +83,44 @@ def _flash_attn_fwd(
     return result, lse if return_lse else None
 
 
-def _flash_attn_bwd(*tensors: torch.Tensor, **options: Any) -> None:
-    """The backward that PyTorch's adapter asks for; not offered."""
-    raise NotImplementedError(
-        "fa4_hd256 offers no backward; call SDPA under torch.no_grad() or restore PyTorch's own "
-        "with torch.nn.attention.restore_flash_attention_impl()"
+def _flash_attn_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The backward that PyTorch's adapter calls.
+
+    Tensors as in `_flash_attn_fwd`, out and lse its results. options: softmax_scale, causal,
+    window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k; the result is deterministic
+    whatever `deterministic` says. The adapter does not say how long packed sequences are; the
+    grids follow their total.
+
+    Returns (dq, dk, dv). Raises as `flash_attn_varlen_func` does.
+    """
+    options.pop("deterministic", None)
+    ragged = (options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None))
+    window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
+    checked = Options.check(
+        options.pop("softmax_scale", None), options.pop("causal", False), window, 0.0,
+        clc_requested(None),
+    )  # fmt: skip
+    if options:
+        raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
+    packed = [tensor.ndim == 3 for tensor in (q, k)]
+    longest = [t.shape[0] if p else None for t, p in zip((q, k), packed, strict=True)]
+    sides = (-1 if side is None else side for side in checked.window)
+    tensors = (dout, None, q, k, v, out, lse)
+    is_packed = (packed[0], False, packed[0], packed[1], packed[1], packed[0], packed[0])
+    tensors = (t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True))
+    *gradients, _ = backward(
+        *tensors, checked.softmax_scale, *sides, 0.0, None, *ragged, None, None, *longest,
+        checked.use_clc, named_configs.register(None, BackwardConfig), [True, True, False],
+    )  # fmt: skip
+    return tuple(
+        gradient.squeeze(0) if tensor.ndim == 3 else gradient
+        for gradient, tensor in zip(gradients, (q, k, v), strict=True)
     )

@@ -108,12 +108,39 @@ def test_what_is_not_offered(device, adapted):
         adapted._fa4_scaled_dot_product_flash_attention_forward_impl(
             *(x[..., :64] for x in (q, k, v))
         )
-    out, lse = torch.empty_like(q), torch.zeros(2, 2, 9, device=device)
-    empty = torch.zeros(0, device=device)
-    with pytest.raises(NotImplementedError, match="no backward"):
-        adapted._fa4_scaled_dot_product_flash_attention_backward_impl(
-            out, q, k, v, out, lse, None, None, 9, 9, 0.0, False, empty, empty
-        )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_backward(device, adapted, is_causal):
+    """dq, dk, dv of the adapter against PyTorch's own in float32."""
+    q, k, v = inputs(device)
+    out, lse, *_ = adapted._fa4_scaled_dot_product_flash_attention_forward_impl(
+        q, k, v, is_causal=is_causal
+    )
+    dout, empty = torch.randn_like(out), torch.zeros(0, device=device)
+    got = adapted._fa4_scaled_dot_product_flash_attention_backward_impl(
+        dout, q, k, v, out, lse, None, None, 9, 9, 0.0, is_causal, empty, empty
+    )
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, is_causal=is_causal, enable_gqa=True
+    )
+    for gradient, wanted in zip(got, torch.autograd.grad(expected, leaves, dout.float())):
+        assert gradient.shape == wanted.shape
+        assert (gradient.float() - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_backward_of_packed_sequences(device, adapted):
+    """As dense sequences one by one."""
+    offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+    q, k, v, dout = (torch.randn(9, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1, 2))
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    out, lse = integration._flash_attn_fwd(q, k, v, causal=True, max_seqlen_q=6, **packed)
+    got = integration._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, **packed)
+    for rows in (slice(0, 3), slice(3, 9)):
+        one = [x[rows][None] for x in (q, k, v, out, dout)]
+        alone = integration._flash_attn_bwd(*one, lse[None, :, rows], causal=True)
+        assert all(torch.equal(a[rows], b[0]) for a, b in zip(got, alone, strict=True))
 
 
 def test_registration(device, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 
 #: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
 PLAIN = (None, None, None, None, None, None, None, False, "", "")
@@ -21,6 +21,50 @@ def test_opcheck(device):
     operator = torch.ops.fa4_hd256.forward.default
     flash_attn_func(*inputs(device))  # registers the default configuration's name
     torch.library.opcheck(operator, (*inputs(device), 0.0625, -1, 0, 0.0, *PLAIN))
+
+
+def features(device):
+    """Window, softcap and sink of padded sequences in use up to some row."""
+    used = torch.tensor([7], dtype=torch.int32, device=device)
+    sink = torch.randn(2, device=device)
+    return 3, 5, 20.0, sink, None, None, used, used, *PLAIN[5:]
+
+
+def packed(device):
+    """Causal packed sequences, one of them empty."""
+    cu_q, cu_k = (
+        torch.tensor(offsets, dtype=torch.int32, device=device)
+        for offsets in ([0, 4, 4, 9], [0, 9, 11, 20])
+    )
+    return -1, 0, 0.0, None, cu_q, cu_k, None, None, 5, 9, *PLAIN[7:]
+
+
+@pytest.mark.parametrize("variant", [features, packed])
+def test_opcheck_of_features(device, variant):
+    operator = torch.ops.fa4_hd256.forward.default
+    flash_attn_func(*inputs(device))
+    torch.library.opcheck(operator, (*inputs(device), 0.0625, *variant(device)))
+
+
+@pytest.mark.parametrize("variant", [features, packed])
+def test_compiled_features(device, variant):
+    """torch.compile keeps the operator whole with every feature, and gives the same bits."""
+    left, right, softcap, sink, cu_q, cu_k, used_q, used_k, max_q, max_k, *_ = variant(device)
+    options = {
+        "window_size": (left, right), "softcap": softcap, "learnable_sink": sink,
+        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k,
+        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "return_lse": True,
+    }  # fmt: skip
+    tensors = inputs(device)
+    if cu_q is not None:
+        tensors = tuple(t[0] for t in tensors)
+
+    def layer(q, k, v):
+        return flash_attn_varlen_func(q * 2, k, v, **options)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*tensors), layer(*tensors), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_shapes_without_running():

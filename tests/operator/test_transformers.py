@@ -6,11 +6,15 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache, masking_utils
-from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.integrations import transformers as integration
+
+# On Python 3.10 there is no version of transformers with the interface used here.
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, masking_utils  # noqa: E402
+from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig  # noqa: E402
 
 WINDOW = 8
 VOCABULARY = 64
@@ -214,3 +218,31 @@ def test_without_registration_of_the_mask(device, monkeypatch):
     assert create(model.config, embeddings, padding, None) is None
     integration.register()
     assert create(model.config, embeddings, padding, None).flatten().tolist() == [2, 6, 2, 6]
+
+
+def test_training_step(device):
+    """Loss and parameter gradients of one step, with padding, against eager attention in float32."""
+    model, exact = gemma(device)
+    ids = tokens(2, 12, device)
+    padding = torch.ones_like(ids)
+    padding[1, 9:] = 0
+    labels = ids.masked_fill(padding == 0, -100)
+
+    def step(model, implementation):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        loss = model(ids, attention_mask=padding, labels=labels).loss
+        loss.backward()
+        return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+    loss, gradients = step(model, integration.NAME)
+    eager_loss, eager = step(model, "eager")
+    exact_loss, expected = step(exact, "eager")
+    assert abs(loss - exact_loss) <= 2 * abs(eager_loss - exact_loss) + 2**-8 * exact_loss
+    for parameter, wanted in expected.items():
+        error, eager_error = (
+            (found[parameter] - wanted).norm().item() for found in (gradients, eager)
+        )
+        assert error <= 2 * eager_error + 2**-8 * wanted.norm().item(), parameter
+        # The tolerance must be far from what a missing gradient would give.
+        assert error < wanted.norm().item() / 4, parameter
