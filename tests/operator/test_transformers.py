@@ -13,8 +13,8 @@ from fa4_hd256.integrations import transformers as integration
 # On Python 3.10 there is no version of transformers with the interface used here.
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, masking_utils  # noqa: E402
-from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig  # noqa: E402
+from transformers import DynamicCache, masking_utils
+from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
 
 WINDOW = 8
 VOCABULARY = 64
@@ -221,7 +221,7 @@ def test_without_registration_of_the_mask(device, monkeypatch):
 
 
 def test_training_step(device):
-    """Loss and parameter gradients of one step, with padding, against eager attention in float32."""
+    """Loss and parameter gradients of one step, with padding, against eager attention."""
     model, exact = gemma(device)
     ids = tokens(2, 12, device)
     padding = torch.ones_like(ids)
