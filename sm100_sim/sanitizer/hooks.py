@@ -263,9 +263,12 @@ def _fence_after(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> E
 def _alloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     spaced = any(part.startswith("shared") for part in instruction.name.split("."))
     target = shared_address(instruction.operands[0], not spaced)
+    is_pair = "cta_group::2" in instruction.modifiers
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
+        if is_pair:
+            sanitizer.pair_allocates(state)
         before = dict(warp.cta.tmem.allocations)
         outcome = execute(warp, lanes)
         if outcome is None:

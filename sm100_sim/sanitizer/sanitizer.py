@@ -240,6 +240,20 @@ class Sanitizer:
         )
         self.report(Finding("arrivals-unbalanced", text), (barrier.address & 0xFFFFFF,))
 
+    def pair_allocates(self, state: WarpState) -> None:
+        """tcgen05.alloc of a pair: the peer CTA must be known to run (PTX ISA 9.7.16.7.1)."""
+        cta = state.warp.cta
+        first = (cta.rank ^ 1) * self.layout.warps
+        entries = [AGENTS_OF_A_WARP * (first + w) + GENERIC for w in range(self.layout.warps)]
+        if not state.frontier[entries].any():
+            access = state.access("generic", False)
+            text = (
+                f"{findings.describe(access)} allocates for both CTAs of a pair, but nothing tells "
+                "that the peer has started: a cluster barrier must come before"
+            )
+            index = state.instruction.index
+            self.report(Finding("peer-not-met", text, findings.lines(access)), (index,))
+
     # ------------------------------------------------------------ barriers
 
     def barrier_begins(self, barrier: WatchedBarrier) -> None:

@@ -197,5 +197,90 @@ clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q0;
 /*proxy*/ fence.proxy.async.shared::cta;
 /*meet*/ bar.sync 0;
 xor.b32 %r4, %r4, 1;
-@%p2 bra LOOP;
+/*again*/ @%p2 bra LOOP;
+"""
+
+# Every CTA writes its own 128 bytes of global memory.
+WRITERS = _START + """
+mov.u32 %r4, %ctaid.x;
+shl.b32 %r6, %r4, 7;  shl.b32 %r7, %r0, 2;
+/*own part*/ add.u32 %r7, %r7, %r6;
+cvt.u64.u32 %rd0, %r7;  add.u64 %rd0, %rd0, %rd8;
+st.global.b32 [%rd0], %r0;
+"""
+
+# One copy; its barrier is then left as it was found.
+ONE_COPY = _START + """
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 1;
+fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared.b64 _, [smem], 128;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [smem+1024], [%rd8], 128, [smem];
+READY:
+bar.sync 0;
+W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], 0;  @!%p1 bra W;
+ld.shared.b32 %r7, [%r5+1024];
+bar.sync 0;
+@%p0 bra END;
+/*left*/ bar.warp.sync 1;
+END:
+"""
+
+# Two warps arrive at a barrier of two, in turns, and wait for each other.
+TURNS = _START + """
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 2;
+READY:
+bar.sync 0;
+mov.u32 %r4, 0;
+st.shared.b32 [%r5+64], %r0;
+LOOP:
+bar.warp.sync -1;
+/*who*/ setp.eq.u32 %p1, %r2, 0;
+@%p1 mbarrier.arrive.shared.b64 _, [smem];
+and.b32 %r6, %r4, 1;
+W: mbarrier.try_wait.parity.shared.b64 %p2, [smem], %r6;  @!%p2 bra W;
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
+@%p3 bra LOOP;
+"""
+
+# Two warps meet at a named barrier.
+NAMED = _START + """
+/*meet*/ bar.sync 3, 64;
+"""
+
+# One CTA of a pair sends a copy to both.
+MULTICAST = ".reg .b16 %h<1>;" + _START + """
+mov.u32 %r10, %cluster_ctarank;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 1;
+fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared.b64 _, [smem], 128;
+READY:
+barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
+add.u32 %r11, %r10, %r0;  setp.ne.u32 %p1, %r11, 0;
+/*mask*/ mov.u32 %r12, 3;
+cvt.u16.u32 %h0, %r12;
+@%p1 bra WAIT;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster\
+ [smem+1024], [%rd8], 128, [smem], %h0;
+WAIT:
+W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], 0;  @!%p1 bra W;
+ld.shared.b32 %r7, [%r5+1024];
+barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
+"""
+
+# A pair allocates tensor memory together and frees it.
+PAIR_ALLOC = _START + """
+setp.ne.u32 %p1, %r1, 0;
+/*start*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
+@%p1 bra ALLOCATED;
+tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [smem+16], 64;
+ALLOCATED:
+bar.sync 0;
+ld.shared.b32 %r10, [smem+16];
+barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
+@%p1 bra END;
+/*free*/ tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r10, 64;
+END:
 """

@@ -3,7 +3,22 @@
 import numpy as np
 import pytest
 from kernels import run_kernel_text
-from sanitizer_kernels import CANCEL, COPIES, ONE_WAY, PAIR, RING, TENSOR, changed, without
+from sanitizer_kernels import (
+    CANCEL,
+    COPIES,
+    MULTICAST,
+    NAMED,
+    ONE_COPY,
+    ONE_WAY,
+    PAIR,
+    PAIR_ALLOC,
+    RING,
+    TENSOR,
+    TURNS,
+    WRITERS,
+    changed,
+    without,
+)
 
 from sm100_sim.errors import SimulationError
 
@@ -19,6 +34,12 @@ LAUNCHES = {
     "COPIES": (COPIES, {"array": 32}),
     "TENSOR": (TENSOR, {"block": (128, 1, 1)}),
     "CANCEL": (CANCEL, {"block": (64, 1, 1), "grid": (5, 1, 1), "clusters": 1}),
+    "WRITERS": (WRITERS, {"grid": (2, 1, 1), "array": 64}),
+    "ONE_COPY": (ONE_COPY, {"array": 32}),
+    "TURNS": (TURNS, {"block": (64, 1, 1)}),
+    "NAMED": (NAMED, {"block": (64, 1, 1)}),
+    "MULTICAST": (MULTICAST, {"cluster": (2, 1, 1), "grid": (2, 1, 1), "array": 32}),
+    "PAIR_ALLOC": (PAIR_ALLOC, {"cluster": (2, 1, 1), "grid": (2, 1, 1), "block": (64, 1, 1)}),
 }
 
 
@@ -40,6 +61,9 @@ def test_correct_kernels_are_clean(name, options):
     assert run(LAUNCHES[name][0], name, **options) == []
 
 
+FEWER_BYTES = """mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [smem], 64;
+mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [smem], 32;"""
+
 #: kernel, change, the kinds of which at least one must be reported.
 PLANTED = [
     # 1: P is announced to the MMA before it is in tensor memory.
@@ -54,12 +78,23 @@ PLANTED = [
     ("TENSOR", without(TENSOR, "end"), {"freed-in-use", "TmemError"}),
     # 5: the consumer reads another slot than the one that was filled.
     ("RING", changed(RING, "read", "ld.shared.b32 %r7, [%r5+192];"), {"uninitialised-read"}),
+    # 6: one warp arrives in place of another; bytes are expected that never come.
+    ("TURNS", changed(TURNS, "who", "setp.lt.u32 %p1, %r0, 2;"),
+     {"arrivals-unbalanced", "phase-skipped"}),
+    ("ONE_COPY", changed(ONE_COPY, "left", FEWER_BYTES), {"transactions-at-exit"}),
     # 7: a producer that does not wait runs ahead by more than one phase.
     ("RING", without(RING, "empty"), {"race", "phase-not-observed"}),
     # 8: the response is asked for again before everybody has read it.
     ("CANCEL", without(CANCEL, "meet"), {"race", "phase-skipped"}),
+    # 9: another request after one that failed.
+    ("CANCEL", changed(CANCEL, "again", "bra LOOP;"), {"ClcError"}),
+    # 10: a named barrier that does not exist, or of more threads than come.
+    ("NAMED", changed(NAMED, "meet", "bar.sync 16, 64;"), {"BarrierError"}),
+    ("NAMED", changed(NAMED, "meet", "bar.sync 3, 96;"), {"Hang"}),
     # 11: a CTA exits while its peer may still arrive at its barrier.
     ("ONE_WAY", without(ONE_WAY, "end"), {"exit-too-early"}),
+    # 12: a mask that names a CTA outside the cluster.
+    ("MULTICAST", changed(MULTICAST, "mask", "mov.u32 %r12, 7;"), {"SimulationError"}),
     # 13: .cta scope where the barrier is in another CTA.
     ("PAIR", changed(PAIR, "arrive",
                      "mbarrier.arrive.release.cta.shared::cluster.b64 _, [%r12];"), {"race"}),
@@ -69,6 +104,14 @@ PLANTED = [
     ("COPIES", without(COPIES, "drain"), {"bulk-store-in-flight"}),
     # 15: missing waits at hand-offs through shared memory.
     ("RING", without(RING, "full"), {"race", "uninitialised-read"}),
+    # 16: an aligned barrier executed by a part of a warp.
+    ("NAMED", changed(NAMED, "meet", "@%p0 bra L;\nbar.sync 2, 64;\nL: bar.sync 3, 64;"),
+     {"DivergenceError"}),
+    # 17: the pair's allocation before the peer is known to run; columns that nobody frees.
+    ("PAIR_ALLOC", without(PAIR_ALLOC, "start"), {"peer-not-met"}),
+    ("PAIR_ALLOC", without(PAIR_ALLOC, "free"), {"TmemError"}),
+    # 18: one element written by two CTAs.
+    ("WRITERS", without(WRITERS, "own part"), {"two-writers"}),
     # 21: results of the tensor core used before its completion is known.
     ("TENSOR", without(TENSOR, "wait d"), {"mma-in-flight"}),
     ("TENSOR", without(TENSOR, "wait a"), {"store-in-flight", "race", "load-in-flight"}),
