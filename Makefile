@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO ?=
 TESTS ?= -n 2 --durations 10
-CLC_TESTS ?= -n 2 tests/operator/test_forward.py -k "lengths or batch or tiles or visible or fp16"
+CLC_TESTS ?= -n 2 tests/operator/test_forward.py tests/operator/test_backward.py \
+    -k "(lengths or batch or tiles or visible or fp16) and not negative"
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint clean

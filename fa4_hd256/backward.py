@@ -32,7 +32,15 @@ from .kernels import KernelSpec
 from .problem import Options, Problem, as_kernel_operand, without_expanded_heads
 from .sequences import padded_rows
 
-__all__ = ["BackwardCall", "Wanted", "empty_stats", "row_operand", "run_backward", "run_preprocess"]
+__all__ = [
+    "BackwardCall",
+    "Wanted",
+    "empty_stats",
+    "kernel_specs",
+    "row_operand",
+    "run_backward",
+    "run_preprocess",
+]
 
 
 class Wanted(NamedTuple):
@@ -122,9 +130,19 @@ def run_backward(
     return dq, dk, dv, dsink
 
 
+def kernel_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, KernelSpec]:
+    """The kernels of a call, by kind, in the order in which they run."""
+    specs = (
+        KernelSpec("backward_preprocess", PreprocessConfig(), problem.preprocess_class),
+        KernelSpec("backward_dq", config, problem.dq_class),
+        KernelSpec("backward_dkdv", config, problem.dkdv_class),
+    )
+    return {spec.kind: spec for spec in specs}
+
+
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
-    spec = KernelSpec("backward_preprocess", PreprocessConfig(), problem.preprocess_class)
+    spec = kernel_specs(problem, BackwardConfig())["backward_preprocess"]
     launch(
         compile_kernel(spec),
         problem.forward.device,
@@ -140,7 +158,7 @@ def _run_dq(
     is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
     dq = _result(forward, forward.q_shape, forward.dtype, is_zero)
     if not problem.has_no_queries and not problem.has_no_keys:
-        spec = KernelSpec("backward_dq", config, problem.dq_class)
+        spec = kernel_specs(problem, config)["backward_dq"]
         _launch(spec, problem, _with_results(tensors, dq))
     return dq
 
@@ -161,7 +179,7 @@ def _run_dkdv(
         for _ in range(2)
     )
     if not problem.has_no_queries and not problem.has_no_keys:
-        spec = KernelSpec("backward_dkdv", config, problem.dkdv_class)
+        spec = kernel_specs(problem, config)["backward_dkdv"]
         _launch(spec, problem, _with_results(tensors, dk, dv))
     if shape[2] == heads and splits > 1:
         dk, dv = (t.unflatten(2, (heads, splits)).sum(dim=3) for t in (dk, dv))

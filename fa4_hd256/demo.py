@@ -1,4 +1,4 @@
-"""`python -m fa4_hd256 demo`: one attention layer of a real model, run and judged."""
+"""`python -m fa4_hd256 demo`: one attention layer of a real model, forward and backward, judged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 from . import reference
 from .backends import run_forward
-from .compile import CompiledKernel, compile_forward
+from .backward import BackwardCall, Wanted, kernel_specs, run_backward
+from .backward_config import BackwardConfig
+from .compile import CompiledKernel, compile_forward, compile_kernel
 from .config import HEAD_DIM, ForwardConfig
 from .problem import Options, Problem
 from .resources import resource_usage
@@ -77,9 +79,9 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     compiled = compile_forward(config, problem.problem_class)
     start = time.perf_counter()
     out, lse = run_forward(compiled, problem, (q, k, v))
-    if device == "cuda":
-        torch.cuda.synchronize()
+    _synchronise(device)
     seconds = time.perf_counter() - start
+    executed = _executed(config) if device == "cpu" else {}
     comparison = reference.compare(out, lse, (q, k, v), causal=True)
     return {
         "model": heads.name,
@@ -93,20 +95,61 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         "compile_seconds": compiled.seconds,
         "compiled_before": compiled.from_disk,
         "pattern_share": float(config.ex2_pattern.true_share(config.block_kv)),
-        **_resources(compiled, config),
-        **(_executed(config) if device == "cpu" else {}),
+        **_resources(compiled, config.smem.num_bytes, config.tmem.allocated_columns),
+        **executed,
+        "backward": _run_backward((q, k, v), out, lse, generator),
     }
+
+
+def _run_backward(
+    inputs: tuple, out: torch.Tensor, lse: torch.Tensor, generator: torch.Generator
+) -> dict[str, Any]:
+    """Gradients for a random gradient of out: their errors, and what each kernel took."""
+    device = out.device.type
+    dout = torch.randn(out.shape, generator=generator).to(out)
+    call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
+    problem = call.describe(Options.check(None, True, (None, None), 0.0, False), None, None)
+    config = BackwardConfig()
+    kernels = [compile_kernel(spec) for spec in kernel_specs(problem, config).values()]
+    start = time.perf_counter()
+    found = dict(zip("qkv", run_backward(call, problem, Wanted(), config)))
+    _synchronise(device)
+    seconds = time.perf_counter() - start
+    plans = (None, config.dq, config.dkdv)
+    executed = _executed_backward() if device == "cpu" else [{}] * 3
+    compared = reference.compare_gradients(found, inputs, dout, causal=True)
+    return {
+        "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},
+        "accurate": all(c.max_error <= c.tolerance for c in compared.values()),
+        "splits": problem.splits,
+        "kernels": {
+            name: {**_resources(kernel, *_plan_sizes(plan)), **counts}
+            for name, kernel, plan, counts in zip(
+                ("preprocess", "dq", "dkdv"), kernels, plans, executed, strict=True
+            )
+        },
+        "run_seconds": seconds,
+        "compile_seconds": sum(kernel.seconds for kernel in kernels),
+        "compiled_before": all(kernel.from_disk for kernel in kernels),
+    }
+
+
+def _synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _plan_sizes(plan: Any) -> tuple[int, int]:
+    """(SMEM bytes, TMEM columns); the preprocess kernel has no plan and uses none of either."""
+    return (0, 0) if plan is None else (plan.smem.num_bytes, plan.tmem.allocated_columns)
 
 
 def _heads(model: Model) -> dict[str, int]:
     return {"heads": model.heads_q, "heads_kv": model.heads_kv}
 
 
-def _resources(compiled: CompiledKernel, config: ForwardConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "smem_bytes": config.smem.num_bytes,
-        "tmem_columns": config.tmem.allocated_columns,
-    }
+def _resources(compiled: CompiledKernel, smem_bytes: int, tmem_columns: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"smem_bytes": smem_bytes, "tmem_columns": tmem_columns}
     try:
         usage = resource_usage(compiled.cubin)
     except RuntimeError as error:
@@ -142,6 +185,21 @@ def _executed(config: ForwardConfig) -> dict[str, Any]:
     }
 
 
+def _executed_backward() -> list[dict[str, Any]]:
+    """What the last three simulated launches executed: preprocess, dQ, dK/dV."""
+    import sm100_sim
+
+    return [
+        {
+            "grid": list(report.grid),
+            "tcgen05_mma": report.warps("tcgen05.mma"),
+            "mufu_ex2": report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"],
+            "tma_bytes": sum(report.tma.values()),
+        }
+        for report in sm100_sim.last_reports()[-3:]
+    ]
+
+
 def text(result: dict[str, Any]) -> str:
     """The result as the demo prints it."""
     shape = result["shape"]
@@ -172,9 +230,44 @@ def text(result: dict[str, Any]) -> str:
             f"  SMEM, TMEM         {result['smem_bytes']} bytes, {result['tmem_columns']} columns",
             f"  time               {origin} {result['compile_seconds']:.2f} s, "
             f"run in {result['run_seconds']:.2f} s",
-            f"  verdict            {'accurate' if result['accurate'] else 'NOT ACCURATE'}",
+            f"  verdict            {_verdict(result)}",
+            *_backward_text(result["backward"]),
         ]
     )
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    return "accurate" if result["accurate"] else "NOT ACCURATE"
+
+
+def _backward_text(result: dict[str, Any]) -> list[str]:
+    lines = ["backward, for a random gradient of out:"]
+    for name, errors in result["gradients"].items():
+        lines.append(
+            f"  {name}, max error      {errors['max_error']:.3e}   (same-dtype PyTorch: "
+            f"{errors['pytorch_max_error']:.3e}), relative L2 {errors['rel_l2']:.3e}"
+        )
+    for name, kernel in result["kernels"].items():
+        if "grid" in kernel:
+            lines.append(
+                f"  {name:18} {kernel['grid'][0]} CTAs, {kernel['tcgen05_mma']} tcgen05.mma, "
+                f"{kernel['mufu_ex2']} MUFU ex2, {kernel['tma_bytes']} bytes by TMA"
+            )
+        registers = "" if kernel["registers"] is None else (
+            f"{kernel['registers']} registers, {kernel['stack_bytes']} bytes of stack, "
+            f"{kernel['local_bytes']} of local memory; "
+        )
+        lines.append(
+            f"  {'':18} {registers}SMEM {kernel['smem_bytes']} bytes, TMEM "
+            f"{kernel['tmem_columns']} columns"
+        )
+    origin = "loaded from the cache in" if result["compiled_before"] else "compiled in"
+    return [
+        *lines,
+        f"  time               {origin} {result['compile_seconds']:.2f} s, "
+        f"run in {result['run_seconds']:.2f} s",
+        f"  verdict            {_verdict(result)}",
+    ]
 
 
 def _executed_text(result: dict[str, Any]) -> list[str]:
@@ -191,7 +284,8 @@ def _executed_text(result: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Any) -> int:
-    """Run and print; exit status 1 if the error is above twice PyTorch's own."""
+    """Run and print; exit status 1 if the error of out is above twice PyTorch's own, or that of a
+    gradient above its tolerance (`reference.GradientComparison`)."""
     result = run(arguments.model, arguments.seqlen, arguments.device)
     print(json.dumps(result) if arguments.json else text(result))
-    return 0 if result["accurate"] else 1
+    return 0 if result["accurate"] and result["backward"]["accurate"] else 1

@@ -31,6 +31,23 @@ def test_what_the_demo_reports(result):
 
 
 @pytest.mark.simulator
+def test_what_the_demo_reports_of_the_backward(result):
+    found = result["backward"]
+    assert list(found["gradients"]) == ["dq", "dk", "dv"] and found["accurate"]
+    for errors in found["gradients"].values():
+        assert 0 < errors["max_error"] <= 2 * errors["pytorch_max_error"] + errors["rounding"] * 2
+        assert errors["rel_l2"] < 1e-2
+    # 4 heads: steps of 16 + 16 + 8 and of 4 x 16 instructions; each step has 256 x 128 scores.
+    kernels, steps = found["kernels"], 4 * 2
+    assert kernels["preprocess"]["tcgen05_mma"] == 0
+    assert kernels["dq"]["tcgen05_mma"] == steps * 40
+    assert kernels["dkdv"]["tcgen05_mma"] == steps * 64
+    assert kernels["dq"]["mufu_ex2"] == kernels["dkdv"]["mufu_ex2"] == steps * 256 * 128
+    assert all(k["stack_bytes"] == k["local_bytes"] == 0 for k in kernels.values())
+    assert found["run_seconds"] > 0 and found["compile_seconds"] > 0
+
+
+@pytest.mark.simulator
 def test_json_is_one_object(capsys):
     assert main(["demo", "--model", "gemma-3-1b", "--seqlen", "60", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -40,9 +57,10 @@ def test_json_is_one_object(capsys):
 @pytest.mark.simulator
 def test_text_names_every_figure(result):
     shown = demo.text(result)
-    for part in ("max error", "relative L2", "LSE", "tcgen05.mma", "MUFU", "TMA", "registers"):
+    parts = ("max error", "relative L2", "LSE", "tcgen05.mma", "MUFU", "TMA", "registers")
+    for part in (*parts, "dq, max error", "dk, max error", "dv, max error", "preprocess", "dkdv"):
         assert part in shown
-    assert shown.endswith("accurate") and "NOT" not in shown
+    assert shown.count("verdict            accurate") == 2 and "NOT" not in shown
 
 
 @pytest.mark.simulator
@@ -52,10 +70,11 @@ def test_no_spills_and_no_local_memory(result):
 
 @pytest.mark.simulator
 def test_an_error_above_twice_pytorchs_fails(result, monkeypatch, capsys):
-    wrong = {**result, "accurate": False}
-    monkeypatch.setattr(demo, "run", lambda *_: wrong)
-    assert main(["demo"]) == 1
-    assert "NOT ACCURATE" in capsys.readouterr().out
+    backward = {**result["backward"], "accurate": False}
+    for wrong in ({**result, "accurate": False}, {**result, "backward": backward}):
+        monkeypatch.setattr(demo, "run", lambda *_, wrong=wrong: wrong)
+        assert main(["demo"]) == 1
+        assert capsys.readouterr().out.count("NOT ACCURATE") == 1
 
 
 def test_arguments_that_are_not_accepted(capsys):
