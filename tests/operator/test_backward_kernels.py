@@ -34,7 +34,7 @@ def run(lengths, heads=(2, 1), causal=True, **options):
 
 
 # Several tiles either way, with rests; more queries than keys, so that some see nothing.
-@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize(
     ("lengths", "causal"), [((300, 330), True), ((300, 330), False), ((330, 150), True)]
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backward_cases import accurate, inputs
 
-from fa4_hd256 import flash_attn_varlen_func
+from fa4_hd256 import flash_attn_varlen_func, reference
 
 
 def offsets(lengths, device="cpu"):
@@ -93,8 +93,6 @@ def test_every_option_at_once(device):
         }  # fmt: skip
         cotangents = (dout[rows][None], dlse[:, rows][None])
         accurate(given, part, *cotangents, learnable_sink=sink, **options)
-        from fa4_hd256 import reference
-
         total += reference.gradients(part, *cotangents, learnable_sink=sink, **options)["sink"]
     # The sink's gradient is a sum over all rows of all sequences.
     assert torch.allclose(found["sink"].cpu().double(), total, rtol=1e-2, atol=1e-2)
