@@ -70,6 +70,13 @@ _TO_FLOAT: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
+def values_of(raw: np.ndarray, name: str) -> np.ndarray:
+    """float32 values of raw elements (unsigned integers of their width), same shape."""
+    out = np.empty(raw.shape, np.float32)
+    _TO_FLOAT[name](raw, out)
+    return out
+
+
 @lru_cache(maxsize=256)
 def _allocate(tag: str, shape: tuple[int, ...], dtype: str, thread: int) -> np.ndarray:
     return np.empty(shape, dtype)

@@ -34,8 +34,11 @@ def _space(i: Instruction) -> str:
 
 
 def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: int,
-                  write: bool) -> tuple[str, str]:
-    """Checked host addresses of a mem operand: (i64 lanes, mask <32 x i1> of lanes to access)."""
+                  write: bool, lanes: int = -1) -> tuple[str, str]:
+    """Checked host addresses of a mem operand: (i64 lanes, mask <32 x i1> of lanes to access).
+
+    lanes: mask of those whose addresses count.
+    """
     if op.kind != "mem" or op.items:
         raise unknown(i, "the address operand must be [base + offset]")
     wide = "" if space == "" else space.split("::")[0]
@@ -48,8 +51,11 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
         address = e.cast("zext", base, "i32", "i64")
     e.scratch_needed = True
     e.line(f"store <32 x i64> {address}, ptr %scratch, align 64")
+    given = e.executing_mask()
+    if lanes != -1:
+        given = e.name_for(f"and i32 {given}, {lanes}")
     mask = e.name_for(
-        f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {e.executing_mask()}, ptr %scratch, "
+        f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {given}, ptr %scratch, "
         f"i32 {width}, i32 {int(write)}, i32 {i.index})")
     if e.logging and space != "local" and (write or wide != "global"):
         tag = i.index << 1 | write

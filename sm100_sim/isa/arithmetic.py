@@ -12,6 +12,7 @@ from sm100_sim.isa import (  # noqa: F401  (imported for their table rows)
     arith_convert,
     arith_float,
     arith_math,
+    arith_matrix,
     arith_memory,
     arith_move,
     arith_warp,

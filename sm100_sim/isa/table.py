@@ -67,16 +67,18 @@ def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | Non
 
 
 def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
-              member_mask: int | None = None, defines: tuple[int, ...] = (0,)) -> Callable:
+              member_mask: int | None = None, defines: tuple[int, ...] = (0,),
+             aligned: bool = False) -> Callable:
     """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``.
 
-    An operation with a membermask operand waits until those lanes have converged.
+    An operation with a membermask operand waits until those lanes have converged, an aligned one
+    for all lanes that are alive.
     """
 
     def decorate(emit: Callable) -> Callable:
         for name in names:
             _register(Entry(name, statistics or name, emit=emit, defines=defines,
-                            aligned=member_mask is not None, member_mask=member_mask))
+                            aligned=aligned or member_mask is not None, member_mask=member_mask))
         return emit
 
     return decorate
