@@ -16,16 +16,22 @@ def main(arguments: list[str] | None = None) -> int:
     fitting = commands.add_parser("fit", help="fit a minimax polynomial for 2^f on [0, 1]")
     fitting.add_argument("--degree", type=int, choices=DEGREES, default=3)
     fitting.add_argument("--json", action="store_true", help="print one JSON object")
-    fitting.add_argument("--plot", metavar="FILE", help="write the error curve to an image file")
+    fitting.add_argument(
+        "--plot", metavar="FILE",
+        help="image file of the error curve; exp2_degree_N.png, with --json none",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     result = fit(options.degree)
     if options.json:
         print(json.dumps(result.as_dict()))
-    else:
-        print(_text(result))
-    if options.plot:
-        return _plot(result, options.plot)
-    return 0
+        return _plot(result, options.plot) if options.plot else 0
+    print(_text(result))
+    path = options.plot or f"exp2_degree_{options.degree}.png"
+    status = _plot(result, path)
+    if status == 0:
+        print(f"error curve: {path}")
+    # A curve that was not asked for by name is no reason to fail.
+    return status if options.plot else 0
 
 
 def _half_ulp(precision: int) -> float:
@@ -53,7 +59,7 @@ def _plot(result: Fit, path: str) -> int:
         import matplotlib
     except ImportError:
         print(
-            "--plot needs matplotlib, which is not installed: "
+            "no error curve: it needs matplotlib, which is not installed; "
             "pip install matplotlib (or this package with the extra [bench])",
             file=sys.stderr,
         )

@@ -122,13 +122,15 @@ def test_packed_with_every_option(use_clc, device):
     )  # fmt: skip
 
 
-def test_many_short_sequences_follow_max_seqlen(device):
+def test_many_short_sequences_follow_max_seqlen(use_clc, device):
     """64 sequences of 34 tokens: the grid counts one query block each, not the total's."""
-    check_packed((34,) * 64, (34,) * 64, False, device, heads=(1, 1), causal=True)
+    check_packed((34,) * 64, (34,) * 64, use_clc, device, heads=(1, 1), causal=True)
     if device == "cpu":
         import sm100_sim
 
         report = sm100_sim.last_reports()[-1]
+        if use_clc:
+            assert report.grid == (2 * 64, 1, 1)
         steps = report.warps("tcgen05.mma") // (16 + 8)
         assert steps == 64
 

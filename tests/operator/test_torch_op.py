@@ -102,3 +102,16 @@ def test_compiled_graph(device):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(*tensors), layer(*tensors)):
         assert torch.equal(got, expected)
+
+
+def test_one_graph_serves_all_lengths(device):
+    """With dynamic shapes nothing is traced again, as no kernel is compiled again."""
+
+    def layer(q, k, v):
+        return flash_attn_func(q, k, v, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seqlen in (9, 20):
+            tensors = [torch.randn(1, seqlen, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1)]
+            assert torch.equal(compiled(*tensors), layer(*tensors))

@@ -65,14 +65,22 @@ def test_command_line_text_and_plot_without_matplotlib(capsys, monkeypatch, tmp_
     assert main(["fit", "--degree", "2", "--plot", str(tmp_path / "curve.png")]) == 1
     captured = capsys.readouterr()
     assert "largest relative error" in captured.out and "c2 = " in captured.out
-    assert "--plot needs matplotlib" in captured.err
+    assert "no error curve: it needs matplotlib" in captured.err
+    assert main(["fit", "--degree", "2"]) == 0
+    assert "no error curve: it needs matplotlib" in capsys.readouterr().err
 
 
-def test_command_line_plot(tmp_path):
+def test_command_line_plot(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="the plot needs the extra [bench]")
-    path = tmp_path / "curve.png"
-    assert main(["fit", "--degree", "2", "--json", "--plot", str(path)]) == 0
-    assert path.stat().st_size > 1000
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", "--degree", "2", "--json"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["fit", "--degree", "2", "--json", "--plot", "curve.png"]) == 0
+    json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["fit", "--degree", "2"]) == 0
+    assert "error curve: exp2_degree_2.png" in capsys.readouterr().out
+    for name in ("curve.png", "exp2_degree_2.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_unknown_degree_is_refused():
