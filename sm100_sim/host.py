@@ -75,7 +75,8 @@ class LaunchConfig:
     `grid`, `block` and `cluster` are (x, y, z) in CTAs, threads and CTAs; `dynamic_smem` is in
     bytes. `param_pointers[i]` is the host address of the bytes of kernel parameter i, valid
     only while `on_launch` runs. `attributes` maps the name of every other launch attribute
-    (`ATTRIBUTE_NAMES`, or its number as text) to its first 32-bit word. `ptx` is the module.
+    (`ATTRIBUTE_NAMES`, or its number as text) to its first 32-bit word. `ptx` is the module,
+    `cubin` its machine code, empty unless it was kept.
     """
 
     kernel_name: str
@@ -87,6 +88,7 @@ class LaunchConfig:
     attributes: dict[str, int] = field(default_factory=dict)
     stream: int = 0
     ptx: str = field(default="", repr=False)
+    cubin: bytes = field(default=b"", repr=False)
 
 
 def ptx_of(compiled: Any) -> str:
@@ -110,8 +112,9 @@ def ptx_of(compiled: Any) -> str:
 
 
 @contextlib.contextmanager
-def keeping_ptx() -> Iterator[None]:
-    """While active, `cute.compile` keeps the PTX text in the compiled function.
+def keeping_ptx(cubin: bool = False) -> Iterator[None]:
+    """While active, `cute.compile` keeps the PTX text in the compiled function; cubin: the machine
+    code, too.
 
     Works after cutlass has been imported and leaves no file behind: the compiled object reads
     the text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
@@ -120,18 +123,21 @@ def keeping_ptx() -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
 
     variables = CuTeDSL._get_dsl().envar
-    saved = variables.keep_ptx, variables.dump_dir
+    saved = variables.keep_ptx, variables.dump_dir, variables.keep_cubin
     # Compiling copies the setting into the default options of `cute.compile`, which outlive it.
-    option = cute.compile._compile_options.options[cute.KeepPTX]
-    saved_option = option.value
+    options = cute.compile._compile_options.options
+    kept = [options[kind] for kind in (cute.KeepPTX, cute.KeepCUBIN)]
+    saved_options = [option.value for option in kept]
     with tempfile.TemporaryDirectory(prefix="sm100_sim_ptx_") as directory:
-        if not saved[0]:
+        if not saved[0] or cubin and not saved[2]:
             variables.keep_ptx, variables.dump_dir = True, directory
+            variables.keep_cubin = cubin or saved[2]
         try:
             yield
         finally:
-            variables.keep_ptx, variables.dump_dir = saved
-            option.value = saved_option
+            variables.keep_ptx, variables.dump_dir, variables.keep_cubin = saved
+            for option, value in zip(kept, saved_options, strict=True):
+                option.value = value
 
 
 # ---------------------------------------------------------------- CUDA runtime callbacks
@@ -273,6 +279,7 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         attributes=attributes,
         stream=stream or 0,
         ptx=run.program.ptx,
+        cubin=run.program.cubin,
     )
     if run.on_launch is not None:
         run.on_launch(config)
@@ -357,6 +364,7 @@ class HostProgram:
         dumped, or its host code needs a symbol that the simulator does not offer.
         """
         self.ptx = ptx_of(compiled)
+        self.cubin = getattr(compiled.artifacts, "CUBIN", None) or b""
         self.parameter_counts = {
             name: parameters.count(".param") for name, parameters in _ENTRY.findall(self.ptx)
         }

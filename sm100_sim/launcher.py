@@ -40,7 +40,8 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run; see `launch`. clusters None: `default_clusters`."""
+    """How kernels are run; see `launch`. clusters None: `default_clusters`. observe: called with
+    each launch and its report."""
 
     clusters: int | None = None
     seed: int | None = None
@@ -48,6 +49,7 @@ class Options:
     progress: Callable[[int, int], None] | None = None
     trace: bool = False
     sanitize: bool | str = False
+    observe: Callable[[LaunchConfig, Report], None] | None = None
 
     def __post_init__(self) -> None:
         if self.clusters is not None and (
@@ -135,6 +137,8 @@ def run_host_code(
     def on_launch(config: LaunchConfig) -> None:
         reports.append(_run_config(config, ranges, options))
         remember(reports[-1], report_file)
+        if options.observe is not None:
+            options.observe(config, reports[-1])
 
     call(on_launch)
     return reports

@@ -12,12 +12,12 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..arguments import tensor_ranges
 from ..errors import LaunchError
-from ..host import HostProgram, keeping_ptx
+from ..host import HostProgram, LaunchConfig, keeping_ptx
 from ..launcher import Options, run_host_code
 from ..report import Report
 from ..residency import NUM_SMS
@@ -56,12 +56,14 @@ class Session:
 @contextlib.contextmanager
 def attached(
     *, clusters: int | None = None, seed: int | None = None, schedule: str = "eager",
-    sanitize: bool | str | None = None,
+    sanitize: bool | str | None = None, trace: bool = False,
+    observe: Callable[[LaunchConfig, Report], None] | None = None,
 ) -> Iterator[Session]:
     """Run what is compiled and called inside in the simulator, on CPU tensors.
 
-    clusters, seed, schedule, sanitize: as for `launch`, for every launch inside; the SM100_SIM_*
-    environment variables are read where none is given. Yields a `Session`, whose `reports` grow
+    clusters, seed, schedule, sanitize, trace: as for `launch`, for every launch inside; the
+    SM100_SIM_* environment variables are read where none is given. observe: called with each launch
+    and its report; then cubins are kept, too. Yields a `Session`, whose `reports` grow
     with each launch.
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
@@ -72,14 +74,15 @@ def attached(
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")
     from . import driver, torch_cuda
 
-    session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize)
+    session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize,
+                      trace=trace, observe=observe)  # fmt: skip
     _active.append(session)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_no_library_caches())
             stack.enter_context(applied(torch_cuda.patches()))
             stack.enter_context(applied(driver.patches()))
-            stack.enter_context(_compiling_for_target())
+            stack.enter_context(_compiling_for_target(observe is not None))
             stack.enter_context(applied(_dsl_patches(session)))
             torch_cuda.register_custom_operators()
             yield session
@@ -91,12 +94,12 @@ _active: list[Session] = []
 
 
 @contextlib.contextmanager
-def _compiling_for_target() -> Iterator[None]:
+def _compiling_for_target(cubin: bool) -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
 
     variables = CuTeDSL._get_dsl().envar
     saved = vars(variables).get("_arch")
-    with keeping_ptx(), warnings.catch_warnings():
+    with keeping_ptx(cubin), warnings.catch_warnings():
         # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
         warnings.filterwarnings("ignore", message="Cache is disabled")
         variables.arch = TARGET

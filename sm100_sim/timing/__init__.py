@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Prediction", "ReplayError", "predict"]
+__all__ = ["Prediction", "ReplayError", "attached", "predict"]
 
 
 def __getattr__(name: str) -> Any:
     """The public names; loaded when asked for, so that the rest works without numba."""
-    if name in ("Prediction", "predict"):
+    if name in ("Prediction", "attached", "predict"):
         from . import prediction as module
     elif name == "ReplayError":
         from . import replay as module

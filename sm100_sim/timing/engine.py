@@ -63,12 +63,13 @@ _tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
     int(a) for a in (Action.TMEM_LOAD, Action.TMEM_STORE, Action.TMEM_STORE_WAIT, Action.MMA,
                      Action.COMMIT, Action.TMA_LOAD, Action.TMA_STORE)
 )  # fmt: skip
-_bulk_commit, _bulk_wait, _shared, _cancel = (
-    int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL)
-)
-_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE = (
+_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive = (
+    int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL,
+                     Action.COPY, Action.COPY_ARRIVE)
+)  # fmt: skip
+_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD = (
     int(kind) for kind in (Latency.OPERAND_READ, Latency.BARRIER_TEST, Latency.TMEM_LOAD,
-                           Latency.TMEM_STORE)
+                           Latency.TMEM_STORE, Latency.GLOBAL_LOAD)
 )  # fmt: skip
 
 # Columns of Model.code: the fields of `Instructions`.
@@ -82,7 +83,7 @@ _SHARED_RATE, _COLUMN_RATE, _LINK_RATE, RATES = range(4)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
  _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
- _HELD, _BOARDS) = range(21)  # fmt: skip
+ _HELD, _COPIED, _BOARDS) = range(22)  # fmt: skip
 _LAST, _SM, _SLOT_OF = LAST, SM, SLOT_OF
 _WHYS = _BOARDS + 6
 WARP_COLUMNS = _WHYS + 6
@@ -375,6 +376,8 @@ def _issue_arrivals(m, now, event):
         if nbytes:
             # Bytes are expected before the arrival counts, so that it completes no phase.
             m.barrier[barrier, 2] += nbytes
+        if action[3]:
+            m.barrier[barrier, 1] += arrivals
         if arrivals:
             _signal(m, at, barrier, arrivals, _NONE, event, _NOBODY)
 
@@ -553,6 +556,10 @@ def _perform(m, warp, now, number, event):
         _queue_for_tensor_core(m, sm, now, event)
     elif action == _arrive:
         _issue_arrivals(m, now, event)
+    elif action == _copy:
+        fields[_COPIED] = max(fields[_COPIED], now + m.clock[_GLOBAL_LOAD])
+    elif action == _copy_arrive:
+        _issue_arrivals(m, max(now, fields[_COPIED] - m.clock[_K_ARRIVE]), event)
     elif action == _init:
         bar = m.barrier[m.action[event, 1]]
         bar[0], bar[1], bar[2], bar[3] = m.action[event, 2], m.action[event, 2], 0, 0

@@ -38,6 +38,8 @@ _TABLE = (
     ("bulk_store", r"cp\.async\.bulk\.global", r"UBLKCP\.G"),
     ("bulk_reduce", r"cp\.reduce\.async\.bulk\.(global|shared)", r"UBLKRED"),
     ("bulk_commit", r"cp\.async\.bulk\.commit_group", r"UTMACMDFLUSH"),
+    ("copy", r"cp\.async\.(ca|cg)\.shared", r"LDGSTS"),
+    ("copy_arrive", r"cp\.async\.mbarrier\.arrive", r"ARRIVES"),
     ("bulk_wait", r"cp\.async\.bulk\.wait_group", r"DEPBAR\.LE"),
     ("clc_try_cancel", r"clusterlaunchcontrol\.try_cancel", r"UGETNEXTWORKID"),
     ("setmaxnreg", r"setmaxnreg", r"USETMAXREG"),
@@ -126,7 +128,10 @@ def retries(function: SassFunction, places: dict[int, str]) -> set[int]:
             block = function.blocks[before]
             kinds = [places[n] for n in range(block.start, block.stop) if n in places]
             if kinds:
-                if kinds[-1] != "wait" or not function.instructions[block.stop - 1].guard:
+                guard = function.instructions[block.stop - 1].guard
+                # The branch is taken on failure (@!P0) or on success (@P0).
+                failed = (index != before + 1) if guard.startswith("!") else index == before + 1
+                if kinds[-1] != "wait" or not guard or not failed:
                     return False
             elif len(block.successors) > 1 or not tried_before(before, seen | {index}):
                 return False

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+
+from sm100_sim.codegen import CompiledKernel
+from sm100_sim.codegen_blocks import operand_registers, uses_and_definitions
 
 from .sass import SassFunction
 
@@ -35,13 +39,46 @@ _PTX = [re.compile(ptx) for _, _, ptx, _ in FEATURES]
 _SASS = [re.compile(sass) for _, _, _, sass in FEATURES]
 
 
-def ptx_mixes(kernel: object) -> np.ndarray:
-    """float64 (blocks, features): instructions of each kind in each basic block of the PTX."""
-    found = np.zeros((len(kernel.blocks), len(FEATURES)))
-    for number, block in enumerate(kernel.blocks):
-        for instruction in kernel.instructions[block.start : block.stop]:
-            for feature, pattern in enumerate(_PTX):
-                found[number, feature] += bool(pattern.match(instruction.name))
+def useful(compiled: CompiledKernel) -> list[bool]:
+    """Whether each PTX instruction contributes to anything: ptxas drops those that do not.
+
+    Useful is what has an effect beside its result, and what defines a register that something
+    useful reads. A tcgen05.ld has no other effect.
+    """
+    instructions = compiled.instructions
+    definers: dict[Any, list[int]] = {}
+    reads: list[set] = []
+    pending: list[int] = []
+    for number, (instruction, entry) in enumerate(
+        zip(instructions, compiled.entries, strict=True)
+    ):
+        uses, _, definitions = uses_and_definitions(instruction, entry)
+        reads.append({*uses, *operand_registers(instruction.guard)})
+        for register in definitions:
+            definers.setdefault(register, []).append(number)
+        acts = entry is None or entry.bind is not None
+        if not definitions or acts and not instruction.name.startswith("tcgen05.ld"):
+            pending.append(number)
+    found = [False] * len(instructions)
+    while pending:
+        number = pending.pop()
+        if found[number]:
+            continue
+        found[number] = True
+        for register in reads[number]:
+            pending += definers.get(register, ())
+    return found
+
+
+def ptx_mixes(compiled: CompiledKernel, used: list[bool]) -> np.ndarray:
+    """float64 (blocks, features): useful instructions of each kind in each block of the PTX."""
+    blocks, instructions = compiled.kernel.blocks, compiled.instructions
+    found = np.zeros((len(blocks), len(FEATURES)))
+    for number, block in enumerate(blocks):
+        for index in range(block.start, block.stop):
+            if used[index]:
+                for feature, pattern in enumerate(_PTX):
+                    found[number, feature] += bool(pattern.match(instructions[index].name))
     return found
 
 

@@ -27,7 +27,7 @@ _WAYS = 6
 #: Price of an event without a site or a site without an event.
 _SKIP, _SOFT_SKIP = 60.0, 1.0
 #: States kept: those at most this much worse than the best, and no more than so many.
-_SLACK, _STATES = 400.0, 40
+_SLACK, _STATES = 250.0, 24
 #: Sites in a row that may be passed without an event.
 _PASSED = 40
 #: Two ways whose prices differ by less are not told apart.

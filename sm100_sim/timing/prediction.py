@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sm100_sim.host import HostProgram, tensor_ranges
+from sm100_sim.host import HostProgram, LaunchConfig, tensor_ranges
 from sm100_sim.launcher import Options, run_host_code, translated_kernel
 from sm100_sim.report import Report
 
@@ -17,18 +19,21 @@ from .machine_constants import Machine, load
 from .program import Compiled, build
 from .replay import Replay, replay
 from .resources import Action
-from .sass import disassemble
+from .sass import SassFunction, disassemble
 
 #: Relative differences below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
+#: Iterations below which a loop is not reported.
+_FEWEST_ITERATIONS = 4
 
 
 @dataclass
 class Prediction:
     """One kernel launch, as far as one cluster of it goes.
 
-    central: the replay with the central constants. clocks: float64, those of replays with drawn
-    constants, the central one first. report: the simulated run's.
+    central: the replay with the central constants. clocks: int64, those of all replays, the central
+    one first, then with drawn constants. report: the simulated run's. levels: loops, innermost
+    first.
     """
 
     machine: Machine
@@ -36,12 +41,7 @@ class Prediction:
     compiled: Compiled
     central: Replay
     clocks: np.ndarray
-    steps: np.ndarray
-
-    @property
-    def step(self) -> float:
-        """Clocks of a step: median distance of the most frequent MMA instruction's executions."""
-        return float(self.steps[0])
+    levels: list[Level]
 
     def critical_path(self) -> CriticalPath:
         """Of the central replay."""
@@ -50,26 +50,31 @@ class Prediction:
     def as_text(self) -> str:
         """The prediction in words."""
         central, total = self.central, self.central.clocks
-        begin, end = steady_window(self.compiled, central)
         path = self.critical_path()
-        steps = max(1.0, (end - begin) / self.step)
-        clocks = Counter({k: v / steps for k, v in path.between(begin, end).items()})
         lines = [
             f"{self.report.kernel[:60]} on {self.machine.name} (modelled: {self.machine.basis})",
             f"one cluster of {self.compiled.program.sms}: {_range(self.clocks)} clocks; "
             f"{self.compiled.unmatched} events or sites unmatched, "
-            f"{self.compiled.ambiguous} choices ambiguous",
-            f"steady state: {_range(self.steps)} clocks a step, the tensor core busy "
-            f"{tensor_core_clocks(self.compiled, central, begin, end) / steps:.0f} of them; "
-            f"differences under {RESOLUTION:.0%} are not resolved",
-            "critical path of a step:",
-            *words(clocks, int(self.step)),
-            "critical path of the whole run:",
-            *words(path.between(0, total), total),
-            "utilisation: "
-            + ", ".join(f"{name} {share:.0%}" for name, share in central.utilisation().items()),
+            f"{self.compiled.ambiguous} choices ambiguous; differences under {RESOLUTION:.0%} are "
+            "not resolved",
         ]
+        for level in self.levels:
+            lines += self._level_text(level, path)
+        lines += ["critical path of the whole run:", *words(path.between(0, total), total)]
+        shares = central.utilisation().items()
+        lines.append("utilisation: " + ", ".join(f"{name} {share:.0%}" for name, share in shares))
         return "\n".join(lines)
+
+    def _level_text(self, level: Level, path: CriticalPath) -> list[str]:
+        begin, end = level.window
+        count = max((end - begin) / level.clocks[0], 1.0)
+        busy = tensor_core_clocks(self.compiled, self.central, begin, end) / count
+        clocks = Counter({key: n / count for key, n in path.between(begin, end).items()})
+        return [
+            f"loop of {len(level.events)} iterations: {_range(level.clocks)} clocks each, the "
+            f"tensor core busy for {busy:.0f}; its critical path:",
+            *words(clocks, round(level.clocks[0])),
+        ]
 
 
 def predict(
@@ -86,24 +91,51 @@ def predict(
     Returns a prediction for each launch. Raises ValueError if there is no cubin or a warp's events
     fit no path through it, ReplayError if the replay hangs.
     """
-    model = load(machine) if isinstance(machine, str) else machine
-    cubin = getattr(getattr(function, "artifacts", None), "CUBIN", None)
-    if not cubin:
-        raise ValueError(
-            "the compiled function carries no cubin; compile it with cutlass's KeepCUBIN option or "
-            "with CUTE_DSL_KEEP=ptx,cubin in the environment"
-        )
+    collector = Collector(machine, draws, seed)
     program = HostProgram.of(function)
-    reports = run_host_code(
+    run_host_code(
         lambda on_launch: program.run(args, on_launch, kwargs),
         tensor_ranges(args, kwargs),
-        Options(clusters=1, trace=True),
+        Options(clusters=1, trace=True, observe=collector.observe),
     )
-    functions = disassemble(cubin)
-    return [
-        predict_report(report, functions[report.kernel], program.ptx, model, (draws, seed))
-        for report in reports
-    ]
+    return collector.predictions
+
+
+class Collector:
+    """Makes a prediction of every traced launch it observes: `predictions`, in order."""
+
+    def __init__(self, machine: str | Machine = "b200", draws: int = 8, seed: int = 0) -> None:
+        self.machine = load(machine) if isinstance(machine, str) else machine
+        self.predictions: list[Prediction] = []
+        self._sampling = draws, seed
+        self._functions: dict[bytes, dict[str, SassFunction]] = {}
+
+    def observe(self, config: LaunchConfig, report: Report) -> None:
+        """Predict one launch. Raises ValueError and ReplayError as `predict`."""
+        if not config.cubin:
+            raise ValueError(
+                f"the compiled function of kernel {config.kernel_name} carries no cubin; compile "
+                "it with cutlass's KeepCUBIN option or with CUTE_DSL_KEEP=ptx,cubin in the "
+                "environment"
+            )
+        if config.cubin not in self._functions:
+            self._functions[config.cubin] = disassemble(config.cubin)
+        function = self._functions[config.cubin][config.kernel_name]
+        self.predictions.append(
+            predict_report(report, function, config.ptx, self.machine, self._sampling)
+        )
+        # What was traced takes more memory than anything else of the run.
+        report.trace.clear()
+
+
+@contextlib.contextmanager
+def attached(machine: str | Machine = "b200", draws: int = 4) -> Iterator[Collector]:
+    """`sm100_sim.attached()` with a prediction of every launch inside."""
+    from sm100_sim.attach import attached as simulated
+
+    collector = Collector(machine, draws)
+    with simulated(clusters=1, trace=True, observe=collector.observe):
+        yield collector
 
 
 def predict_report(
@@ -113,7 +145,7 @@ def predict_report(
 
     function: the kernel's SASS. sampling: number of draws and their seed.
     """
-    kernel = translated_kernel(ptx, report.kernel).kernel
+    kernel = translated_kernel(ptx, report.kernel)
     first = report.trace[0].ctaid
     cluster = tuple(i // c for i, c in zip(first, report.cluster, strict=True))
     entries = [
@@ -121,40 +153,49 @@ def predict_report(
         if tuple(i // c for i, c in zip(entry.ctaid, report.cluster, strict=True)) == cluster
     ]
     compiled = build(function, kernel, entries, report.cluster)
-    central = replay(compiled, machine.values())
-    clocks, steps = [central.clocks], [step_of(compiled, central)]
+    runs = [replay(compiled, machine.values())]
     generator = np.random.default_rng(sampling[1])
-    for _ in range(sampling[0]):
-        drawn = replay(compiled, machine.drawn(generator))
-        clocks.append(drawn.clocks)
-        steps.append(step_of(compiled, drawn))
-    return Prediction(machine, report, compiled, central, np.array(clocks), np.array(steps))
+    runs += [replay(compiled, machine.drawn(generator)) for _ in range(sampling[0])]
+    clocks = np.array([run.clocks for run in runs])
+    return Prediction(machine, report, compiled, runs[0], clocks, _levels(compiled, runs))
 
 
-def _frequent_site(compiled: Compiled) -> np.ndarray:
-    """Events of the instruction that marks the steps: the MMA, else the wait, executed most."""
+@dataclass(frozen=True)
+class Level:
+    """A loop of a kernel, by the MMA (else the wait) that stands in it.
+
+    events: rows of `Program.action`, one for each iteration. clocks: float64, the median distance
+    of two iterations in each replay. window: begin and end of the longest row of iterations of
+    about median length in the central replay.
+    """
+
+    events: np.ndarray
+    clocks: np.ndarray
+    window: tuple[int, int]
+
+
+def _levels(compiled: Compiled, runs: list[Replay]) -> list[Level]:
+    """The loops that an MMA stands in, innermost first; those of nearly equal length are one."""
     program = compiled.program
     held = program.event >= 0
     numbers, events = program.numbers[held], program.event[held]
-    for wanted in (Action.MMA, Action.WAIT):
-        chosen = program.action[events, 0] == wanted
-        if chosen.any():
-            values, counts = np.unique(numbers[chosen], return_counts=True)
-            return events[chosen & (numbers == values[counts.argmax()])]
-    return events[:0]
+    chosen = program.action[events, 0] == Action.MMA
+    if not chosen.any():
+        chosen = program.action[events, 0] == Action.WAIT
+    values, counts = np.unique(numbers[chosen], return_counts=True)
+    found: list[Level] = []
+    for count, value in sorted(zip(counts.tolist(), values.tolist()), reverse=True):
+        rows = events[chosen & (numbers == value)]
+        if count < _FEWEST_ITERATIONS:
+            break
+        clocks = np.array([np.median(np.diff(np.sort(run.started[rows]))) for run in runs])
+        if not found or clocks[0] > 1.5 * found[-1].clocks[0]:
+            found.append(Level(rows, clocks, _steady_window(runs[0].started[rows])))
+    return found
 
 
-def step_of(compiled: Compiled, run: Replay) -> float:
-    """Median clocks between two executions of the instruction that marks the steps."""
-    started = np.sort(run.started[_frequent_site(compiled)])
-    return float(np.median(np.diff(started))) if len(started) > 1 else float(run.clocks)
-
-
-def steady_window(compiled: Compiled, run: Replay) -> tuple[int, int]:
-    """Begin and end of the longest row of steps of nearly median length."""
-    started = np.sort(run.started[_frequent_site(compiled)])
-    if len(started) < 3:
-        return 0, run.clocks
+def _steady_window(started: np.ndarray) -> tuple[int, int]:
+    started = np.sort(started)
     lengths = np.diff(started)
     steady = lengths < 1.25 * np.median(lengths)
     best, begin = (0, 0), 0
@@ -166,12 +207,13 @@ def steady_window(compiled: Compiled, run: Replay) -> tuple[int, int]:
     return int(started[begin]), int(started[begin + count])
 
 
-def tensor_core_clocks(compiled: Compiled, run: Replay, begin: int, end: int) -> int:
-    """Clocks of the MMAs that one tensor core starts between two times."""
-    rows = [e for e, _ in compiled.mma.items() if begin <= run.started[e] < end]
-    ctas = {1: compiled.program.sms, 2: max(compiled.program.sms // 2, 1)}
+def tensor_core_clocks(compiled: Compiled, run: Replay, begin: int, end: int) -> float:
+    """Clocks of the MMAs that the tensor core of one CTA starts between two times, on average."""
+    action, sms = compiled.program.action, compiled.program.sms
     return sum(
-        compiled.mma[e].compute / ctas[int(compiled.program.action[e, 4])] for e in rows
+        cost.compute * int(action[event, 4]) / sms
+        for event, cost in compiled.mma.items()
+        if begin <= run.started[event] < end
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sm100_sim.codegen import CompiledKernel
+
 from .events import ptx_kind
-from .mixes import mix_of_blocks, ptx_mixes
+from .mixes import mix_of_blocks, ptx_mixes, useful
 from .paths import Event, PathFinder, WarpPath
 from .resources import ACTIONS, Action, Instructions, instruction_arrays
 from .sass import SassFunction
@@ -74,21 +76,27 @@ class Compiled:
 
 
 def build(
-    function: SassFunction, kernel: Any, entries: Iterable[Any], cluster: tuple[int, int, int]
+    function: SassFunction, kernel: CompiledKernel, entries: Iterable[Any], cluster: tuple
 ) -> Compiled:
     """The program of one cluster.
 
-    kernel: the PTX kernel with its blocks. entries: those of one cluster of the grid. cluster: its
-    dimensions. Raises ValueError if a warp's events fit no path.
+    kernel: the translated PTX. entries: those of one cluster of the grid. cluster: its dimensions,
+    (x, y, z). Raises ValueError if a warp's events fit no path.
     """
-    finder, mixes = PathFinder(function), ptx_mixes(kernel)
+    used = useful(kernel)
+    finder, mixes = PathFinder(function), ptx_mixes(kernel, used)
+    dead = {
+        instruction.line
+        for instruction, is_used in zip(kernel.instructions, used, strict=True)
+        if not is_used
+    }
     by_warp: dict[tuple[int, int], list[Any]] = {}
     for entry in entries:
         by_warp.setdefault((_rank(entry.ctaid, cluster), entry.warp), []).append(entry)
     builder = _Builder(function)
     known: dict[tuple, WarpPath] = {}
     for warp in sorted(by_warp):
-        events = _events(by_warp[warp], mixes)
+        events = _events(by_warp[warp], mixes, dead)
         key = tuple((event.entry.line, event.entry.blocks) for event in events)
         if key not in known:
             known[key] = finder.find(events)
@@ -101,12 +109,13 @@ def _rank(ctaid: tuple[int, int, int], cluster: tuple[int, int, int]) -> int:
     return x + cluster[0] * (y + cluster[1] * z)
 
 
-def _events(entries: Sequence[Any], mixes: np.ndarray) -> list[Event]:
+def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> list[Event]:
+    """The events of a warp, those left out at whose line ptxas finds nothing of use."""
     events, mix = [], np.zeros(mixes.shape[1])
     for entry in entries:
         mix = mix + mix_of_blocks(mixes, entry.blocks)
         kind = ptx_kind(entry.opcode)
-        if kind is not None:
+        if kind is not None and entry.line not in dead:
             events.append(Event(kind, entry, mix))
             mix = np.zeros(mixes.shape[1])
     return events
@@ -184,7 +193,7 @@ class _Builder:
             return self._barrier(operands[0]), operands[1]
         if action == Action.WAIT:
             return self._barrier(operands[1]), _parity(entry)
-        if action == Action.ARRIVE:
+        if action in (Action.ARRIVE, Action.COPY_ARRIVE):
             return self._arrivals(entry, rank)
         if action in (Action.BAR_SYNC, Action.BAR_ARRIVE):
             return self._named(entry, rank)
@@ -202,16 +211,19 @@ class _Builder:
             return operands[0], ".read" in entry.opcode
         return ()
 
-    def _arrivals(self, entry: Any, rank: int) -> tuple[int, int]:
+    def _arrivals(self, entry: Any, rank: int) -> tuple[int, int, bool]:
         begin = len(self.targets)
         operands = entry.operands
         # An arrival has a destination before the address, a bare expect_tx has none.
-        arrives = ".arrive" in entry.opcode
+        copies = entry.opcode.startswith("cp.async")
+        arrives = ".arrive" in entry.opcode and not copies
         if ".expect_tx" in entry.opcode or ".complete_tx" in entry.opcode:
             arrivals = int(arrives)
             nbytes = operands[-1] * (-1 if ".complete_tx" in entry.opcode else 1)
         else:
             arrivals, nbytes = (operands[2] if len(operands) > 2 else 1), 0
+        # Without .noinc the arrivals of copies are expected in addition to the barrier's own.
+        pends = copies and ".noinc" not in entry.opcode
         counted = Counter(entry.addresses)
         if not counted:
             counted[operands[int(arrives)]] = entry.lanes.bit_count()
@@ -219,7 +231,7 @@ class _Builder:
             remote = address >> 24 != rank
             target = self._barrier(address), arrivals * count, nbytes * count, remote, rank
             self.targets.append(target)
-        return begin, len(self.targets)
+        return begin, len(self.targets), pends
 
     def _named(self, entry: Any, rank: int) -> tuple[int, int]:
         operands = entry.operands[1:] if ".red" in entry.opcode else entry.operands

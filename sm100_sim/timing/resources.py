@@ -75,6 +75,8 @@ class Action(IntEnum):
     BULK_WAIT = 16
     SHARED = 17
     TRY_CANCEL = 18
+    COPY = 19
+    COPY_ARRIVE = 20
 
 
 ACTIONS = {
@@ -100,6 +102,8 @@ ACTIONS = {
     "bulk_commit": Action.BULK_COMMIT,
     "bulk_wait": Action.BULK_WAIT,
     "clc_try_cancel": Action.TRY_CANCEL,
+    "copy": Action.COPY,
+    "copy_arrive": Action.COPY_ARRIVE,
 }
 
 #: (opcode as a regular expression, pipe, clocks it is occupied, latency); the first that matches.
@@ -112,7 +116,7 @@ _TABLE = (
     (r"D(ADD|MUL|FMA|SETP)", Pipe.FMA, 16, Latency.DOUBLE),
     (r"LDTM", Pipe.MEMORY, 1, Latency.TMEM_LOAD),
     (r"STTM", Pipe.MEMORY, 1, Latency.TMEM_STORE),
-    (r"SYNCS", Pipe.MEMORY, 2, Latency.BARRIER_TEST),
+    (r"SYNCS|ARRIVES", Pipe.MEMORY, 2, Latency.BARRIER_TEST),
     (r"(LDS|STS|LDSM|STSM|ATOMS|STAS|LDL|STL)", Pipe.MEMORY, 2, Latency.SHARED),
     (r"(SHFL|REDUX|MATCH|CREDUX)", Pipe.MEMORY, 2, Latency.SHUFFLE),
     (r"(LDG|LD|ATOMG|ATOM|REDG|RED|STG|ST|LDGSTS)\b", Pipe.MEMORY, 2, Latency.GLOBAL_LOAD),

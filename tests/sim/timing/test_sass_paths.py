@@ -168,3 +168,28 @@ def test_pipes(text, pipe, interval):
 def test_latency_classes():
     assert describe(function("LDTM.x32 R0, tmem[UR4]").instructions[0])[2] == Latency.TMEM_LOAD
     assert describe(function("LDS.128 R0, [R1]").instructions[0])[2] == Latency.SHARED
+
+
+def test_slow_wait_behind_a_first_try_is_a_place_to_be():
+    """A wait whose only try is in the form with pauses: ptxas leaves it so where it is cold."""
+    code = function(
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2",
+        "@!P0 BRA `(.L_x_9)",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4",
+        "@!P0 NANOSLEEP.SYNCS 0x989680",
+        "@!P0 SYNCS.PHASECHK.TRANS64 P0, [R3], R4",
+        "@P0 BRA `(.L_x_7)",
+        ".L_x_8:",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4",
+        "@!P0 NANOSLEEP.SYNCS 0x989680",
+        "@!P0 BRA `(.L_x_8)",
+        ".L_x_7:",
+        "EXIT",
+        ".L_x_9:",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2",
+        "@!P0 NANOSLEEP.SYNCS 0x989680",
+        "@!P0 BRA `(.L_x_9)",
+        "EXIT",
+    )
+    path = PathFinder(code).find(events(WAIT, WAIT))
+    assert path.unmatched == 0 and executed(path, code).count("SYNCS") == 3

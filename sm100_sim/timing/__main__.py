@@ -1,0 +1,50 @@
+"""`python -m sm100_sim.timing [--machine NAME] SCRIPT.py`: predict the kernels of a GPU script.
+
+Runs a CuTe DSL script that was written for a GPU in the simulator, as `python -m sm100_sim` does,
+and prints a prediction of every kernel it launches: clocks of the first cluster, the critical path,
+utilisation of every resource. Everything is modelled, nothing measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+from .machine_constants import machines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sm100_sim.timing", description=__doc__)
+    parser.add_argument("--machine", default="b200", choices=machines())
+    parser.add_argument("--draws", type=int, default=4, help="replays with drawn constants")
+    parser.add_argument("--trace", help="write a Chrome trace of the last kernel to this file")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    choice = parser.parse_args(arguments)
+    if not os.path.isfile(choice.script):
+        print(f"{choice.script!r} is not a file", file=sys.stderr)
+        return 2
+    from . import attached
+
+    saved = sys.argv, list(sys.path)
+    sys.argv = [choice.script, *choice.args]
+    sys.path[0] = os.path.dirname(os.path.abspath(choice.script))
+    try:
+        with attached(choice.machine, choice.draws) as found:
+            runpy.run_path(choice.script, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = saved
+    for prediction in found.predictions:
+        print(prediction.as_text(), end="\n\n")
+    if choice.trace and found.predictions:
+        from .chrome import write
+
+        write(choice.trace, found.predictions[-1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
