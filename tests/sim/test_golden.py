@@ -14,7 +14,7 @@ from golden_bounds import FORMATS, Measure, bound_of, values
 from golden_replay import replay
 
 from sm100_sim import golden, tensormap
-from sm100_sim.errors import SimulationError, UnknownInstruction
+from sm100_sim.errors import SimulationError
 from sm100_sim.golden import Case
 from sm100_sim.golden.tensormaps import requests
 
@@ -34,13 +34,7 @@ def chunks() -> list:
     for group, cases in golden.groups(EXACT).items():
         for number, part in enumerate(itertools.batched(cases, 64)
                                       if hasattr(itertools, "batched") else _batched(cases)):
-            marks = []
-            if group == "matrix":
-                reason = "ldmatrix and stmatrix are not in the simulator yet"
-                marks.append(
-                    pytest.mark.xfail(raises=UnknownInstruction, strict=True, reason=reason)
-                )
-            found.append(pytest.param(list(part), id=f"{group}-{number}", marks=marks))
+            found.append(pytest.param(list(part), id=f"{group}-{number}"))
     return found
 
 
