@@ -156,6 +156,22 @@ def test_rows_past_the_used_ones_may_hold_anything(use_clc, device):
         assert (out[b, n:] == 0).all() and (lse[b, :, n:] == -math.inf).all()
 
 
+def test_padded_with_a_left_window_and_softcap(use_clc, device):
+    """Each sequence has its own diagonal, from which the window counts; the right is unbounded."""
+    q, k, v = inputs(200, 300, batch=3, device=device)
+    used_q, used_k = (200, 77, 0), (150, 300, 9)
+    options = {"window_size": (40, None), "softcap": 20.0}
+    out, lse = flash_attn_varlen_func(
+        q, k, v,
+        seqused_q=torch.tensor(used_q, dtype=torch.int32, device=device),
+        seqused_k=torch.tensor(used_k, dtype=torch.int32, device=device),
+        return_lse=True, use_clc=use_clc, **options,
+    )  # fmt: skip
+    for b, (n, m) in enumerate(zip(used_q, used_k)):
+        part = (q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m])
+        accurate(out[b : b + 1, :n], lse[b : b + 1, :, :n], part, **options)
+
+
 def test_neighbours_in_a_pack_do_not_leak(device):
     """A sequence full of NaN and infinities leaves the others' bits alone."""
     lengths = (70, 90, 200)
@@ -186,18 +202,26 @@ def test_packed_queries_with_padded_keys(device):
         accurate(out[rows][None], lse[:, rows][None], part, causal=True)
 
 
-def test_packed_slices_of_a_fused_projection(use_clc, device):
-    """Packed q, k, v that share one buffer, read in place."""
-    lengths = (70, 150)
-    fused = torch.randn(sum(lengths), 2 + 1 + 1, 256).to(device, torch.bfloat16)
-    q, k, v = fused.split((2, 1, 1), dim=1)
-    cu = offsets(lengths, device)
-    out, lse = flash_attn_varlen_func(
-        q, k, v, cu, cu, 150, 150, causal=True, return_lse=True, use_clc=use_clc
-    )
-    for rows in (slice(0, 70), slice(70, 220)):
-        part = tuple(t[rows][None] for t in (q, k, v))
-        accurate(out[rows][None], lse[:, rows][None], part, causal=True)
+def packed_layouts(device):
+    """q, k, v of 220 rows, none contiguous: three that are read in place, two that are copied."""
+    fused = torch.randn(220, 2 + 1 + 1, 256).to(device, torch.bfloat16)
+    yield fused.split((2, 1, 1), dim=1)
+    yield [torch.randn(h, 220, 256).to(fused).transpose(0, 1) for h in (2, 1, 1)]
+    yield [torch.randn(220, h, 512).to(fused)[..., 8:264] for h in (2, 1, 1)]
+    yield [torch.randn(220, h, 512).to(fused)[..., ::2] for h in (2, 1, 1)]
+    yield [torch.randn(220, h, 260).to(fused)[..., 1:257] for h in (2, 1, 1)]
+
+
+def test_packed_layouts(use_clc, device):
+    cu = offsets((70, 150), device)
+    for q, k, v in packed_layouts(device):
+        assert not q.is_contiguous()
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu, cu, 150, 150, causal=True, return_lse=True, use_clc=use_clc
+        )
+        for rows in (slice(0, 70), slice(70, 220)):
+            part = tuple(t[rows][None] for t in (q, k, v))
+            accurate(out[rows][None], lse[:, rows][None], part, causal=True)
 
 
 def test_nothing_to_do(device):
@@ -217,10 +241,16 @@ def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
     """FA_CLC and use_clc select the same kernel; all give the same result."""
     tensors = inputs(700, 500, 4, 2, batch=2, device=device)
     expected = flash_attn_func(*tensors, causal=causal, return_lse=True, use_clc=False)
-    for setting, argument in (("1", None), ("0", True), ("0", None)):
+    for setting, argument, is_clc in (
+        ("1", None, True), ("0", True, True), ("0", None, False), ("1", False, False),
+    ):  # fmt: skip
         monkeypatch.setenv("FA_CLC", setting)
         got = flash_attn_func(*tensors, causal=causal, return_lse=True, use_clc=argument)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        if device == "cpu":
+            import sm100_sim
+
+            assert (sm100_sim.last_reports()[-1].clc["try_cancel"] > 0) == is_clc
 
 
 @pytest.mark.simulator
