@@ -22,12 +22,17 @@ def tensor_maps(draw):
     def outer(low, high):
         return draw(st.lists(st.integers(low, high), min_size=rank - 1, max_size=rank - 1))
 
+    box, room = [inner], (2**18 - 1) // (inner * width)  # the driver refuses boxes of 2^18 bytes
+    for _ in range(rank - 1):
+        box.append(draw(st.integers(1, min(256, room))))
+        room //= box[-1]
+
     return TensorMap(
         address=draw(st.integers(0, 2**44)) * 16,
         dtype=dtype,
         sizes=tuple(draw(st.lists(st.integers(1, 2**32), min_size=rank, max_size=rank))),
         strides=tuple(16 * s for s in outer(0, 2**36 - 1)),
-        box=(inner, *outer(1, 256)),
+        box=tuple(box),
         element_strides=(1, *outer(1, 8)),
         swizzle=swizzle,
         nan_fill=draw(st.booleans()) and dtype in ("f16", "bf16", "f32"),
