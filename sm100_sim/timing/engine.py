@@ -55,8 +55,8 @@ BUSY = ("tensor core", "shared memory port", "TMA unit", "L2 to SM", "tensor mem
         "tensor memory write", "load and store unit")  # fmt: skip
 _TENSOR, _SHARED, _TMA, _LINK, _TM_READ, _TM_WRITE, _LSU = range(len(BUSY))
 
-_init, _wait, _arrive, _c_arrive, _c_wait, _bar_sync, _bar_arrive = (
-    int(a) for a in (Action.INIT, Action.WAIT, Action.ARRIVE, Action.CLUSTER_ARRIVE,
+_nothing, _init, _wait, _arrive, _c_arrive, _c_wait, _bar_sync, _bar_arrive = (
+    int(a) for a in (Action.NONE, Action.INIT, Action.WAIT, Action.ARRIVE, Action.CLUSTER_ARRIVE,
                      Action.CLUSTER_WAIT, Action.BAR_SYNC, Action.BAR_ARRIVE)
 )  # fmt: skip
 _tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
@@ -538,7 +538,9 @@ def _perform(m, warp, now, number, event):
     action = m.code[number, _C_ACTION]
     sm, fields = m.warp[warp, _SM], m.warp[warp]
     if event < 0:
-        _scoreboards(m, warp, now, number)
+        # A site without an event is predicated off: it sets no scoreboard.
+        if action == _nothing or action == _shared:
+            _scoreboards(m, warp, now, number)
         return now
     if action == _tm_load or action == _tm_store:
         _tensor_memory(m, warp, now, number, event)

@@ -15,7 +15,7 @@ from sm100_sim.launcher import Options, run_host_code, translated_kernel
 from sm100_sim.report import Report
 
 from .critical import CriticalPath, labels_of, words
-from .machine_constants import Machine, load
+from .machine_constants import Machine, Values, load
 from .program import Compiled, build
 from .replay import Replay, replay
 from .resources import Action
@@ -32,8 +32,8 @@ class Prediction:
     """One kernel launch, as far as one cluster of it goes.
 
     central: the replay with the central constants. clocks: int64, those of all replays, the central
-    one first, then with drawn constants. report: the simulated run's. levels: loops, innermost
-    first.
+    one first, then with drawn constants; values: the constants of each. report: the simulated
+    run's. levels: loops, innermost first.
     """
 
     machine: Machine
@@ -41,6 +41,7 @@ class Prediction:
     compiled: Compiled
     central: Replay
     clocks: np.ndarray
+    values: list[Values]
     levels: list[Level]
 
     def critical_path(self) -> CriticalPath:
@@ -153,11 +154,12 @@ def predict_report(
         if tuple(i // c for i, c in zip(entry.ctaid, report.cluster, strict=True)) == cluster
     ]
     compiled = build(function, kernel, entries, report.cluster)
-    runs = [replay(compiled, machine.values())]
     generator = np.random.default_rng(sampling[1])
-    runs += [replay(compiled, machine.drawn(generator)) for _ in range(sampling[0])]
+    values = [machine.values(), *(machine.drawn(generator) for _ in range(sampling[0]))]
+    runs = [replay(compiled, drawn) for drawn in values]
     clocks = np.array([run.clocks for run in runs])
-    return Prediction(machine, report, compiled, runs[0], clocks, _levels(compiled, runs))
+    levels = _levels(compiled, runs)
+    return Prediction(machine, report, compiled, runs[0], clocks, values, levels)
 
 
 @dataclass(frozen=True)

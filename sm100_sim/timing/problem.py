@@ -1,0 +1,174 @@
+"""Whole problems: tiles over all SMs, from the costs of a few tiles that were replayed.
+
+A tile costs a fixed number of clocks and so many for each clock of tensor-core work in it; both
+are fitted to replays of one cluster that ran different numbers and sizes of tiles. A discrete-event
+run of the scheduler then places the tiles of a problem on the clusters of the machine, so wave
+quantisation, causal imbalance and the order of tiles show. Bytes from HBM, where a group of tiles
+no longer finds its common operands in L2, and the power limit bound the result from below.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .machine_constants import Values
+
+#: Share of L2 that operands which tiles have in common may take before they drive each other out.
+_L2_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile of work of a cluster.
+
+    work: clocks of the tensor core of a CTA. group: tiles of one group read the same
+    `shared_bytes` (the keys and values of a head, say); own_bytes: what no other tile touches.
+    """
+
+    work: float
+    group: int = 0
+    shared_bytes: float = 0.0
+    own_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class TileCosts:
+    """Clocks of a cluster: `begin` once, then for each tile `each` and `rate` times its work."""
+
+    begin: float
+    each: float
+    rate: float
+
+    def of(self, tile: Tile) -> float:
+        """Clocks of a tile among others of the same cluster."""
+        return self.each + self.rate * tile.work
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One replay to fit costs to: tiles that the cluster ran, their work in all, clocks."""
+
+    tiles: int
+    work: float
+    clocks: float
+
+
+def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
+    """Costs that reproduce the samples, by least squares of the relative errors.
+
+    single: every sample ran one tile (kernels with one tile a CTA), so that what a cluster costs
+    once and what a tile costs are not told apart; all of it then counts as the tile's. Raises
+    ValueError if there are too few samples or two of the costs cannot be told apart.
+    """
+    columns = [[1.0, s.work] if single else [1.0, s.tiles, s.work] for s in samples]
+    clocks = np.array([s.clocks for s in samples], float)
+    matrix = np.array(columns) / clocks[:, None]
+    solution, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(samples)), rcond=None)
+    if rank < matrix.shape[1]:
+        raise ValueError(
+            f"{len(samples)} samples do not determine {matrix.shape[1]} costs; vary the number of "
+            "tiles and their work"
+        )
+    if single:
+        return TileCosts(0.0, float(solution[0]), float(solution[1]))
+    return TileCosts(*map(float, solution))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A problem on a machine.
+
+    clocks: until the last cluster is done. busy: float64 (clusters,), clocks at work. seconds:
+    predicted, launch included. bound: what decides them ("clusters", "HBM" or "power"). hbm_bytes:
+    read and written. work: clocks of the tensor core of all CTAs, over those of all clusters.
+    """
+
+    clocks: float
+    busy: np.ndarray
+    seconds: float
+    bound: str
+    hbm_bytes: float
+    starts: np.ndarray
+    cluster_of: np.ndarray
+
+    @property
+    def balance(self) -> float:
+        """Mean share of the time in which a cluster is at work."""
+        return float(self.busy.mean() / max(self.clocks, 1.0))
+
+
+#: How clusters come by tiles. "static": persistent clusters, tile i to cluster i mod n. "dynamic":
+#: persistent clusters that ask for the next tile in time (cluster launch control). "single": one
+#: tile a cluster, the hardware launches the next where one has ended.
+POLICIES = ("static", "dynamic", "single")
+
+
+def schedule(
+    tiles: Sequence[Tile], costs: TileCosts, values: Values, cluster: int, policy: str
+) -> Schedule:
+    """Run a problem's tiles, in their order, over the clusters of a machine.
+
+    cluster: CTAs of a cluster, one an SM. Raises ValueError for an unknown policy or no tile.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r}; accepted are {', '.join(POLICIES)}")
+    if not tiles:
+        raise ValueError("a problem without a tile takes no time to predict")
+    clusters = int(values.sms) // cluster
+    starts, ends, cluster_of = np.zeros(len(tiles)), np.zeros(len(tiles)), []
+    busy = np.zeros(clusters)
+    free = [(0.0, number) for number in range(clusters)]
+    used: set[int] = set()
+    for number, tile in enumerate(tiles):
+        if policy == "static":
+            place = number % clusters
+            begin = ends[number - clusters] if number >= clusters else 0.0
+        else:
+            begin, place = heapq.heappop(free)
+        clocks = costs.of(tile)
+        if place not in used:
+            clocks += costs.begin
+        elif policy == "single":
+            begin += values.cta_reuse
+        used.add(place)
+        starts[number], ends[number] = begin, begin + clocks
+        busy[place] += clocks
+        cluster_of.append(place)
+        if policy != "static":
+            heapq.heappush(free, (ends[number], place))
+    hbm = hbm_bytes(tiles, starts, values)
+    total = float(ends.max())
+    work = sum(tile.work for tile in tiles) * cluster
+    bounds = {
+        "clusters": total / (values.clock_ghz * 1e9),
+        "HBM": hbm / (values.hbm_terabytes * 1e12),
+        "power": work * 8192 / (values.power_tflops * 1e12),
+    }
+    bound = max(bounds, key=bounds.__getitem__)
+    seconds = bounds[bound] + values.launch_us * 1e-6
+    return Schedule(total, busy, seconds, bound, hbm, starts, np.array(cluster_of))
+
+
+def hbm_bytes(tiles: Sequence[Tile], starts: np.ndarray, values: Values) -> float:
+    """Bytes between HBM and the chip: each tile's own, and a group's whenever L2 has lost them.
+
+    Tiles that start together share one reading of their group; L2 keeps the groups used last.
+    """
+    capacity = _L2_SHARE * values.l2_megabytes * 1e6
+    kept: OrderedDict[int, float] = OrderedDict()
+    total = sum(tile.own_bytes for tile in tiles)
+    for number in np.argsort(starts, kind="stable"):
+        tile = tiles[number]
+        if tile.group in kept:
+            kept.move_to_end(tile.group)
+            continue
+        total += tile.shared_bytes
+        kept[tile.group] = tile.shared_bytes
+        while sum(kept.values()) > capacity and len(kept) > 1:
+            kept.popitem(last=False)
+    return total

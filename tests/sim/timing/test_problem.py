@@ -1,0 +1,91 @@
+"""Tiles over a machine: costs, waves, balance, traffic, bounds."""
+
+import numpy as np
+import pytest
+
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import Sample, Tile, TileCosts, fit, hbm_bytes, schedule
+
+VALUES = load().values()._replace(sms=8, launch_us=0.0, cta_reuse=0.0, power_tflops=1e9)
+COSTS = TileCosts(begin=100.0, each=50.0, rate=1.0)
+
+
+def test_fit_recovers_costs():
+    true = TileCosts(4000.0, 1800.0, 1.04)
+    samples = [
+        Sample(n, w, true.begin + n * true.each + true.rate * w)
+        for n, w in ((1, 4096), (2, 8192), (2, 30000), (8, 40000))
+    ]
+    found = fit(samples, single=False)
+    assert found == pytest.approx(true) or np.allclose(
+        [found.begin, found.each, found.rate], [true.begin, true.each, true.rate]
+    )
+
+
+def test_fit_needs_variety():
+    with pytest.raises(ValueError, match="do not determine"):
+        fit([Sample(1, 100, 200), Sample(1, 200, 300)], single=False)
+
+
+def test_fit_single_counts_everything_as_the_tile():
+    found = fit([Sample(1, 1000, 6000), Sample(1, 2000, 7100)], single=True)
+    assert found.begin == 0 and found.each == pytest.approx(4900)
+    assert found.rate == pytest.approx(1.1)
+
+
+def test_one_wave_and_one_tile_more():
+    """Four clusters of two: four tiles take as long as one, five as long as two."""
+    tiles = [Tile(1000.0)] * 5
+    one = schedule(tiles[:4], COSTS, VALUES, 2, "static")
+    two = schedule(tiles, COSTS, VALUES, 2, "static")
+    assert one.clocks == 1150 and two.clocks == 2200
+    assert one.balance == pytest.approx(1.0) and two.balance < 0.65
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "single"])
+def test_longest_first_balances_what_static_does_not(policy):
+    works = sorted((100.0 * (i + 1) for i in range(12)), reverse=True)
+    tiles = [Tile(w) for w in works]
+    static = schedule(tiles, COSTS, VALUES, 2, "static").clocks
+    other = schedule(tiles, COSTS, VALUES, 2, policy).clocks
+    assert other < static
+    total = sum(COSTS.of(t) for t in tiles) + 4 * COSTS.begin
+    assert other >= total / 4
+
+
+def test_reuse_of_a_cta_costs():
+    tiles = [Tile(1000.0)] * 8
+    with_reuse = schedule(tiles, COSTS, VALUES._replace(cta_reuse=1200.0), 2, "single")
+    without = schedule(tiles, COSTS, VALUES, 2, "single")
+    assert with_reuse.clocks == without.clocks + 1200
+
+
+def test_groups_that_fit_are_read_once():
+    group = 10e6
+    tiles = [Tile(1.0, g, group, 1e3) for g in range(4) for _ in range(5)]
+    starts = np.arange(len(tiles), dtype=float)
+    assert hbm_bytes(tiles, starts, VALUES) == 4 * group + len(tiles) * 1e3
+
+
+def test_groups_in_turn_that_do_not_fit_are_read_again():
+    group = 40e6
+    tiles = [Tile(1.0, g, group) for _ in range(3) for g in range(4)]
+    starts = np.arange(len(tiles), dtype=float)
+    assert hbm_bytes(tiles, starts, VALUES) == len(tiles) * group
+
+
+def test_bounds():
+    tiles = [Tile(1000.0, own_bytes=1e9)] * 4
+    found = schedule(tiles, COSTS, VALUES, 2, "static")
+    assert found.bound == "HBM"
+    assert found.seconds == pytest.approx(4e9 / (VALUES.hbm_terabytes * 1e12))
+    hot = schedule([Tile(1e6)] * 4, COSTS, VALUES._replace(power_tflops=1.0), 2, "static")
+    assert hot.bound == "power"
+    assert hot.seconds == pytest.approx(4 * 2 * 1e6 * 8192 / 1e12)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="static, dynamic, single"):
+        schedule([Tile(1.0)], COSTS, VALUES, 2, "random")
+    with pytest.raises(ValueError, match="without a tile"):
+        schedule([], COSTS, VALUES, 2, "static")
