@@ -42,6 +42,7 @@ def test_head_ratios(heads, device):
 
 # Parts of a group of 6 query heads: 1 (dK and dV leave in 16 bits), 3 of two heads, 2 of 4 and
 # 2 heads, 6. Fewer clusters than tiles also make each of them run its loop several times.
+@pytest.mark.simulator
 @pytest.mark.parametrize(("clusters", "parts"), [(1, 1), (6, 3), (4, 2), (74, 6)])
 def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
     monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", clusters)
@@ -57,8 +58,9 @@ def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
     assert seen == [parts, parts]
 
 
+@pytest.mark.simulator
 def test_more_tiles_than_clusters(monkeypatch):
-    """Three clusters for 24 tiles of dQ and 20 of dK and dV: the next tile's loads overlap."""
+    """Three clusters for 24 tiles of dQ and 12 of dK and dV: the next tile's loads overlap."""
     monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", 3)
     check(inputs((300, 200), (4, 2), batch=3), causal=True)
 
@@ -293,7 +295,8 @@ def test_results_are_contiguous(device):
 
 def test_an_empty_batch(device):
     tensors = inputs((5, 7), batch=0, device=device)
-    found = gradients(tensors, torch.randn_like(tensors[0]), learnable_sink=torch.randn(2))
+    sink = torch.randn(2, device=device)
+    found = gradients(tensors, torch.randn_like(tensors[0]), learnable_sink=sink)
     assert [found[n].shape for n in "qkv"] == [t.shape for t in tensors]
     assert (found["sink"] == 0).all()
 
