@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ _SLACK, _STATES = 250.0, 24
 _PASSED = 40
 #: Two ways whose prices differ by less are not told apart.
 _DECIDED = 1.0
+#: What a round of a loop without sites must at least explain of the mix.
+_NOTICEABLE = 2.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,26 @@ class WarpPath:
 
 
 @dataclass(frozen=True)
+class _Cycle:
+    """A loop without a site on a way: before the range `place` its `ranges` can be gone round."""
+
+    place: int
+    ranges: tuple[tuple[int, int], ...]
+    mix: np.ndarray
+
+    def rounds(self, drift: np.ndarray) -> int:
+        """Rounds that bring the mix closest to `drift`, what the way itself lacks."""
+        counted = self.mix > 0
+        if not counted.any():
+            return 0
+        exact = np.maximum(drift[counted] / self.mix[counted], 0)
+        candidates = {0, *np.floor(exact).astype(int).tolist(), *np.ceil(exact).astype(int).tolist()}
+        apart = {n: float(np.abs(drift - n * self.mix) @ WEIGHTS) for n in sorted(candidates)}
+        best = min(apart, key=apart.__getitem__)
+        return best if apart[0] - apart[best] >= _NOTICEABLE else 0
+
+
+@dataclass(frozen=True)
 class _Way:
     """From behind a site to `site`: ranges of instructions passed, and their mix."""
 
@@ -74,6 +96,19 @@ class _Way:
     ranges: tuple[tuple[int, int], ...]
     mix: np.ndarray
     length: int
+    cycles: tuple[_Cycle, ...] = ()
+
+    def repeated(self, drift: np.ndarray) -> _Way:
+        """The way with as many rounds of its cycles as the mix that is missing asks for."""
+        ranges, mix, inserted = list(self.ranges), self.mix, 0
+        for cycle in self.cycles:
+            rounds = cycle.rounds(drift)
+            drift = drift - rounds * cycle.mix
+            mix = mix + rounds * cycle.mix
+            place = cycle.place + inserted
+            ranges[place:place] = cycle.ranges * rounds
+            inserted += len(cycle.ranges) * rounds
+        return replace(self, ranges=tuple(ranges), mix=mix, cycles=())
 
 
 class _State:
@@ -164,9 +199,10 @@ class PathFinder:
         return found
 
     def _stepped(self, state: _State, way: _Way, mix: np.ndarray | None) -> _State:
-        drift = state.drift - way.mix
-        if mix is not None:
-            drift = drift + mix
+        drift = state.drift if mix is None else state.drift + mix
+        if way.cycles and mix is not None:
+            way = way.repeated(drift - way.mix)
+        drift = drift - way.mix
         step = _State(way.site, state.price, drift, state)
         step.way = way
         return step
@@ -208,6 +244,7 @@ class PathFinder:
         queue: list[tuple[int, int, int, tuple]] = [(0, 0, begin, ())]
         visits: dict[int, int] = {}
         found: dict[int, list[_Way]] = {}
+        cycles: dict[int, tuple[tuple[int, int], ...]] = {}
         pushed = 0
         while queue:
             length, _, number, ranges = heapq.heappop(queue)
@@ -222,12 +259,28 @@ class PathFinder:
             walked = (*ranges, (number, block.stop))
             for successor in block.successors:
                 target = function.blocks[successor].start
-                if successor in self._retries or any(begin == target for begin, _ in walked):
+                if successor in self._retries:
+                    continue
+                entered = [place for place, (begin, _) in enumerate(walked) if begin == target]
+                if entered:
+                    cycles.setdefault(target, walked[entered[0] :])
                     continue
                 pushed += 1
                 entry = (length + block.stop - number, pushed, target, walked)
                 heapq.heappush(queue, entry)
-        return tuple(way for ways in found.values() for way in ways[:_WAYS])
+        chosen = (way for ways in found.values() for way in ways[:_WAYS])
+        return tuple(self._with_cycles(way, cycles) for way in chosen)
+
+    def _with_cycles(self, way: _Way, cycles: dict[int, tuple[tuple[int, int], ...]]) -> _Way:
+        met = tuple(
+            _Cycle(place, cycles[begin], self._mix(cycles[begin]))
+            for place, (begin, _) in enumerate(way.ranges)
+            if begin in cycles
+        )
+        return replace(way, cycles=met) if met else way
+
+    def _mix(self, ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+        return sum((self._prefix[b] - self._prefix[a] for a, b in ranges), np.zeros(len(FEATURES)))
 
     def _scan(
         self, number: int, stop: int, ranges: tuple, found: dict[int, list[_Way]]
@@ -239,10 +292,9 @@ class PathFinder:
             if not is_exit and here not in self.sites:
                 continue
             walked = (*ranges, (number, here + 1 if is_exit else here))
-            mix = sum((self._prefix[b] - self._prefix[a] for a, b in walked), np.zeros(1))
             target = END if is_exit else here
             length = sum(b - a for a, b in walked)
-            found.setdefault(target, []).append(_Way(target, walked, mix, length))
+            found.setdefault(target, []).append(_Way(target, walked, self._mix(walked), length))
             if not instruction.guard:
                 return here
         return None

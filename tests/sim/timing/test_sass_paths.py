@@ -193,3 +193,25 @@ def test_slow_wait_behind_a_first_try_is_a_place_to_be():
     )
     path = PathFinder(code).find(events(WAIT, WAIT))
     assert path.unmatched == 0 and executed(path, code).count("SYNCS") == 3
+
+
+ROUNDS_WITHOUT_SITE = (
+    "UCGABAR_ARV",
+    ".L_x_1:",
+    *["MUFU.EX2 R4, R4"] * 8,
+    "@P1 BRA `(.L_x_1)",
+    "UCGABAR_WAIT",
+    "EXIT",
+)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_rounds_of_a_loop_without_a_site_follow_from_the_mix(rounds):
+    """No event tells how often such a loop was gone round; the arithmetic executed does."""
+    code = function(*ROUNDS_WITHOUT_SITE)
+    taken = events(
+        "barrier.cluster.arrive", "barrier.cluster.wait", mixes={1: {"exp2": 8 * rounds}}
+    )
+    path = PathFinder(code).find(taken)
+    assert executed(path, code).count("MUFU") == 8 * rounds
+    assert path.unmatched == 0
