@@ -82,7 +82,8 @@ class _Cycle:
         if not counted.any():
             return 0
         exact = np.maximum(drift[counted] / self.mix[counted], 0)
-        candidates = {0, *np.floor(exact).astype(int).tolist(), *np.ceil(exact).astype(int).tolist()}
+        rounded = np.concatenate([np.floor(exact), np.ceil(exact)]).astype(int)
+        candidates = {0, *rounded.tolist()}
         apart = {n: float(np.abs(drift - n * self.mix) @ WEIGHTS) for n in sorted(candidates)}
         best = min(apart, key=apart.__getitem__)
         return best if apart[0] - apart[best] >= _NOTICEABLE else 0
