@@ -6,14 +6,13 @@ inputs. The share of emulated exp2 is counted while it runs and must be that of 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
-import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
@@ -25,6 +24,28 @@ from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
 from softmax_emu.coefficients import COEFFICIENTS
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    simulator_machine,
+)
+
+COLUMNS = (
+    Column("dtype"),
+    Column("degree"),
+    Column("true_share", format=".2%", title="emulated"),
+    Column("mix", title="freq, res"),
+    Column("max_error", format=".3e", title="out, max error"),
+    Column("pytorch_max_error", format=".3e", title="of same-dtype PyTorch"),
+    Column("rel_l2", format=".3e", title="out, relative L2"),
+    Column("lse_max_error", format=".2e", title="LSE, max error"),
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -123,42 +144,44 @@ def _degree(pattern: Ex2Pattern) -> int | None:
     return pattern.degree if pattern.true_share() else None
 
 
-def as_json(results: list[Accuracy]) -> dict[str, Any]:
-    """All figures as JSON values."""
+def table(results: list[Accuracy]) -> Table:
+    """A row for each case."""
+    shape = results[0].case.shape
     rows = [
         {
             "dtype": _name(result.case.dtype),
             "degree": _degree(result.case.pattern),
             "true_share": result.executed_share,
+            "mix": _mix(result.case.pattern),
             "pattern": asdict(result.case.pattern),
             **asdict(result.case.shape),
             **asdict(result.comparison),
             "tolerance": result.comparison.tolerance,
+            BASIS: "measured",
+            MACHINE: simulator_machine(),
         }
         for result in results
     ]
-    return {"kind": "measured", "on": "simulator", "rows": rows}
+    title = (
+        f"Error of the forward against float64: {shape.seqlen_q} queries, {shape.seqlen_k} keys, "
+        "one head, full attention, standard normal inputs"
+    )
+    plot = Plot(("degree", "true_share"), "rel_l2", panel="dtype")
+    return Table("accuracy", title, COLUMNS, rows, plot=plot)
 
 
-def as_text(results: list[Accuracy]) -> str:
-    """A dated Markdown table."""
-    shape = results[0].case.shape
-    lines = [
-        f"Measured in the simulator on {time.strftime('%Y-%m-%d')}: {shape.seqlen_q} queries, "
-        f"{shape.seqlen_k} keys, one head, full attention, standard normal inputs. Errors are "
-        "against float64.",
-        "",
-        "| dtype | degree | emulated | freq, res | out, max error | of same-dtype PyTorch | "
-        "out, relative L2 | LSE, max error |",
-        "|" + "---|" * 8,
-    ]
-    for result in results:
-        pattern, found = result.case.pattern, result.comparison
-        degree = _degree(pattern)
-        mix = f"{pattern.ex2_emu_freq}, {pattern.ex2_emu_res}" if degree else "-"
-        lines.append(
-            f"| {_name(result.case.dtype)} | {degree or 'hardware'} | "
-            f"{result.executed_share:.2%} | {mix} | {found.max_error:.3e} | "
-            f"{found.pytorch_max_error:.3e} | {found.rel_l2:.3e} | {found.lse_max_error:.2e} |"
-        )
-    return "\n".join(lines)
+def _mix(pattern: Ex2Pattern) -> str:
+    if not pattern.true_share():
+        return "hardware"
+    return f"{pattern.ex2_emu_freq}, {pattern.ex2_emu_res}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, help="processes; as many as cores, at most 4")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    jobs = default_jobs() if arguments.jobs is None else arguments.jobs
+    emit(table(measure_all(default_cases(), jobs)), arguments)
+    return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,17 @@ from fa4_hd256.backends import run_forward
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
+
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    simulator_machine,
+)
 
 
 @dataclass(frozen=True)
@@ -101,31 +114,46 @@ def _step_floor(config: ForwardConfig, repeats: int = 20) -> float:
     return sorted(times)[repeats // 2]
 
 
-def as_json(found: Measurement) -> dict:
-    """All figures as JSON values; `kind` says that they were measured, and on what."""
+def row(found: Measurement) -> dict[str, Any]:
+    """All figures of a measurement."""
     return {
-        **asdict(found),
+        **asdict(found.shape),
+        **{name: value for name, value in asdict(found).items() if name != "shape"},
         "instructions_per_second": found.instructions_per_second,
         "ratio_to_floor": found.ratio_to_floor,
-        "kind": "measured",
-        "on": f"CPU, {found.cores} cores",
+        BASIS: "measured",
+        MACHINE: simulator_machine(),
     }
 
 
-def as_text(found: Measurement) -> str:
-    """The figures as the command prints them."""
-    shape = found.shape
-    return "\n".join(
-        [
-            f"forward, full attention, batch 1, heads {shape.heads}/{shape.heads_kv}, seqlen "
-            f"{shape.seqlen}; measured on {found.cores} cores",
-            f"  first run     {found.first_seconds:8.2f} s, with the translation of the kernel",
-            f"  run           {found.seconds:8.2f} s, the fastest of {found.runs}",
-            f"  instructions  {found.warp_instructions / 1e6:8.2f} M of warps, "
-            f"{found.instructions_per_second / 1e6:.2f} M/s "
-            f"({found.instructions_per_second * 32 / 1e6:.0f} M/s of lanes)",
-            f"  floor         {found.floor_seconds:8.2f} s of float32 products; the run takes "
-            f"{found.ratio_to_floor:.1f} times that",
-            f"  peak memory   {found.peak_memory_bytes / 2**30:8.2f} GiB",
-        ]
-    )
+COLUMNS = (
+    Column("seqlen"),
+    Column("heads"),
+    Column("heads_kv", title="KV heads"),
+    Column("first_seconds", "s", ".2f", "first run"),
+    Column("seconds", "s", ".2f", "fastest run"),
+    Column("instructions_per_second", "1/s", ".3g", "warp instructions"),
+    Column("floor_seconds", "s", ".2f", "float32 products"),
+    Column("ratio_to_floor", format=".1f", title="run / products"),
+    Column("peak_memory_bytes", "B", ".3g", "peak memory"),
+)
+
+
+def table(measurements: list[Measurement]) -> Table:
+    title = "The simulator's speed on the forward, full attention, batch 1"
+    rows = [row(found) for found in measurements]
+    return Table("simulator", title, COLUMNS, rows, plot=Plot("seqlen", "seconds"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seqlen", type=int, default=DEFAULT.seqlen)
+    parser.add_argument("--heads", type=int, default=DEFAULT.heads)
+    parser.add_argument("--heads-kv", type=int, default=DEFAULT.heads_kv)
+    parser.add_argument("--runs", type=int, default=3, help="warm runs; the fastest counts")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    shape = Shape(arguments.seqlen, arguments.heads, arguments.heads_kv)
+    emit(table([measure(shape, arguments.runs)]), arguments)
+    return 0

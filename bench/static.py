@@ -7,9 +7,7 @@ that take the time, the instructions of one step (128 keys) by class.
 
 from __future__ import annotations
 
-import csv
-import importlib.metadata
-import io
+import argparse
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import torch
 
 from fa4_hd256.backends import SIMULATED_CLUSTERS, empty_results
 from fa4_hd256.calling import CallTensors, call_arguments
-from fa4_hd256.compile import ARCHITECTURE, compile_forward
+from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
 from fa4_hd256.resources import resource_usage
@@ -28,6 +26,17 @@ from sm100_sim.host import HostProgram
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import flash_attn_4
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    compiler_machine,
+    emit,
+    markdown,
+)
 from .sass import CLASS_NAMES, Function, SassInstruction, class_counts, disassemble
 
 OURS = "fa4_hd256"
@@ -219,17 +228,6 @@ def measure(
     return reports
 
 
-def as_json(reports: list[KernelReport]) -> dict[str, Any]:
-    """All figures as JSON values."""
-    return {
-        "kind": "compiled",
-        "on": ARCHITECTURE,
-        "compiler": f"nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}",
-        "missing": flash_attn_4.unavailable(),
-        "kernels": [_row(report) for report in reports],
-    }
-
-
 def _row(report: KernelReport) -> dict[str, Any]:
     return {
         "project": report.project,
@@ -246,71 +244,58 @@ def _row(report: KernelReport) -> dict[str, Any]:
             f"{name}_step": {"total": loop.total, "steps": loop.steps, **loop.classes}
             for name, loop in (("softmax", report.softmax), ("mma", report.mma))
         },
+        BASIS: "computed",
+        MACHINE: compiler_machine(),
     }
 
 
-def as_csv(reports: list[KernelReport]) -> str:
-    """One line per kernel; the loops' classes as columns `softmax_step.MUFU` and so on."""
-    rows = []
-    for report in reports:
-        row = {}
-        for name, value in _row(report).items():
-            nested = value if isinstance(value, dict) else {None: value}
-            row |= {name if key is None else f"{name}.{key}": v for key, v in nested.items()}
-        rows.append(row)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().rstrip("\n")
+COLUMNS = (
+    Column("project"),
+    Column("mask"),
+    Column("true_share", format=".2%", title="emulated"),
+    Column("own_tuning"),
+    Column("registers"),
+    Column("stack"),
+    Column("local"),
+    Column("spills"),
+    Column("smem_bytes", "B", title="SMEM"),
+    Column("instructions"),
+)
 
 
-def as_text(reports: list[KernelReport]) -> str:
-    """Markdown tables: kernels, then both loops for each mask."""
+def table(reports: list[KernelReport]) -> Table:
+    """A row for each kernel, its loops' classes inside; the loops of each mask as notes."""
     missing = flash_attn_4.unavailable()
-    described = as_json([])
-    head = f"Compiled for {described['on']} by {described['compiler']}, bf16, head_dim {HEAD_DIM}."
-    if missing:
-        head += f"\n\nWithout the other project to compare with: {missing}."
-    kernels = [
-        (
-            "project", "mask", "emulated", "registers", "stack", "local", "spills", "SMEM",
-            "instructions",
-        ),
-        *(
-            (
-                r.project, r.mask, _share(r), r.registers, r.stack, r.local, r.spills,
-                r.smem_bytes, r.instructions,
-            )
-            for r in reports
-        ),
-    ]  # fmt: skip
-    parts = [head, _table(kernels)]
+    notes = [f"Without the other project to compare with: {missing}."] if missing else []
     for title, name in (("Unmasked softmax loop", "softmax"), ("MMA loop", "mma")):
         for mask in dict.fromkeys(report.mask for report in reports):
             chosen = [report for report in reports if report.mask == mask]
-            parts += [
+            notes += [
                 f"{title}, {mask} attention: instructions of one warp per step of "
                 f"{STEP_COLUMNS} keys, at each true share of emulated exp2",
                 _loop_table(chosen, [getattr(report, name) for report in chosen]),
             ]
-    return "\n\n".join(parts)
-
-
-def _share(report: KernelReport) -> str:
-    return f"{float(report.share):.2%}" + (" (its own)" if report.is_own_tuning else "")
+    title = f"Compiled kernels, forward, bf16, head_dim {HEAD_DIM}"
+    plot = Plot(("mask", "true_share"), "instructions", series="project")
+    return Table("static", title, COLUMNS, [_row(r) for r in reports], tuple(notes), plot)
 
 
 def _loop_table(reports: list[KernelReport], loops: list[LoopCounts]) -> str:
     """Classes down, kernels across; classes that occur nowhere are left out."""
-    header = [f"{r.project}, {float(r.share):.2%}" for r in reports]
+    header = [
+        f"{r.project}, {float(r.share):.2%}" + (" (its own)" if r.is_own_tuning else "")
+        for r in reports
+    ]
     names = [name for name in CLASS_NAMES if any(loop.classes[name] for loop in loops)]
     rows = [("class", *header)]
     rows += [(name, *(f"{loop.classes[name]:g}" for loop in loops)) for name in names]
-    return _table([*rows, ("all", *(f"{loop.total:g}" for loop in loops))])
+    return markdown([*rows, ("all", *(f"{loop.total:g}" for loop in loops))])
 
 
-def _table(rows: list[tuple]) -> str:
-    """Markdown; the first row is the header."""
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    emit(table(measure()), arguments)
+    return 0

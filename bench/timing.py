@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -12,8 +13,19 @@ from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
 from sm100_sim import timing
+from sm100_sim.timing.prediction import tensor_core_clocks
 
 from . import flash_attn_4
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
 
 
 def our_forward(
@@ -40,13 +52,70 @@ def their_forward(seqlen: int, causal: bool, machine: str = "b200") -> timing.Pr
     return timing.predict(compiled, *arguments, stream=cuda.CUstream(0), machine=machine)[-1]
 
 
-def as_text(seqlen: int, causal: bool, machine: str) -> str:
-    """Both predictions in words; flash-attn-4's only where it is installed."""
-    parts = ["Modelled, not measured. Ours:", our_forward(seqlen, causal, machine).as_text()]
+COLUMNS = (
+    Column("provider"),
+    Column("mask"),
+    Column("seqlen"),
+    Column("step_clocks", "clocks", ".0f", "step"),
+    Column("step_spread", "clocks", ".0f", "+-"),
+    Column("total_clocks", "clocks", ".0f", "one CTA pair"),
+    Column("tensor_core", format=".1%", title="tensor core busy"),
+    Column("unmatched"),
+    Column("ambiguous"),
+)
+
+
+def row(provider: str, seqlen: int, causal: bool, found: timing.Prediction) -> dict[str, Any]:
+    """A prediction as a row of the table, its text included."""
+    step = found.levels[0].clocks if found.levels else None
+    return {
+        "provider": provider,
+        "mask": "causal" if causal else "full",
+        "seqlen": seqlen,
+        "step_clocks": None if step is None else float(step[0]),
+        "step_spread": None if step is None else float(step.std()),
+        "total_clocks": float(found.clocks[0]),
+        "tensor_core": _tensor_core_share(found),
+        "unmatched": found.compiled.unmatched,
+        "ambiguous": found.compiled.ambiguous,
+        "utilisation": found.central.utilisation(),
+        "text": found.as_text(),
+        BASIS: "modelled",
+        MACHINE: modelled_machine(found.machine),
+    }
+
+
+def _tensor_core_share(found: timing.Prediction) -> float:
+    total = found.central.clocks
+    return tensor_core_clocks(found.compiled, found.central, 0, total) / total
+
+
+def measure(seqlen: int, causal: bool, machine: str) -> list[dict[str, Any]]:
+    """Rows of both projects; flash-attn-4's only where it is installed."""
+    rows = [row("ours", seqlen, causal, our_forward(seqlen, causal, machine))]
+    if flash_attn_4.unavailable() is None:
+        theirs = their_forward(seqlen, causal, machine)
+        rows.append(row(flash_attn_4.PACKAGE, seqlen, causal, theirs))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The predictions, each in words below the table."""
+    notes = [f"{found['provider']}:\n\n{found['text']}" for found in rows]
     missing = flash_attn_4.unavailable()
     if missing:
-        parts.append(f"Without the other project to compare with: {missing}.")
-    else:
-        theirs = their_forward(seqlen, causal, machine)
-        parts += ["", f"{flash_attn_4.PACKAGE}:", theirs.as_text()]
-    return "\n".join(parts)
+        notes.append(f"Without the other project to compare with: {missing}.")
+    plot = Plot("provider", "step_clocks")
+    return Table("timing", "A forward step on one CTA pair", COLUMNS, rows, tuple(notes), plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--machine", default="b200", help="b200 or b300")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    emit(table(measure(arguments.seqlen, arguments.causal, arguments.machine)), arguments)
+    return 0

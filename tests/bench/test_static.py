@@ -167,7 +167,8 @@ def test_flash_attn_4_compiles_to_the_pattern_of_its_tuning():
 def test_forms(reports, monkeypatch, capsys):
     monkeypatch.setattr(static, "measure", lambda: reports)
     assert main(["static", "--json"]) == 0
-    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    kernels = table["rows"]
     assert main(["static", "--csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(kernels) == len(rows) == len(reports)
@@ -175,9 +176,11 @@ def test_forms(reports, monkeypatch, capsys):
         assert kernel["softmax_step"]["total"] == report.softmax.total
         assert float(row["softmax_step.total"]) == report.softmax.total
         assert row["registers"] == str(report.registers)
+        assert row["basis"] == "computed" and row["machine"].startswith("sm_100a")
     assert main(["static"]) == 0
     text = capsys.readouterr().out
-    assert "| FFMA2 | 136 |" in text and "37.50%" in text
+    assert "| FFMA2 " in text and "37.50%" in text
+    assert "MMA loop, full attention" in text
 
 
 def test_a_missing_flash_attn_4_is_said(reports, monkeypatch):
@@ -191,4 +194,4 @@ def test_a_missing_flash_attn_4_is_said(reports, monkeypatch):
         flash_attn_4.compile_forward(False, HARDWARE_ONLY)
     monkeypatch.undo()
     monkeypatch.setattr(flash_attn_4, "unavailable", lambda: "flash-attn-4 is not installed")
-    assert "compare with: flash-attn-4 is not installed" in static.as_text(reports[:1])
+    assert "compare with: flash-attn-4 is not installed" in static.table(reports[:1]).as_markdown()
