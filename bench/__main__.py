@@ -14,7 +14,7 @@ import sys
 COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
     "simulator": "the simulator's own speed on the forward",
-    "static": "registers, SMEM and instructions of the hot loops, beside flash-attn-4's",
+    "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",
 }
 

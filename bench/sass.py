@@ -269,18 +269,20 @@ def class_counts(instructions: list[SassInstruction]) -> dict[str, int]:
     return {name: counts[name] for name in CLASS_NAMES}
 
 
-def disassemble(cubin: bytes) -> Function:
-    """The kernel of a cubin, the longest function if there are helpers beside it.
+def disassemble(cubin: bytes, kernel: str | None = None) -> Function:
+    """The kernel of a cubin by its (mangled) name; without one the longest function.
 
-    Raises RuntimeError if nvdisasm is not installed.
+    Raises RuntimeError if nvdisasm is not installed, KeyError for a kernel that is not there.
     """
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         path = Path(directory, "kernel.cubin")
         path.write_bytes(cubin)
         command = [nvdisasm(), "--print-code", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    sections = re.split(r"^//-+ \.text\.", text, flags=re.MULTILINE)
-    return Function(max(sections, key=len).splitlines())
+    sections = re.split(r"^//-+ \.text\.(\S+)", text, flags=re.MULTILINE)
+    named = dict(zip(sections[1::2], sections[2::2], strict=True))
+    code = max(named.values(), key=len) if kernel is None else named[kernel]
+    return Function(code.splitlines())
 
 
 def nvdisasm() -> str:

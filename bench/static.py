@@ -25,7 +25,7 @@ from fa4_hd256.resources import resource_usage
 from sm100_sim.host import HostProgram
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
-from . import flash_attn_4
+from . import flash_attn_4, static_backward
 from .results import (
     BASIS,
     MACHINE,
@@ -293,9 +293,17 @@ def _loop_table(reports: list[KernelReport], loops: list[LoopCounts]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--direction", choices=("forward", "backward", "both"), default="both", help="which kernels"
+    )
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    emit(table(measure()), arguments)
+    tables = []
+    if arguments.direction != "backward":
+        tables.append(table(measure()))
+    if arguments.direction != "forward":
+        tables.append(static_backward.table(static_backward.measure()))
+    emit(tables, arguments)
     return 0

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGE = "nvidia-cuda-cuobjdump"
-_USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
+_USAGE = re.compile(
+    r"Function (\S+):\s+REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,23 @@ class ResourceUsage:
     local: int
 
 
-def resource_usage(cubin: bytes) -> ResourceUsage:
-    """What `cuobjdump --dump-resource-usage` says of a cubin's kernel; the largest of several.
+def resource_usage(cubin: bytes, kernel: str | None = None) -> ResourceUsage:
+    """What `cuobjdump --dump-resource-usage` says of a cubin's kernel.
 
-    Raises RuntimeError if cuobjdump is not installed or its report has another form.
+    kernel: its (mangled) name; without one, the largest of all that are there. Raises RuntimeError
+    if cuobjdump is not installed, its report has another form or the kernel is not in it.
     """
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         path = Path(directory, "kernel.cubin")
         path.write_bytes(cubin)
         command = [cuobjdump(), "--dump-resource-usage", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [tuple(map(int, row)) for row in _USAGE.findall(text)]
+    rows = [
+        tuple(map(int, row)) for name, *row in _USAGE.findall(text) if kernel in (None, name)
+    ]
     if not rows:
-        raise RuntimeError(f"cuobjdump's report has no line of resource usage:\n{text}")
+        wanted = "" if kernel is None else f" of {kernel}"
+        raise RuntimeError(f"cuobjdump's report has no resource usage{wanted}:\n{text}")
     return ResourceUsage(
         registers=max(row[0] for row in rows),
         stack=max(row[1] for row in rows),
