@@ -1,4 +1,4 @@
-"""The backward kernels of `python -m bench static`: both projects, and what the table is made of."""
+"""The backward kernels of `python -m bench static`: both projects, and how the table is made."""
 
 import csv
 import io
