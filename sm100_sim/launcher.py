@@ -170,7 +170,8 @@ def run_kernel(
     """
     options = options or Options()
     start = time.perf_counter()
-    compiled = translated_kernel(config.ptx, config.kernel_name, bool(options.sanitize))
+    logged = bool(options.sanitize) or options.trace
+    compiled = translated_kernel(config.ptx, config.kernel_name, logged)
     translated = time.perf_counter()
     trace = Trace() if options.trace else None
     memory = GlobalMemory(ranges, parameters)
@@ -194,8 +195,11 @@ def make_machine(
 
 def _machine_type(options: Options) -> type[Machine]:
     if not options.sanitize:
-        slow = options.trace or options.seed is not None
-        return Machine if slow else NativeMachine
+        if options.trace:
+            from .traced_machine import TracedMachine
+
+            return TracedMachine
+        return NativeMachine if options.seed is None else Machine
     # Imported only when asked for: nothing of it is loaded otherwise.
     from .sanitizer import SanitizedMachine, StrictMachine
 
@@ -271,4 +275,5 @@ def _report(
         translate_seconds=translate_seconds,
         findings=machine.all_findings(),
         trace=None if trace is None else trace.entries,
+        shared_accesses=None if trace is None else trace.shared_accesses,
     )

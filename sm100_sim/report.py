@@ -25,7 +25,8 @@ class Report:
     resident_clusters: most at once. seed: of the schedule, None for a fixed one. schedule: its
         name. wall_seconds: of the run; translate_seconds: of its translation to native code, 0
         if this process had it already. findings: what would be wrong on hardware although the
-        run went on. trace: None unless asked for.
+        run went on. trace: None unless asked for. shared_accesses: with a trace, instruction index
+        -> (bytes a lane, executions looked at, wavefronts of them), see `traced_machine`.
     """
 
     kernel: str
@@ -44,6 +45,7 @@ class Report:
     translate_seconds: float
     findings: list[str] = field(default_factory=list)
     trace: list[TraceEntry] | None = field(default=None, repr=False)
+    shared_accesses: dict[int, tuple[int, int, int]] = field(default_factory=dict, repr=False)
 
     def lanes(self, name: str) -> int:
         """Lane instructions executed of a class, 0 if there were none."""
@@ -64,8 +66,9 @@ class Report:
         return self.warp_instructions / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     def to_json(self) -> str:
-        """One JSON object with all fields and the derived figures; the trace is left out."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trace"}
+        """One JSON object with all fields and the derived figures; what a trace adds is left out."""
+        names = [f.name for f in fields(self) if f.name not in ("trace", "shared_accesses")]
+        values = {name: getattr(self, name) for name in names}
         values["warp_instructions"] = self.warp_instructions
         values["warp_instructions_per_second"] = self.warp_instructions_per_second
         return json.dumps(values)

@@ -48,10 +48,14 @@ class TraceEntry:
 
 
 class Trace:
-    """Collects `entries`; an instruction that waits is recorded once, when it is through."""
+    """Collects `entries`; an instruction that waits is recorded once, when it is through.
+
+    shared_accesses: as in `Report`, filled by `traced_machine`.
+    """
 
     def __init__(self) -> None:
         self.entries: list[TraceEntry] = []
+        self.shared_accesses: dict[int, tuple[int, int, int]] = {}
         self._seen: np.ndarray | None = None
         #: Warp -> blocks executed since its last entry.
         self._blocks: dict[Any, Counter[int]] = {}

@@ -45,13 +45,18 @@ class AccessLog:
             self._error = self._error or error
             self._count.value = 0
 
-    def take(self) -> Iterator[tuple[int, bool, int, np.ndarray]]:
-        """(instruction index, write, width, host addresses of the executing lanes), emptying it."""
+    def records(self) -> np.ndarray:
+        """What is in the log (`LOG_RECORD`), emptying it. Raises the error of an earlier drain."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         records = self._records[: self._count.value].copy()
         self._count.value = 0
+        return records
+
+    def take(self) -> Iterator[tuple[int, bool, int, np.ndarray]]:
+        """(instruction index, write, width, host addresses of the executing lanes), emptying it."""
+        records = self.records()
         masks = records["mask"]
         for row, (mask, width, tag) in enumerate(
             zip(masks.tolist(), records["width"].tolist(), records["tag"].tolist(), strict=True)

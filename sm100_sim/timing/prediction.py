@@ -146,14 +146,14 @@ def predict_report(
 
     function: the kernel's SASS. sampling: number of draws and their seed.
     """
-    kernel = translated_kernel(ptx, report.kernel)
+    kernel = translated_kernel(ptx, report.kernel, True)
     first = report.trace[0].ctaid
     cluster = tuple(i // c for i, c in zip(first, report.cluster, strict=True))
     entries = [
         entry for entry in report.trace
         if tuple(i // c for i, c in zip(entry.ctaid, report.cluster, strict=True)) == cluster
     ]
-    compiled = build(function, kernel, entries, report.cluster)
+    compiled = build(function, kernel, entries, report.cluster, report.shared_accesses)
     generator = np.random.default_rng(sampling[1])
     values = [machine.values(), *(machine.drawn(generator) for _ in range(sampling[0]))]
     runs = [replay(compiled, drawn) for drawn in values]

@@ -15,6 +15,7 @@ import numpy as np
 
 from sm100_sim.codegen import CompiledKernel
 
+from .conflicts import Wavefronts, accesses_before, block_accesses
 from .events import ptx_kind
 from .mixes import mix_of_blocks, ptx_mixes, useful
 from .paths import Event, PathFinder, WarpPath
@@ -76,12 +77,14 @@ class Compiled:
 
 
 def build(
-    function: SassFunction, kernel: CompiledKernel, entries: Iterable[Any], cluster: tuple
+    function: SassFunction, kernel: CompiledKernel, entries: Iterable[Any], cluster: tuple,
+    shared_accesses: dict[int, tuple[int, int, int]] | None = None,
 ) -> Compiled:
     """The program of one cluster.
 
     kernel: the translated PTX. entries: those of one cluster of the grid. cluster: its dimensions,
-    (x, y, z). Raises ValueError if a warp's events fit no path.
+    (x, y, z). shared_accesses: `Report.shared_accesses`; without it no access to shared memory has
+    bank conflicts or lanes that read the same. Raises ValueError if a warp's events fit no path.
     """
     used = useful(kernel)
     finder, mixes = PathFinder(function), ptx_mixes(kernel, used)
@@ -95,12 +98,18 @@ def build(
         by_warp.setdefault((_rank(entry.ctaid, cluster), entry.warp), []).append(entry)
     builder = _Builder(function)
     known: dict[tuple, WarpPath] = {}
+    accesses = block_accesses(kernel, shared_accesses or {})
+    wavefronts = Wavefronts(function, builder.instructions.wavefronts)
     for warp in sorted(by_warp):
         events = _events(by_warp[warp], mixes, dead)
         key = tuple((event.entry.line, event.entry.blocks) for event in events)
         if key not in known:
             known[key] = finder.find(events)
-        builder.add(warp, known[key], events)
+        path = known[key]
+        builder.add(warp, path, events)
+        before = accesses_before(by_warp[warp], accesses, [event.entry for event in events])
+        wavefronts.add(path.numbers, path.event_of, before)
+    builder.instructions = builder.instructions._replace(wavefronts=wavefronts.found())
     return builder.finish(max(rank for rank, _ in by_warp) + 1)
 
 
