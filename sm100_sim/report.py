@@ -66,7 +66,7 @@ class Report:
         return self.warp_instructions / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     def to_json(self) -> str:
-        """One JSON object with all fields and the derived figures; what a trace adds is left out."""
+        """One JSON object with all fields and the derived figures, without what a trace adds."""
         names = [f.name for f in fields(self) if f.name not in ("trace", "shared_accesses")]
         values = {name: getattr(self, name) for name in names}
         values["warp_instructions"] = self.warp_instructions

@@ -22,9 +22,9 @@ def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarr
     addresses: uint64 (n, 32), by lane, right up to a common offset. masks: uint32 (n,), lanes that
     take part, none of them 0. width: bytes a lane.
 
-    Every clock each of the 32 banks gives or takes one word of 4 bytes, and a word goes to all lanes
-    that want it: an access takes as many clocks as one bank has different words to move. It is
-    what an H200 was measured to do (`python -m bench hopper`).
+    Every clock each of the 32 banks gives or takes one word of 4 bytes, and a word goes to all
+    lanes that want it: an access takes as many clocks as one bank has different words to move.
+    It is what an H200 was measured to do (`python -m bench hopper`).
     """
     active = (masks[:, None] >> np.arange(32, dtype=np.uint32)) & 1 == 1
     # A lane that takes no part asks for what the first that does asks for: no additional word.

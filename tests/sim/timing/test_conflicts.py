@@ -1,4 +1,4 @@
-"""Wavefronts of shared-memory accesses: from addresses, in a traced run, and of SASS instructions."""
+"""Wavefronts of shared-memory accesses: from addresses, in a traced run, and by SASS access."""
 
 from types import SimpleNamespace
 
