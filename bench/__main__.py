@@ -15,6 +15,7 @@ COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
     "simulator": "the simulator's own speed on the forward",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
+    "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",
 }
 

@@ -155,11 +155,14 @@ def _work(prediction: timing.Prediction) -> float:
     return sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
 
 
-def _kernel(
+def kernel(
     name: str, shape: tuple[int, int, int, str], predictions: list[timing.Prediction],
     samples: tuple[tuple[int, int], ...],
 ) -> Kernel:
-    """shape: head_dim, rows, cluster, policy."""
+    """A kernel whose costs are fitted to predictions of the samples, (seqlen, heads) each.
+
+    shape: head_dim, rows, cluster, policy.
+    """
     head_dim, rows, cluster, policy = shape
     single = policy == "single"
     costs = []
@@ -179,7 +182,7 @@ def our_kernel(causal: bool, machine: str = "b200", draws: int = 6) -> Kernel:
     """Our forward under the static scheduler."""
     model = load(machine)
     predictions = our_predictions(SAMPLES, causal, model, draws)
-    return _kernel("ours", (HEAD_DIM, 256, 2, "static"), predictions, SAMPLES)
+    return kernel("ours", (HEAD_DIM, 256, 2, "static"), predictions, SAMPLES)
 
 
 def their_kernel(head_dim: int, causal: bool, machine: str = "b200", draws: int = 6) -> Kernel:
@@ -202,6 +205,6 @@ def their_kernel(head_dim: int, causal: bool, machine: str = "b200", draws: int 
     samples = tuple(dict.fromkeys(samples))
     predictions = their_predictions(samples, head_dim, causal, load(machine), draws)
     policy = "single" if causal else "static"
-    return _kernel(
+    return kernel(
         flash_attn_4.PACKAGE, (head_dim, rows, cluster, policy), predictions, samples
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from .results import Table
@@ -20,33 +21,54 @@ def draw_tables(tables: list[Table], target: Any, form: str | None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = [
-        (table, name, rows) for table in tables for name, rows in _panels(table) if rows
-    ]
+    panels = []
+    for table in tables:
+        points = _points(table)
+        for name in dict.fromkeys(point.panel for point in points):
+            panels.append((table, name, [point for point in points if point.panel == name]))
     if not panels:
         raise ValueError("nothing to plot: no row has the figure that is drawn")
     width, height = _PANEL_INCHES
-    most = max(len(_labels(table, rows)) for table, _, rows in panels)
+    most = max(len(_labels(points)) for _, _, points in panels)
     figure, axes = plt.subplots(
         len(panels), 1, squeeze=False, layout="constrained",
-        figsize=(max(width, 0.45 * most), height * len(panels)),
+        figsize=(max(width, 0.3 * most), height * len(panels)),
     )
     try:
-        for axis, (table, name, rows) in zip(axes[:, 0], panels):
-            _draw_panel(axis, table, rows)
+        for axis, (table, name, points) in zip(axes[:, 0], panels):
+            _draw_panel(axis, table, points)
             axis.set_title(f"{table.title}, {name}" if name else table.title, fontsize=9)
         figure.savefig(target, format=form)
     finally:
         plt.close(figure)
 
 
-def _panels(table: Table) -> list[tuple[str, list[dict]]]:
-    """(name, rows that can be drawn) of each axes."""
-    plot, rows = table.plot, [r for r in table.rows if r.get(table.plot.y) is not None]
-    if plot.panel is None:
-        return [("", rows)]
-    names = dict.fromkeys(row[plot.panel] for row in rows)
-    return [(str(name), [r for r in rows if r[plot.panel] == name]) for name in names]
+@dataclass(frozen=True)
+class _Point:
+    """One value to draw: of a series (None: there is one only) at a label, with its error bar."""
+
+    panel: str
+    series: str | None
+    label: Any
+    y: float
+    errors: tuple[float, float] | None
+
+
+def _points(table: Table) -> list[_Point]:
+    plot, found = table.plot, []
+    names = (plot.y,) if isinstance(plot.y, str) else plot.y
+    for row in table.rows:
+        for name in names:
+            if row.get(name) is None:
+                continue
+            series = row[plot.series] if plot.series else name if len(names) > 1 else None
+            errors = None
+            if plot.low is not None:
+                errors = max(0.0, row[name] - row[plot.low]), max(0.0, row[plot.high] - row[name])
+            panel = "" if plot.panel is None else str(row[plot.panel])
+            series = None if series is None else str(series)
+            found.append(_Point(panel, series, _label(table, row), row[name], errors))
+    return found
 
 
 def _label(table: Table, row: dict) -> Any:
@@ -54,41 +76,36 @@ def _label(table: Table, row: dict) -> Any:
     return row[x] if isinstance(x, str) else ", ".join(str(row[name]) for name in x)
 
 
-def _labels(table: Table, rows: list[dict]) -> list:
-    return list(dict.fromkeys(_label(table, row) for row in rows))
+def _labels(points: list[_Point]) -> list:
+    return list(dict.fromkeys(point.label for point in points))
 
 
-def _draw_panel(axis: Any, table: Table, rows: list[dict]) -> None:
-    plot, labels = table.plot, _labels(table, rows)
+def _draw_panel(axis: Any, table: Table, points: list[_Point]) -> None:
+    plot, labels = table.plot, _labels(points)
     places = {label: i for i, label in enumerate(labels)}
     numeric = plot.kind == "line" and all(isinstance(label, (int, float)) for label in labels)
-    names = [None] if plot.series is None else dict.fromkeys(row[plot.series] for row in rows)
+    names = list(dict.fromkeys(point.series for point in points))
     width = 0.8 / len(names)
     for number, name in enumerate(names):
-        drawn = [row for row in rows if name is None or row[plot.series] == name]
-        y = [row[plot.y] for row in drawn]
-        errors = None
-        if plot.low is not None:
-            errors = [
-                [max(0.0, value - row[plot.low]) for value, row in zip(y, drawn)],
-                [max(0.0, row[plot.high] - value) for value, row in zip(y, drawn)],
-            ]
-        label = None if name is None else str(name)
+        drawn = [point for point in points if point.series == name]
+        y = [point.y for point in drawn]
+        errors = None if plot.low is None else list(zip(*(point.errors for point in drawn)))
         if plot.kind == "bar":
-            x = [places[_label(table, row)] + (number + 0.5) * width - 0.4 for row in drawn]
-            axis.bar(x, y, width, yerr=errors, label=label, capsize=2)
+            x = [places[point.label] + (number + 0.5) * width - 0.4 for point in drawn]
+            axis.bar(x, y, width, yerr=errors, label=name, capsize=2)
         else:
-            x = [_label(table, row) if numeric else places[_label(table, row)] for row in drawn]
-            axis.errorbar(x, y, yerr=errors, label=label, marker="o", markersize=3, capsize=2)
+            x = [point.label if numeric else places[point.label] for point in drawn]
+            axis.errorbar(x, y, yerr=errors, label=name, marker="o", markersize=3, capsize=2)
     if numeric:
         axis.set_xscale("log", base=2) if plot.log_x else None
         axis.set_xlabel(_heading(table, plot.x))
     else:
         axis.set_xticks(range(len(labels)), [str(label) for label in labels], fontsize=6,
                         rotation=90 if len(labels) > 6 else 0)
-    axis.set_ylabel(_heading(table, plot.y))
+    units = [c.unit for c in table.columns if c.name in plot.y]
+    axis.set_ylabel(_heading(table, plot.y) if isinstance(plot.y, str) else units[0])
     axis.grid(axis="y", alpha=0.3)
-    if plot.series is not None:
+    if names != [None]:
         axis.legend(fontsize=7)
 
 

@@ -65,13 +65,14 @@ class Column:
 class Plot:
     """How a table is drawn: numbers of column y over column x, by names of columns.
 
-    kind: "bar" or "line". series: column whose values are the bars of a group or the lines.
-    panel: column whose values get axes of their own. low, high: columns of the ends of error bars.
-    x may be several columns, joined to one label. Rows without y are left out.
+    kind: "bar" or "line". series: column whose values are the bars of a group or the lines; or y
+    names several columns, which are these. panel: column whose values get axes of their own. low,
+    high: columns of the ends of error bars of one y. x may be several columns, joined to one label.
+    Rows without y are left out.
     """
 
     x: str | tuple[str, ...]
-    y: str
+    y: str | tuple[str, ...]
     kind: str = "bar"
     series: str | None = None
     panel: str | None = None
@@ -84,12 +85,14 @@ class Plot:
             raise ValueError(f"kind of plot {self.kind!r}; accepted are 'bar' and 'line'")
         if (self.low is None) != (self.high is None):
             raise ValueError("error bars need both low and high")
+        if not isinstance(self.y, str) and (self.series is not None or self.low is not None):
+            raise ValueError("several columns of y are the series, and have no error bars")
 
     def columns(self) -> list[str]:
         """Names of all columns that it reads."""
-        x = (self.x,) if isinstance(self.x, str) else self.x
-        others = (self.y, self.series, self.panel, self.low, self.high)
-        return [*x, *(name for name in others if name is not None)]
+        x, y = ((n,) if isinstance(n, str) else n for n in (self.x, self.y))
+        others = (self.series, self.panel, self.low, self.high)
+        return [*x, *y, *(name for name in others if name is not None)]
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,8 @@ class Table:
         try:
             plot = found["plot"]
             if plot is not None:
-                x = plot["x"]
-                plot = Plot(**{**plot, "x": x if isinstance(x, str) else tuple(x)})
+                several = {n: tuple(plot[n]) for n in "xy" if not isinstance(plot[n], str)}
+                plot = Plot(**{**plot, **several})
             return cls(
                 found["command"], found["title"], tuple(Column(**c) for c in found["columns"]),
                 found["rows"], tuple(found["notes"]), plot, found["environment"],

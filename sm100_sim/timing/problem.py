@@ -27,13 +27,18 @@ class Tile:
     """One tile of work of a cluster.
 
     work: clocks of the tensor core of a CTA. group: tiles of one group read the same
-    `shared_bytes` (the keys and values of a head, say); own_bytes: what no other tile touches.
+    `shared_bytes` (the keys and values of a head, say); own_bytes: what no other tile touches. A
+    tile without work and bytes is one past the end of its sequence, which a cluster skips.
     """
 
     work: float
     group: int = 0
     shared_bytes: float = 0.0
     own_bytes: float = 0.0
+
+    @property
+    def skipped(self) -> bool:
+        return not self.work and not self.own_bytes
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,16 @@ def schedule(
         else:
             begin, place = heapq.heappop(free)
         clocks = costs.of(tile)
-        if place not in used:
+        if tile.skipped:
+            # A static scheduler counts on; the others have asked for the tile, or launched it.
+            reuse, query = values.cta_reuse, values.clc_query
+            clocks = {"static": 0.0, "dynamic": query, "single": reuse}[policy]
+        elif place not in used:
             clocks += costs.begin
         elif policy == "single":
             begin += values.cta_reuse
-        used.add(place)
+        if not tile.skipped:
+            used.add(place)
         starts[number], ends[number] = begin, begin + clocks
         busy[place] += clocks
         cluster_of.append(place)
@@ -161,14 +171,17 @@ def hbm_bytes(tiles: Sequence[Tile], starts: np.ndarray, values: Values) -> floa
     """
     capacity = _L2_SHARE * values.l2_megabytes * 1e6
     kept: OrderedDict[int, float] = OrderedDict()
-    total = sum(tile.own_bytes for tile in tiles)
+    total, in_l2 = sum(tile.own_bytes for tile in tiles), 0.0
     for number in np.argsort(starts, kind="stable"):
         tile = tiles[number]
+        if tile.skipped:
+            continue
         if tile.group in kept:
             kept.move_to_end(tile.group)
             continue
         total += tile.shared_bytes
         kept[tile.group] = tile.shared_bytes
-        while sum(kept.values()) > capacity and len(kept) > 1:
-            kept.popitem(last=False)
+        in_l2 += tile.shared_bytes
+        while in_l2 > capacity and len(kept) > 1:
+            in_l2 -= kept.popitem(last=False)[1]
     return total

@@ -70,7 +70,7 @@ def test_rows_of_different_origin_say_so_each():
 def test_json_is_read_back():
     (found,) = results.read_json(results.json_text([table()]))
     assert found == table()
-    two_names = table(plot=Plot(("shape", "best"), "tflops"))
+    two_names = table(plot=Plot(("shape", "best"), ("tflops", "low")))
     assert results.read_json(results.json_text([two_names])) == [two_names]
     with pytest.raises(ValueError, match="there is no list of tables"):
         results.read_json("[1]")
@@ -115,11 +115,12 @@ def test_files_and_stdout(tmp_path, capsys):
 def test_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     line = Plot("low", "tflops", kind="line", series="machine", panel="basis", log_x=True)
-    tables = [table(), table(title="B", plot=line), table(plot=None)]
+    wide = Plot("shape", ("tflops", "low"))
+    tables = [table(), table(title="B", plot=line), table(plot=None), table(plot=wide)]
     results.emit(tables, options("--plot", str(tmp_path / "a.svg")))
     capsys.readouterr()
     drawn = (tmp_path / "a.svg").read_text()
-    assert drawn.count('id="axes_') == 2, "one for each table with a plot"
+    assert drawn.count('id="axes_') == 3, "one for each table with a plot"
     with pytest.raises(ValueError, match="nothing to plot"):
         results.emit(table(plot=None), options("--plot", str(tmp_path / "b.svg")))
 

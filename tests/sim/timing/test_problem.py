@@ -53,6 +53,17 @@ def test_longest_first_balances_what_static_does_not(policy):
     assert other >= total / 4
 
 
+def test_skipped_tiles_cost_little_but_keep_their_places():
+    """Tiles past the end of short sequences: static clusters pass them, CLC asks for each."""
+    values = VALUES._replace(clc_query=300.0)
+    tiles = [Tile(1000.0), Tile(0.0), Tile(0.0), Tile(0.0)] * 2
+    static = schedule(tiles, COSTS, values, 2, "static")
+    assert static.clocks == 2200, "both tiles fall to the first cluster"
+    dynamic = schedule(tiles, COSTS, values, 2, "dynamic")
+    assert dynamic.clocks == 300 + 1150, "the second goes to a cluster that skipped one before"
+    assert hbm_bytes(tiles, static.starts, values) == 0
+
+
 def test_reuse_of_a_cta_costs():
     tiles = [Tile(1000.0)] * 8
     with_reuse = schedule(tiles, COSTS, VALUES._replace(cta_reuse=1200.0), 2, "single")

@@ -1,0 +1,252 @@
+"""Measured times: interleaved runs of several calls on one GPU, with clocks and power.
+
+The loop knows a timer only; `CudaTimer` is the one for a GPU, tests bring another.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Dense bf16 FLOP of an SM and clock, by compute capability: 4096 fused multiply-adds on SM100
+#: (148 SMs at 1.86 GHz give the 2250 TFLOPS of the data sheet), half of that on SM90.
+FLOP_PER_CLOCK = {(9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+#: Dense bf16, from the data sheet of a B200.
+B200_TFLOPS = 2250.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How often each call runs: `warmup` times before it counts, `runs` times that do."""
+
+    warmup: int = 32
+    runs: int = 128
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.runs < 1:
+            raise ValueError(
+                f"{self.warmup} warm-up and {self.runs} timed runs; accepted are 0 and more, and "
+                "1 and more"
+            )
+
+
+@dataclass(frozen=True)
+class State:
+    """What the GPU reports after a run; None where it cannot be read."""
+
+    clock_mhz: float | None = None
+    power_watts: float | None = None
+
+
+class Timer(Protocol):
+    """What times a call."""
+
+    def prepare(self, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
+        """(what to run in its place, how it runs: "graph", or why it is launched plainly)."""
+
+    def on_stream(self) -> AbstractContextManager:
+        """Where work is issued whose backward will be prepared."""
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Of one run, with a cold L2."""
+
+    def state(self) -> State: ...
+
+
+@dataclass
+class Samples:
+    """Runs of one call. seconds: of each; launch: as `Timer.prepare` said."""
+
+    launch: str
+    seconds: list[float] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that `share` of the runs stay below."""
+        return float(np.quantile(self.seconds, share))
+
+    def median_state(self) -> State:
+        """Medians over the runs."""
+
+        def median(name: str) -> float | None:
+            known = [getattr(s, name) for s in self.states if getattr(s, name) is not None]
+            return float(np.median(known)) if known else None
+
+        return State(median("clock_mhz"), median("power_watts"))
+
+
+def interleave(
+    timer: Timer, calls: dict[str, Callable[[], Any]], sampling: Sampling
+) -> dict[str, Samples]:
+    """Time calls by turns, so that a change of clock or temperature meets all of them alike.
+
+    Each round begins with another call: none always follows the same one.
+    """
+    prepared, found = {}, {}
+    for name, call in calls.items():
+        prepared[name], launch = timer.prepare(call)
+        found[name] = Samples(launch)
+    names = list(prepared)
+    for turn in range(sampling.warmup + sampling.runs):
+        shift = turn % max(len(names), 1)
+        for name in names[shift:] + names[:shift]:
+            seconds = timer.seconds(prepared[name])
+            if turn >= sampling.warmup:
+                found[name].seconds.append(seconds)
+                found[name].states.append(timer.state())
+    return found
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that measures. flop_per_clock: None for a GPU whose peak is not known here."""
+
+    name: str
+    sms: int
+    flop_per_clock: int | None
+    l2_bytes: int
+    driver: str
+
+    def peak_tflops(self, clock_mhz: float | None) -> float | None:
+        """Of dense bf16 products at that clock."""
+        if self.flop_per_clock is None or clock_mhz is None:
+            return None
+        return self.sms * self.flop_per_clock * clock_mhz * 1e6 / 1e12
+
+
+class CudaTimer:
+    """Times CUDA graphs by events, after L2 has been overwritten."""
+
+    def __init__(self, device: int = 0) -> None:
+        """Raises ValueError if there is no such CUDA device."""
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("no CUDA device to measure on; without one, figures are modelled")
+        self.device = torch.device("cuda", device)
+        properties = torch.cuda.get_device_properties(self.device)
+        self._sensor = _sensor(properties)
+        self.gpu = Gpu(
+            properties.name, properties.multi_processor_count,
+            FLOP_PER_CLOCK.get((properties.major, properties.minor)), properties.L2_cache_size,
+            self._sensor.driver,
+        )  # fmt: skip
+        self._eraser = torch.empty(2 * self.gpu.l2_bytes, dtype=torch.int8, device=self.device)
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._stream = torch.cuda.Stream(self.device)
+
+    def prepare(self, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
+        """A CUDA graph of the call; where it cannot be captured, the call and why."""
+        import torch
+
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            return call, f"plain launch: {str(error).splitlines()[0]}"
+        return graph.replay, "graph"
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """The backward runs on its forward's stream, which must be that of the capture."""
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        import torch
+
+        start, end = self._events
+        with torch.cuda.stream(self._stream):
+            # The GPU is busy with this while the host enqueues the call.
+            self._eraser.zero_()
+            start.record()
+            call()
+            end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def state(self) -> State:
+        return self._sensor.state()
+
+
+class _NoSensor:
+    """Neither NVML nor nvidia-smi answers."""
+
+    driver = "unknown"
+
+    def state(self) -> State:
+        return State()
+
+
+class _Nvml:
+    """Through nvidia-ml-py."""
+
+    def __init__(self, uuid: str) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._library = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        self.driver = driver if isinstance(driver, str) else driver.decode()
+
+    def state(self) -> State:
+        library, handle = self._library, self._handle
+        return State(
+            float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)),
+            library.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        )
+
+
+class _NvidiaSmi:
+    """Through the command line tool, which is slow: one reading serves `_EVERY` runs."""
+
+    _EVERY = 32
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid, self._count, self._last = f"GPU-{uuid}", 0, State()
+        self.driver = self._query("driver_version")[0]
+
+    def _query(self, names: str) -> list[str]:
+        command = [
+            "nvidia-smi", f"--id={self._uuid}", f"--query-gpu={names}",
+            "--format=csv,noheader,nounits",
+        ]  # fmt: skip
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [part.strip() for part in answer.stdout.split(",")]
+
+    def state(self) -> State:
+        if self._count % self._EVERY == 0:
+            self._last = State(*map(float, self._query("clocks.sm,power.draw")))
+        self._count += 1
+        return self._last
+
+
+def _sensor(properties: Any) -> _NoSensor | _Nvml | _NvidiaSmi:
+    uuid = str(properties.uuid)
+    try:
+        return _Nvml(uuid)
+    except Exception:
+        # NVML's errors are defined by the module that may be missing.
+        pass
+    try:
+        return _NvidiaSmi(uuid)
+    except (OSError, subprocess.CalledProcessError):
+        return _NoSensor()

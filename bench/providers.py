@@ -1,0 +1,315 @@
+"""Implementations of attention that are measured side by side, and their check before that."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fa4_hd256 import reference
+from fa4_hd256.config import HEAD_DIM
+
+from . import flash_attn_4
+from .suite import BACKWARD, Case
+
+#: Rows of out that are compared: as many at the begin, the middle and the end of a sequence.
+CHECKED_ROWS = 64
+#: Longest sequence of the problem on which gradients are compared.
+CHECKED_SEQLEN = 384
+
+OURS = "ours"
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case.
+
+    q, dout: (batch, seqlen_q, heads, 256), k, v: (batch, seqlen_k, heads_kv, 256), or without the
+    batch where sequences are packed; cu_seqlens: int32 (sequences + 1,) of queries and keys then.
+    """
+
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
+        """Standard normal, the same for every provider."""
+        generator = torch.Generator(device).manual_seed(0)
+        totals = [sum(lengths) for lengths in zip(*case.lengths)]
+        tensors = []
+        for side, heads in ((0, case.heads), (1, case.heads_kv), (1, case.heads_kv),
+                            (0, case.heads)):
+            rows = (totals[side],) if case.packed else (case.batch, case.lengths[0][side])
+            shape = (*rows, heads, HEAD_DIM)
+            tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+        offsets = None
+        if case.packed:
+            offsets = tuple(
+                torch.tensor([0, *lengths], device=device).cumsum(0).int()
+                for lengths in zip(*case.lengths)
+            )
+        q, k, v, dout = tensors
+        return cls(case, q, k, v, dout, offsets)
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+    def sequence(self, tensor: torch.Tensor, index: int, side: int) -> torch.Tensor:
+        """(seqlen, heads, 256) of one sequence; side: 0 for queries, 1 for keys."""
+        if self.cu_seqlens is None:
+            return tensor[index]
+        begin, end = self.cu_seqlens[side][index : index + 2].tolist()
+        return tensor[begin:end]
+
+
+class Provider(Protocol):
+    """One implementation."""
+
+    name: str
+
+    def missing(self) -> str | None:
+        """Why it cannot run here at all, None if it can."""
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        """Why it does not offer this case, None if it does."""
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        """out, shaped like q; differentiable where the leaves require gradients."""
+
+
+class Ours:
+    """This project's operator. use_clc: None for what FA_CLC says."""
+
+    def __init__(self, name: str = OURS, use_clc: bool | None = None) -> None:
+        self.name, self._use_clc = name, use_clc
+
+    def missing(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        capability = torch.cuda.get_device_capability()
+        if capability != (10, 0):
+            return f"needs a GPU of compute capability 10.0; this one has {capability}"
+        return None
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+
+        case = inputs.case
+        options = {
+            "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
+            "use_clc": self._use_clc,
+        }  # fmt: skip
+        if inputs.cu_seqlens is None:
+            return flash_attn_func(*inputs.leaves, **options)
+        return flash_attn_varlen_func(
+            *inputs.leaves, *inputs.cu_seqlens, case.seqlen_q, case.seqlen_k, **options
+        )
+
+
+class FlashAttention4:
+    """The public flash-attn-4 through its own interface."""
+
+    name = flash_attn_4.PACKAGE
+
+    def missing(self) -> str | None:
+        return flash_attn_4.unavailable() or Ours().missing()
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD and (case.softcap or case.window != (None, None)):
+            return "its backward at head_dim 256 has no windows and no softcap"
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+        case = inputs.case
+        options = {"causal": case.causal, "window_size": case.window}
+        if case.softcap:
+            options["softcap"] = case.softcap
+        if inputs.cu_seqlens is None:
+            result = flash_attn_func(*inputs.leaves, **options)
+        else:
+            offsets_q, offsets_k = inputs.cu_seqlens
+            result = flash_attn_varlen_func(
+                *inputs.leaves, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k,
+                max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k, **options,
+            )  # fmt: skip
+        return result[0] if isinstance(result, tuple) else result
+
+
+class PyTorchSdpa:
+    """`scaled_dot_product_attention` with one back end: "CUDNN_ATTENTION" or "MATH"."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name, self._backend = name, backend
+
+    def missing(self) -> str | None:
+        if self._backend != "MATH" and not torch.cuda.is_available():
+            return "no CUDA device"
+        return None
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if case.packed:
+            return "takes no packed sequences"
+        if case.softcap or case.window != (None, None):
+            return "takes no softcap, and a window only as a mask of all scores"
+        if case.causal and case.seqlen_q != case.seqlen_k:
+            return "its causal mask is aligned to the top left"
+        if self._backend == "MATH":
+            return self._too_large(case, direction)
+        return None
+
+    def _too_large(self, case: Case, direction: str) -> str | None:
+        """Scores, probabilities and a float32 copy of them, for the backward twice that."""
+        if not torch.cuda.is_available():
+            return None
+        scores = case.batch * case.heads * case.seqlen_q * case.seqlen_k
+        needed = scores * (20 if direction == BACKWARD else 10)
+        free = torch.cuda.mem_get_info()[0]
+        if needed > free:
+            return f"its scores need some {needed / 2**30:.0f} GiB; {free / 2**30:.0f} are free"
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        case = inputs.case
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
+        with sdpa_kernel(getattr(SDPBackend, self._backend)):
+            out = scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.heads_kv
+            )
+        return out.transpose(1, 2)
+
+
+def default_providers() -> list[Provider]:
+    return [
+        Ours(),
+        FlashAttention4(),
+        PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
+        PyTorchSdpa("PyTorch math", "MATH"),
+    ]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Largest error against the reference, the largest that is accepted."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@torch.no_grad()
+def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
+    """Compare rows of out with the float64 reference.
+
+    Rows at the begin, the middle and the end of the first and the last sequence, first and last
+    head: with the keys up to the last one that they may see, the mask is bottom-right aligned
+    again. The tolerance is twice PyTorch's own error of the same dtype and twice the rounding.
+    """
+    case, worst = inputs.case, Check(0.0, math.inf)
+    options = {"window_size": case.bounds, "softcap": case.softcap}
+    for index in sorted({0, case.batch - 1}):
+        seqlen_q, seqlen_k = case.lengths[index]
+        count = min(CHECKED_ROWS, seqlen_q)
+        for begin in sorted({0, (seqlen_q - count) // 2, seqlen_q - count}):
+            rows = slice(begin, begin + count)
+            # Past the diagonal of the last row nothing is lost if the right side is bounded at 0.
+            keys = seqlen_k - (seqlen_q - rows.stop) if case.bounds[1] == 0 else seqlen_k
+            if case.bounds != (None, None) and case.bounds[1] != 0:
+                raise ValueError(f"{case}: rows are compared for right bounds of 0 or none")
+            for head in sorted({0, case.heads - 1}):
+                group = head // (case.heads // case.heads_kv)
+                q = inputs.sequence(inputs.q, index, 0)[rows, head, None][None].cpu()
+                k, v = (
+                    inputs.sequence(t, index, 1)[: max(keys, 0), group, None][None].cpu()
+                    for t in (inputs.k, inputs.v)
+                )
+                found = inputs.sequence(out, index, 0)[rows, head, None][None].cpu()
+                worst = max(worst, _compare(found, (q, k, v), options), key=_severity)
+    return worst
+
+
+def _severity(check: Check) -> float:
+    if check.tolerance:
+        return check.error / check.tolerance
+    return math.inf if check.error else 0.0
+
+
+def _compare(found: torch.Tensor, inputs: tuple, options: dict[str, Any]) -> Check:
+    """Of out alone: providers do not all return LSE."""
+    lse = torch.zeros(found.shape[0], found.shape[2], found.shape[1])
+    compared = reference.compare(found, lse, inputs, **options)
+    return Check(compared.max_error, compared.tolerance)
+
+
+def check_gradients(provider: Provider, case: Case, device: torch.device, dtype: Any) -> Check:
+    """Compare all gradients with the reference, on the case cut down to a short sequence."""
+    lengths = tuple(min(CHECKED_SEQLEN, length) for length in case.lengths[-1])
+    small = Case(
+        case.group, (lengths,), case.heads, case.heads_kv, case.causal, case.window, case.softcap,
+        case.packed,
+    )  # fmt: skip
+    inputs = Inputs.random(small, device, dtype)
+    for leaf in inputs.leaves:
+        leaf.requires_grad_()
+    gradients = torch.autograd.grad(provider.call(inputs), inputs.leaves, inputs.dout)
+    whole = [t.detach().reshape(1, -1, *t.shape[-2:]) for t in (*inputs.leaves, inputs.dout)]
+    named = {
+        name: g.reshape(1, -1, *g.shape[-2:]) for name, g in zip("qkv", gradients, strict=True)
+    }
+    compared = reference.compare_gradients(
+        named, tuple(whole[:3]), whole[3], causal=small.causal, window_size=small.window,
+        softcap=small.softcap,
+    )  # fmt: skip
+    return max((Check(c.max_error, c.tolerance) for c in compared.values()), key=_severity)
+
+
+def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:
+    """Run the forward once; what is returned runs the backward, as often as wanted."""
+    for leaf in inputs.leaves:
+        leaf.requires_grad_()
+    out = provider.call(inputs)
+    return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+
+
+def forward_call(provider: Provider, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """What is returned runs the forward alone."""
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return provider.call(inputs)
+
+    return call
+
+
+def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(result, None), or (None, why it failed) for errors by which a provider declines."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            return action(), None
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None, "out of memory"
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError, TypeError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reasons = [str(w.message).splitlines()[0] for w in heard if "because" in str(w.message)]
+            return None, "; ".join([first, *reasons])

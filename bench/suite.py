@@ -1,0 +1,208 @@
+"""The shapes that are measured and modelled: one suite for every command and both directions.
+
+FLOP by the field's convention: forward 4 Sq Sk D for each head and sequence, half of it if causal;
+with a window 4 D for each pair of a query and a key that it sees; backward 2.5 times the forward,
+whatever a kernel computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fa4_hd256.config import HEAD_DIM
+
+FORWARD, BACKWARD = "forward", "backward"
+DIRECTIONS = (FORWARD, BACKWARD)
+#: Of the backward, over that of the forward.
+BACKWARD_FLOP = 2.5
+
+#: Tokens of a dense case.
+TOKENS = 32768
+SEQLENS = tuple(512 << i for i in range(9))
+#: (query heads, KV heads) of models; attention_facts: Qwen3.5-397B, Qwen3-Next, Qwen3.8, Gemma 7B
+#: and GLM-5 on one of eight GPUs.
+HEADS = ((32, 2), (16, 2), (24, 4), (16, 16), (8, 8))
+GEMMA_HEADS = (8, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    lengths: (seqlen_q, seqlen_k) of each sequence; packed: they lie behind one another, as
+    `flash_attn_varlen_func` takes them, otherwise all are equal. window: (left, right), None for
+    unbounded.
+    """
+
+    group: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: int
+    heads_kv: int
+    causal: bool
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.packed and len(set(self.lengths)) != 1:
+            raise ValueError(f"sequences of different lengths {self.lengths[:4]} must be packed")
+        if self.heads % self.heads_kv:
+            raise ValueError(f"{self.heads} heads are no multiple of {self.heads_kv} KV heads")
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def seqlen_q(self) -> int:
+        """Of the longest sequence."""
+        return max(q for q, _ in self.lengths)
+
+    @property
+    def seqlen_k(self) -> int:
+        return max(k for _, k in self.lengths)
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """(left, right) of the mask, the causal bound included."""
+        return self.window[0], 0 if self.causal else self.window[1]
+
+    @property
+    def mask(self) -> str:
+        """ "full", "causal" or the window."""
+        text = "causal" if self.causal else "full"
+        if self.window != (None, None):
+            right = "0" if self.causal else self.window[1]
+            text = f"window ({self.window[0]}, {right})"
+        return f"{text}, softcap {self.softcap:g}" if self.softcap else text
+
+    @property
+    def shape(self) -> str:
+        """Batch x seqlen, as tables name it."""
+        kinds = sorted(set(self.lengths))
+        if len(kinds) > 1:
+            total = sum(q for q, _ in self.lengths)
+            return f"{self.batch} ragged, {kinds[0][0]}..{kinds[-1][0]}, {total} tokens"
+        q, k = kinds[0]
+        text = f"{self.batch}x{q}" if q == k else f"{self.batch}x({q}, {k})"
+        return f"packed {text}" if self.packed else text
+
+    @property
+    def heads_text(self) -> str:
+        return f"{self.heads}/{self.heads_kv}"
+
+    def __str__(self) -> str:
+        return f"{self.group}: {self.shape}, heads {self.heads_text}, {self.mask}"
+
+    def flop(self, direction: str) -> float:
+        """By the convention in the module's docstring."""
+        if self.window == (None, None):
+            pairs = sum(q * k for q, k in self.lengths) / (2 if self.causal else 1)
+        else:
+            pairs = sum(_visible_pairs(q, k, *self.bounds) for q, k in self.lengths)
+        forward = 4.0 * HEAD_DIM * self.heads * pairs
+        return forward * BACKWARD_FLOP if direction == BACKWARD else forward
+
+
+def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
+    level = np.arange(seqlen_q) + seqlen_k - seqlen_q
+    first = np.zeros_like(level) if left is None else np.clip(level - left, 0, seqlen_k)
+    last = np.full_like(level, seqlen_k) if right is None else level + right + 1
+    return int(np.maximum(np.clip(last, 0, seqlen_k) - first, 0).sum())
+
+
+def _equal(batch: int, seqlen: int, seqlen_k: int | None = None) -> tuple[tuple[int, int], ...]:
+    return ((seqlen, seqlen if seqlen_k is None else seqlen_k),) * batch
+
+
+def _dense() -> Iterator[Case]:
+    for heads, heads_kv in HEADS:
+        for causal in (False, True):
+            for seqlen in SEQLENS:
+                batch = max(1, TOKENS // seqlen)
+                yield Case("dense", _equal(batch, seqlen), heads, heads_kv, causal)
+
+
+def ragged_lengths(count: int, longest: int, seed: int = 0) -> tuple[tuple[int, int], ...]:
+    """`count` lengths from 1 to `longest`, log-uniform: most are short."""
+    generator = np.random.default_rng(seed)
+    lengths = np.exp(generator.uniform(0, np.log(longest), count)).astype(int)
+    return tuple((int(n), int(n)) for n in np.clip(lengths, 1, longest))
+
+
+def _varlen() -> Iterator[Case]:
+    for batch, seqlen in ((16, 1024), (4, 4096), (2, 8192), (1, 16384)):
+        yield Case("varlen", _equal(batch, seqlen), 16, 2, True, packed=True)
+    # A training batch of documents, and many sequences of which the longest sets the grid.
+    for count, longest in ((8, 8192), (64, 4096)):
+        yield Case("varlen", ragged_lengths(count, longest), 16, 2, True, packed=True)
+    for count in (2048, 8192):
+        yield Case("varlen", _equal(count, 34), 16, 2, True, packed=True)
+
+
+def _windows() -> Iterator[Case]:
+    heads = GEMMA_HEADS
+    yield Case("window", _equal(1, 65536), *heads, True, (1023, None))
+    for left in (512, 1024, 4096):
+        for seqlen in (4096, 8192, 16384, 32768):
+            yield Case("window", _equal(TOKENS // seqlen, seqlen), *heads, True, (left, None))
+    # Gemma 2: alternate layers with a window, softcap 50.
+    yield Case("window", _equal(4, 8192), *heads, True, (4096, None), 50.0)
+
+
+def _few_kv_heads() -> Iterator[Case]:
+    for seqlen in (2048, 4096, 8192, 16384, 32768):
+        yield Case("few KV heads", _equal(1, seqlen), 32, 2, True)
+
+
+def _unequal() -> Iterator[Case]:
+    for lengths in ((1, 2048), (64, 1), (128, 4096), (255, 256), (512, 4096)):
+        # Causal rows of (64, 1) but the last see nothing; both masks are defined.
+        for causal in (False, True):
+            yield Case("unequal", _equal(8, *lengths), 16, 2, causal)
+
+
+GROUPS = {
+    "dense": _dense,
+    "varlen": _varlen,
+    "window": _windows,
+    "few KV heads": _few_kv_heads,
+    "unequal": _unequal,
+}
+
+
+def cases(groups: Iterable[str] | None = None) -> list[Case]:
+    """The suite, or some of its groups. Raises ValueError for a group that is not known."""
+    names = list(GROUPS) if groups is None else list(groups)
+    for name in names:
+        if name not in GROUPS:
+            raise ValueError(f"group {name!r}; accepted are {', '.join(GROUPS)}")
+    return [case for name in names for case in GROUPS[name]()]
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Options that choose cases, as `selected` reads them."""
+    group = parser.add_argument_group("cases", "the whole suite, unless chosen here")
+    group.add_argument("--group", action="append", help=f"one of {', '.join(GROUPS)}; repeatable")
+    group.add_argument("--heads", action="append", metavar="Q/KV", help="such as 32/2; repeatable")
+    group.add_argument("--max-tokens", type=int, help="leave out cases with more query tokens")
+    group.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")
+
+
+def selected(arguments: argparse.Namespace, suite: Iterable[Case] | None = None) -> list[Case]:
+    """The cases chosen by `add_selection`'s options. Raises ValueError if none is left."""
+    found = cases(arguments.group) if suite is None else list(suite)
+    if arguments.heads:
+        found = [case for case in found if case.heads_text in arguments.heads]
+    if arguments.max_tokens:
+        limit = arguments.max_tokens
+        found = [case for case in found if sum(q for q, _ in case.lengths) <= limit]
+    if arguments.only:
+        found = [case for case in found if arguments.only in str(case)]
+    if not found:
+        raise ValueError("no case is left; `--group dense --only 1x32768` alone would leave some")
+    return found

@@ -1,0 +1,260 @@
+"""`python -m bench throughput`: forward and backward over the suite, implementations side by side.
+
+On a CUDA GPU every provider's result is checked against the one reference, then all of them are
+timed by turns. Without one, ours and flash-attn-4's times are those of the timing model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sm100_sim.timing.machine_constants import load
+
+from . import flash_attn_4, suite
+from .measuring import B200_TFLOPS, CudaTimer, Gpu, Samples, Sampling, Timer, interleave
+from .predicting import Predicted, Predictor
+from .providers import (
+    OURS,
+    Check,
+    Inputs,
+    Provider,
+    attempt,
+    backward_call,
+    check_forward,
+    check_gradients,
+    default_providers,
+    forward_call,
+)
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+from .suite import BACKWARD, DIRECTIONS, Case
+
+#: Differences of predictions below this are not ranked: the model does not resolve them.
+RESOLUTION = 0.05
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def measured_rows(
+    cases: Iterable[tuple[Case, str]], providers: Sequence[Provider], timer: Timer,
+    sampling: Sampling, dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """Check and time every (case, direction) on the timer's GPU; one row for each."""
+    missing = {provider.name: provider.missing() for provider in providers}
+    rows = []
+    for case, direction in cases:
+        print(f"{direction}, {case}", file=sys.stderr, flush=True)
+        ready, details = _ready(case, direction, providers, (timer, dtype, missing))
+        found = interleave(timer, ready, sampling)
+        for name, samples in found.items():
+            details[name] |= _measured(samples, case.flop(direction), timer.gpu)
+        clocks = [d["clock_mhz"] for d in details.values() if d.get("clock_mhz")]
+        clock = f" at {sum(clocks) / len(clocks):.0f} MHz" if clocks else ""
+        origin = {BASIS: "measured", MACHINE: f"{timer.gpu.name}{clock}"}
+        rows.append(_row(case, direction, details) | origin)
+        # Graphs and their memory must be gone before the next case allocates its own.
+        del ready
+        gc.collect()
+    return rows
+
+
+def _ready(
+    case: Case, direction: str, providers: Sequence[Provider],
+    setting: tuple[Timer, torch.dtype, dict[str, str | None]],
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(calls of the providers whose results are right, what is known of each provider)."""
+    timer, dtype, missing = setting
+    inputs, ready, details = None, {}, {}
+    for provider in providers:
+        reason = missing[provider.name] or provider.refuses(case, direction)
+        if reason is None:
+            inputs = inputs or Inputs.random(case, timer.device, dtype)
+            with timer.on_stream():
+                prepared, reason = attempt(
+                    lambda p=provider, i=inputs: _checked(p, i, direction, dtype)
+                )
+        if reason is not None:
+            details[provider.name] = {"status": reason}
+            continue
+        call, check = prepared
+        figures = {"max_error": check.error, "tolerance": check.tolerance}
+        if check.passed:
+            ready[provider.name] = call
+            details[provider.name] = {"status": "ok", **figures}
+        else:
+            wrong = f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}"
+            details[provider.name] = {"status": wrong, **figures}
+    return ready, details
+
+
+def _checked(
+    provider: Provider, inputs: Inputs, direction: str, dtype: torch.dtype
+) -> tuple[Any, Check]:
+    """(the call to time, how far its result is from the reference)."""
+    if direction == BACKWARD:
+        check = check_gradients(provider, inputs.case, inputs.q.device, dtype)
+        call = backward_call(provider, inputs)
+        call()
+        return call, check
+    call = forward_call(provider, inputs)
+    return call, check_forward(inputs, call())
+
+
+def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
+    """Figures of one provider: TFLOPS at the median time, and at that of p80 and p20."""
+    low, median, high = (samples.quantile(share) for share in (0.2, 0.5, 0.8))
+    state, tflops = samples.median_state(), flop / median / 1e12
+    peak = gpu.peak_tflops(state.clock_mhz)
+    return {
+        "median_ms": median * 1e3, "p20_ms": low * 1e3, "p80_ms": high * 1e3,
+        "tflops": tflops, "tflops_low": flop / high / 1e12, "tflops_high": flop / low / 1e12,
+        "of_peak": None if peak is None else tflops / peak, "of_2250": tflops / B200_TFLOPS,
+        "clock_mhz": state.clock_mhz, "power_watts": state.power_watts,
+        "runs": len(samples.seconds), "launch": samples.launch,
+    }  # fmt: skip
+
+
+def modelled_rows(
+    cases: Iterable[tuple[Case, str]], names: Sequence[str], predictor: Predictor
+) -> list[dict[str, Any]]:
+    """Predict every (case, direction); one row for each."""
+    machine = predictor.machine
+    values, rows = machine.values(), []
+    peak = values.sms * 8192 * values.clock_ghz / 1e3
+    origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
+    for case, direction in cases:
+        details = {}
+        for name in names:
+            reason = predictor.refuses(name, case, direction)
+            if reason is None:
+                found = predictor.predict(name, case, direction)
+                details[name] = _predicted(found, case.flop(direction), peak)
+                details[name]["clock_mhz"] = values.clock_ghz * 1e3
+            else:
+                details[name] = {"status": reason}
+        rows.append(_row(case, direction, details) | origin)
+    return rows
+
+
+def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
+    tflops = flop / found.seconds[0] / 1e12
+    return {
+        "status": "ok", "median_ms": found.seconds[0] * 1e3,
+        "low_ms": found.low * 1e3, "high_ms": found.high * 1e3,
+        "tflops": tflops, "tflops_low": flop / found.high / 1e12,
+        "tflops_high": flop / found.low / 1e12, "of_peak": tflops / peak,
+        "of_2250": tflops / B200_TFLOPS, "bound": found.bound,
+    }  # fmt: skip
+
+
+def _row(case: Case, direction: str, details: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A row of the table: TFLOPS under each provider's name, everything else in `details`."""
+    ours, theirs = (details.get(name, {}) for name in (OURS, flash_attn_4.PACKAGE))
+    ratio = None
+    if "tflops" in ours and "tflops" in theirs:
+        ratio = ours["tflops"] / theirs["tflops"]
+    return {
+        "direction": direction, "group": case.group, "shape": case.shape,
+        "heads": case.heads_text, "mask": case.mask,
+        "panel": f"{direction}, {case.group}, {case.mask}",
+        **{name: found.get("tflops") for name, found in details.items()},
+        "range": _range(ours), "of_peak": ours.get("of_peak"),
+        "ratio": ratio, "faster": _faster(ours, theirs), "details": details,
+    }  # fmt: skip
+
+
+def _range(found: dict[str, Any]) -> str | None:
+    if "tflops" not in found:
+        return None
+    return f"{found['tflops_low']:.0f}..{found['tflops_high']:.0f}"
+
+
+def _faster(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Who is ahead; nobody where the ranges overlap or differ by less than the resolution."""
+    if "tflops" not in ours or "tflops" not in theirs:
+        return None
+    for name, one, other in ((OURS, ours, theirs), (flash_attn_4.PACKAGE, theirs, ours)):
+        apart = one["tflops_low"] > other["tflops_high"]
+        if apart and one["tflops"] > (1 + RESOLUTION) * other["tflops"]:
+            return name
+    return "not ranked"
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Providers side by side; what did not run is listed below with its reason."""
+    names = list(rows[0]["details"])
+    columns = (
+        Column("direction"), Column("shape"), Column("heads"), Column("mask"),
+        *(Column(name, "TFLOPS", ".0f", name) for name in names),
+        Column("range", title="ours, range"),
+        Column("of_peak", format=".1%", title="ours, of peak"),
+        Column("ratio", format=".2f", title=f"ours / {flash_attn_4.PACKAGE}"),
+        Column("faster"),
+    )  # fmt: skip
+    plot = Plot(("shape", "heads"), tuple(names), panel="panel")
+    return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
+
+
+def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    measured = rows[0][BASIS] == "measured"
+    ranges = "p80 to p20 of the timed runs" if measured else "over draws of the uncertain constants"
+    notes = [
+        f"Ranges: {ranges}. \"faster\" names a provider only where the ranges do not overlap and "
+        f"the difference is {RESOLUTION:.0%} or more. FLOP: 4 Sq Sk D a head, half if causal, "
+        "visible pairs with a window; backward 2.5 times that. Peak: dense bf16 at the clock "
+        "recorded."
+    ]
+    reasons: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        for name, found in row["details"].items():
+            if found["status"] != "ok":
+                reasons[name, found["status"]] += 1
+    for (name, reason), count in reasons.items():
+        notes.append(f"{name}: {count} of {len(rows)} not run: {reason}.")
+    return tuple(notes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
+    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
+    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
+    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
+    parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs of each provider")
+    parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
+    cases = [
+        (case, direction) for direction in directions for case in suite.selected(arguments)
+    ]
+    providers = default_providers()
+    if torch.cuda.is_available() and not arguments.modelled:
+        sampling = Sampling(arguments.warmup, arguments.runs)
+        timer, dtype = CudaTimer(), DTYPES[arguments.dtype]
+        rows = measured_rows(cases, providers, timer, sampling, dtype)
+    else:
+        predictor = Predictor(
+            load(arguments.machine), arguments.draws,
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        rows = modelled_rows(cases, [provider.name for provider in providers], predictor)
+    emit(table(rows), arguments)
+    return 0

@@ -1,0 +1,203 @@
+"""Cases of the suite on the timing model: tiles of any mask and lengths, costs of any kernel.
+
+`modelled` holds the kernels of dense attention; here are those of the other masks, of packed
+sequences, the dynamic scheduler, and the tiles of all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa4_hd256.backends import empty_results
+from fa4_hd256.calling import CallTensors, call_arguments
+from fa4_hd256.compile import compile_forward
+from fa4_hd256.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.problem import Options, Problem
+from schedulers import (
+    TileProblem,
+    later_blocks_are_longer,
+    section_heads_for,
+    tile_coordinates,
+)
+from sm100_sim import timing
+from sm100_sim.timing.machine_constants import Machine
+from sm100_sim.timing.problem import Schedule, Tile, schedule
+
+from . import flash_attn_4, modelled
+from .suite import Case
+
+STEP = modelled.STEP
+#: (seqlen, heads) that the costs of a kernel are fitted to; fewer and shorter than `modelled`'s.
+SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
+#: Left bound in the samples of windowed kernels, short enough to bind.
+SAMPLE_WINDOW = 256
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of a case is compiled into the kernel."""
+
+    causal: bool
+    window: bool = False
+    softcap: bool = False
+    packed: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> Kind:
+        windowed = case.window != (None, None)
+        return cls(case.bounds[1] == 0, windowed, bool(case.softcap), case.packed)
+
+    @property
+    def is_dense(self) -> bool:
+        return not (self.window or self.softcap or self.packed)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of our kernels to predict. config: None for the default one; samples: see `SAMPLES`."""
+
+    kind: Kind
+    config: ForwardConfig | None = None
+    samples: tuple[tuple[int, int], ...] = SAMPLES
+
+
+def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kernel:
+    """Our forward under the static scheduler, with costs fitted to replays of that kernel."""
+    predictions = our_predictions(variant, machine, draws)
+    return modelled.kernel("ours", (HEAD_DIM, 256, 2, "static"), predictions, variant.samples)
+
+
+def with_clc(kernel: modelled.Kernel) -> modelled.Kernel:
+    """The same kernel under the dynamic scheduler.
+
+    Its tiles cost what they cost under the static one: the next tile is asked for while this one
+    is worked on, and a query takes less than any tile.
+    """
+    return dataclasses.replace(kernel, policy="dynamic")
+
+
+def our_predictions(variant: Variant, machine: Machine, draws: int) -> list[timing.Prediction]:
+    """One CTA pair on each of the variant's samples, every tile of them run by it."""
+    kind, found = variant.kind, []
+    for seqlen, heads in variant.samples:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
+            for n in (heads, 1, 1)
+        )
+        window = (SAMPLE_WINDOW if kind.window else None, None)
+        softcap = 50.0 if kind.softcap else 0.0
+        options = Options.check(None, kind.causal, window, softcap, False)
+        ragged = {}
+        if kind.packed:
+            offsets = torch.tensor([0, seqlen], dtype=torch.int32)
+            ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        longest = (seqlen, seqlen) if kind.packed else (None, None)
+        problem = Problem.describe((q, k, v), options, None, ragged, *longest)
+        compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
+        tensors = CallTensors(q, k, v, *empty_results(problem), tuple(ragged.values()))
+        arguments = call_arguments(tensors, problem, 1, 0)
+        found += timing.predict(compiled, *arguments, machine=machine, draws=draws)
+    return found
+
+
+def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
+    """flash-attn-4's forward of a kind that is not dense: one tile a cluster, the longest first.
+
+    Raises RuntimeError if it is not installed.
+    """
+    reason = flash_attn_4.unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    samples = ((256, 1), (512, 1), (1024, 1), (2048, 1))
+    predictions = _their_predictions(kind, samples, machine, draws)
+    return modelled.kernel(
+        flash_attn_4.PACKAGE, (HEAD_DIM, 256, 2, "single"), predictions, samples
+    )
+
+
+def _their_predictions(
+    kind: Kind, samples: tuple, machine: Machine, draws: int
+) -> list[timing.Prediction]:
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    options: dict[str, Any] = {"causal": kind.causal and not kind.window, "num_splits": 1}
+    if kind.window:
+        options["window_size"] = (SAMPLE_WINDOW, 0)
+    if kind.softcap:
+        options["softcap"] = 50.0
+    with timing.attached(machine, draws) as session:
+        for seqlen, heads in samples:
+            shape = (seqlen, heads, HEAD_DIM)
+            q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+            if kind.packed:
+                offsets = torch.tensor([0, seqlen], dtype=torch.int32, device="cuda")
+                lengths = {
+                    "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+                    "max_seqlen_q": seqlen, "max_seqlen_k": seqlen,
+                }  # fmt: skip
+                flash_attn_varlen_func(q, k, v, **lengths, **options)
+            else:
+                flash_attn_func(q[None], k[None], v[None], **options)
+    return session.predictions
+
+
+def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
+    """The tiles of a forward in the order in which they are worked on, those skipped included."""
+    left, right = case.bounds
+    blocks = -(-case.seqlen_q // kernel.rows)
+    ratio = case.heads // case.heads_kv
+    unequal = case.packed or (left, right) != (None, None)
+    keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
+    section = section_heads_for(
+        num_heads_per_kv=ratio, num_pairs=case.batch * case.heads,
+        kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
+        unequal_lengths=unequal,
+    )  # fmt: skip
+    later_first = later_blocks_are_longer(left, right)
+    order = TileProblem(blocks, case.heads, case.batch, section, later_first).order()
+    step = 4 * kernel.rows * STEP * kernel.head_dim / modelled.FLOP_PER_CLOCK / kernel.cluster
+    own_bytes = 4.0 * kernel.rows * kernel.head_dim
+
+    @functools.cache
+    def of(block: int, lengths: tuple[int, int]) -> tuple[float, float]:
+        """(work, own bytes) of a block of queries."""
+        begin, end = block * kernel.rows, min((block + 1) * kernel.rows, lengths[0])
+        if begin >= lengths[0]:
+            return 0.0, 0.0
+        return step * _steps(begin, end, lengths, (left, right)), own_bytes
+
+    found = []
+    for index in range(order.num_tiles):
+        block, head, batch = tile_coordinates(index, order)
+        lengths = case.lengths[batch]
+        shared = 4.0 * lengths[1] * kernel.head_dim
+        work, own = of(block, lengths)
+        found.append(Tile(work, batch * case.heads_kv + head // ratio, shared, own))
+    return found
+
+
+def _steps(
+    begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None]
+) -> int:
+    """KV tiles that the rows begin .. end - 1 see any key of; the mask is bottom-right aligned."""
+    seqlen_q, seqlen_k = lengths
+    left, right = bounds
+    offset = seqlen_k - seqlen_q
+    first = 0 if left is None else max(0, begin + offset - left)
+    limit = seqlen_k if right is None else min(seqlen_k, end + offset + right)
+    return max(0, -(-limit // STEP) - first // STEP) if limit > first else 0
+
+
+def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:
+    """The case under each of the drawn machines, the central one first."""
+    listed = tiles(case, kernel)
+    return [
+        schedule(listed, costs, values, kernel.cluster, kernel.policy)
+        for costs, values in zip(kernel.costs, kernel.values)
+    ]

@@ -1,0 +1,170 @@
+"""The throughput command without a GPU: the loop under a timer of its own, checks, the model."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+
+from bench import measuring, providers, suite, throughput
+from bench.__main__ import main
+from bench.measuring import Gpu, Sampling, State
+from bench.predicting import Predicted
+from bench.suite import BACKWARD, FORWARD, Case
+
+pytest.importorskip("cutlass")
+
+DENSE = Case("dense", ((48, 80),) * 2, 4, 2, False)
+CAUSAL = Case("dense", ((70, 70),), 2, 1, True)
+PACKED = Case("varlen", ((3, 3), (40, 50), (0, 7)), 2, 2, True, packed=True)
+
+
+class FakeTimer:
+    """Every run of a call takes what the call says, one microsecond longer each time."""
+
+    device = torch.device("cpu")
+    gpu = Gpu("a GPU", 100, 8192, 1 << 20, "1.0")
+
+    def __init__(self) -> None:
+        self.order = []
+
+    def prepare(self, call):
+        return call, "graph"
+
+    def on_stream(self):
+        return contextlib.nullcontext()
+
+    def seconds(self, call):
+        self.order.append(call)
+        return 1e-3 + 1e-6 * self.order.count(call)
+
+    def state(self):
+        return State(2000.0, 600.0)
+
+
+class Reference(providers.PyTorchSdpa):
+    """PyTorch's math back end, whose results are off by `offset`."""
+
+    def __init__(self, name: str, offset: float = 0.0) -> None:
+        super().__init__(name, "MATH")
+        self.offset = offset
+
+    def call(self, inputs):
+        return super().call(inputs) + self.offset
+
+
+def test_runs_take_turns():
+    timer = FakeTimer()
+    calls = {name: (lambda: None) for name in "abc"}
+    calls = {name: (lambda n=name: n) for name in calls}
+    found = measuring.interleave(timer, calls, Sampling(2, 4))
+    order = [call() for call in timer.order]
+    assert order == list("abc" "bca" "cab" "abc" "bca" "cab")
+    assert all(len(samples.seconds) == 4 for samples in found.values())
+    # The warm-up's two runs do not count: 3, 4, 5, 6 microseconds above 1 ms.
+    assert found["b"].quantile(0.5) == pytest.approx(1.0045e-3)
+    assert found["b"].quantile(0.2) < found["b"].quantile(0.8)
+    assert found["b"].median_state() == State(2000.0, 600.0)
+
+
+def test_measured_rows_hold_rates_and_reasons():
+    shown = [Reference("ours"), Reference("wrong", 0.5), Reference("PyTorch math")]
+    jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
+    rows = throughput.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
+    forward, backward, packed = rows
+    assert forward["basis"] == "measured" and forward["machine"] == "a GPU at 2000 MHz"
+    ours = forward["details"]["ours"]
+    flop = 4 * 48 * 80 * 256 * 4 * 2
+    assert ours["tflops"] == pytest.approx(flop / ours["median_ms"] / 1e9)
+    assert ours["of_peak"] == pytest.approx(ours["tflops"] / (100 * 8192 * 2e9 / 1e12))
+    assert ours["p20_ms"] < ours["median_ms"] < ours["p80_ms"]
+    assert ours["power_watts"] == 600.0 and ours["launch"] == "graph"
+    assert backward["details"]["ours"]["max_error"] > 0
+    ratio = backward["ours"] / forward["ours"]
+    assert ratio == pytest.approx(2.5, rel=0.05)
+    # Right gradients, as the offset is a constant; wrong out.
+    assert forward["wrong"] is None and "wrong: error 0.5" in forward["details"]["wrong"]["status"]
+    assert backward["wrong"] is not None
+    assert packed["ours"] is None
+    text = throughput.table(rows).as_markdown()
+    assert "PyTorch math: 1 of 3 not run: takes no packed sequences." in text
+
+
+@pytest.mark.parametrize("case", [DENSE, CAUSAL, PACKED], ids=str)
+def test_the_check_finds_one_wrong_row(case):
+    """Rows are compared under the mask of the whole problem, of every sequence that is packed."""
+    inputs = providers.Inputs.random(case, torch.device("cpu"), torch.bfloat16)
+    out = torch.zeros_like(inputs.q)
+    for index, (seqlen_q, _) in enumerate(case.lengths):
+        q = inputs.sequence(inputs.q, index, 0)
+        k, v = (inputs.sequence(t, index, 1) for t in (inputs.k, inputs.v))
+        if seqlen_q:
+            options = {"causal": case.causal, "window_size": case.window}
+            exact, _ = providers.reference.attention(q[None], k[None], v[None], **options)
+            inputs.sequence(out, index, 0).copy_(exact[0])
+    assert providers.check_forward(inputs, out).passed
+    first = inputs.sequence(out, 0, 0)
+    first[-1, -1, 7] += 0.25
+    assert not providers.check_forward(inputs, out).passed
+
+
+def test_providers_say_why_they_do_not_run():
+    ours, theirs, cudnn, math = providers.default_providers()
+    if not torch.cuda.is_available():
+        assert {p.name: p.missing() for p in (ours, cudnn)} == {
+            "ours": "no CUDA device", "cuDNN": "no CUDA device"
+        }
+    windowed = Case("window", ((64, 64),), 2, 1, True, (16, None))
+    assert "no windows" in theirs.refuses(windowed, BACKWARD)
+    assert theirs.refuses(windowed, FORWARD) is None
+    assert "window only as a mask" in math.refuses(windowed, FORWARD)
+    unequal = Case("unequal", ((1, 64),), 2, 1, True)
+    assert "top left" in cudnn.refuses(unequal, FORWARD)
+    assert providers.attempt(lambda: 3) == (3, None)
+    _, reason = providers.attempt(lambda: torch.zeros(2) @ torch.zeros(3))
+    assert reason
+
+
+def test_the_suite():
+    cases = suite.cases()
+    assert len(set(cases)) == len(cases)
+    assert {case.heads_text for case in cases} >= {"32/2", "16/2", "24/4", "16/16", "8/8"}
+    tokens = {sum(q for q, _ in c.lengths) for c in cases if c.group == "dense"}
+    assert tokens == {32768, 65536, 131072}
+    assert any(c.batch == 8192 and c.seqlen_q == 34 for c in cases)
+    with pytest.raises(ValueError, match="group 'sparse'; accepted are dense"):
+        suite.cases(["sparse"])
+    window = Case("window", ((6, 8),), 1, 1, True, (2, None))
+    # Level with key r + 2: rows see keys 0..2, 1..3, .., 5..7.
+    assert window.flop(FORWARD) == 4 * 256 * 18
+    assert CAUSAL.flop(BACKWARD) == 2.5 * 4 * 256 * 2 * 70 * 70 / 2
+
+
+class FakePredictor:
+    """Ours is ten per cent faster, with ranges that overlap or not."""
+
+    machine = throughput.load("b200")
+
+    def __init__(self, spread: float) -> None:
+        self.spread = spread
+
+    def refuses(self, provider, case, direction):
+        return None if provider in ("ours", "flash-attn-4") else "not modelled"
+
+    def predict(self, provider, case, direction):
+        seconds = 1e-3 if provider == "ours" else 1.1e-3
+        factors = providers.torch.tensor([1.0, 1 - self.spread, 1 + self.spread]).double()
+        return Predicted((seconds * factors).numpy(), "clusters")
+
+
+@pytest.mark.parametrize(("spread", "faster"), [(0.01, "ours"), (0.08, "not ranked")])
+def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, capsys):
+    monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(spread))
+    command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
+    assert main([*command, "--direction", "forward"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert {row["faster"] for row in table["rows"]} == {faster}
+    row = table["rows"][0]
+    assert row["basis"] == "modelled" and "B200 modelled, constants" in row["machine"]
+    assert row["ratio"] == pytest.approx(1.1)
+    assert row["details"]["cuDNN"] == {"status": "not modelled"}
