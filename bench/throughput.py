@@ -64,7 +64,8 @@ def measured_rows(
             details[name] |= _measured(samples, case.flop(direction), timer.gpu)
         clocks = [d["clock_mhz"] for d in details.values() if d.get("clock_mhz")]
         clock = f" at {sum(clocks) / len(clocks):.0f} MHz" if clocks else ""
-        origin = {BASIS: "measured", MACHINE: f"{timer.gpu.name}{clock}"}
+        machine = f"{timer.gpu.name}{clock}, driver {timer.gpu.driver}"
+        origin = {BASIS: "measured", MACHINE: machine}
         rows.append(_row(case, direction, details) | origin)
         # Graphs and their memory must be gone before the next case allocates its own.
         del ready

@@ -72,7 +72,7 @@ def test_measured_rows_hold_rates_and_reasons():
     jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
     rows = throughput.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
     forward, backward, packed = rows
-    assert forward["basis"] == "measured" and forward["machine"] == "a GPU at 2000 MHz"
+    assert forward["basis"] == "measured" and "a GPU at 2000 MHz" in forward["machine"]
     ours = forward["details"]["ours"]
     flop = 4 * 48 * 80 * 256 * 4 * 2
     assert ours["tflops"] == pytest.approx(flop / ours["median_ms"] / 1e9)
