@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import runpy
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 # The simulator is imported where it is needed: `record` runs where llvmlite is not installed.
-if TYPE_CHECKING:
-    from .mutation import Launch
 
-_MUTATE = """run SCRIPT.py, which launches kernels in the simulator, and for the first launch of
-each kernel leave out one synchronisation instruction after the other: each mutant is run under the
-sanitizer, first in the fixed schedule and then with seeds, until something is found"""
+_MUTATE = """run SCRIPT.py and, for the first launch of each of its kernels, leave out one
+synchronisation instruction after the other: each mutant is run under the sanitizer, first in the
+fixed schedule and then with seeds, until it is caught; the exit status is 1 if one survives that
+no named edge shows to be redundant"""
 _RECORD = """run small PTX kernels on a GPU of compute capability 9.0 and store their results, which
 the tests replay in the simulator; needs a CUDA driver, cuda-bindings and numpy"""
 
@@ -36,12 +34,26 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     mutate = commands.add_parser("mutate", help="mutation score of a kernel", description=_MUTATE)
     mutate.add_argument("--seeds", type=int, default=20, help="most seeds a mutant (default 20)")
+    mutate.add_argument("--confirm", type=int, help="seeds after which a mutant for which every "
+                        "run has named an edge counts as redundant (default: all)")
     mutate.add_argument("--strict", action="store_true", help="the letter of the PTX ISA")
+    mutate.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     mutate.add_argument("--clusters", type=int, help="clusters resident at once")
-    mutate.add_argument("--kernel", help="only kernels whose name contains this")
+    mutate.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    mutate.add_argument("--launches", type=int, default=1,
+                        help="launches of each kernel; mutants that one does not catch are tried "
+                        "in the next (default 1)")
+    mutate.add_argument("--accept-findings", action="store_true",
+                        help="also kernels with findings of their own, which then catch nothing")
+    mutate.add_argument("--as-is", action="store_true",
+                        help="the script launches in the simulator by itself; otherwise it is a "
+                        "GPU script and runs as in `python -m sm100_sim SCRIPT.py`")
     mutate.add_argument("script")
     mutate.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
-    return _mutate(parser.parse_args(arguments))
+    choice = parser.parse_args(arguments)
+    if choice.seeds < 0 or choice.jobs < 1 or choice.launches < 1:
+        mutate.error("--seeds takes numbers from 0 on, --jobs and --launches from 1 on")
+    return _mutate(choice)
 
 
 def _record(arguments: list[str]) -> int:
@@ -55,35 +67,26 @@ def _record(arguments: list[str]) -> int:
 
 
 def _mutate(choice: argparse.Namespace) -> int:
+    from .attach import attached
     from .launcher import Options
-    from .mutation import captured, mutants
+    from .mutation import Collector, captured
 
-    options = Options(clusters=choice.clusters, sanitize="strict" if choice.strict else True)
-    seen: set[str] = set()
-    survived = 0
+    def write(line: str) -> None:
+        print(line, flush=True)
 
-    def take(launch: Launch) -> None:
-        nonlocal survived
-        name = launch.config.kernel_name
-        if name in seen or (choice.kernel or "") not in name:
-            return
-        seen.add(name)
-        counts: Counter[str] = Counter()
-        print(f"kernel {name}, grid {launch.config.grid}", flush=True)
-        for mutant in mutants(launch, options, choice.seeds):
-            counts[mutant.outcome] += 1
-            print(f"  {mutant}".splitlines()[0][:400], flush=True)
-        survived += counts["survived"]
-        print(f"  caught {counts['caught']}, redundant {counts['redundant']}, "
-              f"survived {counts['survived']}", flush=True)
-
+    collector = Collector(
+        Options(clusters=choice.clusters, sanitize="strict" if choice.strict else True),
+        choice.seeds, choice.confirm, jobs=choice.jobs, launches=choice.launches, kernel=choice.kernel,
+        accept=choice.accept_findings, write=write,
+    )
     sys.argv = [choice.script, *choice.args]
-    with captured(take):
+    sys.path.insert(0, str(Path(choice.script).resolve().parent))
+    with captured(collector.take), contextlib.nullcontext() if choice.as_is else attached():
         runpy.run_path(choice.script, run_name="__main__")
-    if not seen:
+    if not collector.scores:
         print("the script launched no such kernel in the simulator", file=sys.stderr)
         return 2
-    return 1 if survived else 0
+    return 1 if any(score.count("survived") for score in collector.scores) else 0
 
 
 if __name__ == "__main__":

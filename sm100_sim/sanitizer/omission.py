@@ -1,14 +1,17 @@
 """A sanitized run with one synchronisation instruction left out, and why that may change nothing.
 
-For every execution of the instruction it is noted what it would have added. Where that is nothing,
-or is learned from another instruction before anything needs it, the other edge is named; the
-instruction is redundant only if every execution has such an edge.
+Every execution of the instruction has to be accounted for by an edge that implies it: the
+instruction would have told nothing new, or what it would have told is learned from another
+instruction before anything needs it. That nothing needed it before is not argued here: an access
+that did would be a finding, and a run with a finding is not asked for edges. Whatever is not
+recognised stays without an edge, and the instruction does not count as redundant.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,39 +22,88 @@ from sm100_sim.warp import predicate_writer, uniform
 from .clocks import BULK, STORE
 from .machine import SanitizedMachine
 from .sanitizer import Sanitizer
+from .shadow import Access
 from .state import WarpState
+
+#: The warp executes nothing more that the instruction could order.
+_EXITS = "the warp exits without an access that needs it"
+
+
+class Ledger:
+    """Executions of the omitted instruction, and the edges that imply them.
+
+    executed: how many there were. settled: for how many an edge is known. denied: an execution is
+    known to matter. pending: executions whose edge is still looked for, by kind and warp.
+    """
+
+    def __init__(self) -> None:
+        self.executed = self.settled = 0
+        self.denied = False
+        self.edges: dict[str, None] = {}
+        self.pending: dict[str, Counter[WarpState]] = {}
+
+    def name(self, edge: str, count: int = 1) -> None:
+        """An edge that implies `count` executions."""
+        self.edges.setdefault(edge)
+        self.settled += count
+
+    def defer(self, kind: str, state: WarpState) -> None:
+        """The edge of one execution by a warp is still to come."""
+        self.pending.setdefault(kind, Counter())[state] += 1
+
+    def take(self, kind: str, state: WarpState) -> int:
+        """How many executions of this kind by a warp wait for their edge; they no longer do."""
+        return self.pending.get(kind, Counter()).pop(state, 0)
+
+    def settle(self, kind: str, state: WarpState, edge: str) -> None:
+        """The edge of those executions, if there are any."""
+        count = self.take(kind, state)
+        if count:
+            self.name(edge, count)
+
+    def drop(self, kind: str, state: WarpState) -> None:
+        """Those executions, if there are any, matter."""
+        if self.take(kind, state):
+            self.denied = True
+
+    def verdict(self) -> str | None:
+        """The edges; "" if an execution lacks one; None if there was no execution."""
+        if not self.executed:
+            return None
+        if self.denied or self.settled != self.executed:
+            return ""
+        return "; ".join(self.edges)
 
 
 class OmittingSanitizer(Sanitizer):
-    """The sanitizer of such a run.
-
-    edges: what implied the deleted instruction. unnamed: executions for which nothing did.
-    """
+    """The sanitizer of such a run; `ledger` accounts for what was left out."""
 
     def __init__(self, machine: Any, strict: bool) -> None:
         super().__init__(machine, strict)
         self.omitted = machine.omitted
-        self.edges: dict[str, None] = {}
-        self.unnamed = 0
-        self._learned: dict[int, np.ndarray] = {}
-        self._wanted: dict[int, np.ndarray] = {}
-        self._loads: dict[int, int] = {}
-        self._fences: set[int] = set()
-        self._groups: set[int] = set()
-        self._afters: set[int] = set()
-        self._inits: set[int] = set()
-        self._proxies: set[int] = set()
+        self.ledger = Ledger()
+        #: By warp: index of the instruction from which it last learned an entry of its frontier.
+        self._learned: dict[WarpState, np.ndarray] = {}
+        #: By warp: what omitted waits would have told it and it does not know yet.
+        self._wanted: dict[WarpState, np.ndarray] = {}
         #: mbarrier -> first phase that lacks the omitted arrival.
         self._missing: dict[Any, int] = {}
-        #: mbarrier -> waits (warp, phase) that were passed before the phase was complete.
+        #: mbarrier -> omitted waits (warp, phase) that were passed before the phase was complete.
         self._open: dict[Any, list[tuple[WarpState, int]]] = {}
+        #: CTA -> (what exited warps still lacked, None for anything; omitted waits).
+        self._exits: dict[Any, list[tuple[np.ndarray | None, int]]] = {}
+        #: After a relaxed wait it is a fence that acquires.
+        self._relaxed_waits = any(
+            i.name.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+            and "relaxed" in i.modifiers for i in machine.compiled.instructions
+        )
+        #: By warp: clock of the last load that the omitted wait::ld would have waited for.
+        self._loads: dict[WarpState, int] = {}
 
-    def implied(self) -> str:
-        """The edges that imply the omitted instruction; empty if one execution lacks one."""
-        if self.unnamed or any((self._wanted, self._loads, self._fences, self._groups,
-                                self._afters, self._inits, self._proxies, self._open)):
-            return ""
-        return "; ".join(self.edges) or "never needed: nothing that it orders follows"
+    def implied(self) -> str | None:
+        """The edges that imply the omitted instruction; "" if one execution lacks one, None if
+        it was not executed."""
+        return self.ledger.verdict()
 
     def bind_omitted(self, instruction: Any) -> Callable[[Any, int], None]:
         """Executor of the omitted instruction."""
@@ -66,29 +118,31 @@ class OmittingSanitizer(Sanitizer):
 
         def run(warp: Any, lanes: int) -> None:
             state = self.begin(warp, instruction)
-            if analyse is None:
-                self.unnamed += 1
-            else:
-                analyse(self, state)
+            self.ledger.executed += 1
+            if analyse is not None:
+                analyse(self, state, instruction)
 
         return run
 
-    def _name(self, edge: str) -> None:
-        self.edges.setdefault(edge)
+    def _texts(self, indices: Iterable[int]) -> str:
+        instructions = self.machine.compiled.instructions
+        distinct = sorted({int(index) for index in indices if index >= 0})
+        return ", ".join(_text(instructions[index]) for index in distinct)
 
     # ------------------------------------------------------------ waits
 
     def acquire(self, state: WarpState, frontier: np.ndarray | None) -> None:
         before = state.frontier.copy()
         super().acquire(state, frontier)
-        learned = self._learned.setdefault(state.number, np.full(self.layout.size, -1))
+        learned = self._learned.setdefault(state, np.full(self.layout.size, -1))
         learned[state.frontier > before] = state.instruction.index if state.instruction else -1
-        wanted = self._wanted.get(state.number)
+        wanted = self._wanted.get(state)
         if wanted is not None and (state.frontier >= wanted).all():
-            del self._wanted[state.number]
-            if state.instruction is not None:
-                self._name(f"learned from `{state.instruction.text}` (PTX line "
-                           f"{state.instruction.line}) before anything needs it")
+            del self._wanted[state]
+            sources = self._texts(learned[wanted > 0])
+            self.ledger.settle(
+                "wait", state, f"learned from {sources} before anything needs it"
+            )
 
     def _wait(self, instruction: Any) -> Callable[[Any, int], None]:
         spaces = [p for p in instruction.name.split(".") if p.startswith("shared")]
@@ -101,16 +155,43 @@ class OmittingSanitizer(Sanitizer):
             state = self.begin(warp, instruction)
             succeed(warp, lanes, lanes)
             for barrier, some in groups(warp, lanes):
+                self.ledger.executed += 1
                 if not by_parity:
-                    self.unnamed += 1
-                elif not barrier.parity_complete(parity(warp, some)):
+                    continue
+                if not barrier.parity_complete(parity(warp, some)):
                     self._open.setdefault(barrier, []).append((state, barrier.phase))
                 elif barrier.released is None:
-                    self._name("the barrier is fresh, so the wait passes at once")
+                    self.ledger.name("mbarrier.init: no phase has begun to be waited for, so the "
+                                     "wait for the one before the first passes at once")
                 else:
                     self._gain(state, barrier.released)
 
         return run
+
+    def completed(self, barrier: Any) -> None:
+        for state, phase in self._open.pop(barrier, ()):
+            if phase == barrier.phase - 1:
+                self._gain(state, barrier.released)
+            else:
+                self.ledger.denied = True
+
+    def _gain(self, state: WarpState, released: np.ndarray) -> None:
+        """A wait that was left out would have taught `released`."""
+        news = released > state.frontier
+        if news.any():
+            wanted = self._wanted.setdefault(state, self.layout.empty())
+            np.maximum(wanted, np.where(news, released, 0), out=wanted)
+            self.ledger.defer("wait", state)
+            return
+        learned = self._learned.get(state)
+        told = released > 0
+        if not told.any():
+            return
+        sources = "" if learned is None else self._texts(learned[told])
+        self.ledger.name(f"known from {sources}" if sources else
+                         "program order: it tells the warp only what the warp did itself")
+
+    # ------------------------------------------------------------ arrivals
 
     def _arrive(self, instruction: Any) -> Callable[[Any, int], None]:
         spaces = [p for p in instruction.name.split(".") if p.startswith("shared")]
@@ -121,152 +202,200 @@ class OmittingSanitizer(Sanitizer):
             self.begin(warp, instruction)
             for barrier, _ in groups(warp, lanes):
                 self._missing.setdefault(barrier, barrier.phase)
-            self._name("no wait for the phase of the barrier in which it would arrive follows")
+                self.ledger.executed += 1
+                self.ledger.name("nobody waits for the phase in which it would arrive")
 
         return run
 
     def waited(self, state: WarpState, barrier: Any) -> None:
         super().waited(state, barrier)
         if barrier.phase > self._missing.get(barrier, barrier.phase):
-            self.unnamed += 1
+            self.ledger.denied = True
 
-    def completed(self, barrier: Any) -> None:
-        for state, phase in self._open.pop(barrier, ()):
-            if phase == barrier.phase - 1:
-                self._gain(state, barrier.released)
-            else:
-                self.unnamed += 1
-
-    def _gain(self, state: WarpState, released: np.ndarray) -> None:
-        news = released > state.frontier
-        if news.any():
-            wanted = self._wanted.setdefault(state.number, self.layout.empty())
-            np.maximum(wanted, np.where(news, released, 0), out=wanted)
-            return
-        learned = self._learned.get(state.number)
-        sources = [] if learned is None else learned[(released > 0) & (learned >= 0)]
-        instructions = self.machine.compiled.instructions
-        for index in np.unique(sources).astype(int).tolist():
-            i = instructions[index]
-            self._name(f"known from `{i.text}` (PTX line {i.line})")
-
-    # ------------------------------------------------------------ tensor memory and fences
+    # ------------------------------------------------------------ what others are told
 
     def offering(self, state: WarpState) -> None:
-        pending = self._loads.get(state.number)
-        if pending is not None and not (state.loads and state.loads[0][0] <= pending):
-            del self._loads[state.number]
-            self._name("register dependency: the loaded data are used before the next arrive")
-        if state.number in self._fences:
-            self._fences.discard(state.number)
-            if state.relaxed or self.strict:
-                self.unnamed += 1
-            else:
-                self._name(f"release semantics of `{state.instruction.text}` (PTX line "
-                           f"{state.instruction.line})")
-
-    def _wait_load(self, state: WarpState) -> None:
-        if state.loads:
-            self._loads[state.number] = state.loads[-1][0]
-        else:
-            self._name("register dependency: the loaded data have been used")
-
-    def _wait_store(self, state: WarpState) -> None:
-        if state.frontier[state.store] < state.issued[STORE]:
-            self.unnamed += 1
-        else:
-            self._name("no tcgen05.st is in flight")
-
-    def _fence_before(self, state: WarpState) -> None:
-        if (state.published[[state.load, state.store]]
-                < state.frontier[[state.load, state.store]]).any():
-            self._fences.add(state.number)
-        else:
-            self._name("no tcgen05.ld or st since the fence before")
-
-    def _fence_after(self, state: WarpState) -> None:
-        if not self.strict:
-            self._name("the wait before it, which acquires (strictly, nothing does)")
-        elif (state.frontier[self.tensor_entries] > state.ordered[self.tensor_entries]).any():
-            self._afters.add(state.number)
-        else:
-            self._name("nothing was learned since the fence before")
+        ledger, release = self.ledger, f"release semantics of {_text(state.instruction)}"
+        if state in self._loads and not self._in_flight(state):
+            del self._loads[state]
+            ledger.settle("loads", state,
+                          "register dependency: the loaded data are used before the next arrive")
+        if state.relaxed:
+            ledger.drop("fence", state)
+        ledger.settle("fence", state, release)
+        if state.relaxed or self.strict:
+            ledger.drop("before", state)
+        ledger.settle("before", state, release)
+        if not state.instruction.name.startswith("barrier.cluster"):
+            ledger.drop("stored", state)
 
     def ordering(self, state: WarpState, what: str) -> None:
-        edge = f"`{state.instruction.text}` (PTX line {state.instruction.line})"
-        if what == "after" and state.number in self._afters:
-            self._afters.discard(state.number)
-            self._name(f"{edge}: no access before it needs what was learned")
-        if what == "proxy" and state.number in self._proxies:
-            self._proxies.discard(state.number)
-            self._name(f"{edge}: no asynchronous access before it needs the fence")
-        if what == "loads" and self._loads.pop(state.number, None) is not None:
-            self._name(f"{edge}: it waits for these loads, too, before anybody needs them complete")
+        edge = _text(state.instruction)
+        if what == "after":
+            self.ledger.settle(
+                "after", state, f"{edge}: no access before it needs what was learned"
+            )
+        elif what == "proxy":
+            self.ledger.settle(
+                "proxy", state, f"{edge}: no asynchronous access before it needs the fence"
+            )
+        elif what == "loads" and self._loads.pop(state, None) is not None:
+            self.ledger.settle("loads", state, f"{edge}: it waits for these loads, too, before "
+                                               "anybody needs them complete")
 
-    def _fence_proxy(self, state: WarpState) -> None:
+    def _fence(self, state: WarpState, instruction: Any) -> None:
+        # The edge is a release by the same warp in the same cluster; wider fences order memory
+        # that is not followed here.
+        if self._relaxed_waits or {"gpu", "sys"} & set(instruction.name.split(".")):
+            return
+        self.ledger.defer("fence", state)
+
+    # ------------------------------------------------------------ tensor memory
+
+    def _in_flight(self, state: WarpState) -> bool:
+        return bool(state.loads) and state.loads[0][0] <= self._loads[state]
+
+    def _wait_load(self, state: WarpState, _: Any) -> None:
+        if state.loads:
+            self._loads[state] = state.loads[-1][0]
+            self.ledger.defer("loads", state)
+        else:
+            self.ledger.name("register dependency: the loaded data have been used, or there are "
+                             "no loads")
+
+    def _wait_store(self, state: WarpState, _: Any) -> None:
+        if state.frontier[state.store] >= state.issued[STORE]:
+            self.ledger.name("no tcgen05.st is in flight")
+
+    def _fence_before(self, state: WarpState, _: Any) -> None:
+        entries = [state.load, state.store]
+        if (state.published[entries] < state.frontier[entries]).any():
+            self.ledger.defer("before", state)
+        else:
+            self.ledger.name("no tcgen05.ld or st since the fence before")
+
+    def _fence_after(self, state: WarpState, _: Any) -> None:
+        if not self.strict:
+            self.ledger.name("the wait before it, which acquires (strictly, nothing does)")
+        elif (state.frontier[self.tensor_entries] > state.ordered[self.tensor_entries]).any():
+            self.ledger.defer("after", state)
+        else:
+            self.ledger.name("nothing was learned since the fence before")
+
+    # ------------------------------------------------------------ proxies, initialisations, groups
+
+    def _fence_proxy(self, state: WarpState, _: Any) -> None:
         layout = self.layout
         news = state.frontier[layout.proxy()] < state.frontier[layout.generic()]
         news[state.number] = state.unfenced
         if news.any():
-            self._proxies.add(state.number)
+            self.ledger.defer("proxy", state)
         else:
-            self._name("nothing generic since the fence before")
+            self.ledger.name("nothing generic since the fence before")
 
-    def _fence_init(self, state: WarpState) -> None:
+    def _fence_init(self, state: WarpState, _: Any) -> None:
         if state.unfenced_inits:
-            self._inits.add(state.number)
+            self.ledger.defer("inits", state)
         else:
-            self._name("no mbarrier.init by this thread since the fence before")
+            self.ledger.name("no mbarrier.init by this thread since the fence before")
 
     def fence_inits(self, state: WarpState) -> None:
-        if state.number in self._inits:
-            self._inits.discard(state.number)
-            self._name(f"`{state.instruction.text}` (PTX line {state.instruction.line}) covers the "
-                       "initialisations, too")
+        self.ledger.settle("inits", state,
+                           f"{_text(state.instruction)} covers the initialisations, too")
         super().fence_inits(state)
 
-    def _fence(self, state: WarpState) -> None:
-        self._fences.add(state.number)
-
-    def _commit_group(self, state: WarpState) -> None:
-        self._groups.add(state.number)
+    def _commit_group(self, state: WarpState, _: Any) -> None:
+        self.ledger.defer("group", state)
 
     def grouping(self, state: WarpState, commits: bool) -> None:
-        if state.number in self._groups:
-            self._groups.discard(state.number)
-            if commits:
-                self._name(f"its copies join the group of `{state.instruction.text}` (PTX line "
-                           f"{state.instruction.line})")
-            else:
-                self.unnamed += 1
-
-    def _wait_group(self, state: WarpState) -> None:
-        if state.frontier[state.bulk] >= state.issued[BULK]:
-            self._name("cp.async.bulk.wait_group.read before it: the sources have been read, and "
-                       "the end of the kernel makes the results visible")
+        if commits:
+            self.ledger.settle("group", state,
+                               f"its copies join the group of {_text(state.instruction)}")
         else:
-            self.unnamed += 1
+            self.ledger.drop("group", state)
+
+    def _wait_group(self, state: WarpState, instruction: Any) -> None:
+        if state.frontier[state.bulk] < state.issued[BULK]:
+            return
+        if "read" in instruction.modifiers:
+            self.ledger.name("the wait_group before it: it covers the same groups")
+        else:
+            self.ledger.defer("stored", state)
+
+    # ------------------------------------------------------------ exits
 
     def leave(self, warp: Any) -> None:
         super().leave(warp)
-        number = self.state(warp).number
-        self._fences.discard(number)
-        if self._loads.pop(number, None) is not None and self.state(warp).loads:
-            self.unnamed += 1
+        state, ledger = self.state(warp), self.ledger
+        for kind in ("fence", "before"):
+            ledger.settle(kind, state, "the warp exits without another arrive")
+        ledger.settle("after", state, _EXITS)
+        ledger.settle("stored", state,
+                      "cp.async.bulk.wait_group.read before it: the sources have been read; the "
+                      "warp tells nobody of the results afterwards, and the end of the kernel "
+                      "makes them visible")
+        if state in self._loads and not self._in_flight(state):
+            ledger.settle("loads", state, "register dependency: the loaded data have been used")
+        self._loads.pop(state, None)
+        self._leave_waits(state)
+
+    def _leave_waits(self, state: WarpState) -> None:
+        """Omitted waits of a warp that exits: what they told may still matter to its CTA's end."""
+        exits = self._exits.setdefault(state.warp.cta, [])
+        wanted = self._wanted.pop(state, None)
+        if wanted is not None:
+            exits.append((wanted, self.ledger.take("wait", state)))
         for barrier, waits in list(self._open.items()):
-            self._open[barrier] = [wait for wait in waits if wait[0].number != number]
-            if len(self._open[barrier]) < len(waits):
-                self._name("the warp exits before it needs what the wait would tell it")
-            if not self._open[barrier]:
-                del self._open[barrier]
-        if number in self._afters:
-            self._afters.discard(number)
-            self._name("the warp exits without an access that needs what was learned")
-        if self._wanted.pop(number, None) is not None:
-            self._name("the warp exits before it needs what the wait would tell it")
+            kept = [wait for wait in waits if wait[0] is not state]
+            if len(kept) < len(waits):
+                exits.append((None, len(waits) - len(kept)))
+                self._open[barrier] = kept
+
+    def leave_cta(self, cta: Any) -> None:
+        """Whoever is at work in the CTA must have been waited for by another of its warps."""
+        super().leave_cta(cta)
+        states = [self.state(warp) for warp in cta.warps]
+        for wanted, count in self._exits.pop(cta, ()):
+            sources = self._who_waits(self.cta(cta).guests.values(), states, wanted)
+            if sources is None:
+                self.ledger.denied = True
+            elif sources:
+                self.ledger.name(f"{_EXITS}, and the end of its CTA is ordered by {sources}", count)
+            else:
+                self.ledger.name(f"{_EXITS}, and nobody else is at work in its CTA", count)
+        for state in states:
+            self._learned.pop(state, None)
+
+    def _who_waits(
+        self, guests: Iterable[Access], states: list[WarpState], wanted: np.ndarray | None
+    ) -> str | None:
+        """The instructions that tell warps of a CTA of its guests' completion; None: none do.
+
+        wanted: only the guests that it tells of.
+        """
+        found: set[int] = set()
+        for access in guests:
+            if wanted is not None and not wanted[access.agent]:
+                continue
+            knowing = [
+                state for state in states
+                if access.clock is not None and state.frontier[access.agent] >= access.clock
+            ]
+            if not knowing:
+                return None
+            found |= {
+                int(self._learned[state][access.agent])
+                for state in knowing if state in self._learned
+            }
+        return self._texts(found)
 
 
-_ANALYSES = {
+def _text(instruction: Any) -> str:
+    return f"`{instruction.text}` (PTX line {instruction.line})"
+
+
+#: What is looked for when an instruction is left out; those that are not here are never redundant.
+_ANALYSES: dict[str, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
     "tcgen05.wait::ld": OmittingSanitizer._wait_load,
     "tcgen05.wait::st": OmittingSanitizer._wait_store,
     "tcgen05.fence::before": OmittingSanitizer._fence_before,
@@ -290,4 +419,3 @@ class OmittingMachine(SanitizedMachine):
 def machine_without(index: int, strict: bool) -> type[OmittingMachine]:
     """The machine for one mutant."""
     return type("OmittingMachine", (OmittingMachine,), {"omitted": index, "strict": strict})
-

@@ -9,30 +9,37 @@ import pytest
 from kernels import run_kernel_text
 from sanitizer_kernels import COPIES, RING, TENSOR, changed
 
+from sm100_sim import launcher
 from sm100_sim.launcher import Options
-from sm100_sim.mutation import captured, mutants
+from sm100_sim.mutation import Score, captured
 
 pytestmark = pytest.mark.simulator
 
 
-def score(text: str, arrays=(), only=None, strict=False, **launch):
-    """The mutants of a kernel given as PTX text."""
-    found = []
-    options = Options(sanitize="strict" if strict else True)
-    with captured(lambda one: found.extend(mutants(one, options, 2, only))):
-        import sm100_sim.launcher as launcher
+def score(text: str, arrays=(), only=None, strict=False, seeds=2, **launch):
+    """The score of a kernel given as PTX text; keywords of the launch, and jobs and accept."""
+    total = Score("test", seeds, seeds)
+    add_launch(total, text, arrays, only, strict, **launch)
+    return total
 
+
+def add_launch(total, text, arrays=(), only=None, strict=False, **launch):
+    """Try one launch more."""
+    options = Options(sanitize="strict" if strict else True, clusters=launch.pop("clusters", None))
+    settings = {name: launch.pop(name) for name in ("jobs", "accept") if name in launch}
+    with captured(lambda one: list(total.add(one, options, only=only, **settings))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kernels.run_kernel", launcher.run_kernel)
             run_kernel_text(text, list(arrays), **launch)
-    return found
+
+
+def outcomes(total):
+    return [mutant.outcome for mutant in total.mutants.values()]
 
 
 def test_every_mutant_of_the_small_kernels_is_settled():
-    results = score(RING, block=(64, 1, 1))
     # Of a ring of one slot nothing can be left out.
-    assert len(results) == 5
-    assert {mutant.outcome for mutant in results} == {"caught"}
+    assert outcomes(score(RING, block=(64, 1, 1))) == ["caught"] * 5
 
 
 def test_strict_reading_needs_the_fences_of_tensor_memory():
@@ -40,18 +47,17 @@ def test_strict_reading_needs_the_fences_of_tensor_memory():
         return [i for i in instructions if i.name.startswith("tcgen05.fence")]
 
     plain = score(TENSOR, only=fences, block=(128, 1, 1))
-    assert {mutant.outcome for mutant in plain} == {"redundant"}
+    assert outcomes(plain) == ["redundant"] * 4
     strict = score(TENSOR, only=fences, block=(128, 1, 1), strict=True)
-    assert {mutant.outcome for mutant in strict} == {"caught"}
-    assert len(plain) == len(strict) == 4
+    assert outcomes(strict) == ["caught"] * 4
 
 
 def test_redundant_mutants_name_the_edge():
     doubled = changed(COPIES, "proxy", "fence.proxy.async.shared::cta;\n" * 2)
     array = np.zeros(32, np.uint32)
     results = score(doubled, [array], lambda found: [i for i in found if "proxy" in i.name])
-    assert [m.outcome for m in results] == ["redundant"] * 2
-    assert "fence.proxy.async" in results[0].why
+    assert outcomes(results) == ["redundant"] * 2
+    assert all("fence.proxy.async" in mutant.why for mutant in results.mutants.values())
 
 
 def test_memory_is_restored_and_the_launch_still_runs():
@@ -63,6 +69,58 @@ def test_memory_is_restored_and_the_launch_still_runs():
 def test_a_kernel_with_findings_is_refused():
     with pytest.raises(ValueError, match="not clean"):
         score(changed(RING, "full", ""), block=(64, 1, 1))
+    with pytest.raises(ValueError, match="BarrierError"):
+        score(changed(RING, "full", "mbarrier.arrive.shared.b64 _, [smem], 33;"), accept=True)
+
+
+def test_findings_of_the_kernel_itself_catch_nothing():
+    """Without the wait for the full slot the kernel races; its other mutants are told apart."""
+    racy = changed(RING, "full", "")
+    total = score(racy, block=(64, 1, 1), accept=True)
+    assert {kind for kind, _ in total.known} >= {"race"}
+    assert len(total.mutants) == 4
+    own = set(total.known.values())
+    assert total.count("caught") >= 2
+    assert all(m.why not in own for m in total.mutants.values() if m.outcome == "caught")
+
+
+def test_two_processes_give_the_same_score():
+    one, two = (score(RING, block=(64, 1, 1), jobs=jobs) for jobs in (1, 2))
+    assert one.mutants.keys() == two.mutants.keys()
+    assert [(m.outcome, m.why) for m in one.mutants.values()] == [
+        (m.outcome, m.why) for m in two.mutants.values()
+    ]
+
+
+#: Thread 0 of warp 1 waits for thread 0 of warp 0 twice; a launch without an array stops between.
+TWICE = """
+ld.global.u32 %r8, [%rd8];
+mov.u32 %r0, %tid.x;  setp.ne.u32 %p0, %r0, 0;  shr.u32 %r1, %r0, 5;
+setp.ne.u32 %p1, %r1, 0;  setp.eq.u32 %p3, %r8, 0;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 32;
+READY: bar.sync 0;
+@%p1 bra CONSUMER;
+st.shared.b32 [smem+64], %r0;
+bar.arrive 1, 64;
+@%p3 bra END;
+mbarrier.arrive.shared.b64 _, [smem];
+bra END;
+CONSUMER: bar.sync 1, 64;
+@%p3 bra END;
+W: mbarrier.try_wait.parity.shared.b64 %p2, [smem], 0;  @!%p2 bra W;
+END:
+"""
+
+
+def test_later_launches_try_what_earlier_ones_did_not_reach():
+    stopping, whole = (np.full(1, flag, np.uint32) for flag in (0, 1))
+    total = Score("test", 2, 2)
+    add_launch(total, TWICE, [stopping], block=(64, 1, 1))
+    assert len(total.mutants) == 3 and len(total.unreached) == 2
+    add_launch(total, TWICE, [whole], block=(64, 1, 1))
+    assert not total.unreached and total.launches == 2
+    assert len(total.mutants) == 5
 
 
 #: Of the forward kernel, by opcode and position among its like: one of each family.
@@ -94,7 +152,7 @@ def test_sample_of_the_forward_kernel(monkeypatch):
     found = []
 
     def take(launch):
-        found.extend(mutants(launch, Options(sanitize="strict"), 2, sample))
+        found.extend(Score("forward", 2, 2).add(launch, Options(sanitize="strict"), only=sample))
 
     with captured(take):
         flash_attn_func(q, k, v)
@@ -113,7 +171,8 @@ def test_command(tmp_path):
         "kernels.run_kernel = launcher.run_kernel\n"
         "kernels.run_kernel_text(RING, block=(64, 1, 1))\n"
     )
-    command = [sys.executable, "-m", "sm100_sim", "mutate", "--seeds", "1", str(script)]
+    command = [sys.executable, "-m", "sm100_sim", "mutate", "--as-is", "--seeds", "1",
+               str(script)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "caught 5, redundant 0, survived 0" in result.stdout
+    assert "5 mutants: caught 5, redundant 0, survived 0; 100.0 %" in result.stdout
