@@ -37,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     mutate.add_argument("--confirm", type=int, help="seeds after which a mutant for which every "
                         "run has named an edge counts as redundant (default: all)")
     mutate.add_argument("--strict", action="store_true", help="the letter of the PTX ISA")
+    mutate.add_argument("--strict-order", action="store_true",
+                        help="the same, and only listed pairs of tcgen05 instructions are in order")
     mutate.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     mutate.add_argument("--clusters", type=int, help="clusters resident at once")
     mutate.add_argument("--kernel", default="", help="only kernels whose name contains this")
@@ -74,10 +76,11 @@ def _mutate(choice: argparse.Namespace) -> int:
     def write(line: str) -> None:
         print(line, flush=True)
 
+    reading = "strict-order" if choice.strict_order else "strict" if choice.strict else True
     collector = Collector(
-        Options(clusters=choice.clusters, sanitize="strict" if choice.strict else True),
-        choice.seeds, choice.confirm, jobs=choice.jobs, launches=choice.launches, kernel=choice.kernel,
-        accept=choice.accept_findings, write=write,
+        Options(clusters=choice.clusters, sanitize=reading),
+        choice.seeds, choice.confirm, jobs=choice.jobs, launches=choice.launches,
+        kernel=choice.kernel, accept=choice.accept_findings, write=write,
     )
     sys.argv = [choice.script, *choice.args]
     sys.path.insert(0, str(Path(choice.script).resolve().parent))

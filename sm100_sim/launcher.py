@@ -59,8 +59,10 @@ class Options:
             raise ValueError(f"clusters is {self.clusters!r}; accepted: whole numbers from 1 on")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed is {self.seed!r}; accepted: whole numbers from 0 on")
-        if self.sanitize not in (False, True, "strict"):
-            raise ValueError(f"sanitize is {self.sanitize!r}; accepted: False, True, 'strict'")
+        if self.sanitize not in (False, True, "strict", "strict-order"):
+            raise ValueError(
+                f"sanitize is {self.sanitize!r}; accepted: False, True, 'strict', 'strict-order'"
+            )
         if self.schedule not in ("eager", "lazy"):
             raise ValueError(f"schedule is {self.schedule!r}; accepted: 'eager' and 'lazy'")
 
@@ -92,7 +94,8 @@ def launch(
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
     sanitize: look for races and lifetime errors; they are in the report's findings
-        (docs/sanitizer.md); "strict": by the letter of the PTX ISA. At most 5 times slower.
+        (docs/sanitizer.md); "strict" and "strict-order": by the letter of the PTX ISA. At most
+        5 times slower.
     schedule: without a seed, whether asynchronous operations take effect when they are issued
         ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).
@@ -201,9 +204,9 @@ def _machine_type(options: Options) -> type[Machine]:
             return TracedMachine
         return NativeMachine if options.seed is None else Machine
     # Imported only when asked for: nothing of it is loaded otherwise.
-    from .sanitizer import SanitizedMachine, StrictMachine
+    from .sanitizer import READINGS
 
-    return StrictMachine if options.sanitize == "strict" else SanitizedMachine
+    return READINGS[options.sanitize]
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:

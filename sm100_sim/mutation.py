@@ -28,7 +28,7 @@ from .errors import SimulationError
 from .host import LaunchConfig
 from .launcher import Options, make_machine, translated_kernel
 from .memory import GlobalMemory
-from .sanitizer import SanitizedMachine, StrictMachine
+from .sanitizer import READINGS
 from .sanitizer.omission import machine_without
 
 #: Opcodes (prefixes) that are left out. bar.warp.sync is not among them: it orders lanes of one
@@ -97,10 +97,9 @@ class Launch:
     def run(self, options: Options, without: int | None = None) -> tuple[dict[Key, str], Any]:
         """(findings and the error that ended the run, the machine); `without` an instruction."""
         self.restore()
-        strict = options.sanitize == "strict"
-        kind = StrictMachine if strict else SanitizedMachine
+        kind = READINGS[options.sanitize]
         if without is not None:
-            kind = machine_without(without, strict)
+            kind = machine_without(without, kind)
         memory = GlobalMemory(self.ranges, self.parameters)
         machine = make_machine(kind, self.compiled, self.config, memory, options)
         found: dict[Key, str] = {}
@@ -162,9 +161,9 @@ class Score:
         edges in all runs up to seed `confirm`. One that several launches reach is redundant only
         if it is in each of them.
 
-        options: of the runs, their seed aside; sanitize True or "strict". jobs: processes.
-        only: chooses among the instructions, for a sample. accept: a kernel with findings is
-        taken as it is, and these catch no mutant.
+        options: of the runs, their seed aside; sanitize as for `launch`, but not False. jobs:
+        processes. only: chooses among the instructions, for a sample. accept: a kernel with
+        findings is taken as it is, and these catch no mutant.
         Raises ValueError if the kernel itself ends in an error, or has findings that are not
         accepted.
         """
@@ -307,8 +306,8 @@ class Collector:
     """Scores of the kernels whose launches it takes.
 
     seeds, confirm: see `Score`; confirm None: all seeds. options, jobs, accept: see `Score.add`.
-    launches: how many of each kernel are tried. kernel: only kernels with this in their name. write: gets a line for each mutant and a summary
-    for each launch.
+    launches: how many of each kernel are tried. kernel: only kernels with this in their name.
+    write: gets a line for each mutant and a summary for each launch.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
 | SM100_SIM_REPORT | file to which one JSON object per launch is appended | none |
 | SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
-| SM100_SIM_SANITIZE | 1 checks for races and lifetime errors, strict by the letter | 0 |
+| SM100_SIM_SANITIZE | 1, strict or strict-order checks for races and lifetime errors | 0 |
 | SM100_SIM_CACHE_DIR | directory of translated kernels; "off" keeps none | the user's cache |
 
 Arguments of `sm100_sim.launch` override them.
@@ -46,8 +46,10 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read and check the variables. Raises ValueError naming a variable with a wrong value."""
     environment = os.environ if environment is None else environment
     sanitize = environment.get("SM100_SIM_SANITIZE", "0") or "0"
-    if sanitize not in ("0", "1", "strict"):
-        raise ValueError(f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0, 1 and strict")
+    if sanitize not in ("0", "1", "strict", "strict-order"):
+        raise ValueError(
+            f"SM100_SIM_SANITIZE is {sanitize!r}; accepted are 0, 1, strict and strict-order"
+        )
     return Settings(
         report=environment.get("SM100_SIM_REPORT") or None,
         clusters=_integer(environment, "SM100_SIM_CLUSTERS", 1),

@@ -1,6 +1,6 @@
 """The sanitizer: races, lifetime and synchronisation errors of a launch (docs/sanitizer.md)."""
 
 from .findings import Finding
-from .machine import SanitizedMachine, StrictMachine
+from .machine import READINGS, SanitizedMachine
 
-__all__ = ["Finding", "SanitizedMachine", "StrictMachine"]
+__all__ = ["READINGS", "Finding", "SanitizedMachine"]

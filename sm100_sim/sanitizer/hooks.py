@@ -237,6 +237,7 @@ def _fence_before(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
         outcome = execute(warp, lanes)
+        sanitizer.ordering(state, "before")
         state.fence_tensor()
         return outcome
 

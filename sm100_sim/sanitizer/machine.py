@@ -21,6 +21,7 @@ class SanitizedMachine(Machine):
     """`machine.Machine` with a sanitizer; the kernel was translated with sanitize=True."""
 
     strict = False
+    in_order = True
     sanitizer_type = Sanitizer
 
     def __init__(self, compiled: Any, *arguments: Any) -> None:
@@ -85,3 +86,15 @@ class StrictMachine(SanitizedMachine):
     """The same by the letter of the PTX ISA."""
 
     strict = True
+
+
+class StrictOrderMachine(StrictMachine):
+    """And only the pipelined pairs of tcgen05 instructions that the PTX ISA lists are in order."""
+
+    in_order = False
+
+
+#: Machines by what `sanitize` asks for.
+READINGS: dict[bool | str, type[SanitizedMachine]] = {
+    True: SanitizedMachine, "strict": StrictMachine, "strict-order": StrictOrderMachine,
+}  # fmt: skip

@@ -97,6 +97,8 @@ class OmittingSanitizer(Sanitizer):
             i.name.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
             and "relaxed" in i.modifiers for i in machine.compiled.instructions
         )
+        #: (kind, warp) -> its last fence of that kind.
+        self._fences: dict[tuple[str, WarpState], str] = {}
         #: By warp: clock of the last load that the omitted wait::ld would have waited for.
         self._loads: dict[WarpState, int] = {}
 
@@ -230,7 +232,7 @@ class OmittingSanitizer(Sanitizer):
             ledger.drop("stored", state)
 
     def ordering(self, state: WarpState, what: str) -> None:
-        edge = _text(state.instruction)
+        edge = self._fences[what, state] = _text(state.instruction)
         if what == "after":
             self.ledger.settle(
                 "after", state, f"{edge}: no access before it needs what was learned"
@@ -242,6 +244,11 @@ class OmittingSanitizer(Sanitizer):
         elif what == "loads" and self._loads.pop(state, None) is not None:
             self.ledger.settle("loads", state, f"{edge}: it waits for these loads, too, before "
                                                "anybody needs them complete")
+
+    def _since(self, kind: str, state: WarpState, nothing: str, otherwise: str) -> None:
+        """The omitted fence orders nothing that the last one of its kind did not."""
+        last = self._fences.get((kind, state))
+        self.ledger.name(f"{last}: {nothing} since" if last else otherwise)
 
     def _fence(self, state: WarpState, instruction: Any) -> None:
         # The edge is a release by the same warp in the same cluster; wider fences order memory
@@ -272,7 +279,8 @@ class OmittingSanitizer(Sanitizer):
         if (state.published[entries] < state.frontier[entries]).any():
             self.ledger.defer("before", state)
         else:
-            self.ledger.name("no tcgen05.ld or st since the fence before")
+            self._since("before", state, "no tcgen05.ld or st",
+                        "program order: no tcgen05.ld or st by the warp before it")
 
     def _fence_after(self, state: WarpState, _: Any) -> None:
         if not self.strict:
@@ -280,7 +288,8 @@ class OmittingSanitizer(Sanitizer):
         elif (state.frontier[self.tensor_entries] > state.ordered[self.tensor_entries]).any():
             self.ledger.defer("after", state)
         else:
-            self.ledger.name("nothing was learned since the fence before")
+            self._since("after", state, "nothing was learned",
+                        "program order: the warp knows of no access to tensor memory but its own")
 
     # ------------------------------------------------------------ proxies, initialisations, groups
 
@@ -291,15 +300,18 @@ class OmittingSanitizer(Sanitizer):
         if news.any():
             self.ledger.defer("proxy", state)
         else:
-            self.ledger.name("nothing generic since the fence before")
+            self._since("proxy", state, "no generic access became known",
+                        "proxy fences of the warps that made the accesses, before they arrived")
 
     def _fence_init(self, state: WarpState, _: Any) -> None:
         if state.unfenced_inits:
             self.ledger.defer("inits", state)
         else:
-            self.ledger.name("no mbarrier.init by this thread since the fence before")
+            self._since("inits", state, "no mbarrier.init by this thread",
+                        "program order: no mbarrier.init by this thread before it")
 
     def fence_inits(self, state: WarpState) -> None:
+        self._fences["inits", state] = _text(state.instruction)
         self.ledger.settle("inits", state,
                            f"{_text(state.instruction)} covers the initialisations, too")
         super().fence_inits(state)
@@ -416,6 +428,7 @@ class OmittingMachine(SanitizedMachine):
 
 
 @functools.cache
-def machine_without(index: int, strict: bool) -> type[OmittingMachine]:
-    """The machine for one mutant."""
-    return type("OmittingMachine", (OmittingMachine,), {"omitted": index, "strict": strict})
+def machine_without(index: int, kind: type[SanitizedMachine]) -> type[OmittingMachine]:
+    """The machine for one mutant under the reading of `kind`."""
+    reading = {"strict": kind.strict, "in_order": kind.in_order}
+    return type("OmittingMachine", (OmittingMachine,), {"omitted": index, **reading})

@@ -29,6 +29,21 @@ from .state import ClusterState, CtaState, WarpState
 _ASYNC = frozenset(("tma", "mma", "bulk", "clc"))
 
 
+#: Pairs of tcgen05 instructions of one thread that execute in order, beside two MMAs of one
+#: accumulator, shape and kind (PTX ISA 9.3, "tcgen05 memory consistency model").
+_PIPELINED = frozenset((
+    ("tcgen05.cp", "tcgen05.mma"), ("tcgen05.shift", "tcgen05.mma"),
+    ("tcgen05.mma", "tcgen05.shift"), ("tcgen05.shift", "tcgen05.cp"),
+))  # fmt: skip
+
+
+def _pipelined(before: tuple, after: tuple) -> bool:
+    """Whether the PTX ISA lists the pair as executing in the order of its issue."""
+    if before[0] == after[0] == "tcgen05.mma":
+        return before == after
+    return (before[0], after[0]) in _PIPELINED
+
+
 class Completion:
     """Who acts while an asynchronous operation takes effect: it publishes what its issuer knew.
 
@@ -49,6 +64,8 @@ class Sanitizer:
     actor: the WarpState or Completion that acts now. found: the findings by what they are about.
     omitted: index of an instruction that is left out (`omission`), -1 for none.
     strict: the letter of the PTX ISA, where published kernels rely on less (docs/sanitizer.md).
+    in_order: whether tcgen05 instructions of one warp are ordered beyond the pipelined pairs that
+    the PTX ISA lists.
     """
 
     omitted = -1
@@ -56,6 +73,7 @@ class Sanitizer:
     def __init__(self, machine: Any, strict: bool) -> None:
         self.machine = machine
         self.strict = strict
+        self.in_order = machine.in_order
         ctas = math.prod(machine.config.cluster)
         self.layout = Layout(ctas, -(-machine.threads // 32))
         self.tensor_entries = self.layout.tensor()
@@ -101,12 +119,14 @@ class Sanitizer:
     def _reached(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
         """Whether completion of `before` is known; the pipelined pairs need only program order."""
         pair = before.kind, access.kind
-        if pair == ("mma", "mma"):
+        if pair == ("mma", "mma") and (self.in_order or _pipelined(before.order, access.order)):
             # One queue: MMAs of a CTA pair execute in the order in which they are issued.
             issuer = AGENTS_OF_A_WARP * before.warp + GENERIC
             return before.warp == access.warp or int(frontier[issuer]) >= before.issued
-        if before.warp == access.warp and pair in (("ld", "ld"), ("ld", "st"), ("st", "st")):
-            return True
+        if before.warp == access.warp and pair in (("ld", "st"), ("st", "st")):
+            used = pair[0] == "ld" and self.running.has_used(before.clock)
+            if self.in_order or used:
+                return True
         return before.clock is not None and int(frontier[before.agent]) >= before.clock
 
     def _needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
@@ -387,6 +407,7 @@ class Sanitizer:
         """tcgen05.cp and shift: ordered with the MMAs of their thread, and committed like them."""
         reads = state.asynchronous(MMA, "mma", False)
         results = Access(state, reads.agent, reads.clock, "mma", True)
+        reads.order = results.order = (touches.instruction.opcode,)
         frontier = state.for_tensor()
         for cta, column, count, lanes, chunks in touches.cells:
             shadow = self.cta(cta)
@@ -464,9 +485,9 @@ class Sanitizer:
         """A warp is about to publish what it knows; for `omission` to look at."""
 
     def ordering(self, state: WarpState, what: str) -> None:
-        """A warp waits for loads, or executes fence::after or fence.proxy.async; for `omission`.
+        """A warp waits for loads, or executes a tcgen05.fence or fence.proxy.async; for `omission`.
 
-        what: "loads", "after" or "proxy".
+        what: "loads", "before", "after" or "proxy".
         """
 
     def completed(self, barrier: WatchedBarrier) -> None:
@@ -492,6 +513,8 @@ class Sanitizer:
     def _record(self, state: WarpState, run: list) -> None:
         reads = state.asynchronous(MMA, "mma", False)
         results = Access(state, reads.agent, reads.clock, "mma", True)
+        head, what = run[0], run[0].descriptor
+        reads.order = results.order = ("tcgen05.mma", head.d, what.m, what.n, what.kind)
         frontier = state.for_tensor()
         for cta, space, region in footprints.mma_operands(run):
             shadow = self.cta(cta)

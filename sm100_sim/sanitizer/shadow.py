@@ -24,12 +24,13 @@ class Access:
     None while it is in flight. kind: "generic", "ld", "st", "mma", "tma", "bulk", "clc", "alloc",
     "dealloc" or "arrive". write: whether it writes. warp: number of the issuing warp in the
     cluster; issued: its generic clock then. instruction, cta, index: for reports (CTA coordinates
-    and warp index). detail: more for reports.
+    and warp index). detail: more for reports. order: of an MMA, tcgen05.cp or shift, what decides
+    after which others it executes (its opcode, accumulator and instruction descriptor).
     """
 
     __slots__ = (
         "agent", "clock", "kind", "write", "warp", "issued", "instruction", "cta", "index",
-        "detail",
+        "detail", "order",
     )  # fmt: skip
 
     def __init__(self, state: Any, agent: int, clock: int | None, kind: str, write: bool) -> None:
@@ -43,6 +44,7 @@ class Access:
         self.cta = state.warp.cta.ctaid
         self.index = state.warp.index
         self.detail = ""
+        self.order: tuple = ()
 
 
 State = tuple[Access | None, tuple[Access, ...]]

@@ -127,6 +127,10 @@ class WarpState:
         self.unfenced = False
         self.advance()
 
+    def has_used(self, clock: int) -> bool:
+        """Whether the data of all loads in flight up to `clock` have been used."""
+        return all(self.uses[number] for issued, number in self.loads if issued <= clock)
+
     def finish_loads(self, everything: bool) -> None:
         """Loads are complete when waited for, or when their data have been used."""
         loads, uses = self.loads, self.uses

@@ -8,7 +8,7 @@ from cross_compile import compile_sm100, target_sm100
 from test_third_party import B200, Attention, check
 
 import sm100_sim
-from sm100_sim.errors import Hang
+from sm100_sim.errors import Hang, SimulationError
 
 pytestmark = [
     pytest.mark.simulator,
@@ -20,15 +20,17 @@ forward = pytest.importorskip("flash_attn.cute.flash_fwd_sm100")
 
 HEAD_DIM = 256
 SEQLEN = 512
+#: An odd number of blocks of 128 query rows.
+ODD_SEQLEN = 640
 
 
 @pytest.fixture
 def compiled(request, monkeypatch):
-    """(kernel, causal): the two-CTA kernel with use_clc_scheduler=True, as published or with its
-    tiles counted in clusters."""
+    """(launch, mask): the two-CTA kernel with use_clc_scheduler=True, as published or with its
+    tiles counted in clusters; the window is wide enough to hide nothing."""
     import cuda.bindings.driver as cuda
 
-    causal, counted_in_clusters = request.param
+    mask, counted_in_clusters = request.param
     monkeypatch.setattr(cutlass.utils, "HardwareInfo", B200)
     if counted_in_clusters:
         published = forward.TileSchedulerArguments
@@ -40,22 +42,30 @@ def compiled(request, monkeypatch):
         monkeypatch.setattr(forward, "TileSchedulerArguments", in_clusters)
     with target_sm100():
         kernel = forward.FlashAttentionForwardSm100(
-            HEAD_DIM, HEAD_DIM, qhead_per_kvhead=2, is_causal=causal, m_block_size=128,
-            n_block_size=128, q_stage=1, is_static_persistent=False, use_2cta_instrs=True,
-            use_clc_scheduler=True,
+            HEAD_DIM, HEAD_DIM, qhead_per_kvhead=2, is_causal=mask == "causal",
+            is_local=mask == "window", m_block_size=128, n_block_size=128, q_stage=1,
+            is_static_persistent=False, use_2cta_instrs=True, use_clc_scheduler=True,
         )  # fmt: skip
-    stream = cuda.CUstream(0)
+    keywords = {"stream": cuda.CUstream(0)}
+    if mask == "window":
+        width = cutlass.Int32(10_000)
+        keywords |= {"window_size_left": width, "window_size_right": width}
     arguments = Attention.random(256, HEAD_DIM).arguments()
-    return compile_sm100(kernel, *arguments, stream=stream), causal, stream
+    function = compile_sm100(kernel, *arguments, **keywords)
+
+    def launch(call, **options):
+        return sm100_sim.launch(function, *call.arguments(), **keywords, **options)
+
+    return launch, mask
 
 
-@pytest.mark.parametrize("compiled", [(True, False)], indirect=True, ids=["causal"])
+@pytest.mark.parametrize("compiled", [("causal", False)], indirect=True, ids=str)
 def test_as_published_it_hangs(compiled):
     """The leader's warps have finished their tile; the peer's softmax waits for a third S, which
     the leader never computes."""
-    function, _, stream = compiled
+    launch, _ = compiled
     with pytest.raises(Hang) as raised:
-        sm100_sim.launch(function, *Attention.random(SEQLEN, HEAD_DIM).arguments(), stream=stream)
+        launch(Attention.random(SEQLEN, HEAD_DIM))
     waiting = str(raised.value)
     scheduler, softmax = (
         next(line for line in waiting.splitlines() if f"CTA {warp} " in line)
@@ -65,31 +75,46 @@ def test_as_published_it_hangs(compiled):
     assert "phase 2 (parity 0), 1 of 1 arrivals pending" in softmax
 
 
-@pytest.mark.parametrize("compiled", [(False, False)], indirect=True, ids=["full"])
+@pytest.mark.parametrize("compiled", [("full", False)], indirect=True, ids=str)
 def test_as_published_rows_are_left_out(compiled):
     """Without a mask both CTAs take as many steps, and the trace shows which rows they store."""
-    function, _, stream = compiled
+    launch, _ = compiled
     call = Attention.random(SEQLEN, HEAD_DIM)
-    report = sm100_sim.launch(function, *call.arguments(), stream=stream, trace=True)
+    report = launch(call, trace=True)
     unwritten = call.out.isnan().flatten(2).any(-1)[0].nonzero().ravel()
     assert unwritten.tolist() == list(range(128, 384))
     assert output_rows(report) == {0: 0, 1: 384, 2: 512, 3: 896}
 
 
+@pytest.mark.parametrize("compiled", [("window", False)], indirect=True, ids=str)
+def test_as_published_it_traps(compiled):
+    """Five blocks of 128 rows, the longest first: halving rounds down and the last pair's block
+    is -1. Its rows begin at -512 and -128: either a CTA's store of LSE is the first to leave the
+    tensor, or the store of O by TMA, whose coordinates may not be negative."""
+    launch, _ = compiled
+    with pytest.raises(SimulationError) as raised:
+        launch(Attention.random(ODD_SEQLEN, HEAD_DIM))
+    message = str(raised.value)
+    if "st.global" in message:
+        assert "outside the tensors of the launch: 4 bytes" in message
+        assert "it begins 512 bytes behind" in message or "it begins 2048 bytes behind" in message
+    else:
+        assert "a tensor store at the coordinates (0, -512, 0, 0)" in message
+        assert "illegal instruction" in message
+
+
 @pytest.mark.parametrize(
-    "compiled", [(True, True), (False, True)], indirect=True, ids=["causal", "full"]
+    "compiled", [("causal", True), ("full", True), ("window", True)], indirect=True, ids=str
 )
 def test_counted_in_clusters_it_is_right(compiled):
     """Tiles are stolen, and results and synchronisation are right."""
-    function, causal, stream = compiled
-    for seqlen in (SEQLEN, 640):
+    launch, mask = compiled
+    for seqlen in (SEQLEN, ODD_SEQLEN):
         call = Attention.random(seqlen, HEAD_DIM)
-        report = sm100_sim.launch(
-            function, *call.arguments(), stream=stream, clusters=2, sanitize=True
-        )
+        report = launch(call, clusters=2, sanitize=True)
         assert report.findings == []
         assert report.clc["stolen"] > 0
-        check(call, causal)
+        check(call, mask == "causal")
 
 
 def output_rows(report) -> dict[int, int]:

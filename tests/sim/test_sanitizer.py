@@ -131,3 +131,31 @@ def test_planted_bug_is_reported(name, text, expected):
     except SimulationError as error:
         found = {type(error).__name__} | {finding.kind for finding in error.findings}
     assert found & expected, found
+
+
+_MMA = "tcgen05.mma.cta_group::1.kind::f16 [%r{d}], [%r12], %rd0, %r16, %p3;\n"
+_STORE = ("tcgen05.st.sync.aligned.32x32b.x8.b32 [%r13], "
+          "{%r0, %r0, %r0, %r0, %r0, %r0, %r0, %r0};\n")
+_COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [smem];"
+
+#: Two tcgen05 instructions of one thread on the same columns: name -> text, finding if the pair
+#: is not one of the pipelined ones that the PTX ISA lists.
+PAIRS = {
+    "one accumulator": (changed(TENSOR, "commit", _MMA.format(d=10) + _COMMIT), None),
+    "two accumulators": (
+        changed(TENSOR, "commit", "add.u32 %r25, %r10, 8;\n" + _MMA.format(d=25) + _COMMIT),
+        "mma-in-flight",
+    ),
+    "two stores": (changed(TENSOR, "store", 2 * _STORE), "store-in-flight"),
+    "two stores, the first waited for": (
+        changed(TENSOR, "store", _STORE + "tcgen05.wait::st.sync.aligned;\n" + _STORE), None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_only_listed_pairs_of_tensor_instructions_are_in_order(name):
+    text, expected = PAIRS[name]
+    assert kinds(text, "TENSOR", sanitize="strict") == set()
+    found = kinds(text, "TENSOR", sanitize="strict-order")
+    assert found == (set() if expected is None else {expected})
