@@ -7,8 +7,10 @@ problem of any size is then a list of tiles (`sm100_sim.timing.problem`). Nothin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib.metadata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from sm100_sim.timing.machine_constants import Machine, Values, load
 from sm100_sim.timing.problem import Sample, Schedule, Tile, TileCosts, fit, schedule
 
 from . import flash_attn_4
+from .replays import Replayed, digest, kept, replayed
 
 #: Keys of a step.
 STEP = 128
@@ -35,7 +38,7 @@ L2_FOR_KV = 64 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """A forward problem, queries and keys of one length."""
+    """A problem, queries and keys of one length."""
 
     batch: int
     seqlen: int
@@ -43,10 +46,25 @@ class Shape:
     heads_kv: int
     causal: bool
 
-    def flop(self, head_dim: int) -> float:
-        """By convention: 4 Sq Sk D a head, half of it if causal."""
-        full = 4 * self.seqlen**2 * head_dim * self.heads * self.batch
+    def flop(self, head_dim: int, direction: str = "forward") -> float:
+        """By convention: 4 Sq Sk D a head forward, 10 backward (five products, however many a
+        kernel computes), half of it if causal."""
+        products = {"forward": 4, "backward": 10}[direction]
+        full = products * self.seqlen**2 * head_dim * self.heads * self.batch
         return full / 2 if self.causal else full
+
+
+class Attention(Protocol):
+    """Attention of one direction on the timing model, whatever kernels it takes."""
+
+    name: str
+    head_dim: int
+
+    def seconds(self, shape: Shape) -> np.ndarray:
+        """float64, predicted for each of the drawn machines, the central one first."""
+
+    def tflops(self, shape: Shape) -> np.ndarray:
+        """The same as TFLOPS by `Shape.flop`."""
 
 
 @dataclass(frozen=True)
@@ -95,31 +113,28 @@ class Kernel:
             for costs, values in zip(self.costs, self.values)
         ]
 
-    def tflops(self, shape: Shape) -> np.ndarray:
+    def seconds(self, shape: Shape) -> np.ndarray:
         """float64, predicted for each of the drawn machines, the central one first."""
-        flop = shape.flop(self.head_dim)
-        return np.array([flop / found.seconds / 1e12 for found in self.run(shape)])
+        return np.array([found.seconds for found in self.run(shape)])
+
+    def tflops(self, shape: Shape) -> np.ndarray:
+        """The same as TFLOPS by `Shape.flop`."""
+        return shape.flop(self.head_dim) / self.seconds(shape) / 1e12
 
 
-def our_predictions(
-    samples: tuple[tuple[int, int], ...], causal: bool, machine: Machine, draws: int,
-    config: ForwardConfig | None = None,
-) -> list[timing.Prediction]:
-    """Our forward on one CTA pair, for each (seqlen, heads)."""
-    found = []
-    for seqlen, heads in samples:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
-            for n in (heads, 1, 1)
-        )
-        options = Options.check(None, causal, (None, None), 0.0, False)
-        problem = Problem.describe((q, k, v), options)
-        compiled = compile_forward(config or ForwardConfig(), problem.problem_class)
-        tensors = CallTensors(q, k, v, *empty_results(problem))
-        arguments = call_arguments(tensors, problem, 1, 0)
-        found += timing.predict(compiled, *arguments, machine=machine, draws=draws)
-    return found
+def _our_forward(
+    seqlen: int, heads: int, causal: bool, use_clc: bool, config: ForwardConfig | None
+) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA pair)."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
+        for n in (heads, 1, 1)
+    )
+    problem = Problem.describe((q, k, v), Options.check(None, causal, (None, None), 0.0, use_clc))
+    compiled = compile_forward(config or ForwardConfig(), problem.problem_class)
+    tensors = CallTensors(q, k, v, *empty_results(problem))
+    return compiled, call_arguments(tensors, problem, 1, 0)
 
 
 def their_predictions(
@@ -149,12 +164,6 @@ def one_cluster() -> Iterator[None]:
         HardwareInfo.get_device_multiprocessor_count = saved
 
 
-def _work(prediction: timing.Prediction) -> float:
-    compiled = prediction.compiled
-    action, sms = compiled.program.action, compiled.program.sms
-    return sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
-
-
 def kernel(
     name: str, shape: tuple[int, int, int, str], predictions: list[timing.Prediction],
     samples: tuple[tuple[int, int], ...],
@@ -163,48 +172,100 @@ def kernel(
 
     shape: head_dim, rows, cluster, policy.
     """
-    head_dim, rows, cluster, policy = shape
-    single = policy == "single"
-    costs = []
-    for draw in range(len(predictions[0].clocks)):
-        taken = [
-            Sample(
-                1 if single else -(-seqlen // rows) * heads, _work(prediction),
-                float(prediction.clocks[draw]),
-            )
-            for (seqlen, heads), prediction in zip(samples, predictions)
-        ]  # fmt: skip
-        costs.append(fit(taken, single))
-    return Kernel(name, *shape, predictions[0].values, costs)
+    _, rows, _, policy = shape
+    rows_of = [
+        replayed(prediction, 1 if policy == "single" else -(-seqlen // rows) * heads)
+        for (seqlen, heads), prediction in zip(samples, predictions)
+    ]
+    return Kernel(name, *shape, predictions[0].values, fitted(rows_of, policy))
 
 
-def our_kernel(causal: bool, machine: str = "b200", draws: int = 6) -> Kernel:
-    """Our forward under the static scheduler."""
+def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
+    """Costs of a tile for each of the replays' machines."""
+    return [
+        fit([Sample(row.tiles, row.work, row.clocks[n]) for row in rows], policy == "single")
+        for n in range(len(rows[0].clocks))
+    ]
+
+
+def our_kernel(
+    causal: bool, machine: str = "b200", draws: int = 6, direction: str = "forward", *,
+    use_clc: bool = False, config: Any = None,
+) -> Attention:
+    """Our forward or backward under the static or the CLC scheduler.
+
+    config: a `ForwardConfig` or `BackwardConfig`, None for the default. Raises ValueError for
+    another direction.
+    """
     model = load(machine)
-    predictions = our_predictions(SAMPLES, causal, model, draws)
-    return kernel("ours", (HEAD_DIM, 256, 2, "static"), predictions, SAMPLES)
+    if _is_backward(direction):
+        from .modelled_backward import our_backward
+
+        return our_backward(causal, model, draws, use_clc, config)
+    compiled, _ = _our_forward(*SAMPLES[0], causal, use_clc, config)
+    policy = "dynamic" if use_clc else "static"
+    shape = HEAD_DIM, 256, 2, policy
+
+    def make() -> list[Replayed]:
+        found = []
+        for seqlen, heads in SAMPLES:
+            function, arguments = _our_forward(seqlen, heads, causal, use_clc, config)
+            prediction = timing.predict(function, *arguments, machine=model, draws=draws)[-1]
+            found.append(replayed(prediction, -(-seqlen // 256) * heads))
+        return found
+
+    rows = kept((digest(compiled.cubin), SAMPLES), model, draws, make)
+    return Kernel("ours", *shape, model.sampled(draws), fitted(rows, policy))
 
 
-def their_kernel(head_dim: int, causal: bool, machine: str = "b200", draws: int = 6) -> Kernel:
-    """flash-attn-4's forward, head_dim 128 or 256, as its interface chooses it.
+def their_kernel(
+    head_dim: int, causal: bool, machine: str = "b200", draws: int = 6,
+    direction: str = "forward",
+) -> Attention:
+    """flash-attn-4's forward or backward, head_dim 128 or 256, as its interface chooses it.
 
-    Full attention runs persistent clusters, causal one tile a cluster, longest first. Raises
-    RuntimeError if it is not installed, ValueError for another head dimension.
+    Full attention runs persistent clusters forward, causal one tile a cluster, longest first; so
+    does its backward, in the order of the blocks. Raises RuntimeError if it is not installed,
+    ValueError for another head dimension or direction, and for its backward at head_dim 128.
     """
     reason = flash_attn_4.unavailable()
     if reason:
         raise RuntimeError(reason)
     if head_dim not in (128, 256):
         raise ValueError(f"head_dim {head_dim}; known here are 128 and 256")
+    model = load(machine)
+    if _is_backward(direction):
+        from .modelled_backward import their_backward
+
+        return their_backward(head_dim, causal, model, draws)
     # At head_dim 128 a CTA works on two tiles of 128 rows, and only full attention on CTA pairs.
     rows, cluster = (256, 2) if head_dim == 256 else (256, 1) if causal else (512, 2)
     samples = tuple((max(seqlen, rows), heads) for seqlen, heads in SAMPLES)
     if causal:
-        # The longest tile is launched first: it is the cluster that is replayed.
+        # One tile a cluster: one head is enough.
         samples = ((256, 1), (512, 1), (1024, 1), (2048, 1))
     samples = tuple(dict.fromkeys(samples))
-    predictions = their_predictions(samples, head_dim, causal, load(machine), draws)
     policy = "single" if causal else "static"
-    return kernel(
-        flash_attn_4.PACKAGE, (head_dim, rows, cluster, policy), predictions, samples
-    )
+
+    def make() -> list[Replayed]:
+        predictions = their_predictions(samples, head_dim, causal, model, draws)
+        return [
+            replayed(prediction, 1 if causal else -(-seqlen // rows) * heads)
+            for (seqlen, heads), prediction in zip(samples, predictions)
+        ]
+
+    rows_of = kept((their_versions(), head_dim, causal, samples), model, draws, make)
+    shape = head_dim, rows, cluster, policy
+    return Kernel(flash_attn_4.PACKAGE, *shape, model.sampled(draws), fitted(rows_of, policy))
+
+
+def their_versions() -> tuple[str, ...]:
+    """What flash-attn-4's compiled kernels depend on."""
+    names = (flash_attn_4.PACKAGE, "nvidia-cutlass-dsl", "quack-kernels")
+    return tuple(importlib.metadata.version(name) for name in names)
+
+
+def _is_backward(direction: str) -> bool:
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"direction {direction!r}; accepted are 'forward' and 'backward'")
+    return direction == "backward"

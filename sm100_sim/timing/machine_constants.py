@@ -99,6 +99,11 @@ class Machine:
             }
         )
 
+    def sampled(self, draws: int, seed: int = 0) -> list[Values]:
+        """The central values, then as many draws."""
+        generator = np.random.default_rng(seed)
+        return [self.values(), *(self.drawn(generator) for _ in range(draws))]
+
 
 def machines() -> list[str]:
     """Names of the machines there are data files of."""

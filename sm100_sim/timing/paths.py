@@ -38,11 +38,13 @@ _NOTICEABLE = 2.0
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a warp: kind (`events`), the run's entry, mix of the PTX since the last one."""
+    """One event of a warp: kind (`events`), the run's entry, mix of the PTX since the last one, and
+    how often the PTX block was run since then that was run most often."""
 
     kind: str
     entry: Any
     mix: np.ndarray
+    repeats: int = 1
 
 
 @dataclass
@@ -76,12 +78,12 @@ class _Cycle:
     ranges: tuple[tuple[int, int], ...]
     mix: np.ndarray
 
-    def rounds(self, drift: np.ndarray) -> int:
-        """Rounds that bring the mix closest to `drift`, what the way itself lacks."""
+    def rounds(self, drift: np.ndarray, most: int) -> int:
+        """Rounds, at most `most`, that bring the mix closest to `drift`, what the way lacks."""
         counted = self.mix > 0
         if not counted.any():
             return 0
-        exact = np.maximum(drift[counted] / self.mix[counted], 0)
+        exact = np.clip(drift[counted] / self.mix[counted], 0, most)
         rounded = np.concatenate([np.floor(exact), np.ceil(exact)]).astype(int)
         candidates = {0, *rounded.tolist()}
         apart = {n: float(np.abs(drift - n * self.mix) @ WEIGHTS) for n in sorted(candidates)}
@@ -99,11 +101,11 @@ class _Way:
     length: int
     cycles: tuple[_Cycle, ...] = ()
 
-    def repeated(self, drift: np.ndarray) -> _Way:
+    def repeated(self, drift: np.ndarray, most: int) -> _Way:
         """The way with as many rounds of its cycles as the mix that is missing asks for."""
         ranges, mix, inserted = list(self.ranges), self.mix, 0
         for cycle in self.cycles:
-            rounds = cycle.rounds(drift)
+            rounds = cycle.rounds(drift, most)
             drift = drift - rounds * cycle.mix
             mix = mix + rounds * cycle.mix
             place = cycle.place + inserted
@@ -166,7 +168,7 @@ class PathFinder:
         for state in states.values():
             for way in self._ways(state.site):
                 if self.sites.get(way.site) == event.kind:
-                    step = self._stepped(state, way, event.mix)
+                    step = self._stepped(state, way, event)
                     step.event = number
                     self._offer(found, step)
             price = _SOFT_SKIP if is_soft(event.kind) else _SKIP
@@ -199,11 +201,13 @@ class PathFinder:
             edge = list(following.values())
         return found
 
-    def _stepped(self, state: _State, way: _Way, mix: np.ndarray | None) -> _State:
-        drift = state.drift if mix is None else state.drift + mix
-        if way.cycles and mix is not None:
-            way = way.repeated(drift - way.mix)
-        drift = drift - way.mix
+    def _stepped(self, state: _State, way: _Way, event: Event | None) -> _State:
+        # A loop is gone round only where the PTX has gone round one.
+        if way.cycles and event is not None and event.repeats > 1:
+            way = way.repeated(event.mix - way.mix, event.repeats)
+        drift = state.drift - way.mix
+        if event is not None:
+            drift = drift + event.mix
         step = _State(way.site, state.price, drift, state)
         step.way = way
         return step

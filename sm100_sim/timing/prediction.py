@@ -13,6 +13,7 @@ import numpy as np
 from sm100_sim.host import HostProgram, LaunchConfig, tensor_ranges
 from sm100_sim.launcher import Options, run_host_code, translated_kernel
 from sm100_sim.report import Report
+from sm100_sim.trace import TraceEntry
 
 from .critical import CriticalPath, labels_of, words
 from .machine_constants import Machine, Values, load
@@ -87,10 +88,11 @@ def predict(
     function, args, kwargs: as for `sm100_sim.launch`; the cubin must have been kept, too
     (`cute.compile` with KeepCUBIN). machine: a name (`machine_constants.machines`) or the machine
     itself. draws: replays with constants drawn from their ranges, beside the central one; seed: of
-    these draws. What is replayed is the first cluster of the grid.
+    these draws. What is replayed is the cluster with the most machine operations, the first of
+    them.
 
-    Returns a prediction for each launch. Raises ValueError if there is no cubin or a warp's events
-    fit no path through it, ReplayError if the replay hangs.
+    Returns a prediction for each launch. Raises ValueError if there is no cubin, if a warp's events
+    fit no path through it or a kernel has none, ReplayError if the replay hangs.
     """
     collector = Collector(machine, draws, seed)
     program = HostProgram.of(function)
@@ -147,19 +149,27 @@ def predict_report(
     function: the kernel's SASS. sampling: number of draws and their seed.
     """
     kernel = translated_kernel(ptx, report.kernel, True)
-    first = report.trace[0].ctaid
-    cluster = tuple(i // c for i, c in zip(first, report.cluster, strict=True))
-    entries = [
-        entry for entry in report.trace
-        if tuple(i // c for i, c in zip(entry.ctaid, report.cluster, strict=True)) == cluster
-    ]
+    entries = _longest_cluster(report)
     compiled = build(function, kernel, entries, report.cluster, report.shared_accesses)
-    generator = np.random.default_rng(sampling[1])
-    values = [machine.values(), *(machine.drawn(generator) for _ in range(sampling[0]))]
+    values = machine.sampled(*sampling)
     runs = [replay(compiled, drawn) for drawn in values]
     clocks = np.array([run.clocks for run in runs])
     levels = _levels(compiled, runs)
     return Prediction(machine, report, compiled, runs[0], clocks, values, levels)
+
+
+def _longest_cluster(report: Report) -> list[TraceEntry]:
+    """The entries of the cluster with the most, the first of those."""
+    by_cluster: dict[tuple[int, ...], list[TraceEntry]] = {}
+    for entry in report.trace or ():
+        cluster = tuple(i // c for i, c in zip(entry.ctaid, report.cluster, strict=True))
+        by_cluster.setdefault(cluster, []).append(entry)
+    if not by_cluster:
+        raise ValueError(
+            f"kernel {report.kernel} synchronises nothing and starts no asynchronous operation; "
+            "the model follows a kernel by these, and can say nothing of it"
+        )
+    return max(by_cluster.values(), key=len)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def build(
     by_warp: dict[tuple[int, int], list[Any]] = {}
     for entry in entries:
         by_warp.setdefault((_rank(entry.ctaid, cluster), entry.warp), []).append(entry)
-    builder = _Builder(function)
+    builder = _Builder(function, sorted({rank for rank, _ in by_warp}))
     known: dict[tuple, WarpPath] = {}
     accesses = block_accesses(kernel, shared_accesses or {})
     wavefronts = Wavefronts(function, builder.instructions.wavefronts)
@@ -110,7 +110,7 @@ def build(
         before = accesses_before(by_warp[warp], accesses, [event.entry for event in events])
         wavefronts.add(path.numbers, path.event_of, before)
     builder.instructions = builder.instructions._replace(wavefronts=wavefronts.found())
-    return builder.finish(max(rank for rank, _ in by_warp) + 1)
+    return builder.finish(builder.ranks[-1] + 1)
 
 
 def _rank(ctaid: tuple[int, int, int], cluster: tuple[int, int, int]) -> int:
@@ -120,21 +120,23 @@ def _rank(ctaid: tuple[int, int, int], cluster: tuple[int, int, int]) -> int:
 
 def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> list[Event]:
     """The events of a warp, those left out at whose line ptxas finds nothing of use."""
-    events, mix = [], np.zeros(mixes.shape[1])
+    events, mix, repeats = [], np.zeros(mixes.shape[1]), 1
     for entry in entries:
         mix = mix + mix_of_blocks(mixes, entry.blocks)
+        repeats = max([repeats, *(count for _, count in entry.blocks)])
         kind = ptx_kind(entry.opcode)
         if kind is not None and entry.line not in dead:
-            events.append(Event(kind, entry, mix))
-            mix = np.zeros(mixes.shape[1])
+            events.append(Event(kind, entry, mix, repeats))
+            mix, repeats = np.zeros(mixes.shape[1]), 1
     return events
 
 
 class _Builder:
     """Collects the warps of a cluster."""
 
-    def __init__(self, function: SassFunction) -> None:
+    def __init__(self, function: SassFunction, ranks: list[int]) -> None:
         self.function = function
+        self.ranks = ranks
         self.instructions = instruction_arrays(function)
         self.numbers: list[np.ndarray] = []
         self.event: list[np.ndarray] = []
@@ -260,7 +262,7 @@ class _Builder:
         address = entry.operands[1 if action == Action.TRY_CANCEL else 0]
         nbytes = 16 if action == Action.TRY_CANCEL else 0
         if "multicast::cluster::all" in entry.opcode:
-            ranks = sorted({other for other, _ in self.warps} | {rank})
+            ranks = self.ranks
         elif "multicast" in entry.opcode:
             ranks = [bit for bit in range(16) if entry.operands[1] >> bit & 1]
         else:

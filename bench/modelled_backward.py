@@ -1,0 +1,264 @@
+"""The backward on the timing model: dQ and dK/dV kernels over tiles, and what runs beside them.
+
+The two kernels are replayed and fitted like the forward (`modelled`). The kernels around them do
+nothing but read and write: the rows' statistics before, and the sum over the parts of dK and dV
+after, where our kernel splits a group of query heads. They are taken at HBM's rate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fa4_hd256 import BackwardConfig
+from fa4_hd256.backward import empty_stats, kernel_specs
+from fa4_hd256.backward_calling import GradientTensors, gradient_call_arguments
+from fa4_hd256.backward_problem import BackwardProblem, choose_splits
+from fa4_hd256.compile import compile_kernel
+from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.problem import Options, Problem
+from schedulers import TileProblem, section_heads_for, tile_coordinates
+from sm100_sim import timing
+from sm100_sim.timing.machine_constants import Machine, Values
+from sm100_sim.timing.problem import Schedule, Tile, TileCosts, schedule
+
+from . import flash_attn_4
+from .modelled import L2_FOR_KV, Shape, fitted, one_cluster, their_versions
+from .replays import Replayed, digest, kept, replayed
+
+#: (seqlen, query heads of one KV head) of the small problems that costs are fitted to.
+SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
+#: The same for kernels with one tile a cluster, whose tiles are to be of different length.
+SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
+KEYS = 128
+#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, dK/dV 4.
+UNIT_Q = 256
+DQ, DKDV = 3 * 1024.0, 4 * 1024.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a project orders tiles and shares them out.
+
+    policy: see `sm100_sim.timing.problem.POLICIES`. sections: heads take turns so that they share
+    L2, the longest tiles first; else one head after the other, blocks ascending. splits: groups of
+    query heads are split where there are few KV heads. rows: of queries, what a dK/dV tile under a
+    causal mask starts at a multiple of.
+    """
+
+    policy: str
+    sections: bool
+    splits: bool
+    rows: int
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Both kernels. costs: kernel ("dq", "dkdv", "dkdv partial") -> tile costs for each of the
+    drawn machines; a function, because the last is only replayed if a shape needs it."""
+
+    name: str
+    head_dim: int
+    order: Order
+    values: list[Values]
+    costs: Callable[[str], list[TileCosts]]
+
+    def splits(self, shape: Shape, clusters: int) -> int:
+        """Parts of each group of query heads."""
+        if not self.order.splits:
+            return 1
+        tiles = shape.batch * shape.heads_kv * -(-shape.seqlen // KEYS)
+        return choose_splits(tiles, shape.heads // shape.heads_kv, clusters)
+
+    def run(self, shape: Shape) -> dict[str, list[Schedule]]:
+        """dQ and dK/dV under each of the drawn machines, the central one first."""
+        splits = self.splits(shape, int(self.values[0].sms) // 2)
+        kernels = {
+            "dq": (self._dq_tiles(shape), "dq"),
+            "dkdv": (self._dkdv_tiles(shape, splits), "dkdv partial" if splits > 1 else "dkdv"),
+        }
+        return {
+            kernel: [
+                schedule(tiles, costs, values, 2, self.order.policy)
+                for costs, values in zip(self.costs(which), self.values)
+            ]
+            for kernel, (tiles, which) in kernels.items()
+        }
+
+    def seconds(self, shape: Shape) -> np.ndarray:
+        """float64, all kernels one after the other, for each of the drawn machines."""
+        found = self.run(shape)
+        both = np.sum([[one.seconds for one in runs] for runs in found.values()], axis=0)
+        splits = self.splits(shape, int(self.values[0].sms) // 2)
+        return both + np.array([self._beside(shape, splits, values) for values in self.values])
+
+    def tflops(self, shape: Shape) -> np.ndarray:
+        """The same as TFLOPS by `Shape.flop`, five products."""
+        return shape.flop(self.head_dim, "backward") / self.seconds(shape) / 1e12
+
+    def _beside(self, shape: Shape, splits: int, values: Values) -> float:
+        """Seconds of the kernels that only read and write."""
+        rows = shape.batch * shape.seqlen
+        # out and dout read; LSE read, LSE and delta written.
+        nbytes = [rows * shape.heads * (2 * 2 * self.head_dim + 3 * 4)]
+        if splits > 1:
+            elements = rows * shape.heads_kv * self.head_dim
+            # For dK and dV: the parts summed, the sum converted.
+            nbytes += [elements * (4 * splits + 4), elements * (4 + 2)] * 2
+        rate = values.hbm_terabytes * 1e12
+        return sum(n / rate + values.launch_us * 1e-6 for n in nbytes)
+
+    def _indices(
+        self, blocks: int, heads: int, shape: Shape, group: int, bytes_of_group: float, last: bool
+    ) -> list[tuple[int, int, int]]:
+        """(block, head, batch) of every tile in order. last: whether later blocks are longer."""
+        pairs = heads * shape.batch
+        if not self.order.sections:
+            return [(i % blocks, i // blocks % heads, i // blocks // heads)
+                    for i in range(blocks * pairs)]  # fmt: skip
+        section = section_heads_for(
+            num_heads_per_kv=group, num_pairs=pairs, kv_bytes_per_head=int(bytes_of_group),
+            l2_bytes=L2_FOR_KV, unequal_lengths=shape.causal,
+        )  # fmt: skip
+        order = TileProblem(blocks, heads, shape.batch, section, last and shape.causal).order()
+        return [tile_coordinates(index, order) for index in range(blocks * pairs)]
+
+    def _dq_tiles(self, shape: Shape) -> list[Tile]:
+        """256 queries of a head each."""
+        blocks, ratio = -(-shape.seqlen // UNIT_Q), shape.heads // shape.heads_kv
+        shared, own = 4.0 * shape.seqlen * self.head_dim, 6.0 * UNIT_Q * self.head_dim
+        found = []
+        for block, head, batch in self._indices(blocks, shape.heads, shape, ratio, shared, True):
+            keys = min((block + 1) * UNIT_Q, shape.seqlen) if shape.causal else shape.seqlen
+            group = batch * shape.heads_kv + head // ratio
+            found.append(Tile(DQ * -(-keys // KEYS), group, shared, own))
+        return found
+
+    def _dkdv_tiles(self, shape: Shape, splits: int) -> list[Tile]:
+        """128 keys of a part of a KV head each."""
+        blocks = -(-shape.seqlen // KEYS)
+        ratio = shape.heads // shape.heads_kv
+        part = -(-ratio // splits)
+        shared = 4.0 * shape.seqlen * self.head_dim * part
+        own = (4.0 + 2 * (4.0 if splits > 1 else 2.0)) * KEYS * self.head_dim
+        heads = shape.heads_kv * splits
+        found = []
+        for block, head, batch in self._indices(blocks, heads, shape, 1, shared, False):
+            begin = block * KEYS // self.order.rows * self.order.rows if shape.causal else 0
+            units = (-(-shape.seqlen // self.order.rows) * self.order.rows - begin) / UNIT_Q
+            query_heads = min(part, ratio - head % splits * part)
+            found.append(Tile(DKDV * units * query_heads, batch * heads + head, shared, own))
+        return found
+
+
+def our_backward(
+    causal: bool, machine: Machine, draws: int, use_clc: bool = False,
+    config: BackwardConfig | None = None,
+) -> Backward:
+    """Our dQ and dK/dV kernels under the static or the CLC scheduler."""
+    policy = "dynamic" if use_clc else "static"
+
+    @functools.cache
+    def costs(which: str) -> list[TileCosts]:
+        def call(seqlen: int, heads: int) -> tuple:
+            return _our_call(which, (seqlen, heads), causal, use_clc, config or BackwardConfig())
+
+        def make() -> list[Replayed]:
+            found = []
+            for seqlen, heads in SAMPLES:
+                compiled, arguments, tiles = call(seqlen, heads)
+                prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)
+                found.append(replayed(prediction[-1], tiles))
+            return found
+
+        compiled, *_ = call(*SAMPLES[0])
+        return fitted(kept((digest(compiled.cubin), which, SAMPLES), machine, draws, make), policy)
+
+    order = Order(policy, True, True, UNIT_Q)
+    return Backward("ours", HEAD_DIM, order, machine.sampled(draws), costs)
+
+
+def _our_call(
+    which: str, sample: tuple[int, int], causal: bool, use_clc: bool, config: BackwardConfig
+) -> tuple:
+    """(compiled kernel, arguments of a call on one CTA pair, tiles)."""
+    seqlen, heads = sample
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
+        for n in (heads, 1, 1, heads)
+    )
+    options = Options.check(None, causal, (None, None), 0.0, use_clc)
+    problem = BackwardProblem(Problem.describe((q, k, v), options), tuple(k.shape), False, 1)
+    if which == "dkdv partial":
+        problem = replace(problem, splits=2)
+    stats = empty_stats(problem)
+    # Rows as the preprocess kernel leaves them; their values decide no instruction.
+    stats.zero_()
+    kind = which.removesuffix(" partial")
+    dtype = torch.float32 if problem.splits > 1 else q.dtype
+    kv_heads = problem.splits
+    results = (
+        (torch.empty_like(q),)
+        if kind == "dq"
+        else tuple(torch.empty(1, seqlen, kv_heads, HEAD_DIM, dtype=dtype) for _ in range(2))
+    )
+    spec = kernel_specs(problem, config)[f"backward_{kind}"]
+    tensors = GradientTensors((q, k, v, dout), stats, results, ())
+    arguments = gradient_call_arguments(tensors, problem, 1, 0)
+    blocks = -(-seqlen // UNIT_Q) * heads if kind == "dq" else -(-seqlen // KEYS) * kv_heads
+    return compile_kernel(spec), arguments, blocks
+
+
+def their_backward(head_dim: int, causal: bool, machine: Machine, draws: int) -> Backward:
+    """flash-attn-4's dedicated backward at head_dim 256: one tile a cluster, blocks ascending.
+
+    Raises ValueError for another head dimension, where its backward is one kernel that adds to dQ.
+    """
+    if head_dim != HEAD_DIM:
+        raise ValueError(f"the backward of {flash_attn_4.PACKAGE} is modelled at 256 only")
+
+    @functools.cache
+    def costs(which: str) -> list[TileCosts]:
+        def make() -> list[Replayed]:
+            found = [_their_predictions(sample, causal, machine, draws)
+                     for sample in SINGLE_SAMPLES]  # fmt: skip
+            # dQ kernels first, then dK/dV.
+            return [replayed(both[n], 1) for n in range(2) for both in found]
+
+        what = their_versions(), "backward", head_dim, causal, SINGLE_SAMPLES
+        rows = kept(what, machine, draws, make)
+        count = len(SINGLE_SAMPLES)
+        return fitted(rows[:count] if which == "dq" else rows[count:], "single")
+
+    order = Order("single", False, False, KEYS)
+    values = machine.sampled(draws)
+    return Backward(flash_attn_4.PACKAGE, head_dim, order, values, costs)
+
+
+def _their_predictions(
+    sample: tuple[int, int], causal: bool, machine: Machine, draws: int
+) -> tuple[timing.Prediction, timing.Prediction]:
+    """Its dQ and dK/dV kernels, each on its longest cluster, through its own interface."""
+    from flash_attn.cute.interface import flash_attn_func
+
+    seqlen, heads = sample
+    with timing.attached(machine, draws) as session, one_cluster():
+        q, k, v = (
+            torch.randn(1, seqlen, n, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            .requires_grad_()
+            for n in (heads, 1, 1)
+        )
+        out = flash_attn_func(q, k, v, causal=causal, num_splits=1)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.randn_like(out))
+    named = {key: prediction for prediction in session.predictions
+             for key in ("dqkernel", "dkdvkernel") if key in prediction.report.kernel}  # fmt: skip
+    if len(named) != 2:
+        kernels = [prediction.report.kernel for prediction in session.predictions]
+        raise RuntimeError(f"expected a dQ and a dK/dV kernel, found {kernels}")
+    return named["dqkernel"], named["dkdvkernel"]

@@ -1,0 +1,91 @@
+"""What is kept of replays on the timing model: clocks and work, in memory and on disk.
+
+A prediction simulates a kernel and replays it several times, which takes from seconds to a minute.
+What a whole problem needs of it is a few numbers. They are kept in the cache directory under a key
+of everything they depend on: the kernel, the problem replayed, the machine's constants, and the
+sources of the timing model. Deleting the directory is always safe.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fa4_hd256.environment import cache_directory
+from sm100_sim import timing
+from sm100_sim.timing.machine_constants import Machine
+
+#: Sources beside those of the timing model that decide what it is given.
+_TRACING = ("trace.py", "traced_machine.py")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One cluster's run of a small problem.
+
+    tiles: that it worked on. work: clocks of the tensor core of one of its CTAs. clocks: of the
+    replays, the one with the central constants first. unmatched, ambiguous: as in `Prediction`.
+    """
+
+    tiles: int
+    work: float
+    clocks: tuple[float, ...]
+    unmatched: int = 0
+    ambiguous: int = 0
+
+
+def replayed(prediction: timing.Prediction, tiles: int) -> Replayed:
+    """What is kept of a prediction."""
+    compiled = prediction.compiled
+    action, sms = compiled.program.action, compiled.program.sms
+    work = sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
+    clocks = tuple(map(float, prediction.clocks))
+    return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous)
+
+
+_memory: dict[str, list[Replayed]] = {}
+
+
+def kept(
+    what: Sequence[Any], machine: Machine, draws: int, make: Callable[[], list[Replayed]]
+) -> list[Replayed]:
+    """The replays that `make` gives, from the cache if it has run before.
+
+    what: what is replayed, anything whose `repr` says it in full; for a kernel `digest` of its
+    cubin, or the versions of the packages that make it. draws: replays beside the central one.
+    """
+    constants = sorted((name, c.value, c.low, c.high) for name, c in machine.constants.items())
+    text = repr((tuple(what), constants, draws, _sources()))
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if key in _memory:
+        return _memory[key]
+    path = cache_directory() / "replays" / f"{key}.json"
+    if path.exists():
+        found = [Replayed(**{**row, "clocks": tuple(row["clocks"])})
+                 for row in json.loads(path.read_text())]  # fmt: skip
+    else:
+        found = make()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete: another process never reads half of it.
+        partial = path.with_suffix(f".{id(found):x}")
+        partial.write_text(json.dumps([asdict(row) for row in found]))
+        partial.replace(path)
+    _memory[key] = found
+    return found
+
+
+def digest(content: bytes) -> str:
+    """A short name of some bytes."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+@functools.cache
+def _sources() -> str:
+    room = Path(timing.__file__).parent
+    files = sorted(room.glob("*.py")) + [room.parent / name for name in _TRACING]
+    return digest(b"\0".join(path.read_bytes() for path in files))
