@@ -13,7 +13,9 @@ import sys
 #: Command and its line of help; the module has the command's name, with _ for -.
 COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
+    "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
+    "roofline": "clocks of each resource for a shape and a configuration",
     "simulator": "the simulator's own speed on the forward",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
