@@ -61,6 +61,18 @@ VARIABLES = (
         "sm100_sim",
     ),
     Variable(
+        "SM100_SIM_THREADS",
+        "the cores of the process",
+        "number of clusters that run at the same time",
+        "sm100_sim",
+    ),
+    Variable(
+        "SM100_SIM_CACHE_DIR",
+        "$XDG_CACHE_HOME/sm100_sim or ~/.cache/sm100_sim",
+        "directory of the simulator's translated kernels; off keeps none",
+        "sm100_sim",
+    ),
+    Variable(
         "CUTE_DSL_ARCH",
         "sm_100a, for this package's kernels only",
         "target of CuTe DSL; any other value is an error here",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from .blas import single_threaded
 from .codegen import CompiledKernel, translate
 from .errors import LaunchError
 from .events import EagerPolicy, LazyPolicy, RandomPolicy
+from .grid import Grid, clusters_are_independent, run_together
 from .host import HostProgram, LaunchConfig, tensor_ranges
 from .isa import load_table
 from .machine import Machine
@@ -40,8 +42,8 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run; see `launch`. clusters None: `default_clusters`. observe: called with
-    each launch and its report."""
+    """How kernels are run; see `launch`. None: `default_clusters`, threads as many as cores.
+    observe: called with each launch and its report."""
 
     clusters: int | None = None
     seed: int | None = None
@@ -50,13 +52,15 @@ class Options:
     trace: bool = False
     sanitize: bool | str = False
     observe: Callable[[LaunchConfig, Report], None] | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.clusters is not None and (
-            not isinstance(self.clusters, int) or isinstance(self.clusters, bool)
-            or self.clusters < 1
-        ):
-            raise ValueError(f"clusters is {self.clusters!r}; accepted: whole numbers from 1 on")
+        for name in ("clusters", "threads"):
+            number = getattr(self, name)
+            if number is not None and (
+                not isinstance(number, int) or isinstance(number, bool) or number < 1
+            ):
+                raise ValueError(f"{name} is {number!r}; accepted: whole numbers from 1 on")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed is {self.seed!r}; accepted: whole numbers from 0 on")
         if self.sanitize not in (False, True, "strict", "strict-order"):
@@ -82,6 +86,7 @@ def launch(
     schedule: str = "eager",
     progress: Callable[[int, int], None] | None = None,
     trace: bool = False,
+    threads: int | None = None,
     **kwargs: Any,
 ) -> Report:
     """Run a compiled CuTe DSL function in the simulator.
@@ -100,7 +105,10 @@ def launch(
         ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).
     trace: keep every asynchronous and synchronisation instruction in the report.
-    clusters, seed and sanitize default to the SM100_SIM_* environment variables (`settings`).
+    threads: most clusters that run at the same time, on as many threads. Default: the cores this
+        process may use. Only kernels whose clusters do not communicate use more than one, and
+        only without seed, trace and sanitizer; nothing but the time depends on it.
+    clusters, seed, sanitize and threads default to the SM100_SIM_* variables (`settings`).
 
     Returns the report of the launch; of the last one if the function launches several kernels
     (`last_reports()` has all). Raises a SimulationError for whatever the kernel does wrong,
@@ -112,6 +120,7 @@ def launch(
         settings.seed if seed is None else seed,
         schedule, progress, trace,
         settings.sanitize if sanitize is None else sanitize,
+        threads=settings.threads if threads is None else threads,
     )  # fmt: skip
     ranges = tensor_ranges(args, kwargs)
     program = HostProgram.of(compiled)
@@ -178,22 +187,55 @@ def run_kernel(
     translated = time.perf_counter()
     trace = Trace() if options.trace else None
     memory = GlobalMemory(ranges, parameters)
-    machine = make_machine(_machine_type(options), compiled, config, memory, options, trace)
+    kind = _machine_type(options)
+    machine = make_machine(kind, compiled, config, memory, options, trace)
+    others = [
+        make_machine(kind, compiled, config, memory, options, None, machine.grid)
+        for _ in range(_threads(machine, options) - 1)
+    ]
     with single_threaded():
-        machine.run()
+        if others:
+            _run_in_threads([machine, *others])
+        else:
+            machine.run()
     seconds = time.perf_counter() - translated
     return _report(machine, trace, translated - start, seconds)
 
 
 def make_machine(
     kind: type[Machine], compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory,
-    options: Options, trace: Trace | None = None,
+    options: Options, trace: Trace | None = None, grid: Grid | None = None,
 ) -> Machine:
-    """A machine for one launch."""
+    """A machine for one launch; with `grid` for some of its clusters, those it takes from there."""
     resident = options.clusters or default_clusters(compiled, config)
-    return kind(
-        compiled, config, memory, resident, options.policy(), options.progress, trace
-    )
+    machine = kind(compiled, config, memory, resident, options.policy(), trace, grid)
+    if grid is None:
+        machine.grid.progress = options.progress
+    return machine
+
+
+def _threads(machine: Machine, options: Options) -> int:
+    """Threads that run clusters: one unless native code runs clusters that are independent."""
+    wanted = options.threads or _cores()
+    most = min(wanted, machine.resident)
+    if most == 1 or not isinstance(machine, NativeMachine):
+        return 1
+    return most if clusters_are_independent(machine.compiled.instructions) else 1
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _run_in_threads(machines: list[Machine]) -> None:
+    for machine in machines:
+        machine.limit = 1
+    run_together(machines)
+    for other in machines[1:]:
+        machines[0].absorb(other)
 
 
 def _machine_type(options: Options) -> type[Machine]:

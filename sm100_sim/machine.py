@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .barriers import MBarrier
@@ -28,6 +28,7 @@ from .errors import (
     SimulationError,
 )
 from .events import YIELD, AsyncOp, EagerPolicy, Waiting
+from .grid import Grid
 from .host import LaunchConfig
 from .memory import GlobalMemory
 from .residency import Cluster, Cta, ResidentWarp
@@ -54,8 +55,8 @@ class Machine:
 
     compiled: the kernel translated to native code. config: grid, block, cluster, dynamic shared
     memory. memory: what it may touch. resident: most clusters at once. policy: when asynchronous
-    operations take effect and in which order warps run. progress: called with (clusters done,
-    clusters in all). trace: records machine operations, or None.
+    operations take effect and in which order warps run. trace: records machine operations, or None.
+    grid: the clusters, where other machines run some of them.
 
     counters: bytes and requests counted by instructions. findings: things that are wrong on
     hardware although this run could go on.
@@ -68,30 +69,30 @@ class Machine:
         memory: GlobalMemory,
         resident: int,
         policy: EagerPolicy,
-        progress: Callable[[int, int], None] | None = None,
         trace: Trace | None = None,
+        grid: Grid | None = None,
     ) -> None:
         self.compiled = compiled
         self.config = config
         self.memory = memory
         self.policy = policy
-        self.progress = progress
         self.counters: Counter[str] = Counter()
         self.findings: list[str] = []
+        self._found_in: dict[str, int] = {}
         self.threads = math.prod(config.block)
         self.cluster_size = math.prod(config.cluster)
         self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
         self._check(compiled.kernel)
         self.cluster_grid = tuple(g // c for g, c in zip(config.grid, config.cluster, strict=True))
         self.clusters = math.prod(self.cluster_grid)
-        self.resident = min(resident, self.clusters)
+        self.grid = Grid(self.clusters) if grid is None else grid
+        self.resident = self.limit = min(resident, self.clusters)
         self.counts = compiled.new_counters()
         executors = compiled.executors if trace is None else trace.wrapped(compiled)
         self._executors = [executors[i.index] for i in compiled.block_instruction]
         #: Machine operations done, by block: [executions by a warp, lanes].
         self._operations = [[0, 0] for _ in compiled.block_instruction]
         policy.bind(self._perform, self._complete)
-        self._next = self._done = 0
         self._resident: dict[int, Cluster] = {}
         #: Clusters with a turn to come, in order; a number stands for one that has not begun.
         self._turns: deque[Cluster | int] = deque()
@@ -157,7 +158,8 @@ class Machine:
 
     def finding(self, text: str) -> None:
         """Record something wrong that does not end the run; the same text once."""
-        if text not in self.findings:
+        if text not in self._found_in:
+            self._found_in[text] = -1 if self._cluster is None else self._cluster.id
             self.findings.append(text)
 
     def all_findings(self) -> list[str]:
@@ -173,11 +175,11 @@ class Machine:
 
         Returns the ctaid of its first CTA, or None if all have been launched.
         """
-        if self._next >= self.clusters:
+        number = self.grid.take()
+        if number is None:
             return None
-        position = self.cluster_position(self._next)
-        self._next += 1
-        self._count_done()
+        position = self.cluster_position(number)
+        self.grid.count_done()
         self.counters["clc.stolen"] += 1
         return tuple(p * c for p, c in zip(position, self.config.cluster, strict=True))
 
@@ -192,9 +194,7 @@ class Machine:
             self._run_random()
 
     def _launch_clusters(self) -> None:
-        while self._alive < self.resident and self._next < self.clusters:
-            number = self._next
-            self._next += 1
+        while self._alive < self.limit and (number := self.grid.take()) is not None:
             self._alive += 1
             if self._in_order:
                 self._turns.append(number)
@@ -230,8 +230,13 @@ class Machine:
 
     def _resume_polling(self) -> None:
         """Nothing can go on but clusters that poll: let them look again."""
+        if self.limit < self.resident:
+            # Clusters that do not finish make room for others, up to as many as are resident.
+            self.limit += 1
+            self._launch_clusters()
+            return
         if not self._polling:
-            raise self._hang()
+            raise self.hang(self.residents())
         for cluster in self._polling:
             cluster.polls = 0
             if not cluster.queued:
@@ -261,7 +266,7 @@ class Machine:
         while self._resident:
             if not ready:
                 if not policy.step():
-                    raise self._hang()
+                    raise self.hang(self.residents())
                 continue
             policy.before_turn()
             index = policy.choose(len(ready))
@@ -352,7 +357,7 @@ class Machine:
         cluster.ready.append(warp)
         self._idle += rounds
         if self._idle > POLLING_ROUNDS:
-            raise self._hang()
+            raise self.hang(self.residents())
 
     def _perform(self, operation: AsyncOp) -> None:
         self._idle = 0
@@ -397,13 +402,26 @@ class Machine:
                 pass
         del self._resident[cluster.id]
         self._alive -= 1
-        self._count_done()
+        self.grid.count_done()
         self._launch_clusters()
 
-    def _count_done(self) -> None:
-        self._done += 1
-        if self.progress is not None:
-            self.progress(self._done, self.clusters)
+    def failed_cluster(self) -> int:
+        """Number of the cluster whose error ended the run."""
+        if self._cluster is not None:
+            return self._cluster.id
+        return min(self._resident, default=self.clusters)
+
+    def absorb(self, other: Machine) -> None:
+        """Add what another machine of the same launch has counted and found."""
+        self.counts.blocks[:] += other.counts.blocks
+        self.counts.guards[:] += other.counts.guards
+        for mine, theirs in zip(self._operations, other._operations, strict=True):
+            mine[0] += theirs[0]
+            mine[1] += theirs[1]
+        self.counters.update(other.counters)
+        for text, cluster in other._found_in.items():
+            self._found_in[text] = min(cluster, self._found_in.get(text, cluster))
+        self.findings[:] = sorted(self._found_in, key=self._found_in.__getitem__)
 
     def executed(self) -> Iterator[tuple[Any, str, int, int]]:
         """Every instruction executed: (instruction, statistics class, warps, lanes).
@@ -456,18 +474,22 @@ class Machine:
         error = Misaligned if "misaligned" in fault.reason else MemoryFault
         return error(text).at(instruction, warp.cta.ctaid, warp.index, fault.lane)
 
-    def _hang(self) -> Hang:
-        lines = []
-        for cluster in self._resident.values():
-            for cta in cluster.ctas:
-                for warp in cta.warps:
-                    lines += _waiting_lines(warp)
+    def residents(self) -> list[Cluster]:
+        """The clusters that have begun and not ended."""
+        return list(self._resident.values())
+
+    def hang(self, clusters: Iterable[Cluster]) -> Hang:
+        """The error that says what these clusters, the only ones left, wait for."""
+        left = sorted(clusters, key=lambda cluster: cluster.id)
+        lines = [
+            line for cluster in left for warp in cluster.warps for line in _waiting_lines(warp)
+        ]
         shown = lines[:LISTED_WARPS]
         if len(lines) > LISTED_WARPS:
             shown.append(f"  and {len(lines) - LISTED_WARPS} more")
         return Hang(
             "the launch hangs: no warp can go on and no asynchronous operation is in flight; "
-            f"{len(self._resident)} clusters are resident, {self._done} of {self.clusters} are "
+            f"{len(left)} clusters are resident, {self.grid.done} of {self.clusters} are "
             "done. Waiting:\n" + "\n".join(shown)
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,7 @@ class NativeMachine(Machine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._done_natively = np.zeros((len(self.compiled.kernel.blocks), 2), np.uint64)
+        self._table = self.compiled.native_table
         self._maps = (layout.TileMap * MAPS)()
         self._scratch = [aligned_zeros((size,), np.float32) for size in SCRATCH]
         product, wide = sgemm()
@@ -202,7 +203,7 @@ class NativeMachine(Machine):
 
     def _begin(self, number: int) -> Cluster:
         cluster = super()._begin(number)
-        cluster.ready.attach(cluster, self.compiled.native_table, self._eager)
+        cluster.ready.attach(cluster, self._table, self._eager)
         return cluster
 
     def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
@@ -269,13 +270,9 @@ class NativeMachine(Machine):
         super().run()
         self.counters["tma.load bytes"] += self.native.loaded
         self.counters["tma.store bytes"] += self.native.stored
-
-    def executed(self) -> Iterator[tuple[Any, str, int, int]]:
         for counts, native in zip(self._operations, self._done_natively.tolist(), strict=True):
             counts[0] += native[0]
             counts[1] += native[1]
-        self._done_natively[:] = 0
-        return super().executed()
 
 
 def _tile_map(tensor_map: TensorMap, memory: GlobalMemory) -> layout.TileMap | None:
@@ -303,7 +300,7 @@ def _tile_map(tensor_map: TensorMap, memory: GlobalMemory) -> layout.TileMap | N
 
 
 def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+    return array.ctypes.data
 
 
 def _function(name: str, result: Any, *parameters: Any) -> Any:

@@ -13,7 +13,7 @@ from .errors import BarrierError, MemoryFault, Misaligned, TmemError
 from .events import Waiting
 from .memory import poisoned_shared
 from .tmem import Tmem
-from .warp import FAULT_KINDS, Environment, Fault, Warp
+from .warp import FAULT_KINDS, Environment, Fault, Warp, WarpBank
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -233,10 +233,10 @@ class Cluster:
         )
         cta = Cta(self, rank, ctaid)
         specials = special_registers(self, rank, ctaid, inside)
-        for index in range(cta.running):
-            cta.warps.append(
-                ResidentWarp(machine.compiled, cta, index, environment, specials, machine.counts)
-            )
+        state = environment, specials, machine.counts
+        warps = range(cta.running)
+        bank = WarpBank(machine.compiled, *state, warps)
+        cta.warps += [ResidentWarp(machine.compiled, cta, index, *state, bank) for index in warps]
         return cta
 
     def cta(self, rank: int) -> Cta:

@@ -6,6 +6,7 @@
 | SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
 | SM100_SIM_SANITIZE | 1, strict or strict-order checks for races and lifetime errors | 0 |
+| SM100_SIM_THREADS | clusters that run at the same time, 1 or more | the cores of the process |
 | SM100_SIM_CACHE_DIR | directory of translated kernels; "off" keeps none | the user's cache |
 
 Arguments of `sm100_sim.launch` override them.
@@ -27,6 +28,7 @@ class Settings:
     seed: int | None = None
     sanitize: bool | str = False
     cache_directory: str | None = None
+    threads: int | None = None
 
 
 def _integer(environment: Mapping[str, str], name: str, least: int) -> int | None:
@@ -56,6 +58,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         seed=_integer(environment, "SM100_SIM_SEED", 0),
         sanitize={"0": False, "1": True}.get(sanitize, sanitize),
         cache_directory=_cache_directory(environment),
+        threads=_integer(environment, "SM100_SIM_THREADS", 1),
     )
 
 

@@ -101,43 +101,24 @@ class Warp:
     """
 
     __slots__ = ("compiled", "cta", "index", "environment", "rank", "r32", "r64", "preds", "pcs",
-                 "specials", "context", "waiting", "local", "_address", "_run", "_counters")
+                 "context", "waiting", "_bank", "_address", "_run", "_counters")
 
     def __init__(self, compiled, cta, index: int, environment: Environment,
-                 specials: dict[str, int], counters) -> None:
+                 specials: dict[str, int], counters, bank: WarpBank | None = None) -> None:
+        """``bank``: that of the CTA's warps, made with the same arguments; by default the warp
+        gets one of its own."""
+        if bank is None:
+            bank = WarpBank(compiled, environment, specials, counters, range(index, index + 1))
+        place = index - bank.first
         self.compiled, self.cta, self.index, self.environment = compiled, cta, index, environment
         self.rank = specials.get("%cluster_ctarank", 0)
-        # Registers start with a recognisable pattern: a NaN that no kernel computes.
-        self.r32 = aligned_zeros((max(compiled.r32_count, 1), 32), np.uint32)
-        self.r64 = aligned_zeros((max(compiled.r64_count, 1), 32), np.uint64)
-        self.r32[:], self.r64[:] = 0xFFF0_5EED, 0xFFF0_5EED_FFF0_5EED
-        self.preds = np.zeros(max(compiled.pred_count, 1), np.uint32)
-        self.pcs = np.zeros(32, np.int32)
+        self.r32, self.r64 = bank.r32[place], bank.r64[place]
+        self.preds, self.pcs = bank.preds[place], bank.pcs[place]
         self.waiting: dict[int, object] = {}
-        self.local = np.zeros((32, max(compiled.kernel.local_bytes, 1)), np.uint8)
-        self._counters = counters
-        self.specials = _special_array(index, specials)
-        self.context = self._make_context(compiled, environment, counters)
+        self._counters, self._bank = counters, bank
+        self.context = bank.contexts[place]
         self._address = ctypes.addressof(self.context)
         self._run = compiled.run
-
-    def _make_context(self, compiled, environment: Environment, counters) -> Context:
-        threads = int(np.prod(self.specials[:3], dtype=np.int64))
-        lanes = min(32, threads - 32 * self.index)
-        if lanes <= 0:
-            raise ValueError(f"warp {self.index} lies outside a CTA of {threads} threads")
-        pointer = _data_pointer
-        return Context(
-            r32=pointer(self.r32), r64=pointer(self.r64), preds=pointer(self.preds),
-            pcs=pointer(self.pcs), specials=pointer(self.specials),
-            block_counters=pointer(counters.blocks), guard_counters=pointer(counters.guards),
-            params=pointer(environment.params), param_bytes=environment.params.nbytes,
-            smem=pointer(environment.smem), smem_stride=environment.smem.strides[0],
-            smem_limits=pointer(environment.limits), cta_count=environment.smem.shape[0],
-            ranges=pointer(environment.ranges), range_count=len(environment.ranges),
-            local=pointer(self.local), local_bytes=compiled.kernel.local_bytes,
-            table=pointer(compiled.table), shared_base=self.rank << 24, live=(1 << lanes) - 1,
-            budget=DEFAULT_BUDGET)
 
     @property
     def block_counts(self) -> np.ndarray:
@@ -205,6 +186,56 @@ class Warp:
         return self.compiled.block_instruction[self.pcs[lane]]
 
 
+class WarpBank:
+    """Registers and contexts of consecutive warps of one CTA, an array of each kind for all.
+
+    r32 uint32 (warps, n32, 32); r64 uint64 (warps, n64, 32); preds uint32 (warps, npred); pcs int32
+    (warps, 32); contexts: of the native code. Raises ValueError for warps without threads.
+    """
+
+    def __init__(self, compiled, environment: Environment, specials: dict[str, int], counters,
+                 warps: range) -> None:
+        self.first, count = warps.start, len(warps)
+        self.r32 = aligned_zeros((count, max(compiled.r32_count, 1), 32), np.uint32)
+        self.r64 = aligned_zeros((count, max(compiled.r64_count, 1), 32), np.uint64)
+        # Registers start with a recognisable pattern: a NaN that no kernel computes.
+        self.r32.fill(0xFFF0_5EED)
+        self.r64.fill(0xFFF0_5EED_FFF0_5EED)
+        self.preds = np.zeros((count, max(compiled.pred_count, 1)), np.uint32)
+        self.pcs = np.zeros((count, 32), np.int32)
+        self._local = np.zeros((count, 32, max(compiled.kernel.local_bytes, 1)), np.uint8)
+        self._specials = _special_array(warps, specials)
+        self._counters, self._environment = counters, environment
+        self.contexts = (Context * count)()
+        self._fill_contexts(compiled, specials, warps)
+
+    def _fill_contexts(self, compiled, specials: dict[str, int], warps: range) -> None:
+        environment, pointer = self._environment, _data_pointer
+        template = Context(
+            block_counters=pointer(self._counters.blocks),
+            guard_counters=pointer(self._counters.guards),
+            params=pointer(environment.params), param_bytes=environment.params.nbytes,
+            smem=pointer(environment.smem), smem_stride=environment.smem.strides[0],
+            smem_limits=pointer(environment.limits), cta_count=environment.smem.shape[0],
+            ranges=pointer(environment.ranges), range_count=len(environment.ranges),
+            local_bytes=compiled.kernel.local_bytes, table=pointer(compiled.table),
+            shared_base=specials.get("%cluster_ctarank", 0) << 24, budget=DEFAULT_BUDGET)
+        source, size = ctypes.addressof(template), ctypes.sizeof(template)
+        threads = int(np.prod(self._specials[0, :3], dtype=np.int64))
+        rows = [(name, pointer(array), array.strides[0]) for name, array in (
+            ("r32", self.r32), ("r64", self.r64), ("preds", self.preds), ("pcs", self.pcs),
+            ("specials", self._specials), ("local", self._local))]
+        for place, index in enumerate(warps):
+            lanes = min(32, threads - 32 * index)
+            if lanes <= 0:
+                raise ValueError(f"warp {index} lies outside a CTA of {threads} threads")
+            context = self.contexts[place]
+            ctypes.memmove(ctypes.addressof(context), source, size)
+            for name, start, stride in rows:
+                setattr(context, name, start + place * stride)
+            context.live = (1 << lanes) - 1
+
+
 def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Zeros that start on a cache line, so that no vector access straddles two lines."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -214,24 +245,33 @@ def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 def _data_pointer(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+    return array.ctypes.data
 
 
-def _special_array(index: int, specials: dict[str, int]) -> np.ndarray:
-    values = np.zeros(TID_OFFSET + 3 * 32, np.uint32)
-    values[:SPECIAL_INDEX["%cluster_ctarank"]] = [
+def _special_array(warps: range, specials: dict[str, int]) -> np.ndarray:
+    """uint32 (warps, words): one value each of the special registers, then the thread ids."""
+    values = np.zeros((len(warps), TID_OFFSET + 3 * 32), np.uint32)
+    row = values[0]
+    row[:SPECIAL_INDEX["%cluster_ctarank"]] = [
         0 if name.startswith(("%ctaid", "%cluster_ctaid", "%clusterid")) else 1
         for name in SCALAR_SPECIALS[:SPECIAL_INDEX["%cluster_ctarank"]]]
-    for name, value in {"%warpid": index, "%cluster_nctarank": 1, "%is_explicit_cluster": 1,
+    for name, value in {"%cluster_nctarank": 1, "%is_explicit_cluster": 1,
                         "%reserved_smem_offset_end": 1024, **specials}.items():
         if name not in SPECIAL_INDEX:
             raise KeyError(f"{name} is not a special register with one value for the warp; "
                            f"known: {', '.join(SCALAR_SPECIALS)}")
-        values[SPECIAL_INDEX[name]] = value
-    x, y = int(values[0]), int(values[1])
-    thread = 32 * index + np.arange(32)
-    values[TID_OFFSET:] = np.concatenate((thread % x, thread // x % y, thread // (x * y)))
+        row[SPECIAL_INDEX[name]] = value
+    values[1:] = row
+    values[:, SPECIAL_INDEX["%warpid"]] = warps
+    values[:, TID_OFFSET:] = _thread_ids(int(row[0]), int(row[1]), warps)
     return values
+
+
+@functools.lru_cache(maxsize=64)
+def _thread_ids(x: int, y: int, warps: range) -> np.ndarray:
+    """%tid.x, y and z of the lanes of each warp: uint32 (warps, 96)."""
+    thread = 32 * np.array(warps)[:, None] + np.arange(32)
+    return np.concatenate((thread % x, thread // x % y, thread // (x * y)), 1).astype(np.uint32)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Each xdist worker has one core; set before numpy and torch are imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+    for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_SIM_THREADS"):
         os.environ.setdefault(_name, "1")
 
 # Workers share compiled kernels, and a test run leaves the user's own cache alone.

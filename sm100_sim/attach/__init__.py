@@ -47,7 +47,8 @@ class Session:
         settings = read_settings()
         given = {name: value for name, value in self._options.items() if value is not None}
         options = Options(**{"clusters": settings.clusters, "seed": settings.seed,
-                             "sanitize": settings.sanitize, **given})  # fmt: skip
+                             "sanitize": settings.sanitize, "threads": settings.threads,
+                             **given})  # fmt: skip
         ranges = sorted([*tensor_ranges(arguments, keywords),
                          *pointer_ranges((arguments, keywords))])
         self.reports += run_host_code(call, ranges, options, settings.report)

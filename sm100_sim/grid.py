@@ -1,0 +1,107 @@
+"""The clusters of a launch, and machines that share them between the cores of the host.
+
+Clusters of a kernel that only read what the host wrote, and write what no other cluster reads, may
+run at the same time on several threads: native code runs without Python's lock. What can be
+observed stays as with one thread: results, counts, findings, and which error is reported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from .errors import Hang
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio"}
+
+
+class Grid:
+    """Clusters by number, x fastest: each is taken once, by a machine or by a cancel request.
+
+    progress: called with (clusters done, clusters in all), if not None.
+    """
+
+    def __init__(self, clusters: int) -> None:
+        self.clusters = clusters
+        self.progress: Callable[[int, int], None] | None = None
+        self.done = 0
+        self._next = 0
+        self._end = clusters
+        self._lock = threading.Lock()
+
+    def take(self) -> int | None:
+        """The next cluster that has not been launched; None if there is none left."""
+        with self._lock:
+            if self._next >= self._end:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def close(self) -> None:
+        """No more clusters are launched."""
+        with self._lock:
+            self._end = self._next
+
+    def count_done(self) -> None:
+        """One more cluster is done."""
+        with self._lock:
+            self.done += 1
+            if self.progress is not None:
+                self.progress(self.done, self.clusters)
+
+
+def clusters_are_independent(instructions: Iterable[Any]) -> bool:
+    """Whether nothing in a kernel lets its clusters communicate, or makes their order matter.
+
+    Atomics and reductions in global memory, ordered (volatile, relaxed, acquire, release) global
+    accesses and cluster launch control do; ordinary accesses of two clusters to one address, one of
+    them a write, are a race, whose outcome nobody may rely on.
+    """
+    return not any(_communicates(instruction.name.split(".")) for instruction in instructions)
+
+
+def _communicates(parts: list[str]) -> bool:
+    shared = any(part.startswith("shared") for part in parts)
+    if parts[0] in ("clusterlaunchcontrol", "multimem"):
+        return True
+    if parts[0] in ("atom", "red"):
+        return not shared
+    if parts[:2] == ["cp", "reduce"]:
+        return "global" in parts
+    return parts[0] in ("ld", "st") and bool(_ORDERED & set(parts)) and not shared
+
+
+def run_together(machines: list[Machine]) -> None:
+    """Run machines that share a grid, each on a thread; the caller's runs the first.
+
+    Raises the error of the lowest cluster that fails, as a run in order does; Hang, about all
+    clusters that hang, if there is no other error.
+    """
+    failures: list[tuple[int, BaseException]] = []
+    hung: list[Machine] = []
+
+    def work(machine: Machine) -> None:
+        try:
+            machine.run()
+        except Hang:
+            hung.append(machine)
+        except BaseException as error:
+            machine.grid.close()
+            failures.append((machine.failed_cluster(), error))
+
+    threads = [
+        threading.Thread(target=work, args=(machine,), daemon=True) for machine in machines[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    work(machines[0])
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[1]
+    if hung:
+        raise machines[0].hang(cluster for machine in hung for cluster in machine.residents())
