@@ -39,13 +39,19 @@ class Shape:
     heads_kv: int
 
 
-DEFAULT = Shape(2048, 2, 1)
+#: What is measured by default, with the number of warm runs of each.
+DEFAULTS = {Shape(2048, 2, 1): 3, Shape(8192, 2, 1): 1, Shape(32768, 1, 1): 0}
+
+#: Parts of a run's time, by `report.Report.seconds`.
+PARTS = ("products", "operands", "copies", "instructions", "python")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """seconds: the fastest of `runs` warm runs; first_seconds: the first one of the process, with
-    the translation of the kernel. floor_seconds: the same matrix products in float32 by numpy.
+    """seconds: the fastest of `runs` warm runs, of the first one if there is none; first_seconds:
+    the first one of the shape, with the translation of the kernel if it was the first of all.
+    floor_seconds: the same matrix products in float32 by numpy, on all cores. spent: thread seconds
+    of that run by `report.Report.seconds`. threads: most clusters that ran at the same time.
     """
 
     shape: Shape
@@ -54,6 +60,8 @@ class Measurement:
     seconds: float
     warp_instructions: int
     floor_seconds: float
+    spent: dict[str, float]
+    threads: int
     peak_memory_bytes: int
     cores: int
 
@@ -66,8 +74,13 @@ class Measurement:
         return self.seconds / self.floor_seconds
 
 
-def measure(shape: Shape = DEFAULT, runs: int = 3) -> Measurement:
-    """Run the forward once cold and `runs` times warm."""
+def measure(shape: Shape, runs: int = 3) -> Measurement:
+    """Run the forward once to warm up and `runs` times more; with 0 runs the first one counts.
+
+    Raises ValueError for a negative number of runs.
+    """
+    if runs < 0:
+        raise ValueError(f"runs is {runs}; accepted: whole numbers from 0 on")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, shape.seqlen, heads, HEAD_DIM, generator=generator).bfloat16()
@@ -78,19 +91,22 @@ def measure(shape: Shape = DEFAULT, runs: int = 3) -> Measurement:
         (q, k, v), Options.check(None, False, (None, None), 0.0, False)
     )
     compiled = compile_forward(config, problem.problem_class)
-    times = []
+    times, reports = [], []
     for _ in range(1 + runs):
         start = time.perf_counter()
         run_forward(compiled, problem, (q, k, v))
         times.append(time.perf_counter() - start)
-    report = sm100_sim.last_reports()[-1]
+        reports.append(sm100_sim.last_reports()[-1])
+    fastest = min(range(min(1, runs), 1 + runs), key=times.__getitem__)
     return Measurement(
         shape=shape,
         runs=runs,
         first_seconds=times[0],
-        seconds=min(times[1:]),
-        warp_instructions=sum(counts["warps"] for counts in report.instructions.values()),
+        seconds=times[fastest],
+        warp_instructions=reports[fastest].warp_instructions,
         floor_seconds=_steps(shape, config) * _step_floor(config),
+        spent=reports[fastest].seconds,
+        threads=reports[fastest].threads,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         cores=len(os.sched_getaffinity(0)),
     )
@@ -102,8 +118,8 @@ def _steps(shape: Shape, config: ForwardConfig) -> int:
     return shape.heads * tiles * keys
 
 
-def _step_floor(config: ForwardConfig, repeats: int = 20) -> float:
-    """Seconds of the two float32 products of one step; the median of `repeats`."""
+def _step_floor(config: ForwardConfig, repeats: int = 200) -> float:
+    """Seconds of the two float32 products of one step; the median of `repeats` / 2 warm ones."""
     q = np.ones((config.tile_q, HEAD_DIM), np.float32)
     kv = np.ones((config.block_kv, HEAD_DIM), np.float32)
     times = []
@@ -111,14 +127,15 @@ def _step_floor(config: ForwardConfig, repeats: int = 20) -> float:
         start = time.perf_counter()
         (q @ kv.T) @ kv
         times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
+    return sorted(times[repeats // 2 :])[repeats // 4]
 
 
 def row(found: Measurement) -> dict[str, Any]:
     """All figures of a measurement."""
     return {
         **asdict(found.shape),
-        **{name: value for name, value in asdict(found).items() if name != "shape"},
+        **{name: value for name, value in asdict(found).items() if name not in ("shape", "spent")},
+        **{part: found.spent.get(part) for part in PARTS},
         "instructions_per_second": found.instructions_per_second,
         "ratio_to_floor": found.ratio_to_floor,
         BASIS: "measured",
@@ -135,25 +152,41 @@ COLUMNS = (
     Column("instructions_per_second", "1/s", ".3g", "warp instructions"),
     Column("floor_seconds", "s", ".2f", "float32 products"),
     Column("ratio_to_floor", format=".1f", title="run / products"),
+    *(Column(part, "s", ".2f") for part in PARTS),
+    Column("threads"),
     Column("peak_memory_bytes", "B", ".3g", "peak memory"),
+)
+
+
+NOTE = (
+    "Products to python: the time of the fastest run summed over threads, as far as native code ran "
+    "it. Fastest run: of the warm ones; the first one where there are none."
 )
 
 
 def table(measurements: list[Measurement]) -> Table:
     title = "The simulator's speed on the forward, full attention, batch 1"
     rows = [row(found) for found in measurements]
-    return Table("simulator", title, COLUMNS, rows, plot=Plot("seqlen", "seconds"))
+    return Table("simulator", title, COLUMNS, rows, (NOTE,), Plot("seqlen", "seconds"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seqlen", type=int, default=DEFAULT.seqlen)
-    parser.add_argument("--heads", type=int, default=DEFAULT.heads)
-    parser.add_argument("--heads-kv", type=int, default=DEFAULT.heads_kv)
-    parser.add_argument("--runs", type=int, default=3, help="warm runs; the fastest counts")
+    parser.add_argument(
+        "--seqlen", type=int, help="this one; by default 2048, 8192 (heads 2/1) and 32768 (1/1)"
+    )
+    parser.add_argument("--heads", type=int, default=2, help="with --seqlen (default: 2)")
+    parser.add_argument("--heads-kv", type=int, default=1, help="with --seqlen (default: 1)")
+    parser.add_argument("--runs", type=int, help="warm runs of each; the fastest counts")
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    shape = Shape(arguments.seqlen, arguments.heads, arguments.heads_kv)
-    emit(table([measure(shape, arguments.runs)]), arguments)
+    shapes = DEFAULTS
+    if arguments.seqlen is not None:
+        shapes = {Shape(arguments.seqlen, arguments.heads, arguments.heads_kv): 3}
+    found = [
+        measure(shape, runs if arguments.runs is None else arguments.runs)
+        for shape, runs in shapes.items()
+    ]
+    emit(table(found), arguments)
     return 0

@@ -199,7 +199,8 @@ def run_kernel(
         else:
             machine.run()
     seconds = time.perf_counter() - translated
-    return _report(machine, trace, translated - start, seconds)
+    report = _report(machine, trace, translated - start, seconds)
+    return dataclasses.replace(report, threads=1 + len(others))
 
 
 def make_machine(
@@ -318,6 +319,7 @@ def _report(
         schedule=machine.policy.name,
         wall_seconds=seconds,
         translate_seconds=translate_seconds,
+        seconds=machine.seconds,
         findings=machine.all_findings(),
         trace=None if trace is None else trace.entries,
         shared_accesses=None if trace is None else trace.shared_accesses,

@@ -79,6 +79,8 @@ class Machine:
         self.counters: Counter[str] = Counter()
         self.findings: list[str] = []
         self._found_in: dict[str, int] = {}
+        #: Where native code spent the time of the run (`report.Report.seconds`).
+        self.seconds: dict[str, float] = {}
         self.threads = math.prod(config.block)
         self.cluster_size = math.prod(config.cluster)
         self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem

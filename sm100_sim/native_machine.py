@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -135,6 +136,7 @@ class NativeMachine(Machine):
         )
         self._run = _function("run_cluster", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
         self._wake_waiters = _function("wake_waiters", None, ctypes.c_uint64)
+        self._native_seconds = 0.0
         self._eager = type(self.policy) is EagerPolicy
         if self._eager:
             self._executors = [
@@ -244,7 +246,9 @@ class NativeMachine(Machine):
         record.turn_over = 0
         while True:
             record.polls = cluster.polls
+            started = time.perf_counter()
             kind = run(address, DEFAULT_BUDGET)
+            self._native_seconds += time.perf_counter() - started
             cluster.polls = record.polls
             if record.progress:
                 record.progress = self._idle = 0
@@ -267,12 +271,31 @@ class NativeMachine(Machine):
             self._turns.append(cluster)
 
     def run(self) -> None:
+        started = time.perf_counter()
         super().run()
+        self._account(time.perf_counter() - started)
         self.counters["tma.load bytes"] += self.native.loaded
         self.counters["tma.store bytes"] += self.native.stored
         for counts, native in zip(self._operations, self._done_natively.tolist(), strict=True):
             counts[0] += native[0]
             counts[1] += native[1]
+
+    def _account(self, seconds: float) -> None:
+        """Split the time of the run; `seconds`: of this machine's thread."""
+        native = self.native
+        tick = self._native_seconds / max(native.all_ticks, 1)
+        parts = {
+            "products": native.product_ticks, "operands": native.operand_ticks,
+            "copies": native.copy_ticks,
+        }  # fmt: skip
+        self.seconds = {name: ticks * tick for name, ticks in parts.items()}
+        self.seconds["instructions"] = self._native_seconds - sum(self.seconds.values())
+        self.seconds["python"] = seconds - self._native_seconds
+
+    def absorb(self, other: Machine) -> None:
+        super().absorb(other)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
 
 
 def _tile_map(tensor_map: TensorMap, memory: GlobalMemory) -> layout.TileMap | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import platform
 import struct
 import textwrap
 from collections.abc import Iterable
@@ -529,6 +530,13 @@ class _Routine:
         if not isinstance(address.type, Pointer):
             pointer = self.name(f"inttoptr i64 {self.fit(address, u64)} to ptr")
         return self._call(pointer, kind.result, kind.parameters, list(nodes))
+
+    def call_cycles(self) -> Value:
+        # The cycle counter of other processors is not for users.
+        x86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+        name = "@llvm.readcyclecounter" if x86 else "@llvm.readsteadycounter"
+        self.declared.add(f"declare i64 {name}()")
+        return Value(u64, self.name(f"call i64 {name}()"))
 
     def call_bits_of(self, node: ast.expr) -> Value:
         value = self.value(node)

@@ -7,8 +7,8 @@ to Python.
 from __future__ import annotations
 
 from .barriers import TRANSACTION_LIMIT, barrier_at, change
-from .language import boolean, copy, i32, i64, native, ptr, u8, u32, u64
-from .layout import DIMENSIONS, Cluster, Context, Operand, Operation, TileMap
+from .language import boolean, copy, cycles, i32, i64, native, ptr, u8, u32, u64
+from .layout import DIMENSIONS, Cluster, Cta, Context, Operand, Operation, TileMap
 from .operands import DONE, PYTHON, operand, shared_by_lanes
 
 #: Alignment of a tile in shared memory (`tiles.SHARED_ALIGNMENT`), as a mask.
@@ -72,14 +72,14 @@ def move_row(tile: ptr[u8], offset: u64, source: ptr[u8], t: ptr[TileMap], load:
 
 
 @native
-def move_tile(smem: ptr[u8], offset: u64, start: u64, t: ptr[TileMap], load: u32) -> None:
-    """A whole tile between global memory at `start` and shared memory at `offset`."""
+def move_tile(cta: ptr[Cta], offset: u64, start: u64, t: ptr[TileMap], load: u32) -> None:
+    """A whole tile between global memory at `start` and a CTA's shared memory at `offset`."""
     for i4 in range(t.counts[4]):
         for i3 in range(t.counts[3]):
             for i2 in range(t.counts[2]):
                 outer = start + i4 * t.strides[4] + i3 * t.strides[3] + i2 * t.strides[2]
                 for i1 in range(t.counts[1]):
-                    move_row(smem, offset, ptr[u8](outer + i1 * t.strides[1]), t, load)
+                    move_row(cta.smem, offset, ptr[u8](outer + i1 * t.strides[1]), t, load)
                     offset += t.counts[0]
 
 
@@ -138,7 +138,9 @@ def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
             signal = signal_of(barrier, rank, o.form[2]) if o.form[1] == 1 else barrier
-            move_tile(k.ctas[rank].smem, offset, start, t, u32(1))
+            started = cycles()
+            move_tile(k.ctas[rank], offset, start, t, u32(1))
+            k.machine.copy_ticks += cycles() - started
             change(barrier_at(k, signal), u64(0), 0 - i64(t.bytes))
             k.machine.loaded += t.bytes
     return DONE
@@ -162,7 +164,9 @@ def tile_store(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
         return PYTHON
     if offset + t.bytes > c.cta.smem_bytes:
         return PYTHON
-    move_tile(c.cta.smem, offset, start, t, u32(0))
+    started = cycles()
+    move_tile(c.cta, offset, start, t, u32(0))
+    c.cluster.machine.copy_ticks += cycles() - started
     c.cluster.machine.stored += t.bytes
     return DONE
 

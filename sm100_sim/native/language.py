@@ -142,5 +142,7 @@ copy = fill = _only_native
 stack = _only_native
 #: invoke(signature, address, *arguments): call a function by address.
 invoke = _only_native
+#: cycles(): a clock of the processor, u64, in ticks of unknown length.
+cycles = _only_native
 #: bits_of(f32 or u32): the same bits as the other type; half_to_float(u16): exact widening.
 bits_of = half_to_float = _only_native

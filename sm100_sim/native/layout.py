@@ -143,14 +143,17 @@ class TileMap(ctypes.Structure):
 
 
 class Machine(ctypes.Structure):
-    """One launch. operations: [block][executions, lanes] done by native code. product: address of
-    cblas_sgemm, 0 where there is none; wide: whether its integers have 64 bits. values_a, values_b,
-    product_space: scratch memory of a matrix product."""
+    """One launch. operations: [block][executions, lanes] done by native code. loaded, stored: bytes
+    of tiles. product: address of cblas_sgemm, 0 where there is none; wide: whether its integers
+    have 64 bits. values_a, values_b, product_space: scratch memory of a matrix product. Ticks of
+    `language.cycles`: all_ticks in native code, in the products, in MMAs around them, in copies."""
 
     _fields_ = [
         ("operations", c_uint64), ("maps", c_uint64), ("map_count", c_uint64),
         ("loaded", c_uint64), ("stored", c_uint64), ("product", c_uint64), ("values_a", c_uint64),
-        ("values_b", c_uint64), ("product_space", c_uint64), ("wide", c_uint32),
+        ("values_b", c_uint64), ("product_space", c_uint64), ("all_ticks", c_uint64),
+        ("product_ticks", c_uint64), ("operand_ticks", c_uint64), ("copy_ticks", c_uint64),
+        ("wide", c_uint32),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
         "operations": u64, "maps": lambda: TileMap, "values_a": f32, "values_b": f32,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .language import External, i32, native, ptr, u32, u64
+from .language import External, cycles, i32, native, ptr, u32, u64
 from .layout import Cluster, Context
 from .operands import lane_count
 
@@ -19,6 +19,15 @@ def run_cluster(k: ptr[Cluster], budget: u64) -> i32:
 
     k.current goes on first, if there is one; k.stopped tells the warp that Python must look at.
     """
+    started = cycles()
+    kind = run_warps(k, budget)
+    k.machine.all_ticks += cycles() - started
+    return kind
+
+
+@native
+def run_warps(k: ptr[Cluster], budget: u64) -> i32:
+    """See `run_cluster`."""
     while True:
         c = k.current
         if not c:

@@ -12,6 +12,7 @@ from .fragments import TMEM_COLUMNS, TMEM_LANES, owned
 from .language import (
     Signature,
     boolean,
+    cycles,
     f32,
     half_to_float,
     i32,
@@ -200,12 +201,16 @@ def multiply(
     lda = ROWS if a_order == PLAIN else k
     one: f32 = 1.0
     none: f32 = 0.0
+    started = cycles()
     if m.wide == 1:
         invoke(SGEMM_WIDE, m.product, ROW_MAJOR, b_order, a_order, i64(n), i64(ROWS), i64(k), one,
                m.values_b, i64(ldb), m.values_a, i64(lda), none, target, i64(ROWS))
     else:
         invoke(SGEMM, m.product, ROW_MAJOR, b_order, a_order, i32(n), i32(ROWS), i32(k), one,
                m.values_b, i32(ldb), m.values_a, i32(lda), none, target, i32(ROWS))
+    spent = cycles() - started
+    m.product_ticks += spent
+    m.operand_ticks -= spent
 
 
 @native
@@ -279,6 +284,7 @@ def end_chain(c: ptr[Context]) -> boolean:
     k = count * K_STEP
     bf16 = descriptor >> 10 & 1
     b_order: i32 = PLAIN
+    started = cycles()
     for p in range(group):
         cta = c.cluster.ctas[first + u32(p)]
         if descriptor >> 16 & 1 == 1:
@@ -288,6 +294,7 @@ def end_chain(c: ptr[Context]) -> boolean:
             gather_k_major(m.values_b + p * extent * k, cta, chain.b, count, extent, bf16)
     for p in range(group):
         accumulate(c, chain, c.cluster.ctas[first + u32(p)], b_order, k)
+    m.operand_ticks += cycles() - started
     c.chain_length = u32(0)
     return True
 

@@ -54,8 +54,10 @@ def test_threads_do_not_show(schedule):
     found = [run(threads=threads, schedule=schedule) for threads in (1, 2, 3)]
     want = [sum(i * i for i in range(cta + 10)) for cta in range(CTAS)]
     plain = [
-        dataclasses.replace(report, wall_seconds=0.0, translate_seconds=0.0) for _, report in found
+        dataclasses.replace(report, wall_seconds=0.0, translate_seconds=0.0, seconds={}, threads=1)
+        for _, report in found
     ]
+    assert [report.threads for _, report in found] == [1, 2, 3]
     assert plain[0] == plain[1] == plain[2]
     assert all((out == np.array(want)[:, None]).all() for out, _ in found)
 
