@@ -16,7 +16,10 @@ from .errors import Hang
 if TYPE_CHECKING:
     from .machine import Machine
 
-_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio"}
+#: Modifiers of loads and stores that communicate beyond a thread.
+_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio", "cv", "wt"}
+#: Scopes of fences beyond a cluster.
+_WIDE = {"gpu", "sys", "gl"}
 
 
 class Grid:
@@ -57,9 +60,11 @@ class Grid:
 def clusters_are_independent(instructions: Iterable[Any]) -> bool:
     """Whether nothing in a kernel lets its clusters communicate, or makes their order matter.
 
-    Atomics and reductions in global memory, ordered (volatile, relaxed, acquire, release) global
-    accesses and cluster launch control do; ordinary accesses of two clusters to one address, one of
-    them a write, are a race, whose outcome nobody may rely on.
+    Atomics and reductions in global memory, global accesses that are not weak (volatile, relaxed,
+    acquire, release) or bypass caches (cv, wt), fences of GPU or system scope and cluster launch
+    control do. What is left are weak accesses; those of two clusters to one address, one of them a
+    write, are then a data race (PTX ISA, memory consistency model), which no kernel may rely on.
+    An access whose state space is not named counts as global.
     """
     return not any(_communicates(instruction.name.split(".")) for instruction in instructions)
 
@@ -72,7 +77,19 @@ def _communicates(parts: list[str]) -> bool:
         return not shared
     if parts[:2] == ["cp", "reduce"]:
         return "global" in parts
+    if parts[0] in ("fence", "membar"):
+        return bool(_WIDE & set(parts))
     return parts[0] in ("ld", "st") and bool(_ORDERED & set(parts)) and not shared
+
+
+def _join(thread: threading.Thread, grid: Grid) -> None:
+    """Wait for a thread. An interrupt ends the launch only after it, for it writes to tensors."""
+    try:
+        thread.join()
+    except BaseException:
+        grid.close()
+        thread.join()
+        raise
 
 
 def run_together(machines: list[Machine]) -> None:
@@ -100,7 +117,7 @@ def run_together(machines: list[Machine]) -> None:
         thread.start()
     work(machines[0])
     for thread in threads:
-        thread.join()
+        _join(thread, machines[0].grid)
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
     if hung:

@@ -58,8 +58,7 @@ class Machine:
     operations take effect and in which order warps run. trace: records machine operations, or None.
     grid: the clusters, where other machines run some of them.
 
-    counters: bytes and requests counted by instructions. findings: things that are wrong on
-    hardware although this run could go on.
+    counters: bytes and requests counted by instructions.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Machine:
         self.memory = memory
         self.policy = policy
         self.counters: Counter[str] = Counter()
-        self.findings: list[str] = []
+        self.trace = trace
         self._found_in: dict[str, int] = {}
         #: Where native code spent the time of the run (`report.Report.seconds`).
         self.seconds: dict[str, float] = {}
@@ -160,9 +159,13 @@ class Machine:
 
     def finding(self, text: str) -> None:
         """Record something wrong that does not end the run; the same text once."""
-        if text not in self._found_in:
-            self._found_in[text] = -1 if self._cluster is None else self._cluster.id
-            self.findings.append(text)
+        cluster = -1 if self._cluster is None else self._cluster.id
+        self._found_in[text] = min(cluster, self._found_in.get(text, cluster))
+
+    @property
+    def findings(self) -> list[str]:
+        """Things that are wrong on hardware although this run could go on, by cluster."""
+        return sorted(self._found_in, key=lambda text: (self._found_in[text], text))
 
     def all_findings(self) -> list[str]:
         """What the report of the launch lists."""
@@ -423,7 +426,6 @@ class Machine:
         self.counters.update(other.counters)
         for text, cluster in other._found_in.items():
             self._found_in[text] = min(cluster, self._found_in.get(text, cluster))
-        self.findings[:] = sorted(self._found_in, key=self._found_in.__getitem__)
 
     def executed(self) -> Iterator[tuple[Any, str, int, int]]:
         """Every instruction executed: (instruction, statistics class, warps, lanes).

@@ -27,9 +27,10 @@ class Report:
         if this process had it already. seconds: the same time, summed over threads, by what it was
         spent on: "products" of matrices, "operands" (conversion of MMA operands and sums),
         "copies" by TMA, "instructions" (everything else in native code) and "python"; empty with
-        a seed, a trace or the sanitizer. threads: that ran clusters. findings: what would be wrong on hardware although the
-        run went on. trace: None unless asked for. shared_accesses: with a trace, instruction index
-        -> (bytes a lane, executions looked at, wavefronts of them), see `traced_machine`.
+        a seed, a trace or the sanitizer. threads: that ran clusters. findings: what would be wrong
+        on hardware although the run went on. trace: None unless asked for. shared_accesses: with a
+        trace, instruction index -> (bytes a lane, executions looked at, wavefronts of them), see
+        `traced_machine`.
     """
 
     kernel: str

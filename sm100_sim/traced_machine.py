@@ -45,7 +45,6 @@ class TracedMachine(Machine):
 
     def __init__(self, compiled: Any, *arguments: Any) -> None:
         super().__init__(compiled, *arguments)
-        *_, self._trace = arguments
         self._log = AccessLog(self._drain)
         instructions = compiled.instructions
         self._is_shared = np.array([i.name.startswith(_SHARED) for i in instructions], bool)
@@ -67,7 +66,7 @@ class TracedMachine(Machine):
 
     def _drain(self) -> None:
         """Count what is in the log, up to about `_SAMPLES` executions of an instruction."""
-        records, found = self._log.records(), self._trace.shared_accesses
+        records, found = self._log.records(), self.trace.shared_accesses
         index = records["tag"] >> 1
         taken = self._is_shared[index] & (records["mask"] != 0)
         for number in np.unique(index[taken]).tolist():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .barriers import TRANSACTION_LIMIT, barrier_at, change
 from .language import boolean, copy, cycles, i32, i64, native, ptr, u8, u32, u64
-from .layout import DIMENSIONS, Cluster, Cta, Context, Operand, Operation, TileMap
+from .layout import DIMENSIONS, Cluster, Context, Cta, Operand, Operation, TileMap
 from .operands import DONE, PYTHON, operand, shared_by_lanes
 
 #: Alignment of a tile in shared memory (`tiles.SHARED_ALIGNMENT`), as a mask.

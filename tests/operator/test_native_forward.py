@@ -1,4 +1,4 @@
-"""The forward in native code and with every machine operation in Python: the same run."""
+"""The forward in native code, with every machine operation in Python, on threads: one run."""
 
 import pytest
 import torch
@@ -29,3 +29,22 @@ def test_native_and_python_agree(monkeypatch, seqlen, heads, causal, clc):
     assert native.instructions == slow.instructions and native.opcodes == slow.opcodes
     assert native.tma == slow.tma and native.clc == slow.clc
     assert native.instructions["tcgen05.mma"]["warps"] > 0
+
+
+@pytest.mark.parametrize("clc", [False, True])
+def test_threads_do_not_show(monkeypatch, clc):
+    torch.manual_seed(0)
+    q = torch.randn(1, 700, 4, 256).bfloat16()
+    k, v = (torch.randn(1, 300, 2, 256).bfloat16() for _ in range(2))
+    results, reports = [], []
+    for threads in (1, 2, 3, 3):
+        monkeypatch.setenv("SM100_SIM_THREADS", str(threads))
+        results.append(flash_attn_func(q, k, v, return_lse=True, use_clc=clc))
+        reports.append(last_reports()[-1])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    # Under CLC it depends on the order of the clusters which tiles one of them gets.
+    assert [report.threads for report in reports] == ([1] * 4 if clc else [1, 2, 3, 3])
+    for name in ("instructions", "opcodes", "tma", "clc", "findings"):
+        first, *others = (getattr(report, name) for report in reports)
+        assert all(other == first for other in others), name

@@ -1,0 +1,33 @@
+"""`python -m bench simulator` on a small shape."""
+
+import json
+
+import pytest
+
+from bench import simulator
+from bench.__main__ import main
+
+pytestmark = pytest.mark.simulator
+pytest.importorskip("cutlass")
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_small_shape(runs, capsys):
+    arguments = ["--seqlen", "300", "--heads", "2", "--heads-kv", "1", "--runs", str(runs)]
+    assert main(["simulator", *arguments, "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    (row,) = table["rows"]
+    assert (row["seqlen"], row["heads"], row["runs"]) == (300, 2, runs)
+    assert (row["seconds"] == row["first_seconds"]) is (runs == 0)
+    # 300 queries are two tiles of 256, 300 keys three steps of 128, for each of two heads.
+    assert row["ratio_to_floor"] == pytest.approx(row["seconds"] / row["floor_seconds"])
+    assert simulator._steps(simulator.Shape(300, 2, 1), simulator.ForwardConfig()) == 12
+    spent = [row[part] for part in simulator.PARTS]
+    assert all(seconds > 0 for seconds in spent)
+    # Threads overlap, and the run is more than its clusters.
+    assert sum(spent) <= row["seconds"] * row["threads"]
+
+
+def test_wrong_numbers_of_runs(capsys):
+    assert main(["simulator", "--seqlen", "300", "--runs", "-1"]) == 2
+    assert "accepted: whole numbers from 0 on" in capsys.readouterr().err
