@@ -159,8 +159,8 @@ COLUMNS = (
 
 
 NOTE = (
-    "Products to python: thread time of the fastest run, by what it was spent on. Fastest run: of the "
-    "warm ones; the first one where there are none."
+    "Products to python: thread time of the fastest run, by what it was spent on. Fastest run: of "
+    "the warm ones; the first one where there are none."
 )
 
 
