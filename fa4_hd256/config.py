@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from schedulers.clc import ClcScheduler
+from softmax_emu.online import ARITHMETICS
 from softmax_emu.pattern import Ex2Pattern
 
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
@@ -83,6 +84,12 @@ class ForwardConfig:
     kv_stages: buffers of the ring that K and V tiles share.
     ex2_pattern: which score elements take the polynomial exp2.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
+
+    The rest is there to be compared with (`python -m bench ladder`):
+    s_stages: S buffers; with one, the tensor core waits for the softmax of every step.
+    arithmetic: of the exponents and row sums, one of `softmax_emu.online.ARITHMETICS`.
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`); False:
+        query blocks upwards, one head after the other.
     """
 
     q_stages: int = 2
@@ -90,11 +97,13 @@ class ForwardConfig:
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
     warps: WarpPlan = field(default_factory=WarpPlan)
+    s_stages: int = 2
+    arithmetic: str = "packed"
+    ordered_tiles: bool = True
 
     # The shape the kernel is built for; derived sizes below follow from it.
     block_q = 128  # query rows of one CTA
     block_kv = 128  # keys of one step
-    s_stages = 2
     scale_stages = 1
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
 
@@ -113,6 +122,15 @@ class ForwardConfig:
             raise ValueError(
                 f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
                 "(P reaches 2^threshold and must stay finite in float16)"
+            )
+        if self.s_stages not in (1, 2):
+            raise ValueError(
+                f"s_stages is {self.s_stages}; accepted are 1 and 2: tensor memory has no room for "
+                "more beside O"
+            )
+        if self.arithmetic not in ARITHMETICS:
+            raise ValueError(
+                f"arithmetic is {self.arithmetic!r}; accepted are {', '.join(ARITHMETICS)}"
             )
         # Deriving the plans checks the budgets.
         _ = (self.smem, self.tmem, self.edges)

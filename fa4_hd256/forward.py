@@ -184,22 +184,21 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         batch = self._num_batches(q, sequences)
         tensors = self._kernel_tensors((q, k, v, out), lse, optional)
         mask = self.variant.mask
-        problem = TileProblem(
-            (scalars.max_seqlen_q + config.tile_q - 1) // config.tile_q,
-            heads,
-            batch,
-            section_heads_for(
+        section_heads, later_blocks_first = 1, False
+        if cutlass.const_expr(config.ordered_tiles):
+            section_heads = section_heads_for(
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
                 kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
                 l2_bytes=L2_BYTES_FOR_TILES,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
-            ),
-            later_blocks_are_longer(
+            )
+            later_blocks_first = later_blocks_are_longer(
                 0 if mask.bounded_left else None, 0 if mask.bounded_right else None
-            ),
-        )
+            )
+        num_blocks = (scalars.max_seqlen_q + config.tile_q - 1) // config.tile_q
+        problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
         sizes = tuple(Int32(size) for size in sizes)
@@ -311,8 +310,9 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         """The online softmax of one row."""
         config = self.config
         return OnlineSoftmax.create(
-            context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype
-        )
+            context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype,
+            config.arithmetic,
+        )  # fmt: skip
 
     def first_row(self, context: Context, work: Any) -> Int32:
         """The first query row of this CTA's half of a tile."""

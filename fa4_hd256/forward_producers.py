@@ -35,10 +35,13 @@ class ForwardProducers:
             last = self._last_kv_tile(context, work)
             num_tiles = self.num_steps(context, work)
             for step in cutlass.range(1, num_tiles, unroll=1):
+                if cutlass.const_expr(not self.qk_ahead):
+                    kv_free = self._load_v(context, work, last - step + 1, kv_free)
                 kv_free = self._load_k(context, work, last - step, kv_free)
-                kv_free = self._load_v(context, work, last - step + 1, kv_free)
+                if cutlass.const_expr(self.qk_ahead):
+                    kv_free = self._load_v(context, work, last - step + 1, kv_free)
             following = scheduler.advance_to_next_work()
-            ahead = self.has_steps(context, following)
+            ahead = self._starts_ahead(context, following)
             if ahead:
                 q_free, kv_free = self._load_first(context, following, q_free, kv_free)
             kv_free = self._load_v(context, work, last - num_tiles + 1, kv_free)
@@ -54,6 +57,15 @@ class ForwardProducers:
         for _ in cutlass.range_constexpr(self.config.q_stages):
             barriers["q_free"].wait(q_free)
             q_free.advance()
+
+    @property
+    def qk_ahead(self) -> bool:
+        """Whether QK of the following step goes before PV: it needs an S buffer of its own."""
+        return self.config.s_stages > 1
+
+    def _starts_ahead(self, context: Any, following: Any) -> Boolean:
+        """Whether the following tile's first QK goes before this tile's last PV."""
+        return self.has_steps(context, following) if self.qk_ahead else Boolean(False)
 
     @cute.jit
     def _load_first(self, context: Any, work: Any, q_free: Any, kv_free: Any):
@@ -109,9 +121,9 @@ class ForwardProducers:
     def mma(self, context: Any):
         """Issue every QK and PV of the pair; one warp of the leader CTA.
 
-        One step ahead: QK of the following step, of the next tile too, goes before PV.  Only one
-        tile ahead, though: the dynamic scheduler hands out a further tile when every role has
-        taken the one before, and some of them wait for the last PV of this tile.  So tiles
+        One step ahead (`qk_ahead`): QK of the following step, of the next tile too, goes before PV.
+        Only one tile ahead, though: the dynamic scheduler hands out a further tile when every role
+        has taken the one before, and some of them wait for the last PV of this tile.  So tiles
         without keys are skipped after it, here and in the load warp alike.
         """
         edges = self.edges
@@ -128,13 +140,16 @@ class ForwardProducers:
         while work.is_valid:
             num_tiles = self.num_steps(context, work)
             for step in cutlass.range(1, num_tiles, unroll=1):
-                kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
+                if cutlass.const_expr(self.qk_ahead):
+                    kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
                 kv_loaded, p_done, o_free = self._pv(
                     context, step > 1, (kv_loaded, p_done, o_free)
                 )
+                if cutlass.const_expr(not self.qk_ahead):
+                    kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
             q_loaded.advance()
             following = scheduler.advance_to_next_work()
-            ahead = self.has_steps(context, following)
+            ahead = self._starts_ahead(context, following)
             if ahead:
                 context.barriers["q_loaded"].wait(q_loaded)
                 kv_loaded, s_done = self._qk(context, q_loaded, kv_loaded, s_done)
@@ -154,7 +169,7 @@ class ForwardProducers:
     def _qk(self, context: Any, q_loaded: Any, kv_loaded: Any, s_done: Any):
         """S = Q K^T of one step, K = 256 in 16 slices.
 
-        The S buffer needs no wait: its last reader was the PV two steps back, issued before
+        The S buffer needs no wait: the PV that read it last was issued before
         (NOTE [S and P share columns] in forward.py).
         """
         barriers = context.barriers

@@ -27,7 +27,12 @@ from cutlass import Float32
 from .exp2 import exp2_hardware, exp2_polynomial_pair, exp2_row_factor, maximum3
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
 
-__all__ = ["SMALLEST_SCALE", "OnlineSoftmax", "soft_cap"]
+__all__ = ["ARITHMETICS", "SMALLEST_SCALE", "OnlineSoftmax", "soft_cap"]
+
+# How c * s - c * m and the row sum are computed; all but the last are there to be compared with.
+# plain: (s - m) * c, two instructions a score. folded: one fma a score, with -c * m as addend.
+# packed: one fma, and one addition, for two scores (f32x2).
+ARITHMETICS = ("plain", "folded", "packed")
 
 # The smallest normal float32.  A scale of 0 is replaced by it: scores then vanish in every finite
 # product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
@@ -59,7 +64,7 @@ class OnlineSoftmax:
         """Use `create`."""
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
-        self.pattern, self.rescale_threshold, self.dtype = settings
+        self.pattern, self.rescale_threshold, self.dtype, self.arithmetic = settings
         self.row_max, self.row_sum, self.offset = state
 
     @classmethod
@@ -69,15 +74,20 @@ class OnlineSoftmax:
         pattern: Ex2Pattern,
         rescale_threshold: float,
         dtype: Any,
+        arithmetic: str = "packed",
     ) -> OnlineSoftmax:
         """A softmax with empty state.
 
         scale_log2: softmax_scale * log2(e), at least 0, Float32 (0 is served as 2^-126).
         rescale_threshold: in log2 units, static; 0 moves the maximum whenever it grows.
         dtype: of P, cutlass.BFloat16 or cutlass.Float16.
+        arithmetic: one of `ARITHMETICS`, static.
 
-        Raises ValueError for another dtype, or a threshold with which P could overflow it.
+        Raises ValueError for another dtype or arithmetic, or a threshold with which P could
+        overflow it.
         """
+        if arithmetic not in ARITHMETICS:
+            raise ValueError(f"arithmetic {arithmetic!r}; accepted are {', '.join(ARITHMETICS)}")
         if dtype not in _LARGEST_THRESHOLD:
             raise ValueError(f"P must be BFloat16 or Float16, got {dtype}")
         if not 0 <= rescale_threshold <= _LARGEST_THRESHOLD[dtype]:
@@ -87,9 +97,8 @@ class OnlineSoftmax:
             )
         scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
         lowest = cute.arch.fmax(LOWEST_LOGIT * cute.arch.rcp_approx(scale), LOWEST_MAXIMUM)
-        softmax = cls(
-            (scale, lowest), (pattern, float(rescale_threshold), dtype), (lowest, lowest, lowest)
-        )
+        settings = (pattern, float(rescale_threshold), dtype, arithmetic)
+        softmax = cls((scale, lowest), settings, (lowest, lowest, lowest))
         softmax.reset()
         return softmax
 
@@ -130,10 +139,8 @@ class OnlineSoftmax:
         `dtype`, or of 16 elements of a 32-bit type, each holding two (lower column in the lower
         half).  fragment_index, num_fragments: static; they select the pattern's columns.
         """
-        scale = (self.scale_log2, self.scale_log2)
-        offset = (self.offset, self.offset)
         for column in range(0, FRAGMENT_COLUMNS, 2):
-            x0, x1 = cute.arch.fma_packed_f32x2((scores[column], scores[column + 1]), scale, offset)
+            x0, x1 = self._exponents(scores[column], scores[column + 1])
             if self.pattern.is_emulated(fragment_index, column, num_fragments):
                 p0, p1 = exp2_polynomial_pair(x0, x1, self.pattern.degree)
             else:
@@ -152,14 +159,14 @@ class OnlineSoftmax:
         columns = cute.size(probabilities)
         pairs = [(probabilities[i], probabilities[i + 1]) for i in range(0, columns, 2)]
         chains = pairs[:_NUM_SUM_CHAINS]
-        chains[0] = cute.arch.add_packed_f32x2((self.row_sum, Float32(0.0)), chains[0])
+        chains[0] = self._add((self.row_sum, Float32(0.0)), chains[0])
         for number, pair in enumerate(pairs[_NUM_SUM_CHAINS:]):
             chain = number % len(chains)
-            chains[chain] = cute.arch.add_packed_f32x2(chains[chain], pair)
+            chains[chain] = self._add(chains[chain], pair)
         while len(chains) > 1:
             last = chains.pop()
             half = len(chains) // 2
-            chains[half] = cute.arch.add_packed_f32x2(chains[half], last)
+            chains[half] = self._add(chains[half], last)
         self.row_sum = chains[0][0] + chains[0][1]
 
     def finish(self, sink_log2: Float32 | None = None) -> tuple[Float32, Float32]:
@@ -183,6 +190,22 @@ class OnlineSoftmax:
         log2_sum = cute.math.log2(row_sum, approx=True, ftz=True)
         lse = (log2_sum - offset) * Float32(math.log(2.0))
         return inverse, cutlass.select_(is_empty, Float32(-math.inf), lse)
+
+    def _exponents(self, s0: Float32, s1: Float32) -> tuple[Float32, Float32]:
+        """c * s - c * m of two scores."""
+        if self.arithmetic == "plain":
+            # The subtraction comes first, so that no compiler may make an fma of the two.
+            return (s0 - self.row_max) * self.scale_log2, (s1 - self.row_max) * self.scale_log2
+        scale, offset = self.scale_log2, self.offset
+        if self.arithmetic == "folded":
+            return cute.math.fma(s0, scale, offset), cute.math.fma(s1, scale, offset)
+        return cute.arch.fma_packed_f32x2((s0, s1), (scale, scale), (offset, offset))
+
+    def _add(self, a: tuple, b: tuple) -> tuple[Float32, Float32]:
+        """Sums of two pairs, element by element."""
+        if self.arithmetic == "packed":
+            return cute.arch.add_packed_f32x2(a, b)
+        return a[0] + b[0], a[1] + b[1]
 
     def _tile_max(self, scores: cute.Tensor, old: Float32) -> Float32:
         """max(old, all scores) in independent chains of three-input maxima."""

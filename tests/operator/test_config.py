@@ -44,6 +44,8 @@ def test_tmem_is_used_completely():
         ({"kv_stages": 4}, "shared memory"),
         ({"rescale_threshold": 16.0}, "0 to 15"),
         ({"rescale_threshold": -1.0}, "0 to 15"),
+        ({"s_stages": 3}, "1 and 2"),
+        ({"arithmetic": "fp64"}, "plain, folded, packed"),
     ],
 )
 def test_what_the_configuration_refuses(options, complaint):

@@ -1,0 +1,66 @@
+"""Switches of the forward that only serve to be compared with: what each does, the same result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import opcode_counts
+from test_kernel_structure import launch, mma_chains, run
+
+from fa4_hd256 import ForwardConfig, reference
+from fa4_hd256.compile import compile_forward
+from fa4_hd256.problem import ProblemClass
+
+pytestmark = pytest.mark.simulator
+
+# Two kernels show all of them; the default one is compiled for other tests anyway.
+FOLDED_ONE_S = ForwardConfig(arithmetic="folded", s_stages=1)
+PLAIN_UNORDERED = ForwardConfig(arithmetic="plain", ordered_tiles=False, rescale_threshold=0.0)
+
+
+@pytest.mark.parametrize("config", [FOLDED_ONE_S, PLAIN_UNORDERED], ids=["folded", "plain"])
+def test_results_and_races(config):
+    """Several tiles a cluster, ends inside a tile, an adversarial schedule, the sanitizer."""
+    q, k, v = (torch.randn(1, s, h, 256).bfloat16() for s, h in ((520, 2), (600, 1), (600, 1)))
+    out, lse = torch.empty_like(q), torch.empty(1, 2, 520)
+    report = launch((q, k, v, out, lse), True, 2, config, seed=1, sanitize=True)
+    assert report.findings == []
+    found = reference.compare(out, lse, (q, k, v), causal=True)
+    assert found.max_error <= found.tolerance and found.lse_max_error <= 1e-3, found
+
+
+def test_one_s_buffer_puts_pv_before_the_next_qk():
+    """Causal tiles of one and of three steps, on one cluster."""
+    chains = mma_chains(run(512, 384, True, clusters=1, config=FOLDED_ONE_S, trace=True))
+    assert [kind for kind, _, _ in chains] == ["QK", "PV"] * 4
+    assert {d for kind, d, _ in chains if kind == "QK"} == {FOLDED_ONE_S.tmem["s0"].start}
+
+
+def test_order_of_tiles():
+    """Causal, three blocks of two heads: by rows of blocks the longest first, or head by head."""
+
+    def steps(config):
+        """Steps of each tile in order: O is overwritten, not added to, in a tile's first PV."""
+        report = run(768, 768, True, heads=2, clusters=1, config=config, trace=True)
+        numbers = {numbers[0] for kind, _, numbers in mma_chains(report) if kind == "PV"}
+        firsts = [e for e in report.trace if e.number in numbers]
+        begins = [i for i, entry in enumerate(firsts) if not entry.operands[4]] + [len(firsts)]
+        return [end - begin for begin, end in zip(begins, begins[1:])]
+
+    assert steps(ForwardConfig()) == [6, 6, 4, 4, 2, 2]
+    assert steps(PLAIN_UNORDERED) == [2, 4, 6, 2, 4, 6]
+
+
+def test_arithmetic_of_the_exponents():
+    """Opcodes of the two loops, with a mask and without, that have 128 scores a thread each."""
+
+    def counts(config):
+        compiled = compile_forward(config, ProblemClass(torch.bfloat16, bounded_right=True))
+        found = opcode_counts(compiled)
+        names = ("sub.f32", "fma.rn.f32", "fma.rn.f32x2", "add.rn.f32x2")
+        return [found[name] // 128 for name in names]
+
+    assert counts(PLAIN_UNORDERED) == [2, 0, 0, 0]
+    assert counts(FOLDED_ONE_S) == [0, 2, 0, 0]
+    # Two scores an instruction.
+    assert counts(ForwardConfig()) == [0, 0, 1, 1]
