@@ -117,13 +117,18 @@ def _executed_share(config: ForwardConfig, shape: Shape) -> float:
     return 1 - hardware / elements
 
 
+def _one_thread() -> None:
+    """The processes share the cores already."""
+    os.environ.setdefault("SM100_SIM_THREADS", "1")
+
+
 def measure_all(cases: Iterable[Case], jobs: int) -> list[Accuracy]:
     """Every case, on `jobs` processes."""
     cases = list(cases)
     if jobs == 1:
         return [measure(case) for case in cases]
     # The compiler's state must not be forked.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _one_thread) as pool:
         return list(pool.map(measure, cases))
 
 

@@ -17,6 +17,7 @@ from fa4_hd256.backends import run_forward
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
+from sm100_sim.blas import single_threaded
 
 from .results import (
     BASIS,
@@ -50,8 +51,9 @@ PARTS = ("products", "operands", "copies", "instructions", "python")
 class Measurement:
     """seconds: the fastest of `runs` warm runs, of the first one if there is none; first_seconds:
     the first one of the shape, with the translation of the kernel if it was the first of all.
-    floor_seconds: the same matrix products in float32 by numpy, on all cores. spent: thread seconds
-    of that run by `report.Report.seconds`. threads: most clusters that ran at the same time.
+    cpu_seconds: processor time of that run. product_seconds: that of the same matrix products in
+    float32 by numpy. spent: processor time of that run by `report.Report.seconds`. threads: most
+    clusters that ran at the same time. cores: of this process.
     """
 
     shape: Shape
@@ -59,7 +61,8 @@ class Measurement:
     first_seconds: float
     seconds: float
     warp_instructions: int
-    floor_seconds: float
+    cpu_seconds: float
+    product_seconds: float
     spent: dict[str, float]
     threads: int
     peak_memory_bytes: int
@@ -70,8 +73,18 @@ class Measurement:
         return self.warp_instructions / self.seconds
 
     @property
+    def floor_seconds(self) -> float:
+        """Of the products alone, if all cores share them."""
+        return self.product_seconds / self.cores
+
+    @property
     def ratio_to_floor(self) -> float:
         return self.seconds / self.floor_seconds
+
+    @property
+    def cpu_ratio_to_floor(self) -> float:
+        """The same by processor time, which other programs on the machine disturb less."""
+        return self.cpu_seconds / self.product_seconds
 
 
 def measure(shape: Shape, runs: int = 3) -> Measurement:
@@ -91,11 +104,12 @@ def measure(shape: Shape, runs: int = 3) -> Measurement:
         (q, k, v), Options.check(None, False, (None, None), 0.0, False)
     )
     compiled = compile_forward(config, problem.problem_class)
-    times, reports = [], []
+    times, cpu_times, reports = [], [], []
     for _ in range(1 + runs):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         run_forward(compiled, problem, (q, k, v))
         times.append(time.perf_counter() - start)
+        cpu_times.append(time.process_time() - cpu_start)
         reports.append(sm100_sim.last_reports()[-1])
     fastest = min(range(min(1, runs), 1 + runs), key=times.__getitem__)
     return Measurement(
@@ -104,7 +118,8 @@ def measure(shape: Shape, runs: int = 3) -> Measurement:
         first_seconds=times[0],
         seconds=times[fastest],
         warp_instructions=reports[fastest].warp_instructions,
-        floor_seconds=_steps(shape, config) * _step_floor(config),
+        cpu_seconds=cpu_times[fastest],
+        product_seconds=_steps(shape, config) * _step_seconds(config),
         spent=reports[fastest].seconds,
         threads=reports[fastest].threads,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -118,15 +133,16 @@ def _steps(shape: Shape, config: ForwardConfig) -> int:
     return shape.heads * tiles * keys
 
 
-def _step_floor(config: ForwardConfig, repeats: int = 200) -> float:
-    """Seconds of the two float32 products of one step; the median of `repeats` / 2 warm ones."""
+def _step_seconds(config: ForwardConfig, repeats: int = 200) -> float:
+    """Processor time of one step's two float32 products; median of `repeats` / 2 warm ones."""
     q = np.ones((config.tile_q, HEAD_DIM), np.float32)
     kv = np.ones((config.block_kv, HEAD_DIM), np.float32)
     times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        (q @ kv.T) @ kv
-        times.append(time.perf_counter() - start)
+    with single_threaded():
+        for _ in range(repeats):
+            start = time.thread_time()
+            (q @ kv.T) @ kv
+            times.append(time.thread_time() - start)
     return sorted(times[repeats // 2 :])[repeats // 4]
 
 
@@ -137,6 +153,8 @@ def row(found: Measurement) -> dict[str, Any]:
         **{name: value for name, value in asdict(found).items() if name not in ("shape", "spent")},
         **{part: found.spent.get(part) for part in PARTS},
         "instructions_per_second": found.instructions_per_second,
+        "floor_seconds": found.floor_seconds,
+        "cpu_ratio_to_floor": found.cpu_ratio_to_floor,
         "ratio_to_floor": found.ratio_to_floor,
         BASIS: "measured",
         MACHINE: simulator_machine(),
@@ -152,6 +170,8 @@ COLUMNS = (
     Column("instructions_per_second", "1/s", ".3g", "warp instructions"),
     Column("floor_seconds", "s", ".2f", "float32 products"),
     Column("ratio_to_floor", format=".1f", title="run / products"),
+    Column("cpu_seconds", "s", ".2f", "processor time"),
+    Column("cpu_ratio_to_floor", format=".1f", title="the same by processor time"),
     *(Column(part, "s", ".2f") for part in PARTS),
     Column("threads"),
     Column("peak_memory_bytes", "B", ".3g", "peak memory"),
@@ -159,8 +179,8 @@ COLUMNS = (
 
 
 NOTE = (
-    "Products to python: thread time of the fastest run, by what it was spent on. Fastest run: of "
-    "the warm ones; the first one where there are none."
+    "Fastest run: of the warm ones; the first one where there are none. float32 products: alone, "
+    "all cores sharing them. Products to python: the run's processor time by what it was spent on."
 )
 
 

@@ -246,9 +246,9 @@ class NativeMachine(Machine):
         record.turn_over = 0
         while True:
             record.polls = cluster.polls
-            started = time.perf_counter()
+            started = time.thread_time()
             kind = run(address, DEFAULT_BUDGET)
-            self._native_seconds += time.perf_counter() - started
+            self._native_seconds += time.thread_time() - started
             cluster.polls = record.polls
             if record.progress:
                 record.progress = self._idle = 0
@@ -271,9 +271,9 @@ class NativeMachine(Machine):
             self._turns.append(cluster)
 
     def run(self) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         super().run()
-        self._account(time.perf_counter() - started)
+        self._account(time.thread_time() - started)
         self.counters["tma.load bytes"] += self.native.loaded
         self.counters["tma.store bytes"] += self.native.stored
         for counts, native in zip(self._operations, self._done_natively.tolist(), strict=True):
@@ -281,7 +281,7 @@ class NativeMachine(Machine):
             counts[1] += native[1]
 
     def _account(self, seconds: float) -> None:
-        """Split the time of the run; `seconds`: of this machine's thread."""
+        """Split the time of the run; `seconds`: processor time of this machine's thread."""
         native = self.native
         tick = self._native_seconds / max(native.all_ticks, 1)
         parts = {

@@ -24,8 +24,8 @@ class Report:
     clc: {"try_cancel": requests, "stolen": clusters that one of them took over}.
     resident_clusters: most at once. seed: of the schedule, None for a fixed one. schedule: its
         name. wall_seconds: of the run; translate_seconds: of its translation to native code, 0
-        if this process had it already. seconds: the same time, summed over threads, by what it was
-        spent on: "products" of matrices, "operands" (conversion of MMA operands and sums),
+        if this process had it already. seconds: processor time of the run by what it was spent on:
+        "products" of matrices, "operands" (conversion of MMA operands and sums),
         "copies" by TMA, "instructions" (everything else in native code) and "python"; empty with
         a seed, a trace or the sanitizer. threads: that ran clusters. findings: what would be wrong
         on hardware although the run went on. trace: None unless asked for. shared_accesses: with a
