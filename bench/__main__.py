@@ -13,6 +13,7 @@ import sys
 #: Command and its line of help; the module has the command's name, with _ for -.
 COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
+    "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
     "roofline": "clocks of each resource for a shape and a configuration",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fa4_hd256 import reference
-from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.config import HEAD_DIM, ForwardConfig
 
 from . import flash_attn_4
 from .suite import BACKWARD, Case
@@ -87,10 +87,15 @@ class Provider(Protocol):
 
 
 class Ours:
-    """This project's operator. use_clc: None for what FA_CLC says."""
+    """This project's operator.
 
-    def __init__(self, name: str = OURS, use_clc: bool | None = None) -> None:
-        self.name, self._use_clc = name, use_clc
+    use_clc: None for what FA_CLC says. config: of the forward, None for the default one.
+    """
+
+    def __init__(
+        self, name: str = OURS, use_clc: bool | None = None, config: ForwardConfig | None = None
+    ) -> None:
+        self.name, self._use_clc, self._config = name, use_clc, config
 
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
@@ -109,7 +114,7 @@ class Ours:
         case = inputs.case
         options = {
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
-            "use_clc": self._use_clc,
+            "use_clc": self._use_clc, "config": self._config,
         }  # fmt: skip
         if inputs.cu_seqlens is None:
             return flash_attn_func(*inputs.leaves, **options)

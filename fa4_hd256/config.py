@@ -8,6 +8,7 @@ from schedulers.clc import ClcScheduler
 from softmax_emu.online import ARITHMETICS
 from softmax_emu.pattern import Ex2Pattern
 
+from . import tuning
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from .plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 
@@ -134,6 +135,15 @@ class ForwardConfig:
             )
         # Deriving the plans checks the budgets.
         _ = (self.smem, self.tmem, self.edges)
+
+    @classmethod
+    def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
+        """The default configuration of a call, with the exp2 mix of the tuning table.
+
+        causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
+        "B200" or "B300"; see `tuning`.
+        """
+        return cls(ex2_pattern=tuning.pattern_for(causal, seqlen_k, gpu))
 
     @property
     def tile_q(self) -> int:

@@ -56,8 +56,8 @@ def flash_attn_func(
     learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
-    config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; the
-        default configuration if None.
+    config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
+        None the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: the dynamic tile scheduler; None reads the environment variable FA_CLC.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
@@ -214,8 +214,15 @@ def forward(
         return empty_results(problem)
     optional = () if sink is None else (sink.detach().float().contiguous(),)
     optional += tuple(ragged[name] for name in problem.ragged)
-    compiled = compile_forward(named_configs.find(config, ForwardConfig), problem.problem_class)
+    chosen = named_configs.find(config, ForwardConfig) if config else _tuned(problem)
+    compiled = compile_forward(chosen, problem.problem_class)
     return run_forward(compiled, problem, (q, k, v), optional)
+
+
+def _tuned(problem: Problem) -> ForwardConfig:
+    """The default configuration on the GPU that SM100 binaries run on, or that is simulated."""
+    causal = problem.options.window[1] is not None
+    return ForwardConfig.tuned(causal, problem.max_seqlen_k, "B200")
 
 
 @forward.register_fake
