@@ -17,6 +17,7 @@ COMMANDS = {
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
     "roofline": "clocks of each resource for a shape and a configuration",
+    "schedulers": "the static tile scheduler against the dynamic one (CLC)",
     "simulator": "the simulator's own speed on the forward",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",

@@ -1,14 +1,14 @@
 """The throughput command without a GPU: the loop under a timer of its own, checks, the model."""
 
-import contextlib
 import json
 
 import pytest
 import torch
+from fake_timer import FakeTimer
 
 from bench import measuring, providers, suite, throughput
 from bench.__main__ import main
-from bench.measuring import Gpu, Sampling, State
+from bench.measuring import Sampling, State
 from bench.predicting import Predicted
 from bench.suite import BACKWARD, FORWARD, Case
 
@@ -17,29 +17,6 @@ pytest.importorskip("cutlass")
 DENSE = Case("dense", ((48, 80),) * 2, 4, 2, False)
 CAUSAL = Case("dense", ((70, 70),), 2, 1, True)
 PACKED = Case("varlen", ((3, 3), (40, 50), (0, 7)), 2, 2, True, packed=True)
-
-
-class FakeTimer:
-    """Every run of a call takes what the call says, one microsecond longer each time."""
-
-    device = torch.device("cpu")
-    gpu = Gpu("a GPU", 100, 8192, 1 << 20, "1.0")
-
-    def __init__(self) -> None:
-        self.order = []
-
-    def prepare(self, call):
-        return call, "graph"
-
-    def on_stream(self):
-        return contextlib.nullcontext()
-
-    def seconds(self, call):
-        self.order.append(call)
-        return 1e-3 + 1e-6 * self.order.count(call)
-
-    def state(self):
-        return State(2000.0, 600.0)
 
 
 class Reference(providers.PyTorchSdpa):

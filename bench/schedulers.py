@@ -1,0 +1,214 @@
+"""`python -m bench schedulers`: the static tile scheduler against the dynamic one (CLC).
+
+On a GPU that runs the kernels, both are timed by turns, chosen by the environment variable FA_CLC
+as a user would. Without one, the tiles of every problem are placed on the clusters of the machine
+by either rule, with costs from replays of the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from schedulers.choice import VARIABLE
+from sm100_sim.timing.machine_constants import load
+
+from . import suite, workload
+from .measuring import CudaTimer, Sampling, Timer
+from .predicting import Predictor
+from .providers import OURS, Inputs, Ours
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+from .suite import FORWARD, Case, ragged_lengths
+from .throughput import RESOLUTION, measured_rows
+
+STATIC, CLC = "static", "CLC"
+
+
+def _equal(batch: int, seqlen: int) -> tuple[tuple[int, int], ...]:
+    return ((seqlen, seqlen),) * batch
+
+
+def default_cases() -> list[Case]:
+    """Where the choice may matter: equal and unequal tiles, few and many of them."""
+    gemma, qwen = (8, 4), (16, 2)
+    return [
+        *(Case("dense", _equal(b, s), *qwen, False) for b, s in ((4, 4096), (1, 8192))),
+        # 17 query blocks a head: a last wave that is nearly empty.
+        Case("dense", _equal(1, 4352), *qwen, False),
+        *(
+            Case("causal", _equal(b, s), *qwen, True)
+            for b, s in ((16, 1024), (4, 4096), (2, 8192), (1, 16384), (1, 32768))
+        ),
+        Case("window", _equal(8, 4096), *gemma, True, (512, None)),
+        Case("window", _equal(1, 65536), *gemma, True, (1023, None)),
+        *(
+            Case("varlen", _equal(b, s), *qwen, True, packed=True)
+            for b, s in ((16, 1024), (4, 4096), (2048, 34))
+        ),
+        *(
+            Case("ragged", ragged_lengths(count, longest), *qwen, causal, packed=True)
+            for count, longest in ((8, 8192), (64, 4096))
+            for causal in (True, False)
+        ),
+    ]
+
+
+def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
+    """Both schedulers on one case, for each of the drawn machines."""
+    kernel = predictor.kernel(OURS, workload.Kind.of(case))
+    found = {
+        STATIC: workload.run(case, kernel), CLC: workload.run(case, workload.with_clc(kernel))
+    }
+    seconds = {name: np.array([run.seconds for run in runs]) for name, runs in found.items()}
+    gains = seconds[STATIC] / seconds[CLC] - 1
+    flop = case.flop(FORWARD)
+    details = {
+        name: {
+            "ms": float(seconds[name][0]) * 1e3, "balance": runs[0].balance,
+            "bound": runs[0].bound, "clocks": runs[0].clocks,
+        }
+        for name, runs in found.items()
+    }  # fmt: skip
+    return {
+        **_identity(case), "tiles": len(found[STATIC][0].starts),
+        **{name: flop / seconds[name][0] / 1e12 for name in found},
+        "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
+        "static_balance": details[STATIC]["balance"], "clc_balance": details[CLC]["balance"],
+        "bound": details[STATIC]["bound"], "better": _better(gains), "details": details,
+        BASIS: "modelled", MACHINE: modelled_machine(predictor.machine),
+    }  # fmt: skip
+
+
+def _identity(case: Case) -> dict[str, Any]:
+    return {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text, "mask": case.mask
+    }
+
+
+def _better(gains: np.ndarray) -> str:
+    """Which scheduler; neither where the difference is below the resolution or of either sign."""
+    if abs(gains[0]) < RESOLUTION or gains.min() < 0 < gains.max():
+        return "not ranked"
+    return CLC if gains[0] > 0 else STATIC
+
+
+class _ByVariable(Ours):
+    """Ours under a value of FA_CLC."""
+
+    def __init__(self, name: str, value: str) -> None:
+        super().__init__(name)
+        self._value = value
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        with _variable(self._value):
+            return super().call(inputs)
+
+
+@contextmanager
+def _variable(value: str):
+    saved = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = value
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = saved
+
+
+def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
+    """Rows of both schedulers on the timer's GPU, results checked before."""
+    cases = list(cases)
+    both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]
+    jobs = [(case, FORWARD) for case in cases]
+    rows = []
+    for case, row in zip(cases, measured_rows(jobs, both, timer, sampling, torch.bfloat16)):
+        details = row["details"]
+        failed = {n: d["status"] for n, d in details.items() if d["status"] != "ok"}
+        if failed:
+            raise RuntimeError(f"{case}: {failed}")
+        times = [[details[n][key] for key in ("median_ms", "p20_ms", "p80_ms")]
+                 for n in (STATIC, CLC)]  # fmt: skip
+        # The widest range: the slow runs of one against the fast ones of the other.
+        static, clc = np.array(times[0]), np.array(times[1])[[0, 2, 1]]
+        gains = static / clc - 1
+        rows.append(
+            {
+                **_identity(case), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
+                "gain": float(gains[0]), "gain_low": float(gains.min()),
+                "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
+                "bound": None, "better": _better(gains), "details": details,
+                BASIS: row[BASIS], MACHINE: row[MACHINE],
+            }
+        )  # fmt: skip
+    return rows
+
+
+COLUMNS = (
+    Column("group"), Column("shape"), Column("heads"), Column("mask"), Column("tiles"),
+    Column(STATIC, "TFLOPS", ".0f"), Column(CLC, "TFLOPS", ".0f"),
+    Column("gain", format="+.1%", title="CLC over static"),
+    Column("gain_low", format="+.1%", title="low"),
+    Column("gain_high", format="+.1%", title="high"),
+    Column("static_balance", format=".1%", title="static, clusters busy"),
+    Column("clc_balance", format=".1%", title="CLC, clusters busy"),
+    Column("bound", title="static bound by"), Column("better"),
+)  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    note = (
+        f"\"better\" names a scheduler where they differ by {RESOLUTION:.0%} or more, in one "
+        "direction over the whole range."
+    )
+    modelled = (
+        "Tiles cost the same under both: a query for the next tile is hidden behind the present "
+        "one. Tiles past the end of a short sequence cost CLC one query each."
+    )
+    notes = (note, modelled) if rows[0][BASIS] == "modelled" else (note,)
+    plot = Plot(("shape", "mask"), (STATIC, CLC), panel="group")
+    title = "Tile schedulers on the forward, bf16"
+    return Table("schedulers", title, COLUMNS, rows, notes, plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
+    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
+    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
+    parser.add_argument("--warmup", type=int, default=Sampling.warmup)
+    parser.add_argument("--runs", type=int, default=Sampling.runs)
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    chosen = None if arguments.group else default_cases()
+    cases = suite.selected(arguments, chosen)
+    if not arguments.modelled and Ours().missing() is None:
+        sampling = Sampling(arguments.warmup, arguments.runs)
+        rows = measured(cases, CudaTimer(), sampling)
+    else:
+        predictor = Predictor(
+            load(arguments.machine), arguments.draws,
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        rows = [modelled_row(case, predictor) for case in cases]
+    emit(table(rows), arguments)
+    return 0

@@ -1,0 +1,113 @@
+"""The sweep of exp2 mixes: its grid, its errors, its choice; one mix replayed for real."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import ex2_sweep, modelled
+from bench.__main__ import main
+from bench.ex2_sweep import Error, Times
+from fa4_hd256 import tuning
+from fa4_hd256.config import ForwardConfig
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import TileCosts
+from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
+
+pytest.importorskip("cutlass")
+
+HALF = Ex2Pattern(4, 2)
+AXES = {"freq": [4, 8], "res": [2, 3, 4], "start": [0], "degree": [3, 5]}
+
+
+def test_the_grid_has_every_mix_once():
+    patterns = ex2_sweep.grid(AXES, last_fragment_hardware=True)
+    # Pairs are emulated or not, so res 3 is res 2 of freq 4 and res 4 of freq 8 is half of it.
+    shares = sorted({float(p.true_share()) for p in patterns})
+    assert patterns[0] == HARDWARE_ONLY
+    assert shares == [0.0, 0.1875, 0.375, 0.75]
+    assert len(patterns) == 1 + 2 * 4
+    assert not any(p.last_fragment_hardware for p in ex2_sweep.grid(AXES, False)[1:])
+    with pytest.raises(ValueError, match="ex2_emu_freq is 3"):
+        ex2_sweep.grid({**AXES, "freq": [3]}, True)
+
+
+def test_errors_follow_the_polynomial():
+    hardware, coarse, fine = (
+        ex2_sweep.error_of(p)
+        for p in (HARDWARE_ONLY, Ex2Pattern(2, 2, degree=2), Ex2Pattern(2, 2, degree=3))
+    )
+    assert hardware.exp2 < 1e-6 < fine.exp2 <= 8.7e-5 < coarse.exp2 < 2.1e-3
+    # bf16 keeps 8 bits of P, which hides degree 3 but not degree 2.
+    assert hardware.out == pytest.approx(fine.out, rel=0.02)
+    assert 1.05 * hardware.out < coarse.out < 3e-3
+
+
+def times(hardware: float, half: float) -> dict:
+    return {
+        (pattern, name): Times(np.array([seconds, 0.99 * seconds, 1.01 * seconds]), "clusters", 1.0)
+        for pattern, seconds in ((HARDWARE_ONLY, hardware), (HALF, half))
+        for name in ex2_sweep.SEQLENS
+    }
+
+
+@pytest.mark.parametrize(("half", "chosen"), [(0.97, HARDWARE_ONLY), (0.90, HALF)])
+def test_less_than_five_per_cent_is_not_ranked(half, chosen, tmp_path):
+    errors = {HARDWARE_ONLY: Error(4e-7, 1e-3), HALF: Error(8.6e-5, 1.001e-3)}
+    origin = {"gpu": "B200", "basis": "modelled", "machine": "try"}
+    rows = ex2_sweep.rows_of(times(1.0, half), errors, True, origin)
+    best = ex2_sweep.entries(rows)
+    assert [entry.pattern for entry in best] == [chosen] * 3
+    table = tmp_path / "tuning.json"
+    tuning.write(best, table)
+    assert tuning.pattern_for(True, 100_000, "B200", table) == chosen
+    assert tuning.pattern_for(False, 100_000, "B200", table) == HARDWARE_ONLY, "no entry"
+    assert tuning.pattern_for(True, 100_000, "B300", table) == HARDWARE_ONLY
+    other = tuning.Entry("B200", True, "long", POLYNOMIAL_ONLY, "measured", "try")
+    tuning.write([other], table)
+    assert tuning.pattern_for(True, 16385, "B200", table) == POLYNOMIAL_ONLY
+    assert tuning.pattern_for(True, 16384, "B200", table) == chosen
+
+
+def test_what_is_no_tuning_table_is_refused(tmp_path):
+    wrong = tmp_path / "wrong.json"
+    for text in ("[]", '{"exp2": [{"gpu": "B200"}]}', "{"):
+        wrong.write_text(text)
+        tuning.read.cache_clear()
+        with pytest.raises(ValueError, match="not a tuning table"):
+            tuning.read(wrong)
+
+
+def test_the_default_configuration_reads_the_table(monkeypatch):
+    """The table that is shipped is readable, and what it says is what a call gets."""
+    for causal in (False, True):
+        for seqlen in (1, 4096, 1 << 20):
+            expected = tuning.pattern_for(causal, seqlen, "B200")
+            assert ForwardConfig.tuned(causal, seqlen, "B200").ex2_pattern == expected
+    monkeypatch.setattr(tuning, "pattern_for", lambda causal, seqlen_k, gpu: HALF)
+    assert ForwardConfig.tuned(True, 5, "B200") == ForwardConfig(ex2_pattern=HALF)
+
+
+@pytest.mark.simulator
+def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
+    """The whole command with one mix, replayed on one tile; costs of hardware exp2 are given."""
+    pytest.importorskip("numba")
+    values = load("b200").values()
+    base = modelled.Kernel(
+        "ours", 256, 256, 2, "static", [values], [TileCosts(7000.0, 1500.0, 1.04)]
+    )
+    monkeypatch.setattr(ex2_sweep.workload, "our_kernel", lambda *given: base)
+    monkeypatch.setattr(ex2_sweep, "SAMPLE", (256, 1))
+    table = tmp_path / "tuning.json"
+    # A mix that tests of the kernel compile, too.
+    command = ["ex2-sweep", "--freq", "4", "--res", "3", "--start", "0", "--mask", "full"]
+    command += ["--draws", "0", "--jobs", "1", "--modelled", "--write", str(table), "--json"]
+    assert main(command) == 0
+    grid, best = json.loads(capsys.readouterr().out)["tables"]
+    hardware, mixed = (row for row in grid["rows"] if row["seqlen"] == 8192)
+    assert (hardware["true_share"], mixed["true_share"]) == (0.0, 0.375)
+    assert hardware["step_clocks"] == pytest.approx(1.04 * 2048)
+    assert mixed["step_clocks"] != hardware["step_clocks"]
+    assert mixed["step_clocks"] == pytest.approx(hardware["step_clocks"], rel=0.5)
+    assert [row["seqlen"] for row in best["rows"]] == [1024, 8192, 65536]
+    assert len(tuning.read(table)) == 3

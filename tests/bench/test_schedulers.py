@@ -1,0 +1,78 @@
+"""Static against CLC: on costs written by hand, and measured by a timer of the test's own."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from fake_timer import FakeTimer
+
+from bench import modelled, schedulers, suite
+from bench.suite import Case
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import TileCosts
+
+pytest.importorskip("cutlass")
+
+MACHINE = load("b200")
+
+
+class FakePredictor:
+    machine = MACHINE
+
+    def kernel(self, provider, kind):
+        values = [MACHINE.values()] * 2
+        costs = [TileCosts(7000.0, 1500.0, rate) for rate in (1.04, 1.1)]
+        return modelled.Kernel(provider, 256, 256, 2, "static", values, costs)
+
+
+def test_clc_wins_where_tiles_differ_and_only_there():
+    dense = Case("dense", ((4096, 4096),) * 4, 16, 2, False)
+    ragged = Case("ragged", ((8192, 8192), *((256, 256),) * 7), 16, 2, True, packed=True)
+    rows = [schedulers.modelled_row(case, FakePredictor()) for case in (dense, ragged)]
+    assert rows[0]["better"] == "not ranked" and abs(rows[0]["gain"]) < 0.05
+    assert rows[1]["better"] == "CLC" and rows[1]["clc_balance"] > rows[1]["static_balance"]
+    assert rows[1]["gain_low"] <= rows[1]["gain"] <= rows[1]["gain_high"]
+    text = schedulers.table(rows).as_markdown()
+    assert "Modelled: B200 modelled" in text and "in one direction over the whole range" in text
+
+
+@pytest.mark.parametrize(
+    ("gains", "better"),
+    [
+        ([0.06, 0.01, 0.08], "CLC"),
+        ([0.06, -0.01, 0.08], "not ranked"),
+        ([0.04, 0.04, 0.2], "not ranked"),
+        ([-0.07, -0.06, -0.08], "static"),
+    ],
+)
+def test_what_is_ranked(gains, better):
+    assert schedulers._better(np.array(gains)) == better
+
+
+def test_default_cases_are_the_kinds_asked_for():
+    groups = {case.group for case in schedulers.default_cases()}
+    assert groups == {"dense", "causal", "window", "varlen", "ragged"}
+    parsed = type("Arguments", (), {"heads": ["8/4"], "max_tokens": None, "only": None})
+    assert {c.group for c in suite.selected(parsed, schedulers.default_cases())} == {"window"}
+
+
+def test_measured_by_the_environment_variable(monkeypatch):
+    """FA_CLC is 0 and 1 while the calls run, and afterwards what it was."""
+    monkeypatch.setenv("FA_CLC", "1")
+    seen = []
+
+    def call(self, inputs):
+        seen.append(os.environ["FA_CLC"])
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in inputs.leaves), enable_gqa=True
+        )
+        return exact.transpose(1, 2)
+
+    monkeypatch.setattr(schedulers.Ours, "call", call)
+    monkeypatch.setattr(schedulers.Ours, "missing", lambda self: None)
+    case = Case("dense", ((64, 64),), 2, 1, False)
+    (row,) = schedulers.measured([case], FakeTimer(), schedulers.Sampling(0, 2))
+    assert set(seen) == {"0", "1"} and os.environ["FA_CLC"] == "1"
+    assert row["basis"] == "measured" and row["better"] == "not ranked"
+    assert row["static"] > 0 and row["CLC"] > 0

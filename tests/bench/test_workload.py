@@ -1,0 +1,55 @@
+"""Tiles of the suite's cases, checked against the masks of the one reference."""
+
+import numpy as np
+import pytest
+
+from bench import modelled, workload
+from bench.suite import Case
+from fa4_hd256.reference import visible
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import TileCosts
+
+pytest.importorskip("cutlass")
+
+COSTS, VALUES = TileCosts(7000.0, 1500.0, 1.04), load("b200").values()
+KERNEL = modelled.Kernel("ours", 256, 256, 2, "static", [VALUES], [COSTS])
+STEP_CLOCKS = 2048
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal", "window"),
+    [
+        ((700, 700), False, (None, None)),
+        ((700, 1000), True, (None, None)),
+        ((1000, 300), True, (None, None)),
+        ((900, 900), True, (200, None)),
+        ((520, 900), False, (130, 40)),
+        ((1, 2048), True, (None, None)),
+    ],
+)  # the last rows of (1000, 300) see something, the first three tiles' rows nothing or little
+def test_work_is_the_key_tiles_that_any_row_sees(lengths, causal, window):
+    case = Case("test", (lengths,), 2, 1, causal, window)
+    tiles = workload.tiles(case, KERNEL)
+    seen = visible(lengths, case.bounds).numpy()
+    expected = []
+    for begin in range(0, lengths[0], 256):
+        keys = np.flatnonzero(seen[begin : begin + 256].any(axis=0))
+        expected += [len(np.unique(keys // 128)) * STEP_CLOCKS] * 2
+    assert sorted(tile.work for tile in tiles) == sorted(expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_tiles_are_those_of_the_dense_model(causal):
+    case = Case("dense", ((1024, 1024),) * 3, 12, 4, causal)
+    shape = modelled.Shape(3, 1024, 12, 4, causal)
+    assert workload.tiles(case, KERNEL) == KERNEL.tiles(shape)
+
+
+def test_tiles_past_a_sequence_are_skipped():
+    case = Case("ragged", ((600, 600), (10, 10), (0, 300)), 2, 2, True, packed=True)
+    tiles = workload.tiles(case, KERNEL)
+    assert len(tiles) == 3 * 3 * 2
+    assert sum(not tile.skipped for tile in tiles) == (3 + 1) * 2
+    (schedule,) = workload.run(case, KERNEL)
+    longest = COSTS.begin + COSTS.each + COSTS.rate * 5 * STEP_CLOCKS
+    assert schedule.clocks == pytest.approx(longest)
