@@ -32,6 +32,7 @@ from . import modelled, workload
 from .accuracy import default_jobs
 from .measuring import CudaTimer, Sampling, interleave
 from .providers import Inputs, Ours, check_forward
+from .replays import Replayed
 from .results import (
     BASIS,
     MACHINE,
@@ -154,14 +155,12 @@ def measured_times(
     return found
 
 
-def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> tuple[np.ndarray, float]:
-    """(clocks of the sample in each replay, tensor-core work in it) of one mix."""
+def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
+    """The sample under one mix."""
     pattern, causal, machine, draws = job
-    variant = workload.Variant(
-        workload.Kind(causal), ForwardConfig(ex2_pattern=pattern), (SAMPLE,)
-    )
-    (found,) = workload.our_predictions(variant, load(machine), draws)
-    return found.clocks.astype(float), modelled.work_of(found)
+    config = ForwardConfig(ex2_pattern=pattern)
+    variant = workload.Variant(workload.Kind(causal), config=config, samples=(SAMPLE,))
+    return workload.our_replays(variant, load(machine), draws)[0]
 
 
 def modelled_times(
@@ -180,18 +179,18 @@ def modelled_times(
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             replays = list(pool.map(_replayed, todo))
     base = workload.our_kernel(workload.Variant(workload.Kind(causal)), load(machine), draws)
-    hardware, _ = replays[patterns.index(HARDWARE_ONLY)]
+    hardware = replays[patterns.index(HARDWARE_ONLY)]
     found = {}
-    for pattern, (clocks, work) in zip(patterns, replays, strict=True):
+    for pattern, run in zip(patterns, replays, strict=True):
         costs = [
-            TileCosts(c.begin, c.each, c.rate + float(change) / work)
-            for c, change in zip(base.costs, clocks - hardware, strict=True)
+            TileCosts(c.begin, c.each, c.rate + (clocks - without) / run.work)
+            for c, clocks, without in zip(base.costs, run.clocks, hardware.clocks, strict=True)
         ]
         kernel = replace(base, costs=costs)
         for name, seqlen in SEQLENS.items():
-            runs = workload.run(case_of(seqlen, causal), kernel)
-            seconds = np.array([run.seconds for run in runs])
-            found[pattern, name] = Times(seconds, runs[0].bound, STEP_WORK * costs[0].rate)
+            schedules = workload.run(case_of(seqlen, causal), kernel)
+            seconds = np.array([schedule.seconds for schedule in schedules])
+            found[pattern, name] = Times(seconds, schedules[0].bound, STEP_WORK * costs[0].rate)
     return found
 
 

@@ -11,7 +11,7 @@ from sm100_sim.timing.machine_constants import Machine
 
 from . import flash_attn_4, modelled, workload
 from .providers import OURS
-from .suite import FORWARD, Case
+from .suite import BACKWARD, FORWARD, Case
 
 PREDICTED = (OURS, flash_attn_4.PACKAGE)
 
@@ -19,10 +19,10 @@ PREDICTED = (OURS, flash_attn_4.PACKAGE)
 @dataclass(frozen=True)
 class Predicted:
     """seconds: float64, the central prediction first, then those of the draws. bound: what decides
-    the central one."""
+    the central one, None where several kernels share the time."""
 
     seconds: np.ndarray
-    bound: str
+    bound: str | None
 
     @property
     def low(self) -> float:
@@ -47,33 +47,57 @@ class Predictor:
         """Why a case cannot be predicted, None if it can."""
         if provider not in PREDICTED:
             return "the timing model needs its kernels' SASS for sm_100a; measured only"
-        if direction != FORWARD:
-            return "no model of the backward yet"
+        if direction != FORWARD and not _is_plain(case):
+            return "the model has the backward of sequences of one length, full and causal"
         if provider == flash_attn_4.PACKAGE:
             return flash_attn_4.unavailable()
         return None
 
-    def kernel(self, provider: str, kind: workload.Kind) -> modelled.Kernel:
-        """The forward kernel of a kind, replayed at the first call."""
-        if (provider, kind) not in self._kernels:
-            self.note(f"replaying {provider}, {kind}")
-            self._kernels[provider, kind] = self._replayed(provider, kind)
-        return self._kernels[provider, kind]
+    def kernel(
+        self, provider: str, kind: workload.Kind, use_clc: bool = False
+    ) -> modelled.Kernel:
+        """The forward kernel of a kind, replayed at the first call; use_clc: of ours."""
+        key = provider, kind, use_clc
+        if key not in self._kernels:
+            self.note(f"replaying {provider}, {kind}{', CLC' if use_clc else ''}")
+            self._kernels[key] = self._replayed(*key)
+        return self._kernels[key]
 
-    def _replayed(self, provider: str, kind: workload.Kind) -> modelled.Kernel:
+    def _replayed(self, provider: str, kind: workload.Kind, use_clc: bool) -> modelled.Kernel:
         name, draws = self.machine.name, self.draws
         if provider == OURS:
             if kind.is_dense:
-                return modelled.our_kernel(kind.causal, name, draws)
-            return workload.our_kernel(workload.Variant(kind), self.machine, draws)
+                return modelled.our_kernel(kind.causal, name, draws, use_clc=use_clc)
+            return workload.our_kernel(workload.Variant(kind, use_clc), self.machine, draws)
         if kind.is_dense:
             return modelled.their_kernel(workload.HEAD_DIM, kind.causal, name, draws)
         return workload.their_kernel(kind, self.machine, draws)
+
+    def _backward(self, provider: str, causal: bool) -> modelled.Attention:
+        key = provider, causal, BACKWARD
+        if key not in self._kernels:
+            self.note(f"replaying {provider}'s backward, {'causal' if causal else 'full'}")
+            name, draws = self.machine.name, self.draws
+            if provider == OURS:
+                found = modelled.our_kernel(causal, name, draws, BACKWARD)
+            else:
+                found = modelled.their_kernel(workload.HEAD_DIM, causal, name, draws, BACKWARD)
+            self._kernels[key] = found
+        return self._kernels[key]
 
     def predict(self, provider: str, case: Case, direction: str) -> Predicted:
         """Raises ValueError for a case that `refuses` gives a reason for."""
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
+        if direction == BACKWARD:
+            shape = modelled.Shape(
+                case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
+            )
+            return Predicted(self._backward(provider, case.causal).seconds(shape), None)
         found = workload.run(case, self.kernel(provider, workload.Kind.of(case)))
         return Predicted(np.array([s.seconds for s in found]), found[0].bound)
+
+
+def _is_plain(case: Case) -> bool:
+    return workload.Kind.of(case).is_dense and case.seqlen_q == case.seqlen_k

@@ -1,12 +1,11 @@
 """Cases of the suite on the timing model: tiles of any mask and lengths, costs of any kernel.
 
-`modelled` holds the kernels of dense attention; here are those of the other masks, of packed
-sequences, the dynamic scheduler, and the tiles of all of them.
+`modelled` holds the kernels of dense attention; here are those of the other masks and of packed
+sequences, and the tiles of all of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from sm100_sim.timing.machine_constants import Machine
 from sm100_sim.timing.problem import Schedule, Tile, schedule
 
 from . import flash_attn_4, modelled
+from .replays import Replayed, digest, kept, replayed
 from .suite import Case
 
 STEP = modelled.STEP
@@ -36,6 +36,8 @@ STEP = modelled.STEP
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 #: Left bound in the samples of windowed kernels, short enough to bind.
 SAMPLE_WINDOW = 256
+#: As Gemma 2's.
+SAMPLE_SOFTCAP = 50.0
 
 
 @dataclass(frozen=True)
@@ -62,48 +64,53 @@ class Variant:
     """One of our kernels to predict. config: None for the default one; samples: see `SAMPLES`."""
 
     kind: Kind
+    use_clc: bool = False
     config: ForwardConfig | None = None
     samples: tuple[tuple[int, int], ...] = SAMPLES
 
 
 def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kernel:
-    """Our forward under the static scheduler, with costs fitted to replays of that kernel."""
-    predictions = our_predictions(variant, machine, draws)
-    return modelled.kernel("ours", (HEAD_DIM, 256, 2, "static"), predictions, variant.samples)
+    """Our forward, with costs fitted to replays of that kernel."""
+    policy = "dynamic" if variant.use_clc else "static"
+    costs = modelled.fitted(our_replays(variant, machine, draws), policy)
+    return modelled.Kernel("ours", HEAD_DIM, 256, 2, policy, machine.sampled(draws), costs)
 
 
-def with_clc(kernel: modelled.Kernel) -> modelled.Kernel:
-    """The same kernel under the dynamic scheduler.
-
-    Its tiles cost what they cost under the static one: the next tile is asked for while this one
-    is worked on, and a query takes less than any tile.
-    """
-    return dataclasses.replace(kernel, policy="dynamic")
-
-
-def our_predictions(variant: Variant, machine: Machine, draws: int) -> list[timing.Prediction]:
+def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     """One CTA pair on each of the variant's samples, every tile of them run by it."""
-    kind, found = variant.kind, []
-    for seqlen, heads in variant.samples:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
-            for n in (heads, 1, 1)
-        )
-        window = (SAMPLE_WINDOW if kind.window else None, None)
-        softcap = 50.0 if kind.softcap else 0.0
-        options = Options.check(None, kind.causal, window, softcap, False)
-        ragged = {}
-        if kind.packed:
-            offsets = torch.tensor([0, seqlen], dtype=torch.int32)
-            ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        longest = (seqlen, seqlen) if kind.packed else (None, None)
-        problem = Problem.describe((q, k, v), options, None, ragged, *longest)
-        compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
-        tensors = CallTensors(q, k, v, *empty_results(problem), tuple(ragged.values()))
-        arguments = call_arguments(tensors, problem, 1, 0)
-        found += timing.predict(compiled, *arguments, machine=machine, draws=draws)
-    return found
+
+    def make() -> list[Replayed]:
+        found = []
+        for seqlen, heads in variant.samples:
+            compiled, arguments = _our_call(variant, seqlen, heads)
+            prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
+            found.append(replayed(prediction, -(-seqlen // 256) * heads))
+        return found
+
+    compiled, _ = _our_call(variant, *variant.samples[0])
+    what = digest(compiled.cubin), variant.kind, variant.samples
+    return kept(what, machine, draws, make)
+
+
+def _our_call(variant: Variant, seqlen: int, heads: int) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA pair)."""
+    kind, generator = variant.kind, torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
+        for n in (heads, 1, 1)
+    )
+    window = (SAMPLE_WINDOW if kind.window else None, None)
+    softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
+    options = Options.check(None, kind.causal, window, softcap, variant.use_clc)
+    ragged = {}
+    if kind.packed:
+        offsets = torch.tensor([0, seqlen], dtype=torch.int32)
+        ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    longest = (seqlen, seqlen) if kind.packed else (None, None)
+    problem = Problem.describe((q, k, v), options, None, ragged, *longest)
+    compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
+    tensors = CallTensors(q, k, v, *empty_results(problem), tuple(ragged.values()))
+    return compiled, call_arguments(tensors, problem, 1, 0)
 
 
 def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
@@ -115,10 +122,15 @@ def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
     if reason:
         raise RuntimeError(reason)
     samples = ((256, 1), (512, 1), (1024, 1), (2048, 1))
-    predictions = _their_predictions(kind, samples, machine, draws)
-    return modelled.kernel(
-        flash_attn_4.PACKAGE, (HEAD_DIM, 256, 2, "single"), predictions, samples
-    )
+
+    def make() -> list[Replayed]:
+        predictions = _their_predictions(kind, samples, machine, draws)
+        return [replayed(prediction, 1) for prediction in predictions]
+
+    rows = kept((modelled.their_versions(), kind, samples), machine, draws, make)
+    costs = modelled.fitted(rows, "single")
+    name = flash_attn_4.PACKAGE
+    return modelled.Kernel(name, HEAD_DIM, 256, 2, "single", machine.sampled(draws), costs)
 
 
 def _their_predictions(
@@ -130,7 +142,7 @@ def _their_predictions(
     if kind.window:
         options["window_size"] = (SAMPLE_WINDOW, 0)
     if kind.softcap:
-        options["softcap"] = 50.0
+        options["softcap"] = SAMPLE_SOFTCAP
     with timing.attached(machine, draws) as session:
         for seqlen, heads in samples:
             shape = (seqlen, heads, HEAD_DIM)

@@ -20,10 +20,11 @@ MACHINE = load("b200")
 class FakePredictor:
     machine = MACHINE
 
-    def kernel(self, provider, kind):
+    def kernel(self, provider, kind, use_clc):
         values = [MACHINE.values()] * 2
         costs = [TileCosts(7000.0, 1500.0, rate) for rate in (1.04, 1.1)]
-        return modelled.Kernel(provider, 256, 256, 2, "static", values, costs)
+        policy = "dynamic" if use_clc else "static"
+        return modelled.Kernel(provider, 256, 256, 2, policy, values, costs)
 
 
 def test_clc_wins_where_tiles_differ_and_only_there():
