@@ -50,8 +50,9 @@ class Touches(NamedTuple):
     writes: (CTA, shared offset, bytes, shared address of the mbarrier signalled) of each tile
     written to shared memory. reads: (CTA, shared offset, bytes) read. mmas: the instructions of a
     tcgen05 run. cells: (CTA, first column, columns, lanes, 16-byte chunks of shared memory read, or
-    None) of tcgen05.cp and shift. commits: shared addresses at which a commit arrives. stored:
-    (tensor map, coordinates) or (start, bytes) written to global memory, None for a reduction.
+    None) of tcgen05.cp and shift. commits: shared addresses at which a commit arrives. stored,
+    loaded: (tensor map, coordinates) or (start, bytes) of global memory written, None for a
+    reduction, or read. descriptor: address of the tensor map that is used, 0 for none.
     """
 
     warp: Any
@@ -62,6 +63,8 @@ class Touches(NamedTuple):
     cells: tuple = ()
     commits: Any = ()
     stored: tuple | None = None
+    loaded: tuple | None = None
+    descriptor: int = 0
 
 
 class AsyncOp:

@@ -61,6 +61,9 @@ class Machine:
     counters: bytes and requests counted by instructions.
     """
 
+    #: Backward branches that a warp may take before it loses its turn.
+    budget = DEFAULT_BUDGET
+
     def __init__(
         self,
         compiled: Any,
@@ -285,7 +288,7 @@ class Machine:
         """Run a warp until it waits, exits, polls or loses its turn."""
         context, run, address = warp.context, warp.compiled.run, warp.address
         interrupts = None if self._in_order else self.policy.interrupts
-        context.budget = DEFAULT_BUDGET
+        context.budget = self.budget
         while True:
             kind = run(address)
             if kind == _TRAP:

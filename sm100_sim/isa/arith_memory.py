@@ -57,7 +57,7 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
     mask = e.name_for(
         f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {given}, ptr %scratch, "
         f"i32 {width}, i32 {int(write)}, i32 {i.index})")
-    if e.logging and space != "local" and (write or wide != "global"):
+    if e.logging and space != "local":
         tag = i.index << 1 | write
         e.line(f"call void @log_access(ptr %context, i32 {mask}, ptr %scratch, i32 {width}, "
                f"i32 {tag})")

@@ -201,14 +201,15 @@ def _bind_tensor_load(instruction):
             places = _destinations(
                 cluster, target(warp, lane), barrier(warp, lane), ranks, form.group
             )
-            _submit_load(instruction, warp, tensor_map, coordinates, places)
+            _submit_load(instruction, warp, (tensor_map, coordinates), places, pointer)
 
     return execute
 
 
-def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
+def _submit_load(instruction, warp, tile, places, pointer: int) -> None:
     cluster = warp.cta.cluster
     machine = cluster.machine
+    tensor_map, coordinates = tile
 
     def perform() -> None:
         for cta, offset, barrier in places:
@@ -218,7 +219,9 @@ def _submit_load(instruction, warp, tensor_map, coordinates, places) -> None:
     machine.counters["tma.load bytes"] += tensor_map.tile_bytes * len(places)
     size = tensor_map.shared_bytes
     writes = tuple((cta, offset, size, barrier) for cta, offset, barrier in places)
-    submit(warp, instruction, "tma.load", perform, writes=writes)
+    submit(
+        warp, instruction, "tma.load", perform, writes=writes, loaded=tile, descriptor=pointer
+    )
 
 
 def _bind_tensor_store(instruction, skip: int, reduction: str | None):
@@ -252,7 +255,7 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
             machine.counters["tma.store bytes"] += tensor_map.tile_bytes
             _submit_grouped(
                 instruction, warp, lanes, perform, reads=((cta, offset, tensor_map.shared_bytes),),
-                stored=(tensor_map, coordinates) if reduction is None else None,
+                stored=(tensor_map, coordinates) if reduction is None else None, descriptor=pointer,
             )  # fmt: skip
 
     return execute
@@ -352,6 +355,7 @@ def _bind_bulk_load(instruction, from_global: bool):
                 warp, instruction, "tma.bulk", perform,
                 writes=tuple((place, at, count, signal) for place, at, signal in places),
                 reads=() if from_global else ((cta, start, count),),
+                loaded=(start, count) if from_global else None,
             )  # fmt: skip
 
     return execute

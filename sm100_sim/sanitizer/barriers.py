@@ -22,12 +22,14 @@ class WatchedBarrier(MBarrier):
     visible to other CTAs and to the async proxy. skipped: an arrive came before any wait for the
     phase before, and was reported. last_waits: warp -> phase last waited for.
     arrivals: of the current phase by the warp that issued them; usual: those of the first phase.
-    signalled: bytes of a copy have arrived in the current phase.
+    signalled: bytes of a copy have arrived in the current phase. roles: index of an instruction ->
+    the warps that have arrived by it, in any phase.
     """
 
     __slots__ = (
         "sanitizer", "gathering", "released", "observed", "base", "agent", "initialised", "fenced",
         "skipped", "last_waits", "arrivals", "usual", "signalled",
+        "roles",
     )  # fmt: skip
 
     def __init__(self, sanitizer: Sanitizer, address: int, count: int, wake: Any) -> None:
@@ -44,6 +46,7 @@ class WatchedBarrier(MBarrier):
         self.skipped = self.signalled = False
         self.arrivals: Counter[Any] = Counter()
         self.usual: Counter[Any] | None = None
+        self.roles: dict[int, set[Any]] = {}
         self.last_waits: dict[int, int] = {}
         sanitizer.barrier_begins(self)
 
@@ -53,8 +56,10 @@ class WatchedBarrier(MBarrier):
         return self.base + self.phase + 1
 
     def arrive(self, count: int = 1) -> int:
+        actor = self.sanitizer.actor
         self.sanitizer.arrives(self)
-        self.arrivals[self.sanitizer.actor.warp] += count
+        self.arrivals[actor.warp] += count
+        self.roles.setdefault(actor.instruction.index, set()).add(actor.warp)
         return super().arrive(count)
 
     def expect_tx(self, nbytes: int) -> None:

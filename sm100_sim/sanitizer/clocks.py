@@ -1,9 +1,10 @@
 """Vector clocks of one cluster: who has seen which accesses complete.
 
 A frontier is an int32 vector. Entry `agent` is the largest clock of that agent whose accesses are
-known to be complete. Every warp has six agents: its ordinary (generic proxy) accesses, its
-tcgen05.ld, its tcgen05.st, the MMAs it issues, the bulk stores it issues and its successful waits
-(these spread with every arrive, relaxed ones included, because they only tell what was executed).
+known to be complete. Every warp has seven agents: its ordinary (generic proxy) accesses, its
+tcgen05.ld, its tcgen05.st, the MMAs it issues, the bulk stores it issues, its successful waits
+(these spread with every arrive, relaxed ones included, because they only tell what was executed)
+and its cp.async.
 Every mbarrier has one: the copies that signal it, clock = phases begun. The last part of the
 vector, one entry a warp, tells which generic accesses a fence.proxy.async has made visible to
 asynchronous agents.
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GENERIC, LOAD, STORE, MMA, BULK, WAIT = range(6)
-AGENTS_OF_A_WARP = 6
+GENERIC, LOAD, STORE, MMA, BULK, WAIT, COPY = range(7)
+AGENTS_OF_A_WARP = 7
 #: mbarriers of one CTA that can be told apart; a CTA with more is refused.
 BARRIERS_OF_A_CTA = 128
 
@@ -53,6 +54,11 @@ class Layout:
     def generic(self) -> slice:
         """Entries of all warps' generic accesses."""
         return slice(GENERIC, self.barrier_base, AGENTS_OF_A_WARP)
+
+    def generic_of(self, rank: int) -> slice:
+        """Entries of the generic accesses of one CTA's warps."""
+        first = rank * self.warps * AGENTS_OF_A_WARP
+        return slice(first, first + self.warps * AGENTS_OF_A_WARP, AGENTS_OF_A_WARP)
 
     def proxy(self) -> slice:
         """Entries of the generic accesses that asynchronous agents may see."""

@@ -16,6 +16,10 @@ _WHAT = {
     "clc": "launch-control response, asynchronous, ",
     "dealloc": "deallocation, ",
     "arrive": "arrival, ",
+    "copy": "cp.async, asynchronous, ",
+    "stored": "asynchronous store, ",
+    "reduced": "asynchronous reduction, ",
+    "atomic": "atomic or ordered access, ",
 }
 
 #: What is missing after an access of each kind, for whoever touches the same bytes next.
@@ -39,6 +43,16 @@ _EDGES = {
             "access"),
     "clc": ("copy-in-flight", "no wait for the phase that the response completes leads to the "
             "later access"),
+    "stored": ("copy-in-flight", "no wait for the phase that the store completes leads to the later "
+               "access"),
+    "reduced": ("copy-in-flight", "no wait for the phase that the reduction completes leads to the "
+                "later access"),
+    "copy": (
+        "copy-in-flight",
+        "cp.async is known to be complete only through cp.async.wait_group by the thread that "
+        "issued it and then a barrier, or through an mbarrier that tracks it "
+        "(cp.async.mbarrier.arrive) and a wait",
+    ),
     "bulk": (
         "bulk-store-in-flight",
         "the bulk store may still read its source: cp.async.bulk.commit_group and "

@@ -19,16 +19,17 @@ from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.tcgen05_data import form_of, locator
 from sm100_sim.warp import (
     SHARED_WINDOW,
+    address,
     lane_array,
     predicate_reader,
     reader,
     uniform,
 )
 
-from .clocks import BULK, LOAD, STORE
+from .clocks import BULK, COPY, LOAD, STORE
 from .footprints import fragment_regions
 from .sanitizer import Sanitizer
-from .shadow import FRESH, UNTRACKED
+from .shadow import FRESH
 from .state import Round, WarpState
 
 Executor = Callable[[Any, int], Any]
@@ -215,6 +216,9 @@ def _cluster_wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
 @_hook("fence", "membar")
 def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     name = instruction.name
+    acquires = None
+    if name.startswith("fence.proxy.tensormap::generic.acquire"):
+        acquires = address(instruction.operands[0], 64)
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -222,10 +226,15 @@ def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
             sanitizer.ordering(state, "proxy")
             state.fence_proxy()
             sanitizer.fence_inits(state)
+        elif acquires is not None:
+            sanitizer.maps.acquire(state, acquires(warp, lanes))
+        elif name.startswith("fence.proxy.tensormap"):
+            sanitizer.maps.release(state)
         elif name.startswith("fence.mbarrier_init"):
             sanitizer.fence_inits(state)
             state.fence()
         elif not name.startswith(("fence.proxy", "membar.proxy")):
+            sanitizer.flags.fence(state)
             state.fence()
         return execute(warp, lanes)
 
@@ -264,12 +273,12 @@ def _fence_after(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> E
 def _alloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     spaced = any(part.startswith("shared") for part in instruction.name.split("."))
     target = shared_address(instruction.operands[0], not spaced)
-    is_pair = "cta_group::2" in instruction.modifiers
+    paired = "cta_group::2" in instruction.modifiers
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
-        if is_pair:
-            sanitizer.pair_allocates(state)
+        if paired and warp.cta.peer is not None:
+            sanitizer.meet(state, warp.cta.peer.rank)
         before = dict(warp.cta.tmem.allocations)
         outcome = execute(warp, lanes)
         if outcome is None:
@@ -287,11 +296,11 @@ def _alloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
 
 @_hook("tcgen05.dealloc")
 def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    address, columns = (uniform(operand, 32) for operand in instruction.operands)
+    start, columns = (uniform(operand, 32) for operand in instruction.operands)
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
-        first = address(warp, lanes) & 0xFFFF
+        first = start(warp, lanes) & 0xFFFF
         region = slice(first, first + columns(warp, lanes))
         access = state.access("dealloc", True)
         sanitizer.cta(warp.cta).tmem.touch(region, access, state.frontier)
@@ -302,9 +311,9 @@ def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
 
 @_hook("tcgen05.ld")
 def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    _, address, *rest = instruction.operands
+    _, place, *rest = instruction.operands
     form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
-    locate = locator(instruction, address, form)
+    locate = locator(instruction, place, form)
     loads = [i for i in sanitizer.machine.compiled.instructions if i.opcode == "tcgen05.ld"]
     number = loads.index(instruction)
 
@@ -322,9 +331,9 @@ def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor
 
 @_hook("tcgen05.st")
 def _store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    address, *split, _ = instruction.operands
+    place, *split, _ = instruction.operands
     form = form_of(instruction, "unpack::16b", split[0].value if split else None)
-    locate = locator(instruction, address, form)
+    locate = locator(instruction, place, form)
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -403,16 +412,63 @@ def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 
 @_hook("cp.async.ca", "cp.async.cg")
 def _copy_async(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    targets, size = shared_targets(instruction.operands[0], True), instruction.operands[2].value
+    target, origin, size = instruction.operands[:3]
+    targets, origins, size = shared_targets(target, True), reader(origin, 64), size.value
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
         outcome = execute(warp, lanes)
-        flat = state.cluster.ctas[warp.cta.rank].flat
-        for place in targets(warp)[lane_array(lanes)].tolist():
-            first = (place & 0xFFFFFF) >> 2
-            flat[first : first + (size >> 2)] = UNTRACKED
+        active = lane_array(lanes)
+        access = state.asynchronous(COPY, "copy", True)
+        state.copies.append(access)
+        first = (targets(warp)[active] & 0xFFFFFF) >> 2
+        cells = (first[:, None] + np.arange(size >> 2)).reshape(-1)
+        sanitizer.cta(warp.cta).smem.touch((cells // 4, cells % 4), access, state.frontier)
+        sanitizer.writes.load(state, origins(warp)[active], size)
         return outcome
+
+    return run
+
+
+@_hook("cp.async.commit_group")
+def _commit_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        state.copy_groups.append(state.issued[COPY])
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook("cp.async.wait_group", "cp.async.wait_all")
+def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    everything = instruction.opcode == "cp.async.wait_all"
+    allowed = 0 if everything else instruction.operands[0].value
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        if outcome is not None:
+            return outcome
+        done = len(state.copy_groups) - allowed
+        if everything:
+            state.finish_copies(state.issued[COPY])
+            state.copy_groups.clear()
+        elif done > 0:
+            state.finish_copies(state.copy_groups[done - 1])
+            del state.copy_groups[:done]
+        return None
+
+    return run
+
+
+@_hook("cp.async.mbarrier.arrive")
+def _track_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        for access in state.copies:
+            access.issued = state.clock
+        return execute(warp, lanes)
 
     return run
 
@@ -425,22 +481,38 @@ def _atomic(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execut
     parts = instruction.name.split(".")
     operand = instruction.operands[1 if instruction.opcode == "atom" else 0]
     shared = any(part.startswith("shared") for part in parts)
-    if "global" in parts or operand.base is None:
+    if operand.base is None:
         return _ordinary(instruction, execute, sanitizer)
     addresses = reader(operand, 32 if shared else 64)
+    size = 2 if parts[-1].endswith("64") else 1
+    acquires, releases = (bool({"acq_rel", which} & set(parts)) for which in ("acquire", "release"))
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
-        outcome = execute(warp, lanes)
-        values = addresses(warp)[lane_array(lanes)].astype(np.uint64)
+        places = np.unique(addresses(warp)[lane_array(lanes)].astype(np.uint64))
+        outside = places[:0]
         if not shared:
-            values = values - np.uint64(SHARED_WINDOW)
-        for value in np.unique(values[values < 1 << 32]).tolist():
-            flat = state.cluster.ctas[value >> 24].flat
-            first = (value & 0xFFFFFF) >> 2
-            flat[first : first + 2 if parts[-1].endswith("64") else first + 1] = UNTRACKED
+            offsets = places - np.uint64(SHARED_WINDOW)
+            places, outside = offsets[offsets < 1 << 32], places[offsets >= 1 << 32]
+        flags = [_touch_atomic(sanitizer, state, place, size) for place in places.tolist()]
+        flags += outside.tolist()
+        if instruction.opcode == "atom":
+            sanitizer.flags.learn(state, flags, acquires)
+        outcome = execute(warp, lanes)
+        sanitizer.flags.publish(state, flags, releases)
         return outcome
 
     return run
 
 
+def _touch_atomic(sanitizer: Sanitizer, state: WarpState, place: int, cells: int) -> int:
+    """Record an atomic on a shared address; returns the host address, by which flags are known."""
+    rank, offset = place >> 24, place & 0xFFFFFF
+    cta = state.cluster.ctas[rank]
+    access = state.access("atomic", True)
+    if cta.cta is not state.warp.cta:
+        sanitizer.meet(state, rank)
+        cta.visit(access)
+    first = np.arange(offset >> 2, (offset >> 2) + cells)
+    cta.smem.touch((first // 4, first % 4), access, state.frontier)
+    return cta.cta.smem.__array_interface__["data"][0] + offset

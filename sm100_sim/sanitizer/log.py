@@ -46,12 +46,18 @@ class AccessLog:
             self._count.value = 0
 
     def records(self) -> np.ndarray:
-        """What is in the log (`LOG_RECORD`), emptying it. Raises the error of an earlier drain."""
+        """What is in the log (`LOG_RECORD`), emptying it. Raises the error of an earlier drain.
+
+        The same record several times running, as polling makes it, is given once.
+        """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         records = self._records[: self._count.value].copy()
         self._count.value = 0
+        if len(records) > 1:
+            raw = records.view(np.uint64).reshape(len(records), -1)
+            records = records[np.append(True, (raw[1:] != raw[:-1]).any(axis=1))]
         return records
 
     def take(self) -> Iterator[tuple[int, bool, int, np.ndarray]]:

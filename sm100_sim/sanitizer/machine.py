@@ -23,6 +23,8 @@ class SanitizedMachine(Machine):
     strict = False
     in_order = True
     sanitizer_type = Sanitizer
+    #: Loops that poll memory fill the log, so they soon give way.
+    budget = 20_000
 
     def __init__(self, compiled: Any, *arguments: Any) -> None:
         super().__init__(compiled, *arguments)
@@ -57,6 +59,9 @@ class SanitizedMachine(Machine):
     def _run_warp(self, warp: ResidentWarp) -> None:
         self.sanitizer.running = self.sanitizer.state(warp)
         super()._run_warp(warp)
+        # The next warp must not be taken for who made the accesses in the log.
+        if self.sanitizer.log.waiting:
+            self.sanitizer.drain()
 
     def submit(self, operation: AsyncOp) -> None:
         self.sanitizer.submit(operation)

@@ -18,15 +18,22 @@ from sm100_sim.events import AsyncOp
 
 from . import findings, footprints
 from .barriers import WatchedBarrier
-from .clocks import AGENTS_OF_A_WARP, BULK, GENERIC, MMA, WAIT, Layout
+from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, MMA, WAIT, Layout
 from .findings import Finding
+from .flags import Flags
+from .global_memory import GlobalWrites
 from .log import AccessLog
-from .output import Output
 from .shadow import BARRIER, FRESH, Access
 from .state import ClusterState, CtaState, WarpState
+from .tensor_maps import TensorMaps
 
 #: Kinds of access that go through the async proxy to shared memory.
 _ASYNC = frozenset(("tma", "mma", "bulk", "clc"))
+#: Kinds that go through the generic proxy.
+_GENERIC = frozenset(("generic", "atomic", "copy", "stored", "reduced"))
+#: Kinds of copies that are not tensor or bulk copies, by operation.
+_KINDS = {"st.async": "stored", "red.async": "reduced"}
+_ORDERED_ACCESS = {"acquire", "release", "relaxed", "volatile", "mmio"}
 
 
 #: Pairs of tcgen05 instructions of one thread that execute in order, beside two MMAs of one
@@ -84,10 +91,12 @@ class Sanitizer:
         self.clusters: dict[int, ClusterState] = {}
         self.running: WarpState | None = None
         self.found: dict[tuple, Finding] = {}
-        self.output = Output(self, machine.memory)
-        self._sync_stores = {
+        self.writes = GlobalWrites(self, machine.memory)
+        self.flags = Flags(self)
+        self.maps = TensorMaps(self)
+        self._ordered_accesses = {
             i.index for i in instructions
-            if i.opcode == "st" and {"release", "relaxed", "volatile", "mmio"} & set(i.modifiers)
+            if i.opcode in ("ld", "st") and _ORDERED_ACCESS & set(i.modifiers)
         }
 
     def refuse(self, count: int) -> LaunchError:
@@ -110,7 +119,7 @@ class Sanitizer:
                 self.report(findings.unready(before, access, where), key)
             return False
         reached = self._reached(before, access, frontier)
-        if reached and not self._needs_fence(before, access, frontier):
+        if reached and not self.needs_fence(before, access, frontier):
             return True
         key = tuple(a.instruction and a.instruction.index for a in (before, access))
         self.report(findings.race(before, access, where, reached), key)
@@ -127,16 +136,18 @@ class Sanitizer:
             used = pair[0] == "ld" and self.running.has_used(before.clock)
             if self.in_order or used:
                 return True
+        if pair in (("atomic", "atomic"), ("reduced", "reduced")):
+            return True
         return before.clock is not None and int(frontier[before.agent]) >= before.clock
 
-    def _needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
+    def needs_fence(self, before: Access, access: Access, frontier: np.ndarray) -> bool:
         """Whether a generic access is not visible to the async proxy, where it has to be."""
-        if before.kind != "generic" or access.kind not in _ASYNC:
+        if before.kind not in _GENERIC or access.kind not in _ASYNC:
             return False
         # A read before an asynchronous overwrite needs order only, but for CLC responses.
         if not before.write and access.kind != "clc":
             return False
-        return int(frontier[self.layout.agents + before.warp]) < before.clock
+        return int(frontier[self.layout.agents + before.warp]) < before.issued
 
     # ------------------------------------------------------------ warps
 
@@ -180,20 +191,24 @@ class Sanitizer:
         for index, write, width, addresses in self.log.take():
             offsets = addresses - np.uint64(base)
             state.instruction = instructions[index]
-            if int(offsets.max()) < size:
-                self._shared(state, offsets.astype(np.int64), width, write, row)
-            elif write and not (offsets < size).any():
-                if index not in self._sync_stores:
-                    self.output.store(state, addresses, width)
-            else:
-                inside = offsets < size
-                if inside.any():
-                    self._shared(state, offsets[inside].astype(np.int64), width, write, row)
+            inside = offsets < size
+            if inside.any():
+                self._shared(state, offsets[inside].astype(np.int64), width, write, row)
+            if index in self._ordered_accesses:
+                flags, modifiers = np.unique(addresses).tolist(), state.instruction.modifiers
+                if write:
+                    self.flags.publish(state, flags, "release" in modifiers)
+                else:
+                    self.flags.learn(state, flags, "acquire" in modifiers)
+            elif not inside.all():
+                act = self.writes.store if write else self.writes.load
+                act(state, addresses[~inside], width)
 
     def _shared(
         self, state: WarpState, offsets: np.ndarray, width: int, write: bool, row: int
     ) -> None:
         """A native access to shared memory at `offsets` into the cluster's array."""
+        kind = "atomic" if state.instruction.index in self._ordered_accesses else "generic"
         ranks = offsets // row
         first = int(ranks[0])
         ranks_used = (first,) if (ranks == first).all() else np.unique(ranks).tolist()
@@ -203,11 +218,26 @@ class Sanitizer:
             if width > 4:
                 cells = (cells[:, None] + np.arange(width // 4)).reshape(-1)
             cta = state.cluster.ctas[rank]
-            access = state.access("generic", write)
+            access = state.access(kind, write)
             if cta.cta is not state.warp.cta:
+                self.meet(state, rank)
                 cta.visit(access)
             shape = cta.smem.plane.shape[1]
             cta.smem.touch((cells // shape, cells % shape), access, state.frontier)
+
+    def meet(self, state: WarpState, rank: int) -> None:
+        """A warp reaches into a CTA of its cluster, which must be known to have started."""
+        if rank == state.warp.cta.rank or rank in state.met:
+            return
+        if state.frontier[self.layout.generic_of(rank)].any():
+            state.met.add(rank)
+            return
+        text = (
+            f"{self._place(state)} reaches into CTA rank {rank}, which is not known to have "
+            "started; a cluster barrier must come first"
+        )
+        lines = (state.instruction.line,)
+        self.report(Finding("peer-not-met", text, lines), (state.instruction.index,))
 
     def leave(self, warp: Any) -> None:
         """A warp has exited."""
@@ -242,8 +272,27 @@ class Sanitizer:
             # of them has arrived.
             text = f"{place}; fewer bytes arrived than were expected"
             self.report(Finding("transactions-at-exit", text), key)
-        if barrier.usual is not None and not barrier.arrivals <= barrier.usual:
-            self.unbalanced(barrier)
+        self._check_roles(barrier, place)
+
+    def _check_roles(self, barrier: WatchedBarrier, place: str) -> None:
+        """In a phase that is left open, the warps that share an arrive have all arrived or none.
+
+        A role as a whole may be ahead of the others at the end of a kernel.
+        """
+        arrived = {warp for warp, count in barrier.arrivals.items() if count}
+        for index, warps in barrier.roles.items():
+            if barrier.phase and arrived & warps and not warps <= arrived:
+                instruction = self.machine.compiled.instructions[index]
+                absent = ", ".join(
+                    f"CTA {warp.cta.ctaid} warp {warp.index}"
+                    for warp in sorted(warps - arrived, key=lambda w: (w.cta.rank, w.index))
+                )
+                text = (
+                    f"{place}; of the warps that arrive at `{instruction.text}` (PTX line "
+                    f"{instruction.line}), {absent} did not arrive in this phase and others did"
+                )
+                finding = Finding("arrivals-unbalanced", text, (instruction.line,))
+                self.report(finding, (barrier.address & 0xFFFFFF,))
 
     def unbalanced(self, barrier: WatchedBarrier) -> None:
         """Other warps made the arrivals of this phase than those of the first one."""
@@ -259,20 +308,6 @@ class Sanitizer:
             f"{barrier.describe()}: {counts}; the roles disagree on how often they arrive"
         )
         self.report(Finding("arrivals-unbalanced", text), (barrier.address & 0xFFFFFF,))
-
-    def pair_allocates(self, state: WarpState) -> None:
-        """tcgen05.alloc of a pair: the peer CTA must be known to run (PTX ISA 9.7.16.7.1)."""
-        cta = state.warp.cta
-        first = (cta.rank ^ 1) * self.layout.warps
-        entries = [AGENTS_OF_A_WARP * (first + w) + GENERIC for w in range(self.layout.warps)]
-        if not state.frontier[entries].any():
-            access = state.access("generic", False)
-            text = (
-                f"{findings.describe(access)} allocates for both CTAs of a pair, but nothing tells "
-                "that the peer has started: a cluster barrier must come before"
-            )
-            index = state.instruction.index
-            self.report(Finding("peer-not-met", text, findings.lines(access)), (index,))
 
     # ------------------------------------------------------------ barriers
 
@@ -342,6 +377,7 @@ class Sanitizer:
 
     def _visit_barrier(self, access: Access, state: WarpState, rank: int) -> None:
         if rank != state.warp.cta.rank:
+            self.meet(state, rank)
             state.cluster.ctas[rank].visit(access)
 
     def _observed(self, barrier: WatchedBarrier, frontier: np.ndarray) -> bool:
@@ -400,6 +436,12 @@ class Sanitizer:
             self._tensor_copy(state, touches)
         elif operation.kind == "tma.store":
             self._bulk_store(state, touches)
+        elif operation.kind == "cp.async":
+            return
+        elif operation.kind == "cp.async.arrive":
+            completion = Completion(state, {})
+            completion.frontier[state.copy] = state.issued[COPY]
+            self._follow(operation, completion)
         else:
             self._copy(state, operation, touches)
 
@@ -428,7 +470,7 @@ class Sanitizer:
         self._follow(operation, completion)
 
     def _copy(self, state: WarpState, operation: AsyncOp, touches: Any) -> None:
-        kind = "clc" if operation.kind.startswith("clc") else "tma"
+        kind = "clc" if operation.kind.startswith("clc") else _KINDS.get(operation.kind, "tma")
         accesses: dict[int, Access] = {}
         for cta, offset, size, signal in touches.writes:
             barrier = state.cluster.cluster.mbarrier(signal)
@@ -446,6 +488,10 @@ class Sanitizer:
             if accesses:
                 source = next(iter(accesses.values()))
             self._touch_bytes(cta, offset, size, source, state.frontier)
+        if touches.loaded is not None:
+            self.writes.fetch(state, touches.loaded)
+        if touches.descriptor:
+            self.maps.use(state, touches.descriptor, list(accesses.values()))
         self._follow(operation, Completion(state, accesses))
 
     def _bulk_store(self, state: WarpState, touches: Any) -> None:
@@ -453,11 +499,14 @@ class Sanitizer:
         for cta, offset, size in touches.reads:
             self._touch_bytes(cta, offset, size, access, state.frontier)
         if touches.stored is not None:
-            self.output.copy(state, touches.stored)
+            self.writes.copy(state, touches.stored, access.clock)
+        if touches.descriptor:
+            self.maps.use(state, touches.descriptor, [access])
 
     def _touch_bytes(
         self, cta: Any, offset: int, size: int, access: Access, frontier: np.ndarray
     ) -> None:
+        self.meet(self.running, cta.rank)
         state = self.cta(cta)
         state.visit(access)
         if offset % 16 or size % 16:

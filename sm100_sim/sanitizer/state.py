@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import clocks
-from .clocks import AGENTS_OF_A_WARP, BULK, GENERIC, LOAD, MMA, STORE, WAIT, Layout
+from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, LOAD, MMA, STORE, WAIT, Layout
 from .shadow import Access, Shadow
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ class WarpState:
     is taken in before the warp does anything else. loads: (clock, number of the instruction) of
     tcgen05.ld in flight. uses: flags that native code sets when loaded data are used. recorded:
     MMAs of the open chain already recorded. groups: clocks of the last bulk store of each committed
-    group. unfenced: generic accesses were made since the last fence.proxy.async.
+    group. copies, copy_groups: the same of cp.async, with its accesses in flight. unfenced: generic
+    accesses were made since the last fence.proxy.async. met: ranks of CTAs known to have started.
+    flags_read: addresses of relaxed reads since the last fence.
     """
 
     def __init__(self, sanitizer: Sanitizer, warp: Any, number: int, cluster: ClusterState) -> None:
@@ -44,6 +46,7 @@ class WarpState:
         base = AGENTS_OF_A_WARP * number
         self.generic, self.load, self.store = base + GENERIC, base + LOAD, base + STORE
         self.mma, self.bulk, self.wait = base + MMA, base + BULK, base + WAIT
+        self.copy = base + COPY
         self.frontier = layout.empty()
         self.clock = 1
         self.frontier[self.generic] = 1
@@ -56,9 +59,13 @@ class WarpState:
         self.joining: Round | None = None
         self.loads: deque[tuple[int, int]] = deque()
         self.uses = np.zeros(max(sanitizer.load_count, 1), np.uint8)
-        self.issued = {LOAD: 0, STORE: 0, MMA: 0, BULK: 0}
+        self.issued = {LOAD: 0, STORE: 0, MMA: 0, BULK: 0, COPY: 0}
         self.recorded = 0
         self.groups: list[int] = []
+        self.copies: list[Access] = []
+        self.copy_groups: list[int] = []
+        self.met: set[int] = set()
+        self.flags_read: set[int] = set()
         self.unfenced_inits: list[Any] = []
         self.generation = 0
 
@@ -131,6 +138,15 @@ class WarpState:
         """Whether the data of all loads in flight up to `clock` have been used."""
         return all(self.uses[number] for issued, number in self.loads if issued <= clock)
 
+    def finish_copies(self, clock: int) -> None:
+        """cp.async up to a clock are complete, which makes them writes of this warp at this time:
+        it takes a later fence.proxy.async to show them to asynchronous agents."""
+        self.frontier[self.copy] = max(int(self.frontier[self.copy]), clock)
+        for access in self.copies:
+            if access.clock <= clock:
+                access.issued = self.clock
+        self.copies = [access for access in self.copies if access.clock > clock]
+
     def finish_loads(self, everything: bool) -> None:
         """Loads are complete when waited for, or when their data have been used."""
         loads, uses = self.loads, self.uses
@@ -162,10 +178,16 @@ class CtaState:
 
 
 class ClusterState:
-    """State of the sanitizer for one cluster; `barrier`: the open round of its hardware barrier."""
+    """State of the sanitizer for one cluster.
+
+    number: of the cluster in the grid. rounds: of its hardware barrier. foreign: cluster number ->
+    what its warps have learned of that cluster through global memory.
+    """
 
     def __init__(self, sanitizer: Sanitizer, cluster: Any) -> None:
         self.cluster = cluster
+        self.number: int = cluster.id
+        self.foreign: dict[int, np.ndarray] = {}
         self.ctas = [CtaState(sanitizer, cta) for cta in cluster.ctas]
         self.rounds: dict[int, Round] = {}
         count = len(cluster.ctas[0].warps)

@@ -23,14 +23,14 @@ def without(text: str, *tags: str) -> str:
     return text
 
 
-_START = """
+START = """
 mov.u32 %r0, %tid.x;  shr.u32 %r1, %r0, 5;  and.b32 %r2, %r0, 31;
 mov.u32 %r3, smem;  shl.b32 %r5, %r0, 2;  add.u32 %r5, %r5, %r3;
 setp.ne.u32 %p0, %r0, 0;
 """
 
 # A full/empty ring of one slot: warp 0 fills 128 bytes of shared memory, warp 1 reads them.
-RING = _START + """
+RING = START + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
 mbarrier.init.shared.b64 [smem+8], 32;
@@ -59,8 +59,122 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
 END:
 """
 
+# The same ring with two slots, 128 bytes each.
+STAGES = START + """
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 32;
+mbarrier.init.shared.b64 [smem+8], 32;
+mbarrier.init.shared.b64 [smem+16], 32;
+mbarrier.init.shared.b64 [smem+24], 32;
+READY:
+bar.sync 0;
+shl.b32 %r5, %r2, 2;  add.u32 %r5, %r5, %r3;
+mov.u32 %r4, 0;
+setp.ne.u32 %p1, %r1, 0;
+@%p1 bra CONSUMER;
+PRODUCE:
+and.b32 %r6, %r4, 1;  shl.b32 %r8, %r6, 3;  add.u32 %r8, %r8, %r3;
+shr.u32 %r10, %r4, 1;  and.b32 %r10, %r10, 1;  xor.b32 %r10, %r10, 1;
+W0: mbarrier.try_wait.parity.shared.b64 %p2, [%r8+16], %r10;  @!%p2 bra W0;
+/*slot*/ shl.b32 %r11, %r6, 7;
+add.u32 %r11, %r11, %r5;
+st.shared.b32 [%r11+128], %r4;
+mbarrier.arrive.shared.b64 _, [%r8];
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
+@%p3 bra PRODUCE;
+bra END;
+CONSUMER:
+and.b32 %r6, %r4, 1;  shl.b32 %r8, %r6, 3;  add.u32 %r8, %r8, %r3;
+shr.u32 %r10, %r4, 1;  and.b32 %r10, %r10, 1;
+W1: mbarrier.try_wait.parity.shared.b64 %p2, [%r8], %r10;  @!%p2 bra W1;
+shl.b32 %r11, %r6, 7;  add.u32 %r11, %r11, %r5;
+ld.shared.b32 %r7, [%r11+128];
+mbarrier.arrive.shared.b64 _, [%r8+16];
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 6;
+@%p3 bra CONSUMER;
+END:
+"""
+
+# Three warps arrive at a barrier in each round; the fourth waits for it and lets them go on.
+GATE = START + """
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 96;
+mbarrier.init.shared.b64 [smem+8], 32;
+READY:
+bar.sync 0;
+mov.u32 %r4, 0;
+/*trips*/ mov.u32 %r8, 3;
+setp.eq.u32 %p1, %r1, 3;
+@%p1 bra WAITER;
+ROUND:
+/*arrive*/ mbarrier.arrive.shared.b64 _, [smem];
+and.b32 %r6, %r4, 1;
+W0: mbarrier.try_wait.parity.shared.b64 %p2, [smem+8], %r6;  @!%p2 bra W0;
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, %r8;
+@%p3 bra ROUND;
+/*leave*/ bra END;
+WAITER:
+and.b32 %r6, %r4, 1;
+W1: mbarrier.try_wait.parity.shared.b64 %p2, [smem], %r6;  @!%p2 bra W1;
+mbarrier.arrive.shared.b64 _, [smem+8];
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, %r8;
+@%p3 bra WAITER;
+END:
+"""
+
+# Two warps arrive at a barrier of two, in turns, and wait for each other.
+TURNS = START + """
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 2;
+READY:
+bar.sync 0;
+mov.u32 %r4, 0;
+LOOP:
+bar.warp.sync -1;
+/*who*/ setp.eq.u32 %p1, %r2, 0;
+@%p1 mbarrier.arrive.shared.b64 _, [smem];
+and.b32 %r6, %r4, 1;
+W: mbarrier.try_wait.parity.shared.b64 %p2, [smem], %r6;  @!%p2 bra W;
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
+@%p3 bra LOOP;
+"""
+
+# Two warps hand a line of shared memory to and fro through named barriers.
+NAMED = START + """
+shl.b32 %r5, %r2, 2;  add.u32 %r5, %r5, %r3;
+mov.u32 %r4, 0;
+/*return*/ mov.u32 %r8, 1;
+setp.eq.u32 %p1, %r1, %r8;
+@%p1 bra READER;
+WRITE:
+st.shared.b32 [%r5], %r4;
+/*arrive*/ bar.arrive 1, 64;
+/*back*/ bar.sync 2, 64;
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
+@%p3 bra WRITE;
+bra END;
+READER:
+/*sync*/ bar.sync 1, 64;
+ld.shared.b32 %r7, [%r5];
+/*free*/ bar.arrive 2, 64;
+add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
+@%p3 bra READER;
+END:
+"""
+
+# Eight warps give registers away and eight take them.
+REGISTERS = START + """
+setp.gt.u32 %p1, %r1, 7;
+@%p1 bra TAKE;
+/*give*/ setmaxnreg.dec.sync.aligned.u32 40;
+bra END;
+TAKE:
+setmaxnreg.inc.sync.aligned.u32 208;
+END:
+"""
+
 # The CTAs of a pair write into each other's shared memory.
-PAIR = _START + """
+PAIR = START + """
 mov.u32 %r10, %cluster_ctarank;
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
@@ -78,7 +192,7 @@ ld.shared.b32 %r7, [%r5+256];
 """
 
 # CTA 1 of a pair arrives at a barrier of CTA 0, where nobody waits.
-ONE_WAY = _START + """
+ONE_WAY = START + """
 mov.u32 %r10, %cluster_ctarank;
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 32;
@@ -95,7 +209,7 @@ DONE:
 """
 
 # Copies global memory to shared memory, adds one to it and copies it back; twice.
-COPIES = _START + """
+COPIES = START + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
@@ -128,7 +242,7 @@ _IDESC = (1 << 4) | (1 << 7) | (1 << 10) | (2 << 17) | (8 << 24)
 
 # Four warps store A (128 x 16, bf16) to tensor memory and B (16 x 16) to shared memory; one thread
 # multiplies them, everybody reads D (128 x 16, f32), and one thread multiplies once more.
-TENSOR = _START + f"""
+TENSOR = START + f"""
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 mbarrier.init.shared.b64 [smem+8], 128;
@@ -178,13 +292,13 @@ END:
 """
 
 # The only warp of a cluster takes over other clusters until nothing is left.
-CANCEL = _START + """
+CANCEL = START + """
 @%p0 bra READY;
 mbarrier.init.shared.b64 [smem], 1;
 fence.mbarrier_init.release.cluster;
 READY:
 bar.sync 0;
-mov.u32 %r4, 0;
+mov.u32 %r4, 0;  mov.u32 %r9, 0;
 LOOP:
 @%p0 bra WAIT;
 mbarrier.arrive.expect_tx.shared.b64 _, [smem], 16;
@@ -197,90 +311,6 @@ clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q0;
 /*proxy*/ fence.proxy.async.shared::cta;
 /*meet*/ bar.sync 0;
 xor.b32 %r4, %r4, 1;
-/*again*/ @%p2 bra LOOP;
-"""
-
-# Every CTA writes its own 128 bytes of global memory.
-WRITERS = _START + """
-mov.u32 %r4, %ctaid.x;
-shl.b32 %r6, %r4, 7;  shl.b32 %r7, %r0, 2;
-/*own part*/ add.u32 %r7, %r7, %r6;
-cvt.u64.u32 %rd0, %r7;  add.u64 %rd0, %rd0, %rd8;
-st.global.b32 [%rd0], %r0;
-"""
-
-# One copy; its barrier is then left as it was found.
-ONE_COPY = _START + """
-@%p0 bra READY;
-mbarrier.init.shared.b64 [smem], 1;
-fence.mbarrier_init.release.cluster;
-mbarrier.arrive.expect_tx.shared.b64 _, [smem], 128;
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [smem+1024], [%rd8], 128, [smem];
-READY:
-bar.sync 0;
-W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], 0;  @!%p1 bra W;
-ld.shared.b32 %r7, [%r5+1024];
-bar.sync 0;
-@%p0 bra END;
-/*left*/ bar.warp.sync 1;
-END:
-"""
-
-# Two warps arrive at a barrier of two, in turns, and wait for each other.
-TURNS = _START + """
-@%p0 bra READY;
-mbarrier.init.shared.b64 [smem], 2;
-READY:
-bar.sync 0;
-mov.u32 %r4, 0;
-st.shared.b32 [%r5+64], %r0;
-LOOP:
-bar.warp.sync -1;
-/*who*/ setp.eq.u32 %p1, %r2, 0;
-@%p1 mbarrier.arrive.shared.b64 _, [smem];
-and.b32 %r6, %r4, 1;
-W: mbarrier.try_wait.parity.shared.b64 %p2, [smem], %r6;  @!%p2 bra W;
-add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
-@%p3 bra LOOP;
-"""
-
-# Two warps meet at a named barrier.
-NAMED = _START + """
-/*meet*/ bar.sync 3, 64;
-"""
-
-# One CTA of a pair sends a copy to both.
-MULTICAST = ".reg .b16 %h<1>;" + _START + """
-mov.u32 %r10, %cluster_ctarank;
-@%p0 bra READY;
-mbarrier.init.shared.b64 [smem], 1;
-fence.mbarrier_init.release.cluster;
-mbarrier.arrive.expect_tx.shared.b64 _, [smem], 128;
-READY:
-barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
-add.u32 %r11, %r10, %r0;  setp.ne.u32 %p1, %r11, 0;
-/*mask*/ mov.u32 %r12, 3;
-cvt.u16.u32 %h0, %r12;
-@%p1 bra WAIT;
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster\
- [smem+1024], [%rd8], 128, [smem], %h0;
-WAIT:
-W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], 0;  @!%p1 bra W;
-ld.shared.b32 %r7, [%r5+1024];
-barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
-"""
-
-# A pair allocates tensor memory together and frees it.
-PAIR_ALLOC = _START + """
-setp.ne.u32 %p1, %r1, 0;
-/*start*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
-@%p1 bra ALLOCATED;
-tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [smem+16], 64;
-ALLOCATED:
-bar.sync 0;
-ld.shared.b32 %r10, [smem+16];
-barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
-@%p1 bra END;
-/*free*/ tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r10, 64;
-END:
+/*last*/ add.u32 %r9, %r9, 1;
+@%p2 bra LOOP;
 """

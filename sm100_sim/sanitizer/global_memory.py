@@ -1,0 +1,220 @@
+"""Global memory: who wrote each byte pair, and whether those who read or overwrite it know that."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sm100_sim.tiles import window
+
+from . import findings
+from .findings import Finding, place
+from .shadow import Access
+
+if TYPE_CHECKING:
+    from .sanitizer import Sanitizer
+    from .state import WarpState
+
+#: Bytes of global memory in a granule: the smallest element that kernels store here.
+GRANULE = 2
+
+
+class Writer(NamedTuple):
+    """A write, and the number of the cluster that made it."""
+
+    access: Access
+    cluster: int
+
+
+class GlobalWrites:
+    """Writes by plain stores and bulk stores; atomics and reductions are free.
+
+    A granule holds the number of its last write in `writers`, 0 for none. Planes of granules exist
+    for the ranges that have been written.
+    """
+
+    def __init__(self, sanitizer: Sanitizer, memory: Any) -> None:
+        self._sanitizer = sanitizer
+        self._memory = memory
+        self._starts = [int(low) for low, _, _ in memory.table.tolist()]
+        self._ends = [int(high) for _, high, _ in memory.table.tolist()]
+        self._planes: dict[int, np.ndarray] = {}
+        self._numbers: dict[tuple, int] = {}
+        self.writers: list[Writer | None] = [None]
+
+    # ------------------------------------------------------------ where
+
+    def _range(self, address: int) -> int:
+        """Index of the range that holds an address, -1 for none."""
+        index = bisect_right(self._starts, address) - 1
+        return index if index >= 0 and address < self._ends[index] else -1
+
+    def _plane(self, address: int, create: bool) -> tuple[np.ndarray, int] | None:
+        """(plane, start) of the range that holds an address; None if there is nothing to see."""
+        index = self._range(address)
+        if index < 0:
+            return None
+        plane = self._planes.get(index)
+        if plane is None:
+            if not create:
+                return None
+            count = -(-(self._ends[index] - self._starts[index]) // GRANULE)
+            plane = self._planes[index] = np.zeros(count + 1, np.int32)
+        return plane, self._starts[index]
+
+    def _cells(self, addresses: np.ndarray, width: int, create: bool) -> tuple | None:
+        """(plane, granules) of accesses of `width` bytes at host addresses."""
+        found = self._plane(int(addresses[0]), create)
+        if found is None:
+            return None
+        plane, low = found
+        cells = (addresses - np.uint64(low)).astype(np.int64) // GRANULE
+        if width > GRANULE:
+            cells = (cells[:, None] + np.arange(width // GRANULE)).reshape(-1)
+        if int(cells.max()) >= len(plane) or int(cells.min()) < 0:
+            return None
+        return plane, cells
+
+    def _region(self, where: tuple, create: bool) -> tuple | None:
+        """(plane or a view of it, index) of (tensor map, coordinates) or (start, bytes)."""
+        if isinstance(where[0], int):
+            start, size = where
+            found = self._plane(start, create)
+            if found is None:
+                return None
+            first = (start - found[1]) // GRANULE
+            return found[0], slice(first, first + -(-size // GRANULE))
+        inside = window(*where)
+        found = None if inside is None else self._plane(inside.start, create)
+        if found is None:
+            return None
+        plane, low = found
+        if any(s % GRANULE for s in (*inside.strides[:-1], inside.shape[-1], inside.start - low)):
+            return None
+        view = np.lib.stride_tricks.as_strided(
+            plane[(inside.start - low) // GRANULE :],
+            (*inside.shape[:-1], inside.shape[-1] // GRANULE),
+            (*(4 * s // GRANULE for s in inside.strides[:-1]), 4),
+        )
+        return view, ...
+
+    def numbers(self, start: int, size: int) -> list[int]:
+        """Numbers of the writes that have left something in [start, start + size)."""
+        found = self._region((start, size), False)
+        return [] if found is None else [n for n in np.unique(found[0][found[1]]).tolist() if n]
+
+    def written_here(self, address: int) -> bool:
+        """Whether an address is in memory that the launch may write."""
+        return self._range(address) >= 0
+
+    # ------------------------------------------------------------ accesses
+
+    def store(self, state: WarpState, addresses: np.ndarray, width: int) -> None:
+        """st.global of `width` bytes at host addresses."""
+        self._sanitizer.maps.changed(state, addresses, width)
+        found = self._cells(addresses, width, True)
+        if found is not None:
+            access = Access(state, state.generic, state.clock, "generic", True)
+            self._mark(state, *found, access)
+
+    def copy(self, state: WarpState, stored: tuple, clock: int) -> None:
+        """A bulk store with that clock: (tensor map, coordinates) or (start, bytes)."""
+        found = self._region(stored, True)
+        if found is not None:
+            self._mark(state, *found, Access(state, state.bulk, clock, "bulk", True))
+
+    def load(self, state: WarpState, addresses: np.ndarray, width: int) -> None:
+        """ld.global, or reads of cp.async, of `width` bytes at host addresses."""
+        found = self._cells(addresses, width, False) if self._planes else None
+        if found is not None:
+            access = Access(state, state.generic, state.clock, "generic", False)
+            self._read(state, *found, access)
+
+    def fetch(self, state: WarpState, loaded: tuple) -> None:
+        """A bulk or tensor copy reads (start, bytes) or (tensor map, coordinates)."""
+        found = self._region(loaded, False) if self._planes else None
+        if found is not None:
+            self._read(state, *found, Access(state, -1, None, "tma", False))
+
+    def _mark(self, state: WarpState, plane: np.ndarray, cells: Any, access: Access) -> None:
+        key = (state.cluster.number, access.agent, access.clock, access.instruction.index)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.writers)
+            self.writers.append(Writer(access, state.cluster.number))
+        before = plane[cells]
+        if before.any():
+            self._overwritten(np.unique(before).tolist(), access)
+        plane[cells] = number
+
+    def _overwritten(self, numbers: list[int], access: Access) -> None:
+        for number in filter(None, numbers):
+            before = self.writers[number].access
+            if before.cta != access.cta:
+                text = (
+                    "two CTAs write one element of global memory: "
+                    f"{place(before.instruction, before.cta, before.index)}, then "
+                    f"{place(access.instruction, access.cta, access.index)}; each output element "
+                    "belongs to one CTA, or is combined by an atomic, or by a CTA that has read it"
+                )
+                key = (before.instruction.index, access.instruction.index)
+                self._sanitizer.report(
+                    Finding("two-writers", text, findings.lines(before, access)), key
+                )
+
+    def _read(self, state: WarpState, plane: np.ndarray, cells: Any, access: Access) -> None:
+        values = plane[cells]
+        if not values.any():
+            return
+        handed_over = []
+        for number in filter(None, np.unique(values).tolist()):
+            writer = self.writers[number]
+            if not self.known(state, writer):
+                self._race(writer, access, state)
+            elif writer.cluster == state.cluster.number and self._sanitizer.needs_fence(
+                writer.access, access, state.frontier
+            ):
+                self._report(findings.race(writer.access, access, "global memory", True), writer,
+                             access)
+            elif writer.access.cta != access.cta:
+                handed_over.append(number)
+        if handed_over:
+            # Who has read another's result, in order, may combine it with its own.
+            plane[cells] = np.where(np.isin(values, handed_over), 0, values)
+
+    def known(self, state: WarpState, writer: Writer) -> bool:
+        """Whether a warp knows that a write is complete."""
+        access = writer.access
+        if writer.cluster == state.cluster.number:
+            return int(state.frontier[access.agent]) >= access.clock
+        foreign = state.cluster.foreign.get(writer.cluster)
+        return foreign is not None and int(foreign[access.agent]) >= access.clock
+
+    def _race(self, writer: Writer, access: Access, state: WarpState) -> None:
+        if writer.cluster != state.cluster.number:
+            edge = (
+                "nothing orders the two: an atomic or a release by the first cluster that an "
+                "atomic or an acquire by the second reads, with all writers counted, must stand "
+                "between"
+            )
+        elif writer.access.kind == "bulk":
+            edge = (
+                "cp.async.bulk.wait_group by the thread that stored, then a barrier that the "
+                "reader waits for, must stand between"
+            )
+        else:
+            edge = (
+                "nothing orders the two: no arrive -> wait (mbarrier, named barrier, cluster "
+                "barrier) and no release -> acquire leads from the first to the second"
+            )
+        text = (
+            f"global memory: {findings.describe(writer.access)}, then {findings.describe(access)}: "
+            f"{edge}"
+        )
+        self._report(Finding("race", text, findings.lines(writer.access, access)), writer, access)
+
+    def _report(self, finding: Finding, writer: Writer, access: Access) -> None:
+        key = ("global", writer.access.instruction.index, access.instruction.index)
+        self._sanitizer.report(finding, key)
