@@ -33,6 +33,7 @@ from sanitizer_kernels_memory import (
     COPY_GROUP,
     COPY_THROUGH,
     MAPS,
+    MATRICES,
     OUTPUT,
     SCALES,
     SEMAPHORE,
@@ -83,6 +84,12 @@ def _maps() -> list[np.ndarray]:
     return [data, room, maps]
 
 
+#: The same order by relaxed accesses and fences.
+_FENCED = changed(
+    changed(SEMAPHORE, "count", "fence.acq_rel.gpu;  red.relaxed.gpu.global.add.u32 [%rd9], 1;"),
+    "poll", "ld.relaxed.gpu.global.u32 %r8, [%rd9];  fence.acq_rel.gpu;",
+)  # fmt: skip
+
 _PAIR = {"cluster": (2, 1, 1), "grid": (2, 1, 1)}
 KERNELS = {
     "RING": Kernel(RING, {"block": (64, 1, 1)}),
@@ -103,12 +110,14 @@ KERNELS = {
     "COPY_GROUP": Kernel(COPY_GROUP, {"block": (64, 1, 1)}, words(32)),
     "COPY_BARRIER": Kernel(COPY_BARRIER, {"block": (64, 1, 1)}, words(32)),
     "COPY_THROUGH": Kernel(COPY_THROUGH, {}, words(64)),
+    "MATRICES": Kernel(MATRICES, {"block": (64, 1, 1)}),
     "ATOMICS": Kernel(ATOMICS, {"block": (64, 1, 1)}),
     "TENSOR": Kernel(TENSOR, {"block": (128, 1, 1)}),
     "SCALES": Kernel(SCALES, {"block": (128, 1, 1)}),
     "CANCEL": Kernel(CANCEL, {"block": (64, 1, 1), "grid": (5, 1, 1), "clusters": 1}),
     "OUTPUT": Kernel(OUTPUT, {"grid": (2, 1, 1)}, words(128)),
     "SEMAPHORE": Kernel(SEMAPHORE, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
+    "FENCED": Kernel(_FENCED, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
     "MAPS": Kernel(MAPS, {"block": (64, 1, 1)}, _maps),
 }
 
@@ -126,22 +135,25 @@ class Bug:
     text: str
     expected: frozenset[str]
 
-    def reported(self) -> set[str]:
-        """Kinds of findings, and names of errors that end a launch, of schedules until one is
-        expected."""
-        found: set[str] = set()
-        for options in SCHEDULES:
-            found |= self._reported(options)
-            if found & self.expected:
-                break
-        return found
+    def findings(self) -> list[str]:
+        """Findings of the first schedule that reports something expected, else of the last; of a
+        launch that ends with an error, those made before it."""
+        return self._results()[1]
 
-    def _reported(self, options: dict[str, Any]) -> set[str]:
-        try:
-            return {finding.kind for finding in KERNELS[self.kernel].run(self.text, **options)}
-        except SimulationError as error:
-            kinds = {finding.kind for finding in error.findings}
-            return {type(error).__name__} | kinds
+    def reported(self) -> set[str]:
+        """Their kinds, and the name of an error that ended the launch."""
+        error, found = self._results()
+        return {finding.kind for finding in found} | ({error} if error else set())
+
+    def _results(self) -> tuple[str, list[str]]:
+        for options in SCHEDULES:
+            try:
+                error, found = "", KERNELS[self.kernel].run(self.text, **options)
+            except SimulationError as raised:
+                error, found = type(raised).__name__, list(raised.findings)
+            if error in self.expected or {f.kind for f in found} & self.expected:
+                break
+        return error, found
 
 
 def _bug(number: int, kernel: str, what: str, text: str, *expected: str) -> Bug:
@@ -235,6 +247,10 @@ BUGS = [
          changed(changed(PRODUCT, "target", "mbarrier.init.shared.b64 [smem+8], 128;"), "ready",
                  "mbarrier.arrive.shared.b64 _, [smem+8];"),
          "race", "missing-proxy-fence", "store-in-flight"),
+    _swap(13, "SEMAPHORE", "counts without release", "count",
+          "red.relaxed.gpu.global.add.u32 [%rd9], 1;", "race"),
+    _swap(13, "SEMAPHORE", "polls without acquire", "poll",
+          "ld.relaxed.gpu.global.u32 %r8, [%rd9];", "race"),
     # Copies whose completion is not waited for, or in no group.
     _omit(14, "COPIES", "wait", "copy-in-flight"),
     _omit(14, "COPIES", "commit", "bulk-store-in-flight"),
@@ -249,6 +265,7 @@ BUGS = [
     _omit(15, "RING", "full", "race", "uninitialised-read"),
     _omit(15, "COPY_GROUP", "meet", "copy-in-flight", "uninitialised-read"),
     _omit(15, "COPY_BARRIER", "wait", "copy-in-flight", "uninitialised-read"),
+    _omit(15, "MATRICES", "meet", "race", "uninitialised-read"),
     _omit(15, "ATOMICS", "clear", "race"),
     _omit(15, "ATOMICS", "meet", "race"),
     _omit(15, "STORES", "read", "race", "copy-in-flight"),
@@ -269,6 +286,8 @@ BUGS = [
     _swap(18, "PRODUCT", "target of one CTA", "target", "mbarrier.init.shared.b64 [smem+8], 128;",
           "race", "missing-proxy-fence", "store-in-flight", "phase-not-observed"),
     _swap(18, "SEMAPHORE", "target of one pair", "target", "setp.lt.u32 %p2, %r8, 2;", "race"),
+    _swap(18, "SEMAPHORE", "overwrites what it has not read", "look", "mov.u32 %r10, 0;",
+          "two-writers"),
     _swap(18, "OUTPUT", "stores to one row", "row", "mov.u32 %r6, 0;", "two-writers"),
     _swap(18, "OUTPUT", "bulk stores to one row", "tile", "mov.u32 %r8, 0;", "two-writers"),
     # A tensor map changed while a copy may read it, or used without the fences of its proxy.

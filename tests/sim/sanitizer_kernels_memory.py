@@ -122,6 +122,19 @@ tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 32;
 END:
 """.replace("DESCRIPTOR", str((8 << 16) | (8 << 32) | (1 << 46)))
 
+# Warp 0 stores an 8x8 matrix of 16-bit elements, warp 1 loads it.
+MATRICES = START + """
+shl.b32 %r6, %r2, 4;  add.u32 %r6, %r6, %r3;
+setp.ne.u32 %p1, %r1, 0;
+@%p1 bra MEET;
+stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r0};
+MEET:
+/*meet*/ bar.sync 0;
+@!%p1 bra END;
+ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r7}, [%r6];
+END:
+"""
+
 # All threads count in shared memory; then everybody reads the sum.
 ATOMICS = START + """
 mov.u32 %r4, 0;
@@ -172,7 +185,7 @@ POLL:
 WAITED:
 bar.sync 0;
 ld.global.b32 %r9, [%rd0];
-ld.global.b32 %r10, [%rd0+128];
+/*look*/ ld.global.b32 %r10, [%rd0+128];
 ld.global.b32 %r11, [%rd0+256];
 ld.global.b32 %r12, [%rd0+384];
 add.u32 %r9, %r9, %r10;  add.u32 %r11, %r11, %r12;  add.u32 %r9, %r9, %r11;

@@ -53,3 +53,37 @@ def test_only_listed_pairs_of_tensor_instructions_are_in_order(name):
     assert KERNELS["TENSOR"].run(text, sanitize="strict") == []
     found = {finding.kind for finding in KERNELS["TENSOR"].run(text, sanitize="strict-order")}
     assert found == (set() if expected is None else {expected})
+
+
+def test_every_class_is_planted():
+    """And every planted text differs from its twin, or the bug would be none."""
+    assert {bug.number for bug in BUGS} == set(range(1, 23))
+    assert all(bug.text != KERNELS[bug.kernel].text for bug in BUGS)
+
+
+def test_the_document_names_the_kernels():
+    rows = re.findall(r"^\| (\d+) \| .*\| ([A-Z_, ]+) \|$", DOCUMENT.read_text(), re.M)
+    named = {int(number): set(kernels.split(", ")) for number, kernels in rows}
+    planted = {number: set() for number in named}
+    for bug in BUGS:
+        planted[bug.number].add(bug.kernel)
+    assert named == planted
+
+
+@pytest.mark.parametrize("kernel", ["SEMAPHORE", "MAPS", "OUTPUT", "COPY_GROUP", "STORES"])
+def test_findings_name_both_accesses(kernel):
+    """Instruction text, PTX line, CTA and warp of each, and the missing edge."""
+    bugs = [bug for bug in BUGS if bug.kernel == kernel]
+    texts = [finding for bug in bugs for finding in bug.findings()
+             if finding.kind in bug.expected and finding.kind != "uninitialised-read"]
+    assert texts
+    for text in texts:
+        assert len(re.findall(r"`[^`]+` \(PTX line \d+\), CTA \(\d, 0, 0\) warp \d", text)) == 2, text
+
+
+def test_tensors_of_size_zero_have_no_map():
+    """Class 20: the driver refuses them, so the simulator does."""
+    whole = TensorMap(0, "u32", (32, 4), (128,), (32, 1), (1, 1))
+    encode(whole)
+    with pytest.raises(TensorMapError, match="size"):
+        encode(dataclasses.replace(whole, sizes=(32, 0)))
