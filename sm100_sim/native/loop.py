@@ -41,7 +41,7 @@ def run_warps(k: ptr[Cluster], budget: u64) -> i32:
             k.waiting -= 1
             k.head = u32(0) if k.head + 1 == k.capacity else k.head + 1
             k.current = c
-        c.budget = budget
+            c.budget = budget
         kind = run(c)
         k.stopped = c.number
         if kind != BLOCKED:
