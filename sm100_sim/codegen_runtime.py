@@ -276,10 +276,10 @@ wait_natively:
   %blocked3 = or i32 %blocked2, %taken
   store i32 %blocked3, ptr %p.blocked
   br label %dispatch
-; Loops that poll by machine operations use up their budget too, one such operation as 16 branches.
+; Loops that poll by machine operations use up their budget too, one such operation as 200 branches.
 stop_for_python:
   %ticks5 = load i64, ptr %ticks
-  %ticks6 = sub i64 %ticks5, 16
+  %ticks6 = sub i64 %ticks5, 200
   store i64 %ticks6, ptr %p.budget
   call void @set_points(ptr %pcs, i32 %a, i32 %following)
   store i32 %b, ptr %p.stop_block

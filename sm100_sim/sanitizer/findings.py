@@ -43,8 +43,8 @@ _EDGES = {
             "access"),
     "clc": ("copy-in-flight", "no wait for the phase that the response completes leads to the "
             "later access"),
-    "stored": ("copy-in-flight", "no wait for the phase that the store completes leads to the later "
-               "access"),
+    "stored": ("copy-in-flight", "no wait for the phase that the store completes leads to the "
+               "later access"),
     "reduced": ("copy-in-flight", "no wait for the phase that the reduction completes leads to the "
                 "later access"),
     "copy": (

@@ -2,8 +2,8 @@
 
 A release publishes at its address what its warp knows; a relaxed (or volatile) write what the last
 fence before it covered. An acquire learns what has been published at its address; a relaxed read
-does so at the next fence. Scopes are not judged, and what a cluster learns of another is known to all
-its warps.
+does so at the next fence. Scopes are not judged, and what a cluster learns of another is known to
+all its warps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Flags:
                     self._sanitizer.acquire(state, frontier)
                 else:
                     _merge(state.cluster.foreign, number, frontier)
-
 
     def fence(self, state: WarpState) -> None:
         """A fence after relaxed reads of flags."""

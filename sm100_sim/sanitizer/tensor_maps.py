@@ -2,7 +2,8 @@
 
 PTX ISA, "membar, fence": whoever has written a map through the generic proxy executes
 fence.proxy.tensormap::generic.release, and after it, known to the copy, somebody executes
-fence.proxy.tensormap::generic.acquire on its 128 bytes. A copy may read its map until it is complete.
+fence.proxy.tensormap::generic.acquire on its 128 bytes. A copy may read its map until it is
+complete.
 """
 
 from __future__ import annotations

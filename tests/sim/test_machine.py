@@ -197,15 +197,17 @@ def test_one_lane_waits_while_the_others_go_on(options):
     assert out.tolist() == [1234 if lane == 7 else 0 for lane in range(32)]
 
 
+@pytest.mark.parametrize("poll", ["ld.volatile.global.b32 %r1, [%rd8];",
+                                  "atom.relaxed.gpu.global.or.b32 %r1, [%rd8], 0;"])
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
-def test_polling_a_flag_in_global_memory(options):
+def test_polling_a_flag_in_global_memory(options, poll):
     """CTA 0 spins on a flag that CTA 1 sets: spinning must not starve the one it waits for."""
     flag, out = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
     run_kernel_text(
-        """
+        f"""
         mov.u32 %r0, %ctaid.x;  setp.ne.u32 %p0, %r0, 0;
         @%p0 bra SET;
-        SPIN: ld.volatile.global.b32 %r1, [%rd8];  setp.eq.u32 %p1, %r1, 0;
+        SPIN: {poll}  setp.eq.u32 %p1, %r1, 0;
         @%p1 bra SPIN;
         st.global.b32 [%rd9], %r1;
         bra END;

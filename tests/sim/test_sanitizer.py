@@ -77,8 +77,9 @@ def test_findings_name_both_accesses(kernel):
     texts = [finding for bug in bugs for finding in bug.findings()
              if finding.kind in bug.expected and finding.kind != "uninitialised-read"]
     assert texts
+    access = r"`[^`]+` \(PTX line \d+\), CTA \(\d, 0, 0\) warp \d"
     for text in texts:
-        assert len(re.findall(r"`[^`]+` \(PTX line \d+\), CTA \(\d, 0, 0\) warp \d", text)) == 2, text
+        assert len(re.findall(access, text)) == 2, text
 
 
 def test_tensors_of_size_zero_have_no_map():
