@@ -16,6 +16,7 @@ COMMANDS = {
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
+    "report": "one HTML page from the JSON results of the others",
     "roofline": "clocks of each resource for a shape and a configuration",
     "schedulers": "the static tile scheduler against the dynamic one (CLC)",
     "simulator": "the simulator's own speed on the forward",
