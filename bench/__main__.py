@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "one HTML page from the JSON results of the others",
     "roofline": "clocks of each resource for a shape and a configuration",
     "schedulers": "the static tile scheduler against the dynamic one (CLC)",
+    "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "simulator": "the simulator's own speed on the forward",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from .sanitizer.log import AccessLog
 BANKS, BANK_BYTES = 32, 4
 #: Executions of one instruction that are looked at; all others are taken to be like these.
 _SAMPLES = 1024
-_SHARED = ("ld.shared", "st.shared", "ldmatrix", "stmatrix")
+_SHARED = re.compile(r"ld\.\S*shared|st\.(?!async|bulk)\S*shared|(ld|st)matrix")
 
 
 def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarray:
@@ -47,7 +48,7 @@ class TracedMachine(Machine):
         super().__init__(compiled, *arguments)
         self._log = AccessLog(self._drain)
         instructions = compiled.instructions
-        self._is_shared = np.array([i.name.startswith(_SHARED) for i in instructions], bool)
+        self._is_shared = np.array([bool(_SHARED.match(i.name)) for i in instructions], bool)
         # Native code also notes here which tensor-memory loads are used; nobody reads it.
         loads = sum(i.opcode == "tcgen05.ld" for i in instructions)
         self._uses = np.zeros(max(loads, 1), np.uint8)

@@ -1,0 +1,183 @@
+"""`python -m bench hopper`: the timing model with Hopper's constants against a Hopper GPU.
+
+Hopper shares with Blackwell what the model has beside the tensor core: issue slots, pipes, shared
+memory, barriers, bulk copies. `--build DIR` writes the cubins of `hopper_kernels` and
+`hopper_pipeline`; `python bench/hopper_measure.py DIR > bench/hopper_measured.json` times them on
+the GPU; without `--build` the command replays the same cubins and prints both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sm100_sim.host import LaunchConfig
+from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.program import Compiled, build
+from sm100_sim.timing.replay import Replay, replay
+from sm100_sim.timing.sass import disassemble
+
+from . import hopper_kernels, hopper_pipeline
+from .hopper_kernels import Kernel
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+
+GPU = "h200"
+#: What was measured, on which GPU; written by `hopper_measure`.
+MEASUREMENTS = Path(__file__).parent / "hopper_measured.json"
+THREADS = 32
+
+
+@functools.cache
+def kernels() -> tuple[Kernel, ...]:
+    """All kernels, those in PTX and the one in CuTe DSL."""
+    warps = hopper_pipeline.CONSUMERS // THREADS + 1
+    ptx = hopper_pipeline.ptx(hopper_kernels.ROUNDS, hopper_kernels.ENTRY)
+    name = "CuTe DSL: online softmax over a ring of bulk copies"
+    return *hopper_kernels.KERNELS, Kernel(name, warps, ptx, 1, "tile")
+
+
+def ptxas() -> str:
+    """Path of the ptxas that triton brings; RuntimeError if triton is not installed."""
+    found = importlib.util.find_spec("triton")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("ptxas comes with triton, which is not installed: pip install triton")
+    return str(Path(found.submodule_search_locations[0], "backends", "nvidia", "bin", "ptxas"))
+
+
+def compile_ptx(ptx: str) -> bytes:
+    """The cubin of a PTX module for sm_90a. Raises RuntimeError with what ptxas says."""
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+        source, target = Path(directory, "kernel.ptx"), Path(directory, "kernel.cubin")
+        source.write_text(ptx)
+        command = [ptxas(), "-arch=sm_90a", "-O3", str(source), "-o", str(target)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"ptxas refused the kernel: {result.stderr.strip()}")
+        return target.read_bytes()
+
+
+def write_cubins(directory: Path) -> None:
+    """A cubin of each kernel and kernels.json, which `hopper_measure` reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    listed = []
+    for number, kernel in enumerate(kernels()):
+        (directory / f"{number}.cubin").write_bytes(compile_ptx(kernel.ptx))
+        listed.append({"name": kernel.name, "warps": kernel.warps, "file": f"{number}.cubin"})
+    content = {
+        "entry": hopper_kernels.ENTRY,
+        "rounds": hopper_kernels.ROUNDS,
+        "buffer_bytes": hopper_kernels.BUFFER,
+        "dynamic_shared": hopper_kernels.DYNAMIC_SHARED,
+        "kernels": listed,
+    }
+    (directory / "kernels.json").write_text(json.dumps(content, indent=1))
+
+
+def program_of(kernel: Kernel) -> Compiled:
+    """The kernel run in the simulator and its warps' paths through the cubin."""
+    results, buffer = np.zeros(64, np.uint64), np.zeros(hopper_kernels.BUFFER, np.uint8)
+    entry, shared = hopper_kernels.ENTRY, hopper_kernels.DYNAMIC_SHARED
+    block = (THREADS * kernel.warps, 1, 1)
+    config = LaunchConfig(entry, (1, 1, 1), block, (1, 1, 1), shared, (), ptx=kernel.ptx)
+    translated = translated_kernel(kernel.ptx, entry, True)
+    arrays = {"results": results, "buffer": buffer}
+    values = [array.ctypes.data.to_bytes(8, "little") for array in arrays.values()]
+    ranges = sorted(
+        (array.ctypes.data, array.ctypes.data + array.nbytes, name)
+        for name, array in arrays.items()
+    )
+    parameters = parameter_buffer(translated.kernel, values)
+    report = run_kernel(config, parameters, ranges, Options(trace=True))
+    function = disassemble(compile_ptx(kernel.ptx))[entry]
+    return build(function, translated, report.trace, (1, 1, 1), report.shared_accesses)
+
+
+def round_clocks(compiled: Compiled, run: Replay) -> float:
+    """Clocks between a warp's two readings of the clock, over the rounds; the slowest warp's."""
+    program = compiled.program
+    reads = np.array(["SR_CLOCK" in i.operands for i in compiled.function.instructions])
+    slowest = 0
+    for first, last in zip(program.first, program.last):
+        clocks = run.issued[first:last][reads[program.numbers[first:last]]]
+        if len(clocks):
+            slowest = max(slowest, int(clocks[-1] - clocks[0]))
+    return slowest / hopper_kernels.ROUNDS
+
+
+COLUMNS = (
+    Column("kernel"),
+    Column("operations", title="in a round"),
+    Column("measured", "clocks", ".1f"),
+    Column("modelled", "clocks", ".1f"),
+    Column("spread", "clocks", ".1f", "+-"),
+    Column("error", "", "+.0%"),
+    Column("sets", title="sets the constant"),
+)
+
+
+def compare(draws: int = 4) -> Table:
+    """Clocks of a round of every kernel, modelled beside measured."""
+    machine = load(GPU)
+    measured: dict[str, Any] = {"rounds": {}, "device": "no GPU"}
+    if MEASUREMENTS.exists():
+        measured = json.loads(MEASUREMENTS.read_text())
+    values = machine.sampled(draws)
+    rows = []
+    for kernel in kernels():
+        compiled = program_of(kernel)
+        clocks = [round_clocks(compiled, replay(compiled, drawn)) for drawn in values]
+        found = measured["rounds"].get(kernel.name)
+        rows.append({
+            "kernel": kernel.name,
+            "operations": f"{kernel.operations} {kernel.unit}",
+            "measured": found,
+            "modelled": clocks[0],
+            "spread": float(np.std(clocks)),
+            "error": None if found is None else clocks[0] / found - 1,
+            "sets": kernel.sets or None,
+            "unmatched": compiled.unmatched,
+            BASIS: "modelled",
+            MACHINE: modelled_machine(machine),
+        })  # fmt: skip
+    errors = np.abs([r["error"] for r in rows if r["error"] is not None and not r["sets"]])
+    notes = [f"Measured on {measured['device']}, one CTA; modelled: central constants, spread."]
+    if len(errors):
+        notes.append(
+            f"Rows that set no constant: median error {np.median(errors):.0%}, within 10 % "
+            f"{np.mean(errors <= 0.1):.0%} of {len(errors)}, largest {errors.max():.0%}."
+        )
+    title = "Clocks of a round on a Hopper GPU, measured and modelled"
+    return Table("hopper", title, COLUMNS, rows, tuple(notes))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit status."""
+    if arguments.build:
+        write_cubins(Path(arguments.build))
+        return 0
+    emit(compare(), arguments)
+    return 0
