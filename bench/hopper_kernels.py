@@ -57,6 +57,7 @@ mov.u32 %pool, pool;
 """
 _TAIL = """
 mov.u64 %end, %clock64;
+bar.sync 0, THREADS;
 sub.u64 %end, %end, %begin;
 mul.wide.u32 %at, %warp, 8;
 add.u64 %at, %out, %at;
@@ -67,7 +68,10 @@ ret;
 
 
 def _module(warps: int, setup: str, body: str, keep: str = "") -> str:
-    """A kernel: setup, then ROUNDS times the body between the clocks, then `keep`."""
+    """A kernel: setup, then ROUNDS times the body between the clocks, then `keep`.
+
+    The barrier behind the clocks is where the timing model learns what ran before it.
+    """
     loop = f"""
 bar.sync 0, {32 * warps};
 mov.u32 %i, {ROUNDS};
@@ -79,7 +83,7 @@ setp.ne.u32 %more, %i, 0;
 @%more bra LOOP;
 {keep}
 """
-    return _HEAD.replace("THREADS", str(32 * warps)) + setup + loop + _TAIL
+    return (_HEAD + setup + loop + _TAIL).replace("THREADS", str(32 * warps))
 
 
 def _registers(count: int) -> str:
@@ -172,7 +176,8 @@ def _shared_stores(warps: int) -> Kernel:
 
 def _named_barrier(warps: int) -> Kernel:
     body = "\n".join(f"bar.sync 1, {32 * warps};" for _ in range(4))
-    return Kernel(f"bar.sync, {warps} warps", warps, _module(warps, "", body), 4, "barrier")
+    ptx = _module(warps, "", body)
+    return Kernel(f"bar.sync, {warps} warps", warps, ptx, 4, "barrier", "named_barrier")
 
 
 _INIT = """
@@ -219,7 +224,7 @@ def _bulk_load(nbytes: int) -> Kernel:
 xor.b32 %parity, %parity, 1;
 """
     setup = _INIT.replace("THREADS", "32") + "add.u32 %addr, %pool, 1024;\n"
-    sets = "tma_load_l2" if nbytes == 1024 else ""
+    sets = {1024: "tma_load_l2", 8192: "l2 rate", 32768: "l2 rate"}.get(nbytes, "")
     return Kernel(f"bulk load of {nbytes} bytes", 1, _module(1, setup, body), 1, "load", sets)
 
 
@@ -249,6 +254,18 @@ _PATTERNS = (
      ("shr.u32 %addr, %lane, 3;", "shl.b32 %addr, %addr, 4;")),
     ("16 bytes, lanes 8 apart share", 16,
      ("and.b32 %addr, %lane, 7;", "shl.b32 %addr, %addr, 4;")),
+    ("16 bytes, one address in a register", 16,
+     ("shfl.sync.idx.b32 %addr, %thread, 0, 31, -1;", "shl.b32 %addr, %addr, 4;")),
+    ("16 bytes, lanes 2 apart share", 16,
+     ("and.b32 %addr, %lane, 1;", "shr.u32 %word0, %lane, 2;", "shl.b32 %word0, %word0, 1;",
+      "or.b32 %addr, %addr, %word0;", "shl.b32 %addr, %addr, 4;")),
+    ("16 bytes, lanes 4 apart share", 16,
+     ("and.b32 %addr, %lane, 3;", "shr.u32 %word0, %lane, 3;", "shl.b32 %word0, %word0, 2;",
+      "or.b32 %addr, %addr, %word0;", "shl.b32 %addr, %addr, 4;")),
+    ("8 bytes, lanes 2 apart share", 8,
+     ("and.b32 %addr, %lane, 1;", "shr.u32 %word0, %lane, 2;", "shl.b32 %word0, %word0, 1;",
+      "or.b32 %addr, %addr, %word0;", "shl.b32 %addr, %addr, 3;")),
+    ("8 bytes, lanes 16 apart share", 8, ("and.b32 %addr, %lane, 15;", "shl.b32 %addr, %addr, 3;")),
     ("16 bytes, 32 apart", 16, ("shl.b32 %addr, %lane, 5;",)),
     ("16 bytes, 128 apart", 16, ("shl.b32 %addr, %lane, 7;",)),
     ("16 bytes, 128 apart, swizzled", 16,

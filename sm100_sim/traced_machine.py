@@ -24,10 +24,29 @@ def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarr
     take part, none of them 0. width: bytes a lane.
 
     Every clock each of the 32 banks gives or takes one word of 4 bytes, and a word goes to all
-    lanes that want it: an access takes as many clocks as one bank has different words to move.
-    It is what an H200 was measured to do (`python -m bench hopper`).
+    lanes that want it: lanes that go together take as many clocks as one bank has different words
+    to move. All lanes go together with up to 4 bytes each; half a warp with 8, a quarter with 16;
+    two of these go together if every lane has the address of its neighbour, or of the one after
+    that. So an H200 was measured to do (`python -m bench hopper`, "shared loads").
     """
     active = (masks[:, None] >> np.arange(32, dtype=np.uint32)) & 1 == 1
+    if width <= BANK_BYTES:
+        return _words_of_a_bank(addresses, active, width)
+    lanes = 32 * BANK_BYTES // width
+    parts = [_words_of_a_bank(addresses[:, i : i + lanes], active[:, i : i + lanes], width)
+             for i in range(0, 32, lanes)]  # fmt: skip
+    clocks = np.zeros(len(addresses), np.int64)
+    for first in range(0, len(parts), 2):
+        both = slice(first * lanes, (first + 2) * lanes)
+        address, taking = addresses[:, both], active[:, both]
+        together = _words_of_a_bank(address, taking, width)
+        apart = parts[first] + parts[first + 1]
+        clocks += np.where(_neighbours_share(address, taking), together, apart)
+    return np.maximum(clocks, 1)
+
+
+def _words_of_a_bank(addresses: np.ndarray, active: np.ndarray, width: int) -> np.ndarray:
+    """int64 (n,): most different words that one bank has to move for the active lanes."""
     # A lane that takes no part asks for what the first that does asks for: no additional word.
     first = addresses[np.arange(len(addresses)), active.argmax(axis=1)]
     words = np.where(active, addresses, first[:, None]).astype(np.int64) // BANK_BYTES
@@ -37,7 +56,17 @@ def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarr
     is_new[:, 1:] = words[:, 1:] != words[:, :-1]
     bank = np.arange(len(addresses))[:, None] * BANKS + words % BANKS
     moved = np.bincount(bank[is_new], minlength=len(addresses) * BANKS)
-    return moved.reshape(-1, BANKS).max(axis=1)
+    return np.where(active.any(axis=1), moved.reshape(-1, BANKS).max(axis=1), 0)
+
+
+def _neighbours_share(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """bool (n,): whether lanes i and i ^ 1, or all i and i ^ 2, that are active have one address."""
+    lanes, found = np.arange(addresses.shape[1]), np.zeros(len(addresses), bool)
+    for apart in (1, 2):
+        other = lanes ^ apart
+        same = (addresses == addresses[:, other]) | ~active | ~active[:, other]
+        found |= same.all(axis=1)
+    return found
 
 
 class TracedMachine(Machine):

@@ -78,7 +78,7 @@ _OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD = (
 # Entries of Model.clock: latencies by class, then these.
 (_K_MUFU_INTERVAL, _K_BRANCH, _K_ARRIVE, _K_WAKE, _K_REMOTE, _K_NAMED, _K_CLUSTER, _K_MMA_ISSUE,
  _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
- CLOCKS) = range(len(Latency), len(Latency) + 15)  # fmt: skip
+ _K_NAMED_WARP, CLOCKS) = range(len(Latency), len(Latency) + 16)  # fmt: skip
 _SHARED_RATE, _COLUMN_RATE, _LINK_RATE, RATES = range(4)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
@@ -95,7 +95,10 @@ _USED_PIPE, _ISSUED, _START, _STOP = USED_PIPE, ISSUED, START, STOP
 # Columns of Model.unit: clocks from which it is free, clocks used, the tensor core's queue:
 # operations taken and queued, when the last MMA is done, its event.
 USED_UNIT = len(BUSY)
-_HEAD, _TAIL, _DRAINED, _LATEST, UNIT_COLUMNS = range(2 * USED_UNIT, 2 * USED_UNIT + 5)
+# Then from when the unit of named barriers takes another arrival.
+_HEAD, _TAIL, _DRAINED, _LATEST, _NAMED_UNIT, UNIT_COLUMNS = range(
+    2 * USED_UNIT, 2 * USED_UNIT + 6
+)
 _USED_UNIT = USED_UNIT
 # Columns of Model.event.
 STARTED, DONE, CAUSE = range(3)
@@ -409,6 +412,9 @@ def _named_barrier(m, warp, now, event, waits):
         for other in range(m.warp.shape[0]):
             expected += m.warp[other, _SM] == m.warp[warp, _SM]
     m.named[named] += 1
+    unit = m.unit[m.warp[warp, _SM]]
+    unit[_NAMED_UNIT] = max(unit[_NAMED_UNIT], now) + m.clock[_K_NAMED_WARP]
+    released = unit[_NAMED_UNIT] + m.clock[_K_NAMED]
     fields = m.warp[warp]
     if waits:
         fields[_BLOCKED], fields[_WAIT_EVENT], fields[_WAIT_BOARD] = (
@@ -422,9 +428,9 @@ def _named_barrier(m, warp, now, event, waits):
         if waiting[_BLOCKED] == _NAMED_BLOCK and waiting[_WAIT_BOARD] == named:
             waiting[_BLOCKED] = _NOT
             m.event[waiting[_WAIT_EVENT], _CAUSE] = event
-            m.event[waiting[_WAIT_EVENT], _DONE] = now + m.clock[_K_NAMED]
+            m.event[waiting[_WAIT_EVENT], _DONE] = released
             waiting[_REASON] = _NAMED
-            waiting[_READY] = now + m.clock[_K_NAMED]
+            waiting[_READY] = released
 
 
 @_compiled

@@ -43,6 +43,7 @@ class Values(NamedTuple):
     barrier_wake: float
     remote_arrive: float
     named_barrier: float
+    named_barrier_warp: float
     cluster_barrier: float
     mma_issue: float
     mma_extra_latency: float
