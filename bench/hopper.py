@@ -14,7 +14,6 @@ import importlib.util
 import json
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

@@ -60,7 +60,7 @@ def _words_of_a_bank(addresses: np.ndarray, active: np.ndarray, width: int) -> n
 
 
 def _neighbours_share(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """bool (n,): whether lanes i and i ^ 1, or all i and i ^ 2, that are active have one address."""
+    """bool (n,): whether active lanes i and i ^ 1, or all i and i ^ 2, have one address."""
     lanes, found = np.arange(addresses.shape[1]), np.zeros(len(addresses), bool)
     for apart in (1, 2):
         other = lanes ^ apart

@@ -56,7 +56,7 @@ def useful(compiled: CompiledKernel) -> list[bool]:
         reads.append({*uses, *operand_registers(instruction.guard)})
         for register in definitions:
             definers.setdefault(register, []).append(number)
-        acts = entry is None or entry.bind is not None
+        acts = entry is None or entry.bind is not None or ".volatile" in instruction.name
         if not definitions or acts and not instruction.name.startswith("tcgen05.ld"):
             pending.append(number)
     found = [False] * len(instructions)
