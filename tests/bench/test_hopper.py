@@ -1,0 +1,34 @@
+"""The timing model against what an H200 was measured to take (bench/hopper_measured.json)."""
+
+import json
+
+import pytest
+
+pytest.importorskip("numba")
+pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
+
+from bench import hopper, hopper_kernels
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.replay import replay
+
+MEASURED = json.loads(hopper.MEASUREMENTS.read_text())
+VALUES = load(hopper.GPU).values()._replace(sms=1.0)
+
+
+def test_every_kernel_has_been_measured():
+    names = [kernel.name for kernel in hopper_kernels.KERNELS]
+    assert len(set(names)) == len(names) and set(names) < set(MEASURED["rounds"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["exp2, 4 warps", "softmax mix, 4 warps", "shared loads, 16 bytes, one address",
+     "shared loads, 8 bytes, lanes 16 apart share", "bulk load of 131072 bytes", "CuTe DSL"],
+)  # fmt: skip
+def test_modelled_within_a_tenth_of_measured(name):
+    kernel = next(k for k in hopper.kernels() if k.name.startswith(name))
+    assert kernel.sets == ""
+    compiled = hopper.program_of(kernel)
+    assert compiled.unmatched == 0
+    clocks = hopper.round_clocks(compiled, replay(compiled, VALUES))
+    assert clocks == pytest.approx(MEASURED["rounds"][kernel.name], rel=0.1)
