@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedulers.choice import clc_requested
 
@@ -25,6 +26,11 @@ from ..interface import flash_attn_varlen_func
 from ..problem import Options
 
 NAME = "fa4_hd256"
+
+#: cu_seqlens of forward calls -> (version of the tensor, longest sequence). The adapter hands the
+#: backward the tensor, but not the number that its grids need; reading it from the device would
+#: synchronise. What was told of offsets that have been overwritten since holds no longer.
+_longest = WeakTensorKeyDictionary()
 
 
 def register(name: str = NAME) -> str:
@@ -74,6 +80,10 @@ def _flash_attn_fwd(
     Returns (out, lse); lse: (batch, heads, seqlen_q) or (heads, total_q) float32, None without
     return_lse. Raises as `flash_attn_varlen_func` does.
     """
+    for side in "qk":
+        offsets, longest = (options.get(f"{name}_{side}") for name in ("cu_seqlens", "max_seqlen"))
+        if offsets is not None and longest is not None:
+            _longest[offsets] = (_version(offsets), longest)
     window = (window_size_left, window_size_right)
     result, lse = flash_attn_varlen_func(
         q, k, v, window_size=window, return_lse=True, **options
@@ -96,8 +106,8 @@ def _flash_attn_bwd(
 
     Tensors as in `_flash_attn_fwd`, out and lse its results. options: softmax_scale, causal,
     window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k; the result is deterministic
-    whatever `deterministic` says. The adapter does not say how long packed sequences are; the
-    grids follow their total.
+    whatever `deterministic` says. Grids follow the longest sequence that the forward was told for
+    the same cu_seqlens, the number of rows where it was told of none.
 
     Returns (dq, dk, dv). Raises as `flash_attn_varlen_func` does.
     """
@@ -111,7 +121,7 @@ def _flash_attn_bwd(
     if options:
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     packed = [tensor.ndim == 3 for tensor in (q, k)]
-    longest = [t.shape[0] if p else None for t, p in zip((q, k), packed, strict=True)]
+    longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
     sides = (-1 if side is None else side for side in checked.window)
     tensors = (dout, None, q, k, v, out, lse)
     is_packed = (packed[0], False, packed[0], packed[1], packed[1], packed[0], packed[0])
@@ -124,3 +134,16 @@ def _flash_attn_bwd(
         gradient.squeeze(0) if tensor.ndim == 3 else gradient
         for gradient, tensor in zip(gradients, (q, k, v), strict=True)
     )
+
+
+def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:
+    """A bound on the sequences packed in `rows`; None where they are not packed."""
+    if offsets is None:
+        return None
+    version, longest = _longest.get(offsets, (None, None))
+    return longest if longest and version == _version(offsets) else rows.shape[0]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Grows with each in-place change; -1 where PyTorch does not count them."""
+    return -1 if tensor.is_inference() else tensor._version

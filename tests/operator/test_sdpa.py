@@ -11,6 +11,7 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _fa4 as adapter
 
+from fa4_hd256.autograd import backward
 from fa4_hd256.integrations import sdpa as integration
 
 MODULE = integration.__name__
@@ -130,13 +131,31 @@ def test_backward(device, adapted, is_causal):
         assert (gradient.float() - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_backward_of_packed_sequences(device, adapted):
-    """As dense sequences one by one."""
+def test_backward_of_packed_sequences(device, adapted, monkeypatch):
+    """As dense sequences one by one; grids follow the longest one, which the forward was told."""
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
     q, k, v, dout = (torch.randn(9, h, 256).to(device, torch.bfloat16) for h in (2, 1, 1, 2))
-    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    out, lse = integration._flash_attn_fwd(q, k, v, causal=True, max_seqlen_q=6, **packed)
-    got = integration._flash_attn_bwd(q, k, v, out, dout, lse, causal=True, **packed)
+    out, lse, *_ = adapted._fa4_flash_attention_forward_impl(
+        q, k, v, offsets, offsets, 6, 6, 0.0, True, False
+    )
+    bounds = []
+    monkeypatch.setattr(integration, "backward", lambda *call: bounds.append(call[16:18])
+                        or backward(*call))  # fmt: skip
+    empty = torch.zeros(0, device=device)
+
+    def run(offsets):
+        return adapted._fa4_flash_attention_backward_impl(
+            dout, q, k, v, out, lse, offsets, offsets, 6, 6, 0.0, True, empty, empty
+        )
+
+    got = run(offsets)
+    assert bounds == [(6, 6)]
+    # Offsets that no forward has seen: any bound will do, and the total is one.
+    assert all(torch.equal(a, b) for a, b in zip(got, run(offsets.clone()), strict=True))
+    # Nor has one seen those that were overwritten since.
+    offsets.add_(0)
+    run(offsets)
+    assert bounds[1:] == [(9, 9), (9, 9)]
     for rows in (slice(0, 3), slice(3, 9)):
         one = [x[rows][None] for x in (q, k, v, out, dout)]
         alone = integration._flash_attn_bwd(*one, lse[None, :, rows], causal=True)
