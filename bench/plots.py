@@ -8,6 +8,8 @@ from typing import Any
 from .results import Table
 
 _PANEL_INCHES = (7.0, 3.6)
+#: Letters that fit side by side below one panel.
+_LABEL_LETTERS = 100
 
 
 def draw_tables(tables: list[Table], target: Any, form: str | None) -> None:
@@ -100,8 +102,9 @@ def _draw_panel(axis: Any, table: Table, points: list[_Point]) -> None:
         axis.set_xscale("log", base=2) if plot.log_x else None
         axis.set_xlabel(_heading(table, plot.x))
     else:
-        axis.set_xticks(range(len(labels)), [str(label) for label in labels], fontsize=6,
-                        rotation=90 if len(labels) > 6 else 0)
+        texts = [str(label) for label in labels]
+        upright = len(texts) > 6 or sum(map(len, texts)) > _LABEL_LETTERS
+        axis.set_xticks(range(len(texts)), texts, fontsize=6, rotation=90 if upright else 0)
     units = [c.unit for c in table.columns if c.name in plot.y]
     axis.set_ylabel(_heading(table, plot.y) if isinstance(plot.y, str) else units[0])
     axis.grid(axis="y", alpha=0.3)
