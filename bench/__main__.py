@@ -23,6 +23,7 @@ COMMANDS = {
     "simulator": "the simulator's own speed on the forward",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
+    "validate": "the timing model against published and measured figures, error by row",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",
 }
 
