@@ -58,8 +58,8 @@ class Published:
     role: str = VALIDATION
 
 
-#: 32k tokens in a batch of any length. Two listings of PR 2605, which differ, count per cent of 2250
-#: TFLOPS, a B200's peak; one that counts per cent of 2500 (1837 at 4x8192) is left out.
+#: 32k tokens in a batch of any length. Two listings of PR 2605, which differ, count per cent of
+#: 2250 TFLOPS, a B200's peak; one that counts per cent of 2500 (1837 at 4x8192) is left out.
 PUBLISHED = (
     Published(128, False, 4, 8192, 1534.8, _PR_2280),
     Published(128, True, 4, 8192, 1418.1, _PR_2280),
@@ -72,7 +72,7 @@ PUBLISHED = (
     *(Published(128, True, 32768 // s, s, rate, f"{_PR_2605}, another listing")
       for s, rate in ((1024, 697), (2048, 927), (4096, 1090))),
     Published(128, False, 1, 32768, 1613, f"{_PAPER}: the highest of all shapes"),
-    Published(256, False, 1, 32768, 1750, f"{_REFERENCE} level off at 1.7 to 1.8 PFLOPS", FITTED),
+    Published(256, False, 1, 32768, 1750, f"{_REFERENCE} end at 1.7 to 1.8 PFLOPS", FITTED),
 )  # fmt: skip
 
 #: (M, N, K) of the GEMMs whose replays give the costs of a tile of 256 x 256.
