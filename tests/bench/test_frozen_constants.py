@@ -1,0 +1,17 @@
+"""The constants that docs/timing.md calls frozen are those that predictions use."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.results import modelled_machine
+from sm100_sim.timing.machine_constants import load, machines
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "timing.md"
+
+
+@pytest.mark.parametrize("name", machines())
+def test_digest_is_in_the_documentation(name):
+    """A constant that changes changes the digest: then reprint every comparison, and the page."""
+    machine, digest = modelled_machine(load(name)).split(" modelled, constants ")
+    assert f"{machine} {digest}" in " ".join(PAGE.read_text().split())
