@@ -38,22 +38,31 @@ from .results import (
 
 @dataclass(frozen=True)
 class Shape:
-    """One call of batch 1 with heads_q query heads and one KV head."""
+    """One call with heads_q query heads and one KV head."""
 
     seqlen_q: int
     seqlen_k: int
     heads_q: int = 1
+    batch: int = 1
 
     def __str__(self) -> str:
-        return f"{self.seqlen_q} x {self.seqlen_k}, heads {self.heads_q}/1"
+        batch = f"batch {self.batch}, " if self.batch > 1 else ""
+        return f"{batch}{self.seqlen_q} x {self.seqlen_k}, heads {self.heads_q}/1"
 
 
 #: A pair works on several tiles each time, of one to three key tiles, masked and not.
 SHAPES = (Shape(520, 300), Shape(300, 256), Shape(520, 100))
+#: Between two tiles with keys is one of which no row sees a key.
+CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 #: Of flash-attn-4, which takes another kernel for one block of 128 queries.
 FLASH_ATTN_SHAPES = (Shape(520, 520), Shape(300, 256), Shape(520, 100))
 #: (queries, keys) of packed sequences: tiles without keys first, between others and last.
-LENGTHS = ((260, 0), (270, 290), (0, 130), (70, 260), (200, 0))
+LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130))
+#: The same for the backward: tiles of one step and of more; first, next to others, after tiles
+#: without keys or without queries.
+BACKWARD_LENGTHS = (
+    (40, 60), (270, 290), (50, 0), (0, 50), (70, 100), (30, 60), (50, 0), (0, 50), (130, 290),
+)  # fmt: skip
 
 
 def alternating(tiles: torch.Tensor) -> torch.Tensor:
@@ -73,7 +82,7 @@ def inputs(
     """q, k, v of a shape, bf16."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, rows, heads, HEAD_DIM, generator=generator)
+        torch.randn(shape.batch, rows, heads, HEAD_DIM, generator=generator)
         for rows, heads in (
             (shape.seqlen_q, shape.heads_q), (shape.seqlen_k, 1), (shape.seqlen_k, 1)
         )
@@ -86,28 +95,39 @@ def inputs(
 class Target:
     """A kernel, or the kernels of one call, to be scored.
 
-    run: makes the call of a shape. reading: of the sanitizer, True or "strict".
+    run: makes the call of a shape. reading: of the sanitizer, True or "strict". kernels: part of
+    the names of those that are scored; the others only run.
     """
 
     name: str
     run: Callable[[Shape], Any]
     shapes: tuple[Shape, ...] = SHAPES
     reading: bool | str = "strict"
+    kernels: str = ""
 
 
-def _forward(shape: Shape, **options: Any) -> None:
-    flash_attn_func(*inputs(shape), **options)
+def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    return flash_attn_func(*tensors, **options)
 
 
-def _packed(shape: Shape, **options: Any) -> None:
-    q, k, v = inputs(shape)
-    lengths = torch.tensor([[0, 0], *LENGTHS])
-    offsets_q, offsets_k = lengths.cumsum(0).int().T.contiguous()
-    rows_q, rows_k = (int(offsets[-1]) for offsets in (offsets_q, offsets_k))
-    flash_attn_varlen_func(
-        q[0, :rows_q], k[0, :rows_k], v[0, :rows_k], offsets_q, offsets_k,
-        int(lengths[:, 0].max()), int(lengths[:, 1].max()), **options,
+def _packed(
+    tensors: list[torch.Tensor], lengths: tuple[tuple[int, int], ...] = LENGTHS, **options: Any
+) -> torch.Tensor:
+    sizes = torch.tensor([[0, 0], *lengths])
+    offsets_q, offsets_k = sizes.cumsum(0).int().T.contiguous()
+    return flash_attn_varlen_func(
+        *(tensor[0] for tensor in tensors), offsets_q, offsets_k,
+        *sizes.amax(0).tolist(), **options,
     )  # fmt: skip
+
+
+def _forward(shape: Shape, call: Callable, **options: Any) -> None:
+    call(inputs(shape), **options)
+
+
+def _backward(shape: Shape, call: Callable, **options: Any) -> None:
+    out = call([tensor.requires_grad_() for tensor in inputs(shape)], **options)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype))
 
 
 def _flash_attention_4(shape: Shape, causal: bool) -> None:
@@ -121,18 +141,28 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
         public(*inputs(shape, falling), causal=causal)
 
 
+def _packed_shape(lengths: tuple[tuple[int, int], ...], heads_q: int = 1) -> Shape:
+    return Shape(*(sum(side) for side in zip(*lengths, strict=True)), heads_q)
+
+
 def _targets() -> Iterator[Target]:
-    packed = (Shape(*(sum(side) for side in zip(*LENGTHS, strict=True)), 2),)
-    every = {"window_size": (400, 64), "softcap": 30.0, "learnable_sink": torch.linspace(-2, 2, 2)}
+    packed = (_packed_shape(LENGTHS),)
+    every = {"window_size": (400, 64), "softcap": 30.0, "learnable_sink": torch.ones(1)}
     for clc in (False, True):
-        for name, run, options, shapes in (
-            ("full", _forward, {}, SHAPES),
-            ("causal", _forward, {"causal": True}, SHAPES),
+        scheduler = "dynamic" if clc else "static"
+        for name, call, options, shapes in (
+            ("full", _dense, {}, SHAPES),
+            ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, every, packed),
         ):
-            call = functools.partial(run, **options, use_clc=clc)
-            yield Target(f"forward, {name}, {'dynamic' if clc else 'static'}", call, shapes)
+            run = functools.partial(_forward, call=call, **options, use_clc=clc)
+            yield Target(f"forward, {name}, {scheduler}", run, shapes)
+        call = functools.partial(_packed, lengths=BACKWARD_LENGTHS)
+        run = functools.partial(_backward, call=call, causal=True, use_clc=clc)
+        for name, kernel in (("dQ", "backward_dq"), ("dK/dV", "backward_dkdv")):
+            shapes = (_packed_shape(BACKWARD_LENGTHS),)
+            yield Target(f"{name}, varlen, causal, {scheduler}", run, shapes, kernels=kernel)
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
         run = functools.partial(_flash_attention_4, causal=causal)
@@ -151,7 +181,7 @@ def measure(
     """Scores of the kernels of a target; one CTA pair does all tiles."""
     collector = Collector(
         Options(clusters=1, sanitize=target.reading), seeds, confirm, jobs=jobs,
-        launches=len(target.shapes), write=write,
+        launches=len(target.shapes), kernel=target.kernels, write=write,
     )
     with captured(collector.take), mock.patch.object(backends, "SIMULATED_CLUSTERS", 1):
         for shape in target.shapes:
@@ -174,7 +204,8 @@ COLUMNS = (
 
 
 def rows(target: Target, scores: list[Score]) -> list[dict[str, Any]]:
-    """The rows of one target, one for each of its kernels."""
+    """The rows of one target, one for each of its kernels that has anything to leave out."""
+    scores = [score for score in scores if score.mutants]
     return [
         {
             "target": target.name,

@@ -29,7 +29,7 @@ from .host import LaunchConfig
 from .launcher import Options, make_machine, translated_kernel
 from .memory import GlobalMemory
 from .sanitizer import READINGS
-from .sanitizer.omission import machine_without
+from .sanitizer.omission import Caught, machine_without
 
 #: Opcodes (prefixes) that are left out. bar.warp.sync is not among them: it orders lanes of one
 #: warp, which the sanitizer does not tell apart; nor is griddepcontrol, which orders launches.
@@ -94,18 +94,26 @@ class Launch:
         for (low, high, _), content in zip(self.ranges, self.memory, strict=True):
             ctypes.memmove(low, content, high - low)
 
-    def run(self, options: Options, without: int | None = None) -> tuple[dict[Key, str], Any]:
-        """(findings and the error that ended the run, the machine); `without` an instruction."""
+    def run(
+        self, options: Options, without: int | None = None, known: frozenset[Key] = frozenset()
+    ) -> tuple[dict[Key, str], Any]:
+        """(findings and the error that ended the run, the machine).
+
+        without: an instruction that is left out; the first finding that is not in `known` ends
+        such a run.
+        """
         self.restore()
         kind = READINGS[options.sanitize]
         if without is not None:
-            kind = machine_without(without, kind)
+            kind = machine_without(without, kind, known)
         memory = GlobalMemory(self.ranges, self.parameters)
         machine = make_machine(kind, self.compiled, self.config, memory, options)
         found: dict[Key, str] = {}
         try:
             with single_threaded():
                 machine.run()
+        except Caught:
+            pass
         except SimulationError as error:
             name = type(error).__name__
             found[name,] = f"{name}: {error.message}"
@@ -230,8 +238,10 @@ class _Trials:
     launch: Launch
     options: Options
 
-    def _run(self, seed: int | None, without: int | None = None) -> tuple[dict[Key, str], Any]:
-        return self.launch.run(dataclasses.replace(self.options, seed=seed), without)
+    def _run(
+        self, seed: int | None, without: int | None = None, known: frozenset[Key] = frozenset()
+    ) -> tuple[dict[Key, str], Any]:
+        return self.launch.run(dataclasses.replace(self.options, seed=seed), without, known)
 
     def executed(self) -> set[int]:
         """Indices of the instructions that the fixed schedule executes."""
@@ -250,7 +260,7 @@ class _Trials:
         edges: dict[str, None] = {}
         whole = True
         for runs, seed in enumerate(seeds, 1):
-            found, machine = self._run(seed, index)
+            found, machine = self._run(seed, index, known)
             fresh = [text for key, text in found.items() if key not in known]
             if fresh:
                 return "caught", fresh[0], runs

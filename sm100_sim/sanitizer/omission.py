@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.errors import SimulationError
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.warp import predicate_writer, uniform
 
 from .clocks import BULK, STORE
+from .findings import Finding
 from .machine import SanitizedMachine
 from .sanitizer import Sanitizer
 from .shadow import Access
@@ -75,6 +77,10 @@ class Ledger:
         return "; ".join(self.edges)
 
 
+class Caught(SimulationError):
+    """Ends a run whose mutant has been found out."""
+
+
 class OmittingSanitizer(Sanitizer):
     """The sanitizer of such a run; `ledger` accounts for what was left out."""
 
@@ -82,6 +88,7 @@ class OmittingSanitizer(Sanitizer):
         super().__init__(machine, strict)
         self.omitted = machine.omitted
         self.ledger = Ledger()
+        self._caught = False
         #: By warp: index of the instruction from which it last learned an entry of its frontier.
         self._learned: dict[WarpState, np.ndarray] = {}
         #: By warp: what omitted waits would have told it and it does not know yet.
@@ -106,6 +113,16 @@ class OmittingSanitizer(Sanitizer):
         """The edges that imply the omitted instruction; "" if one execution lacks one, None if
         it was not executed."""
         return self.ledger.verdict()
+
+    def report(self, finding: Finding, key: tuple) -> None:
+        super().report(finding, key)
+        # Reports also come from within native code, where nothing can be raised.
+        self._caught |= (finding.kind, finding.lines) not in self.machine.known
+
+    def begin(self, warp: Any, instruction: Any) -> WarpState:
+        if self._caught:
+            raise Caught("a finding tells the mutant from the kernel")
+        return super().begin(warp, instruction)
 
     def bind_omitted(self, instruction: Any) -> Callable[[Any, int], None]:
         """Executor of the omitted instruction."""
@@ -421,14 +438,21 @@ _ANALYSES: dict[str, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
 
 
 class OmittingMachine(SanitizedMachine):
-    """A machine that leaves out the instruction with index `omitted`."""
+    """A machine that leaves out the instruction with index `omitted`.
+
+    known: kinds and PTX lines of the kernel's own findings; any other ends the run.
+    """
 
     sanitizer_type = OmittingSanitizer
     omitted = -1
+    known: frozenset = frozenset()
 
 
-@functools.cache
-def machine_without(index: int, kind: type[SanitizedMachine]) -> type[OmittingMachine]:
+@functools.lru_cache(maxsize=1)
+def machine_without(
+    index: int, kind: type[SanitizedMachine], known: frozenset = frozenset()
+) -> type[OmittingMachine]:
     """The machine for one mutant under the reading of `kind`."""
     reading = {"strict": kind.strict, "in_order": kind.in_order}
-    return type("OmittingMachine", (OmittingMachine,), {"omitted": index, **reading})
+    members = {"omitted": index, "known": known, **reading}
+    return type("OmittingMachine", (OmittingMachine,), members)
