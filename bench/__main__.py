@@ -14,17 +14,19 @@ import sys
 COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
+    "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
+    "ladder": "what each optimisation of the forward brings, one switch at a time",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
+    "profile": "Nsight Compute on our kernels: its command line, or a summary of its report",
     "report": "one HTML page from the JSON results of the others",
     "roofline": "clocks of each resource for a shape and a configuration",
     "schedulers": "the static tile scheduler against the dynamic one (CLC)",
-    "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "simulator": "the simulator's own speed on the forward",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
-    "validate": "the timing model against published and measured figures, error by row",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",
+    "validate": "the timing model against published and measured figures, error by row",
 }
 
 

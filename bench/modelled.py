@@ -72,7 +72,7 @@ class Kernel:
     """A forward kernel and what its tiles cost.
 
     rows: queries of a cluster's tile. cluster: CTAs. policy: see `problem.POLICIES`. values,
-    costs: one of each replay, the central one first.
+    costs: one of each replay, the central one first. ordered: as `ForwardConfig.ordered_tiles`.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Kernel:
     policy: str
     values: list[Values]
     costs: list[TileCosts]
+    ordered: bool = True
 
     def tiles(self, shape: Shape) -> list[Tile]:
         """The tiles of a problem in the order in which they are worked on."""
@@ -90,11 +91,12 @@ class Kernel:
         ratio = shape.heads // shape.heads_kv
         kv_bytes = 4.0 * shape.seqlen * self.head_dim
         own = 4.0 * self.rows * self.head_dim
-        section = section_heads_for(
+        section = 1 if not self.ordered else section_heads_for(
             num_heads_per_kv=ratio, num_pairs=pairs, kv_bytes_per_head=int(kv_bytes),
             l2_bytes=L2_FOR_KV, unequal_lengths=shape.causal,
         )  # fmt: skip
-        order = TileProblem(blocks, shape.heads, shape.batch, section, shape.causal).order()
+        longest_first = self.ordered and shape.causal
+        order = TileProblem(blocks, shape.heads, shape.batch, section, longest_first).order()
         step = 4 * self.rows * STEP * self.head_dim / FLOP_PER_CLOCK / self.cluster
         found = []
         for index in range(blocks * pairs):
@@ -190,32 +192,33 @@ def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
 
 def our_kernel(
     causal: bool, machine: str = "b200", draws: int = 6, direction: str = "forward", *,
-    use_clc: bool = False, config: Any = None,
+    use_clc: bool = False, config: Any = None, samples: tuple[tuple[int, int], ...] = SAMPLES,
 ) -> Attention:
     """Our forward or backward under the static or the CLC scheduler.
 
-    config: a `ForwardConfig` or `BackwardConfig`, None for the default. Raises ValueError for
-    another direction.
+    config: a `ForwardConfig` or `BackwardConfig`, None for the default. samples: of the forward.
+    Raises ValueError for another direction.
     """
     model = load(machine)
     if _is_backward(direction):
         from .modelled_backward import our_backward
 
         return our_backward(causal, model, draws, use_clc, config)
-    compiled, _ = _our_forward(*SAMPLES[0], causal, use_clc, config)
+    compiled, _ = _our_forward(*samples[0], causal, use_clc, config)
     policy = "dynamic" if use_clc else "static"
     shape = HEAD_DIM, 256, 2, policy
 
     def make() -> list[Replayed]:
         found = []
-        for seqlen, heads in SAMPLES:
+        for seqlen, heads in samples:
             function, arguments = _our_forward(seqlen, heads, causal, use_clc, config)
             prediction = timing.predict(function, *arguments, machine=model, draws=draws)[-1]
             found.append(replayed(prediction, -(-seqlen // 256) * heads))
         return found
 
-    rows = kept((digest(compiled.cubin), SAMPLES), model, draws, make)
-    return Kernel("ours", *shape, model.sampled(draws), fitted(rows, policy))
+    rows = kept((digest(compiled.cubin), samples), model, draws, make)
+    ordered = config is None or config.ordered_tiles
+    return Kernel("ours", *shape, model.sampled(draws), fitted(rows, policy), ordered)
 
 
 def their_kernel(

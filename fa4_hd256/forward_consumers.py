@@ -15,6 +15,7 @@ from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from .config import HEAD_DIM
 from .instructions import fence_after_thread_sync, fence_before_thread_sync
+from .ranges import traced
 from .sequences import tma_tile
 from .tmem_access import multiply, tmem_load, tmem_store
 
@@ -82,6 +83,7 @@ class ForwardConsumers:
             return None
         return context.sink[work.head] * math.log2(math.e)
 
+    @traced("softmax")
     @cute.jit
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
@@ -175,6 +177,7 @@ class ForwardConsumers:
         """The row of a correction thread: the lane of tensor memory it can reach."""
         return cute.arch.thread_idx()[0] % self.config.block_q
 
+    @traced("rescale O")
     @cute.jit
     def _rescale(self, context: Any, factor: Float32):
         """O *= factor, row by row, in slices of columns."""
@@ -189,6 +192,7 @@ class ForwardConsumers:
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
 
+    @traced("drain O")
     @cute.jit
     def _drain(self, context: Any, inverse: Float32, o_done: Any, o_staged: Any):
         """O / sum to the tile's own Q buffer; o_free as soon as O has left tensor memory."""

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32
 
 from .instructions import fence_after_thread_sync, mma_chain
 from .operands import load_tile
+from .ranges import traced
 
 __all__ = ["ForwardProducers"]
 
@@ -105,6 +106,7 @@ class ForwardProducers:
         kv_free.advance()
         return kv_free
 
+    @traced("load")
     @cute.jit
     def _load_tile(self, context: Any, name: str, smem: Any, free: Any, place: tuple):
         """One TMA load of the tile at place = (sequence, first row, column block, head)."""
@@ -165,6 +167,7 @@ class ForwardProducers:
         # The last drain of O signals this CTA's barrier, which must outlive it.
         context.barriers["o_free"].wait(o_free)
 
+    @traced("QK")
     @cute.jit
     def _qk(self, context: Any, q_loaded: Any, kv_loaded: Any, s_done: Any):
         """S = Q K^T of one step, K = 256 in 16 slices.
@@ -190,6 +193,7 @@ class ForwardProducers:
         s_done.advance()
         return kv_loaded, s_done
 
+    @traced("PV")
     @cute.jit
     def _pv(self, context: Any, accumulate: Boolean, states: tuple):
         """O += P V of one step, K = 128 keys in 8 slices; P from TMEM."""

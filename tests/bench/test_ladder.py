@@ -1,0 +1,134 @@
+"""The ladder: its rungs, how gains are judged, both ways of timing with a stand-in for time."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from bench import ladder, modelled
+from bench.__main__ import main
+from bench.measuring import Sampling, State
+from bench.providers import PyTorchSdpa
+from bench.suite import Case
+from fa4_hd256 import ForwardConfig
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import TileCosts
+from softmax_emu.pattern import Ex2Pattern
+
+CASE = Case("chosen", ((300, 300),), 2, 1, True)
+RIGHT = ladder.Error(1e-3, 2e-3, 1e-6)
+
+
+def test_one_switch_a_rung():
+    found = ladder.rungs()
+    *steps, last = found
+    assert [rung.name for rung in steps] == [
+        "plain exp2", "folded scale", "packed f32x2", "double-buffered S", "conditional rescale",
+        "emulation ratio", "tile order", "CLC",
+    ]  # fmt: skip
+    for before, after in zip(steps, steps[1:]):
+        pairs = [(getattr(r.config, f.name), f.name) for f in dataclasses.fields(ForwardConfig)
+                 for r in (before, after)]  # fmt: skip
+        changed = [name for (a, name), (b, _) in zip(pairs[::2], pairs[1::2]) if a != b]
+        if before.use_clc != after.use_clc:
+            changed.append("use_clc")
+        assert len(changed) == 1, (after.name, changed)
+    assert last.config == ForwardConfig() and not last.use_clc
+    # Nothing is compared twice.
+    default = ladder.rungs(ForwardConfig().ex2_pattern)
+    assert default[-2].config == ForwardConfig() and default[-1].name == "CLC"
+
+
+def test_gains_and_what_is_ranked():
+    seconds = [[10.0, 11.0], [8.0, 9.0], [7.9, 8.9], [7.9, 8.8], [9.0, 10.0]]
+    names = ladder.rungs()
+    timings = [
+        ladder.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
+    ]
+    timings[-1] = dataclasses.replace(timings[-1], error=ladder.Error(3e-3, 2e-3))
+    origin = {"basis": "modelled", "machine": "m"}
+    rows = ladder.rows(timings, CASE, None, origin)
+    assert rows[0]["gain"] is None and rows[0]["effect"] is None
+    assert rows[1]["gain"] == 10 / 8 and rows[1]["gain_low"] == 11 / 9
+    # 1 % is below what the model resolves.
+    assert [row["effect"] for row in rows[1:]] == ["faster", "not ranked", "not ranked", "slower"]
+    assert [row["correct"] for row in rows] == [True] * 4 + [False]
+    assert {row["over_pytorch"] for row in rows} == {"not runnable here"}
+    assert rows[0]["tflops"] == pytest.approx(CASE.flop("forward") / 10.0 / 1e12)
+    measured = ladder.rows(timings, CASE, 20.0, {"basis": "measured", "machine": "g"})
+    assert measured[2]["effect"] == "faster" and measured[0]["over_pytorch"] == 2.0
+    # A wrong LSE is wrong, too.
+    assert not ladder.Error(0.0, 1.0, 1e-2).correct
+
+
+class Clock:
+    """A timer whose call number n takes n + 1 seconds; calls of PyTorch on the CPU are real."""
+
+    device = torch.device("cpu")
+
+    def prepare(self, call):
+        self.prepared = getattr(self, "prepared", 0) + 1
+        duration = float(self.prepared)
+        return (lambda: duration), "plain"
+
+    def seconds(self, call):
+        return call()
+
+    def state(self):
+        return State()
+
+
+@pytest.mark.simulator
+def test_measured():
+    """Correctness is checked on the inputs that are timed; PyTorch is timed with them."""
+    rung = ladder.Rung("default", ForwardConfig())
+    pytorch = (PyTorchSdpa("math", "MATH"), PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"))
+    timings, others = ladder.measure_all([rung], CASE, Clock(), Sampling(1, 3), pytorch)
+    assert timings[0].seconds.tolist() == [1.0, 1.0, 1.0] and timings[0].error.correct
+    assert others["math"] == 2.0
+    if not torch.cuda.is_available():
+        assert others["cuDNN"] == "no CUDA device"
+
+
+@pytest.mark.simulator
+def test_simulated_error_of_a_rung():
+    found = ladder.simulated_error(ladder.Rung("default", ForwardConfig()), True)
+    assert found.correct and 0 < found.error and found.lse_error < 1e-4
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    """The modelled way, with costs that depend on the configuration in place of replays."""
+
+    def our_kernel(causal, machine, draws, *, use_clc, config, samples):
+        assert causal and samples == ladder.SAMPLES
+        rate = 3.0 / config.s_stages
+        shape = ("ours", 256, 256, 2, "dynamic" if use_clc else "static")
+        costs = [TileCosts(5000.0, 2000.0, rate)] * (draws + 1)
+        return modelled.Kernel(
+            *shape, [load(machine).values()] * (draws + 1), costs, config.ordered_tiles
+        )
+
+    monkeypatch.setattr(modelled, "our_kernel", our_kernel)
+    monkeypatch.setattr(ladder, "simulated_error", lambda rung, causal: RIGHT)
+    files = {name: tmp_path / f"ladder.{name}" for name in ("json", "md", "svg")}
+    arguments = ["ladder", "--causal", "--modelled", "--jobs", "1", "--json", str(files["json"]),
+                 "--markdown", str(files["md"]), "--plot", str(files["svg"])]  # fmt: skip
+    assert main(arguments) == 0
+    assert "not runnable here" in capsys.readouterr().out
+    assert "double-buffered S" in files["md"].read_text() and files["svg"].stat().st_size
+    rows = {row["step"]: row for row in json.loads(files["json"].read_text())["tables"][0]["rows"]}
+    assert rows["double-buffered S"]["step_clocks"] == 1.5 * 2048
+    assert rows["double-buffered S"]["effect"] == "faster"
+    # The longest tiles first fill the end of a causal problem with short ones.
+    assert rows["tile order"]["gain"] > 1.0
+    assert main(["ladder", "--window", "5"]) == 2
+
+
+def test_the_pattern_of_the_emulation_rung():
+    pattern = Ex2Pattern(16, 8)
+    chosen = {rung.name: rung.config.ex2_pattern for rung in ladder.rungs(pattern)}
+    assert chosen["emulation ratio"] == pattern and not chosen["conditional rescale"].true_share()

@@ -1,0 +1,140 @@
+"""Command lines of the profiler, and the summary of a report; the sample is made up."""
+
+import json
+import re
+import stat
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import sm100_sim
+from bench import profile
+from bench.__main__ import main
+from bench.suite import BACKWARD, FORWARD, Case
+from fa4_hd256 import flash_attn_func
+
+CASE = Case("chosen", ((300, 400),) * 2, 8, 4, True)
+
+HEADER = [
+    "ID", "Process Name", "Kernel Name", "Device", "device__attribute_display_name",
+    "gpu__time_duration.sum",
+    "sm__pipe_tensor_subpipe_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "lts__t_sector_hit_rate.pct",
+    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_barrier_not_issued_per_issue_active.ratio",
+    "smsp__pcsamp_dropped_bytes",
+]  # fmt: skip
+UNITS = ["", "", "", "", "", "ns", "%", "%", "%", "%", "warp", "warp", "warp", "byte"]
+LAUNCH = ["0", "python", "kernel_cutlass_kernel_fa4_hd256forwardForwardKernel_object", "0", "GB",
+          "1,234,567", "91.5", "88.25", "97.0", "44.0", "1.5", "2.75", "9.0", "0"]  # fmt: skip
+
+
+def page(*launches, units=UNITS):
+    lines = [HEADER, units, *launches]
+    text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    return "==PROF== Disconnected from process 1\n" + text + "\n"
+
+
+def test_summary_of_a_raw_page(tmp_path, capsys):
+    other = [*LAUNCH[:2], "some_other_kernel", *LAUNCH[3:-1], "4096"]
+    file = tmp_path / "raw.csv"
+    file.write_text(page(LAUNCH, other))
+    assert main(["profile", "--read", str(file), "--json", str(tmp_path / "out.json")]) == 0
+    assert "Samples of warps were lost" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out.json").read_text())["tables"][0]["rows"]
+    row = found[0]
+    assert row["kernel"] == "ForwardKernel" and found[1]["kernel"] == "some_other_kernel"
+    assert (row["basis"], row["machine"]) == ("measured", "GB")
+    assert row["duration"] == pytest.approx(1234.567)
+    # Over the elapsed time is asked for first, then what there is.
+    assert row["tensor"] == 88.25 and row["metrics"]["tensor"] == HEADER[7]
+    assert row["mufu"] == 44.0 and row["l2_hits"] == 97.0
+    assert row["smem"] is None and row["metrics"]["smem"] is None
+    assert row["all_stalls"] == {"barrier": 2.75, "long_scoreboard": 1.5}
+    assert row["stalls"] == "barrier 2.75, long_scoreboard 1.50"
+    assert (row["samples_lost"], found[1]["samples_lost"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "expected"),
+    [("us", "1234.567", 1234.567), ("msecond", "1.5", 1500.0), ("second", "0.001", 1000.0),
+     ("usecond", "7", 7.0), ("ns", "500", 0.5)],
+)  # fmt: skip
+def test_units_of_a_page(unit, value, expected):
+    units = [*UNITS[:5], unit, *UNITS[6:]]
+    launches = profile.read_raw_page(page([*LAUNCH[:5], value, *LAUNCH[6:]], units=units))
+    assert profile.rows(launches)[0]["duration"] == pytest.approx(expected)
+
+
+def test_what_is_no_raw_page(tmp_path, capsys):
+    file = tmp_path / "other.csv"
+    file.write_text("a,b\n1,2\n")
+    assert main(["profile", "--read", str(file)]) == 2
+    assert "--page raw" in capsys.readouterr().err
+
+
+def test_command_line():
+    sampling = profile.Sampling(interval=2, buffer_bytes=1 << 26)
+    command = profile.collect_command(CASE, BACKWARD, "out.ncu-rep", sampling)
+    options = dict(zip(command, command[1:]))
+    assert command[0] == "ncu" and options["--set"] == "full"
+    assert options["--import-source"] == "no"
+    assert options["--target-processes"] == "application-only"
+    assert options["--warp-sampling-interval"] == "2"
+    assert options["--warp-sampling-buffer-size"] == str(1 << 26)
+    # Three kernels a call; the first call is left out.
+    assert options["--launch-skip"] == options["--launch-count"] == "3"
+    with pytest.raises(ValueError, match="0 to 31"):
+        profile.Sampling(interval=32)
+    with pytest.raises(ValueError, match="1 MiB"):
+        profile.Sampling(buffer_bytes=1)
+
+
+@pytest.mark.simulator
+def test_names_of_the_kernels_match_the_filter():
+    before = len(sm100_sim.last_reports())
+    q, k, v = (torch.randn(1, 64, 1, 256).bfloat16().requires_grad_() for _ in range(3))
+    flash_attn_func(q, k, v, causal=True).sum().backward()
+    names = [report.kernel for report in sm100_sim.last_reports()[before:]]
+    for direction, (pattern, count) in profile.KERNELS.items():
+        matching = [name for name in names if re.search(pattern, name)]
+        assert len(matching) == count, (direction, names)
+    assert len(names) == 4
+
+
+def test_the_workload_reads_its_own_options(capsys):
+    """The command that is profiled parses, and stops here for want of a GPU."""
+    words = profile.workload(CASE, FORWARD)
+    assert words[:3] == ["python", "-m", "bench"]
+    status = main(words[3:])
+    if not torch.cuda.is_available():
+        assert status == 2 and "no CUDA device" in capsys.readouterr().err
+
+
+def test_running_the_tool(tmp_path, monkeypatch, capsys):
+    """A stand-in for ncu on PATH that answers with the sample page."""
+    (tmp_path / "page.csv").write_text(page(LAUNCH))
+    tool = tmp_path / "ncu"
+    answer = f'case "$*" in *--import-source*) ;; *) cat {tmp_path}/page.csv;; esac'
+    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main(["profile", "--run", "--direction", "forward"]) == 0
+    assert "ForwardKernel" in capsys.readouterr().out
+    tool.write_text("#!/bin/sh\nexit 3\n")
+    assert main(["profile", "--run"]) == 2
+    assert "status 3" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert main(["profile", "--run"]) == 2
+    assert "not installed" in capsys.readouterr().err
+
+
+def test_ranges_of_the_kernels(capsys):
+    assert main(["profile", "--iket", "--csv"]) == 0
+    assert "run-iket profile -- python -m bench profile --workload" in capsys.readouterr().out
+    assert main(["profile", "--iket", "--direction", "backward"]) == 2
