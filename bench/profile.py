@@ -80,6 +80,8 @@ _STALL = re.compile(
 )
 _SAMPLES_LOST = ("smsp__pcsamp_dropped_bytes", "smsp__pcsamp_buffer_overflow")
 _SHOWN_STALLS = 4
+#: File descriptor: what the tools say while they collect must not mix with our own results.
+_STDERR = 2
 #: Units that a raw page may be in, as multiples of the base units that METRICS expects.
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
@@ -288,7 +290,7 @@ def run(wanted: Sequence[tuple[str, list[str]]]) -> list[dict[str, Any]]:
         print(shlex.join(command), file=sys.stderr, flush=True)
         reading = purpose.startswith("read")
         started = [sys.executable if word == "python" else word for word in command]
-        output = subprocess.PIPE if reading else sys.stderr
+        output = subprocess.PIPE if reading else _STDERR
         done = subprocess.run(started, stdout=output, text=True)
         if done.returncode:
             raise ValueError(f"{command[0]} ended with status {done.returncode}")
