@@ -167,6 +167,11 @@ def _codes(raw: np.ndarray, name: str, descriptor: InstructionDescriptor) -> np.
     return minifloat.unpack_padded(raw, bits)
 
 
+#: Bits of a scale factor's address that name a cell; programs keep the byte in the two above, which
+#: the instruction descriptor names anyway.
+SCALE_ADDRESS = 0x3FFFFFFF
+
+
 def factor_columns(head: Mma, which: str) -> tuple[int, int]:
     """(columns, groups of lanes) that the scale factors of A or B of one instruction take in a CTA.
 
@@ -185,7 +190,7 @@ def factor_columns(head: Mma, which: str) -> tuple[int, int]:
 def _factors(cta: Any, address: int, head: Mma, which: str) -> np.ndarray:
     """Scale factors of one instruction, float32 (rows, K / block)."""
     descriptor = head.descriptor
-    lane, column = split_address(address)
+    lane, column = split_address(address & SCALE_ADDRESS)
     if lane:
         raise TmemError(f"tcgen05.mma takes scale factors from lane {lane}; they start at lane 0")
     columns, groups = factor_columns(head, which)

@@ -18,7 +18,7 @@ Dimension 0 is the contiguous one. Limits are those of `cuTensorMapEncodeTiled`.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from .errors import SimulationError
@@ -41,7 +41,11 @@ DTYPES = {
     9: ("f64", 64),
     10: ("bf16", 16),
     11: ("b4x16", 4),
+    12: ("b4x16_p64", 4),
+    13: ("b6x16_p32", 6),
 }
+#: Types whose tiles hold 16 elements in 16 bytes of shared memory, data first, then padding.
+PADDED = ("b4x16_p64", "b6x16_p32")
 _DTYPE_NUMBERS = {name: number for number, (name, _) in DTYPES.items()}
 #: Swizzle span in bytes by field value.
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
@@ -105,7 +109,7 @@ class TensorMap:
 
     @cached_property
     def tile_bytes(self) -> int:
-        """Bytes of a whole tile in shared memory; what complete_tx counts, clipped or not."""
+        """Bytes of a whole tile's data; what complete_tx counts, clipped or not."""
         elements = 1
         for size in self.tile_shape:
             elements *= size
@@ -117,8 +121,23 @@ class TensorMap:
 
         Rows shorter than the swizzle span stand one span apart (measured on an H200).
         """
-        inner = self.tile_shape[0] * self.element_bits // 8
-        return self.tile_bytes // inner * max(inner, self.swizzle)
+        return self.tile_bytes * 8 // self.element_bits // self.tile_shape[0] * max(
+            self.row_bytes, self.swizzle
+        )
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a tile in shared memory."""
+        return self.tile_shape[0] * (8 if self.dtype in PADDED else self.element_bits) // 8
+
+    @cached_property
+    def packed(self) -> TensorMap:
+        """The same tensor in bytes of global memory, for elements narrower than a byte."""
+        if self.element_bits >= 8:
+            return self
+        inner = [count * self.element_bits // 8 for count in (self.sizes[0], self.box[0])]
+        return replace(self, dtype="u8", sizes=(inner[0], *self.sizes[1:]),
+                       box=(inner[1], *self.box[1:]))  # fmt: skip
 
     def extent(self) -> tuple[int, int]:
         """[start, end) in bytes of the global tensor that the descriptor describes."""
@@ -140,7 +159,7 @@ def validate(tensor_map: TensorMap) -> None:
     _check(len(t.strides) == t.rank - 1, f"{len(t.strides)} strides for rank {t.rank}")
     _check(len(t.box) == len(t.element_strides) == t.rank, "box or element strides of wrong rank")
     _check(t.interleave in (0, 16, 32), f"interleave {t.interleave}")
-    alignment = 32 if t.interleave == 32 or t.element_bits == 4 else 16
+    alignment = 32 if t.interleave == 32 or t.dtype in PADDED else 16
     _check(0 <= t.address < 1 << 64, f"address {t.address:#x}")
     _check(t.address % alignment == 0, f"address {t.address:#x} not {alignment}-byte aligned")
     for i, size in enumerate(t.sizes):
@@ -156,7 +175,10 @@ def validate(tensor_map: TensorMap) -> None:
     for box, step in zip(t.box, t.element_strides, strict=True):
         size *= box // step
     _check(size < 1 << 18, f"box {t.box} of {size} bytes, accepted below 2^18")
-    inner = t.tile_shape[0] * t.element_bits // 8
+    if t.dtype in PADDED:
+        _check(t.sizes[0] % 128 == 0 and t.box[0] == 128, f"size {t.sizes[0]} and box {t.box[0]} of "
+               f"dimension 0 with type {t.dtype}, accepted multiples of 128 and 128")
+    inner = t.row_bytes
     if t.interleave == 0:
         _check(inner % 16 == 0, f"inner box of {inner} bytes is not a multiple of 16")
         if t.swizzle:

@@ -17,7 +17,7 @@ import numpy as np
 
 from .descriptors import swizzled
 from .errors import MemoryFault, Misaligned, SimulationError
-from .tensormap import TensorMap
+from .tensormap import PADDED, TensorMap
 
 #: Out-of-bounds NaN fill, the same bytes for every element type.
 _NAN_BYTES = np.frombuffer(b"\xf7\x7f" * 8, np.uint8)
@@ -128,7 +128,7 @@ def _tile_plan(tensor_map: TensorMap) -> tuple[int, tuple[int, ...]]:
     if t.interleave:
         raise SimulationError(f"TMA with interleave {t.interleave} B is not modelled")
     if t.element_bits < 8:
-        raise SimulationError(f"TMA of packed {t.dtype} elements is not modelled")
+        raise SimulationError(f"packed {t.dtype} elements are copied in bytes")
     tile = t.tile_shape
     inner = tile[0] * t.element_bits // 8
     return t.tile_bytes, (*reversed(tile[1:]), inner)
@@ -177,6 +177,8 @@ def load_tile(
     Raises Misaligned, MemoryFault, or SimulationError for descriptors that are not modelled.
     """
     t = tensor_map
+    if t.dtype in PADDED:
+        return _load_padded(t, coordinates, memory, (smem, offset), what)
     size, shape = _tile_plan(t)
     region = _shared_region(smem, offset, t.shared_bytes, what)
     inside = window(t, coordinates)
@@ -199,6 +201,26 @@ def load_tile(
         else:
             target[index] = chunks
     return size
+
+
+def _load_padded(
+    t: TensorMap, coordinates: tuple[int, ...], memory: Any, target: tuple[np.ndarray, int],
+    what: str,
+) -> int:
+    """A load of elements of 4 or 6 bits: 16 of them to 16 bytes, zeros behind the data."""
+    data = t.packed
+    first = coordinates[0] * t.element_bits // 8, *coordinates[1:]
+    packed = np.empty(data.tile_bytes, np.uint8)
+    load_tile(replace(data, swizzle=0), first, memory, packed, 0, what)
+    smem, offset = target
+    region = _shared_region(smem, offset, t.shared_bytes, what)
+    units = np.zeros((t.shared_bytes // 16, 16), np.uint8)
+    units[:, : 2 * t.element_bits] = packed.reshape(len(units), -1)
+    index = np.arange(len(units))
+    if t.swizzle:
+        index = _permutation(t.shared_bytes, t.swizzle, offset % (8 * t.swizzle), t.row_bytes)
+    region.reshape(-1, 16)[index] = units
+    return t.tile_bytes
 
 
 Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -22,7 +22,7 @@ from sm100_sim.errors import BarrierError, MemoryFault, Misaligned, SimulationEr
 from sm100_sim.events import AsyncOp, Waiting
 from sm100_sim.isa.shared import shared_address, submit
 from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.tensormap import TENSORMAP_BYTES, TensorMap, decode
+from sm100_sim.tensormap import PADDED, TENSORMAP_BYTES, TensorMap, decode
 from sm100_sim.warp import address, reader, uniform
 
 _HINTS = {"L2::cache_hint"}
@@ -86,7 +86,10 @@ def _tensor_operand(instruction, operand) -> Callable[[Any, int], tuple[int, tup
     return evaluate
 
 
-def _tensor_map(machine, pointer: int, coordinates: tuple[int, ...]) -> TensorMap:
+def _tensor_map(
+    machine, pointer: int, coordinates: tuple[int, ...]
+) -> tuple[TensorMap, tuple[int, ...]]:
+    """Descriptor and coordinates of a copy; packed elements are counted in bytes."""
     tensor_map = read_descriptor(machine, pointer)
     if tensor_map.rank != len(coordinates):
         raise SimulationError(
@@ -98,7 +101,9 @@ def _tensor_map(machine, pointer: int, coordinates: tuple[int, ...]) -> TensorMa
             f"{tensor_map.element_bits}-bit elements; it must start at a multiple of 16 bytes "
             "(the hardware ends the kernel with an illegal instruction)"
         )
-    return tensor_map
+    if tensor_map.dtype == "b4x16":
+        return tensor_map.packed, (coordinates[0] // 2, *coordinates[1:])
+    return tensor_map, coordinates
 
 
 @dataclass(slots=True)
@@ -196,7 +201,7 @@ def _bind_tensor_load(instruction):
         cluster = warp.cta.cluster
         for lane in split(warp, lanes):
             pointer, coordinates = tensor(warp, lane)
-            tensor_map = _tensor_map(cluster.machine, pointer, coordinates)
+            tensor_map, coordinates = _tensor_map(cluster.machine, pointer, coordinates)
             ranks = mask(warp, lane) & 0xFFFF if mask else None
             places = _destinations(
                 cluster, target(warp, lane), barrier(warp, lane), ranks, form.group
@@ -239,7 +244,9 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
         machine = cta.cluster.machine
         for lane in split(warp, lanes):
             pointer, coordinates = tensor(warp, lane)
-            tensor_map = _tensor_map(machine, pointer, coordinates)
+            tensor_map, coordinates = _tensor_map(machine, pointer, coordinates)
+            if tensor_map.dtype in PADDED:
+                raise SimulationError(f"TMA stores of padded {tensor_map.dtype} elements")
             if min(coordinates) < 0:
                 raise SimulationError(
                     f"a tensor store at the coordinates {coordinates}; stores take none below 0 "

@@ -51,7 +51,8 @@ def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
         if descriptor.block:
             for which, scales in (("A", {m.scale_a for m in run}), ("B", {m.scale_b for m in run})):
                 count, _ = tensor_core.factor_columns(head, which)
-                for column in sorted(split_address(address)[1] for address in scales):
+                cells = {address & tensor_core.SCALE_ADDRESS for address in scales}
+                for column in sorted(split_address(cell)[1] for cell in cells):
                     yield cta, "tmem", (slice(column, column + count), slice(0, 8))
         if not head.a_in_tmem:
             a = operand_chunks(tuple(mma.a for mma in run), descriptor.a_mn_major, rows, width)
