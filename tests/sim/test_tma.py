@@ -200,3 +200,36 @@ def test_rows_shorter_than_the_swizzle_span():
         for column in range(32):
             address = row * 128 + column * 2
             assert words[(address ^ (row << 4)) // 2] == array[row, column]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("b4x16_p64", 4), ("b6x16_p32", 6)])
+@pytest.mark.parametrize("swizzle", [0, 128])
+def test_padded_elements(dtype, bits, swizzle):
+    """16 elements to 16 bytes, data first, zeros behind; outside the tensor zeros alone."""
+    array = aligned(6 * 256 * bits // 8).reshape(6, -1)
+    array[...] = np.random.default_rng(1).integers(0, 256, array.shape)
+    t = TensorMap(
+        address=array.__array_interface__["data"][0], dtype=dtype, sizes=(256, 6),
+        strides=(array.shape[1],), box=(128, 4), element_strides=(1, 1), swizzle=swizzle,
+    )  # fmt: skip
+    smem = aligned(4096)
+    smem[:] = 0xFF
+    assert tiles.load_tile(t, (128, 3), HostMemory(array), smem, 1024) == 4 * 128 * bits // 8
+    for row in range(4):
+        for unit in range(8):
+            want = np.zeros(16, np.uint8)
+            if row + 3 < 6:
+                first = (128 + 16 * unit) * bits // 8
+                want[: 2 * bits] = array[row + 3, first : first + 2 * bits]
+            at = slow_offset(row * 128 + unit * 16, swizzle, 1024)
+            assert np.array_equal(smem[at : at + 16], want), (row, unit)
+    assert np.all(smem[:1024] == 0xFF) and np.all(smem[1536:] == 0xFF)
+
+
+def test_packed_elements_are_copied_in_bytes():
+    t = TensorMap(
+        address=4096, dtype="b4x16", sizes=(256, 6), strides=(128,), box=(64, 4),
+        element_strides=(1, 1),
+    )  # fmt: skip
+    assert (t.packed.dtype, t.packed.sizes, t.packed.box) == ("u8", (128, 6), (32, 4))
+    assert t.packed.tile_bytes == t.tile_bytes == 128
