@@ -176,8 +176,8 @@ def validate(tensor_map: TensorMap) -> None:
         size *= box // step
     _check(size < 1 << 18, f"box {t.box} of {size} bytes, accepted below 2^18")
     if t.dtype in PADDED:
-        _check(t.sizes[0] % 128 == 0 and t.box[0] == 128, f"size {t.sizes[0]} and box {t.box[0]} of "
-               f"dimension 0 with type {t.dtype}, accepted multiples of 128 and 128")
+        _check(t.sizes[0] % 128 == 0 and t.box[0] == 128, f"size {t.sizes[0]} and box {t.box[0]} "
+               f"of dimension 0 with type {t.dtype}, accepted multiples of 128 and 128")
     inner = t.row_bytes
     if t.interleave == 0:
         _check(inner % 16 == 0, f"inner box of {inner} bytes is not a multiple of 16")

@@ -29,7 +29,7 @@ class OneTile:
         )
         step = cute.size(mma.shape_mnk, mode=[2])
         self.tile = (128, self.n, 2 * step)
-        stages = cute.size(a, mode=[1]) // self.tile[2]
+        self.stages = stages = cute.size(a, mode=[1]) // self.tile[2]
         a_smem = helpers.make_smem_layout_a(mma, self.tile, self.a_type, stages)
         b_smem = helpers.make_smem_layout_b(mma, self.tile, self.b_type, stages)
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
@@ -43,12 +43,12 @@ class OneTile:
             load, b, one, self.tile, mma,
             internal_type=cutlass.TFloat32 if self.b_type is cutlass.TFloat32 else None,
         )  # fmt: skip
-        self.kernel(mma, a_atom, a_tma, b_atom, b_tma, d, a_smem, b_smem, stages).launch(
+        self.kernel(mma, a_atom, a_tma, b_atom, b_tma, d, a_smem, b_smem).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1)
         )
 
     @cute.kernel
-    def kernel(self, mma, a_atom, a, b_atom, b, d, a_smem, b_smem, stages: cutlass.Constexpr):
+    def kernel(self, mma, a_atom, a, b_atom, b, d, a_smem, b_smem):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.utils.SmemAllocator()
@@ -86,11 +86,11 @@ class OneTile:
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers, size)
-            for stage in cutlass.range_constexpr(stages):
+            for stage in cutlass.range_constexpr(self.stages):
                 cute.copy(a_atom, tga[None, stage], tsa[None, stage], tma_bar_ptr=barriers)
                 cute.copy(b_atom, tgb[None, stage], tsb[None, stage], tma_bar_ptr=barriers)
             cute.arch.mbarrier_wait(barriers, 0)
-            for stage in cutlass.range_constexpr(stages):
+            for stage in cutlass.range_constexpr(self.stages):
                 for block in cutlass.range_constexpr(2):
                     mma.set(tcgen05.Field.ACCUMULATE, stage + block > 0)
                     at = (None, None, block, stage)

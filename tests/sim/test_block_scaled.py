@@ -194,10 +194,10 @@ def test_block_scaling(case, group, m, n):
         for p, cta in enumerate(ctas):
             put_scales(cta, columns[0], a_scales[p * rows : (p + 1) * rows, mine], byte)
             put_scales(cta, columns[1], b_scales[:, mine], byte, halves)
-        ids = byte << 29 | byte << 4
+        ids, named = byte << 29 | byte << 4, byte << 30
         descriptor = decode_instruction(raw | ids, kind, group, False, k // count)
         mmas.append(Mma(ctas, descriptor, 0, a_raw[i], b_raw[i], False, i > 0,
-                        scale_a=columns[0], scale_b=columns[1]))  # fmt: skip
+                        scale_a=columns[0] | named, scale_b=columns[1] | named))  # fmt: skip
     tensor_core.execute(mmas)
     scaled = [
         values_of(codes, name) * np.repeat(scale_values(scales, scale_type), k // count, axis=1)
