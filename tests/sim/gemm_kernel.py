@@ -68,12 +68,11 @@ class OneTile:
         ga = slice_mma.partition_A(cute.local_tile(a, (m, k), (0, None)))
         gb = slice_mma.partition_B(cute.local_tile(b, (n, k), (0, None)))
         gd = slice_mma.partition_C(cute.local_tile(d, (m, n), (0, 0)))
-        whole = cute.make_layout(1)
         tsa, tga = cpasync.tma_partition(
-            a_atom, 0, whole, cute.group_modes(sa, 0, 3), cute.group_modes(ga, 0, 3)
+            a_atom, 0, cute.make_layout(1), cute.group_modes(sa, 0, 3), cute.group_modes(ga, 0, 3)
         )
         tsb, tgb = cpasync.tma_partition(
-            b_atom, 0, whole, cute.group_modes(sb, 0, 3), cute.group_modes(gb, 0, 3)
+            b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 3), cute.group_modes(gb, 0, 3)
         )
         ra, rb = mma.make_fragment_A(sa), mma.make_fragment_B(sb)
         shape = mma.partition_shape_C((m, n))
