@@ -27,6 +27,8 @@ MMA_K = 16
 #: Bytes that a warp's load of one 32-bit column of tensor memory moves.
 TMEM_COLUMN_BYTES = 32 * 4
 FLOAT_BYTES = 4
+#: dS of 256 queries x 128 keys.
+UNIT_DS_BYTES = CTAS * BLOCK_Q * BLOCK_KV * BF16_BYTES
 SLOTS = 4
 LANES = 32
 
@@ -151,17 +153,26 @@ def dq(config: BackwardConfig) -> Kernel:
     return Kernel("dQ", step, tile)
 
 
-def dkdv(config: BackwardConfig, splits: int = 1) -> Kernel:
+def dq_product(config: BackwardConfig) -> Kernel:
+    """dQ += dS K from a dS that is kept; dS and K pass."""
+    step = product(CTAS * BLOCK_Q, HEAD_DIM, BLOCK_KV) + _tma_load(2 * TILE_BYTES)
+    result = BLOCK_Q * HEAD_DIM
+    tile = _tmem(HEAD_DIM) + Demand(fma=result, l2_bytes=result * BF16_BYTES)
+    return Kernel("dQ from dS", step, tile)
+
+
+def dkdv(config: BackwardConfig, splits: int = 1, keeps_ds: bool = False) -> Kernel:
     """S^T, dP^T, dV += P^T dO and dK += dS^T Q; K and V stay; Q and dO (in two forms) pass.
 
-    splits: parts of the query heads of a KV head; with several, results are float32.
+    splits: parts of the query heads of a KV head; with several, results are float32. keeps_ds: dS
+    is stored.
     """
     unit_q, own_keys = CTAS * BLOCK_Q, BLOCK_KV // CTAS
     elements = own_keys * unit_q
     stats = 2 * config.dkdv.stats_bytes
-    # Each warp reads LSE and delta of a quarter of the unit's queries, the same 16 bytes a clock
-    # for all its lanes.
-    stats_clocks = len(config.dkdv.warps.gradient) * stats // 4 // 16
+    # Each warp reads LSE and delta of a quarter of the unit's queries, the same 16 bytes for all
+    # its lanes, which take two clocks (docs/facts.md).
+    stats_clocks = len(config.dkdv.warps.gradient) * stats // 4 // 16 * 2
     step = (
         product(BLOCK_KV, unit_q, HEAD_DIM) * 2
         + product(BLOCK_KV, HEAD_DIM, unit_q) * 2
@@ -170,6 +181,7 @@ def dkdv(config: BackwardConfig, splits: int = 1) -> Kernel:
         + Demand(warp_bytes=2 * elements * BF16_BYTES + 128 * stats_clocks)
         + _tmem(2 * BLOCK_KV)
         + _tma_load(8 * TILE_BYTES + stats)
+        + _tma_load(elements * BF16_BYTES * keeps_ds)
     )
     result = 2 * own_keys * HEAD_DIM
     tile = _tma_load(2 * TILE_BYTES) + _tmem(2 * BLOCK_KV) + Demand(
@@ -210,11 +222,18 @@ def totals(
         splits = _splits(case, clusters)
         results = 2 * key if splits == 1 else 2 * key * splits * FLOAT_BYTES / BF16_BYTES
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
+        keeps_ds = ds_of_kv_head(case) <= config.ds_bytes
+        ds = steps * UNIT_DS_BYTES * keeps_ds
+        of_dq = (
+            (dq_product(config), steps, q_tiles, query + key + ds)
+            if keeps_ds
+            else (dq(config), steps, q_tiles, 3 * query + 2 * key + 2 * row)
+        )
         counted = [
             (preprocess(), 0, blocks, 2 * query + 3 * row),
-            (dq(config), steps, q_tiles, 3 * query + 2 * key + 2 * row),
-            (dkdv(config, splits), steps, kv_tiles * splits,
-             2 * query + 2 * key + results + 2 * row),
+            (dkdv(config, splits, keeps_ds), steps, kv_tiles * splits,
+             2 * query + 2 * key + results + 2 * row + ds),
+            of_dq,
         ]
     else:
         raise ValueError(f"direction {direction!r}; accepted are {FORWARD} and {BACKWARD}")
@@ -222,6 +241,12 @@ def totals(
         Total(kernel, n, tiles, (kernel.step * n + kernel.tile * tiles) * CTAS, hbm)
         for kernel, n, tiles, hbm in counted
     ]
+
+
+def ds_of_kv_head(case: Case) -> int:
+    """Bytes of dS of one KV head, all its query heads and all sequences, queries in whole units."""
+    rows = -(-case.seqlen_q // (CTAS * BLOCK_Q)) * (CTAS * BLOCK_Q)
+    return rows * case.seqlen_k * BF16_BYTES * case.batch * (case.heads // case.heads_kv)
 
 
 def _splits(case: Case, clusters: int) -> int:

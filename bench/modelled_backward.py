@@ -1,6 +1,7 @@
 """The backward on the timing model: dQ and dK/dV kernels over tiles, and what runs beside them.
 
-The two kernels are replayed and fitted like the forward (`modelled`). The kernels around them do
+The two kernels are replayed and fitted like the forward (`modelled`). Ours keep dS between them
+where it fits, some KV heads at a time, as the operator does. The kernels around them do
 nothing but read and write: the rows' statistics before, and the sum over the parts of dK and dV
 after, where our kernel splits a group of query heads. They are taken at HBM's rate.
 """
@@ -35,9 +36,12 @@ SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 #: The same for kernels with one tile a cluster, whose tiles are to be of different length.
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
 KEYS = 128
-#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, dK/dV 4.
+#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, or 1 from dS that
+#: is kept, dK/dV 4.
 UNIT_Q = 256
-DQ, DKDV = 3 * 1024.0, 4 * 1024.0
+DQ, DQ_PRODUCT, DKDV = 3 * 1024.0, 1024.0, 4 * 1024.0
+#: Bytes of dS in such a unit.
+DS = 2.0 * UNIT_Q * KEYS
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,23 @@ class Order:
 
 @dataclass(frozen=True)
 class Backward:
-    """Both kernels. costs: kernel ("dq", "dkdv", "dkdv partial") -> tile costs for each of the
-    drawn machines; a function, because the last is only replayed if a shape needs it."""
+    """Both kernels. costs: kernel -> tile costs for each of the drawn machines; a function, because
+    some are only replayed if a shape needs them. Kernels: "dq", "dkdv", "dkdv partial", and where
+    dS is kept the same with "kept " before. ds_bytes: memory that dS may take, 0: it is not kept.
+    """
 
     name: str
     head_dim: int
     order: Order
     values: list[Values]
     costs: Callable[[str], list[TileCosts]]
+    ds_bytes: int = 0
+
+    def ds_heads(self, shape: Shape) -> int:
+        """KV heads whose dS is kept at a time; 0: dQ computes dS anew."""
+        rows = -(-shape.seqlen // UNIT_Q) * UNIT_Q
+        of_one = 2 * rows * shape.seqlen * shape.batch * (shape.heads // shape.heads_kv)
+        return min(int(self.ds_bytes // of_one), shape.heads_kv)
 
     def splits(self, shape: Shape, clusters: int) -> int:
         """Parts of each group of query heads."""
@@ -74,12 +87,20 @@ class Backward:
         tiles = shape.batch * shape.heads_kv * -(-shape.seqlen // KEYS)
         return choose_splits(tiles, shape.heads // shape.heads_kv, clusters)
 
-    def run(self, shape: Shape) -> dict[str, list[Schedule]]:
-        """dQ and dK/dV under each of the drawn machines, the central one first."""
+    def run(self, shape: Shape, heads_kv: int | None = None) -> dict[str, list[Schedule]]:
+        """dQ and dK/dV under each of the drawn machines, the central one first.
+
+        heads_kv: so many of the KV heads only, those of one launch; all by default.
+        """
         splits = self.splits(shape, int(self.values[0].sms) // 2)
+        keeps = self.ds_heads(shape) > 0
+        if heads_kv is not None:
+            ratio = shape.heads // shape.heads_kv
+            shape = replace(shape, heads=heads_kv * ratio, heads_kv=heads_kv)
+        kept_ds, dkdv = "kept " * keeps, "dkdv partial" if splits > 1 else "dkdv"
         kernels = {
-            "dq": (self._dq_tiles(shape), "dq"),
-            "dkdv": (self._dkdv_tiles(shape, splits), "dkdv partial" if splits > 1 else "dkdv"),
+            "dq": (self._dq_tiles(shape, keeps), f"{kept_ds}dq"),
+            "dkdv": (self._dkdv_tiles(shape, splits, keeps), f"{kept_ds}{dkdv}"),
         }
         return {
             kernel: [
@@ -91,10 +112,15 @@ class Backward:
 
     def seconds(self, shape: Shape) -> np.ndarray:
         """float64, all kernels one after the other, for each of the drawn machines."""
-        found = self.run(shape)
-        both = np.sum([[one.seconds for one in runs] for runs in found.values()], axis=0)
+        heads = self.ds_heads(shape) or shape.heads_kv
+        whole, rest = divmod(shape.heads_kv, heads)
         splits = self.splits(shape, int(self.values[0].sms) // 2)
-        return both + np.array([self._beside(shape, splits, values) for values in self.values])
+        total = np.array([self._beside(shape, splits, values) for values in self.values])
+        for count, heads_kv in ((whole, heads), (int(rest > 0), rest)):
+            if count:
+                runs = self.run(shape, heads_kv).values()
+                total += count * np.sum([[one.seconds for one in run] for run in runs], axis=0)
+        return total
 
     def tflops(self, shape: Shape) -> np.ndarray:
         """The same as TFLOPS by `Shape.flop`, five products."""
@@ -127,19 +153,23 @@ class Backward:
         order = TileProblem(blocks, heads, shape.batch, section, last and shape.causal).order()
         return [tile_coordinates(index, order) for index in range(blocks * pairs)]
 
-    def _dq_tiles(self, shape: Shape) -> list[Tile]:
-        """256 queries of a head each."""
+    def _dq_tiles(self, shape: Shape, keeps: bool = False) -> list[Tile]:
+        """256 queries of a head each; keeps: from a dS that is kept."""
         blocks, ratio = -(-shape.seqlen // UNIT_Q), shape.heads // shape.heads_kv
-        shared, own = 4.0 * shape.seqlen * self.head_dim, 6.0 * UNIT_Q * self.head_dim
+        operand = 2.0 * self.head_dim
+        # K and V are shared; Q, dO and dQ are not. With dS: K, and dQ beside what each unit reads.
+        shared = (1 if keeps else 2) * operand * shape.seqlen
+        own, work = (1 if keeps else 3) * operand * UNIT_Q, DQ_PRODUCT if keeps else DQ
         found = []
         for block, head, batch in self._indices(blocks, shape.heads, shape, ratio, shared, True):
             keys = min((block + 1) * UNIT_Q, shape.seqlen) if shape.causal else shape.seqlen
             group = batch * shape.heads_kv + head // ratio
-            found.append(Tile(DQ * -(-keys // KEYS), group, shared, own))
+            units = -(-keys // KEYS)
+            found.append(Tile(work * units, group, shared, own + DS * units * keeps))
         return found
 
-    def _dkdv_tiles(self, shape: Shape, splits: int) -> list[Tile]:
-        """128 keys of a part of a KV head each."""
+    def _dkdv_tiles(self, shape: Shape, splits: int, keeps: bool = False) -> list[Tile]:
+        """128 keys of a part of a KV head each; keeps: dS is written."""
         blocks = -(-shape.seqlen // KEYS)
         ratio = shape.heads // shape.heads_kv
         part = -(-ratio // splits)
@@ -150,8 +180,9 @@ class Backward:
         for block, head, batch in self._indices(blocks, heads, shape, 1, shared, False):
             begin = block * KEYS // self.order.rows * self.order.rows if shape.causal else 0
             units = (-(-shape.seqlen // self.order.rows) * self.order.rows - begin) / UNIT_Q
-            query_heads = min(part, ratio - head % splits * part)
-            found.append(Tile(DKDV * units * query_heads, batch * heads + head, shared, own))
+            units *= min(part, ratio - head % splits * part)
+            nbytes = own + DS * units * keeps
+            found.append(Tile(DKDV * units, batch * heads + head, shared, nbytes))
         return found
 
 
@@ -160,12 +191,12 @@ def our_backward(
     config: BackwardConfig | None = None,
 ) -> Backward:
     """Our dQ and dK/dV kernels under the static or the CLC scheduler."""
-    policy = "dynamic" if use_clc else "static"
+    policy, config = "dynamic" if use_clc else "static", config or BackwardConfig()
 
     @functools.cache
     def costs(which: str) -> list[TileCosts]:
         def call(seqlen: int, heads: int) -> tuple:
-            return _our_call(which, (seqlen, heads), causal, use_clc, config or BackwardConfig())
+            return _our_call(which, (seqlen, heads), causal, use_clc, config)
 
         def make() -> list[Replayed]:
             found = []
@@ -179,7 +210,8 @@ def our_backward(
         return fitted(kept((digest(compiled.cubin), which, SAMPLES), machine, draws, make), policy)
 
     order = Order(policy, True, True, UNIT_Q)
-    return Backward("ours", HEAD_DIM, order, machine.sampled(draws), costs)
+    values = machine.sampled(draws)
+    return Backward("ours", HEAD_DIM, order, values, costs, config.ds_bytes)
 
 
 def _our_call(
@@ -194,12 +226,13 @@ def _our_call(
     )
     options = Options.check(None, causal, (None, None), 0.0, use_clc)
     problem = BackwardProblem(Problem.describe((q, k, v), options), tuple(k.shape), False, 1)
-    if which == "dkdv partial":
+    kind, keeps = which.removeprefix("kept ").removesuffix(" partial"), which.startswith("kept ")
+    if which.endswith(" partial"):
         problem = replace(problem, splits=2)
+    problem = replace(problem, ds_heads=int(keeps))
     stats = empty_stats(problem)
     # Rows as the preprocess kernel leaves them; their values decide no instruction.
     stats.zero_()
-    kind = which.removesuffix(" partial")
     dtype = torch.float32 if problem.splits > 1 else q.dtype
     kv_heads = problem.splits
     results = (
@@ -207,8 +240,10 @@ def _our_call(
         if kind == "dq"
         else tuple(torch.empty(1, seqlen, kv_heads, HEAD_DIM, dtype=dtype) for _ in range(2))
     )
-    spec = kernel_specs(problem, config)[f"backward_{kind}"]
-    tensors = GradientTensors((q, k, v, dout), stats, results, ())
+    spec = kernel_specs(problem, config)[kind]
+    # Zeros: a dS of another call would do as well, but no bits that are not numbers.
+    ds = torch.zeros(problem.ds_shape(1), dtype=q.dtype) if keeps else None
+    tensors = GradientTensors((q, k, v, dout), stats, results, (), ds)
     arguments = gradient_call_arguments(tensors, problem, 1, 0)
     blocks = -(-seqlen // UNIT_Q) * heads if kind == "dq" else -(-seqlen // KEYS) * kv_heads
     return compile_kernel(spec), arguments, blocks

@@ -1,13 +1,15 @@
 """The backward: which kernels run for the gradients that are asked for, on what, in which order.
 
-preprocess (`backward_preprocess`), then dQ and dK/dV, each only where its result is asked for; what
-is left, sums over a few rows or parts, is PyTorch's. Nothing here waits for the device.
+preprocess (`backward_preprocess`), then dK/dV, which stores dS, and dQ as a product of it, some
+heads at a time; where dS of one head would take too much memory, or only one of the two is asked
+for, dK/dV and dQ each on their own. What is left, sums over a few rows or parts, is PyTorch's.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -101,6 +103,8 @@ def run_backward(
     call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: BackwardConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for."""
+    if wanted.dq and wanted.dkdv:
+        problem = problem.keeping_ds(config.ds_bytes)
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     q, k, v, dout = (
         as_kernel_operand(t)
@@ -117,32 +121,39 @@ def run_backward(
             tuple(call.ragged[name] for name in problem.preprocess_class.ragged),
         )
         run_preprocess(problem, rows)
-    tensors = GradientTensors((q, k, v, dout), stats, (), ragged)
-    dq = call.q.new_empty(0)
-    dk, dv = (tensor.new_empty(0) for tensor in (call.k, call.v))
-    dsink = q.new_empty(0) if call.sink is None else call.sink.new_empty(0)
-    if wanted.dq:
-        dq = _run_dq(problem, tensors, config)
+    results: dict[str, tuple[torch.Tensor, ...]] = {}
     if wanted.dkdv:
-        dk, dv = _run_dkdv(problem, tensors, config, call.k.shape)
+        results["dkdv"] = _empty_dkdv(problem)
+    if wanted.dq:
+        results["dq"] = (_empty_dq(problem),)
+    if not problem.has_no_queries and not problem.has_no_keys:
+        tensors = GradientTensors((q, k, v, dout), stats, (), ragged)
+        _run_gradients(problem, tensors, results, config)
+    (dq,) = results.get("dq", (call.q.new_empty(0),))
+    dk, dv = (t.new_empty(0) for t in (call.k, call.v))
+    if wanted.dkdv:
+        dk, dv = (_sum_of_parts(problem, t, call.k.shape[2]) for t in results["dkdv"])
+    dsink = q.new_empty(0) if call.sink is None else call.sink.new_empty(0)
     if wanted.dsink:
         dsink = _sink_gradient(call.sink, stats)
     return dq, dk, dv, dsink
 
 
 def kernel_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, KernelSpec]:
-    """The kernels of a call, by kind, in the order in which they run."""
-    specs = (
-        KernelSpec("backward_preprocess", PreprocessConfig(), problem.preprocess_class),
-        KernelSpec("backward_dq", config, problem.dq_class),
-        KernelSpec("backward_dkdv", config, problem.dkdv_class),
-    )
-    return {spec.kind: spec for spec in specs}
+    """The kernels of a problem by what they make: "preprocess", "dkdv", "dq"."""
+    dq = "backward_dq_product" if problem.ds_heads else "backward_dq"
+    return {
+        "preprocess": KernelSpec(
+            "backward_preprocess", PreprocessConfig(), problem.preprocess_class
+        ),
+        "dkdv": KernelSpec("backward_dkdv", config, problem.dkdv_class),
+        "dq": KernelSpec(dq, config, problem.dq_class),
+    }
 
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
-    spec = kernel_specs(problem, BackwardConfig())["backward_preprocess"]
+    spec = kernel_specs(problem, BackwardConfig())["preprocess"]
     launch(
         compile_kernel(spec),
         problem.forward.device,
@@ -150,40 +161,51 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
     )
 
 
-def _run_dq(
-    problem: BackwardProblem, tensors: GradientTensors, config: BackwardConfig
-) -> torch.Tensor:
-    """The gradient of q."""
-    forward = problem.forward
-    is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
-    dq = _result(forward, forward.q_shape, forward.dtype, is_zero)
-    if not problem.has_no_queries and not problem.has_no_keys:
-        spec = kernel_specs(problem, config)["backward_dq"]
-        _launch(spec, problem, _with_results(tensors, dq))
-    return dq
-
-
-def _run_dkdv(
+def _run_gradients(
     problem: BackwardProblem,
     tensors: GradientTensors,
+    results: dict[str, tuple[torch.Tensor, ...]],
     config: BackwardConfig,
-    shape: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of k and v, of the shape that the user's k and v have."""
-    forward, splits = problem.forward, problem.splits
+) -> None:
+    """Fill `results`: of the kernels "dkdv" and "dq", in this order, those that are in it.
+
+    Where dS is kept, `ds_heads` of the key/value heads go through both at a time.
+    """
+    specs, heads_kv = kernel_specs(problem, config), problem.k_shape[2]
+    if not problem.ds_heads:
+        for name, wanted in results.items():
+            _launch(specs[name], problem, replace(tensors, results=wanted))
+        return
+    ds = _result(problem.forward, problem.ds_shape(problem.ds_heads), problem.forward.dtype, False)
+    for begin in range(0, heads_kv, problem.ds_heads):
+        end = min(begin + problem.ds_heads, heads_kv)
+        for name, wanted in results.items():
+            whole = replace(tensors, results=wanted, ds=ds)
+            _launch(specs[name], problem, whole.of_heads(begin, end))
+
+
+def _empty_dq(problem: BackwardProblem) -> torch.Tensor:
+    """The gradient of q to write to."""
+    forward = problem.forward
+    is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
+    return _result(forward, forward.q_shape, forward.dtype, is_zero)
+
+
+def _empty_dkdv(problem: BackwardProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of k and v to write to, in parts."""
+    forward = problem.forward
     batch, seqlen, heads, columns = problem.k_shape
     dtype = torch.float32 if problem.dkdv_class.partial else forward.dtype
     is_zero = problem.has_no_queries or "seqused_k" in forward.ragged
-    dk, dv = (
-        _result(forward, (batch, seqlen, heads * splits, columns), dtype, is_zero)
-        for _ in range(2)
-    )
-    if not problem.has_no_queries and not problem.has_no_keys:
-        spec = kernel_specs(problem, config)["backward_dkdv"]
-        _launch(spec, problem, _with_results(tensors, dk, dv))
-    if shape[2] == heads and splits > 1:
-        dk, dv = (t.unflatten(2, (heads, splits)).sum(dim=3) for t in (dk, dv))
-    return dk.to(forward.dtype), dv.to(forward.dtype)
+    shape = batch, seqlen, heads * problem.splits, columns
+    return tuple(_result(forward, shape, dtype, is_zero) for _ in range(2))
+
+
+def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor, heads: int) -> torch.Tensor:
+    """The gradient of the user's k or v, with so many heads, from what the kernel wrote."""
+    if heads == problem.k_shape[2] and problem.splits > 1:
+        parts = parts.unflatten(2, (heads, problem.splits)).sum(dim=3)
+    return parts.to(problem.forward.dtype)
 
 
 def _launch(spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors) -> None:
@@ -192,10 +214,6 @@ def _launch(spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors
         problem.forward.device,
         lambda clusters, stream: gradient_call_arguments(tensors, problem, clusters, stream),
     )
-
-
-def _with_results(tensors: GradientTensors, *results: torch.Tensor) -> GradientTensors:
-    return GradientTensors(tensors.operands, tensors.stats, results, tensors.ragged)
 
 
 def _result(

@@ -9,6 +9,8 @@ values, and both forms pack to the same binary layout.
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
     dq            like q
     dk, dv        (batch, seqlen_k, heads_kv * splits, 256), like k, or float32 if splits > 1
+    ds            (sequences, heads_q, max_seqlen_k, queries), dS^T like k, queries padded to whole
+                  units; None where it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
     scalars       `backward_common.BackwardScalars`
     stream        CUDA stream, 0 in the simulator
@@ -80,19 +82,38 @@ def _row_values(tensor: torch.Tensor):
 
 @dataclass(frozen=True)
 class GradientTensors:
-    """The tensors of one call of the dQ or the dK/dV kernel; see the module's docstring.
+    """The tensors of one call of a kernel that makes gradients; see the module's docstring.
 
-    operands: q, k, v, dout. results: (dq,) or (dk, dv).
+    operands: q, k, v, dout. results: (dq,) or (dk, dv). ds: None where it is not stored.
     """
 
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     stats: torch.Tensor
     results: tuple[torch.Tensor, ...]
     ragged: tuple[torch.Tensor, ...] = ()
+    ds: torch.Tensor | None = None
+
+    def of_heads(self, begin: int, end: int) -> GradientTensors:
+        """Views of the key/value heads [begin, end) and of what goes with them; ds has room for
+        them and is taken from its begin."""
+        heads_kv = self.operands[1].shape[2]
+
+        def part(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+            """`length` heads of the tensor, as many for each key/value head."""
+            each = length // heads_kv
+            return tensor.narrow(dim, begin * each, (end - begin) * each)
+
+        return GradientTensors(
+            tuple(part(tensor, 2, tensor.shape[2]) for tensor in self.operands),
+            part(self.stats, 1, self.stats.shape[1]),
+            tuple(part(tensor, 2, tensor.shape[2]) for tensor in self.results),
+            self.ragged,
+            self.ds.narrow(1, 0, (end - begin) * (self.operands[0].shape[2] // heads_kv)),
+        )
 
 
 def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -> tuple:
-    """What `cute.compile` gets for the dQ kernel (one result) or the dK/dV kernel (two)."""
+    """What `cute.compile` gets for a dQ kernel (one result) or the dK/dV kernel (two)."""
     problem = problem_class.problem
     element = ELEMENT_TYPES[problem.dtype]
     result = cutlass.Float32 if problem_class.partial else element
@@ -103,17 +124,19 @@ def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -
     scalars = BackwardScalars(
         *map(cutlass.Float32, (1, 1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1, 1))
     )
-    return operands, stats, results, ragged, scalars, cuda.CUstream(0)
+    ds = tensor_type(element, 4, TMA_ALIGNMENT) if problem_class.stores_ds else None
+    return operands, stats, results, ds, ragged, scalars, cuda.CUstream(0)
 
 
 def gradient_call_arguments(
     tensors: GradientTensors, problem: BackwardProblem, clusters: int, stream: int
 ) -> tuple:
-    """The values of one call of the dQ or the dK/dV kernel; clusters: CTA pairs at once."""
+    """The values of one call of such a kernel; clusters: CTA pairs at once."""
     return (
         tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
         dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.results),
+        None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
         backward_scalars(problem, clusters),
         cuda.CUstream(stream),

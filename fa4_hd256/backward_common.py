@@ -26,7 +26,7 @@ from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 
 from .backward_config import BackwardConfig
 from .masking import MaskKind
-from .operands import TmaTensor, by_sequence, load_tile, smem_layout
+from .operands import TmaTensor, by_key, by_sequence, load_tile, smem_layout
 from .pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
 from .sequences import Sequences, SequenceTensors, clipped_view
 
@@ -35,6 +35,7 @@ __all__ = [
     "BackwardScalars",
     "BackwardTensors",
     "BackwardVariant",
+    "DS",
     "FRAGMENT",
     "columns_of",
     "store_row",
@@ -44,13 +45,15 @@ __all__ = [
 
 FRAGMENT = 32  # columns that one tensor-memory load moves
 
+DS = 4  # dS among the tensors that boxes name
+
 
 @dataclass(frozen=True)
 class BackwardVariant:
     """What of a call is compiled into a kernel, beside the configuration.
 
     mask, negate_scores, softcap, ragged: as in `ForwardVariant`.  partial: dK and dV are float32
-    sums over a part of the query heads of each KV head.
+    sums over a part of the query heads of each KV head.  stores_ds: the dK/dV kernel stores dS.
     """
 
     mask: MaskKind = MaskKind()
@@ -58,6 +61,7 @@ class BackwardVariant:
     softcap: bool = False
     ragged: tuple[str, ...] = ()
     partial: bool = False
+    stores_ds: bool = False
 
 
 class BackwardScalars(NamedTuple):
@@ -85,12 +89,13 @@ class BackwardTensors(NamedTuple):
     loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
     ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32:
     -LSE log2(e), then -delta, of each query row (`Sequences.padded_query_offset`).
-    results: (seqlen, 256, heads, batch) each.
+    results: (seqlen, 256, heads, batch) each.  ds: TMA tensor of dS, None where it is not stored.
     """
 
     loads: tuple
     stats: Any
     results: tuple
+    ds: Any
     ragged: Any
 
 
@@ -98,12 +103,13 @@ class BackwardKernel(PairKernel):
     """Base of the two kernels: host code, set-up, dispatch, and P from S.
 
     A kernel adds `PLAN`, the name of its plan in the configuration; `boxes`, the TMA loads by
-    name, as (which of q, k, v and dout, rows, columns); `problem(...)`, its tiles;
-    `smem(memory)`; and the roles `load`, `mma` and `gradient`.
+    name, as (which of q, k, v, dout and ds, rows, columns); `problem(...)`, its tiles;
+    `smem(memory)`; and the roles `load`, `mma`, `gradient` and, if it `stores`, `store`.
     """
 
     PLAN: str
     boxes: dict[str, tuple[int, int, int]]
+    stores = False
 
     def __init__(
         self,
@@ -112,7 +118,7 @@ class BackwardKernel(PairKernel):
         variant: BackwardVariant,
         scheduler: Any = StaticPersistentScheduler,
     ) -> None:
-        plan = getattr(config, self.PLAN)
+        plan = self.plan_of(config, variant)
         self.dtype = dtype
         self.variant = variant
         self.scheduler = scheduler
@@ -121,12 +127,17 @@ class BackwardKernel(PairKernel):
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
         self.is_bf16 = dtype is cutlass.BFloat16
 
+    def plan_of(self, config: BackwardConfig, variant: BackwardVariant) -> Any:
+        """The kernel's plan."""
+        return getattr(config, self.PLAN)
+
     @cute.jit
     def __call__(
         self,
         operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         stats: cute.Tensor,
         results: tuple[cute.Tensor, ...],
+        ds: Any,
         ragged: Any,
         scalars: BackwardScalars,
         stream: Any,
@@ -134,8 +145,9 @@ class BackwardKernel(PairKernel):
         """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
         seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see
         `BackwardTensors`.  results: (dq,), or (dk, dv) with heads_kv * splits heads.  Last stride
-        1, other strides multiples of 16 bytes.  ragged: a tuple of tensors in the order of
-        `variant.ragged`, None if there are none.
+        1, other strides multiples of 16 bytes.  ds: dS^T, (sequences, heads, keys, queries), the
+        queries padded to whole units, None where it is not stored.  ragged: a tuple of tensors in
+        the order of `variant.ragged`, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor) for tensor in results)
@@ -147,7 +159,10 @@ class BackwardKernel(PairKernel):
             if cutlass.const_expr(cu_seqlens is not None):
                 batch = cute.size(cu_seqlens) - 1
         problem = self.problem(scalars, (q, k), batch)
-        tensors = BackwardTensors(self._tma_tensors(operands), stats, results, ragged)
+        if cutlass.const_expr(ds is not None):
+            ds = by_key(ds)
+        loads = self._tma_tensors((*operands, ds))
+        tensors = BackwardTensors(loads, stats, results, self.ds_tensor(ds), ragged)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
         sizes = tuple(Int32(size) for size in sizes)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
@@ -172,8 +187,12 @@ class BackwardKernel(PairKernel):
             tmas.append(TmaTensor(info[0], info[1]))
         return tuple(tmas)
 
+    def ds_tensor(self, ds: Any) -> TmaTensor | None:
+        """The TMA tensor through which the kernel stores dS, if it does."""
+        return None
+
     def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
-        return tensors.loads
+        return tensors.loads if tensors.ds is None else (*tensors.loads, tensors.ds)
 
     @cute.jit
     def load_stage(self, context: Any, names: tuple[str, str, str], place: tuple, states: Any):
@@ -211,7 +230,7 @@ class BackwardKernel(PairKernel):
             scalars=scalars,
             heads_per_kv=heads_per_kv,
             order=order,
-            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps),
+            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps(self.stores)),
             cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
             tmem_address=memory.region("tmem_address", Int32, 4),
             smem=self.smem(memory),
@@ -233,6 +252,9 @@ class BackwardKernel(PairKernel):
                 self.load(context)
             if warp == warps.scheduler:
                 self.schedule(context)
+            if cutlass.const_expr(self.stores):
+                if warp == warps.store:
+                    self.store(context)
 
     def region_address(self, context: Any, name: str) -> Int32:
         """TMEM address of a region, for the tensor core."""

@@ -6,7 +6,7 @@ led to this design.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from schedulers.clc import ClcScheduler
@@ -16,7 +16,7 @@ from .config import BF16_BYTES, CTAS, HEAD_DIM, REGISTERS_PER_SM, SWIZZLE_ALIGNM
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from .plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 
-__all__ = ["BackwardConfig", "BackwardWarpPlan", "DkdvPlan", "DqPlan"]
+__all__ = ["BackwardConfig", "BackwardWarpPlan", "DkdvPlan", "DqPlan", "DqProductPlan"]
 
 BLOCK_Q = 128  # query rows of one CTA
 BLOCK_KV = 128  # keys of a pair
@@ -29,17 +29,18 @@ class BackwardWarpPlan:
     """Warp indices and register budgets of one CTA, the same in both kernels.
 
     Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
-    warpgroup holds one warp each of the other roles, and an idle one (setmaxnreg moves registers
-    between whole warpgroups, PTX ISA 9.7.20.5).  Raises ValueError for budgets the hardware
-    rejects.
+    warpgroup holds one warp each of the other roles (setmaxnreg moves registers between whole
+    warpgroups, PTX ISA 9.7.20.5).  The store warp has work only where dS is stored.  Raises
+    ValueError for budgets the hardware rejects.
     """
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     mma: int = 8
     load: int = 9
     scheduler: int = 10
-    registers_gradient: int = 216
-    registers_other: int = 80
+    store: int = 11
+    registers_gradient: int = 224
+    registers_other: int = 64
 
     num_warps: ClassVar[int] = 12
 
@@ -61,15 +62,15 @@ class BackwardWarpPlan:
     def num_threads(self) -> int:
         return self.num_warps * WARP_SIZE
 
-    @property
-    def scheduled_warps(self) -> int:
-        """Warps of both CTAs that run the tile loop: not the peer's MMA warp, nor the idle ones."""
-        return CTAS * (len(self.gradient) + 2) + 1
+    def scheduled_warps(self, stores: bool) -> int:
+        """Warps of both CTAs that run the tile loop: not the peer's MMA warp; stores: the store
+        warps do."""
+        return CTAS * (len(self.gradient) + 2 + stores) + 1
 
     def describe(self) -> str:
         rows = ["| role | warps | registers a thread |", "|---|---|---|"]
         rows.append(f"| gradient | {self.gradient} | {self.registers_gradient} |")
-        for role in ("mma", "load", "scheduler"):
+        for role in ("mma", "load", "scheduler", "store"):
             rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
         return "\n".join(rows)
 
@@ -175,9 +176,11 @@ class DkdvPlan:
     """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
 
     ring_stages: buffers of the ring that Q and dO (each twice, see `backward_dkdv`) share.
+    stores_ds: dS goes to global memory, too, for `DqProductPlan`; set by the kernel for each call.
     """
 
     ring_stages: int = 4
+    stores_ds: bool = False
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     tile_rows: ClassVar[int] = BLOCK_KV
@@ -234,6 +237,10 @@ class DkdvPlan:
         pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
         own_tma, own, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
         tile, stats = CTAS * TILE_BYTES, self.stats_bytes
+        stored = (
+            Edge("ds_written", 1, own, "gradient", gradient, "store", "dS in SMEM, for its store"),
+            Edge("ds_free", 1, own, "store", 1, "gradient", "dS: store and MMAs are done", True),
+        )
         return EdgeTable(
             (
                 Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=tile),
@@ -256,16 +263,82 @@ class DkdvPlan:
                 Edge("dp_free", 1, pair, "gradient", gradient, "mma", "dP^T in registers", True),
                 Edge("weights_done", 1, release, "gradient", gradient, "mma",
                      "P, then dS, in SMEM"),
-                Edge("weights_free", 1, commit, "mma", 1, "gradient",
+                Edge("weights_free", 1, commit, "mma", 1,
+                     "gradient, store" if self.stores_ds else "gradient",
                      "P, then dS: its MMAs are done", True),
                 Edge("sums_done", 1, commit, "mma", 1, "gradient", "dK and dV of the tile in TMEM"),
                 Edge("sums_free", 1, pair, "gradient", gradient, "mma",
                      "dK and dV in registers", True),
+                *(stored if self.stores_ds else ()),
             )
         )  # fmt: skip
 
     def describe(self) -> str:
-        head = "dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256"
+        stored = ", dS stored" if self.stores_ds else ""
+        head = f"dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256{stored}"
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class DqProductPlan:
+    """dQ as a plain product of a stored dS and K: 256 queries of a pair, 128 keys in each step.
+
+    stages: steps whose dS and K are in SMEM at a time.
+    """
+
+    stages: int = 3
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    accumulators: ClassVar[int] = 2
+    tile_rows: ClassVar[int] = CTAS * BLOCK_Q
+    step_columns: ClassVar[int] = BLOCK_KV
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:
+            raise ValueError(
+                f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
+            )
+        _ = (self.smem, self.tmem, self.edges)
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion(
+                    "ds", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 queries"
+                ),
+                SmemRegion(
+                    "k", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 columns"
+                ),
+                *_common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        columns = self.accumulators * HEAD_DIM
+        return TmemPlan(
+            (TmemRegion("dq", 0, columns, None, "dQ accumulators of two tiles, 128 x 256 float32"),)
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient, stages = len(self.warps.gradient), self.accumulators
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        return EdgeTable(
+            (
+                Edge("step_loaded", self.stages, tma, "load", 1, "mma",
+                     "dS and K in SMEM", transaction_bytes=2 * CTAS * TILE_BYTES),
+                Edge("step_free", self.stages, commit, "mma", 1, "load",
+                     "dS and K buffers: their MMAs are done", True),
+                Edge("dq_done", stages, commit, "mma", 1, "gradient", "dQ of a tile in TMEM"),
+                Edge("dq_free", stages, pair, "gradient", gradient, "mma", "dQ in registers", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dQ from stored dS: 256 queries x 128 keys per CTA pair and step, head_dim 256"
         parts = (self.warps, self.smem, self.tmem, self.edges)
         return "\n\n".join([head, *(part.describe() for part in parts)])
 
@@ -276,14 +349,19 @@ class BackwardConfig:
 
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
+    ds_bytes: global memory that dS may take at a time. As many key/value heads as fit go
+        together; if not even one does, the dQ kernel computes dS anew.
     """
 
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     dq: DqPlan = field(default_factory=DqPlan)
     dkdv: DkdvPlan = field(default_factory=DkdvPlan)
+    dq_product: DqProductPlan = field(default_factory=DqProductPlan)
+    ds_bytes: int = 4 << 30
 
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
         return "\n\n".join([f"backward: {self.ex2_pattern}", *(
-            plan.describe() for plan in (self.dq, self.dkdv)
+            plan.describe()
+            for plan in (replace(self.dkdv, stores_ds=True), self.dq_product, self.dq)
         )])  # fmt: skip

@@ -13,14 +13,17 @@ the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for 
     mma       S(1) dV(0)  dP(1) dK(0)  ..  | S(0')    dV(last)  dP(0')    dK(last) S(1') ..
     gradient  dS(0) P(0)> P(1) dS(0)>  ..  | dS(last) P(last)>  P(0') dS(last)> dS(0') P(0')>,
                                            | dK, dV -> global
+    store     dS(0) -> global
 
 where > is the write to shared memory.  P(u) and dS(u) take turns in one buffer: P(u) is written
 while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The exp2 of
-a unit has the time of dV and dP before P is needed.
+a unit has the time of dV and dP before P is needed.  The store warp works where dS is stored for
+`backward_dq_product`, and reads the buffer beside the tensor core; P(u)> is then before dS(u).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -40,8 +43,9 @@ from .instructions import (
     mma_chain,
 )
 from .masking import MaskKind
-from .operands import k_major_operand, mn_major_operand
+from .operands import TmaTensor, k_major_operand, mn_major_operand, smem_layout
 from .pair_kernel import L2_BYTES_FOR_TILES
+from .sequences import Sequence, tma_tile
 from .tmem_access import multiply, tmem_load
 
 __all__ = ["DkdvKernel"]
@@ -81,7 +85,6 @@ class DkdvKernel(BackwardKernel):
     A tile's head counts parts of KV heads: KV head * splits + part.
     """
 
-    PLAN = "dkdv"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM // 2),
         "k": (1, OWN_KEYS, HEAD_DIM),
@@ -99,6 +102,19 @@ class DkdvKernel(BackwardKernel):
         self.weights_layout = k_major_operand(OWN_KEYS, UNIT_Q)
         self.rows_layout = k_major_operand(BLOCK_Q, HEAD_DIM // 2)
         self.columns_layout = mn_major_operand(BLOCK_Q)
+        self.stores = self.variant.stores_ds
+
+    def plan_of(self, config: Any, variant: Any) -> Any:
+        return replace(config.dkdv, stores_ds=variant.stores_ds)
+
+    def ds_tensor(self, ds: Any) -> TmaTensor | None:
+        if cutlass.const_expr(ds is None):
+            return None
+        shape = (OWN_KEYS, UNIT_Q)
+        layout = cute.select(smem_layout(self.dtype, *shape, 1), mode=[0, 1])
+        operation = cpasync.CopyBulkTensorTileS2GOp()
+        info = cpasync.make_tiled_tma_atom(operation, ds, layout, shape)
+        return TmaTensor(info[0], info[1])
 
     def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
         """The tiles: 128 keys of a part of a KV head each."""
@@ -411,9 +427,8 @@ class DkdvKernel(BackwardKernel):
     @cute.jit
     def gradient(self, context: Any):
         """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries a thread."""
-        states = self.edges.waiter_states(
-            "s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"
-        )
+        names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
+        states = self.edges.waiter_states(*names, *(["ds_free"] if self.stores else []))
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         slopes = cute.make_rmem_tensor(OWN_QUERIES, Float32)
@@ -431,8 +446,13 @@ class DkdvKernel(BackwardKernel):
                 mask = (Boolean(True), visibility, row, index * UNIT_Q + self._first_query())
                 states = self._probabilities(context, (slopes, p), mask, states)
                 for step in cutlass.range(num_steps, unroll=1):
+                    # dS of the unit is computed while the buffer is not free; where dS is stored,
+                    # the registers do not suffice for it and P at a time.
+                    if cutlass.const_expr(self.stores):
+                        states = self._publish_p(context, p, states)
                     states = self._score_gradients(context, slopes, ds, states)
-                    states = self._publish(context, p, states)
+                    if cutlass.const_expr(not self.stores):
+                        states = self._publish_p(context, p, states)
                     if undrained.is_valid:
                         states = self._drain(context, undrained, states)
                         undrained = self.no_work()
@@ -443,7 +463,7 @@ class DkdvKernel(BackwardKernel):
                         states = self._probabilities(
                             context, (slopes, p), (is_masked, visibility, row, query), states
                         )
-                    states = self._publish(context, ds, states)
+                    states = self._publish_ds(context, ds, states)
                 undrained = work
             else:
                 self._store_zeros(context, work)
@@ -521,9 +541,28 @@ class DkdvKernel(BackwardKernel):
         return states
 
     @cute.jit
-    def _publish(self, context: Any, values: cute.Tensor, states: Any):
-        """P or dS of this thread to shared memory, as soon as the MMAs have read what is there."""
-        context.barriers["weights_free"].wait(states["weights_free"])
+    def _publish_p(self, context: Any, p: cute.Tensor, states: Any):
+        """P to shared memory.  Where dS is stored, the store warp says when the dS that is there
+        has been read by all: one wait, for a second one costs the registers that are left."""
+        free = "ds_free" if self.stores else "weights_free"
+        states = self._publish(context, p, free, states)
+        if cutlass.const_expr(self.stores):
+            states.advance("weights_free")
+        return states
+
+    @cute.jit
+    def _publish_ds(self, context: Any, ds: cute.Tensor, states: Any):
+        """dS to shared memory."""
+        states = self._publish(context, ds, "weights_free", states)
+        if cutlass.const_expr(self.stores):
+            context.barriers["ds_written"].arrive(self.edges["ds_written"].producer_state())
+        return states
+
+    @cute.jit
+    def _publish(self, context: Any, values: cute.Tensor, free: str, states: Any):
+        """P or dS of this thread to shared memory.  free: the edge that says that what is there has
+        been read."""
+        context.barriers[free].wait(states[free])
         block = self._first_query() // OWN_QUERIES
         weights = context.smem["weights"][None, None, 0]
         columns = cute.logical_divide(weights, (None, cute.make_layout(OWN_QUERIES)))
@@ -533,7 +572,46 @@ class DkdvKernel(BackwardKernel):
         # The tensor core reads through the async proxy what was written here.
         cute.arch.fence_view_async_shared()
         context.barriers["weights_done"].arrive(states["weights_free"])
-        states.advance("weights_free")
+        states.advance(free)
+        return states
+
+    @cute.jit
+    def store(self, context: Any):
+        """Store dS of every unit with TMA; only where dS is stored."""
+        states = self.edges.waiter_states("ds_written", "weights_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            begin, end = self._units(context, work)
+            unit = Unit(self._first_head(context, work), begin)
+            for _ in cutlass.range(self.num_steps(context, work), unroll=1):
+                states = self._store_ds(context, work, unit, states)
+                unit = unit.following(begin, end)
+            work = scheduler.advance_to_next_work()
+        # Shared memory must not go away, nor the grid be reported done, under a store in flight.
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def _store_ds(self, context: Any, work: Any, unit: Unit, states: Any):
+        """dS^T of this CTA's 64 keys and a unit's 256 queries."""
+        ds, barriers = context.tensors.ds, context.barriers
+        row = work.query_block * BLOCK_KV + context.cta_rank * OWN_KEYS
+        place = (Sequence(Int32(0), Int32(0), work.batch), row, unit.index, unit.head)
+        tile = tma_tile(ds.tensor, (OWN_KEYS, UNIT_Q), place)
+        from_smem, to_global = cpasync.tma_partition(
+            ds.atom, 0, cute.make_layout(1),
+            cute.group_modes(context.smem["weights"][None, None, 0], 0, 2),
+            cute.group_modes(tile, 0, 2),
+        )  # fmt: skip
+        barriers["ds_written"].wait(states["ds_written"])
+        cute.copy(ds.atom, from_smem, to_global)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # Phases of P and of dS alternate, and this dS was written after that of P: the next one is
+        # dK's, whose parity never changes.
+        barriers["weights_free"].wait(states["weights_free"])
+        barriers["ds_free"].arrive(self.edges["ds_free"].producer_state())
+        states.advance("ds_written")
         return states
 
     @cute.jit

@@ -403,7 +403,7 @@ class DqKernel(BackwardKernel):
         fence_after_thread_sync()
         sequence = context.sequences.query(work.batch)
         row = self.first_row(context, work) + self._lane()
-        address = self.own_columns(context, "dq", OWN_COLUMNS)
+        address = self.own_columns(context, "dq", OWN_COLUMNS) + states["dq_done"].index * HEAD_DIM
         for start in cutlass.range_constexpr(0, OWN_COLUMNS, FRAGMENT):
             values = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, values)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from .problem import Problem, ProblemClass
+from .sequences import PADDING
 
 __all__ = [
     "BackwardProblem",
@@ -38,14 +40,16 @@ class PreprocessClass:
 
 @dataclass(frozen=True)
 class GradientClass:
-    """What of a call is compiled into the dQ or the dK/dV kernel.
+    """What of a call is compiled into a dQ kernel or the dK/dV kernel.
 
     problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
-    float32, one part for each piece of the group of query heads (never so for dQ).
+    float32, one part for each piece of the group of query heads (never so for dQ). stores_ds: the
+    dK/dV kernel stores dS, and dQ is a product of it.
     """
 
     problem: ProblemClass
     partial: bool = False
+    stores_ds: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,15 @@ class BackwardProblem:
     forward: the call whose gradients are asked for, with k and v as the kernels read them.
     k_shape: (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the
     LSE is given. splits: parts of the group of query heads of each key/value head, of equal size
-    but for the last, each of which gets its own dK and dV in float32; 1 for none.
+    but for the last, each of which gets its own dK and dV in float32; 1 for none. ds_heads:
+    key/value heads whose dS is kept for dQ at a time; 0: dQ computes dS anew.
     """
 
     forward: Problem
     k_shape: tuple[int, ...]
     lse_gradient: bool
     splits: int
+    ds_heads: int = 0
 
     @property
     def preprocess_class(self) -> PreprocessClass:
@@ -70,7 +76,33 @@ class BackwardProblem:
 
     @property
     def dq_class(self) -> GradientClass:
-        return GradientClass(replace(self.forward.problem_class, sink=False))
+        problem_class = replace(self.forward.problem_class, sink=False)
+        return GradientClass(problem_class, stores_ds=self.ds_heads > 0)
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key/value head."""
+        return self.forward.q_shape[2] // self.k_shape[2]
+
+    def ds_shape(self, heads_kv: int) -> tuple[int, int, int, int]:
+        """(sequences, query heads, keys, queries) of dS^T of some key/value heads, the queries in
+        whole units."""
+        forward = self.forward
+        queries = -(-forward.max_seqlen_q // PADDING) * PADDING
+        return forward.sequences, heads_kv * self.group, forward.max_seqlen_k, queries
+
+    def keeping_ds(self, num_bytes: int) -> BackwardProblem:
+        """The same with as many `ds_heads` as fit into so much memory.
+
+        None where packed sequences have lengths in use besides: what the dK/dV kernel keeps of them
+        leaves too few registers for storing dS, and it would spill.
+        """
+        kinds = {name.rsplit("_", 1)[0] for name in self.forward.ragged}
+        if len(kinds) > 1:
+            return replace(self, ds_heads=0)
+        of_one = math.prod(self.ds_shape(1)) * self.forward.dtype.itemsize
+        heads = num_bytes // of_one if of_one else 0
+        return replace(self, ds_heads=min(heads, self.k_shape[2]))
 
     @property
     def dkdv_class(self) -> GradientClass:

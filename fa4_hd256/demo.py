@@ -110,12 +110,15 @@ def _run_backward(
     call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
     problem = call.describe(Options.check(None, True, (None, None), 0.0, False), None, None)
     config = BackwardConfig()
-    kernels = [compile_kernel(spec) for spec in kernel_specs(problem, config).values()]
+    problem = problem.keeping_ds(config.ds_bytes)
+    specs = kernel_specs(problem, config)
+    kernels = [compile_kernel(spec) for spec in specs.values()]
     start = time.perf_counter()
     found = dict(zip("qkv", run_backward(call, problem, Wanted(), config)))
     _synchronise(device)
     seconds = time.perf_counter() - start
-    plans = (None, config.dq, config.dkdv)
+    plans = {"backward_dkdv": config.dkdv, "backward_dq_product": config.dq_product,
+             "backward_dq": config.dq}  # fmt: skip
     executed = _executed_backward() if device == "cpu" else [{}] * 3
     compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {
@@ -123,10 +126,8 @@ def _run_backward(
         "accurate": all(c.max_error <= c.tolerance for c in compared.values()),
         "splits": problem.splits,
         "kernels": {
-            name: {**_resources(kernel, *_plan_sizes(plan)), **counts}
-            for name, kernel, plan, counts in zip(
-                ("preprocess", "dq", "dkdv"), kernels, plans, executed, strict=True
-            )
+            name: {**_resources(kernel, *_plan_sizes(plans.get(spec.kind))), **counts}
+            for (name, spec), kernel, counts in zip(specs.items(), kernels, executed, strict=True)
         },
         "run_seconds": seconds,
         "compile_seconds": sum(kernel.seconds for kernel in kernels),
@@ -186,7 +187,7 @@ def _executed(config: ForwardConfig) -> dict[str, Any]:
 
 
 def _executed_backward() -> list[dict[str, Any]]:
-    """What the last three simulated launches executed: preprocess, dQ, dK/dV."""
+    """What the last three simulated launches executed: preprocess, dK/dV, dQ."""
     import sm100_sim
 
     return [

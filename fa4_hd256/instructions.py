@@ -77,13 +77,14 @@ class TmemOperand:
 class MmaShape:
     """The instruction descriptor of kind::f16 with float32 accumulation (9.7.16.4.2).
 
-    m, n: of the CTA pair's product.  b_mn_major: B is stored with N contiguous.
-    negate_a: the product of -A and B.
+    m, n: of the CTA pair's product.  a_mn_major, b_mn_major: A is stored with M, B with N
+    contiguous.  negate_a: the product of -A and B.
     """
 
     m: int
     n: int
     is_bf16: bool
+    a_mn_major: bool = False
     b_mn_major: bool = False
     negate_a: bool = False
 
@@ -95,6 +96,7 @@ class MmaShape:
             float32_accumulator
             | operand_type
             | self.negate_a << 13
+            | self.a_mn_major << 15
             | self.b_mn_major << 16
             | (self.n >> 3) << 17
             | (self.m >> 4) << 24

@@ -68,6 +68,12 @@ def _backward_dq(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     return _gradient_kernel(DqKernel, config, problem_class, num_results=1)
 
 
+def _backward_dq_product(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from .backward_dq_product import DqProductKernel
+
+    return _gradient_kernel(DqProductKernel, config, problem_class, num_results=1)
+
+
 def _backward_dkdv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     from .backward_dkdv import DkdvKernel
 
@@ -91,6 +97,7 @@ def _gradient_kernel(
         problem.softcap,
         problem.ragged,
         problem_class.partial,
+        problem_class.stores_ds,
     )
     built = kernel(
         config, ELEMENT_TYPES[problem.dtype], variant, scheduler_class(problem.use_clc)
@@ -103,5 +110,6 @@ KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
     "forward": _forward,
     "backward_preprocess": _backward_preprocess,
     "backward_dq": _backward_dq,
+    "backward_dq_product": _backward_dq_product,
     "backward_dkdv": _backward_dkdv,
 }

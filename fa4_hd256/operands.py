@@ -18,6 +18,7 @@ from .sequences import tma_tile
 
 __all__ = [
     "TmaTensor",
+    "by_key",
     "by_sequence",
     "k_major_operand",
     "load_tile",
@@ -67,6 +68,15 @@ def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
     b, s, h, _ = tensor.shape
     strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
     layout = cute.make_layout((s, HEAD_DIM, h, b), stride=(strides[1], 1, strides[2], strides[0]))
+    return cute.make_tensor(tensor.iterator.align(16), layout)
+
+
+def by_key(tensor: cute.Tensor) -> cute.Tensor:
+    """dS^T, (sequences, heads, keys, queries), as (keys, queries, heads, sequences), with TMA's
+    stride rule."""
+    b, h, k, q = tensor.shape
+    strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
+    layout = cute.make_layout((k, q, h, b), stride=(strides[2], 1, strides[1], strides[0]))
     return cute.make_tensor(tensor.iterator.align(16), layout)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from bench import modelled, replays
 from bench.modelled import Kernel, Shape
-from bench.modelled_backward import DKDV, DQ, Backward, Order
+from bench.modelled_backward import DKDV, DQ, DQ_PRODUCT, DS, Backward, Order
 from bench.replays import Replayed, kept
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
@@ -51,6 +51,33 @@ def test_backward_tiles_add_up_to_all_products(order):
         tiles = found._dkdv_tiles(FULL, splits)
         assert sum(tile.work for tile in tiles) == DKDV * units
         assert len(tiles) == FULL.batch * FULL.heads_kv * splits * (FULL.seqlen // 128)
+
+
+def test_where_ds_is_kept_a_product_of_dq_is_left():
+    """And dS is written once and read once, by tiles of their own."""
+    found, units = backward(OURS), 16 * 32 * FULL.batch * FULL.heads
+    dq, dkdv = found._dq_tiles(FULL, keeps=True), found._dkdv_tiles(FULL, 1, keeps=True)
+    assert sum(tile.work for tile in dq) == DQ_PRODUCT * units
+    assert sum(tile.work for tile in dkdv) == DKDV * units
+    anew = found._dkdv_tiles(FULL, 1)
+    assert sum(k.own_bytes - a.own_bytes for k, a in zip(dkdv, anew)) == DS * units
+    assert sum(tile.own_bytes for tile in dq) == DS * units + 2 * 256 * 2 * 4096 * 8
+
+
+@pytest.mark.parametrize(("ds_bytes", "heads"), [(0, 0), (1 << 28, 1), (1 << 30, 2)])
+def test_heads_of_a_kept_ds(ds_bytes, heads):
+    """FULL's dS of one KV head, 4 query heads and both sequences, takes 256 MiB."""
+    costs = {"kept dq": 1.0, "kept dkdv": 1.0, "dq": 2.0, "dkdv": 2.0}
+    found = Backward(
+        "ideal", 256, OURS, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
+    )
+    assert found.ds_heads(FULL) == heads
+    whole = backward(OURS).seconds(FULL)
+    if heads:
+        # 5 products of 7, and no tile takes longer than before.
+        assert found.seconds(FULL) < whole
+    else:
+        assert found.seconds(FULL) > whole
 
 
 def test_causal_backward_starts_at_the_diagonal():

@@ -11,7 +11,7 @@ import sm100_sim
 from bench import demand, intensity, roofline
 from bench.__main__ import main
 from bench.suite import BACKWARD, FORWARD, Case
-from fa4_hd256 import ForwardConfig, flash_attn_func, reference
+from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func, reference
 from sm100_sim.timing.machine_constants import load
 from softmax_emu.pattern import Ex2Pattern
 
@@ -21,17 +21,19 @@ def case(seqlen_q, seqlen_k, causal=False, window=None, heads=(2, 1)):
 
 
 @pytest.mark.simulator
-def test_what_the_simulator_counts():
+@pytest.mark.parametrize("ds_bytes", [0, 1 << 30])
+def test_what_the_simulator_counts(ds_bytes):
     """MMAs, bytes of TMA and results of the special-function units, forward and backward."""
+    config, keeps_ds = BackwardConfig(ds_bytes=ds_bytes), ds_bytes > 0
     q, k, v = (torch.randn(1, s, h, 256).bfloat16() for s, h in ((300, 2), (400, 1), (400, 1)))
     tensors = [t.requires_grad_() for t in (q, k, v)]
-    flash_attn_func(*tensors, causal=True).sum().backward()
+    flash_attn_func(*tensors, causal=True, backward_config=config).sum().backward()
     reports = {
         name: next(r for r in reversed(sm100_sim.last_reports()) if name in r.kernel.lower())
-        for name in ("forward", "preprocess", "dq", "dkdv")
+        for name in ("forward", "preprocess", "dkdv", "dq")
     }
     chosen = case(300, 400, causal=True)
-    totals = demand.totals(chosen, FORWARD) + demand.totals(chosen, BACKWARD)
+    totals = demand.totals(chosen, FORWARD) + demand.totals(chosen, BACKWARD, config)
     found = dict(zip(reports, totals, strict=True))
     # One instruction of the pair has K = 16: 128 x 256 x 16 or 256 x 128 x 16 multiplications in
     # the scores, twice that in the products with N = 256 of M = 256.
@@ -41,12 +43,16 @@ def test_what_the_simulator_counts():
     assert flop["forward"] == steps * (16 * small + 8 * large)
     mmas = {name: report.warps("tcgen05.mma") for name, report in reports.items()}
     assert mmas == {
-        "forward": steps * 24, "preprocess": 0, "dq": steps * 40, "dkdv": steps * 64
-    }
+        "forward": steps * 24, "preprocess": 0, "dkdv": steps * 64,
+        "dq": steps * (8 if keeps_ds else 40),
+    }  # fmt: skip
     assert flop["dkdv"] == mmas["dkdv"] * small
+    assert flop["dq"] == steps * (8 * large + (0 if keeps_ds else 32 * small))
     for name, report in reports.items():
         total = found[name]
         stores = ForwardConfig().q_bytes * 2 * total.tiles if name == "forward" else 0
+        if name == "dkdv" and keeps_ds:
+            stores = total.steps * 256 * 128 * 2
         assert report.tma["load_bytes"] == total.demand.tma_bytes - stores
         assert report.tma["store_bytes"] == stores
         hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
@@ -76,16 +82,22 @@ def test_clocks_of_a_step():
     """Against the figures of docs/forward.md and docs/backward.md."""
     values = load("b200").values()
     port = next(r for r in demand.RESOURCES if r.name == "SMEM port")
-    units = {t.kernel.name: t.kernel.step for t in demand.totals(case(256, 128), BACKWARD)}
+    anew = demand.totals(case(256, 128), BACKWARD, BackwardConfig(ds_bytes=0))
+    units = {total.kernel.name: total.kernel.step for total in anew}
+    kept = {t.kernel.name: t.kernel.step for t in demand.totals(case(256, 128), BACKWARD)}
+    units["dQ from dS"] = kept["dQ from dS"]
     units["forward"] = demand.totals(case(256, 128), FORWARD)[0].kernel.step
     assert {name: step.mma for name, step in units.items()} == {
-        "forward": 2048, "preprocess": 0, "dQ": 3072, "dK/dV": 4096
+        "forward": 2048, "preprocess": 0, "dQ": 3072, "dK/dV": 4096, "dQ from dS": 1024
     }
     # S: 16 instructions of (4 + 2) KiB; PV: 8 of 4 KiB; K and V of 32 KiB each, factors.
     assert port.clocks(units["forward"], values) == 16 * 48 + 8 * 32 + 512 + 8
     assert port.clocks(units["dQ"], values) == 2 * 768 + 256 + 768
     # Four products, TMA writes, P and dS, LSE and delta by TMA and by the warps.
-    assert port.clocks(units["dK/dV"], values) == 4 * 768 + 2048 + 512 + 16 + 256
+    assert port.clocks(units["dK/dV"], values) == 4 * 768 + 2048 + 512 + 16 + 512
+    # dS of 64 keys x 256 queries is read out once more; the product: 8 of (4 + 4) KiB, dS and K.
+    assert port.clocks(kept["dK/dV"], values) == port.clocks(units["dK/dV"], values) + 256
+    assert port.clocks(units["dQ from dS"], values) == 8 * 64 + 512
 
 
 def test_rows_of_a_case():
@@ -130,7 +142,7 @@ def test_intensity_follows_from_roofline():
 
 def test_a_window_without_work_does_not_break_the_table():
     rows = roofline.rows(case(64, 1, causal=True), BACKWARD, load("b300"))
-    assert {row["kernel"] for row in rows} == {"preprocess", "dQ", "dK/dV"}
+    assert {row["kernel"] for row in rows} == {"preprocess", "dQ from dS", "dK/dV"}
 
 
 def test_commands(tmp_path, capsys):

@@ -23,19 +23,22 @@ def ours():
 
 
 def test_our_kernels(ours):
-    assert [report.kernel for report in ours] == list(static_backward.KERNELS)
-    for report in ours:
+    ours = {report.kernel: report for report in ours}
+    assert sorted(ours) == sorted(static_backward.KERNELS)
+    for report in ours.values():
         assert (report.stack, report.local, report.spills) == (0, 0, 0)
         assert report.executed > 0 and report.instructions > 0
-    preprocess, dq, dkdv = ours
+    preprocess, dq, dkdv, storing, product = (ours[name] for name in static_backward.KERNELS)
     assert (preprocess.tmem_columns, preprocess.mmas) == (0, 0)
-    assert dq.tmem_columns == dkdv.tmem_columns == 512
+    assert {report.tmem_columns for report in (dq, dkdv, storing, product)} == {512}
     # S, dP over 256 columns of the head; dQ over 128 keys, dV and dK over 256 queries; K = 16.
     assert dq.mmas == 16 + 16 + 8
-    assert dkdv.mmas == 4 * 16
+    assert dkdv.mmas == storing.mmas == 4 * 16 and product.mmas == 8
     # Of a CTA and unit: K twice and V, once 64 KiB each; Q and dO in both halves. Of a tile: rest.
     assert dq.load_bytes == 2 * (3 * 32 << 10) + 2 * (128 << 10) / UNITS
     assert dkdv.load_bytes >= 2 * (256 << 10) + 2 * (64 << 10)
+    assert storing.store_bytes == 2 * 256 * 128 and dkdv.store_bytes == 0
+    assert product.load_bytes == 2 * 256 * 128 + 2 * 128 * 256
 
 
 def test_their_kernels(ours):
@@ -43,8 +46,9 @@ def test_their_kernels(ours):
     if reason:
         pytest.skip(reason)
     theirs = {report.kernel: report for report in static_backward.their_reports(SEQLEN)}
-    assert sorted(theirs) == sorted(static_backward.KERNELS)
-    _, dq, dkdv = ours
+    assert sorted(theirs) == sorted(static_backward.KERNELS[:3])
+    ours = {report.kernel: report for report in ours}
+    dq, dkdv = ours["dQ"], ours["dK/dV"]
     # The kernels differ, so must what is read of each, although one cubin holds two of them.
     assert theirs["dQ"].instructions != theirs["dK/dV"].instructions
     assert theirs["dQ"].mmas == dq.mmas and theirs["dK/dV"].mmas > dkdv.mmas

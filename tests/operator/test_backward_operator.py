@@ -102,7 +102,7 @@ def kernels(monkeypatch):
         ("q", ["backward_preprocess", "backward_dq"]),
         ("k", ["backward_preprocess", "backward_dkdv"]),
         ("v", ["backward_preprocess", "backward_dkdv"]),
-        ("qv", ["backward_preprocess", "backward_dq", "backward_dkdv"]),
+        ("qv", ["backward_preprocess", "backward_dkdv", "backward_dq_product"]),
         ("s", ["backward_preprocess"]),
     ],
 )
@@ -116,7 +116,11 @@ def test_only_what_is_asked_for_is_computed(asked, kinds, kernels, device):
     assert [spec.kind for spec in kernels] == kinds
     whole = gradients((q, k, v), dout, learnable_sink=sink)
     for name, gradient in zip(asked, found):
-        assert torch.equal(gradient, whole["sink" if name == "s" else name])
+        if asked == "q":
+            # From a dS of its own: another kernel, another order of sums on other hardware.
+            accurate({"q": gradient}, (q, k, v), dout, learnable_sink=sink)
+        else:
+            assert torch.equal(gradient, whole["sink" if name == "s" else name])
 
 
 def test_the_gradient_of_lse_costs_nothing_where_it_is_not_used(kernels, device):

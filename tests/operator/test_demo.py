@@ -37,12 +37,12 @@ def test_what_the_demo_reports_of_the_backward(result):
     for errors in found["gradients"].values():
         assert 0 < errors["max_error"] <= 2 * errors["pytorch_max_error"] + errors["rounding"] * 2
         assert errors["rel_l2"] < 1e-2
-    # 4 heads: steps of 16 + 16 + 8 and of 4 x 16 instructions; each step has 256 x 128 scores.
+    # 4 heads: steps of 4 x 16 and of 8 instructions; each step has 256 x 128 scores.
     kernels, steps = found["kernels"], 4 * 2
     assert kernels["preprocess"]["tcgen05_mma"] == 0
-    assert kernels["dq"]["tcgen05_mma"] == steps * 40
     assert kernels["dkdv"]["tcgen05_mma"] == steps * 64
-    assert kernels["dq"]["mufu_ex2"] == kernels["dkdv"]["mufu_ex2"] == steps * 256 * 128
+    assert kernels["dq"]["tcgen05_mma"] == steps * 8
+    assert kernels["dkdv"]["mufu_ex2"] == steps * 256 * 128 and kernels["dq"]["mufu_ex2"] == 0
     assert all(k["stack_bytes"] == k["local_bytes"] == 0 for k in kernels.values())
     assert found["run_seconds"] > 0 and found["compile_seconds"] > 0
 
