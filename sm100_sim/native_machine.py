@@ -304,7 +304,7 @@ def _tile_map(tensor_map: TensorMap, memory: GlobalMemory) -> layout.TileMap | N
     t = tensor_map
     if t.interleave or t.element_bits < 8 or any(step != 1 for step in t.steps):
         return None
-    if t.tf32 or t.dtype == "f32.ftz" or t.shared_bytes != t.tile_bytes:
+    if t.tf32 or t.dtype == "f32.ftz" or t.shared_bytes != t.tile_bytes or t.atom != 16:
         return None
     width = t.element_bits // 8
     counts = (t.tile_shape[0] * width, *t.tile_shape[1:])

@@ -5,7 +5,8 @@ driver's encoder; CuTe DSL emits the same with version nibble 2 on sm_100a):
 
   q0        global address
   q1 low    0-3 version, 4-6 rank-1, 7-10 element type, 11-12 interleave, 13-14 swizzle,
-            15 NaN fill, 16 tf32, 17-18 L2 promotion, 21 set for larger tensors (no effect)
+            15 NaN fill, 16 tf32, 17-18 L2 promotion, 19 atoms of 32 bytes in the swizzle, 21 set
+            for larger tensors (no effect)
   q1 high   stride 1 >> 4; q2 low/high strides 2 and 3; q3 low stride 4 (low 32 bits each)
   q3 high   one nibble per stride: bits 32-35 of stride >> 4
   q4, q5    size-1 of dimensions 0..3, 32 bits each; q6 low: dimension 4
@@ -18,7 +19,7 @@ Dimension 0 is the contiguous one. Limits are those of `cuTensorMapEncodeTiled`.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from .errors import SimulationError
@@ -50,6 +51,8 @@ _DTYPE_NUMBERS = {name: number for number, (name, _) in DTYPES.items()}
 #: Swizzle span in bytes by field value.
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 _SWIZZLE_NUMBERS = {span: number for number, span in SWIZZLE_BYTES.items()}
+#: Bits of the word of flags that have a meaning here, or none.
+_KNOWN_FLAGS = 0x2FFFFF
 _FLOATING = {"f16", "f32", "f32.ftz", "f64", "bf16"}
 
 
@@ -63,7 +66,8 @@ class TensorMap:
 
     `address`: bytes. `dtype`: a name of `DTYPES`. `sizes`, `box`, `element_strides`: elements,
     dimension 0 (contiguous) first, `rank` entries. `strides`: bytes of dimensions 1.. ,
-    `rank - 1` entries. `swizzle`: span in bytes (0, 32, 64, 128). `interleave`: 0, 16 or 32.
+    `rank - 1` entries. `swizzle`: span in bytes (0, 32, 64, 128); `atom`: bytes that stay together
+    in it, 16, or 32 with a span of 128. `interleave`: 0, 16 or 32.
     `nan_fill`: out-of-bounds elements read as NaN instead of zero. `l2_promotion`: bytes.
     """
 
@@ -79,6 +83,8 @@ class TensorMap:
     tf32: bool = False
     l2_promotion: int = 0
     version: int = 2
+    # Left out of the repr, which the recorded golden cases are identified by.
+    atom: int = field(default=16, repr=False)
 
     def __hash__(self) -> int:
         """Cheap: descriptors are keys of caches on the path of every copy."""
@@ -171,6 +177,8 @@ def validate(tensor_map: TensorMap) -> None:
         _check(1 <= box <= 256, f"box {box} of dimension {i}, accepted 1 to 256")
         _check(1 <= step <= 8, f"element stride {step} of dimension {i}, accepted 1 to 8")
     _check(t.swizzle in _SWIZZLE_NUMBERS, f"swizzle span {t.swizzle}")
+    accepted = t.atom == 16 or t.atom == 32 and t.swizzle == 128
+    _check(accepted, f"swizzle atoms of {t.atom} bytes with a span of {t.swizzle}")
     size = t.element_bits // 8 or 1
     for box, step in zip(t.box, t.element_strides, strict=True):
         size *= box // step
@@ -207,6 +215,8 @@ def _decode(raw: bytes) -> TensorMap:
     _check(rank <= 5, f"rank {rank}, accepted 1 to 5")
     number = flags >> 7 & 15
     _check(number in DTYPES, f"element type field {number}")
+    _check(not flags & ~_KNOWN_FLAGS, f"unknown flags {flags & ~_KNOWN_FLAGS:#x}, such as another "
+           "atom of the swizzle")  # fmt: skip
     interleave = flags >> 11 & 3
     _check(interleave < 3, f"interleave field {interleave}")
     low = (word[3], word[4], word[5], word[6])
@@ -222,6 +232,7 @@ def _decode(raw: bytes) -> TensorMap:
         box=tuple(box[i] + 1 for i in range(rank)),
         element_strides=tuple((word[13] >> 3 * i & 7) + 1 for i in range(rank)),
         swizzle=SWIZZLE_BYTES[flags >> 13 & 3],
+        atom=32 if flags >> 19 & 1 else 16,
         interleave=16 * interleave,
         nan_fill=bool(flags >> 15 & 1),
         tf32=bool(flags >> 16 & 1),
@@ -251,6 +262,7 @@ def encode(tensor_map: TensorMap) -> bytes:
         | t.nan_fill << 15
         | t.tf32 << 16
         | promotion << 17
+        | (t.atom == 32) << 19
     )
     for i, stride in enumerate(t.strides):
         word[3 + i] = stride >> 4 & _MASK32

@@ -105,15 +105,16 @@ def _clipped_window(t: TensorMap, coordinates: tuple[int, ...]) -> Window | None
 
 
 @lru_cache(maxsize=1024)
-def _permutation(size: int, span: int, phase: int, inner: int) -> np.ndarray:
+def _permutation(size: int, swizzle: tuple[int, int], phase: int, inner: int) -> np.ndarray:
     """Where the 16-byte chunk i of a tile of `size` bytes really is, in chunks from its start.
 
-    `phase`: the tile's address modulo the swizzle period (8 * span bytes). `inner`: bytes of a
-    row. If rows are as long as the span, the index is its own inverse.
+    `swizzle`: its span and atom. `phase`: the tile's address modulo the swizzle period (8 * span
+    bytes). `inner`: bytes of a row. If rows are as long as the span, the index is its own inverse.
     """
+    span, atom = swizzle
     position = np.arange(0, size, 16, dtype=np.int64)
     linear = phase + position // inner * span + position % inner
-    index = (swizzled(linear, span) - phase >> 4).astype(np.intp)
+    index = (swizzled(linear, span, atom) - phase >> 4).astype(np.intp)
     index.setflags(write=False)
     return index
 
@@ -193,7 +194,7 @@ def load_tile(
         source = _global_view(memory, inside, False, what)
         tile[inside.where or ...] = _rounded_to_tf32(source) if t.tf32 else source
     if not direct:
-        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle), shape[-1])
+        index = _permutation(size, (t.swizzle, t.atom), offset % (8 * t.swizzle), shape[-1])
         chunks, target = tile.reshape(-1).view(np.complex128), region.view(np.complex128)
         if region.size == size:
             # Taking is faster than placing, and the index its own inverse.
@@ -218,7 +219,8 @@ def _load_padded(
     units[:, : 2 * t.element_bits] = packed.reshape(len(units), -1)
     index = np.arange(len(units))
     if t.swizzle:
-        index = _permutation(t.shared_bytes, t.swizzle, offset % (8 * t.swizzle), t.row_bytes)
+        phase = offset % (8 * t.swizzle)
+        index = _permutation(t.shared_bytes, (t.swizzle, t.atom), phase, t.row_bytes)
     region.reshape(-1, 16)[index] = units
     return t.tile_bytes
 
@@ -317,7 +319,7 @@ def store_tile(
         return size
     target = _global_view(memory, inside, True, what)
     if t.swizzle:
-        index = _permutation(size, t.swizzle, offset % (8 * t.swizzle), shape[-1])
+        index = _permutation(size, (t.swizzle, t.atom), offset % (8 * t.swizzle), shape[-1])
         region = region.view(np.complex128).take(index, mode="clip").view(np.uint8)
     tile = region.reshape(shape)[inside.where or ...]
     if reduction is not None:

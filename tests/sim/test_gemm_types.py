@@ -16,6 +16,8 @@ SIZES = 128, 64, 64
         (torch.bfloat16, cutlass.BFloat16, torch.float32, cutlass.Float32, True),
         (torch.int8, cutlass.Int8, torch.int32, cutlass.Int32, False),
         (torch.float32, cutlass.TFloat32, torch.float32, cutlass.Float32, False),
+        # The 128-byte swizzle with atoms of 32 bytes, in TMA as in the MMA.
+        (torch.float32, cutlass.TFloat32, torch.float32, cutlass.Float32, True),
     ],
 )
 def test_one_tile(dtype, operand, out, accumulator, transposed):
