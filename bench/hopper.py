@@ -53,21 +53,27 @@ def kernels() -> tuple[Kernel, ...]:
     return *hopper_kernels.KERNELS, Kernel(name, warps, ptx, 1, "tile")
 
 
-def ptxas() -> str:
-    """Path of the ptxas that triton brings; RuntimeError if triton is not installed."""
+def assemblers() -> list[Path]:
+    """The versions of ptxas that triton brings, the older one, with which the measured kernels were
+    compiled, first; RuntimeError if triton is not installed."""
     found = importlib.util.find_spec("triton")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("ptxas comes with triton, which is not installed: pip install triton")
-    return str(Path(found.submodule_search_locations[0], "backends", "nvidia", "bin", "ptxas"))
+    directory = Path(found.submodule_search_locations[0], "backends", "nvidia", "bin")
+    return [directory / "ptxas", directory / "ptxas-blackwell"]
 
 
 def compile_ptx(ptx: str) -> bytes:
-    """The cubin of a PTX module for sm_90a. Raises RuntimeError with what ptxas says."""
+    """The cubin of a PTX module for sm_90a, by the first ptxas that knows its PTX version. Raises
+    RuntimeError with what the last one says."""
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         source, target = Path(directory, "kernel.ptx"), Path(directory, "kernel.cubin")
         source.write_text(ptx)
-        command = [ptxas(), "-arch=sm_90a", "-O3", str(source), "-o", str(target)]
-        result = subprocess.run(command, capture_output=True, text=True)
+        for tool in assemblers():
+            command = [str(tool), "-arch=sm_90a", "-O3", str(source), "-o", str(target)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if "Unsupported .version" not in result.stderr:
+                break
         if result.returncode:
             raise RuntimeError(f"ptxas refused the kernel: {result.stderr.strip()}")
         return target.read_bytes()

@@ -28,7 +28,7 @@ from .shape_options import add_shape_options, chosen_case
 from .suite import BACKWARD, DIRECTIONS, FORWARD, Case
 
 #: Direction -> (regular expression of its kernels' names, their number in one call).
-KERNELS = {FORWARD: ("ForwardKernel", 1), BACKWARD: ("(Preprocess|Dq|Dkdv)Kernel", 3)}
+KERNELS = {FORWARD: ("ForwardKernel", 1), BACKWARD: ("(Preprocess|DqProduct|Dq|Dkdv)Kernel", 3)}
 #: 2^(5 + n) clocks between two samples of a warp scheduler; 0 to 31 are accepted.
 INTERVAL = 3
 BUFFER_BYTES = 512 << 20
@@ -224,7 +224,7 @@ def rows(launches: Iterable[dict[str, tuple[str, str]]]) -> list[dict[str, Any]]
 
 def short_name(kernel: str) -> str:
     """The class that a mangled name ends with, else its begin."""
-    found = re.search(r"(Forward|Preprocess|Dq|Dkdv)Kernel", kernel)
+    found = re.search(r"(Forward|Preprocess|DqProduct|Dq|Dkdv)Kernel", kernel)
     return found[0] if found else kernel[:40]
 
 
