@@ -427,5 +427,5 @@ def test_descriptor_prefetch_is_checked():
     rig, _ = tensor_rig()
     rig.run("prefetch.tensormap [%rd1];")
     ctypes.memset(int(rig.warps[0].r64[1, 0]) + 9, 0x06, 1)
-    with pytest.raises(SimulationError, match="element type"):
+    with pytest.raises(SimulationError, match="invalid TMA descriptor.*b6x16_p32"):
         rig.run("prefetch.tensormap [%rd1];")

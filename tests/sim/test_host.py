@@ -5,12 +5,11 @@ import dataclasses
 import gc
 import os
 
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
-
 import cutlass
 import numpy as np
 import pytest
 import torch
+from cross_compile import compile_sm100, target_sm100
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -55,8 +54,7 @@ def launch_tensor_map(source: cute.Tensor):
 @pytest.fixture(scope="module")
 def compiled():
     a, b = torch.zeros(256), torch.zeros(256)
-    with host.keeping_ptx():
-        return cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
+    return compile_sm100(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
 
 
 def launches(compiled, *args):
@@ -103,8 +101,7 @@ def test_repeated_and_keyword_calls_and_one_program(compiled):
 
 def test_two_functions_in_one_process(compiled):
     source = from_dlpack(torch.zeros(64, 64, dtype=torch.bfloat16), assumed_align=16)
-    with host.keeping_ptx():
-        other = cute.compile(launch_tensor_map, source)
+    other = compile_sm100(launch_tensor_map, source)
     maps = []
 
     def look(config):
@@ -141,7 +138,8 @@ def test_errors_surface_as_exceptions(compiled):
 def test_missing_ptx_says_what_to_do(compiled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a, b = torch.zeros(128), torch.zeros(128)
-    bare = cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
+    with target_sm100():
+        bare = cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
     # Keeping PTX ended with its context: no file is written afterwards.
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(LaunchError, match="keeping_ptx"):
@@ -152,8 +150,7 @@ def test_missing_ptx_says_what_to_do(compiled, tmp_path, monkeypatch):
 
 def test_program_goes_with_its_function():
     a, b = torch.zeros(192), torch.zeros(192)
-    with host.keeping_ptx():
-        mine = cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
+    mine = compile_sm100(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
     before = len(host.HostProgram._cache)
     host.HostProgram.of(mine)
     assert len(host.HostProgram._cache) == before + 1
