@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import measuring, providers, suite, throughput
+from bench import measuring, predicting, providers, suite, throughput
 from bench.__main__ import main
 from bench.measuring import Sampling, State
 from bench.predicting import Predicted
@@ -132,6 +133,31 @@ class FakePredictor:
         seconds = 1e-3 if provider == "ours" else 1.1e-3
         factors = providers.torch.tensor([1.0, 1 - self.spread, 1 + self.spread]).double()
         return Predicted((seconds * factors).numpy(), "clusters")
+
+
+def test_the_predictor_chooses_the_kernel(monkeypatch):
+    """Dense kernels by mask, direction and scheduler, each once; what has no model says so."""
+    asked = []
+
+    class Attention:
+        def seconds(self, shape):
+            return np.array([shape.seqlen * 1e-6, 1.0])
+
+    def ours(causal, machine, draws, direction="forward", **options):
+        asked.append((causal, machine, draws, direction))
+        return Attention()
+
+    monkeypatch.setattr(predicting.modelled, "our_kernel", ours)
+    predictor = predicting.Predictor(throughput.load("b200"), 1)
+    for _ in range(2):
+        found = predictor.predict("ours", CAUSAL, BACKWARD)
+    assert asked == [(True, "b200", 1, BACKWARD)]
+    assert list(found.seconds) == [70e-6, 1.0] and found.bound is None
+    assert "sequences of one length" in predictor.refuses("ours", DENSE, BACKWARD)
+    assert predictor.refuses("ours", PACKED, FORWARD) is None
+    assert "measured only" in predictor.refuses("cuDNN", CAUSAL, FORWARD)
+    with pytest.raises(ValueError, match="sequences of one length"):
+        predictor.predict("ours", PACKED, BACKWARD)
 
 
 @pytest.mark.parametrize(("spread", "faster"), [(0.01, "ours"), (0.08, "not ranked")])
