@@ -1,5 +1,7 @@
 """The validation tables, without replays."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -14,28 +16,60 @@ def test_instructions_are_no_validation():
         assert abs(row["latency_modelled"] - row["latency_published"]) <= 4
 
 
+@dataclass(frozen=True)
 class Known:
-    """A kernel of a known rate."""
+    """A kernel of a known rate, in proportion to the clock."""
+
+    values: list
 
     def tflops(self, shape):
-        return np.array([1400.0, 1350.0, 1450.0])
+        return np.array([1400.0, 1350.0, 1450.0]) * self.values[0].clock_ghz / 1.85
 
 
-def test_errors_and_roles_of_published_rates(monkeypatch):
-    monkeypatch.setattr(modelled, "their_kernel", lambda *arguments: Known())
+@pytest.fixture
+def tables(monkeypatch):
+    known = Known([load().values()])
+    monkeypatch.setattr(modelled, "their_kernel", lambda *arguments: known)
     monkeypatch.setattr(validate, "gemm_seconds", lambda size, machine: np.full(3, 1e-3))
-    table = validate.rates("b200")
+    return validate.rates("b200")
+
+
+def test_errors_and_roles_of_published_rates(tables):
+    table = tables[0]
     assert len(table.rows) == 1 + len(validate.PUBLISHED)
     gemm, first = table.rows[:2]
     assert gemm["modelled"] == pytest.approx(2 * 8192**3 / 1e-3 / 1e12)
     assert first["error"] == pytest.approx(1400 / 1534.8 - 1)
     assert (first["low"], first["high"]) == (1350.0, 1450.0)
-    assert all(row["source"] for row in table.rows)
+    assert all(row["source"] for table in tables for row in table.rows)
     fitted = [row for row in table.rows if row["role"] == validate.FITTED]
     assert [row["case"] for row in fitted] == ["attention 256, full, 1x32768"]
     errors = sorted(abs(r["error"]) for r in table.rows if r["role"] == validate.VALIDATION)
     assert f"median error {np.median(errors):.0%}" in table.notes[0]
 
 
-def test_published_shapes_have_32k_tokens():
+def test_a_locked_clock_is_modelled_at_that_clock(tables):
+    _, forward, backward = tables
+    assert (len(forward.rows), len(backward.rows)) == (40, 24)
+    for row in forward.rows + backward.rows:
+        assert row["clock"] in (1.755, 1.965) and row["role"] == validate.VALIDATION
+        assert row["modelled"] == pytest.approx(1400 * row["clock"] / 1.85)
+        assert row["error"] == pytest.approx(row["modelled"] / row["published"] - 1)
+
+
+def test_published_shapes_have_as_many_tokens_as_their_listing():
     assert all(row.batch * row.seqlen == 32768 for row in validate.PUBLISHED)
+    for row in validate.PUBLISHED_256 + validate.PUBLISHED_BACKWARD:
+        assert row.batch * row.seqlen == (32768 if row.clock_ghz == 1.965 else 131072)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "rate", "milliseconds"),
+    [(4096, 850, 51.77), (131072, 906, 1553.84)],
+)
+def test_the_shapes_of_the_backward_listing_give_its_times(seqlen, rate, milliseconds):
+    """The listing has both; the batch and the count of FLOP follow from them."""
+    row = next(r for r in validate.PUBLISHED_BACKWARD if r.seqlen == seqlen)
+    shape = modelled.Shape(row.batch, row.seqlen, *row.heads, row.causal)
+    assert row.tflops == rate
+    assert shape.flop(256, row.direction) / (rate * 1e9) == pytest.approx(milliseconds, rel=2e-3)
