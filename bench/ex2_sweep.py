@@ -200,13 +200,15 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """A row for every mix and class; `chosen` marks one of each class.
 
-    origin: gpu, basis and machine. Mixes slower than the fastest by less than the resolution are
-    not ranked by time: the most accurate of them is chosen, the fewest emulated at equal error.
+    origin: gpu, basis and machine. Mixes slower than the fastest by less than the resolution, or
+    not in every condition, are not ranked by time: of these hardware alone is chosen, the default,
+    else the most accurate, the fewest emulated at equal error.
     """
     rows = []
     for (pattern, name), found in times.items():
         seconds, hardware = found.seconds, times[HARDWARE_ONLY, name].seconds[0]
-        fastest = min(t.seconds[0] for (_, other), t in times.items() if other == name)
+        of_class = [t.seconds for (_, other), t in times.items() if other == name]
+        behind = seconds / min(of_class, key=lambda s: s[0]) - 1
         flop = case_of(SEQLENS[name], causal).flop(FORWARD)
         rows.append(
             {
@@ -220,19 +222,18 @@ def rows_of(
                 "high_ms": seconds.max() * 1e3, "tflops": flop / seconds[0] / 1e12,
                 "step_clocks": found.step_clocks, "bound": found.bound,
                 "gain": hardware / seconds[0] - 1,
-                "ranked": bool(seconds[0] <= (1 + RESOLUTION) * fastest), "chosen": False,
+                "tied": bool(behind[0] <= RESOLUTION or behind.min() <= 0), "chosen": False,
                 BASIS: origin[BASIS], MACHINE: origin[MACHINE],
             }
         )  # fmt: skip
     for name in SEQLENS:
-        tied = [row for row in rows if row["seqlen_class"] == name and row["ranked"]]
-        if tied:
-            min(tied, key=_preference)["chosen"] = True
+        tied = [row for row in rows if row["seqlen_class"] == name and row["tied"]]
+        min(tied, key=_preference)["chosen"] = True
     return rows
 
 
 def _preference(row: dict[str, Any]) -> tuple:
-    return row["out_error"], row["true_share"], row["ms"]
+    return row["true_share"] > 0, row["out_error"], row["true_share"], row["ms"]
 
 
 def label(pattern: Ex2Pattern) -> str:
@@ -274,9 +275,9 @@ _TIME = (
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """The whole grid, and the best of each mask and length."""
     note = (
-        f"Times that differ by less than {RESOLUTION:.0%} are not ranked: of those so close to the "
-        "fastest, the most accurate mix is chosen, at equal errors the one that emulates least. "
-        "Errors: numpy twin of the device code, P rounded to bf16."
+        f"Times that differ by less than {RESOLUTION:.0%}, or not in one direction over the whole "
+        "range, are not ranked: of those tied with the fastest hardware alone is chosen, the "
+        "default, else the most accurate mix. Errors: numpy twin of the device code, P in bf16."
     )
     figure = "tflops" if rows[0]["step_clocks"] is None else "step_clocks"
     plot = Plot("true_share", figure, "line", series="seqlen_class", panel="mask")
