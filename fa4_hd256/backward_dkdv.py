@@ -463,6 +463,10 @@ class DkdvKernel(BackwardKernel):
                         states = self._probabilities(
                             context, (slopes, p), (is_masked, visibility, row, query), states
                         )
+                    else:
+                        # Known not to outlive the loop, they do not occupy registers in it.
+                        slopes.fill(0.0)
+                        p.fill(0.0)
                     states = self._publish_ds(context, ds, states)
                 undrained = work
             else:

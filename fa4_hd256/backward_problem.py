@@ -92,14 +92,7 @@ class BackwardProblem:
         return forward.sequences, heads_kv * self.group, forward.max_seqlen_k, queries
 
     def keeping_ds(self, num_bytes: int) -> BackwardProblem:
-        """The same with as many `ds_heads` as fit into so much memory.
-
-        None where packed sequences have lengths in use besides: what the dK/dV kernel keeps of them
-        leaves too few registers for storing dS, and it would spill.
-        """
-        kinds = {name.rsplit("_", 1)[0] for name in self.forward.ragged}
-        if len(kinds) > 1:
-            return replace(self, ds_heads=0)
+        """The same with as many `ds_heads` as fit into so much memory."""
         of_one = math.prod(self.ds_shape(1)) * self.forward.dtype.itemsize
         heads = num_bytes // of_one if of_one else 0
         return replace(self, ds_heads=min(heads, self.k_shape[2]))

@@ -143,6 +143,14 @@ VARIANTS = {
     "causal": GradientClass(CAUSAL),
     "causal, dS stored": GradientClass(CAUSAL, stores_ds=True),
     "causal, parts": GradientClass(CAUSAL, partial=True),
+    "fp16, window, softcap, packed with lengths in use, dS stored": GradientClass(
+        ProblemClass(
+            torch.float16, True, True, softcap=True,
+            ragged=("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+        ),
+        partial=True,
+        stores_ds=True,
+    ),
     "fp16, window, softcap, negative scale, varlen": GradientClass(
         ProblemClass(
             torch.float16, True, True, negative_scale=True, softcap=True,
