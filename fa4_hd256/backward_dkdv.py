@@ -446,13 +446,8 @@ class DkdvKernel(BackwardKernel):
                 mask = (Boolean(True), visibility, row, index * UNIT_Q + self._first_query())
                 states = self._probabilities(context, (slopes, p), mask, states)
                 for step in cutlass.range(num_steps, unroll=1):
-                    # dS of the unit is computed while the buffer is not free; where dS is stored,
-                    # the registers do not suffice for it and P at a time.
-                    if cutlass.const_expr(self.stores):
-                        states = self._publish_p(context, p, states)
+                    states = self._publish_p(context, p, states)
                     states = self._score_gradients(context, slopes, ds, states)
-                    if cutlass.const_expr(not self.stores):
-                        states = self._publish_p(context, p, states)
                     if undrained.is_valid:
                         states = self._drain(context, undrained, states)
                         undrained = self.no_work()
