@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .shadow import BARRIER, Access
+from .shadow import Access
+from .tracking import BARRIER
 
 _WHAT = {
     "generic": "",

@@ -29,8 +29,8 @@ from sm100_sim.warp import (
 from .clocks import BULK, COPY, LOAD, STORE
 from .footprints import fragment_regions
 from .sanitizer import Sanitizer
-from .shadow import FRESH
 from .state import Round, WarpState
+from .tracking import FRESH
 
 Executor = Callable[[Any, int], Any]
 _HOOKS: dict[str, Callable] = {}
@@ -467,7 +467,7 @@ def _track_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
         for access in state.copies:
-            access.issued = state.clock
+            access.reissue(state.clock)
         return execute(warp, lanes)
 
     return run

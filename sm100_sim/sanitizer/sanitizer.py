@@ -23,9 +23,10 @@ from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
 from .log import AccessLog
-from .shadow import BARRIER, FRESH, Access
+from .shadow import Access
 from .state import ClusterState, CtaState, WarpState
 from .tensor_maps import TensorMaps
+from .tracking import BARRIER, FRESH
 
 #: Kinds of access that go through the async proxy to shared memory.
 _ASYNC = frozenset(("tma", "mma", "bulk", "clc"))
@@ -393,7 +394,7 @@ class Sanitizer:
             return
         access = actor.accesses.get(barrier.address)
         if access is not None:
-            access.agent, access.clock = barrier.agent, barrier.clock
+            access.complete(barrier.agent, barrier.clock)
             np.maximum(barrier.gathering, actor.frontier, out=barrier.gathering)
             barrier.gathering[barrier.agent] = barrier.clock
 

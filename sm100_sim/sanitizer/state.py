@@ -9,7 +9,7 @@ import numpy as np
 
 from . import clocks
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, LOAD, MMA, STORE, WAIT, Layout
-from .shadow import Access, Shadow
+from .shadow import Access, AccessTable, Shadow
 
 if TYPE_CHECKING:
     from .sanitizer import Sanitizer
@@ -144,7 +144,7 @@ class WarpState:
         self.frontier[self.copy] = max(int(self.frontier[self.copy]), clock)
         for access in self.copies:
             if access.clock <= clock:
-                access.issued = self.clock
+                access.reissue(self.clock)
         self.copies = [access for access in self.copies if access.clock > clock]
 
     def finish_loads(self, everything: bool) -> None:
@@ -161,11 +161,12 @@ class CtaState:
     when the CTA exits. last: merged frontiers of its warps that have exited.
     """
 
-    def __init__(self, sanitizer: Sanitizer, cta: Any) -> None:
+    def __init__(self, sanitizer: Sanitizer, cta: Any, accesses: AccessTable) -> None:
         self.cta = cta
         where = f"of CTA {cta.ctaid}"
-        self.smem = Shadow((cta.smem.size // 16, 4), f"shared memory {where}", sanitizer.judge)
-        self.tmem = Shadow((512, 8), f"tensor memory {where}", sanitizer.judge)
+        about = sanitizer.judge, accesses, sanitizer.layout, sanitizer.in_order
+        self.smem = Shadow((cta.smem.size // 16, 4), f"shared memory {where}", *about)
+        self.tmem = Shadow((512, 8), f"tensor memory {where}", *about)
         self.flat = self.smem.plane.reshape(-1)
         self.guests: dict[int, Access] = {}
         self.last = sanitizer.layout.empty()
@@ -188,7 +189,8 @@ class ClusterState:
         self.cluster = cluster
         self.number: int = cluster.id
         self.foreign: dict[int, np.ndarray] = {}
-        self.ctas = [CtaState(sanitizer, cta) for cta in cluster.ctas]
+        self.accesses = AccessTable()
+        self.ctas = [CtaState(sanitizer, cta, self.accesses) for cta in cluster.ctas]
         self.rounds: dict[int, Round] = {}
         count = len(cluster.ctas[0].warps)
         self.warps = {
