@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -138,16 +139,22 @@ def modelled_rows(
     peak = values.sms * 8192 * values.clock_ghz / 1e3
     origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
     for case, direction in cases:
-        details = {}
+        details, seconds = {}, {}
         for name in names:
             reason = predictor.refuses(name, case, direction)
             if reason is None:
                 found = predictor.predict(name, case, direction)
                 details[name] = _predicted(found, case.flop(direction), peak)
                 details[name]["clock_mhz"] = values.clock_ghz * 1e3
+                seconds[name] = found.seconds
             else:
                 details[name] = {"status": reason}
-        rows.append(_row(case, direction, details) | origin)
+        row = _row(case, direction, details) | origin
+        if row["ratio"] is not None:
+            # The same draw of the constants for both.
+            ratios = seconds[flash_attn_4.PACKAGE] / seconds[OURS]
+            row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
+        rows.append(row)
     return rows
 
 
@@ -165,16 +172,19 @@ def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
 def _row(case: Case, direction: str, details: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A row of the table: TFLOPS under each provider's name, everything else in `details`."""
     ours, theirs = (details.get(name, {}) for name in (OURS, flash_attn_4.PACKAGE))
-    ratio = None
+    ratio = low = high = None
     if "tflops" in ours and "tflops" in theirs:
         ratio = ours["tflops"] / theirs["tflops"]
+        low = ours["tflops_low"] / theirs["tflops_high"]
+        high = ours["tflops_high"] / theirs["tflops_low"]
     return {
         "direction": direction, "group": case.group, "shape": case.shape,
         "heads": case.heads_text, "mask": case.mask,
         "panel": f"{direction}, {case.group}, {case.mask}",
         **{name: found.get("tflops") for name, found in details.items()},
-        "range": _range(ours), "of_peak": ours.get("of_peak"),
-        "ratio": ratio, "faster": _faster(ours, theirs), "details": details,
+        "range": _range(ours), "their_range": _range(theirs), "of_peak": ours.get("of_peak"),
+        "ratio": ratio, "ratio_low": low, "ratio_high": high, "faster": _faster(ours, theirs),
+        "details": details,
     }  # fmt: skip
 
 
@@ -202,17 +212,60 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("direction"), Column("shape"), Column("heads"), Column("mask"),
         *(Column(name, "TFLOPS", ".0f", name) for name in names),
         Column("range", title="ours, range"),
+        Column("their_range", title=f"{flash_attn_4.PACKAGE}, range"),
         Column("of_peak", format=".1%", title="ours, of peak"),
         Column("ratio", format=".2f", title=f"ours / {flash_attn_4.PACKAGE}"),
+        Column("ratio_low", format=".2f", title="low"),
+        Column("ratio_high", format=".2f", title="high"),
         Column("faster"),
     )  # fmt: skip
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
 
+def summary(rows: list[dict[str, Any]]) -> Table | None:
+    """Ratios by direction, group and mask, every row counted; None where no row has one."""
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["ratio"] is not None:
+            mask = row["mask"] if row["mask"] in ("full", "causal") else "windows"
+            groups[row["direction"], row["group"], mask, row[BASIS], row[MACHINE]].append(row)
+    if not groups:
+        return None
+    found = []
+    for (direction, group, mask, basis, machine), of_group in groups.items():
+        ratios = [row["ratio"] for row in of_group]
+        winners = [row["faster"] for row in of_group]
+        ahead = [row["ratio"] > 1 + RESOLUTION and row["ratio_low"] > 1 for row in of_group]
+        found.append({
+            "direction": direction, "group": group, "mask": mask, "rows": len(of_group),
+            "least": min(ratios), "median": statistics.median(ratios), "most": max(ratios),
+            "ahead": sum(ahead), OURS: winners.count(OURS), "theirs": winners.count(
+                flash_attn_4.PACKAGE), BASIS: basis, MACHINE: machine,
+        })  # fmt: skip
+    columns = (
+        Column("direction"), Column("group"), Column("mask"), Column("rows"),
+        Column("least", format=".2f"), Column("median", format=".2f"),
+        Column("most", format=".2f"),
+        Column(OURS, title="ours faster"),
+        Column("ahead", title="ours ahead under every condition"),
+        Column("theirs", title=f"{flash_attn_4.PACKAGE} faster"),
+    )  # fmt: skip
+    note = (
+        "faster: as in the table of all rows. Ahead under every condition: by more than "
+        f"{RESOLUTION:.0%}, and in every draw of the constants, the same for both; where times are "
+        "measured, in the slow runs of ours against the fast ones of the other."
+    )
+    title = f"Ours / {flash_attn_4.PACKAGE}, ratios of rates"
+    plot = Plot(("direction", "group", "mask"), "median", low="least", high="most")
+    return Table("throughput", title, columns, found, (note,), plot)
+
+
 def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     measured = rows[0][BASIS] == "measured"
-    ranges = "p80 to p20 of the timed runs" if measured else "over draws of the uncertain constants"
+    ranges = "p80 to p20 of the timed runs" if measured else (
+        "over draws of the uncertain constants, of ratios with the same draw for both"
+    )
     notes = [
         f"Ranges: {ranges}. \"faster\" names a provider only where the ranges do not overlap and "
         f"the difference is {RESOLUTION:.0%} or more. FLOP: 4 Sq Sk D a head, half if causal, "
@@ -257,5 +310,5 @@ def main(arguments: argparse.Namespace) -> int:
             lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
         rows = modelled_rows(cases, [provider.name for provider in providers], predictor)
-    emit(table(rows), arguments)
+    emit([found for found in (table(rows), summary(rows)) if found], arguments)
     return 0

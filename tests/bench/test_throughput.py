@@ -165,9 +165,15 @@ def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, cap
     monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(spread))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
     assert main([*command, "--direction", "forward"]) == 0
-    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    table, summary = json.loads(capsys.readouterr().out)["tables"]
     assert {row["faster"] for row in table["rows"]} == {faster}
     row = table["rows"][0]
+    # Under one draw for both they differ as much in every draw.
+    assert row["ratio_low"] == pytest.approx(1.1) == row["ratio_high"]
+    (counted,) = summary["rows"]
+    assert (counted["mask"], counted["rows"], counted["median"]) == ("causal", 1, row["ratio"])
+    assert counted["ahead"] == 1 and counted["theirs"] == 0
+    assert counted["ours"] == (1 if faster == "ours" else 0)
     assert row["basis"] == "modelled" and "B200 modelled, constants" in row["machine"]
     assert row["ratio"] == pytest.approx(1.1)
     assert row["details"]["cuDNN"] == {"status": "not modelled"}
