@@ -125,8 +125,10 @@ def _forward(shape: Shape, call: Callable, **options: Any) -> None:
     call(inputs(shape), **options)
 
 
-def _backward(shape: Shape, call: Callable, **options: Any) -> None:
-    out = call([tensor.requires_grad_() for tensor in inputs(shape)], **options)
+def _backward(shape: Shape, call: Callable, wanted: str, **options: Any) -> None:
+    """wanted: of "qkv", those whose gradients are computed."""
+    named = zip("qkv", inputs(shape), strict=True)
+    out = call([tensor.requires_grad_(name in wanted) for name, tensor in named], **options)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype))
 
 
@@ -159,8 +161,13 @@ def _targets() -> Iterator[Target]:
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
             yield Target(f"forward, {name}, {scheduler}", run, shapes)
         call = functools.partial(_packed, lengths=BACKWARD_LENGTHS)
-        run = functools.partial(_backward, call=call, causal=True, use_clc=clc)
-        for name, kernel in (("dQ", "backward_dq"), ("dK/dV", "backward_dkdv")):
+        for name, kernel, wanted in (
+            ("dK/dV and dS", "backward_dkdv", "qkv"),
+            ("dQ from dS", "backward_dq_product", "qkv"),
+            ("dK/dV", "backward_dkdv", "kv"),
+            ("dQ", "backward_dq", "q"),
+        ):
+            run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
             shapes = (_packed_shape(BACKWARD_LENGTHS),)
             yield Target(f"{name}, varlen, causal, {scheduler}", run, shapes, kernels=kernel)
     for causal in (False, True):
