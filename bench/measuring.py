@@ -5,6 +5,7 @@ The loop knows a timer only; `CudaTimer` is the one for a GPU, tests bring anoth
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -57,6 +58,9 @@ class Timer(Protocol):
 
     def state(self) -> State: ...
 
+    def release_memory(self) -> None:
+        """Give back what no tensor uses any more."""
+
 
 @dataclass
 class Samples:
@@ -87,10 +91,16 @@ def interleave(
 
     Each round begins with another call: none always follows the same one.
     """
-    prepared, found = {}, {}
-    for name, call in calls.items():
-        prepared[name], launch = timer.prepare(call)
-        found[name] = Samples(launch)
+    ready = {name: timer.prepare(call) for name, call in calls.items()}
+    return interleave_prepared(timer, ready, sampling)
+
+
+def interleave_prepared(
+    timer: Timer, ready: dict[str, tuple[Callable[[], Any], str]], sampling: Sampling
+) -> dict[str, Samples]:
+    """`interleave` of what `Timer.prepare` returned."""
+    prepared = {name: call for name, (call, _) in ready.items()}
+    found = {name: Samples(launch) for name, (_, launch) in ready.items()}
     names = list(prepared)
     for turn in range(sampling.warmup + sampling.runs):
         shift = turn % max(len(names), 1)
@@ -185,6 +195,11 @@ class CudaTimer:
     def state(self) -> State:
         return self._sensor.state()
 
+    def release_memory(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
 
 class _NoSensor:
     """Neither NVML nor nvidia-smi answers."""
@@ -208,11 +223,14 @@ class _Nvml:
         self.driver = driver if isinstance(driver, str) else driver.decode()
 
     def state(self) -> State:
+        """None for what this GPU, or a virtual one, does not report."""
         library, handle = self._library, self._handle
-        return State(
-            float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)),
-            library.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        )
+        clock = power = None
+        with contextlib.suppress(library.NVMLError):
+            clock = float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))
+        with contextlib.suppress(library.NVMLError):
+            power = library.nvmlDeviceGetPowerUsage(handle) / 1e3
+        return State(clock, power)
 
 
 class _NvidiaSmi:
@@ -234,9 +252,17 @@ class _NvidiaSmi:
 
     def state(self) -> State:
         if self._count % self._EVERY == 0:
-            self._last = State(*map(float, self._query("clocks.sm,power.draw")))
+            self._last = State(*map(_reading, self._query("clocks.sm,power.draw")))
         self._count += 1
         return self._last
+
+
+def _reading(text: str) -> float | None:
+    """A number, or None for "[N/A]" and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _sensor(properties: Any) -> _NoSensor | _Nvml | _NvidiaSmi:
@@ -244,7 +270,7 @@ def _sensor(properties: Any) -> _NoSensor | _Nvml | _NvidiaSmi:
     try:
         return _Nvml(uuid)
     except Exception:
-        # NVML's errors are defined by the module that may be missing.
+        # NVML's errors are defined by the module that may be missing; nvidia-smi is asked next.
         pass
     try:
         return _NvidiaSmi(uuid)

@@ -73,6 +73,9 @@ class Kernel:
 
     rows: queries of a cluster's tile. cluster: CTAs. policy: see `problem.POLICIES`. values,
     costs: one of each replay, the central one first. ordered: as `ForwardConfig.ordered_tiles`.
+    packs_heads: whether a tile's rows are those of all query heads of a KV head, see
+    `tile_of_queries`; the costs stay those of replays with one query head. exact_grid: whether the
+    grid of packed sequences follows their queries; otherwise each has blocks for the longest one.
     """
 
     name: str
@@ -83,12 +86,25 @@ class Kernel:
     values: list[Values]
     costs: list[TileCosts]
     ordered: bool = True
+    packs_heads: bool = False
+    exact_grid: bool = False
+
+    def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
+        """(queries of a tile, heads that have tiles of their own).
+
+        Heads are packed where a CTA's rows are a multiple of the ratio, as flash-attn-4 chooses.
+        """
+        ratio = heads // heads_kv
+        if self.packs_heads and (self.rows // self.cluster) % ratio == 0:
+            return self.rows // ratio, heads_kv
+        return self.rows, heads
 
     def tiles(self, shape: Shape) -> list[Tile]:
         """The tiles of a problem in the order in which they are worked on."""
-        blocks = -(-shape.seqlen // self.rows)
-        pairs = shape.batch * shape.heads
-        ratio = shape.heads // shape.heads_kv
+        queries, heads = self.tile_of_queries(shape.heads, shape.heads_kv)
+        blocks = -(-shape.seqlen // queries)
+        pairs = shape.batch * heads
+        ratio = heads // shape.heads_kv
         kv_bytes = 4.0 * shape.seqlen * self.head_dim
         own = 4.0 * self.rows * self.head_dim
         section = 1 if not self.ordered else section_heads_for(
@@ -96,13 +112,13 @@ class Kernel:
             l2_bytes=L2_FOR_KV, unequal_lengths=shape.causal,
         )  # fmt: skip
         longest_first = self.ordered and shape.causal
-        order = TileProblem(blocks, shape.heads, shape.batch, section, longest_first).order()
+        order = TileProblem(blocks, heads, shape.batch, section, longest_first).order()
         step = 4 * self.rows * STEP * self.head_dim / FLOP_PER_CLOCK / self.cluster
         found = []
         for index in range(blocks * pairs):
             block, head, batch = tile_coordinates(index, order)
-            rows = min((block + 1) * self.rows, shape.seqlen)
-            keys = rows if shape.causal else shape.seqlen
+            last = min((block + 1) * queries, shape.seqlen)
+            keys = last if shape.causal else shape.seqlen
             group = batch * shape.heads_kv + head // ratio
             found.append(Tile(step * -(-keys // STEP), group, kv_bytes, own))
         return found
@@ -259,7 +275,8 @@ def their_kernel(
 
     rows_of = kept((their_versions(), head_dim, causal, samples), model, draws, make)
     shape = head_dim, rows, cluster, policy
-    return Kernel(flash_attn_4.PACKAGE, *shape, model.sampled(draws), fitted(rows_of, policy))
+    costs = fitted(rows_of, policy)
+    return Kernel(flash_attn_4.PACKAGE, *shape, model.sampled(draws), costs, packs_heads=True)
 
 
 def their_versions() -> tuple[str, ...]:

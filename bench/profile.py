@@ -27,8 +27,8 @@ from .results import BASIS, MACHINE, Column, Table, add_output_options, emit
 from .shape_options import add_shape_options, chosen_case
 from .suite import BACKWARD, DIRECTIONS, FORWARD, Case
 
-#: Direction -> (regular expression of its kernels' names, their number in one call).
-KERNELS = {FORWARD: ("ForwardKernel", 1), BACKWARD: ("(Preprocess|DqProduct|Dq|Dkdv)Kernel", 3)}
+#: Direction -> regular expression of its kernels' names.
+KERNELS = {FORWARD: "ForwardKernel", BACKWARD: "(Preprocess|DqProduct|Dq|Dkdv)Kernel"}
 #: 2^(5 + n) clocks between two samples of a warp scheduler; 0 to 31 are accepted.
 INTERVAL = 3
 BUFFER_BYTES = 512 << 20
@@ -116,13 +116,14 @@ def workload(case: Case, direction: str) -> list[str]:
 
 
 def collect_command(case: Case, direction: str, report: str, sampling: Sampling) -> list[str]:
-    """ncu on the second call of the workload: our kernels only, all sections, no sources."""
-    names, count = KERNELS[direction]
+    """ncu on the part of the workload that asks for it: our kernels only, all sections, no sources.
+
+    How many launches that is depends on the shape: the backward may take several rounds.
+    """
     return [
         "ncu", "--set", "full", "--import-source", "no",
         "--target-processes", "application-only",
-        "--kernel-name", f"regex:{names}", "--launch-skip", str(count),
-        "--launch-count", str(count),
+        "--kernel-name", f"regex:{KERNELS[direction]}", "--profile-from-start", "off",
         "--warp-sampling-interval", str(sampling.interval),
         "--warp-sampling-buffer-size", str(sampling.buffer_bytes),
         "--export", report, "--force-overwrite", *workload(case, direction),
@@ -300,18 +301,25 @@ def run(wanted: Sequence[tuple[str, list[str]]]) -> list[dict[str, Any]]:
 
 
 def call_twice(case: Case, direction: str) -> None:
-    """The workload: one call that compiles, one to profile. Raises ValueError without an SM100."""
+    """The workload: one call that compiles, one that is profiled.
+
+    Raises ValueError without an SM100 and for a call that fails.
+    """
     reason = Ours().missing()
     if reason:
         raise ValueError(f"nothing to profile: {reason}")
     inputs = Inputs.random(case, torch.device("cuda"), torch.bfloat16)
     prepare = forward_call if direction == FORWARD else backward_call
     call = prepare(Ours(), inputs)
-    for _ in range(2):
+    for profiled in (False, True):
+        torch.cuda.synchronize()
+        if profiled:
+            torch.cuda.profiler.start()
         _, failed = attempt(call)
         if failed:
             raise ValueError(failed)
     torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

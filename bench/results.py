@@ -283,10 +283,11 @@ def emit(tables: Table | Sequence[Table], arguments: argparse.Namespace) -> None
     for target, text in forms:
         if target is not None and target != STDOUT:
             Path(target).write_text(text())
-    if arguments.plot:
-        draw(tables, arguments.plot)
     to_stdout = [text for target, text in forms if target == STDOUT]
     sys.stdout.write(to_stdout[0]() if to_stdout else markdown_text(tables) + "\n")
+    # Last: what took long to find out must not be lost to a missing library.
+    if arguments.plot:
+        draw(tables, arguments.plot)
 
 
 def markdown_text(tables: Iterable[Table]) -> str:

@@ -19,7 +19,15 @@ import torch
 from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite
-from .measuring import B200_TFLOPS, CudaTimer, Gpu, Samples, Sampling, Timer, interleave
+from .measuring import (
+    B200_TFLOPS,
+    CudaTimer,
+    Gpu,
+    Samples,
+    Sampling,
+    Timer,
+    interleave_prepared,
+)
 from .predicting import Predicted, Predictor
 from .providers import (
     OURS,
@@ -60,17 +68,18 @@ def measured_rows(
     for case, direction in cases:
         print(f"{direction}, {case}", file=sys.stderr, flush=True)
         ready, details = _ready(case, direction, providers, (timer, dtype, missing))
-        found = interleave(timer, ready, sampling)
-        for name, samples in found.items():
-            details[name] |= _measured(samples, case.flop(direction), timer.gpu)
-        clocks = [d["clock_mhz"] for d in details.values() if d.get("clock_mhz")]
-        clock = f" at {sum(clocks) / len(clocks):.0f} MHz" if clocks else ""
-        machine = f"{timer.gpu.name}{clock}, driver {timer.gpu.driver}"
-        origin = {BASIS: "measured", MACHINE: machine}
-        rows.append(_row(case, direction, details) | origin)
+        found, failed = attempt(lambda r=ready: interleave_prepared(timer, r, sampling))
+        for name in ready:
+            if failed:
+                details[name] |= {"status": f"while timing: {failed}", "failed": True}
+            else:
+                details[name] |= _measured(found[name], case.flop(direction), timer.gpu)
+        machine = f"{timer.gpu.name}, driver {timer.gpu.driver}"
+        rows.append(_row(case, direction, details) | {BASIS: "measured", MACHINE: machine})
         # Graphs and their memory must be gone before the next case allocates its own.
         del ready
         gc.collect()
+        timer.release_memory()
     return rows
 
 
@@ -78,28 +87,32 @@ def _ready(
     case: Case, direction: str, providers: Sequence[Provider],
     setting: tuple[Timer, torch.dtype, dict[str, str | None]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(calls of the providers whose results are right, what is known of each provider)."""
+    """(what `Timer.prepare` made of the providers whose results are right, what is known of each
+    provider)."""
     timer, dtype, missing = setting
     inputs, ready, details = None, {}, {}
     for provider in providers:
         reason = missing[provider.name] or provider.refuses(case, direction)
-        if reason is None:
-            inputs = inputs or Inputs.random(case, timer.device, dtype)
-            with timer.on_stream():
-                prepared, reason = attempt(
-                    lambda p=provider, i=inputs: _checked(p, i, direction, dtype)
-                )
         if reason is not None:
             details[provider.name] = {"status": reason}
             continue
-        call, check = prepared
+        inputs = inputs or Inputs.random(case, timer.device, dtype)
+        with timer.on_stream():
+            checked, reason = attempt(
+                lambda p=provider, i=inputs: _checked(p, i, direction, dtype)
+            )
+        if reason is not None:
+            details[provider.name] = {"status": reason, "failed": True}
+            continue
+        call, check = checked
         figures = {"max_error": check.error, "tolerance": check.tolerance}
+        status = f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}"
         if check.passed:
-            ready[provider.name] = call
-            details[provider.name] = {"status": "ok", **figures}
-        else:
-            wrong = f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}"
-            details[provider.name] = {"status": wrong, **figures}
+            prepared, reason = attempt(lambda c=call: timer.prepare(c))
+            status = reason or "ok"
+            if reason is None:
+                ready[provider.name] = prepared
+        details[provider.name] = {"status": status, "failed": status != "ok", **figures}
     return ready, details
 
 
@@ -183,6 +196,7 @@ def _row(case: Case, direction: str, details: dict[str, dict[str, Any]]) -> dict
         "panel": f"{direction}, {case.group}, {case.mask}",
         **{name: found.get("tflops") for name, found in details.items()},
         "range": _range(ours), "their_range": _range(theirs), "of_peak": ours.get("of_peak"),
+        "clock_mhz": ours.get("clock_mhz"),
         "ratio": ratio, "ratio_low": low, "ratio_high": high, "faster": _faster(ours, theirs),
         "details": details,
     }  # fmt: skip
@@ -214,6 +228,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("range", title="ours, range"),
         Column("their_range", title=f"{flash_attn_4.PACKAGE}, range"),
         Column("of_peak", format=".1%", title="ours, of peak"),
+        Column("clock_mhz", "MHz", ".0f", "clock"),
         Column("ratio", format=".2f", title=f"ours / {flash_attn_4.PACKAGE}"),
         Column("ratio_low", format=".2f", title="low"),
         Column("ratio_high", format=".2f", title="high"),
@@ -295,6 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if ours was run and broke, or was wrong."""
     directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
     cases = [
         (case, direction) for direction in directions for case in suite.selected(arguments)
@@ -311,4 +327,4 @@ def main(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         rows = modelled_rows(cases, [provider.name for provider in providers], predictor)
     emit([found for found in (table(rows), summary(rows)) if found], arguments)
-    return 0
+    return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0

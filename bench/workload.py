@@ -130,7 +130,10 @@ def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
     rows = kept((modelled.their_versions(), kind, samples), machine, draws, make)
     costs = modelled.fitted(rows, "single")
     name = flash_attn_4.PACKAGE
-    return modelled.Kernel(name, HEAD_DIM, 256, 2, "single", machine.sampled(draws), costs)
+    return modelled.Kernel(
+        name, HEAD_DIM, 256, 2, "single", machine.sampled(draws), costs, packs_heads=True,
+        exact_grid=True,
+    )
 
 
 def _their_predictions(
@@ -162,24 +165,25 @@ def _their_predictions(
 def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     """The tiles of a forward in the order in which they are worked on, those skipped included."""
     left, right = case.bounds
-    blocks = -(-case.seqlen_q // kernel.rows)
-    ratio = case.heads // case.heads_kv
+    queries, heads = kernel.tile_of_queries(case.heads, case.heads_kv)
+    blocks = -(-case.seqlen_q // queries)
+    ratio = heads // case.heads_kv
     unequal = case.packed or (left, right) != (None, None)
     keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     section = section_heads_for(
-        num_heads_per_kv=ratio, num_pairs=case.batch * case.heads,
+        num_heads_per_kv=ratio, num_pairs=case.batch * heads,
         kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
         unequal_lengths=unequal,
     )  # fmt: skip
     later_first = later_blocks_are_longer(left, right)
-    order = TileProblem(blocks, case.heads, case.batch, section, later_first).order()
+    order = TileProblem(blocks, heads, case.batch, section, later_first).order()
     step = 4 * kernel.rows * STEP * kernel.head_dim / modelled.FLOP_PER_CLOCK / kernel.cluster
     own_bytes = 4.0 * kernel.rows * kernel.head_dim
 
     @functools.cache
     def of(block: int, lengths: tuple[int, int]) -> tuple[float, float]:
         """(work, own bytes) of a block of queries."""
-        begin, end = block * kernel.rows, min((block + 1) * kernel.rows, lengths[0])
+        begin, end = block * queries, min((block + 1) * queries, lengths[0])
         if begin >= lengths[0]:
             return 0.0, 0.0
         return step * _steps(begin, end, lengths, (left, right)), own_bytes
@@ -188,6 +192,8 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     for index in range(order.num_tiles):
         block, head, batch = tile_coordinates(index, order)
         lengths = case.lengths[batch]
+        if kernel.exact_grid and case.packed and block * queries >= lengths[0]:
+            continue
         shared = 4.0 * lengths[1] * kernel.head_dim
         work, own = of(block, lengths)
         found.append(Tile(work, batch * case.heads_kv + head // ratio, shared, own))

@@ -28,3 +28,6 @@ class FakeTimer:
 
     def state(self):
         return State(2000.0, 600.0)
+
+    def release_memory(self):
+        pass

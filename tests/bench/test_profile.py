@@ -87,8 +87,8 @@ def test_command_line():
     assert options["--target-processes"] == "application-only"
     assert options["--warp-sampling-interval"] == "2"
     assert options["--warp-sampling-buffer-size"] == str(1 << 26)
-    # Three kernels a call; the first call is left out.
-    assert options["--launch-skip"] == options["--launch-count"] == "3"
+    # The workload starts the profiler for its second call; no count of launches is assumed.
+    assert options["--profile-from-start"] == "off" and "--launch-count" not in command
     with pytest.raises(ValueError, match="0 to 31"):
         profile.Sampling(interval=32)
     with pytest.raises(ValueError, match="1 MiB"):
@@ -101,8 +101,8 @@ def test_names_of_the_kernels_match_the_filter():
     q, k, v = (torch.randn(1, 64, 1, 256).bfloat16().requires_grad_() for _ in range(3))
     flash_attn_func(q, k, v, causal=True).sum().backward()
     names = [report.kernel for report in sm100_sim.last_reports()[before:]]
-    for direction, (pattern, count) in profile.KERNELS.items():
-        matching = [name for name in names if re.search(pattern, name)]
+    for direction, count in ((FORWARD, 1), (BACKWARD, 3)):
+        matching = [name for name in names if re.search(profile.KERNELS[direction], name)]
         assert len(matching) == count, (direction, names)
     assert len(names) == 4
 

@@ -50,7 +50,8 @@ def test_measured_rows_hold_rates_and_reasons():
     jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
     rows = throughput.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
     forward, backward, packed = rows
-    assert forward["basis"] == "measured" and "a GPU at 2000 MHz" in forward["machine"]
+    assert (forward["basis"], forward["machine"]) == ("measured", "a GPU, driver 1.0")
+    assert forward["clock_mhz"] == 2000
     ours = forward["details"]["ours"]
     flop = 4 * 48 * 80 * 256 * 4 * 2
     assert ours["tflops"] == pytest.approx(flop / ours["median_ms"] / 1e9)
@@ -66,6 +67,38 @@ def test_measured_rows_hold_rates_and_reasons():
     assert packed["ours"] is None
     text = throughput.table(rows).as_markdown()
     assert "PyTorch math: 1 of 3 not run: takes no packed sequences." in text
+
+
+class LibraryError(Exception):
+    """As CuTe DSL's: of no built-in kind."""
+
+
+def test_an_error_of_one_provider_ends_nothing():
+    """Neither while its result is checked nor while it is prepared for timing."""
+
+    class Broken(Reference):
+        def call(self, inputs):
+            raise LibraryError("no such instruction")
+
+    class Timer(FakeTimer):
+        def prepare(self, call):
+            if len(self.prepared) == 1:
+                self.prepared.append(call)
+                raise LibraryError("no memory for the graph")
+            self.prepared.append(call)
+            return super().prepare(call)
+
+    timer = Timer()
+    timer.prepared = []
+    shown = [Broken("ours"), Reference("first"), Reference("second"), Reference("third")]
+    (row,) = throughput.measured_rows(
+        [(DENSE, FORWARD)], shown, timer, Sampling(0, 2), torch.bfloat16
+    )
+    found = row["details"]
+    assert found["ours"] == {"status": "LibraryError: no such instruction", "failed": True}
+    assert found["second"]["status"] == "LibraryError: no memory for the graph"
+    assert found["second"]["failed"] and "tflops" not in found["second"]
+    assert {name for name, one in found.items() if one["status"] == "ok"} == {"first", "third"}
 
 
 @pytest.mark.parametrize("case", [DENSE, CAUSAL, PACKED], ids=str)

@@ -1,5 +1,7 @@
 """Tiles of the suite's cases, checked against the masks of the one reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,3 +55,19 @@ def test_tiles_past_a_sequence_are_skipped():
     (schedule,) = workload.run(case, KERNEL)
     longest = COSTS.begin + COSTS.each + COSTS.rate * 5 * STEP_CLOCKS
     assert schedule.clocks == pytest.approx(longest)
+
+
+def test_packed_heads_fill_the_rows_of_a_tile():
+    """256 rows are 32 queries of 8 heads; a ratio that does not divide 128 rows is not packed."""
+    packing = replace(KERNEL, packs_heads=True, exact_grid=True)
+    causal = Case("dense", ((512, 512),), 16, 2, True)
+    tiles = workload.tiles(causal, packing)
+    assert packing.tiles(modelled.Shape(1, 512, 16, 2, True)) == tiles
+    # Of each KV head 16 blocks, which see 1, 1, 1, 1, 2, .. 4 key tiles.
+    steps = [tile.work / STEP_CLOCKS for tile in tiles]
+    assert sorted(steps) == sorted([1, 2, 3, 4] * 8)
+    assert {tile.group for tile in tiles} == {0, 1}
+    ragged = Case("ragged", ((34, 34), (1, 2048), (0, 5)), 16, 2, True, packed=True)
+    assert len(workload.tiles(ragged, packing)) == (2 + 1) * 2
+    odd = Case("dense", ((512, 512),), 24, 4, True)
+    assert workload.tiles(odd, packing) == workload.tiles(odd, KERNEL)
