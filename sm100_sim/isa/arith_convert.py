@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sm100_sim.codegen_emit import Emitter, splat
+from sm100_sim.isa import arith_narrow
 from sm100_sim.isa.arith_float import (
     CANONICAL_NAN,
     float_to_half,
@@ -27,15 +28,15 @@ _TO_INTEGRAL = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil
 @inline_op("cvt", statistics="cvt")
 def convert(e: Emitter, i: Instruction) -> None:
     """cvt{.rounding}{.ftz}{.relu}{.satfinite}{.sat}.dtype.atype d, a{, b}."""
+    if arith_narrow.is_narrow(i):
+        return arith_narrow.convert(e, i)
+    if i.modifiers[-2:-1] == ("tf32",):
+        return _to_tf32(e, i)
     rounding, ftz, relu, satfinite, sat, to, source = split_modifiers(
         i, _ROUNDINGS, ("ftz", ""), ("relu", ""), ("satfinite", ""), ("sat", ""),
-        (*_INTEGERS, *_FLOATS, *_PACKED, "tf32"), (*_INTEGERS, *_FLOATS, "f16x2"))
+        (*_INTEGERS, *_FLOATS, *_PACKED), (*_INTEGERS, *_FLOATS))
     if to in _PACKED:
         return _to_packed(e, i, rounding, bool(relu), bool(satfinite), to, source)
-    if to == "tf32":
-        return _to_tf32(e, i, rounding, bool(relu), bool(satfinite), source)
-    if source == "f16x2":
-        raise unknown(i, "conversions from f16x2 are not implemented")
     if to in _INTEGERS:
         if relu or satfinite:
             raise unknown(i, "integers have no .relu or .satfinite")
@@ -218,11 +219,12 @@ def _to_packed(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite:
     e.set(i.operands[0], "i32", join_pair(e, low, high))
 
 
-def _to_tf32(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite: bool,
-             source: str) -> None:
-    """cvt.{rn,rna,rz}{.relu}.tf32.f32: 10 mantissa bits, the rest zero."""
-    if source != "f32" or rounding not in ("rn", "rna", "rz") or satfinite:
-        raise unknown(i, "tf32 is implemented from f32 with .rn, .rna and .rz")
+def _to_tf32(e: Emitter, i: Instruction) -> None:
+    """cvt.{rn,rz}{.satfinite}{.relu}.tf32.f32 and cvt.rna{.satfinite}: 10 mantissa bits."""
+    rounding, satfinite, relu, _, _ = split_modifiers(
+        i, ("rn", "rna", "rz"), ("satfinite", ""), ("relu", ""), ("tf32",), ("f32",))
+    if relu and rounding == "rna":
+        raise unknown(i, ".rna takes no .relu")
     value = e.get(i.operands[1], "float")
     bits = e.cast("bitcast", value, "float", "i32")
     nan = e.compare("uno", "float", value, value)
@@ -241,6 +243,11 @@ def _to_tf32(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite: b
     finite = e.compare("ult", "i32", magnitude, splat("i32", 0x7F800000))
     bits = e.binary("and", "i32", e.select(finite, "i32", rounded, bits),
                     splat("i32", 0xFFFFE000))
-    if rounding != "rna":
+    if satfinite:
+        magnitude = e.binary("and", "i32", bits, splat("i32", 0x7FFFFFFF))
+        sign = e.binary("and", "i32", bits, splat("i32", 0x80000000))
+        finite = e.intrinsic("umin", "i32", magnitude, splat("i32", 0x7F7FE000))
+        bits = e.binary("or", "i32", sign, finite)
+    if rounding != "rna" or satfinite:
         bits = e.select(nan, "i32", splat("i32", CANONICAL_NAN & 0xFFFFE000), bits)
     e.set(i.operands[0], "i32", bits)
