@@ -363,7 +363,9 @@ class HostProgram:
         Raises LaunchError if the object holds no PTX, is of a kind whose host code cannot be
         dumped, or its host code needs a symbol that the simulator does not offer.
         """
-        self.ptx = ptx_of(compiled)
+        # A jitted function that launches nothing runs on the host alone, on a GPU machine, too.
+        self._launches = getattr(compiled, "has_gpu_module", True)
+        self.ptx = ptx_of(compiled) if self._launches else ""
         self.cubin = getattr(compiled.artifacts, "CUBIN", None) or b""
         self.parameter_counts = {
             name: parameters.count(".param") for name, parameters in _ENTRY.findall(self.ptx)
@@ -416,7 +418,9 @@ class HostProgram:
         return ctypes.CFUNCTYPE(None, _P)(address)
 
     def _load(self) -> None:
-        """Run the module's own load functions; they fill its kernel handles."""
+        """Run the module's own load functions, if it has kernels; they fill its kernel handles."""
+        if not self._launches:
+            return
         library, device, result = ctypes.c_void_p(), _I(0), _I(0)
         library_pointer = ctypes.c_void_p(ctypes.addressof(library))
         slots = {

@@ -31,6 +31,23 @@ def scale(source: cute.Tensor, target: cute.Tensor, factor: cutlass.Float32):
     scale_kernel(source, target, factor).launch(grid=(2, 1, 1), block=(32, 1, 1))
 
 
+@cute.jit
+def count_up(target: cute.Tensor, first: cutlass.Int32):
+    for index in cutlass.range(cute.size(target)):
+        target[index] = first + index
+
+
+def test_functions_without_kernels_run_on_the_host():
+    from cutlass.cute.runtime import from_dlpack
+
+    called, compiled = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    with sm100_sim.attached() as session:
+        count_up(from_dlpack(called), 3)
+        cute.compile(count_up, from_dlpack(compiled), 5)(from_dlpack(compiled), 5)
+    assert called.tolist() == list(range(3, 11)) and compiled.tolist() == list(range(5, 13))
+    assert session.reports == []
+
+
 def test_device_queries_answer_as_a_b200():
     import cuda.bindings.driver as driver
 
