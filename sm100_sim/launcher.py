@@ -219,7 +219,7 @@ def _threads(machine: Machine, options: Options) -> int:
     """Threads that run clusters: one unless native code runs clusters that are independent."""
     wanted = options.threads or _cores()
     most = min(wanted, machine.resident)
-    if most == 1 or not isinstance(machine, NativeMachine):
+    if most == 1 or options.sanitize or not isinstance(machine, NativeMachine):
         return 1
     return most if clusters_are_independent(machine.compiled.instructions) else 1
 
@@ -247,9 +247,10 @@ def _machine_type(options: Options) -> type[Machine]:
             return TracedMachine
         return NativeMachine if options.seed is None else Machine
     # Imported only when asked for: nothing of it is loaded otherwise.
-    from .sanitizer import READINGS
+    from .sanitizer import machine_for
 
-    return READINGS[options.sanitize]
+    native = options.seed is None and options.schedule == "eager" and not options.trace
+    return machine_for(options.sanitize, native)
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:

@@ -104,20 +104,13 @@ def signal_of(barrier: u64, rank: u64, group: u64) -> u64:
 
 
 @native
-def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
-    """cp.async.bulk.tensor to shared memory.
-
-    Operands: target, mbarrier, descriptor, five coordinates, CTA mask. form: rank, whether there
-    is a mask, cta_group (0 for none).
-    """
+def load_ranks(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u64:
+    """Mask of the CTAs that a tile is loaded to; 0 if Python must load it (see `tile_load`)."""
     if not same_in_all(c, lanes, o.operands, u64(9)):
-        return PYTHON
+        return 0
     t = known_map(c, operand(c, lanes, o.operands[2]), o.form[0])
-    if not t:
-        return PYTHON
-    start = tile_start(c, lanes, t, o.operands + 3)
-    if start == 0:
-        return PYTHON
+    if not t or tile_start(c, lanes, t, o.operands + 3) == 0:
+        return 0
     target = operand(c, lanes, o.operands[0])
     barrier = operand(c, lanes, o.operands[1])
     k = c.cluster
@@ -127,17 +120,40 @@ def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     if o.form[1] == 1:
         ranks = operand(c, lanes, o.operands[8]) & 0xFFFF
     elif own != barrier >> 24 and (o.form[2] != 2 or own ^ 1 != barrier >> 24):
-        return PYTHON
-    if own > 15 or ranks == 0 or ranks >> u64(k.cta_count) != 0:
-        return PYTHON
+        return 0
+    if own > 15 or ranks >> u64(k.cta_count) != 0:
+        return 0
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
-            signal = signal_of(barrier, rank, o.form[2]) if o.form[1] == 1 else barrier
-            if not can_land(k, rank, offset, signal, t.bytes):
-                return PYTHON
+            if not can_land(k, rank, offset, load_signal(barrier, rank, o), t.bytes):
+                return 0
+    return ranks
+
+
+@native
+def load_signal(barrier: u64, rank: u64, o: ptr[Operation]) -> u64:
+    """The mbarrier that the part of a load to CTA `rank` signals."""
+    return signal_of(barrier, rank, o.form[2]) if o.form[1] == 1 else barrier
+
+
+@native
+def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """cp.async.bulk.tensor to shared memory.
+
+    Operands: target, mbarrier, descriptor, five coordinates, CTA mask. form: rank, whether there
+    is a mask, cta_group (0 for none).
+    """
+    ranks = load_ranks(c, lanes, o)
+    if ranks == 0:
+        return PYTHON
+    t = known_map(c, operand(c, lanes, o.operands[2]), o.form[0])
+    start = tile_start(c, lanes, t, o.operands + 3)
+    offset = operand(c, lanes, o.operands[0]) & 0xFFFFFF
+    barrier = operand(c, lanes, o.operands[1])
+    k = c.cluster
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
-            signal = signal_of(barrier, rank, o.form[2]) if o.form[1] == 1 else barrier
+            signal = load_signal(barrier, rank, o)
             started = cycles()
             move_tile(k.ctas[rank], offset, start, t, u32(1))
             k.machine.copy_ticks += cycles() - started

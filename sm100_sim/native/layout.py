@@ -23,7 +23,8 @@ class Context(ctypes.Structure):
 
     wait_on, wait_lanes: the mbarrier that native code let lanes wait for; next_waiter: the warp
     that waits for the same barrier behind this one. queued: ready or running. present: lanes that
-    barriers still count. chain: null unless asynchronous operations take effect at once.
+    barriers still count. chain: null unless asynchronous operations take effect at once. watch: of
+    the sanitizer, as in `Barrier` and `Operation`, 0 without it.
     """
 
     _fields_ = [
@@ -40,7 +41,7 @@ class Context(ctypes.Structure):
         ("cluster", c_uint64), ("cta", c_uint64), ("index", c_uint32), ("number", c_uint32),
         ("queued", c_uint32), ("present", c_uint32), ("wait_on", c_uint64),
         ("next_waiter", c_uint64), ("wait_lanes", c_uint32), ("chain_length", c_uint32),
-        ("chain", c_uint64),
+        ("chain", c_uint64), ("watch", c_uint64),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
         "r32": u32, "r64": u64, "preds": u32, "pcs": i32, "specials": u32, "smem": u8,
@@ -58,7 +59,7 @@ class Barrier(ctypes.Structure):
     _fields_ = [
         ("phase", c_uint64), ("first", c_uint64), ("last", c_uint64), ("address", c_uint32),
         ("expected", c_uint32), ("pending", c_uint32), ("transactions", c_int32),
-        ("watched", c_uint32),
+        ("watched", c_uint32), ("watch", c_uint64),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {"first": lambda: Context, "last": lambda: Context}
 
@@ -113,7 +114,9 @@ class Operand(ctypes.Structure):
 class Operation(ctypes.Structure):
     """A machine operation for a native routine: its operands, and numbers of its static form."""
 
-    _fields_ = [("operands", Operand * OPERANDS), ("form", c_uint64 * 6)]
+    _fields_ = [
+        ("operands", Operand * OPERANDS), ("form", c_uint64 * 6), ("watch", c_uint64),
+    ]  # fmt: skip
 
 
 class Chain(ctypes.Structure):
@@ -132,11 +135,12 @@ class TileMap(ctypes.Structure):
 
     pointer: where the descriptor is. last: largest coordinate of a tile inside, by dimension.
     strides: bytes; counts: of the tile, dimension 0 in bytes. writable: stores may go there.
+    written: whether loads are for Python, since the sanitizer follows writes to that memory.
     """
 
     _fields_ = [
         ("pointer", c_uint64), ("address", c_uint64), ("bytes", c_uint64), ("rank", c_uint32),
-        ("swizzle", c_uint32), ("writable", c_uint32), ("unused", c_uint32),
+        ("swizzle", c_uint32), ("writable", c_uint32), ("written", c_uint32),
         ("last", c_int64 * DIMENSIONS), ("strides", c_uint64 * DIMENSIONS),
         ("counts", c_uint64 * DIMENSIONS),
     ]  # fmt: skip

@@ -7,7 +7,8 @@ from .layout import Cluster, Context
 from .operands import lane_count
 
 #: What `run` returns for a warp (`warp.Stop`), and what `run_cluster` adds: no warp is ready, all
-#: ready ones only poll, the turn is over, lanes of a warp that waits have exited.
+#: ready ones only poll, the turn is over, lanes of a warp that waits have exited (or, with the
+#: sanitizer, left accesses in the log).
 TRAP, EXIT, YIELD, FAULT, BLOCKED, DIVERGENCE, IDLE, POLLING, TURN_OVER, LANES_EXITED = range(10)
 
 run = External("run", i32, (ptr[Context],))
@@ -49,7 +50,7 @@ def run_warps(k: ptr[Cluster], budget: u64) -> i32:
         c.queued = u32(0)
         k.polls = u32(0)
         k.current = ptr[Context](u64(0))
-        if c.live != c.present:
+        if c.live != c.present or c.watch != 0 and ptr[u32](c.log)[0] != 0:
             return LANES_EXITED
 
 

@@ -300,6 +300,15 @@ def end_chain(c: ptr[Context]) -> boolean:
 
 
 @native
+def continues(
+    chain: ptr[Chain], d: u32, descriptor: u32, o: ptr[Operation], enabled: u32
+) -> boolean:
+    """Whether an MMA belongs to the accumulator chain before it."""
+    return (enabled == 1 and chain.d == d and chain.descriptor == descriptor
+            and u64(chain.group) == o.form[0] and u64(chain.a_in_tmem) == o.form[1])
+
+
+@native
 def tensor_mma(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """tcgen05.mma.kind::f16 [d], [a] or a, b, descriptor, enable-input-d: operands 0 to 4.
 
@@ -319,8 +328,7 @@ def tensor_mma(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     chain = c.chain
     count = c.chain_length
     if count > 0:
-        if (enabled == 1 and chain.d == d and chain.descriptor == descriptor
-                and chain.group == group and chain.a_in_tmem == a_in_tmem):
+        if continues(chain, d, descriptor, o, enabled):
             if count == CHAIN_LIMIT:
                 return PYTHON
             chain.a[count] = a
@@ -344,24 +352,33 @@ def tensor_mma(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 
 @native
-def tensor_commit(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
-    """tcgen05.commit at mbarrier [0], with form[0] = 1 in all CTAs of mask [1]."""
+def commit_ranks(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u64:
+    """Mask of the CTAs in which a commit arrives; 0 if Python must do it (see `tensor_commit`)."""
     if lanes & (lanes - 1) != 0 or not c.chain:
-        return PYTHON
+        return 0
     address = operand(c, lanes, o.operands[0])
     ranks = u64(1) << (address >> 24 & 15)
     if o.form[0] == 1:
         ranks = operand(c, lanes, o.operands[1]) & 0xFFFF
     k = c.cluster
-    if ranks == 0 or address >> 28 != 0 or ranks >> u64(k.cta_count) != 0:
-        return PYTHON
+    if address >> 28 != 0 or ranks >> u64(k.cta_count) != 0:
+        return 0
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
             b = barrier_at(k, rank << 24 | address & 0xFFFFFF)
             if not b or in_python(b, u64(1), i64(0)):
-                return PYTHON
-    if not end_chain(c):
+                return 0
+    return ranks
+
+
+@native
+def tensor_commit(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """tcgen05.commit at mbarrier [0], with form[0] = 1 in all CTAs of mask [1]."""
+    ranks = commit_ranks(c, lanes, o)
+    if ranks == 0 or not end_chain(c):
         return PYTHON
+    address = operand(c, lanes, o.operands[0])
+    k = c.cluster
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
             change(barrier_at(k, rank << 24 | address & 0xFFFFFF), u64(1), i64(0))

@@ -2,5 +2,6 @@
 
 from .findings import Finding
 from .machine import READINGS, SanitizedMachine
+from .native_machine import machine_for
 
-__all__ = ["READINGS", "Finding", "SanitizedMachine"]
+__all__ = ["READINGS", "Finding", "SanitizedMachine", "machine_for"]

@@ -2,64 +2,106 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sm100_sim.barriers import MBarrier
 
+from .records import ROLES, BarrierRecord
+
 if TYPE_CHECKING:
     from .sanitizer import Sanitizer
+
+
+def _shared(name: str) -> property:
+    """A flag that native code shares."""
+    return property(
+        lambda self: bool(getattr(self.shared, name)),
+        lambda self, value: setattr(self.shared, name, value),
+    )
 
 
 class WatchedBarrier(MBarrier):
     """An mbarrier with the frontiers of its phases.
 
     gathering: what the arrivals of the current phase publish. released: what those of the last
-    complete phase did. observed: warp -> count of its waits, of successful waits for the last
-    complete phase. initialised: (warp, generic clock) of the init; fenced: whether a fence made it
-    visible to other CTAs and to the async proxy. skipped: an arrive came before any wait for the
-    phase before, and was reported. last_waits: warp -> phase last waited for.
+    complete phase did. observed: by warp, clock of its latest successful wait for the last complete
+    phase, 0 for none. initialised: (warp, generic clock) of the init; fenced: whether a fence made
+    it visible to other CTAs and to the async proxy. skipped: an arrive came before any wait for the
+    phase before, and was reported. last_waits: by warp, phase last waited for, -1 for none.
     arrivals: of the current phase by the warp that issued them; usual: those of the first phase.
     signalled: bytes of a copy have arrived in the current phase. roles: index of an instruction ->
-    the warps that have arrived by it, in any phase.
+    numbers of the warps that have arrived by it, in any phase. Warps are numbers in the cluster.
     """
 
     __slots__ = (
-        "sanitizer", "gathering", "released", "observed", "base", "agent", "initialised", "fenced",
-        "skipped", "last_waits", "arrivals", "usual", "signalled",
-        "roles",
+        "sanitizer", "_frontiers", "_by_warp", "base", "agent", "initialised", "roles", "shared",
     )  # fmt: skip
 
-    def __init__(self, sanitizer: Sanitizer, address: int, count: int, wake: Any) -> None:
-        super().__init__(address, count, wake)
+    def __init__(
+        self, sanitizer: Sanitizer, address: int, count: int, wake: Any, record: Any = None
+    ) -> None:
+        super().__init__(address, count, wake, record)
         self.sanitizer = sanitizer
-        self.gathering = sanitizer.layout.empty()
-        self.released: np.ndarray | None = None
-        self.observed: dict[int, int] = {}
-        cluster = sanitizer.actor.cluster
+        layout, cluster = sanitizer.layout, sanitizer.actor.cluster
+        warps = layout.ctas * layout.warps
+        self._frontiers = [layout.empty(), layout.empty()]
+        self._by_warp = np.zeros((4 + ROLES, warps), np.int32)
+        self._by_warp[1] = self._by_warp[4:] = -1
         self.agent = cluster.barrier_agent(address)
         self.base = cluster.clock_base.get(self.agent, 0)
-        self.fenced = False
+        rows = (self._by_warp[row].ctypes.data for row in range(5))
+        frontiers = (frontier.ctypes.data for frontier in self._frontiers)
+        self.shared = BarrierRecord(*frontiers, *rows, self.agent, self.base)
+        self.record.watch = ctypes.addressof(self.shared)
         self.initialised: tuple[int, int] = (0, 0)
-        self.skipped = self.signalled = False
-        self.arrivals: Counter[Any] = Counter()
-        self.usual: Counter[Any] | None = None
-        self.roles: dict[int, set[Any]] = {}
-        self.last_waits: dict[int, int] = {}
+        self.roles: dict[int, set[int]] = {}
         sanitizer.barrier_begins(self)
+
+    fenced, skipped, signalled = map(_shared, ("fenced", "skipped", "signalled"))
+
+    @property
+    def gathering(self) -> np.ndarray:
+        return self._frontiers[self.shared.completed & 1]
+
+    @property
+    def released(self) -> np.ndarray | None:
+        return self._frontiers[~self.shared.completed & 1] if self.shared.completed else None
+
+    @property
+    def observed(self) -> np.ndarray:
+        return self._by_warp[0]
+
+    @property
+    def last_waits(self) -> np.ndarray:
+        return self._by_warp[1]
+
+    @property
+    def arrivals(self) -> np.ndarray:
+        return self._by_warp[2]
+
+    @property
+    def usual(self) -> np.ndarray:
+        return self._by_warp[3]
 
     @property
     def clock(self) -> int:
         """Clock of copies that signal the current phase."""
         return self.base + self.phase + 1
 
+    def initialise(self, warp: int, clock: int) -> None:
+        """mbarrier.init by a warp at its generic clock."""
+        self.initialised = self.shared.warp, self.shared.clock = warp, clock
+
     def arrive(self, count: int = 1) -> int:
         actor = self.sanitizer.actor
         self.sanitizer.arrives(self)
-        self.arrivals[actor.warp] += count
-        self.roles.setdefault(actor.instruction.index, set()).add(actor.warp)
+        warp, index = actor.number, actor.instruction.index
+        self.arrivals[warp] += count
+        self.roles.setdefault(index, set()).add(warp)
+        self._by_warp[4:].reshape(-1)[ROLES * warp + index % ROLES] = index
         return super().arrive(count)
 
     def expect_tx(self, nbytes: int) -> None:
@@ -69,12 +111,15 @@ class WatchedBarrier(MBarrier):
         super().expect_tx(nbytes)
 
     def _complete_phase(self) -> None:
-        if self.usual is None:
-            self.usual = self.arrivals
-        elif self.arrivals != self.usual:
+        if not self.shared.completed:
+            self.usual[:] = self.arrivals
+        elif (self.arrivals != self.usual).any():
             self.sanitizer.unbalanced(self)
-        self.arrivals, self.signalled = Counter(), False
-        self.released, self.gathering = self.gathering, self.sanitizer.layout.empty()
-        self.observed = {}
+        self.arrivals[:], self.signalled = 0, False
+        self.observed[:] = 0
+        shared = self.shared
+        shared.completed += 1
+        shared.gathering, shared.released = shared.released, shared.gathering
+        self.gathering[:] = 0
         super()._complete_phase()
         self.sanitizer.completed(self)

@@ -41,6 +41,8 @@ class GlobalWrites:
         self._starts = [int(low) for low, _, _ in memory.table.tolist()]
         self._ends = [int(high) for _, high, _ in memory.table.tolist()]
         self._planes: dict[int, np.ndarray] = {}
+        #: How many ranges have a plane, then start and end of each: for native code.
+        self.written = np.zeros(1 + 2 * len(self._starts), np.uint64)
         self._numbers: dict[tuple, int] = {}
         self.writers: list[Writer | None] = [None]
 
@@ -62,6 +64,10 @@ class GlobalWrites:
                 return None
             count = -(-(self._ends[index] - self._starts[index]) // GRANULE)
             plane = self._planes[index] = np.zeros(count + 1, np.int32)
+            place = 2 * len(self._planes)
+            self.written[place - 1 : place + 1] = self._starts[index], self._ends[index]
+            self.written[0] = len(self._planes)
+            self._sanitizer.machine.follow_writes()
         return plane, self._starts[index]
 
     def _cells(self, addresses: np.ndarray, width: int, create: bool) -> tuple | None:
@@ -99,6 +105,10 @@ class GlobalWrites:
             (*(4 * s // GRANULE for s in inside.strides[:-1]), 4),
         )
         return view, ...
+
+    def has_plane(self, address: int) -> bool:
+        """Whether the launch has written to the range that holds an address."""
+        return self._range(address) in self._planes
 
     def numbers(self, start: int, size: int) -> list[int]:
         """Numbers of the writes that have left something in [start, start + size)."""

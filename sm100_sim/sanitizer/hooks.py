@@ -61,7 +61,7 @@ def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitiz
             found = _HOOKS[prefix]
             break
     run = found(instruction, execute, sanitizer)
-    used = _loads_used(instruction, compiled.watched or {})
+    used = loads_used(instruction, compiled.watched or {})
     if not used:
         return run
 
@@ -72,7 +72,7 @@ def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitiz
     return using
 
 
-def _loads_used(instruction: Any, watched: dict) -> list[int]:
+def loads_used(instruction: Any, watched: dict) -> list[int]:
     """Numbers of the tcgen05.ld whose data a machine operation takes as an operand."""
     if instruction.opcode == "tcgen05.ld":
         return []
@@ -94,14 +94,18 @@ def _ordinary(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Exec
 # ---------------------------------------------------------------- mbarriers
 
 
-@_hook("mbarrier.arrive", "mbarrier.arrive_drop")
-def _arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    parts = instruction.name.split(".")
-    relaxed = "relaxed" in parts
+def arrive_form(instruction: Any, strict: bool) -> tuple[bool, bool]:
+    """Whether an arrive is relaxed, and whether its scope is the CTA."""
+    parts = set(instruction.name.split("."))
     # Without a scope an arrive at a remote barrier counts as one of cluster scope: published
     # kernels rely on it.
-    wide = {"cluster", "gpu", "sys"} & set(parts)
-    narrow = "cta" in parts or sanitizer.strict and not wide
+    wide = {"cluster", "gpu", "sys"} & parts
+    return "relaxed" in parts, "cta" in parts or strict and not wide
+
+
+@_hook("mbarrier.arrive", "mbarrier.arrive_drop")
+def _arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    relaxed, narrow = arrive_form(instruction, sanitizer.strict)
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)

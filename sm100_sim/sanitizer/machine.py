@@ -29,14 +29,21 @@ class SanitizedMachine(Machine):
     def __init__(self, compiled: Any, *arguments: Any) -> None:
         super().__init__(compiled, *arguments)
         self.sanitizer = self.sanitizer_type(self, self.strict)
-        trace = self._executors
-        hooked = wrapped(compiled, self.sanitizer)
-        plain = compiled.executors
-        # With a trace, its note comes before the sanitizer's.
-        self._executors = [
-            hooked[i.index] if traced is plain[i.index] else traced
-            for i, traced in zip(compiled.block_instruction, trace, strict=True)
-        ]
+        trace, plain = self._executors, compiled.executors
+        self._executors = self._hooked()
+        if self.trace is not None:
+            # With a trace, its note comes before the sanitizer's.
+            self._executors = [
+                hooked if traced is plain[i.index] else traced
+                for i, traced, hooked in zip(
+                    compiled.block_instruction, trace, self._executors, strict=True
+                )
+            ]
+
+    def _hooked(self) -> list[Any]:
+        """Executors by block, each followed by the sanitizer."""
+        hooked = wrapped(self.compiled, self.sanitizer)
+        return [hooked[i.index] for i in self.compiled.block_instruction]
 
     def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
         return WatchedBarrier(self.sanitizer, address, count, self.wake)
@@ -47,6 +54,9 @@ class SanitizedMachine(Machine):
         except SimulationError as error:
             error.findings = tuple(self.all_findings())
             raise
+
+    def follow_writes(self) -> None:
+        """The launch has written to a range of global memory for the first time."""
 
     def _begin(self, number: int) -> Cluster:
         cluster = super()._begin(number)

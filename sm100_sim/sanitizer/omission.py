@@ -385,7 +385,7 @@ class OmittingSanitizer(Sanitizer):
         super().leave_cta(cta)
         states = [self.state(warp) for warp in cta.warps]
         for wanted, count in self._exits.pop(cta, ()):
-            sources = self._who_waits(self.cta(cta).guests.values(), states, wanted)
+            sources = self._who_waits(self.cta(cta).guests, states, wanted)
             if sources is None:
                 self.ledger.denied = True
             elif sources:

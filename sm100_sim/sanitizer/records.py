@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sm100_sim.native.language import i32, u8
+from sm100_sim.native.language import i32, u8, u32, u64
 
 #: Clock of an access that is in flight: no frontier reaches it.
 IN_FLIGHT = 0x7FFFFFFF
@@ -60,31 +60,81 @@ class ShadowRecord(ctypes.Structure):
     }
 
 
+class CtaRecord(ctypes.Structure):
+    """`state.CtaState`. guests: by agent the number of its latest access from elsewhere."""
+
+    _fields_ = [("smem", c_uint64), ("tmem", c_uint64), ("guests", c_uint64)]
+    pointers: ClassVar[dict[str, Any]] = {
+        "smem": lambda: ShadowRecord, "tmem": lambda: ShadowRecord, "guests": i32,
+    }
+
+
 class ClusterRecord(ctypes.Structure):
-    """`state.ClusterState`. smem: host address of the shared memory, `row` bytes a CTA, `bytes` in
-    all. shadows: addresses of the ShadowRecords of shared memory by rank, then of tensor memory.
-    ordered: by instruction whether its accesses order others. ranges: (start, end) of each of
-    `range_count` ranges of global memory that the launch has written to."""
+    """`state.ClusterState`. memory: host address of the shared memory, `row` bytes a CTA, `bytes`
+    in all. ordered: by instruction whether its accesses order others. written: how many ranges of
+    global memory the launch has written to, then start and end of each. warps: in the cluster;
+    agents, size: of a frontier. record, unbalanced: addresses of functions in Python."""
 
     _fields_ = [
-        ("smem", c_uint64), ("row", c_uint64), ("bytes", c_uint64), ("shadows", c_uint64),
-        ("accesses", c_uint64), ("ordered", c_uint64), ("ranges", c_uint64),
+        ("memory", c_uint64), ("row", c_uint64), ("bytes", c_uint64), ("ctas", c_uint64),
+        ("accesses", c_uint64), ("ordered", c_uint64), ("written", c_uint64), ("warps", c_uint64),
+        ("agents", c_uint64), ("size", c_uint64), ("record", c_uint64), ("unbalanced", c_uint64),
     ]  # fmt: skip
-    pointers: ClassVar[dict[str, Any]] = {"accesses": lambda: BufferRecord, "ordered": u8}
+    pointers: ClassVar[dict[str, Any]] = {
+        "ctas": lambda: CtaRecord, "accesses": lambda: BufferRecord, "ordered": u8,
+        "written": u64,
+    }
 
 
 class WarpRecord(ctypes.Structure):
     """`state.WarpState`. frontier: its address. issued: clocks of the warp's agents. joining:
-    address of the frontier of a barrier's round that is to be taken in, 0 for none."""
+    address of the frontier of a barrier's round that is to be taken in, 0 for none. loads: pairs
+    (clock, number) of `load_room` tcgen05.ld, of which those from `load_first` to before `load_end`
+    are in flight. inits: mbarriers whose initialisation no fence has shown to others."""
 
     _fields_ = [
         ("frontier", c_uint64), ("published", c_uint64), ("cluster", c_uint64),
         ("joining", c_uint64), ("number", c_uint32), ("rank", c_uint32), ("clock", c_int32),
-        ("recorded", c_uint32), ("unfenced", c_uint32), ("met", c_uint32), ("issued", c_int32 * 7),
+        ("recorded", c_uint32), ("unfenced", c_uint32), ("met", c_uint32), ("inits", c_uint32),
+        ("loads", c_uint64), ("load_first", c_uint32), ("load_end", c_uint32),
+        ("load_room", c_uint32), ("issued", c_int32 * 7),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
-        "frontier": i32, "published": i32, "cluster": lambda: ClusterRecord,
+        "frontier": i32, "published": i32, "cluster": lambda: ClusterRecord, "loads": i32,
     }
+
+
+#: Instructions that native code remembers of those by which one warp has arrived at an mbarrier.
+ROLES = 8
+
+
+class BarrierRecord(ctypes.Structure):
+    """`barriers.WatchedBarrier`. The arrays but for the frontiers have an entry a warp; roles have
+    ROLES, in which instructions by which it has arrived lie by their index. warp, clock: of the
+    init. completed: phases."""
+
+    _fields_ = [
+        ("gathering", c_uint64), ("released", c_uint64), ("observed", c_uint64),
+        ("last_waits", c_uint64), ("arrivals", c_uint64), ("usual", c_uint64), ("roles", c_uint64),
+        ("agent", c_int32), ("base", c_int32), ("warp", c_uint32), ("clock", c_int32),
+        ("fenced", c_uint32), ("skipped", c_uint32), ("signalled", c_uint32),
+        ("completed", c_uint32),
+    ]  # fmt: skip
+    pointers: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("gathering", "released", "observed", "last_waits", "arrivals", "usual", "roles"), i32
+    )
+
+
+class OperationRecord(ctypes.Structure):
+    """What a watched routine gets of its instruction. index: its own; load: number of a tcgen05.ld;
+    relaxed, narrow: of an arrive; used: addresses of `used_count` numbers of tcgen05.ld whose data
+    are operands."""
+
+    _fields_ = [
+        ("index", c_uint32), ("load", c_uint32), ("relaxed", c_uint32), ("narrow", c_uint32),
+        ("used", c_uint64), ("used_count", c_uint64),
+    ]  # fmt: skip
+    pointers: ClassVar[dict[str, Any]] = {"used": u32}
 
 
 class Log(ctypes.Structure):

@@ -23,7 +23,7 @@ from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
 from .log import AccessLog
-from .shadow import Access
+from .shadow import Access, signal_detail
 from .state import ClusterState, CtaState, WarpState
 from .tensor_maps import TensorMaps
 from .tracking import BARRIER, FRESH
@@ -59,7 +59,7 @@ class Completion:
     """
 
     def __init__(self, state: WarpState, accesses: dict[int, Access]) -> None:
-        self.state, self.cluster = state, state.cluster
+        self.state, self.cluster, self.number = state, state.cluster, state.number
         self.warp, self.instruction = state.warp, state.instruction
         self.frontier = state.frontier.copy()
         self.accesses = accesses
@@ -95,10 +95,11 @@ class Sanitizer:
         self.writes = GlobalWrites(self, machine.memory)
         self.flags = Flags(self)
         self.maps = TensorMaps(self)
-        self._ordered_accesses = {
-            i.index for i in instructions
-            if i.opcode in ("ld", "st") and _ORDERED_ACCESS & set(i.modifiers)
-        }
+        #: By instruction: whether it is a load or store that orders others.
+        self.ordered = np.array(
+            [i.opcode in ("ld", "st") and bool(_ORDERED_ACCESS & set(i.modifiers))
+             for i in instructions], np.uint8
+        )
 
     def refuse(self, count: int) -> LaunchError:
         """The error for a CTA with more mbarriers than frontiers have entries for."""
@@ -195,7 +196,7 @@ class Sanitizer:
             inside = offsets < size
             if inside.any():
                 self._shared(state, offsets[inside].astype(np.int64), width, write, row)
-            if index in self._ordered_accesses:
+            if self.ordered[index]:
                 flags, modifiers = np.unique(addresses).tolist(), state.instruction.modifiers
                 if write:
                     self.flags.publish(state, flags, "release" in modifiers)
@@ -209,7 +210,7 @@ class Sanitizer:
         self, state: WarpState, offsets: np.ndarray, width: int, write: bool, row: int
     ) -> None:
         """A native access to shared memory at `offsets` into the cluster's array."""
-        kind = "atomic" if state.instruction.index in self._ordered_accesses else "generic"
+        kind = "atomic" if self.ordered[state.instruction.index] else "generic"
         ranks = offsets // row
         first = int(ranks[0])
         ranks_used = (first,) if (ranks == first).all() else np.unique(ranks).tolist()
@@ -228,10 +229,10 @@ class Sanitizer:
 
     def meet(self, state: WarpState, rank: int) -> None:
         """A warp reaches into a CTA of its cluster, which must be known to have started."""
-        if rank == state.warp.cta.rank or rank in state.met:
+        if state.record.met >> rank & 1:
             return
         if state.frontier[self.layout.generic_of(rank)].any():
-            state.met.add(rank)
+            state.record.met |= 1 << rank
             return
         text = (
             f"{self._place(state)} reaches into CTA rank {rank}, which is not known to have "
@@ -250,7 +251,7 @@ class Sanitizer:
     def leave_cta(self, cta: Any) -> None:
         """The last warp of a CTA has exited: nobody may be at work in it any more."""
         state = self.cta(cta)
-        for access in state.guests.values():
+        for access in state.guests:
             if access.clock is None or state.last[access.agent] < access.clock:
                 text = (
                     f"CTA {cta.ctaid} exits while it may still be in use: "
@@ -273,20 +274,20 @@ class Sanitizer:
             # of them has arrived.
             text = f"{place}; fewer bytes arrived than were expected"
             self.report(Finding("transactions-at-exit", text), key)
-        self._check_roles(barrier, place)
+        self._check_roles(barrier, place, self.clusters[cta.cluster.id])
 
-    def _check_roles(self, barrier: WatchedBarrier, place: str) -> None:
+    def _check_roles(self, barrier: WatchedBarrier, place: str, state: ClusterState) -> None:
         """In a phase that is left open, the warps that share an arrive have all arrived or none.
 
         A role as a whole may be ahead of the others at the end of a kernel.
         """
-        arrived = {warp for warp, count in barrier.arrivals.items() if count}
+        arrived = set(np.flatnonzero(barrier.arrivals).tolist())
         for index, warps in barrier.roles.items():
             if barrier.phase and arrived & warps and not warps <= arrived:
                 instruction = self.machine.compiled.instructions[index]
                 absent = ", ".join(
                     f"CTA {warp.cta.ctaid} warp {warp.index}"
-                    for warp in sorted(warps - arrived, key=lambda w: (w.cta.rank, w.index))
+                    for warp in (state.by_number[n].warp for n in sorted(warps - arrived))
                 )
                 text = (
                     f"{place}; of the warps that arrive at `{instruction.text}` (PTX line "
@@ -298,12 +299,13 @@ class Sanitizer:
     def unbalanced(self, barrier: WatchedBarrier) -> None:
         """Other warps made the arrivals of this phase than those of the first one."""
         now, usual = barrier.arrivals, barrier.usual
-        more = [warp for warp in now if now[warp] > usual[warp]]
+        more = np.flatnonzero(now > usual).tolist()
         if not more:
             return
+        warps = self.actor.cluster.by_number
         counts = ", ".join(
-            f"CTA {warp.cta.ctaid} warp {warp.index} arrives {now[warp]} times in this phase and "
-            f"{usual[warp]} times in the first" for warp in more
+            f"CTA {warps[n].warp.cta.ctaid} warp {warps[n].warp.index} arrives {now[n]} times in "
+            f"this phase and {usual[n]} times in the first" for n in more
         )
         text = (
             f"{barrier.describe()}: {counts}; the roles disagree on how often they arrive"
@@ -315,8 +317,9 @@ class Sanitizer:
     def barrier_begins(self, barrier: WatchedBarrier) -> None:
         """mbarrier.init by the acting warp."""
         state = self.actor
-        barrier.initialised = (state.number, state.clock)
+        barrier.initialise(state.number, state.clock)
         state.unfenced_inits.append(barrier)
+        state.record.inits = 1
         cells = slice((barrier.address & 0xFFFFFF) >> 2, ((barrier.address & 0xFFFFFF) >> 2) + 2)
         self.cta(state.warp.cta).flat[cells] = BARRIER
 
@@ -331,6 +334,7 @@ class Sanitizer:
         for barrier in state.unfenced_inits:
             barrier.fenced = True
         state.unfenced_inits.clear()
+        state.record.inits = 0
 
     def use_barrier(self, barrier: WatchedBarrier, remotely: bool) -> None:
         """The acting warp uses a barrier; `remotely`: from another CTA or by the async proxy."""
@@ -383,8 +387,8 @@ class Sanitizer:
 
     def _observed(self, barrier: WatchedBarrier, frontier: np.ndarray) -> bool:
         return any(
-            int(frontier[AGENTS_OF_A_WARP * warp + WAIT]) >= clock
-            for warp, clock in barrier.observed.items()
+            int(frontier[AGENTS_OF_A_WARP * warp + WAIT]) >= barrier.observed[warp]
+            for warp in np.flatnonzero(barrier.observed).tolist()
         )
 
     def signals(self, barrier: WatchedBarrier) -> None:
@@ -405,7 +409,7 @@ class Sanitizer:
         state.frontier[state.wait] += 1
         barrier.observed[state.number] = int(state.frontier[state.wait])
         phase = barrier.phase - 1
-        before = barrier.last_waits.get(state.number, -1)
+        before = int(barrier.last_waits[state.number])
         barrier.last_waits[state.number] = phase
         if phase - before >= 3 and (phase - before) % 2:
             last = f"phase {before}" if before >= 0 else "none"
@@ -479,10 +483,7 @@ class Sanitizer:
             access = accesses.get(signal)
             if access is None:
                 access = accesses[signal] = Access(state, barrier.agent, None, kind, True)
-                access.detail = (
-                    f"signals the mbarrier at shared offset {signal & 0xFFFFFF:#x} of CTA rank "
-                    f"{signal >> 24}"
-                )
+                access.detail = signal_detail(signal)
             self._touch_bytes(cta, offset, size, access, state.frontier)
         for cta, offset, size in touches.reads:
             source = Access(state, -1, None, kind, False)

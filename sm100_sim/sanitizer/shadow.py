@@ -84,12 +84,24 @@ class Access:
             self._table.write_row(self)
 
 
-class AccessTable:
-    """The accesses of a cluster by number, from FIRST_STATE on."""
+def signal_detail(address: int) -> str:
+    """What a report says of a copy that signals the mbarrier at a shared address."""
+    return (
+        f"signals the mbarrier at shared offset {address & 0xFFFFFF:#x} of CTA rank {address >> 24}"
+    )
 
-    def __init__(self) -> None:
+
+class AccessTable:
+    """The accesses of a cluster by number, from FIRST_STATE on.
+
+    issuer: (number of a warp, index of an instruction) -> (CTA coordinates, warp index,
+    instruction), for those that native code has made.
+    """
+
+    def __init__(self, issuer: Callable[[int, int], tuple[Any, int, Any]]) -> None:
         self.buffer = Buffer(np.dtype((np.void, _ROW_BYTES)), FIRST_STATE)
         self._objects: dict[int, Access] = {}
+        self._issuer = issuer
 
     def add(self, access: Access) -> int:
         """The number of an access."""
@@ -116,7 +128,21 @@ class AccessTable:
         row.index = access.instruction.index if access.instruction else -1
 
     def __getitem__(self, number: int) -> Access:
-        return self._objects[number]
+        access = self._objects.get(number)
+        if access is None:
+            access = self._objects[number] = self._made_natively(number)
+        row = self.row(number)
+        access._agent, access._issued = row.agent, row.issued
+        access._clock = None if row.clock == IN_FLIGHT else row.clock
+        return access
+
+    def _made_natively(self, number: int) -> Access:
+        row, access = self.row(number), Access.__new__(Access)
+        access.warp, access.kind, access.write = row.warp, KINDS[row.kind], bool(row.write)
+        access.cta, access.index, access.instruction = self._issuer(row.warp, row.index)
+        access.detail = signal_detail(row.signal) if row.signal else ""
+        access.order, access.number, access._table = (), number, self
+        return access
 
 
 Judge = Callable[[Access | int, Access, np.ndarray, str], bool]
@@ -175,7 +201,7 @@ class Shadow:
             inside = self._cells(*who, cells.ctypes.data, len(cells), unit)
         if not inside:
             raise IndexError(f"{self.where}: an access outside {self.plane.shape} granules")
-        _raise_failure()
+        raise_failure()
 
     def update(self, region: Any, access: Access, frontier: np.ndarray) -> None:
         """Record a read and then a write of the same cells by one operation."""
@@ -203,10 +229,16 @@ def _judge(shadow: int, before: int, access: int, frontier: int) -> None:
     try:
         _shadows[shadow].judge(before, access, frontier)
     except BaseException as error:
-        _failures.append(error)
+        keep_failure(error)
 
 
-def _raise_failure() -> None:
+def keep_failure(error: BaseException) -> None:
+    """An error in what native code has called."""
+    _failures.append(error)
+
+
+def raise_failure() -> None:
+    """Raise the first error in what native code has called."""
     if _failures:
         error = _failures[0]
         _failures.clear()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import clocks
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, LOAD, MMA, STORE, WAIT, Layout
+from .records import ClusterRecord, CtaRecord, WarpRecord
 from .shadow import Access, AccessTable, Shadow
 
 if TYPE_CHECKING:
@@ -24,6 +26,54 @@ class Round:
         self.frontier = layout.empty()
 
 
+class Loads:
+    """The tcgen05.ld in flight of a warp, oldest first: (clock, number of the instruction)."""
+
+    def __init__(self, record: WarpRecord) -> None:
+        self._record = record
+        self._resize(256)
+
+    def _resize(self, room: int) -> None:
+        left = list(self) if self._record.load_room else []
+        self._pairs = np.zeros((room, 2), np.int32)
+        self._pairs[: len(left)] = np.array(left, np.int32).reshape(-1, 2)
+        self._record.loads, self._record.load_room = self._pairs.ctypes.data, room
+        self._record.load_first, self._record.load_end = 0, len(left)
+
+    def __len__(self) -> int:
+        return self._record.load_end - self._record.load_first
+
+    def __getitem__(self, place: int) -> tuple[int, int]:
+        end = self._record.load_end if place < 0 else self._record.load_first
+        clock, number = self._pairs[end + place].tolist()
+        return clock, number
+
+    def append(self, load: tuple[int, int]) -> None:
+        """A load is issued."""
+        record = self._record
+        if record.load_end == record.load_room:
+            self._resize(2 * len(self) + 64)
+        self._pairs[record.load_end] = load
+        record.load_end += 1
+
+    def popleft(self) -> tuple[int, int]:
+        """The oldest, which is complete."""
+        load = self[0]
+        self._record.load_first += 1
+        return load
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return (self[place] for place in range(len(self)))
+
+
+def _recorded(name: str) -> property:
+    """An attribute that native code shares."""
+    return property(
+        lambda self: getattr(self.record, name),
+        lambda self, value: setattr(self.record, name, value),
+    )
+
+
 class WarpState:
     """Frontier of a warp and what it has in flight.
 
@@ -35,7 +85,8 @@ class WarpState:
     tcgen05.ld in flight. uses: flags that native code sets when loaded data are used. recorded:
     MMAs of the open chain already recorded. groups: clocks of the last bulk store of each committed
     group. copies, copy_groups: the same of cp.async, with its accesses in flight. unfenced: generic
-    accesses were made since the last fence.proxy.async. met: ranks of CTAs known to have started.
+    accesses were made since the last fence.proxy.async. record: what native code shares, with a
+    mask of the ranks of CTAs known to have started.
     flags_read: addresses of relaxed reads since the last fence.
     """
 
@@ -47,27 +98,38 @@ class WarpState:
         self.generic, self.load, self.store = base + GENERIC, base + LOAD, base + STORE
         self.mma, self.bulk, self.wait = base + MMA, base + BULK, base + WAIT
         self.copy = base + COPY
-        self.frontier = layout.empty()
-        self.clock = 1
+        self.frontier, self.published = layout.empty(), layout.empty()
+        self.record = WarpRecord(
+            frontier=self.frontier.ctypes.data, published=self.published.ctypes.data,
+            number=number, rank=warp.cta.rank, clock=1, met=1 << warp.cta.rank,
+            cluster=cluster.address,
+        )
         self.frontier[self.generic] = 1
-        self.published = layout.empty()
         self.ordered = layout.empty()
         self.instruction: Any = None
-        self.unfenced = False
         self.relaxed = False
         self.narrow = False
-        self.joining: Round | None = None
-        self.loads: deque[tuple[int, int]] = deque()
+        self._joining: Round | None = None
+        self.loads = Loads(self.record)
         self.uses = np.zeros(max(sanitizer.load_count, 1), np.uint8)
-        self.issued = {LOAD: 0, STORE: 0, MMA: 0, BULK: 0, COPY: 0}
-        self.recorded = 0
+        self.issued = self.record.issued
         self.groups: list[int] = []
         self.copies: list[Access] = []
         self.copy_groups: list[int] = []
-        self.met: set[int] = set()
         self.flags_read: set[int] = set()
         self.unfenced_inits: list[Any] = []
         self.generation = 0
+
+    clock, recorded, unfenced = map(_recorded, ("clock", "recorded", "unfenced"))
+
+    @property
+    def joining(self) -> Round | None:
+        return self._joining if self.record.joining else None
+
+    @joining.setter
+    def joining(self, joined: Round | None) -> None:
+        self._joining = joined
+        self.record.joining = 0 if joined is None else joined.frontier.ctypes.data
 
     def access(self, kind: str, write: bool) -> Access:
         """A generic access of this warp now."""
@@ -157,8 +219,8 @@ class WarpState:
 class CtaState:
     """Shadow memories of a CTA, and who has accessed it from elsewhere.
 
-    guests: agent -> latest access of an asynchronous agent or of another CTA; all must be complete
-    when the CTA exits. last: merged frontiers of its warps that have exited.
+    guests: accesses of asynchronous agents or of other CTAs; all must be complete when the CTA
+    exits. last: merged frontiers of its warps that have exited.
     """
 
     def __init__(self, sanitizer: Sanitizer, cta: Any, accesses: AccessTable) -> None:
@@ -168,14 +230,23 @@ class CtaState:
         self.smem = Shadow((cta.smem.size // 16, 4), f"shared memory {where}", *about)
         self.tmem = Shadow((512, 8), f"tensor memory {where}", *about)
         self.flat = self.smem.plane.reshape(-1)
-        self.guests: dict[int, Access] = {}
+        self._accesses = accesses
+        self._guests = np.zeros(sanitizer.layout.agents + 1, np.int32)
+        self.record = CtaRecord(
+            smem=self.smem.address, tmem=self.tmem.address, guests=self._guests.ctypes.data
+        )
         self.last = sanitizer.layout.empty()
         self.barrier_agents: dict[int, int] = {}
         self.named: dict[int, Round] = {}
 
     def visit(self, access: Access) -> None:
         """Note an access that must be complete before the CTA exits."""
-        self.guests[access.agent] = access
+        self._guests[access.agent] = self._accesses.add(access)
+
+    @property
+    def guests(self) -> list[Access]:
+        """The latest access of each agent that has accessed the CTA from elsewhere."""
+        return [self._accesses[number] for number in self._guests[self._guests > 0].tolist()]
 
 
 class ClusterState:
@@ -189,16 +260,31 @@ class ClusterState:
         self.cluster = cluster
         self.number: int = cluster.id
         self.foreign: dict[int, np.ndarray] = {}
-        self.accesses = AccessTable()
+        self.accesses = AccessTable(self._issuer)
         self.ctas = [CtaState(sanitizer, cta, self.accesses) for cta in cluster.ctas]
         self.rounds: dict[int, Round] = {}
+        self._sanitizer, layout = sanitizer, sanitizer.layout
+        self._cta_records = (CtaRecord * len(self.ctas))(*(cta.record for cta in self.ctas))
+        self.record = ClusterRecord(
+            memory=cluster.smem.ctypes.data, row=cluster.smem.strides[0],
+            bytes=cluster.smem.nbytes, ctas=ctypes.addressof(self._cta_records),
+            accesses=self.accesses.buffer.address, ordered=sanitizer.ordered.ctypes.data,
+            written=sanitizer.writes.written.ctypes.data, warps=layout.ctas * layout.warps,
+            agents=layout.agents, size=layout.size,
+        )
+        self.address = ctypes.addressof(self.record)
         count = len(cluster.ctas[0].warps)
         self.warps = {
             warp: WarpState(sanitizer, warp, cta.rank * count + warp.index, self)
             for cta in cluster.ctas
             for warp in cta.warps
         }
+        self.by_number = list(self.warps.values())
         self.clock_base: dict[int, int] = {}
+
+    def _issuer(self, number: int, index: int) -> tuple[Any, int, Any]:
+        warp = self.by_number[number].warp
+        return warp.cta.ctaid, warp.index, self._sanitizer.machine.compiled.instructions[index]
 
     def barrier_agent(self, address: int) -> int:
         """Agent of the copies that signal the mbarrier at a shared address."""
@@ -206,8 +292,7 @@ class ClusterState:
         agents = self.ctas[rank].barrier_agents
         found = agents.get(offset)
         if found is None:
-            sanitizer = next(iter(self.warps.values())).sanitizer
-            slot = len(agents)
+            sanitizer, slot = self._sanitizer, len(agents)
             if slot == clocks.BARRIERS_OF_A_CTA:
                 raise sanitizer.refuse(slot)
             base = sanitizer.layout.barrier_base + rank * clocks.BARRIERS_OF_A_CTA
