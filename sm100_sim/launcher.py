@@ -100,7 +100,7 @@ def launch(
         that fail spuriously); the same seed gives the same run.
     sanitize: look for races and lifetime errors; they are in the report's findings
         (docs/sanitizer.md); "strict" and "strict-order": by the letter of the PTX ISA. About
-        ten times slower, three times where a seed is given too.
+        four times slower (docs/simulator.md has measurements).
     schedule: without a seed, whether asynchronous operations take effect when they are issued
         ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).
