@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,6 +56,7 @@ class Measurement:
     cpu_seconds: processor time of that run. product_seconds: that of the same matrix products in
     float32 by numpy. spent: processor time of that run by `report.Report.seconds`. threads: most
     clusters that ran at the same time. cores: of this process.
+    sanitized_cpu_seconds: processor time of the fastest of `runs` warm runs under the sanitizer.
     """
 
     shape: Shape
@@ -67,6 +70,7 @@ class Measurement:
     threads: int
     peak_memory_bytes: int
     cores: int
+    sanitized_cpu_seconds: float | None = None
 
     @property
     def instructions_per_second(self) -> float:
@@ -85,6 +89,13 @@ class Measurement:
     def cpu_ratio_to_floor(self) -> float:
         """The same by processor time, which other programs on the machine disturb less."""
         return self.cpu_seconds / self.product_seconds
+
+    @property
+    def sanitized_ratio(self) -> float | None:
+        """Processor time under the sanitizer, of that without it."""
+        if self.sanitized_cpu_seconds is None:
+            return None
+        return self.sanitized_cpu_seconds / self.cpu_seconds
 
 
 def measure(shape: Shape, runs: int = 3) -> Measurement:
@@ -111,6 +122,14 @@ def measure(shape: Shape, runs: int = 3) -> Measurement:
         times.append(time.perf_counter() - start)
         cpu_times.append(time.process_time() - cpu_start)
         reports.append(sm100_sim.last_reports()[-1])
+    sanitized = []
+    if runs:
+        with sanitizing():
+            run_forward(compiled, problem, (q, k, v))
+            for _ in range(runs):
+                cpu_start = time.process_time()
+                run_forward(compiled, problem, (q, k, v))
+                sanitized.append(time.process_time() - cpu_start)
     fastest = min(range(min(1, runs), 1 + runs), key=times.__getitem__)
     return Measurement(
         shape=shape,
@@ -124,7 +143,22 @@ def measure(shape: Shape, runs: int = 3) -> Measurement:
         threads=reports[fastest].threads,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         cores=len(os.sched_getaffinity(0)),
+        sanitized_cpu_seconds=min(sanitized, default=None),
     )
+
+
+@contextlib.contextmanager
+def sanitizing() -> Iterator[None]:
+    """Launches run under the sanitizer, as with SM100_SIM_SANITIZE=1."""
+    before = os.environ.get("SM100_SIM_SANITIZE")
+    os.environ["SM100_SIM_SANITIZE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SM100_SIM_SANITIZE"]
+        else:
+            os.environ["SM100_SIM_SANITIZE"] = before
 
 
 def _steps(shape: Shape, config: ForwardConfig) -> int:
@@ -156,6 +190,7 @@ def row(found: Measurement) -> dict[str, Any]:
         "floor_seconds": found.floor_seconds,
         "cpu_ratio_to_floor": found.cpu_ratio_to_floor,
         "ratio_to_floor": found.ratio_to_floor,
+        "sanitized_ratio": found.sanitized_ratio,
         BASIS: "measured",
         MACHINE: simulator_machine(),
     }
@@ -173,6 +208,7 @@ COLUMNS = (
     Column("cpu_seconds", "s", ".2f", "processor time"),
     Column("cpu_ratio_to_floor", format=".1f", title="the same by processor time"),
     *(Column(part, "s", ".2f") for part in PARTS),
+    Column("sanitized_ratio", format=".1f", title="sanitized / plain, by processor time"),
     Column("threads"),
     Column("peak_memory_bytes", "B", ".3g", "peak memory"),
 )

@@ -23,6 +23,10 @@ def test_a_small_shape(runs, capsys):
     # 300 queries are two tiles of 256, 300 keys three steps of 128, for each of two heads.
     assert row["ratio_to_floor"] == pytest.approx(row["seconds"] / row["floor_seconds"])
     assert simulator._steps(simulator.Shape(300, 2, 1), simulator.ForwardConfig()) == 12
+    assert (row["sanitized_cpu_seconds"] is None) is (runs == 0)
+    if runs:
+        ratio = row["sanitized_cpu_seconds"] / row["cpu_seconds"]
+        assert row["sanitized_ratio"] == pytest.approx(ratio)
     spent = [row[part] for part in simulator.PARTS]
     assert all(seconds > 0 for seconds in spent)
     assert sum(spent) <= row["cpu_seconds"]
