@@ -37,7 +37,7 @@ from sm100_sim.codegen_runtime import (
     BLOCK_RECORD,
     runtime_ir,
 )
-from sm100_sim.isa.table import Entry, resolve, unknown
+from sm100_sim.isa.table import Entry, lookup, resolve, unknown
 from sm100_sim.native.compiler import module_text
 from sm100_sim.native.forms import exported, operation_of
 from sm100_sim.native.layout import Operation
@@ -188,9 +188,9 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
 
 
 def _resolve(instruction: Instruction) -> Entry:
-    if instruction.opcode == "call":
+    if instruction.opcode == "call" and lookup(instruction.name) is None:
         raise unknown(instruction, "function calls are not supported; a kernel must be one "
-                                   "function (printf and assert compile to calls, too)")
+                                   "function (calls of vprintf and __assertfail are)")
     return resolve(instruction)
 
 

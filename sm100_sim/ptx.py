@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 RESERVED_SHARED_BYTES = 1024
 """Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself."""
 
+MODULE_DATA_WINDOW = 0x7D00_0000_0000_0000
+"""Address of the module's initialised bytes, such as formats of printf. Only calls read them."""
+
 TYPE_BYTES = {"pred": 0, "b8": 1, "s8": 1, "u8": 1, "b16": 2, "s16": 2, "u16": 2, "f16": 2,
               "bf16": 2, "b32": 4, "s32": 4, "u32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4,
               "b64": 8, "s64": 8, "u64": 8, "f64": 8, "f32x2": 8, "b128": 16}
@@ -138,6 +141,7 @@ class Kernel:
     Static shared symbols follow the KiB that the hardware reserves; ``dynamic_shared_offset`` is
     where the launch's dynamic shared memory starts after them. ``blocks`` and register slots are
     filled when the code generator loads the kernel. ``local_bytes`` is the stack of one lane.
+    ``module_data``: the module's initialised bytes, whose addresses count from MODULE_DATA_WINDOW.
     """
 
     name: str
@@ -152,6 +156,7 @@ class Kernel:
     min_ctas_per_sm: int = 1
     local_bytes: int = 0
     dynamic_shared_offset: int = RESERVED_SHARED_BYTES
+    module_data: bytes = b""
 
     @property
     def param_bytes(self) -> int:
@@ -169,6 +174,9 @@ class Kernel:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*\d*\s*\])?\s*;")
+_BYTES = re.compile(r"\.(?:global|const)\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[\d+\]\s*="
+                    r"\s*\{([\d,\s]*)\}\s*;")
+_CALL = re.compile(r"(?:\((\w+)\)\s*,\s*)?([\w$]+)\s*(?:,\s*\(([^)]*)\))?$")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\s.\w]*?)?"
                     r"\s+([\w$]+)(?:\[(\d+)\])?\s*$")
@@ -204,12 +212,20 @@ def parse_module(text: str) -> dict[str, Kernel]:
     entries = list(_ENTRY.finditer(text))
     module_text = text[:entries[0].start()] if entries else text
     module_shared = _SHARED.findall(module_text)
+    data = _module_data(module_text)
     kernels = {}
     for entry in entries:
         parser = _KernelParser(text, line_starts, files)
+        parser.define_data(data)
         kernel = parser.parse(entry, module_shared)
         kernels[kernel.name] = kernel
     return kernels
+
+
+def _module_data(text: str) -> dict[str, bytes]:
+    """Initialised byte arrays of a module by name."""
+    return {name: bytes(int(value) for value in values.split(",") if value.strip())
+            for name, values in _BYTES.findall(text)}
 
 
 def _parse_params(text: str) -> list[Param]:
@@ -265,9 +281,18 @@ class _KernelParser:
         self.unresolved: list[tuple[int, _Scope]] = []
         self.declarations = 0
         self.local_bytes = 0
+        self.data = b""
+
+    def define_data(self, data: dict[str, bytes]) -> None:
+        """Make the module's initialised byte arrays known by name."""
+        for name, content in data.items():
+            value = MODULE_DATA_WINDOW + len(self.data)
+            self.scope.operands[name] = Operand("imm", name, "int", value)
+            self.data += content + bytes(1)
 
     def parse(self, entry: re.Match, module_shared: list[tuple]) -> Kernel:
-        self.kernel = kernel = Kernel(entry[1], _parse_params(entry[2] or ""), {})
+        self.kernel = kernel = Kernel(entry[1], _parse_params(entry[2] or ""), {},
+                                      module_data=self.data)
         kernel.reqntid = _dimensions(entry[3], "reqntid")
         kernel.maxntid = _dimensions(entry[3], "maxntid")
         minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
@@ -357,7 +382,11 @@ class _KernelParser:
             self.scope.tables[target] = tuple(part.strip() for part in rest.split(","))
         elif name == ".local":
             self._declare_local(statement, position)
-        elif name not in (".pragma", ".shared", ".param", ".callprototype"):
+        elif name == ".param":
+            # What a call passes and returns; an array stays undeclared and is an error when used.
+            if "[" not in rest and ".align" not in rest:
+                self._declare_registers(rest, position, statement)
+        elif name not in (".pragma", ".shared", ".callprototype"):
             raise self._error("directive not supported in a kernel body", position, statement)
 
     def _declare_registers(self, rest: str, position: int, statement: str) -> None:
@@ -401,12 +430,36 @@ class _KernelParser:
             operands = self._branch_operands(rest[0] if rest else "", opcode, statement)
             self.unresolved.append((index, self.scope))
         elif opcode == "call":
-            operands = ()
+            modifiers, operands = self._call(rest[0] if rest else "", statement)
+        elif modifiers[:1] == ["param"] and opcode in ("ld", "st"):
+            opcode, modifiers, operands = self._parameter(opcode, modifiers, rest[0], statement)
         else:
             operands = self._operands(rest[0], statement) if rest else ()
         self.kernel.instructions.append(Instruction(
             index, opcode, tuple(modifiers), guard, operands, " ".join(statement.split()),
             self._line(position), self.source))
+
+    def _call(self, text: str, statement: str) -> tuple[list[str], tuple[Operand, ...]]:
+        """(the function's name, result or sink and arguments) of a direct call."""
+        match = _CALL.match(text.strip())
+        if match is None:
+            return ["?"], ()
+        result, name, arguments = match.groups()
+        names = [result or "_", *(part.strip() for part in (arguments or "").split(","))]
+        try:
+            return [name], tuple(self._operand(part, statement) for part in names if part)
+        except PtxSyntaxError:
+            return [name], ()
+
+    def _parameter(self, opcode: str, modifiers: list[str], text: str, statement: str):
+        """ld.param and st.param: moves, if the parameter is that of a call in this body."""
+        operands = self._operands(text, statement)
+        place = operands[opcode == "ld"]
+        if place.kind == "mem" and place.base.kind == "reg" and not place.value:
+            value = operands[opcode == "st"]
+            pair = (value, place.base) if opcode == "ld" else (place.base, value)
+            return "mov", [modifiers[-1]], pair
+        return opcode, modifiers, operands
 
     def _branch_operands(self, rest: str, opcode: str, statement: str) -> tuple[Operand, ...]:
         names = [part.strip() for part in rest.split(",")]

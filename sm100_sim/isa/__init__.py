@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 #: Modules whose import registers their rows in the table.
-MODULES = ("arithmetic", "clc", "copy_async", "mma_sync", "order", "store_async",
-           "sync", "tcgen05", "tcgen05_copy", "tcgen05_data", "tma")
+MODULES = ("arithmetic", "calls", "clc", "copy_async", "mma_sync", "order", "store_async",
+           "sync", "tcgen05", "tcgen05_copy", "tcgen05_data", "tensormap_ops", "tma")
 
 
 def load_table() -> None:

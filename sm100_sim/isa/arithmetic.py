@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sm100_sim.codegen_emit import Emitter, splat
 from sm100_sim.isa import (  # noqa: F401  (imported for their table rows)
+    arith_bits,
     arith_convert,
     arith_float,
     arith_math,

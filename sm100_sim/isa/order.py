@@ -1,15 +1,18 @@
-"""Instructions that order or pace others: fences, programmatic launches, sleeping.
+"""Instructions that order, pace or hint: fences, programmatic launches, sleeping, cache lines.
 
-PTX ISA 9.3, "membar, fence", "griddepcontrol", "nanosleep". Memory of the simulator is sequentially
-consistent, so a fence changes no state; its form is checked all the same.
+PTX ISA 9.3, "membar, fence", "griddepcontrol", "nanosleep", "applypriority", "discard". Memory of
+the simulator is sequentially consistent, so a fence changes no state; its form is checked all the
+same.
 """
 
 from __future__ import annotations
 
 import re
 
+from sm100_sim.errors import Misaligned
 from sm100_sim.events import YIELD
 from sm100_sim.isa.table import machine_op, split_modifiers, unknown
+from sm100_sim.warp import reader
 
 _SCOPES = "(?:cta|cluster|gpu|sys)"
 #: Everything that may follow `fence` (PTX ISA 9.3, "membar, fence": syntax).
@@ -59,3 +62,41 @@ def bind_nanosleep(instruction, kernel):
     """nanosleep.u32 t: others get a turn; no time passes."""
     split_modifiers(instruction, ("u32",))
     return lambda warp, lanes: YIELD
+
+
+@machine_op("applypriority", "discard")
+def bind_line_hint(instruction, kernel):
+    """applypriority{.global}.L2::evict_normal and discard{.global}.L2 [a], 128: a line of the L2.
+
+    discard leaves the line's contents undefined; here they stay.
+    """
+    level = "L2::evict_normal" if instruction.opcode == "applypriority" else "L2"
+    split_modifiers(instruction, ("global", ""), (level,))
+    if len(instruction.operands) != 2 or instruction.operands[1].value != 128:
+        raise unknown(instruction, "the size must be 128")
+    pointers, write = reader(instruction.operands[0], 64), instruction.opcode == "discard"
+
+    def execute(warp, lanes: int) -> None:
+        for lane in range(32):
+            if lanes >> lane & 1:
+                pointer = int(pointers(warp)[lane])
+                if pointer % 128:
+                    raise Misaligned(f"{instruction.opcode} at {pointer:#x}, which is not 128-byte "
+                                     "aligned")
+                warp.cta.cluster.machine.memory.check(pointer, 128, write, instruction.opcode)
+
+    return execute
+
+
+@machine_op("vote", "shfl", "match", statistics="vote")
+def bind_without_sync(instruction, kernel):
+    """The forms without .sync, which no target from sm_70 on has."""
+    raise unknown(instruction, f"{instruction.opcode} without .sync does not exist on sm_70 and "
+                               f"later; use {instruction.opcode}.sync with a membermask")
+
+
+@machine_op("multimem")
+def bind_multimem(instruction, kernel):
+    """multimem.*: multicast objects span several devices."""
+    raise unknown(instruction, "multimem works on memory of several devices, and one is "
+                               "modelled")

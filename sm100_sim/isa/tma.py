@@ -404,16 +404,58 @@ def _bind_bulk_store(instruction, rest: tuple[str, ...], reduction: tuple[str, s
 
 @machine_op("cp.reduce.async.bulk", statistics="tma.reduce")
 def bind_bulk_reduction(instruction, kernel):
-    """cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}.op{.noftz}.type."""
+    """cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}.op{.noftz}.type, and
+    .shared::cluster.shared::cta.mbarrier::complete_tx::bytes.op.type."""
     modifiers = instruction.modifiers
+    if modifiers[:3] == ("shared::cluster", "shared::cta", "mbarrier::complete_tx::bytes"):
+        return _bind_shared_reduction(instruction)
     if modifiers[:3] != ("global", "shared::cta", "bulk_group"):
-        raise unknown(instruction, "modelled bulk reductions go from shared::cta to global")
+        raise unknown(instruction, "modelled bulk reductions go from shared::cta to global with a "
+                                   "bulk group and to shared::cluster with an mbarrier")
     hints = tuple(m for m in modifiers[3:] if m in _HINTS)
     rest = [m for m in modifiers[3:] if m not in _HINTS and m != "noftz"]
     types = {"u32", "s32", "u64", "s64", "f16", "bf16", "f32", "b32", "b64"}
     if len(rest) != 2 or rest[0] not in tiles.REDUCTIONS or rest[1] not in types:
         raise unknown(instruction, "operation or type of a bulk reduction")
     return _bind_bulk_store(instruction, ("bulk_group", *hints), (rest[0], rest[1]))
+
+
+#: Operations of a bulk reduction in shared memory and their types (PTX ISA, cp.reduce.async.bulk).
+_SHARED_REDUCTIONS = {"add": ("u32", "s32", "u64"), "min": ("u32", "s32"), "max": ("u32", "s32"),
+                      "inc": ("u32",), "dec": ("u32",), "and": ("b32",), "or": ("b32",),
+                      "xor": ("b32",)}  # fmt: skip
+
+
+def _bind_shared_reduction(instruction):
+    operation, *types = instruction.modifiers[3:]
+    if types not in ([name] for name in _SHARED_REDUCTIONS.get(operation, ())):
+        raise unknown(instruction, "operation or type of a bulk reduction in shared memory")
+    if operation in ("inc", "dec"):
+        raise unknown(instruction, "bulk reductions .inc and .dec are not modelled")
+    if len(instruction.operands) != 4:
+        raise unknown(instruction, "expected destination, source, size and mbarrier")
+    target, source = (shared_address(op) for op in instruction.operands[:2])
+    size, barrier = uniform(instruction.operands[2], 32), shared_address(instruction.operands[3])
+    split = _issues(instruction)
+
+    def execute(warp, lanes: int) -> None:
+        cta, cluster = warp.cta, warp.cta.cluster
+        for lane in split(warp, lanes):
+            count, offset = size(warp, lane), _own_offset(cta, source(warp, lane))
+            places = _destinations(cluster, target(warp, lane), barrier(warp, lane), None, 0)
+            place, at, signal = places[0]
+            _check_bulk(count, offset, at)
+
+            def perform(count=count, offset=offset, place=place, at=at, signal=signal) -> None:
+                data = np.array(_shared_bytes(cta, offset, count))
+                view = _shared_bytes(place, at, count)
+                view[...] = tiles.reduced(operation, types[0], np.array(view), data)
+                cluster.mbarrier(signal).complete_tx(count)
+
+            submit(warp, instruction, "tma.bulk", perform, reads=((cta, offset, count),),
+                   writes=((place, at, count, signal),))  # fmt: skip
+
+    return execute
 
 
 # ---------------------------------------------------------------- bulk groups
