@@ -92,7 +92,8 @@ class Kernel:
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
 
-        Heads are packed where a CTA's rows are a multiple of the ratio, as flash-attn-4 chooses.
+        Heads are packed where a CTA's rows are a multiple of the ratio, in ours (`packed_heads`) and in
+        flash-attn-4.
         """
         ratio = heads // heads_kv
         if self.packs_heads and (self.rows // self.cluster) % ratio == 0:
@@ -234,7 +235,8 @@ def our_kernel(
 
     rows = kept((digest(compiled.cubin), samples), model, draws, make)
     ordered = config is None or config.ordered_tiles
-    return Kernel("ours", *shape, model.sampled(draws), fitted(rows, policy), ordered)
+    costs = fitted(rows, policy)
+    return Kernel("ours", *shape, model.sampled(draws), costs, ordered, packs_heads=True)
 
 
 def their_kernel(

@@ -73,7 +73,9 @@ def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kerne
     """Our forward, with costs fitted to replays of that kernel."""
     policy = "dynamic" if variant.use_clc else "static"
     costs = modelled.fitted(our_replays(variant, machine, draws), policy)
-    return modelled.Kernel("ours", HEAD_DIM, 256, 2, policy, machine.sampled(draws), costs)
+    return modelled.Kernel(
+        "ours", HEAD_DIM, 256, 2, policy, machine.sampled(draws), costs, packs_heads=True
+    )
 
 
 def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:

@@ -76,7 +76,7 @@ class BackwardProblem:
 
     @property
     def dq_class(self) -> GradientClass:
-        problem_class = replace(self.forward.problem_class, sink=False)
+        problem_class = replace(self.forward.problem_class, sink=False, packed_heads=1)
         return GradientClass(problem_class, stores_ds=self.ds_heads > 0)
 
     @property

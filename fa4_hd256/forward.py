@@ -54,7 +54,14 @@ from .forward_consumers import ForwardConsumers
 from .forward_producers import ForwardProducers
 from .instructions import MmaShape, TmemOperand
 from .masking import MaskKind
-from .operands import TmaTensor, by_sequence, k_major_operand, mn_major_operand, smem_layout
+from .operands import (
+    TmaTensor,
+    by_packed_heads,
+    by_sequence,
+    k_major_operand,
+    mn_major_operand,
+    smem_layout,
+)
 from .pair_kernel import CLUSTER, L2_BYTES_FOR_TILES, PairContext, PairKernel, SharedMemory
 from .sequences import Sequences, SequenceTensors, clipped_view
 
@@ -69,7 +76,8 @@ class ForwardVariant:
     mask: which sides bound the visible keys.  negate_scores: the softmax scale is negative; then
     the tensor core negates Q K^T and the scale passed in is its absolute value.  softcap: scores
     pass through softcap * tanh(. / softcap).  sink: each head has one.  ragged: which of the
-    fields of `SequenceTensors` are given.
+    fields of `SequenceTensors` are given.  packed_heads: query heads of a KV head whose rows share
+    a tile; 1, or all of them and a divisor of a CTA's rows.
     """
 
     mask: MaskKind = MaskKind()
@@ -77,6 +85,7 @@ class ForwardVariant:
     softcap: bool = False
     sink: bool = False
     ragged: tuple[str, ...] = ()
+    packed_heads: int = 1
 
 
 class ForwardScalars(NamedTuple):
@@ -99,7 +108,8 @@ class ForwardScalars(NamedTuple):
 class KernelTensors(NamedTuple):
     """What the kernel reads and writes.
 
-    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it.
+    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
+    packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
     out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  optional: what the variant
     asks for: sink (heads,), then the tensors of the ragged sequences in the variant's order.
     """
@@ -147,6 +157,9 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         self.edges = config.edges
         self.smem_plan = config.smem
         self.tmem_plan = config.tmem
+        # Queries of a tile and of a CTA's half of it.
+        self.tile_queries = config.tile_q // variant.packed_heads
+        self.block_queries = config.block_q // variant.packed_heads
         is_bf16 = dtype is cutlass.BFloat16
         self.qk_shape = MmaShape(
             config.tile_q, config.block_kv, is_bf16, negate_a=variant.negate_scores
@@ -178,7 +191,8 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         config = self.config
         out, lse = results
         q, k, v, out = (by_sequence(t) for t in (q, k, v, out))
-        heads = cute.size(q, mode=[2])
+        # Heads, or groups of them, that have tiles of their own.
+        heads = cute.size(q, mode=[2]) // self.variant.packed_heads
         heads_per_kv = heads // cute.size(k, mode=[2])
         _, sequences = self._split_optional(optional)
         batch = self._num_batches(q, sequences)
@@ -197,7 +211,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
             later_blocks_first = later_blocks_are_longer(
                 0 if mask.bounded_left else None, 0 if mask.bounded_right else None
             )
-        num_blocks = (scalars.max_seqlen_q + config.tile_q - 1) // config.tile_q
+        num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
@@ -228,7 +242,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         self, operands: tuple, lse: cute.Tensor, optional: Any
     ) -> KernelTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
-        config = self.config
+        config, packed = self.config, self.variant.packed_heads
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
         boxes = (
@@ -238,10 +252,16 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
             (store, config.block_q, config.o_slice),
         )
         tmas = []
-        for (operation, rows, columns), tensor in zip(boxes, operands, strict=True):
-            view = clipped_view(tensor, rows) if self.variant.ragged else tensor
+        for name, (operation, rows, columns), view in zip("qkvo", boxes, operands, strict=True):
             layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
-            info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
+            box, is_clipped = (rows, columns), bool(self.variant.ragged)
+            if packed > 1 and name in "qo":
+                view = by_packed_heads(view, packed)
+                box = ((packed, rows // packed), columns)
+                is_clipped = "cu_seqlens_q" in self.variant.ragged
+            if is_clipped:
+                view = clipped_view(view, rows)
+            info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
             tmas.append(TmaTensor(info[0], info[1]))
         return KernelTensors(*tmas, operands[3], lse, optional)
 
@@ -315,12 +335,15 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         )  # fmt: skip
 
     def first_row(self, context: Context, work: Any) -> Int32:
-        """The first query row of this CTA's half of a tile."""
-        config = self.config
-        return work.query_block * config.tile_q + context.cta_rank * config.block_q
+        """The first query of this CTA's half of a tile."""
+        return work.query_block * self.tile_queries + context.cta_rank * self.block_queries
+
+    def query_and_head(self, context: Context, work: Any, row: Int32) -> tuple[Int32, Int32]:
+        """What a row of this CTA's half of a tile belongs to."""
+        packed = self.variant.packed_heads
+        return self.first_row(context, work) + row // packed, work.head * packed + row % packed
 
     def num_steps(self, context: Context, work: Any) -> Int32:
         """Steps of a tile; the same in both CTAs and all roles."""
-        tile_q = self.config.tile_q
         visibility = context.visibility(work, self.config.block_kv)
-        return visibility.num_tiles(work.query_block * tile_q, tile_q)
+        return visibility.num_tiles(work.query_block * self.tile_queries, self.tile_queries)

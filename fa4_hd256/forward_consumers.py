@@ -43,12 +43,12 @@ class ForwardConsumers:
         work = scheduler.initial_work()
         while work.is_valid:
             config = self.config
-            first_row = self.first_row(context, work)
-            row = first_row + row_in_block
+            row, head = self.query_and_head(context, work, row_in_block)
             visibility = context.visibility(work, config.block_kv)
-            tile = (work.query_block * config.tile_q, config.tile_q)
+            tile = (work.query_block * self.tile_queries, self.tile_queries)
             num_tiles = visibility.num_tiles(*tile)
-            tiles = visibility.tile_range(tile, (first_row, config.block_q))
+            part = (self.first_row(context, work), self.block_queries)
+            tiles = visibility.tile_range(tile, part)
             softmax.reset()
             if num_tiles > 0:
                 key = (tiles.end - 1) * config.block_kv
@@ -64,12 +64,12 @@ class ForwardConsumers:
                             context, softmax, states, (work, row, key)
                         )
                         key -= config.block_kv
-            inverse, lse = softmax.finish(self._sink_log2(context, work))
+            inverse, lse = softmax.finish(self._sink_log2(context, head))
             if num_tiles > 0:
                 states = self._send_scale(context, inverse, states)
             if row < visibility.seqlen_q:
                 sequence = context.sequences.query(work.batch)
-                context.tensors.lse[sequence.batch, work.head, sequence.offset + row] = lse
+                context.tensors.lse[sequence.batch, head, sequence.offset + row] = lse
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.
         s_done, scale_free = states
@@ -77,11 +77,11 @@ class ForwardConsumers:
             context.barriers["scale_free"].wait(scale_free)
             scale_free.advance()
 
-    def _sink_log2(self, context: Any, work: Any) -> Any:
+    def _sink_log2(self, context: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink."""
         if cutlass.const_expr(context.sink is None):
             return None
-        return context.sink[work.head] * math.log2(math.e)
+        return context.sink[head] * math.log2(math.e)
 
     @traced("softmax")
     @cute.jit
@@ -225,12 +225,12 @@ class ForwardConsumers:
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
         """out = 0 for the rows of a tile that sees no key."""
-        row = self.first_row(context, work) + self._row_in_block()
+        row, head = self.query_and_head(context, work, self._row_in_block())
         sequence = context.sequences.query(work.batch)
         if row < sequence.length:
             zeros = cute.make_rmem_tensor(8, self.dtype)
             zeros.fill(0.0)
-            out = context.tensors.out[sequence.offset + row, None, work.head, sequence.batch]
+            out = context.tensors.out[sequence.offset + row, None, head, sequence.batch]
             chunks = cute.logical_divide(out, cute.make_layout(8))
             for chunk in cutlass.range(HEAD_DIM // 8, unroll=1):
                 cute.autovec_copy(zeros, chunks[None, chunk])
@@ -249,7 +249,7 @@ class ForwardConsumers:
                 sequence = context.sequences.query(work.batch)
                 place = (sequence, self.first_row(context, work), None, work.head)
                 shape = (config.block_q, config.o_slice)
-                tiles = tma_tile(o.tensor, shape, place)
+                tiles = tma_tile(o.tensor, shape, place, self.variant.packed_heads)
                 buffer = context.smem["q"][None, None, q_free.index]
                 slices = cute.local_tile(buffer, shape, (0, None))
                 from_smem, to_global = cpasync.tma_partition(

@@ -77,9 +77,8 @@ class ForwardProducers:
 
     def _last_kv_tile(self, context: Any, work: Any) -> Int32:
         """The KV tile that is worked on first."""
-        tile_q = self.config.tile_q
         visibility = context.visibility(work, self.config.block_kv)
-        return visibility.last_tile(work.query_block * tile_q, tile_q)
+        return visibility.last_tile(work.query_block * self.tile_queries, self.tile_queries)
 
     @cute.jit
     def _load_q(self, context: Any, work: Any, q_free: Any):
@@ -116,7 +115,8 @@ class ForwardProducers:
         if context.cta_rank == 0:
             loaded.expect_bytes(free)
         load_tile(
-            getattr(context.tensors, name), smem, place, loaded.pointer(free), free.index
+            getattr(context.tensors, name), smem, place, loaded.pointer(free), free.index,
+            self.variant.packed_heads if name == "q" else 1,
         )
 
     @cute.jit

@@ -44,6 +44,7 @@ def _forward(config: Any, problem_class: Any) -> tuple[Any, tuple]:
         problem_class.softcap,
         problem_class.sink,
         problem_class.ragged,
+        problem_class.packed_heads,
     )
     kernel = ForwardKernel(
         config,

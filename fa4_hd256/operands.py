@@ -19,6 +19,7 @@ from .sequences import tma_tile
 __all__ = [
     "TmaTensor",
     "by_key",
+    "by_packed_heads",
     "by_sequence",
     "k_major_operand",
     "load_tile",
@@ -71,6 +72,17 @@ def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator.align(16), layout)
 
 
+def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
+    """(seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the heads of a
+    group change fastest along the rows, then the queries."""
+    s, d, h, b = tensor.shape
+    row, column, head, batch = tensor.stride
+    layout = cute.make_layout(
+        ((packed, s), d, h // packed, b), stride=((head, row), column, head * packed, batch)
+    )
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 def by_key(tensor: cute.Tensor) -> cute.Tensor:
     """dS^T, (sequences, heads, keys, queries), as (keys, queries, heads, sequences), with TMA's
     stride rule."""
@@ -81,11 +93,12 @@ def by_key(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def load_tile(
-    source: TmaTensor, smem: cute.Tensor, place: tuple, barrier: cute.Pointer, stage: Any
+    source: TmaTensor, smem: cute.Tensor, place: tuple, barrier: cute.Pointer, stage: Any,
+    packed: int = 1,
 ) -> None:
     """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`)."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
-    tile = tma_tile(source.tensor, shape, place)
+    tile = tma_tile(source.tensor, shape, place, packed)
     to_smem, from_global = cpasync.tma_partition(
         source.atom, 0, cute.make_layout(1),
         cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),

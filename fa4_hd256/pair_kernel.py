@@ -112,9 +112,7 @@ class PairKernel:
         # Nobody may leave while the peer still signals it or its tensor memory is in use.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        # Warp and address are found anew: kept, they would take a register each from every role.
-        if cute.arch.thread_idx()[0] // cute.arch.WARP_SIZE == self.warps.mma:
-            tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
+        if warp == self.warps.mma:
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
             cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
 

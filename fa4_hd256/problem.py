@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .config import HEAD_DIM
+from .config import HEAD_DIM, ForwardConfig
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -37,7 +37,8 @@ class ProblemClass:
 
     bounded_left, bounded_right: sides on which the mask bounds the visible keys; causal bounds the
     right one. negative_scale: the tensor core negates the scores. ragged: which of `RAGGED` are
-    given. use_clc: the dynamic tile scheduler.
+    given. use_clc: the dynamic tile scheduler. packed_heads: query heads of a KV head that share
+    the forward's query tiles, 1 for none.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,7 @@ class ProblemClass:
     sink: bool = False
     ragged: tuple[str, ...] = ()
     use_clc: bool = False
+    packed_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Problem:
     sink: bool
     ragged: tuple[str, ...]
     copied: tuple[str, ...]
+    packed_heads: int = 1
 
     @classmethod
     def describe(
@@ -140,6 +143,7 @@ class Problem:
             sink=sink is not None,
             ragged=tuple(name for name in RAGGED if name in ragged),
             copied=tuple(name for name, tensor in named.items() if not tma_can_take(tensor)),
+            packed_heads=packed_heads(q.shape[2] // k.shape[2], ragged),
         )
 
     @property
@@ -155,6 +159,7 @@ class Problem:
             self.sink,
             self.ragged,
             options.use_clc,
+            self.packed_heads,
         )
 
     @property
@@ -166,6 +171,16 @@ class Problem:
     def lse_shape(self) -> tuple[int, int, int]:
         batch, seqlen, heads, _ = self.q_shape
         return (batch, heads, seqlen)
+
+
+def packed_heads(group: int, ragged: Any) -> int:
+    """How many of the `group` query heads of a KV head share a query tile: all or none.
+
+    All where they divide a CTA's rows: a causal tile then spans fewer queries, so that less of it
+    is masked, and short sequences fill it. None where queries have lengths in use: a descriptor
+    that clips rows of a batch entry has no dimension left for the heads.
+    """
+    return group if ForwardConfig.block_q % group == 0 and "seqused_q" not in ragged else 1
 
 
 def check_tensors(

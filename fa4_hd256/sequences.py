@@ -104,9 +104,21 @@ def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
     base lies `rows` rows below the tensor's.  The tile at coordinates (rows - n, ., end, ., .)
     then begins n rows before row `end`, and TMA's bound on the first dimension ends it there:
     n rows are moved, the others of its box are filled with zeros, or not stored.
+
+    With packed heads, ((packed, seqlen), 256, heads, batch), the same holds for the queries among
+    the rows: ((packed, rows / packed), 256, end, heads, 1). A descriptor has five dimensions, so
+    the batch must be 1.
     """
     seqlen, columns, heads, batch = tensor.shape
     stride = tensor.stride
+    if cutlass.const_expr(isinstance(seqlen, tuple)):
+        (packed, seqlen), (head, row) = seqlen, stride[0]
+        queries = rows // packed
+        layout = cute.make_layout(
+            ((packed, queries), columns, seqlen + 1, heads, 1),
+            stride=((head, row), stride[1], row, stride[2], 0),
+        )
+        return cute.make_tensor((tensor.iterator - queries * row).align(16), layout)
     layout = cute.make_layout(
         (rows, columns, seqlen + 1, heads, batch),
         stride=(stride[0], stride[1], stride[0], stride[2], stride[3]),
@@ -114,19 +126,26 @@ def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
     return cute.make_tensor((tensor.iterator - rows * stride[0]).align(16), layout)
 
 
-def tma_tile(tensor: cute.Tensor, shape: tuple[int, int], place: tuple) -> cute.Tensor:
+def tma_tile(
+    tensor: cute.Tensor, shape: tuple[int, int], place: tuple, packed: int = 1
+) -> cute.Tensor:
     """The coordinate tensor of one tile for TMA.
 
     tensor: TMA coordinates of (seqlen, 256, heads, batch) or of a `clipped_view` with shape[0]
     rows.  shape: rows and columns of the tile.  place: (sequence, first row in it, column block,
-    head).
+    head).  packed: heads of which the tensor's and the tile's rows consist; the first row and the
+    head are then the first query and the group of heads.
     """
     sequence, first_row, column_block, head = place
-    rows, _ = shape
+    rows, columns = shape
+    rows //= packed
     if cutlass.const_expr(cute.rank(tensor) == 4):
         plane, start = tensor[None, None, head, sequence.batch], first_row
     else:
         count = cutlass.max(cutlass.min(sequence.length - first_row, rows), 0)
         end = sequence.offset + first_row + count
         plane, start = tensor[None, None, end, head, sequence.batch], rows - count
+    if cutlass.const_expr(packed > 1):
+        moved = cute.domain_offset(((0, start), 0), plane)
+        return cute.local_tile(moved, ((packed, rows), columns), (0, column_block))
     return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))

@@ -173,18 +173,21 @@ class OnlineSoftmax:
         """(1 / l, LSE in natural log); (0, -inf) for a row without visible key.
 
         sink_log2: logit of a sink, times log2(e), or None.  It takes part in l and LSE like a key
-        whose value is 0; a row without visible key then has LSE = the sink's logit.
+        whose value is 0; a row without visible key then has LSE = the sink's logit, -inf too.
         """
         row_sum, offset = self.row_sum, self.offset
         if cutlass.const_expr(sink_log2 is not None):
             # Relative to the larger of the two, since the sink may exceed every score by far.
             is_empty = row_sum == Float32(0.0)
             kept = cutlass.select_(is_empty, Float32(-math.inf), -offset)
-            largest = cute.arch.fmax(kept, sink_log2)
+            # Finite where there is neither key nor sink: a difference of infinities is no number.
+            largest = cute.arch.fmax(cute.arch.fmax(kept, sink_log2), Float32(LOWEST_LOGIT))
             shrink = exp2_row_factor(kept - largest)
             total = row_sum * shrink + exp2_row_factor(sink_log2 - largest)
             lse = (largest + cute.math.log2(total, approx=True, ftz=True)) * math.log(2.0)
-            return shrink * cute.arch.rcp_approx(total), lse
+            is_void = total == Float32(0.0)
+            inverse = cutlass.select_(is_void, Float32(0.0), shrink * cute.arch.rcp_approx(total))
+            return inverse, cutlass.select_(is_void, Float32(-math.inf), lse)
         is_empty = row_sum == Float32(0.0)
         inverse = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(row_sum))
         log2_sum = cute.math.log2(row_sum, approx=True, ftz=True)

@@ -144,8 +144,10 @@ def test_gradient_of_lse_alone(device):
     accurate(found, tensors, torch.zeros_like(tensors[0]), torch.ones_like(lse))
 
 
-# Like the scores; far above all of them; far below. bf16 rounds its gradient.
-@pytest.mark.parametrize("logits", [(0.5, -2.0), (60.0, 30.0), (-300.0, -40.0)])
+# Like the scores; far above all of them; far below; none. bf16 rounds its gradient.
+@pytest.mark.parametrize(
+    "logits", [(0.5, -2.0), (60.0, 30.0), (-300.0, -40.0), (-math.inf, 0.5)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks(logits, dtype, device):
     sink = torch.tensor(logits, device=device, dtype=dtype)

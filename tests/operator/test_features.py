@@ -66,8 +66,11 @@ def test_softcap(softcap, scale, use_clc, device):
     check(tensors, use_clc, softcap=softcap, softmax_scale=scale, causal=True)
 
 
-# Sinks like the scores, far above all of them, far below; rows without a visible key have only it.
-@pytest.mark.parametrize("logits", [(0.5, -2.0), (200.0, 90.0), (-300.0, -40.0)])
+# Sinks like the scores, far above all of them, far below, and none; rows without a visible key have
+# only it.
+@pytest.mark.parametrize(
+    "logits", [(0.5, -2.0), (200.0, 90.0), (-300.0, -40.0), (-math.inf, 0.5)]
+)
 def test_sinks(logits, use_clc, device):
     sink = torch.tensor(logits, device=device)
     check(inputs(200, 130, device=device), use_clc, causal=True, learnable_sink=sink)

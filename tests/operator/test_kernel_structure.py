@@ -48,6 +48,9 @@ VARIANTS = {
     "varlen, clc": ProblemClass(
         BF16, bounded_right=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), use_clc=True
     ),
+    "window, sink, varlen, packed heads": ProblemClass(
+        BF16, True, True, sink=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), packed_heads=8
+    ),
 }
 
 
@@ -62,11 +65,12 @@ def test_no_spills_and_no_local_memory(variant, pattern):
     assert usage.registers <= 168
 
 
-def steps(seqlen_q, seqlen_k, causal):
-    """KV tiles that some row of each query block sees, from the definition of the mask."""
+def steps(seqlen_q, seqlen_k, causal, packed=1):
+    """KV tiles that some row of each query block sees, from the definition of the mask; packed:
+    heads that share a block."""
     counts = []
-    for first in range(0, seqlen_q, CONFIG.tile_q):
-        last_row = min(first + CONFIG.tile_q, seqlen_q) - 1
+    for first in range(0, seqlen_q, CONFIG.tile_q // packed):
+        last_row = min(first + CONFIG.tile_q // packed, seqlen_q) - 1
         visible = min(seqlen_k, last_row + 1 + seqlen_k - seqlen_q) if causal else seqlen_k
         counts.append(max(0, math.ceil(visible / CONFIG.block_kv)))
     return counts
@@ -93,10 +97,17 @@ def mma_chains(report):
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(512, 512), (300, 700), (700, 300), (515, 131)]
 )
-def test_mma_count_is_the_closed_form(seqlen_q, seqlen_k, causal):
-    """16 + 8 instructions for every KV tile that some row sees, none for the others."""
-    report = run(seqlen_q, seqlen_k, causal, heads=2)
-    expected = 2 * sum(steps(seqlen_q, seqlen_k, causal))
+@pytest.mark.parametrize("heads", [2, 3])
+def test_mma_count_is_the_closed_form(seqlen_q, seqlen_k, causal, heads):
+    """16 + 8 instructions for every KV tile that some row sees, none for the others.
+
+    Two heads of one KV head share a block; three do not divide a CTA's rows, each has its own.
+    """
+    report = run(seqlen_q, seqlen_k, causal, heads=heads)
+    if heads == 2:
+        expected = sum(steps(seqlen_q, seqlen_k, causal, packed=2))
+    else:
+        expected = 3 * sum(steps(seqlen_q, seqlen_k, causal))
     # The MMA warp passes its instructions with all lanes; the elected one issues.
     issued = sum(
         counts["warps"] for name, counts in report.opcodes.items() if name.startswith("tcgen05.mma")
