@@ -92,8 +92,8 @@ class Kernel:
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
 
-        Heads are packed where a CTA's rows are a multiple of the ratio, in ours (`packed_heads`) and in
-        flash-attn-4.
+        Heads are packed where a CTA's rows are a multiple of the ratio, in ours
+        (`fa4_hd256.problem.packed_heads`) and in flash-attn-4.
         """
         ratio = heads // heads_kv
         if self.packs_heads and (self.rows // self.cluster) % ratio == 0:

@@ -81,10 +81,11 @@ class Backward:
         return min(int(self.ds_bytes // of_one), shape.heads_kv)
 
     def splits(self, shape: Shape, clusters: int) -> int:
-        """Parts of each group of query heads."""
+        """Parts of each group of query heads, for the KV heads of one launch."""
         if not self.order.splits:
             return 1
-        tiles = shape.batch * shape.heads_kv * -(-shape.seqlen // KEYS)
+        heads_kv = self.ds_heads(shape) or shape.heads_kv
+        tiles = shape.batch * heads_kv * -(-shape.seqlen // KEYS)
         return choose_splits(tiles, shape.heads // shape.heads_kv, clusters)
 
     def run(self, shape: Shape, heads_kv: int | None = None) -> dict[str, list[Schedule]]:

@@ -105,6 +105,11 @@ def run_backward(
     """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for."""
     if wanted.dq and wanted.dkdv:
         problem = problem.keeping_ds(config.ds_bytes)
+        if 0 < problem.ds_heads < problem.k_shape[2]:
+            # Each launch has the tiles of these heads only.
+            tiles = problem.ds_heads * count_key_tiles(problem.forward, problem.k_shape)
+            splits = choose_splits(tiles, problem.group, num_clusters(call.q.device))
+            problem = replace(problem, splits=splits)
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     q, k, v, dout = (
         as_kernel_operand(t)

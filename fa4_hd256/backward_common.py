@@ -1,4 +1,4 @@
-"""What the dQ kernel and the dK/dV kernel share.
+"""What the dK/dV kernel and the dQ kernels share.
 
 With s = softmax_scale q k (capped or not), P = exp(s - LSE), dP = dO V^T and
 delta = rowsum(dO O) - dLSE::
@@ -6,7 +6,7 @@ delta = rowsum(dO O) - dLSE::
     dS = P (dP - delta) (1 - tanh^2, with a softcap)
     dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
 
-Both kernels compute S and dP anew and keep P and dS in 16 bits, unscaled, as operands.
+P and dS are kept in 16 bits, unscaled, as operands. All but `backward_dq_product` compute S and dP.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BackwardTensors(NamedTuple):
 
 
 class BackwardKernel(PairKernel):
-    """Base of the two kernels: host code, set-up, dispatch, and P from S.
+    """Base of these kernels: host code, set-up, dispatch, and P from S.
 
     A kernel adds `PLAN`, the name of its plan in the configuration; `boxes`, the TMA loads by
     name, as (which of q, k, v, dout and ds, rows, columns); `problem(...)`, its tiles;

@@ -1,6 +1,6 @@
-"""The configuration of the two backward kernels: budgets derived and checked here.
+"""The configuration of the backward's pair kernels: budgets derived and checked here.
 
-Both work on 256 queries x 128 keys at a time by CTA pairs; docs/backward.md has the budgets that
+All work on 256 queries x 128 keys at a time by CTA pairs; docs/backward.md has the budgets that
 led to this design.
 """
 
@@ -26,7 +26,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class BackwardWarpPlan:
-    """Warp indices and register budgets of one CTA, the same in both kernels.
+    """Warp indices and register budgets of one CTA, the same in all of them.
 
     Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
     warpgroup holds one warp each of the other roles (setmaxnreg moves registers between whole
@@ -349,8 +349,10 @@ class BackwardConfig:
 
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
-    ds_bytes: global memory that dS may take at a time. As many key/value heads as fit go
-        together; if not even one does, the dQ kernel computes dS anew.
+    ds_bytes: global memory that dS may take at a time, 0 or more. As many key/value heads as fit
+        go together; if not even one does, the dQ kernel computes dS anew.
+
+    Raises ValueError for a negative ds_bytes.
     """
 
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
@@ -358,6 +360,10 @@ class BackwardConfig:
     dkdv: DkdvPlan = field(default_factory=DkdvPlan)
     dq_product: DqProductPlan = field(default_factory=DqProductPlan)
     ds_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if self.ds_bytes < 0:
+            raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""

@@ -11,14 +11,14 @@ the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for 
 
     load      Q(1) dOc(0) dO(1) Qc(0)  ..  | K' Q(0') dOc(last) V' dO(0') Qc(last) ..
     mma       S(1) dV(0)  dP(1) dK(0)  ..  | S(0')    dV(last)  dP(0')    dK(last) S(1') ..
-    gradient  dS(0) P(0)> P(1) dS(0)>  ..  | dS(last) P(last)>  P(0') dS(last)> dS(0') P(0')>,
+    gradient  P(0)> dS(0) P(1) dS(0)>  ..  | P(last)> dS(last)  P(0') dS(last)> P(0')> dS(0'),
                                            | dK, dV -> global
     store     dS(0) -> global
 
 where > is the write to shared memory.  P(u) and dS(u) take turns in one buffer: P(u) is written
 while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The exp2 of
 a unit has the time of dV and dP before P is needed.  The store warp works where dS is stored for
-`backward_dq_product`, and reads the buffer beside the tensor core; P(u)> is then before dS(u).
+`backward_dq_product`, and reads the buffer beside the tensor core.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ A row that sees no key, and every row with which a sequence is filled up to a mu
 
 The kernel is bound by memory, 1 KiB a row: a warp reads a row with 16 bytes a lane, and each lane
 keeps the sum of one row, so that LSE and the results move as whole sectors.  At 36 registers a
-thread seven CTAs of 8 warps share an SM, with 1 KiB or more in flight for each warp.
+thread, allocated as 40, six CTAs of 8 warps share an SM, with 1 KiB or more in flight for each
+warp.
 """
 
 from __future__ import annotations

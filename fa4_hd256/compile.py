@@ -46,7 +46,8 @@ _OBJECT, _PTX, _CUBIN, _META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.j
 #: How often this process compiled, loaded from disk, and found in memory.
 counters: Counter[str] = Counter()
 
-_memory: dict[str, CompiledKernel] = {}
+#: By what is asked for and CuTe DSL's settings; all else that a key depends on is fixed.
+_memory: dict[tuple[KernelSpec, tuple], CompiledKernel] = {}
 _lock = threading.RLock()
 
 
@@ -109,14 +110,16 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
 
     Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
     """
-    key = cache_key(spec)
-    with _lock:
-        found = _memory.get(key)
-        if found is not None:
-            counters["memory"] += 1
-            return found
-        _memory[key] = _obtain(key, spec)
-        return _memory[key]
+    asked = spec, tuple(environment.compiler_settings().items())
+    found = _memory.get(asked)
+    if found is None:
+        with _lock:
+            found = _memory.get(asked)
+            if found is None:
+                found = _memory[asked] = _obtain(cache_key(spec), spec)
+                return found
+    counters["memory"] += 1
+    return found
 
 
 def forget() -> None:

@@ -1,8 +1,9 @@
 """The forward kernel: out = softmax(scale * Q K^T) V and LSE at head_dim 256, by CTA pairs.
 
-One tile is 256 query rows of one head; one step multiplies it with 128 keys.  Each CTA of the
-pair owns 128 rows, with their S, P and O in its tensor memory, and loads half of every K and V
-tile; one warp of the leader CTA issues all MMAs for both.
+One tile is 256 query rows, of one head or of all heads that share a KV head (NOTE [packed heads]);
+one step multiplies it with 128 keys.  Each CTA of the pair owns 128 rows, with their S, P and O in
+its tensor memory, and loads half of every K and V tile; one warp of the leader CTA issues all MMAs
+for both.
 
 Timeline of one CTA (the peer's is the same, but for the MMA warp, which only the leader has);
 QK(i) makes S(i), PV(i) adds P(i) V(i) to O, last is the tile's last step, 0' the next tile's
@@ -27,6 +28,11 @@ NOTE [O leaves through Q].  The O of a tile is staged in the tile's own Q buffer
 completed, so have all QK before it, and nobody reads that Q again.  The other Q buffer already
 receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
 store has read the staged O.
+
+NOTE [packed heads].  Where a group of query heads divides 128, row r of a CTA's half of a tile is
+query r // group of head r % group: they read the same keys.  A causal tile then spans fewer
+queries, so less of it is masked, and a few queries with many heads fill it.  TMA gathers the rows
+of Q, and scatters those of O, through a tensor with one dimension more.
 """
 
 from __future__ import annotations

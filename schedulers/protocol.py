@@ -38,7 +38,8 @@ CLUSTER_SIZE = 2
 
 @dataclass
 class WorkTile:
-    """One unit of work of a CTA pair: 256 query rows of one head of one batch entry.
+    """One unit of work of a CTA pair: 256 query rows of one head, or of a group of heads, of one
+    batch entry.
 
     Lives across dynamic loops.  The coordinates mean nothing where `is_valid` is False.
     """

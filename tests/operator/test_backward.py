@@ -323,3 +323,26 @@ def test_nothing_is_nan_that_is_not(device):
     found = gradients((q, k, v), dout, causal=True)
     assert all(math.isfinite(gradient.abs().max()) for gradient in found.values())
     accurate(found, (q, k, v), dout, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths"), [((6, 3), (20, 130)), ((3, 3), (300, 140))], ids=["grouped", "equal"]
+)
+def test_some_heads_at_a_time(heads, lengths, device):
+    """However many KV heads of dS fit, one left over too, the gradients are the same bits."""
+    tensors = inputs(lengths, heads, device=device)
+    dout = torch.randn_like(tensors[0])
+    of_one = 256 * lengths[1] * 2 * heads[0] // heads[1] * -(-lengths[0] // 256)
+    found = [
+        gradients(
+            tensors, dout, causal=True, backward_config=BackwardConfig(ds_bytes=count * of_one)
+        )
+        for count in (3, 2, 1)
+    ]
+    for name in "qkv":
+        assert all(torch.equal(found[0][name], other[name]) for other in found[1:])
+
+
+def test_memory_for_ds_is_not_negative():
+    with pytest.raises(ValueError, match="ds_bytes is -1; accepted: 0"):
+        BackwardConfig(ds_bytes=-1)

@@ -137,7 +137,7 @@ def test_grids_follow_the_longest_sequence():
     dout = torch.randn_like(tensors[0])
     found = gradients(tensors, dout, causal=True, **lengths_of(lengths, "cpu"))
     check_each(found, tensors, dout, lengths, causal=True)
-    preprocess, dq, dkdv = sm100_sim.last_reports()[-3:]
+    preprocess, dkdv, dq = sm100_sim.last_reports()[-3:]
     assert preprocess.grid == (64 * 256 // 128, 1, 1)
     assert dq.grid == dkdv.grid == (2 * 64, 1, 1)
 
@@ -235,7 +235,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
         monkeypatch.setenv("SM100_SIM_CLUSTERS", str(resident))
         got = gradients(tensors, dout, use_clc=argument, **call)
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
-        dq, dkdv = sm100_sim.last_reports()[-2:]
+        dkdv, dq = sm100_sim.last_reports()[-2:]
         # Blocks of 256 queries x heads x batch; blocks of 128 keys x KV heads x parts x batch.
         for report, tiles in ((dq, 3 * 4 * 5), (dkdv, 3 * 2 * 2 * 5)):
             assert report.grid == (2 * tiles, 1, 1)
