@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from fa4_hd256.backward_config import BLOCK_KV, BLOCK_Q, TILE_BYTES, BackwardConfig
 from fa4_hd256.backward_problem import choose_splits
 from fa4_hd256.config import BF16_BYTES, CTAS, HEAD_DIM, ForwardConfig
+from fa4_hd256.problem import packed_heads
 from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.tensor import mma_cost
 from softmax_emu.pattern import Ex2Pattern
@@ -216,6 +217,7 @@ def totals(
     row = tokens_q * case.heads * FLOAT_BYTES
     steps, q_tiles, kv_tiles = _counts(case)
     if direction == FORWARD:
+        steps, q_tiles, _ = _counts(case, packed_heads(case.heads // case.heads_kv, ()))
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
@@ -257,23 +259,26 @@ def _splits(case: Case, clusters: int) -> int:
     return choose_splits(case.heads_kv * tiles, case.heads // case.heads_kv, clusters)
 
 
-def _counts(case: Case) -> tuple[int, int, int]:
-    """(steps, query tiles, key tiles) with any visible key; a step has 256 queries x 128 keys."""
+def _counts(case: Case, packed: int = 1) -> tuple[int, int, int]:
+    """(steps, query tiles, key tiles) with any visible key; a step has 256 rows x 128 keys.
+
+    packed: query heads whose rows share a tile.
+    """
     steps = q_tiles = kv_tiles = 0
     for lengths in case.lengths:
-        found = _sequence_counts(*lengths, *case.bounds)
-        steps += found[0] * case.heads
-        q_tiles += found[1] * case.heads
+        found = _sequence_counts(*lengths, *case.bounds, CTAS * BLOCK_Q // packed)
+        steps += found[0] * case.heads // packed
+        q_tiles += found[1] * case.heads // packed
         kv_tiles += found[2] * case.heads_kv
     return steps, q_tiles, kv_tiles
 
 
 @functools.cache
 def _sequence_counts(
-    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, rows: int
 ) -> tuple[int, int, int]:
-    """Of one sequence and head; the mask is aligned to the bottom right corner."""
-    shift, rows, ranges = seqlen_k - seqlen_q, CTAS * BLOCK_Q, []
+    """Of one sequence and tiles of `rows` queries; the mask is aligned bottom right."""
+    shift, ranges = seqlen_k - seqlen_q, []
     for begin in range(0, seqlen_q, rows):
         last_row = min(begin + rows, seqlen_q) - 1
         first = 0 if left is None else max(0, begin + shift - left)

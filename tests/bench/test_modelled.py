@@ -67,7 +67,7 @@ def test_where_ds_is_kept_a_product_of_dq_is_left():
 @pytest.mark.parametrize(("ds_bytes", "heads"), [(0, 0), (1 << 28, 1), (1 << 30, 2)])
 def test_heads_of_a_kept_ds(ds_bytes, heads):
     """FULL's dS of one KV head, 4 query heads and both sequences, takes 256 MiB."""
-    costs = {"kept dq": 1.0, "kept dkdv": 1.0, "dq": 2.0, "dkdv": 2.0}
+    costs = {"kept dq": 1.0, "kept dkdv": 1.0, "kept dkdv partial": 1.0, "dq": 2.0, "dkdv": 2.0}
     found = Backward(
         "ideal", 256, OURS, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
     )
