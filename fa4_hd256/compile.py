@@ -129,7 +129,7 @@ def forget() -> None:
 
 
 def cache_key(spec: KernelSpec) -> str:
-    """Hexadecimal key. No length, batch or number of heads is in it: those are dynamic."""
+    """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
     parts = {
         "format": FORMAT,
         "architecture": ARCHITECTURE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,5 +97,18 @@ def test_windows():
 def test_lengths_are_not_compiled_in():
     q, k = tensor(2, 9, 4, 256), tensor(2, 30, 2, 256)
     other = Problem.describe((q, k, k), Options(1.0, (100, None)))
-    again = Problem.describe((tensor(1, 3, 1, 256),) * 3, Options(0.5, (7, None)))
+    q, k = tensor(1, 3, 8, 256), tensor(1, 3, 4, 256)
+    again = Problem.describe((q, k, k), Options(0.5, (7, None)))
     assert other.problem_class == again.problem_class
+
+
+@pytest.mark.parametrize(
+    ("heads", "packed"), [((8, 1), 8), ((128, 1), 128), ((4, 4), 1), ((6, 2), 1), ((256, 1), 1)]
+)
+def test_heads_that_share_tiles(heads, packed):
+    """All of a group where they divide 128, none where not or where queries have lengths in use."""
+    q, k = (tensor(1, 3, count, 256) for count in heads)
+    assert Problem.describe((q, k, k), Options(1.0)).problem_class.packed_heads == packed
+    used = {"seqused_q": torch.tensor([2], dtype=torch.int32)}
+    padded = Problem.describe((q, k, k), Options(1.0), None, used)
+    assert padded.problem_class.packed_heads == 1
