@@ -138,7 +138,7 @@ def test_intensity_follows_from_roofline():
                 assert row["margin"] == pytest.approx(ratio)
             assert row["margin_low"] <= row["margin"] <= row["margin_high"]
     useful = {row["useful"] for row in intensity.rows(chosen, FORWARD, machine)}
-    # 16 blocks of 128 queries of both heads see 1 to 16 key tiles; the convention counts half of 256.
+    # 16 blocks of 128 queries of both heads see 1 to 16 key tiles; by convention half of 256 count.
     assert useful == {128 / 136}
 
 
