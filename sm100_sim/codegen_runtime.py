@@ -609,7 +609,9 @@ spread:
   %limit.v = shufflevector <32 x i64> %limit.1, <32 x i64> poison, <32 x i32> zeroinitializer
   %from_ok = icmp uge <32 x i64> %a, %first.v
   %to_ok = icmp ule <32 x i64> %ends, %limit.v
-  %fits.v = and <32 x i1> %from_ok, %to_ok
+  %begin_ok = icmp ult <32 x i64> %a, %limit.v
+  %to_fit = and <32 x i1> %begin_ok, %to_ok
+  %fits.v = and <32 x i1> %from_ok, %to_fit
   %fits = bitcast <32 x i1> %fits.v to i32
   %this = and i32 %fits, %one
   %straddles = icmp eq i32 %this, 0

@@ -280,6 +280,7 @@ class _KernelParser:
         self.source: tuple[str, int] | None = None
         self.unresolved: list[tuple[int, _Scope]] = []
         self.declarations = 0
+        self.call_parameters: set[str] = set()
         self.local_bytes = 0
         self.data = b""
 
@@ -385,6 +386,7 @@ class _KernelParser:
         elif name == ".param":
             # What a call passes and returns; an array stays undeclared and is an error when used.
             if "[" not in rest and ".align" not in rest:
+                self.call_parameters.update(rest.replace(",", " ").split()[1:])
                 self._declare_registers(rest, position, statement)
         elif name not in (".pragma", ".shared", ".callprototype"):
             raise self._error("directive not supported in a kernel body", position, statement)
@@ -455,7 +457,7 @@ class _KernelParser:
         """ld.param and st.param: moves, if the parameter is that of a call in this body."""
         operands = self._operands(text, statement)
         place = operands[opcode == "ld"]
-        if place.kind == "mem" and place.base.kind == "reg" and not place.value:
+        if place.kind == "mem" and not place.value and place.base.name in self.call_parameters:
             value = operands[opcode == "st"]
             pair = (value, place.base) if opcode == "ld" else (place.base, value)
             return "mov", [modifiers[-1]], pair

@@ -25,7 +25,8 @@ _TYPES = tuple(name for name in TYPE_BYTES if name[:1] in "bsuf" and name not in
     "f16", "bf16", "f16x2", "bf16x2", "f32x2"))
 _FUNCTIONS = {"shared": "address_shared", "shared::cta": "address_shared",
               "shared::cluster": "address_shared", "global": "address_global",
-              "local": "address_local", "": "address_generic"}
+              "local": "address_local", "": "address_generic", "param": "address_global",
+              "param::entry": "address_global"}
 
 
 def _space(i: Instruction) -> str:
@@ -42,7 +43,9 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
     if op.kind != "mem" or op.items:
         raise unknown(i, "the address operand must be [base + offset]")
     wide = "" if space == "" else space.split("::")[0]
-    if wide in ("", "global"):
+    if wide == "param":
+        address = _parameter_addresses(e, op, width)
+    elif wide in ("", "global"):
         address = e.get(op.base, "i64")
         address = e.binary("add", "i64", address, splat("i64", op.value)) if op.value else address
     else:
@@ -57,12 +60,30 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
     mask = e.name_for(
         f"call i32 @{_FUNCTIONS[space]}(ptr %context, i32 {given}, ptr %scratch, "
         f"i32 {width}, i32 {int(write)}, i32 {i.index})")
-    if e.logging and space != "local":
+    if e.logging and wide not in ("local", "param"):
         tag = i.index << 1 | write
         e.line(f"call void @log_access(ptr %context, i32 {mask}, ptr %scratch, i32 {width}, "
                f"i32 {tag})")
     pointers = e.name_for("load <32 x i64>, ptr %scratch, align 64")
     return pointers, e.name_for(f"bitcast i32 {mask} to <32 x i1>")
+
+
+def _parameter_addresses(e: Emitter, op: Operand, width: int) -> str:
+    """Host addresses (i64 lanes) of offsets in the parameters that registers hold.
+
+    Offsets past the parameters become addresses that no memory has, so they fault.
+    """
+    offset = e.binary("add", "i64", e.get(op.base, "i64"), splat("i64", op.value))
+    end = e.binary("add", "i64", offset, splat("i64", width))
+    size = e.convert(e.broadcast("i32", e.scalar_field("param_bytes")), "i32", "i64")
+    begins = e.name_for(f"icmp ult <32 x i64> {offset}, {size}")
+    fits = e.name_for(f"icmp ule <32 x i64> {end}, {size}")
+    inside = e.binary("and", "i1", begins, fits)
+    start = e.broadcast("i64", e.scalar_field("params", "i64"))
+    host = e.binary("add", "i64", start, offset)
+    nowhere = e.binary("or", "i64", offset, splat("i64", -(1 << 63)))
+    return e.name_for(
+        f"select <32 x i1> {inside}, <32 x i64> {host}, <32 x i64> {nowhere}")
 
 
 def _unit(type_name: str) -> tuple[str, int]:
@@ -119,7 +140,8 @@ def load(e: Emitter, i: Instruction) -> None:
         i, _SEMANTICS, _SCOPES, _SPACES, _CACHE, ("nc", ""), _EVICTION, _L2_EVICTION, _HINT,
         _PREFETCH, _VECTORS, _TYPES)
     items = _pieces(e, i, i.operands[0], vector)
-    if space.startswith("param"):
+    base = i.operands[1].base
+    if space.startswith("param") and base is not None and base.kind == "sym":
         return _load_param(e, i, items, type_name)
     kind, size = _unit(type_name)
     pointers, mask = host_pointers(e, i, i.operands[1], space, size * len(items), False)
@@ -140,10 +162,10 @@ def load_uniform(e: Emitter, i: Instruction) -> None:
 
 
 def _load_param(e: Emitter, i: Instruction, items: tuple[Operand, ...], type_name: str) -> None:
-    """ld.param: kernel parameters; the offset is known, so one scalar load serves all lanes."""
+    """ld.param by name: the offset is known, so one scalar load serves all lanes."""
     op, (kind, size) = i.operands[1], _unit(type_name)
-    if op.base is None or op.base.kind != "sym" or op.base.type != "param":
-        raise unknown(i, "parameters are loaded by name and constant offset")
+    if op.base.type != "param":
+        raise unknown(i, "the name is not one of a parameter")
     for position, item in enumerate(items):
         offset = op.base.value + op.value + size * position
         pointer = e.name_for(

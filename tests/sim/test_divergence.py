@@ -298,6 +298,44 @@ def test_the_parameter_buffer_is_readable_by_generic_address():
     assert set(run["%d"]) == {3}
 
 
+def test_an_address_before_zero_is_in_no_range():
+    data = np.zeros(32, np.uint64)
+    run = run_warp(".reg .pred %p; .reg .b32 %l, %d; .reg .b64 %g; mov.u32 %l, %laneid;"
+                   "setp.eq.u32 %p, %l, 9; @%p mov.b64 %g, -8; ld.global.b64 %g, [%g];",
+                   {"%g": data.ctypes.data}, ["%g"],
+                   ranges=[(data.ctypes.data, data.ctypes.data + data.nbytes, 0)])
+    assert run.stops[-1].kind == "fault" and run.stops[-1].fault.lane == 9
+
+
+_PARAM_REGISTERS = ".reg .b64 %a, %x, %y; .reg .b32 %l, %d; mov.b64 %a, p; mov.u32 %l, %laneid;"
+
+
+def test_parameters_are_loaded_by_an_offset_in_a_register():
+    params = np.arange(32, dtype=np.uint64)
+    run = run_warp(_PARAM_REGISTERS + """
+        mad.wide.u32 %a, %l, 4, %a; ld.param.b32 %d, [%a+16]; and.b64 %a, %a, 0xF8;
+        and.b64 %a, %a, 0xF0; ld.param.v2.b64 {%x, %y}, [%a+32];""",
+        {}, ["%d", "%x", "%y"], params=np.concatenate([params[:2], params]).view(np.uint8),
+        param_text=".param .align 8 .b8 q[16], .param .align 16 .b8 p[256]")
+    words = params.view(np.uint32)
+    assert (run["%d"] == words[4 + LANE]).all()
+    first = 4 + 2 * (LANE // 4)
+    assert (run["%x"] == params[first]).all() and (run["%y"] == params[first + 1]).all()
+
+
+@pytest.mark.parametrize("offset", [0, 124, 1 << 63, -8, 1 << 20])
+def test_an_offset_past_the_parameters_is_refused(offset):
+    run = run_warp(_PARAM_REGISTERS + f"""
+        .reg .pred %p; setp.eq.u32 %p, %l, 9; @%p add.s64 %a, %a, {offset};
+        ld.param.v2.b32 {{%d, %l}}, [%a];""", {}, ["%d"], params=np.zeros(128, np.uint8),
+        param_text=".param .align 16 .b8 p[128]")
+    stop = run.stops[-1]
+    if offset == 0:
+        assert stop.kind == "exit"
+    else:
+        assert stop.kind == "fault" and stop.fault.lane == 9
+
+
 # Atomics.
 
 def test_atomics_run_lane_by_lane():
