@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
+
+import numpy as np
 
 #: Nesting depth at which the walk through argument objects stops.
 _MAX_DEPTH = 6
@@ -74,7 +77,7 @@ def _walk(name: str, value: Any, found: list, depth: int, seen: set[int]) -> Non
         for suffix, part in _children(value):
             _walk(name + suffix, part, found, depth + 1, seen)
     elif extent:
-        found.append((*extent, name))
+        found.append((*extent, name, value))
 
 
 def tensor_ranges(args: Any, kwargs: dict[str, Any] | None = None) -> list[tuple[int, int, str]]:
@@ -85,10 +88,32 @@ def tensor_ranges(args: Any, kwargs: dict[str, Any] | None = None) -> list[tuple
     from its first to its last element. `name` is the path to the tensor, as in "args[2].k".
     Raw pointers carry no extent and claim nothing.
     """
-    found: list[tuple[int, int, str]] = []
+    return sorted((start, end, name) for start, end, name, _ in _tensors(args, kwargs))
+
+
+def _tensors(args: Any, kwargs: dict[str, Any] | None) -> list[tuple[int, int, str, Any]]:
+    found: list[tuple[int, int, str, Any]] = []
     seen: set[int] = set()
     for i, value in enumerate(args):
         _walk(f"args[{i}]", value, found, 0, seen)
     for key, value in (kwargs or {}).items():
         _walk(key, value, found, 0, seen)
-    return sorted(found)
+    return found
+
+
+def _holds_integers64(value: Any) -> bool:
+    kind = getattr(value, "element_type", None)
+    if kind is not None:  # cutlass.cute.runtime tensors
+        return kind.__name__ in ("Int64", "Uint64")
+    return str(value.dtype).removeprefix("torch.") in ("int64", "uint64")
+
+
+def stored_addresses(args: Any, kwargs: dict[str, Any] | None = None) -> np.ndarray:
+    """uint64, sorted: what could be addresses among the elements of 64-bit integer tensors.
+
+    A grouped GEMM finds its operands by such a table. Values below 2**32 are none.
+    """
+    values = [np.frombuffer(ctypes.string_at(start, end - start), np.uint64)
+              for start, end, _, value in _tensors(args, kwargs) if _holds_integers64(value)]
+    found = np.unique(np.concatenate([np.empty(0, np.uint64), *values]))
+    return found[found >= 1 << 32]

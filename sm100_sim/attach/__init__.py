@@ -50,7 +50,7 @@ class Session:
                              "sanitize": settings.sanitize, "threads": settings.threads,
                              **given})  # fmt: skip
         ranges = sorted([*tensor_ranges(arguments, keywords),
-                         *pointer_ranges((arguments, keywords))])
+                         *pointer_ranges(arguments, keywords)])
         self.reports += run_host_code(call, ranges, options, settings.report)
 
 
@@ -68,8 +68,9 @@ def attached(
     with each launch.
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
-    kernel may touch the tensors of its call; if the call holds raw pointers, every live tensor.
-    CUDA graphs, several devices and files of compiled kernels are errors. Contexts do not nest.
+    kernel may touch the tensors of its call and those whose addresses a 64-bit integer tensor of
+    the call holds; if the call holds raw pointers, every live tensor. CUDA graphs, several devices
+    and files of compiled kernels are errors. Contexts do not nest.
     """
     if _active:
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")

@@ -1,10 +1,14 @@
-"""Memory that a call's raw pointers may mean: every tensor alive."""
+"""Memory that a call's raw pointers, and addresses in its tensors, may mean."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+
+from ..arguments import stored_addresses
 
 _MAX_DEPTH = 4
 
@@ -22,13 +26,18 @@ def _has_pointer(value: Any, depth: int = 0) -> bool:
     return False
 
 
-def pointer_ranges(arguments: Any) -> Iterator[tuple[int, int, str]]:
-    """(start, end, name) of every live tensor's storage, if `arguments` hold raw pointers.
+def pointer_ranges(
+    arguments: Any, keywords: dict[str, Any] | None
+) -> Iterator[tuple[int, int, str]]:
+    """(start, end, name) of the memory that the call's pointers may mean.
 
-    A pointer carries no extent, and pointers may lie in memory (grouped GEMMs), so nothing
-    narrower can be told.
+    A CuTe pointer carries no extent, and pointers may lie in memory: if `arguments` hold one, the
+    storage of every live tensor is meant. An address in a 64-bit integer tensor, as grouped GEMMs
+    have them, means the storage it points into.
     """
-    if not _has_pointer(arguments):
+    addresses = stored_addresses(arguments, keywords)
+    every = _has_pointer((arguments, keywords))
+    if not every and not addresses.size:
         return
     import torch
 
@@ -38,8 +47,12 @@ def pointer_ranges(arguments: Any) -> Iterator[tuple[int, int, str]]:
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and value.layout is torch.strided:
             storage = value.untyped_storage()
-            start = storage.data_ptr()
-            if start and start not in seen:
-                seen.add(start)
-                yield start, start + storage.nbytes(), "a live tensor"
-    yield from allocations()
+            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            if not start or start in seen:
+                continue
+            seen.add(start)
+            first, last = np.searchsorted(addresses, np.array([start, end], np.uint64))
+            if every or first < last:
+                yield start, end, "a live tensor"
+    if every:
+        yield from allocations()

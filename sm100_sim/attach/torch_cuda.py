@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._device
 
@@ -23,6 +24,8 @@ from .patch import Patch
 
 DEVICE_NAME = "NVIDIA B200 (sm100_sim)"
 GLOBAL_MEMORY_BYTES = 180 << 30
+#: Bytes; the smallest block of PyTorch's caching CUDA allocator, whose blocks start at multiples.
+ALLOCATION_ALIGNMENT = 512
 #: Offset of DLDevice in DLManagedTensor: DLTensor comes first and starts with its data pointer.
 _DEVICE_OFFSET = 8
 _DL_CUDA = 2
@@ -151,15 +154,37 @@ def is_cuda(device: Any) -> bool:
     return isinstance(device, int) or isinstance(device, str) and device.startswith("cuda")
 
 
+def _placed(tensor: Any) -> Any:
+    """A new tensor, moved to an address that device memory of PyTorch could have.
+
+    PyTorch's CUDA allocator gives multiples of 512 bytes, and kernels rely on that: TMA descriptors
+    in global memory need 128. Its CPU allocator gives 64.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() % ALLOCATION_ALIGNMENT == 0:
+        return tensor
+    memory = np.empty(storage.nbytes() + ALLOCATION_ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALLOCATION_ALIGNMENT
+    moved = torch.from_numpy(memory[first : first + storage.nbytes()]).untyped_storage()
+    moved.copy_(storage)
+    empty = torch.tensor([], dtype=tensor.dtype)
+    tensor.data = empty.set_(moved, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return tensor
+
+
 def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
     """A tensor factory whose CUDA device, and pinned memory, become ordinary CPU memory."""
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:
-        if is_cuda(kwargs.get("device")):
+        device = is_cuda(kwargs.get("device"))
+        if device:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        return _placed(result) if device else result
 
     return create
 
@@ -178,13 +203,15 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
         if placed:
             args = ("cpu", *args[1:])
         result = original(self, *args, **kwargs)
-        return self.clone() if (named or placed) and result is self else result
+        if not (named or placed):
+            return result
+        return _placed(self.clone() if result is self else result)
 
     return to
 
 
 def _transfer(original: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(original)(lambda self, *args, **kwargs: self.clone())
+    return functools.wraps(original)(lambda self, *args, **kwargs: _placed(self.clone()))
 
 
 class CudaCapsule:

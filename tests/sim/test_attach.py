@@ -37,6 +37,20 @@ def count_up(target: cute.Tensor, first: cutlass.Int32):
         target[index] = first + index
 
 
+@cute.kernel
+def gather_kernel(table: cute.Tensor, target: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    pointer = cute.make_ptr(cutlass.Float32, table[block], cute.AddressSpace.gmem,
+                            assumed_align=16)  # fmt: skip
+    target[block * 32 + thread] = cute.make_tensor(pointer, cute.make_layout(32))[thread]
+
+
+@cute.jit
+def gather(table: cute.Tensor, target: cute.Tensor):
+    gather_kernel(table, target).launch(grid=(2, 1, 1), block=(32, 1, 1))
+
+
 def test_functions_without_kernels_run_on_the_host():
     from cutlass.cute.runtime import from_dlpack
 
@@ -104,6 +118,33 @@ def test_every_way_to_call_a_kernel(how):
     assert torch.equal(target, 3.0 * torch.arange(64))
     assert [report.grid for report in session.reports] == [(2, 1, 1)]
     assert session.reports[0].resident_clusters == 1
+
+
+def test_a_table_of_addresses_tells_which_tensors_a_kernel_may_touch():
+    from cutlass.cute.runtime import from_dlpack
+
+    sources = [torch.randn(40) for _ in range(3)]
+    target = torch.zeros(64)
+    with sm100_sim.attached():
+        table = torch.tensor([sources[0].data_ptr() + 16, sources[2].data_ptr()])
+        gather(from_dlpack(table), from_dlpack(target))
+        assert torch.equal(target, torch.cat([sources[0][4:36], sources[2][:32]]))
+        table[0] = sources[0].data_ptr() + 48  # The last eight elements lie past its end.
+        with pytest.raises(sm100_sim.errors.MemoryFault, match="outside"):
+            gather(from_dlpack(table), from_dlpack(target))
+
+
+def test_device_memory_is_aligned_as_on_a_gpu():
+    with sm100_sim.attached():
+        weight = torch.randn(3, 5, device="cuda", requires_grad=True)
+        made = [weight, torch.empty(7, device=0), torch.ones(9).cuda(), torch.ones(9).to("cuda"),
+                torch.randn(4, 6).t().cuda(), weight.to("cuda", torch.bfloat16),
+                weight.new_zeros(3, device="cuda"), torch.zeros(1 << 20, device="cuda")]
+        assert [tensor.data_ptr() % 512 for tensor in made] == 8 * [0]
+        assert made[4].stride() == (1, 6) and weight.is_leaf and weight.requires_grad
+        moved = weight.cuda()
+        (moved * moved).sum().backward()
+        assert torch.equal(weight.grad, 2 * weight) and torch.equal(moved, weight)
 
 
 def test_errors_of_a_kernel_come_through_tvm_ffi():
