@@ -202,7 +202,7 @@ def kernel(
 def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
     """Costs of a tile for each of the replays' machines."""
     return [
-        fit([Sample(row.tiles, row.work, row.clocks[n]) for row in rows], policy == "single")
+        fit([Sample(r.tiles, r.work, r.clocks[n], r.masked) for r in rows], policy == "single")
         for n in range(len(rows[0].clocks))
     ]
 

@@ -30,6 +30,7 @@ class Replayed:
 
     tiles: that it worked on. work: clocks of the tensor core of one of its CTAs. clocks: of the
     replays, the one with the central constants first. unmatched, ambiguous: as in `Prediction`.
+    masked: the part of the work in masked steps, where masked and unmasked ones are told apart.
     """
 
     tiles: int
@@ -37,15 +38,16 @@ class Replayed:
     clocks: tuple[float, ...]
     unmatched: int = 0
     ambiguous: int = 0
+    masked: float = 0.0
 
 
-def replayed(prediction: timing.Prediction, tiles: int) -> Replayed:
+def replayed(prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> Replayed:
     """What is kept of a prediction."""
     compiled = prediction.compiled
     action, sms = compiled.program.action, compiled.program.sms
     work = sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
     clocks = tuple(map(float, prediction.clocks))
-    return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous)
+    return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous, masked)
 
 
 _memory: dict[str, list[Replayed]] = {}

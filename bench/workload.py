@@ -31,13 +31,24 @@ from . import flash_attn_4, modelled
 from .replays import Replayed, digest, kept, replayed
 from .suite import Case
 
-STEP = modelled.STEP
+STEP, ROWS = modelled.STEP, 256
+#: Clocks of the tensor core in a step of 256 queries, of each CTA of a pair.
+STEP_WORK = 4 * ROWS * STEP * HEAD_DIM / modelled.FLOP_PER_CLOCK / 2
 #: (seqlen, heads) that the costs of a kernel are fitted to; fewer and shorter than `modelled`'s.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
-#: Left bound in the samples of windowed kernels, short enough to bind.
-SAMPLE_WINDOW = 256
+#: The same of flash-attn-4's kernels, which run one tile a cluster.
+SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
+#: (seqlen, heads, left bound) for windowed kernels. Where the bound is 256 every step is masked; in
+#: the last two most are not. Costs of masked and unmasked steps follow from both.
+WINDOW_SAMPLES = ((256, 1, 256), (512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
+#: Not in the fit, to hold its predictions against (`bench validate`).
+HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
 #: As Gemma 2's.
 SAMPLE_SOFTCAP = 50.0
+
+
+#: (seqlen, heads), and the left bound for windowed kernels.
+Samples = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -58,15 +69,21 @@ class Kind:
     def is_dense(self) -> bool:
         return not (self.window or self.softcap or self.packed)
 
+    def samples(self, single: bool) -> Samples:
+        """What costs are fitted to. single: of a kernel with one tile a cluster."""
+        if self.window:
+            return WINDOW_SAMPLES
+        return SINGLE_SAMPLES if single else SAMPLES
+
 
 @dataclass(frozen=True)
 class Variant:
-    """One of our kernels to predict. config: None for the default one; samples: see `SAMPLES`."""
+    """One of our kernels to predict. config, samples: None for the default ones."""
 
     kind: Kind
     use_clc: bool = False
     config: ForwardConfig | None = None
-    samples: tuple[tuple[int, int], ...] = SAMPLES
+    samples: Samples | None = None
 
 
 def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kernel:
@@ -81,29 +98,46 @@ def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kerne
 def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     """One CTA pair on each of the variant's samples, every tile of them run by it."""
 
+    samples = variant.samples or variant.kind.samples(single=False)
+
     def make() -> list[Replayed]:
         found = []
-        for seqlen, heads in variant.samples:
-            compiled, arguments = _our_call(variant, seqlen, heads)
+        for sample in samples:
+            compiled, arguments = _our_call(variant, sample)
             prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
-            found.append(replayed(prediction, -(-seqlen // 256) * heads))
+            masked = sum(masked for _, masked in _sample_work(sample))
+            found.append(replayed(prediction, -(-sample[0] // ROWS) * sample[1], masked))
         return found
 
-    compiled, _ = _our_call(variant, *variant.samples[0])
-    what = digest(compiled.cubin), variant.kind, variant.samples
+    compiled, _ = _our_call(variant, samples[0])
+    what = digest(compiled.cubin), variant.kind, samples
     return kept(what, machine, draws, make)
 
 
-def _our_call(variant: Variant, seqlen: int, heads: int) -> tuple[Any, tuple]:
+def _sample_work(sample: tuple[int, ...]) -> list[tuple[float, float]]:
+    """(work, its masked part) of each tile of a sample; nothing masked without a window, where what
+    the diagonal costs is the same for each tile and part of that."""
+    seqlen, heads, *window = sample
+    bounds = (window[0], 0) if window else (None, 0)
+    found = []
+    for begin in range(0, seqlen, ROWS):
+        tile = begin, min(begin + ROWS, seqlen)
+        steps, masked = _steps(*tile, (seqlen, seqlen), bounds)
+        found.append((STEP_WORK * steps, STEP_WORK * masked if window else 0.0))
+    return found * heads
+
+
+def _our_call(variant: Variant, sample: tuple[int, ...]) -> tuple[Any, tuple]:
     """(compiled kernel, arguments of a call on one CTA pair)."""
+    seqlen, heads, *window = sample
     kind, generator = variant.kind, torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
         for n in (heads, 1, 1)
     )
-    window = (SAMPLE_WINDOW if kind.window else None, None)
     softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
-    options = Options.check(None, kind.causal, window, softcap, variant.use_clc)
+    bounds = (window[0] if kind.window else None, None)
+    options = Options.check(None, kind.causal, bounds, softcap, variant.use_clc)
     ragged = {}
     if kind.packed:
         offsets = torch.tensor([0, seqlen], dtype=torch.int32)
@@ -123,14 +157,7 @@ def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
     reason = flash_attn_4.unavailable()
     if reason:
         raise RuntimeError(reason)
-    samples = ((256, 1), (512, 1), (1024, 1), (2048, 1))
-
-    def make() -> list[Replayed]:
-        predictions = _their_predictions(kind, samples, machine, draws)
-        return [replayed(prediction, 1) for prediction in predictions]
-
-    rows = kept((modelled.their_versions(), kind, samples), machine, draws, make)
-    costs = modelled.fitted(rows, "single")
+    costs = modelled.fitted(their_replays(kind, machine, draws), "single")
     name = flash_attn_4.PACKAGE
     return modelled.Kernel(
         name, HEAD_DIM, 256, 2, "single", machine.sampled(draws), costs, packs_heads=True,
@@ -138,18 +165,34 @@ def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
     )
 
 
+def their_replays(
+    kind: Kind, machine: Machine, draws: int, samples: Samples | None = None
+) -> list[Replayed]:
+    """The longest cluster, one tile, on each of the samples, by default those of the kind."""
+    samples = samples or kind.samples(single=True)
+
+    def make() -> list[Replayed]:
+        predictions = _their_predictions(kind, samples, machine, draws)
+        return [
+            replayed(prediction, 1, max(_sample_work(sample))[1])
+            for sample, prediction in zip(samples, predictions, strict=True)
+        ]
+
+    return kept((modelled.their_versions(), kind, samples), machine, draws, make)
+
+
 def _their_predictions(
-    kind: Kind, samples: tuple, machine: Machine, draws: int
+    kind: Kind, samples: Samples, machine: Machine, draws: int
 ) -> list[timing.Prediction]:
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     options: dict[str, Any] = {"causal": kind.causal and not kind.window, "num_splits": 1}
-    if kind.window:
-        options["window_size"] = (SAMPLE_WINDOW, 0)
     if kind.softcap:
         options["softcap"] = SAMPLE_SOFTCAP
     with timing.attached(machine, draws) as session:
-        for seqlen, heads in samples:
+        for seqlen, heads, *window in samples:
+            if window:
+                options["window_size"] = (window[0], 0)
             shape = (seqlen, heads, HEAD_DIM)
             q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
             if kind.packed:
@@ -183,12 +226,14 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     own_bytes = 4.0 * kernel.rows * kernel.head_dim
 
     @functools.cache
-    def of(block: int, lengths: tuple[int, int]) -> tuple[float, float]:
-        """(work, own bytes) of a block of queries."""
+    def of(block: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
+        """(work, own bytes, masked work) of a block of queries; without a window masked work is
+        not told apart (`_sample_work`)."""
         begin, end = block * queries, min((block + 1) * queries, lengths[0])
         if begin >= lengths[0]:
-            return 0.0, 0.0
-        return step * _steps(begin, end, lengths, (left, right)), own_bytes
+            return 0.0, 0.0, 0.0
+        steps, masked = _steps(begin, end, lengths, (left, right))
+        return step * steps, own_bytes, step * masked * (left is not None)
 
     found = []
     for index in range(order.num_tiles):
@@ -197,21 +242,28 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
         if kernel.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
         shared = 4.0 * lengths[1] * kernel.head_dim
-        work, own = of(block, lengths)
-        found.append(Tile(work, batch * case.heads_kv + head // ratio, shared, own))
+        work, own, masked = of(block, lengths)
+        found.append(Tile(work, batch * case.heads_kv + head // ratio, shared, own, masked))
     return found
 
 
 def _steps(
     begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None]
-) -> int:
-    """KV tiles that the rows begin .. end - 1 see any key of; the mask is bottom-right aligned."""
+) -> tuple[int, int]:
+    """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
+    all of these rows see); the mask is bottom-right aligned."""
     seqlen_q, seqlen_k = lengths
     left, right = bounds
     offset = seqlen_k - seqlen_q
     first = 0 if left is None else max(0, begin + offset - left)
     limit = seqlen_k if right is None else min(seqlen_k, end + offset + right)
-    return max(0, -(-limit // STEP) - first // STEP) if limit > first else 0
+    if limit <= first:
+        return 0, 0
+    # Keys that every row sees.
+    common_first = 0 if left is None else max(0, end - 1 + offset - left)
+    common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
+    steps = -(-limit // STEP) - first // STEP
+    return steps, steps - max(0, common_limit // STEP - -(-common_first // STEP))
 
 
 def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:

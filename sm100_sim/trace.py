@@ -27,7 +27,8 @@ class TraceEntry:
     operands: their values in the lowest lane, in PTX order: an int for a register, immediate,
         predicate (0 or 1) or address; a tuple (address, items...) for a bracket with several
         members such as TMA's [map, {coordinates}]; a tuple of ints for a vector of up to eight
-        registers; None for longer vectors and for destinations that are not written yet.
+        registers; None for longer vectors and for destinations that are not written yet. The
+        first of an mbarrier try_wait or test_wait is its result: 1 if the phase was complete.
     addresses: of an mbarrier arrival by several lanes, the address of each; else empty.
     nbytes: that a bulk copy moves, else 0.
     blocks: (index, count) of the kernel's basic blocks that the warp has executed since its
@@ -97,6 +98,7 @@ class Trace:
         reads = [_operand_reader(operand) for operand in instruction.operands]
         opcode, text, line = instruction.name, instruction.text, instruction.line
         each = _address_reader(instruction)
+        tests = opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
         entries = self.entries
 
         def recorded(warp: Any, lanes: int) -> Any:
@@ -108,6 +110,8 @@ class Trace:
             outcome = execute(warp, lanes)
             if type(outcome) is not tuple and not (isinstance(outcome, Waiting) and outcome.retry):
                 moved = counters["tma.load bytes"] + counters["tma.store bytes"] - before
+                if tests:
+                    values = (reads[0](warp, lanes), *values[1:])
                 entries.append(
                     TraceEntry(
                         len(entries), warp.cta.ctaid, warp.index, opcode, lanes, values, text, line,

@@ -1,7 +1,8 @@
 """Whole problems: tiles over all SMs, from the costs of a few tiles that were replayed.
 
-A tile costs a fixed number of clocks and so many for each clock of tensor-core work in it; both
-are fitted to replays of one cluster that ran different numbers and sizes of tiles. A discrete-event
+A tile costs a fixed number of clocks and so many for each clock of tensor-core work in it, more of
+them in steps that are masked where a kernel has both; these costs are fitted to replays of one
+cluster that ran different numbers and sizes of tiles. A discrete-event
 run of the scheduler then places the tiles of a problem on the clusters of the machine, so wave
 quantisation, causal imbalance and the order of tiles show. Bytes from HBM, where a group of tiles
 no longer finds its common operands in L2, and the power limit bound the result from below.
@@ -28,13 +29,15 @@ class Tile:
 
     work: clocks of the tensor core of a CTA. group: tiles of one group read the same
     `shared_bytes` (the keys and values of a head, say); own_bytes: what no other tile touches. A
-    tile without work and bytes is one past the end of its sequence, which a cluster skips.
+    tile without work and bytes is one past the end of its sequence, which a cluster skips. masked:
+    clocks of the work that are spent in masked steps.
     """
 
     work: float
     group: int = 0
     shared_bytes: float = 0.0
     own_bytes: float = 0.0
+    masked: float = 0.0
 
     @property
     def skipped(self) -> bool:
@@ -43,34 +46,43 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileCosts:
-    """Clocks of a cluster: `begin` once, then for each tile `each` and `rate` times its work."""
+    """Clocks of a cluster: `begin` once, then for each tile `each`, `rate` times its work and
+    `mask` times its masked work."""
 
     begin: float
     each: float
     rate: float
+    mask: float = 0.0
 
     def of(self, tile: Tile) -> float:
         """Clocks of a tile among others of the same cluster."""
-        return self.each + self.rate * tile.work
+        return self.each + self.rate * tile.work + self.mask * tile.masked
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One replay to fit costs to: tiles that the cluster ran, their work in all, clocks."""
+    """One replay to fit costs to: tiles that the cluster ran, their work in all, clocks, and the
+    masked part of the work."""
 
     tiles: int
     work: float
     clocks: float
+    masked: float = 0.0
 
 
 def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
     """Costs that reproduce the samples, by least squares of the relative errors.
 
     single: every sample ran one tile (kernels with one tile a CTA), so that what a cluster costs
-    once and what a tile costs are not told apart; all of it then counts as the tile's. Raises
-    ValueError if there are too few samples or two of the costs cannot be told apart.
+    once and what a tile costs are not told apart; all of it then counts as the tile's. Masked work
+    has a cost of its own if any sample has some. Raises ValueError if there are too few samples or
+    two of the costs cannot be told apart.
     """
-    columns = [[1.0, s.work] if single else [1.0, s.tiles, s.work] for s in samples]
+    masked = any(s.masked for s in samples)
+    columns = [
+        [1.0, *([] if single else [s.tiles]), s.work, *([s.masked] if masked else [])]
+        for s in samples
+    ]
     clocks = np.array([s.clocks for s in samples], float)
     matrix = np.array(columns) / clocks[:, None]
     solution, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(samples)), rcond=None)
@@ -79,9 +91,7 @@ def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
             f"{len(samples)} samples do not determine {matrix.shape[1]} costs; vary the number of "
             "tiles and their work"
         )
-    if single:
-        return TileCosts(0.0, float(solution[0]), float(solution[1]))
-    return TileCosts(*map(float, solution))
+    return TileCosts(*([0.0] if single else []), *map(float, solution))
 
 
 @dataclass(frozen=True)

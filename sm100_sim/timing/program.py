@@ -151,7 +151,6 @@ class _Builder:
     def add(self, warp: tuple[int, int], path: WarpPath, events: list[Event]) -> None:
         """One warp."""
         row_of = np.full(len(events) + 1, -1, np.int32)
-        peeks = _successful_peeks(events)
         sites = np.full(len(events), -1)
         matched = path.event_of >= 0
         sites[path.event_of[matched]] = path.numbers[matched]
@@ -164,7 +163,8 @@ class _Builder:
             site = self.function.instructions[sites[number]]
             arguments = self._arguments(action, event.entry, warp[0], site)
             if action == Action.WAIT:
-                arguments = (*arguments[:2], number in peeks)
+                # A try_wait outside a loop may have failed; a later one then waits for the phase.
+                arguments = (*arguments[:2], bool(event.entry.operands[0]))
             padded = (*arguments, 0, 0, 0, 0)[:4]
             self.rows.append((int(action), *(int(value) for value in padded)))
         self.warps.append(warp)
@@ -303,21 +303,3 @@ def _tmem_registers(opcode: str) -> int:
     shape, times = opcode.split(".x")[0].rsplit(".", 1)[-1], opcode.split(".x")[1]
     words = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
     return words * int(times.split(".")[0])
-
-
-def _successful_peeks(events: list[Event]) -> set[int]:
-    """Numbers of the waits after which the warp takes the phase as complete.
-
-    A try_wait in no loop may have failed; then a later one asks for the same phase again.
-    """
-    found = set()
-    following: dict[int, int] = {}
-    for number in range(len(events) - 1, -1, -1):
-        event = events[number]
-        if event.kind != "wait":
-            continue
-        address, parity = event.entry.operands[1], _parity(event.entry)
-        if following.get(address) != parity:
-            found.add(number)
-        following[address] = parity
-    return found

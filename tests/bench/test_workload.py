@@ -40,6 +40,36 @@ def test_work_is_the_key_tiles_that_any_row_sees(lengths, causal, window):
     assert sorted(tile.work for tile in tiles) == sorted(expected)
 
 
+@pytest.mark.parametrize("left", [256, 300, 512, 1023, 4096])
+def test_masked_work_is_what_some_row_sees_and_another_does_not(left):
+    case = Case("test", ((2000, 2000),), 1, 1, True, (left, None))
+    seen = visible((2000, 2000), case.bounds).numpy()
+    for begin, tile in zip(range(0, 2000, 256), _upwards(workload.tiles(case, KERNEL))):
+        rows = seen[begin : begin + 256, : 2000 // 128 * 128].reshape(-1, 2000 // 128, 128)
+        some, every = rows.any(axis=(0, 2)), rows.all(axis=(0, 2))
+        # The last, short step has keys past the sequence.
+        short = seen[begin : begin + 256, 1920:].any()
+        assert tile.work == (some.sum() + short) * STEP_CLOCKS
+        assert tile.masked == ((some & ~every).sum() + short) * STEP_CLOCKS
+
+
+def _upwards(tiles):
+    """One head's tiles by ascending block: longest first puts them the other way round."""
+    return reversed(tiles)
+
+
+def test_samples_of_windowed_kernels_have_masked_and_unmasked_steps():
+    found = [workload._sample_work(sample) for sample in workload.WINDOW_SAMPLES]
+    assert [len(tiles) for tiles in found] == [1, 2, 4, 4, 8]
+    for tiles in found[:3]:
+        assert all(work == masked for work, masked in tiles)
+    assert sum(work > 2 * masked for tiles in found[3:] for work, masked in tiles) == 8
+    held_out = {sample[2] for sample in workload.HELD_OUT}
+    assert not held_out & {sample[2] for sample in workload.WINDOW_SAMPLES}
+    dense = workload._sample_work((512, 2))
+    assert dense == [(2 * STEP_CLOCKS, 0.0), (4 * STEP_CLOCKS, 0.0)] * 2
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_dense_tiles_are_those_of_the_dense_model(causal):
     case = Case("dense", ((1024, 1024),) * 3, 12, 4, causal)

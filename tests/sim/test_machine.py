@@ -603,6 +603,22 @@ def test_report_and_trace():
     assert isinstance(report, Report)
 
 
+def test_trace_of_a_try_wait_has_its_result():
+    """The first asks for a phase that is not over, the second for the one before, which is."""
+    trace = run_kernel_text(
+        """
+        .shared .align 8 .b8 smem[8];
+        mbarrier.init.shared.b64 [smem], 1;
+        mbarrier.test_wait.parity.shared.b64 %p0, [smem], 0;
+        mbarrier.test_wait.parity.shared.b64 %p0, [smem], 1;
+        """,
+        [np.zeros(1, np.uint32)],
+        trace=True,
+    ).trace
+    waits = [entry for entry in trace if entry.opcode.startswith("mbarrier.test_wait")]
+    assert [entry.operands[0] for entry in waits] == [0, 1]
+
+
 def test_guarded_machine_operations_count_executing_lanes():
     report = run_kernel_text(
         """

@@ -33,6 +33,20 @@ def test_fit_single_counts_everything_as_the_tile():
     assert found.rate == pytest.approx(1.1)
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_masked_work_has_a_cost_of_its_own(single):
+    true = TileCosts(0.0 if single else 8000.0, 1700.0, 1.05, 0.2)
+    samples = [
+        Sample(n, work, true.begin + n * true.each + true.rate * work + true.mask * masked, masked)
+        for n, work, masked in ((1, 4096, 4096), (1 + (not single), 12288, 9000), (1, 40000, 8000),
+                                (1 if single else 8, 60000, 8000))
+    ]  # fmt: skip
+    found = fit(samples, single)
+    costs = (found.begin, found.each, found.rate, found.mask)
+    assert np.allclose(costs, (true.begin, true.each, true.rate, true.mask))
+    assert found.of(Tile(1000.0, masked=500.0)) == pytest.approx(1700 + 1050 + 100)
+
+
 def test_one_wave_and_one_tile_more():
     """Four clusters of two: four tiles take as long as one, five as long as two."""
     tiles = [Tile(1000.0)] * 5
