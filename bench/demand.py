@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from fa4_hd256.backward_config import BLOCK_KV, BLOCK_Q, TILE_BYTES, BackwardConfig
-from fa4_hd256.backward_problem import choose_splits
 from fa4_hd256.config import BF16_BYTES, CTAS, HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import packed_heads
 from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.tensor import mma_cost
 from softmax_emu.pattern import Ex2Pattern
 
+from .backward_plan import plan
 from .suite import BACKWARD, FORWARD, Case
 
 #: K of one tcgen05.mma of 16-bit operands.
@@ -221,10 +221,10 @@ def totals(
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
-        splits = _splits(case, clusters)
+        planned = plan(case, config.ds_bytes, clusters)
+        splits, keeps_ds = planned.splits, planned.ds_heads > 0
         results = 2 * key if splits == 1 else 2 * key * splits * FLOAT_BYTES / BF16_BYTES
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
-        keeps_ds = ds_of_kv_head(case) <= config.ds_bytes
         ds = steps * UNIT_DS_BYTES * keeps_ds
         of_dq = (
             (dq_product(config), steps, q_tiles, query + key + ds)
@@ -243,20 +243,6 @@ def totals(
         Total(kernel, n, tiles, (kernel.step * n + kernel.tile * tiles) * CTAS, hbm)
         for kernel, n, tiles, hbm in counted
     ]
-
-
-def ds_of_kv_head(case: Case) -> int:
-    """Bytes of dS of one KV head, all its query heads and all sequences, queries in whole units."""
-    rows = -(-case.seqlen_q // (CTAS * BLOCK_Q)) * (CTAS * BLOCK_Q)
-    return rows * case.seqlen_k * BF16_BYTES * case.batch * (case.heads // case.heads_kv)
-
-
-def _splits(case: Case, clusters: int) -> int:
-    """As the operator chooses them."""
-    tiles = case.batch * -(-case.seqlen_k // BLOCK_KV)
-    if case.packed:
-        tiles = min(tiles, sum(k for _, k in case.lengths) // BLOCK_KV + case.batch)
-    return choose_splits(case.heads_kv * tiles, case.heads // case.heads_kv, clusters)
 
 
 def _counts(case: Case, packed: int = 1) -> tuple[int, int, int]:

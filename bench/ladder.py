@@ -49,7 +49,8 @@ from .results import (
 from .shape_options import add_shape_options, chosen_case
 from .suite import FORWARD, Case
 
-#: Differences of predictions below this are not ranked: the model does not resolve them.
+#: Differences below this are not ranked: the model does not resolve them, and a measurement of one
+#: GPU hardly.
 RESOLUTION = 0.05
 #: The field's mix: 37.5 % of a step's columns.
 PATTERN = Ex2Pattern(4, 3)
@@ -227,7 +228,7 @@ def rows(
     for timing in timings:
         seconds = timing.seconds
         tflops = flop / seconds / 1e12
-        gain = None if before is None else before.seconds / seconds
+        gain = None if before is None else before.seconds / _opposed(seconds, origin[BASIS])
         found.append({
             "step": timing.rung.name,
             "milliseconds": seconds[0] * 1e3, "tflops": tflops[0],
@@ -237,7 +238,7 @@ def rows(
             "gain": None if gain is None else gain[0],
             "gain_low": None if gain is None else gain.min(),
             "gain_high": None if gain is None else gain.max(),
-            "effect": _effect(gain, origin[BASIS]),
+            "effect": _effect(gain),
             "over_pytorch": NOT_RUNNABLE if pytorch is None else pytorch / seconds[0],
             "correct": timing.error.correct, "max_error": timing.error.error,
             "tolerance": timing.error.tolerance, "lse_max_error": timing.error.lse_error,
@@ -247,14 +248,19 @@ def rows(
     return found
 
 
-def _effect(gain: np.ndarray | None, basis: str) -> str | None:
-    """ "faster" or "slower" where all conditions agree, and predictions by 5 % or more."""
+def _opposed(seconds: np.ndarray, basis: str) -> np.ndarray:
+    """What another configuration's seconds are compared with, element by element: predictions
+    under the same constants; of a measurement the slow runs with the fast ones."""
+    return seconds[[0, 2, 1]] if basis == "measured" else seconds
+
+
+def _effect(gain: np.ndarray | None) -> str | None:
+    """ "faster" or "slower" where all conditions agree, and by 5 % or more."""
     if gain is None:
         return None
-    least = 1 + (RESOLUTION if basis == "modelled" else 0.0)
-    if gain.min() > 1 and gain[0] >= least:
+    if gain.min() > 1 and gain[0] >= 1 + RESOLUTION:
         return "faster"
-    if gain.max() < 1 and gain[0] <= 1 / least:
+    if gain.max() < 1 and gain[0] <= 1 / (1 + RESOLUTION):
         return "slower"
     return "not ranked"
 
@@ -289,7 +295,8 @@ def table(found: list[dict[str, Any]], case: Case, others: dict[str, float | str
         ranges += "whose sign is not the same in every draw, are not ranked. Inputs of the replays "
         ranges += "are standard normal, which decides how often O is rescaled."
     else:
-        ranges = "Ranges: p20 to p80."
+        ranges = f"Ranges: p20 to p80. Gains below {RESOLUTION:.0%}, or where the slow runs of one "
+        ranges += "step overlap with the fast ones of the other, are not ranked."
     listed = "; ".join(
         f"{name}: {value}" if isinstance(value, str) else f"{name}: {value * 1e3:.3f} ms"
         for name, value in others.items()

@@ -26,7 +26,7 @@ from sm100_sim.timing.machine_constants import Machine, Values, load
 from sm100_sim.timing.problem import Sample, Schedule, Tile, TileCosts, fit, schedule
 
 from . import flash_attn_4
-from .replays import Replayed, digest, kept, replayed
+from .replays import Paths, Replayed, digest, kept, replayed
 
 #: Keys of a step.
 STEP = 128
@@ -76,6 +76,7 @@ class Kernel:
     packs_heads: whether a tile's rows are those of all query heads of a KV head, see
     `tile_of_queries`; the costs stay those of replays with one query head. exact_grid: whether the
     grid of packed sequences follows their queries; otherwise each has blocks for the longest one.
+    paths: of the replays.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Kernel:
     ordered: bool = True
     packs_heads: bool = False
     exact_grid: bool = False
+    paths: Paths = Paths()
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -236,7 +238,10 @@ def our_kernel(
     rows = kept((digest(compiled.cubin), samples), model, draws, make)
     ordered = config is None or config.ordered_tiles
     costs = fitted(rows, policy)
-    return Kernel("ours", *shape, model.sampled(draws), costs, ordered, packs_heads=True)
+    return Kernel(
+        "ours", *shape, model.sampled(draws), costs, ordered, packs_heads=True,
+        paths=Paths.of(rows),
+    )
 
 
 def their_kernel(
@@ -278,7 +283,10 @@ def their_kernel(
     rows_of = kept((their_versions(), head_dim, causal, samples), model, draws, make)
     shape = head_dim, rows, cluster, policy
     costs = fitted(rows_of, policy)
-    return Kernel(flash_attn_4.PACKAGE, *shape, model.sampled(draws), costs, packs_heads=True)
+    return Kernel(
+        flash_attn_4.PACKAGE, *shape, model.sampled(draws), costs, packs_heads=True,
+        paths=Paths.of(rows_of),
+    )
 
 
 def their_versions() -> tuple[str, ...]:

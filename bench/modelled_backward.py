@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.backward import empty_stats, kernel_specs
 from fa4_hd256.backward_calling import GradientTensors, gradient_call_arguments
-from fa4_hd256.backward_problem import BackwardProblem, choose_splits
+from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.compile import compile_kernel
 from fa4_hd256.config import HEAD_DIM
 from fa4_hd256.problem import Options, Problem
@@ -28,8 +28,10 @@ from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.problem import Schedule, Tile, TileCosts, schedule
 
 from . import flash_attn_4
+from .backward_plan import BackwardPlan, plan
 from .modelled import L2_FOR_KV, Shape, fitted, one_cluster, their_versions
-from .replays import Replayed, digest, kept, replayed
+from .replays import Paths, Replayed, digest, kept, replayed
+from .suite import Case
 
 #: (seqlen, query heads of one KV head) of the small problems that costs are fitted to.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
@@ -65,6 +67,7 @@ class Backward:
     """Both kernels. costs: kernel -> tile costs for each of the drawn machines; a function, because
     some are only replayed if a shape needs them. Kernels: "dq", "dkdv", "dkdv partial", and where
     dS is kept the same with "kept " before. ds_bytes: memory that dS may take, 0: it is not kept.
+    paths: of the replays of each kernel that was asked for.
     """
 
     name: str
@@ -73,35 +76,29 @@ class Backward:
     values: list[Values]
     costs: Callable[[str], list[TileCosts]]
     ds_bytes: int = 0
+    paths: dict[str, Paths] = field(default_factory=dict)
 
-    def ds_heads(self, shape: Shape) -> int:
-        """KV heads whose dS is kept at a time; 0: dQ computes dS anew."""
-        rows = -(-shape.seqlen // UNIT_Q) * UNIT_Q
-        of_one = 2 * rows * shape.seqlen * shape.batch * (shape.heads // shape.heads_kv)
-        return min(int(self.ds_bytes // of_one), shape.heads_kv)
-
-    def splits(self, shape: Shape, clusters: int) -> int:
-        """Parts of each group of query heads, for the KV heads of one launch."""
-        if not self.order.splits:
-            return 1
-        heads_kv = self.ds_heads(shape) or shape.heads_kv
-        tiles = shape.batch * heads_kv * -(-shape.seqlen // KEYS)
-        return choose_splits(tiles, shape.heads // shape.heads_kv, clusters)
+    def plan(self, shape: Shape) -> BackwardPlan:
+        """Parts of each group of query heads, and the KV heads whose dS is kept at a time."""
+        clusters = int(self.values[0].sms) // 2
+        lengths = ((shape.seqlen, shape.seqlen),) * shape.batch
+        case = Case("dense", lengths, shape.heads, shape.heads_kv, shape.causal)
+        found = plan(case, self.ds_bytes, clusters)
+        return found if self.order.splits else replace(found, splits=1)
 
     def run(self, shape: Shape, heads_kv: int | None = None) -> dict[str, list[Schedule]]:
         """dQ and dK/dV under each of the drawn machines, the central one first.
 
         heads_kv: so many of the KV heads only, those of one launch; all by default.
         """
-        splits = self.splits(shape, int(self.values[0].sms) // 2)
-        keeps = self.ds_heads(shape) > 0
+        planned, (dq, dkdv) = self.plan(shape), self._names(shape)
+        splits, keeps = planned.splits, planned.ds_heads > 0
         if heads_kv is not None:
             ratio = shape.heads // shape.heads_kv
             shape = replace(shape, heads=heads_kv * ratio, heads_kv=heads_kv)
-        kept_ds, dkdv = "kept " * keeps, "dkdv partial" if splits > 1 else "dkdv"
         kernels = {
-            "dq": (self._dq_tiles(shape, keeps), f"{kept_ds}dq"),
-            "dkdv": (self._dkdv_tiles(shape, splits, keeps), f"{kept_ds}{dkdv}"),
+            "dq": (self._dq_tiles(shape, keeps), dq),
+            "dkdv": (self._dkdv_tiles(shape, splits, keeps), dkdv),
         }
         return {
             kernel: [
@@ -111,12 +108,22 @@ class Backward:
             for kernel, (tiles, which) in kernels.items()
         }
 
+    def _names(self, shape: Shape) -> tuple[str, str]:
+        """The dQ and the dK/dV kernel that a shape takes."""
+        planned = self.plan(shape)
+        kept_ds, partial = "kept " * (planned.ds_heads > 0), " partial" * (planned.splits > 1)
+        return f"{kept_ds}dq", f"{kept_ds}dkdv{partial}"
+
+    def paths_of(self, shape: Shape) -> Paths:
+        """Of the replays behind a shape's prediction, which has been made."""
+        return sum((self.paths.get(name, Paths()) for name in self._names(shape)), Paths())
+
     def seconds(self, shape: Shape) -> np.ndarray:
         """float64, all kernels one after the other, for each of the drawn machines."""
-        heads = self.ds_heads(shape) or shape.heads_kv
+        planned = self.plan(shape)
+        heads = planned.ds_heads or shape.heads_kv
         whole, rest = divmod(shape.heads_kv, heads)
-        splits = self.splits(shape, int(self.values[0].sms) // 2)
-        total = np.array([self._beside(shape, splits, values) for values in self.values])
+        total = np.array([self._beside(shape, planned.splits, v) for v in self.values])
         for count, heads_kv in ((whole, heads), (int(rest > 0), rest)):
             if count:
                 runs = self.run(shape, heads_kv).values()
@@ -208,11 +215,13 @@ def our_backward(
             return found
 
         compiled, *_ = call(*SAMPLES[0])
-        return fitted(kept((digest(compiled.cubin), which, SAMPLES), machine, draws, make), policy)
+        rows = kept((digest(compiled.cubin), which, SAMPLES), machine, draws, make)
+        paths[which] = Paths.of(rows)
+        return fitted(rows, policy)
 
-    order = Order(policy, True, True, UNIT_Q)
+    order, paths = Order(policy, True, True, UNIT_Q), {}
     values = machine.sampled(draws)
-    return Backward("ours", HEAD_DIM, order, values, costs, config.ds_bytes)
+    return Backward("ours", HEAD_DIM, order, values, costs, config.ds_bytes, paths)
 
 
 def _our_call(
@@ -269,11 +278,13 @@ def their_backward(head_dim: int, causal: bool, machine: Machine, draws: int) ->
         what = their_versions(), "backward", head_dim, causal, SINGLE_SAMPLES
         rows = kept(what, machine, draws, make)
         count = len(SINGLE_SAMPLES)
-        return fitted(rows[:count] if which == "dq" else rows[count:], "single")
+        rows = rows[:count] if which == "dq" else rows[count:]
+        paths[which] = Paths.of(rows)
+        return fitted(rows, "single")
 
-    order = Order("single", False, False, KEYS)
+    order, paths = Order("single", False, False, KEYS), {}
     values = machine.sampled(draws)
-    return Backward(flash_attn_4.PACKAGE, head_dim, order, values, costs)
+    return Backward(flash_attn_4.PACKAGE, head_dim, order, values, costs, paths=paths)
 
 
 def _their_predictions(

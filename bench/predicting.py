@@ -11,6 +11,7 @@ from sm100_sim.timing.machine_constants import Machine
 
 from . import flash_attn_4, modelled, workload
 from .providers import OURS
+from .replays import Paths
 from .suite import BACKWARD, FORWARD, Case
 
 PREDICTED = (OURS, flash_attn_4.PACKAGE)
@@ -19,10 +20,11 @@ PREDICTED = (OURS, flash_attn_4.PACKAGE)
 @dataclass(frozen=True)
 class Predicted:
     """seconds: float64, the central prediction first, then those of the draws. bound: what decides
-    the central one, None where several kernels share the time."""
+    the central one, None where several kernels share the time. paths: of the replays behind it."""
 
     seconds: np.ndarray
     bound: str | None
+    paths: Paths = Paths()
 
     @property
     def low(self) -> float:
@@ -94,9 +96,11 @@ class Predictor:
             shape = modelled.Shape(
                 case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
             )
-            return Predicted(self._backward(provider, case.causal).seconds(shape), None)
-        found = workload.run(case, self.kernel(provider, workload.Kind.of(case)))
-        return Predicted(np.array([s.seconds for s in found]), found[0].bound)
+            backward = self._backward(provider, case.causal)
+            return Predicted(backward.seconds(shape), None, backward.paths_of(shape))
+        kernel = self.kernel(provider, workload.Kind.of(case))
+        found = workload.run(case, kernel)
+        return Predicted(np.array([s.seconds for s in found]), found[0].bound, kernel.paths)
 
 
 def _is_plain(case: Case) -> bool:

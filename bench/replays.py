@@ -22,6 +22,8 @@ from sm100_sim.timing.machine_constants import Machine
 
 #: Sources beside those of the timing model that decide what it is given.
 _TRACING = ("trace.py", "traced_machine.py")
+#: Those of the timing model that only read what a replay has found.
+_READING = ("problem.py", "chrome.py", "critical.py")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,22 @@ def replayed(prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> 
     work = sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
     clocks = tuple(map(float, prediction.clocks))
     return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous, masked)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """How well the SASS of some replays fits what was run: events and sites without a counterpart,
+    choices that nothing decides. Sums; those of several kernels are added."""
+
+    unmatched: int = 0
+    ambiguous: int = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[Replayed]) -> Paths:
+        return cls(sum(row.unmatched for row in rows), sum(row.ambiguous for row in rows))
+
+    def __add__(self, other: Paths) -> Paths:
+        return Paths(self.unmatched + other.unmatched, self.ambiguous + other.ambiguous)
 
 
 _memory: dict[str, list[Replayed]] = {}
@@ -89,5 +107,6 @@ def digest(content: bytes) -> str:
 @functools.cache
 def _sources() -> str:
     room = Path(timing.__file__).parent
-    files = sorted(room.glob("*.py")) + [room.parent / name for name in _TRACING]
+    files = [path for path in sorted(room.glob("*.py")) if path.name not in _READING]
+    files += [room.parent / name for name in _TRACING]
     return digest(b"\0".join(path.read_bytes() for path in files))

@@ -179,6 +179,7 @@ def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
         "tflops": tflops, "tflops_low": flop / found.high / 1e12,
         "tflops_high": flop / found.low / 1e12, "of_peak": tflops / peak,
         "of_2250": tflops / B200_TFLOPS, "bound": found.bound,
+        "unmatched": found.paths.unmatched, "ambiguous": found.paths.ambiguous,
     }  # fmt: skip
 
 
@@ -198,8 +199,17 @@ def _row(case: Case, direction: str, details: dict[str, dict[str, Any]]) -> dict
         "range": _range(ours), "their_range": _range(theirs), "of_peak": ours.get("of_peak"),
         "clock_mhz": ours.get("clock_mhz"),
         "ratio": ratio, "ratio_low": low, "ratio_high": high, "faster": _faster(ours, theirs),
+        **{key: _of_both(ours, theirs, key) for key in ("unmatched", "ambiguous")},
         "details": details,
     }  # fmt: skip
+
+
+def _of_both(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str | None:
+    """A figure of both providers side by side, None where neither has it."""
+    figures = [found.get(key) for found in (ours, theirs)]
+    if figures == [None, None]:
+        return None
+    return " / ".join("-" if figure is None else str(figure) for figure in figures)
 
 
 def _range(found: dict[str, Any]) -> str | None:
@@ -234,6 +244,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("ratio_high", format=".2f", title="high"),
         Column("faster"),
     )  # fmt: skip
+    if rows[0][BASIS] == "modelled":
+        columns += (Column("unmatched"), Column("ambiguous"))
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
@@ -287,6 +299,12 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         "visible pairs with a window; backward 2.5 times that. Peak: dense bf16 at the clock "
         "recorded."
     ]
+    if not measured:
+        notes.append(
+            "unmatched, ambiguous: of the replays behind a row, ours / "
+            f"{flash_attn_4.PACKAGE}'s: events and SASS sites without a counterpart, and choices "
+            "between paths that neither events nor instruction mixes decide."
+        )
     reasons: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:
         for name, found in row["details"].items():

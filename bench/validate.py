@@ -1,8 +1,9 @@
 """`python -m bench validate`: the timing model against what others and we have measured.
 
-Three tables: the single instructions that the tensor core's forms were made from; published rates
-of GEMM and attention on B200, from the same projects' kernels run through the model; a Hopper GPU
-(`bench hopper`). The role of a row says whether it can count as validation.
+Tables: the single instructions that the tensor core's forms were made from; published rates of GEMM
+and attention on B200, from the same projects' kernels run through the model; replays of windowed
+kernels that the costs of their tiles were not fitted to; a Hopper GPU (`bench hopper`). The role of
+a row says whether it can count as validation.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from sm100_sim.timing.machine_constants import Machine, load
 from sm100_sim.timing.problem import Tile, schedule
 from sm100_sim.timing.tensor import MEASURED, mma_cost
 
-from . import flash_attn_4, modelled
+from . import flash_attn_4, modelled, workload
 from .modelled import Shape, fitted, one_cluster, their_versions
+from .providers import OURS
 from .replays import Replayed, kept, replayed
 from .results import (
     BASIS,
     MACHINE,
     Column,
+    Plot,
     Table,
     add_output_options,
     emit,
@@ -37,6 +40,7 @@ from .results import (
 from .suite import BACKWARD, FORWARD
 
 BUILT_FROM, VALIDATION, FITTED = "built from", "validation", "fitted"
+CONSISTENCY = "consistency of the model"
 DRAWS = 4
 
 _PR_2280 = "github.com/Dao-AILab/flash-attention/pull/2280"
@@ -156,6 +160,14 @@ RATE_COLUMNS = (
 )
 
 
+HELD_OUT_COLUMNS = (
+    Column("kernel"), Column("seqlen"), Column("window"), Column("tiles"),
+    Column("steps", format=".0f"), Column("masked", format=".0f"),
+    Column("replayed", "clocks", ".0f"), Column("predicted", "clocks", ".0f", "by the fit"),
+    Column("error", "", "+.1%"),
+)  # fmt: skip
+
+
 def instructions(machine: Machine) -> Table:
     """Latency and interval of single tcgen05.mma, published and by the closed forms."""
     rows = []
@@ -175,7 +187,8 @@ def instructions(machine: Machine) -> Table:
                 MACHINE: modelled_machine(machine),
             })  # fmt: skip
     title = "Single tcgen05.mma, bf16, K = 16: what the closed forms were built from"
-    return Table("validate", title, INSTRUCTION_COLUMNS, rows)
+    plot = Plot("n", ("latency_published", "latency_modelled"), "line", panel="instruction")
+    return Table("validate", title, INSTRUCTION_COLUMNS, rows, plot=plot)
 
 
 @functools.cache
@@ -249,7 +262,8 @@ def _finished(title: str, rows: list[dict[str, Any]], machine_name: str, *notes:
         f"within {aim} % {np.sum(np.abs(errors) <= aim / 100)} of {len(errors)}" for aim in (10, 20)
     )
     summary = f"Validation rows: median error {np.median(np.abs(errors)):.0%}, {close}."
-    return Table("validate", title, RATE_COLUMNS, rows, (summary, *notes))
+    plot = Plot(("case", "source"), ("published", "modelled"))
+    return Table("validate", title, RATE_COLUMNS, rows, (summary, *notes), plot)
 
 
 def rates(machine_name: str) -> list[Table]:
@@ -284,6 +298,37 @@ def rates(machine_name: str) -> list[Table]:
     ]  # fmt: skip
 
 
+def held_out(machine: Machine) -> Table:
+    """Replays of windowed kernels beside what costs fitted to other replays say of them."""
+    kind, rows = workload.Kind(True, window=True), []
+    variant = workload.Variant(kind, samples=workload.HELD_OUT)
+    for name, fit_to, others, policy in (
+        (OURS, workload.our_replays(workload.Variant(kind), machine, DRAWS),
+         workload.our_replays(variant, machine, DRAWS), "static"),
+        (flash_attn_4.PACKAGE, workload.their_replays(kind, machine, DRAWS),
+         workload.their_replays(kind, machine, DRAWS, workload.HELD_OUT), "single"),
+    ):  # fmt: skip
+        costs = fitted(fit_to, policy)[0]
+        for (seqlen, _, left), run in zip(workload.HELD_OUT, others, strict=True):
+            clocks = costs.begin + costs.each * run.tiles
+            clocks += costs.rate * run.work + costs.mask * run.masked
+            rows.append({
+                "kernel": name, "seqlen": seqlen, "window": f"({left}, 0)", "tiles": run.tiles,
+                "steps": run.work / workload.STEP_WORK,
+                "masked": run.masked / workload.STEP_WORK,
+                "replayed": run.clocks[0], "predicted": clocks,
+                "error": clocks / run.clocks[0] - 1, "role": CONSISTENCY,
+                BASIS: "modelled", MACHINE: modelled_machine(machine),
+            })  # fmt: skip
+    note = (
+        "Both columns are the model's: this shows that costs of masked and unmasked steps carry "
+        "over to other windows and lengths, not that the model is right."
+    )
+    title = "Windowed kernels: replays of one cluster outside the fit, and costs of the fit"
+    plot = Plot(("kernel", "seqlen", "window"), ("replayed", "predicted"))
+    return Table("validate", title, HELD_OUT_COLUMNS, rows, (note,), plot)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--machine", default="b200", help="b200 or b300")
@@ -296,7 +341,8 @@ def main(arguments: argparse.Namespace) -> int:
     reason = flash_attn_4.unavailable()
     if reason:
         raise RuntimeError(reason)
-    tables = [instructions(load(arguments.machine)), *rates(arguments.machine)]
+    machine = load(arguments.machine)
+    tables = [instructions(machine), *rates(arguments.machine), held_out(machine)]
     if not arguments.no_hopper:
         from . import hopper
 

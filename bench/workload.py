@@ -28,7 +28,7 @@ from sm100_sim.timing.machine_constants import Machine
 from sm100_sim.timing.problem import Schedule, Tile, schedule
 
 from . import flash_attn_4, modelled
-from .replays import Replayed, digest, kept, replayed
+from .replays import Paths, Replayed, digest, kept, replayed
 from .suite import Case
 
 STEP, ROWS = modelled.STEP, 256
@@ -89,9 +89,11 @@ class Variant:
 def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kernel:
     """Our forward, with costs fitted to replays of that kernel."""
     policy = "dynamic" if variant.use_clc else "static"
-    costs = modelled.fitted(our_replays(variant, machine, draws), policy)
+    replays = our_replays(variant, machine, draws)
+    costs = modelled.fitted(replays, policy)
     return modelled.Kernel(
-        "ours", HEAD_DIM, 256, 2, policy, machine.sampled(draws), costs, packs_heads=True
+        "ours", HEAD_DIM, ROWS, 2, policy, machine.sampled(draws), costs, packs_heads=True,
+        paths=Paths.of(replays),
     )
 
 
@@ -157,11 +159,12 @@ def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
     reason = flash_attn_4.unavailable()
     if reason:
         raise RuntimeError(reason)
-    costs = modelled.fitted(their_replays(kind, machine, draws), "single")
+    replays = their_replays(kind, machine, draws)
+    costs = modelled.fitted(replays, "single")
     name = flash_attn_4.PACKAGE
     return modelled.Kernel(
-        name, HEAD_DIM, 256, 2, "single", machine.sampled(draws), costs, packs_heads=True,
-        exact_grid=True,
+        name, HEAD_DIM, ROWS, 2, "single", machine.sampled(draws), costs, packs_heads=True,
+        exact_grid=True, paths=Paths.of(replays),
     )
 
 

@@ -80,6 +80,19 @@ def test_a_gain_of_some_draws_only_leaves_the_default():
     assert [entry.pattern for entry in ex2_sweep.entries(rows)] == [HARDWARE_ONLY] * 3
 
 
+def test_measured_ranges_that_overlap_are_not_ranked():
+    """Median, p20 and p80: fast runs of hardware alone are as fast as slow ones of the mix."""
+    errors = {HARDWARE_ONLY: Error(4e-7, 1e-3), HALF: Error(8.6e-5, 1e-3)}
+    for slowest, chosen in ((0.97, HARDWARE_ONLY), (0.92, HALF)):
+        found = times(1.0, 0.9)
+        for name in ex2_sweep.SEQLENS:
+            found[HARDWARE_ONLY, name].seconds[:] = 1.0, 0.95, 1.02
+            found[HALF, name].seconds[:] = 0.9, 0.89, slowest
+        rows = ex2_sweep.rows_of(found, errors, True, {"gpu": "B200", "basis": "measured",
+                                                       "machine": "try"})  # fmt: skip
+        assert [entry.pattern for entry in ex2_sweep.entries(rows)] == [chosen] * 3
+
+
 def test_what_is_no_tuning_table_is_refused(tmp_path):
     wrong = tmp_path / "wrong.json"
     for text in ("[]", '{"exp2": [{"gpu": "B200"}]}', "{"):

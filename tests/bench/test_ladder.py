@@ -59,8 +59,17 @@ def test_gains_and_what_is_ranked():
     assert [row["correct"] for row in rows] == [True] * 4 + [False]
     assert {row["over_pytorch"] for row in rows} == {"not runnable here"}
     assert rows[0]["tflops"] == pytest.approx(CASE.flop("forward") / 10.0 / 1e12)
+    # Median, p20 and p80: ahead where slow runs of one are before the fast ones of the other.
+    seconds = [[10.0, 9.9, 10.1], [9.8, 9.7, 9.8], [9.0, 8.0, 9.75], [8.0, 7.9, 8.0]]
+    timings = [
+        ladder.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
+    ]
     measured = ladder.rows(timings, CASE, 20.0, {"basis": "measured", "machine": "g"})
-    assert measured[2]["effect"] == "faster" and measured[0]["over_pytorch"] == 2.0
+    assert [row["effect"] for row in measured[1:]] == ["not ranked", "not ranked", "not ranked"]
+    assert measured[3]["gain_low"] == 8.0 / 8.0 and measured[0]["over_pytorch"] == 2.0
+    timings[2] = dataclasses.replace(timings[2], seconds=np.array([9.0, 8.9, 9.1]))
+    measured = ladder.rows(timings, CASE, 20.0, {"basis": "measured", "machine": "g"})
+    assert [row["effect"] for row in measured[2:]] == ["faster", "faster"]
     # A wrong LSE is wrong, too.
     assert not ladder.Error(0.0, 1.0, 1e-2).correct
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from bench import modelled, replays
+from bench.backward_plan import BackwardPlan, plan
 from bench.modelled import Kernel, Shape
 from bench.modelled_backward import DKDV, DQ, DQ_PRODUCT, DS, Backward, Order
-from bench.replays import Replayed, kept
+from bench.replays import Paths, Replayed, kept
+from bench.suite import Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 
@@ -71,7 +73,7 @@ def test_heads_of_a_kept_ds(ds_bytes, heads):
     found = Backward(
         "ideal", 256, OURS, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
     )
-    assert found.ds_heads(FULL) == heads
+    assert found.plan(FULL).ds_heads == heads
     whole = backward(OURS).seconds(FULL)
     if heads:
         # 5 products of 7, and no tile takes longer than before.
@@ -96,11 +98,30 @@ def test_causal_backward_starts_at_the_diagonal():
 def test_few_kv_heads_are_split_and_pay_for_it():
     few = Shape(1, 1024, 16, 1, False)
     ours, theirs = backward(OURS), backward(THEIRS)
-    assert ours.splits(few, 74) == 8 and theirs.splits(few, 74) == 1
+    assert ours.plan(few).splits == 8 and theirs.plan(few).splits == 1
     assert ours.run(few)["dkdv"][0].clocks < theirs.run(few)["dkdv"][0].clocks / 4
     slow = [VALUES[0]._replace(hbm_terabytes=0.001)]
     split = Backward("ideal", 256, OURS, slow, lambda which: IDEAL)
     assert split._beside(few, 8, slow[0]) > 2 * split._beside(few, 1, slow[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "ds_bytes", "expected"),
+    [
+        # 16 tiles of each KV head; dS of one takes 4 heads x 2048^2 x 2 bytes.
+        (Case("a", ((2048, 2048),), 8, 2, False), 0, BackwardPlan(2, 0)),
+        (Case("a", ((2048, 2048),), 8, 2, False), 1 << 26, BackwardPlan(2, 2)),
+        (Case("a", ((2048, 2048),), 8, 2, False), 1 << 25, BackwardPlan(4, 1)),
+        # Packed: at most 100 // 128 + 2 tiles of keys; queries of dS in whole units of the longest.
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 0, BackwardPlan(4, 0)),
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 60 * 256 * 2,
+         BackwardPlan(4, 1)),
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 60 * 256 * 2 - 1,
+         BackwardPlan(4, 0)),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_backward_is_the_operators(case, ds_bytes, expected):
+    assert plan(case, ds_bytes, 74) == expected
 
 
 def test_seconds_include_every_launch():
@@ -126,6 +147,14 @@ def test_kept_replays_are_made_once(tmp_path, monkeypatch):
     kept(("kernel", 1), load("b300"), 1, make)
     kept(("kernel", 1), MACHINE, 2, make)
     assert len(made) == 4
+
+
+def test_paths_of_replays_are_added():
+    rows = [Replayed(1, 1.0, (1.0,), 2, 30), Replayed(1, 1.0, (1.0,), 0, 4)]
+    assert Paths.of(rows) + Paths(1, 1) == Paths(3, 35)
+    found = backward(OURS)
+    found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "kept dq": Paths(9, 9)})
+    assert found.paths_of(FULL) == Paths(1, 7)
 
 
 def test_costs_of_each_draw():

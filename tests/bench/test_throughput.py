@@ -11,6 +11,7 @@ from bench import measuring, predicting, providers, suite, throughput
 from bench.__main__ import main
 from bench.measuring import Sampling, State
 from bench.predicting import Predicted
+from bench.replays import Paths
 from bench.suite import BACKWARD, FORWARD, Case
 
 pytest.importorskip("cutlass")
@@ -165,7 +166,7 @@ class FakePredictor:
     def predict(self, provider, case, direction):
         seconds = 1e-3 if provider == "ours" else 1.1e-3
         factors = providers.torch.tensor([1.0, 1 - self.spread, 1 + self.spread]).double()
-        return Predicted((seconds * factors).numpy(), "clusters")
+        return Predicted((seconds * factors).numpy(), "clusters", Paths(0, len(provider)))
 
 
 def test_the_predictor_chooses_the_kernel(monkeypatch):
@@ -175,6 +176,9 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
     class Attention:
         def seconds(self, shape):
             return np.array([shape.seqlen * 1e-6, 1.0])
+
+        def paths_of(self, shape):
+            return Paths(1, shape.seqlen)
 
     def ours(causal, machine, draws, direction="forward", **options):
         asked.append((causal, machine, draws, direction))
@@ -186,6 +190,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
         found = predictor.predict("ours", CAUSAL, BACKWARD)
     assert asked == [(True, "b200", 1, BACKWARD)]
     assert list(found.seconds) == [70e-6, 1.0] and found.bound is None
+    assert found.paths == Paths(1, 70)
     assert "sequences of one length" in predictor.refuses("ours", DENSE, BACKWARD)
     assert predictor.refuses("ours", PACKED, FORWARD) is None
     assert "measured only" in predictor.refuses("cuDNN", CAUSAL, FORWARD)
@@ -210,3 +215,5 @@ def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, cap
     assert row["basis"] == "modelled" and "B200 modelled, constants" in row["machine"]
     assert row["ratio"] == pytest.approx(1.1)
     assert row["details"]["cuDNN"] == {"status": "not modelled"}
+    assert (row["unmatched"], row["ambiguous"]) == ("0 / 0", "4 / 12")
+    assert {"unmatched", "ambiguous"} <= {column["name"] for column in table["columns"]}

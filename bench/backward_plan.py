@@ -1,0 +1,53 @@
+"""What the operator decides of a backward from its shape alone: parts of head groups, kept dS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fa4_hd256.backward_problem import BackwardProblem, choose_splits, count_key_tiles
+from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.problem import Options, Problem
+
+from .suite import Case
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """splits: parts of the group of query heads of each KV head. ds_heads: KV heads whose dS is
+    kept at a time, 0 for none."""
+
+    splits: int
+    ds_heads: int
+
+
+def plan(case: Case, ds_bytes: int, clusters: int) -> BackwardPlan:
+    """As `fa4_hd256.backward.run_backward` decides where all gradients are asked for.
+
+    ds_bytes: memory that dS may take at a time. clusters: CTA pairs that the device holds at once.
+    """
+    problem = _problem(case).keeping_ds(ds_bytes)
+    tiles = count_key_tiles(problem.forward, problem.k_shape)
+    # Each launch has the tiles of the heads whose dS it keeps only.
+    heads_kv = problem.ds_heads or case.heads_kv
+    splits = choose_splits(heads_kv * tiles, problem.group, clusters)
+    return BackwardPlan(splits, problem.ds_heads)
+
+
+def _problem(case: Case) -> BackwardProblem:
+    packed = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
+    rows_q, rows_k = (_rows(case, lengths) for lengths in zip(*case.lengths))
+    forward = Problem(
+        q_shape=(*rows_q, case.heads, HEAD_DIM), max_seqlen_q=case.seqlen_q,
+        max_seqlen_k=case.seqlen_k, sequences=case.batch, dtype=torch.bfloat16,
+        device=torch.device("cpu"), options=Options(HEAD_DIM**-0.5), sink=False, ragged=packed,
+        copied=(),
+    )  # fmt: skip
+    return BackwardProblem(forward, (*rows_k, case.heads_kv, HEAD_DIM), False, 1)
+
+
+def _rows(case: Case, lengths: Sequence[int]) -> tuple[int, int]:
+    """(batch, rows) of a tensor; packed sequences lie behind one another."""
+    return (1, sum(lengths)) if case.packed else (case.batch, max(lengths))
