@@ -32,6 +32,7 @@ from .results import (
     BASIS,
     MACHINE,
     Column,
+    Plot,
     Table,
     add_output_options,
     emit,
@@ -171,7 +172,8 @@ def compare(draws: int = 4) -> Table:
             f"{np.mean(errors <= 0.1):.0%} of {len(errors)}, largest {errors.max():.0%}."
         )
     title = "Clocks of a round on a Hopper GPU, measured and modelled"
-    return Table("hopper", title, COLUMNS, rows, tuple(notes))
+    plot = Plot("kernel", ("measured", "modelled"))
+    return Table("hopper", title, COLUMNS, rows, tuple(notes), plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

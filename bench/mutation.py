@@ -29,6 +29,7 @@ from .results import (
     BASIS,
     MACHINE,
     Column,
+    Plot,
     Table,
     add_output_options,
     emit,
@@ -208,6 +209,7 @@ COLUMNS = (
     Column("score", "caught of those not redundant", ".1%"),
     Column("seconds", "s", ".0f"),
 )
+PLOT = Plot("kernel", ("caught", "redundant", "survived", "unreached"))
 
 
 def rows(target: Target, scores: list[Score]) -> list[dict[str, Any]]:
@@ -260,5 +262,5 @@ def main(arguments: argparse.Namespace) -> int:
         )
         found += rows(known[name], scores)
     title = f"Synchronisation left out, one instruction at a time, up to {arguments.seeds} seeds"
-    emit(Table("mutation", title, COLUMNS, found), arguments)
+    emit(Table("mutation", title, COLUMNS, found, plot=PLOT), arguments)
     return 1 if any(row["survived"] for row in found) else 0

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .providers import Inputs, Ours, attempt, backward_call, forward_call
-from .results import BASIS, MACHINE, Column, Table, add_output_options, emit
+from .results import BASIS, MACHINE, Column, Plot, Table, add_output_options, emit
 from .shape_options import add_shape_options, chosen_case
 from .suite import BACKWARD, DIRECTIONS, FORWARD, Case
 
@@ -244,7 +244,8 @@ def table(found: list[dict[str, Any]]) -> Table:
         notes.append(f"Not in this report: {', '.join(missing)}.")
     if any(row["samples_lost"] for row in found):
         notes.append("Samples of warps were lost: raise --interval or --buffer; stalls are biased.")
-    return Table("profile", "Nsight Compute", COLUMNS, found, tuple(notes))
+    plot = Plot("kernel", tuple(m.name for m in METRICS if m.unit == "%"))
+    return Table("profile", "Nsight Compute", COLUMNS, found, tuple(notes), plot)
 
 
 def command_table(commands: Sequence[tuple[str, list[str]]], note: str) -> Table:

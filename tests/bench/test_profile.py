@@ -44,7 +44,9 @@ def test_summary_of_a_raw_page(tmp_path, capsys):
     other = [*LAUNCH[:2], "some_other_kernel", *LAUNCH[3:-1], "4096"]
     file = tmp_path / "raw.csv"
     file.write_text(page(LAUNCH, other))
-    assert main(["profile", "--read", str(file), "--json", str(tmp_path / "out.json")]) == 0
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")]
+    assert main(["profile", "--read", str(file), *files]) == 0
+    assert (tmp_path / "out.svg").stat().st_size
     assert "Samples of warps were lost" in capsys.readouterr().out
     found = json.loads((tmp_path / "out.json").read_text())["tables"][0]["rows"]
     row = found[0]

@@ -1,5 +1,6 @@
 """The validation tables, without replays."""
 
+import io
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from bench import modelled, validate, workload
 from bench.replays import Replayed
+from bench.results import draw
 from sm100_sim.timing.machine_constants import load
 
 
@@ -45,6 +47,9 @@ def test_errors_and_roles_of_published_rates(tables):
     assert all(row["source"] for table in tables for row in table.rows)
     fitted = [row for row in table.rows if row["role"] == validate.FITTED]
     assert [row["case"] for row in fitted] == ["attention 256, full, 1x32768"]
+    drawn = io.BytesIO()
+    draw([validate.instructions(load()), *tables], drawn, "svg")
+    assert drawn.getvalue().count(b"<svg")
     errors = sorted(abs(r["error"]) for r in table.rows if r["role"] == validate.VALIDATION)
     assert f"median error {np.median(errors):.0%}" in table.notes[0]
 
