@@ -108,12 +108,14 @@ def _holds_integers64(value: Any) -> bool:
     return str(value.dtype).removeprefix("torch.") in ("int64", "uint64")
 
 
-def stored_addresses(args: Any, kwargs: dict[str, Any] | None = None) -> np.ndarray:
-    """uint64, sorted: what could be addresses among the elements of 64-bit integer tensors.
+def possible_addresses(args: Any, kwargs: dict[str, Any] | None = None) -> np.ndarray:
+    """uint64, sorted: what could be addresses among integers and in 64-bit integer tensors.
 
-    A grouped GEMM finds its operands by such a table. Values below 2**32 are none.
+    A grouped GEMM finds its operands by a table of them. Values below 2**32 are none.
     """
     values = [np.frombuffer(ctypes.string_at(start, end - start), np.uint64)
               for start, end, _, value in _tensors(args, kwargs) if _holds_integers64(value)]
-    found = np.unique(np.concatenate([np.empty(0, np.uint64), *values]))
+    given = [value for value in (*args, *(kwargs or {}).values())
+             if isinstance(value, int) and 0 <= value < 1 << 64]
+    found = np.unique(np.concatenate([np.array(given, np.uint64), *values]))
     return found[found >= 1 << 32]

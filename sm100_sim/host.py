@@ -28,6 +28,7 @@ import llvmlite.binding as llvm
 
 from .arguments import tensor_ranges as tensor_ranges
 from .errors import LaunchError
+from .tensormap import encode, from_driver
 
 #: cudaLaunchAttributeID values that have a meaning for a launch (CUDA runtime API).
 ATTRIBUTE_NAMES = {
@@ -285,6 +286,26 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         run.on_launch(config)
 
 
+def _numbers(kind: type, address: int, count: int) -> tuple[int, ...]:
+    return tuple((kind * count).from_address(address)) if count else ()
+
+
+def _encode_tiled(target: int, kind: int, rank: int, address: int, *rest: int) -> None:
+    """cuTensorMapEncodeTiled, as the CUDA driver API describes it."""
+    sizes, strides, box, steps, *enumerators = rest
+    wide, narrow = ctypes.c_uint64, ctypes.c_uint32
+    arrays = (_numbers(wide, sizes, rank), _numbers(wide, strides, rank - 1),
+              _numbers(narrow, box, rank), _numbers(narrow, steps, rank))
+    content = encode(from_driver(address or 0, arrays, (kind, *enumerators)))
+    ctypes.memmove(target, content, len(content))
+
+
+def _assert_success(code: int) -> None:
+    """The host code ends the process on an error; here the error is raised after the call."""
+    if code:
+        raise LaunchError(f"the host code met CUDA error {code}")
+
+
 _P, _I, _Q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
 #: CUDA runtime symbol -> its implementation and argument types; complete before the first link.
 CALLBACKS: dict[str, tuple[Callable[..., None], tuple]] = {
@@ -297,6 +318,8 @@ CALLBACKS: dict[str, tuple[Callable[..., None], tuple]] = {
     "_cudaKernelSetAttributeForDevice": (_set_attribute, (_P, _I, _I, _I)),
     "_cudaOccupancyMaxActiveBlocksPerMultiprocessor": (_occupancy, (_P, _P, _I, _Q)),
     "_cudaLaunchKernelEx": (_launch_kernel_ex, (_P, _P, _P)),
+    "_cuTensorMapEncodeTiled": (_encode_tiled, (_P, _I, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I)),
+    "cuda_dialect_assert_success": (_assert_success, (_I,)),
     "_cudaLaunchKernel": (_launch_kernel, (_P, _I, _I, _I, _I, _I, _I, _P, _Q, _P)),
 }
 

@@ -243,6 +243,33 @@ def _decode(raw: bytes) -> TensorMap:
     return result
 
 
+#: CUtensorMapDataType -> (element type, tf32); CUtensorMapSwizzle -> (span, atom) in bytes.
+_DRIVER_TYPES = (
+    *((name, False) for name in ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64",
+                                 "bf16", "f32.ftz")),
+    ("f32", True), ("f32.ftz", True), ("b4x16", False), ("b4x16_p64", False), ("b6x16_p32", False),
+)  # fmt: skip
+_DRIVER_SWIZZLES = ((0, 16), (32, 16), (64, 16), (128, 16), (128, 32))
+
+
+def from_driver(address: int, arrays: tuple[tuple[int, ...], ...], enumerators: tuple[int, ...]
+                ) -> TensorMap:
+    """The descriptor that `cuTensorMapEncodeTiled` (CUDA driver API) is asked for.
+
+    address: of the tensor. arrays: globalDim, globalStrides, boxDim, elementStrides. enumerators:
+    the numbers of tensorDataType, interleave, swizzle, l2Promotion and oobFill.
+    Raises TensorMapError for an enumerator that is not modelled; `encode` checks the rest.
+    """
+    limits = (len(_DRIVER_TYPES), 3, len(_DRIVER_SWIZZLES), 4, 2)
+    names = ("tensorDataType", "interleave", "swizzle", "l2Promotion", "oobFill")
+    for name, number, limit in zip(names, enumerators, limits, strict=True):
+        _check(0 <= number < limit, f"{name} {number}, accepted 0 to {limit - 1}")
+    kind, interleave, swizzle, promotion, fill = enumerators
+    (dtype, tf32), (span, atom) = _DRIVER_TYPES[kind], _DRIVER_SWIZZLES[swizzle]
+    return TensorMap(address, dtype, *arrays, span, 16 * interleave, bool(fill), tf32,
+                     (0, 64, 128, 256)[promotion], 0, atom)
+
+
 def encode(tensor_map: TensorMap) -> bytes:
     """The 128 bytes of a descriptor; the inverse of `decode`.
 

@@ -86,9 +86,8 @@ class TvmFfiProgram(HostProgram):
         if not entry:
             raise LaunchError(f"the host object does not define __tvm_ffi_{compiled.function_name}")
         function = tvm_ffi.Function.__from_extern_c__(entry, keep_alive_object=self._engine)
-        self._callable = _with_keywords(
-            compiled, lambda *values: function(*(_argument(value) for value in values))
-        )
+        self._positional = lambda *values: function(*(_argument(value) for value in values))
+        self._callable = _with_keywords(compiled, self._positional)
 
     def _add_library_symbols(self, names: set[str], libraries: list[ctypes.CDLL]) -> None:
         for name in names - set(CALLBACKS):
@@ -112,10 +111,19 @@ class TvmFfiProgram(HostProgram):
         args, kwargs = self.execution_args.convert_python_pointer_args_for_tvm_ffi(
             args, kwargs or {}
         )
+        self._launch(on_launch, lambda: self._callable(*args, **kwargs))
+
+    def run_positional(
+        self, args: tuple[Any, ...], on_launch: Callable[[LaunchConfig], None]
+    ) -> None:
+        """Call the tvm-ffi function itself: every parameter by position, pointers as integers."""
+        self._launch(on_launch, lambda: self._positional(*args))
+
+    def _launch(self, on_launch: Callable[[LaunchConfig], None], call: Callable[[], Any]) -> None:
         run = Run(self, on_launch)
         with running(run):
             try:
-                self._callable(*args, **kwargs)
+                call()
             except Exception:
                 if run.error is None:
                     raise

@@ -27,11 +27,13 @@ from .patch import Patch, applied
 
 TARGET = "sm_100a"
 #: Libraries that keep compiled kernels in files of their own: what comes back from there holds
-#: machine code without its PTX. (module, attribute, environment variable that sets it)
+#: machine code without its PTX. (environment variable, its value that switches the cache off, module
+#: and attribute that keep it, if any)
 LIBRARY_CACHES = (
-    ("quack.cache", "CACHE_ENABLED", "QUACK_CACHE_ENABLED"),
-    ("flash_attn.cute.cache_utils", "CUTE_DSL_CACHE_ENABLED",
-     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"),
+    ("QUACK_CACHE_ENABLED", "0", "quack.cache", "CACHE_ENABLED"),
+    ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0", "flash_attn.cute.cache_utils",
+     "CUTE_DSL_CACHE_ENABLED"),
+    ("CUDNN_FRONTEND_DISABLE_COMPILED_CACHE", "1", "", ""),
 )  # fmt: skip
 
 
@@ -68,9 +70,9 @@ def attached(
     with each launch.
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
-    kernel may touch the tensors of its call and those whose addresses a 64-bit integer tensor of
-    the call holds; if the call holds raw pointers, every live tensor. CUDA graphs, several devices
-    and files of compiled kernels are errors. Contexts do not nest.
+    kernel may touch the tensors of its call and those whose addresses the call has as integers, or
+    in a 64-bit integer tensor; if the call holds raw pointers, every live tensor. CUDA graphs,
+    several devices and files of compiled kernels are errors. Contexts do not nest.
     """
     if _active:
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")
@@ -115,9 +117,9 @@ def _compiling_for_target(cubin: bool) -> Iterator[None]:
 def _no_library_caches() -> Iterator[None]:
     saved = {}
     with contextlib.ExitStack() as stack:
-        for module, attribute, variable in LIBRARY_CACHES:
+        for variable, off, module, attribute in LIBRARY_CACHES:
             saved[variable] = os.environ.get(variable)
-            os.environ[variable] = "0"
+            os.environ[variable] = off
             if module in sys.modules:
                 stack.enter_context(applied([Patch(sys.modules[module], attribute, False)]))
         try:
@@ -174,10 +176,10 @@ def _dsl_patches(session: Session) -> Iterator[Patch]:
     yield Patch(cutlass.utils.HardwareInfo, "get_max_active_clusters", clusters)
     yield Patch(cute_runtime, "load_module", no_module)
     yield Patch(torch.library, "custom_op", custom_op(torch.library.custom_op))
-    yield from _tvm_ffi_patches(call)
+    yield from _tvm_ffi_patches(session, call)
 
 
-def _tvm_ffi_patches(call: Any) -> Iterator[Patch]:
+def _tvm_ffi_patches(session: Session, call: Any) -> Iterator[Patch]:
     try:
         import tvm_ffi
         from cutlass.cutlass_dsl import tvm_ffi_provider
@@ -193,6 +195,15 @@ def _tvm_ffi_patches(call: Any) -> Iterator[Patch]:
         return original(CudaCapsule(tensor) if isinstance(tensor, torch.Tensor) else tensor,
                         **kwargs)  # fmt: skip
 
+    def function_itself(self: Any) -> Callable[..., None]:
+        def call_by_position(*args: Any) -> None:
+            program = HostProgram.of(self)
+            session.run(lambda on_launch: program.run_positional(args, on_launch), args)
+
+        return call_by_position
+
     yield Patch(tvm_ffi, "from_dlpack", from_dlpack)
+    yield Patch(tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs, "__tvm_ffi_object__",
+                function_itself)  # fmt: skip
     for name in ("TVMFFIJitCompiledFunction", "TVMFFIJitCompiledFunctionWithKwargs"):
         yield Patch(getattr(tvm_ffi_provider, name), "__call__", call)

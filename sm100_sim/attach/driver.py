@@ -30,7 +30,10 @@ def allocations() -> Iterator[tuple[int, int, str]]:
 
 
 def _allocate(nbytes: int, *_: Any) -> int:
-    buffer = (ctypes.c_uint8 * max(int(nbytes), 1))()
+    # Allocations of the driver start at multiples of 256 bytes.
+    size = max(int(nbytes), 1)
+    whole = (ctypes.c_uint8 * (size + 255))()
+    buffer = (ctypes.c_uint8 * size).from_buffer(whole, -ctypes.addressof(whole) % 256)
     _allocations[ctypes.addressof(buffer)] = buffer
     return ctypes.addressof(buffer)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import stored_addresses
+from ..arguments import possible_addresses
 
 _MAX_DEPTH = 4
 
@@ -32,10 +32,10 @@ def pointer_ranges(
     """(start, end, name) of the memory that the call's pointers may mean.
 
     A CuTe pointer carries no extent, and pointers may lie in memory: if `arguments` hold one, the
-    storage of every live tensor is meant. An address in a 64-bit integer tensor, as grouped GEMMs
-    have them, means the storage it points into.
+    storage of every live tensor is meant. An address given as an integer, or in a 64-bit integer
+    tensor, as grouped GEMMs have them, means the storage it points into.
     """
-    addresses = stored_addresses(arguments, keywords)
+    addresses = possible_addresses(arguments, keywords)
     every = _has_pointer((arguments, keywords))
     if not every and not addresses.size:
         return

@@ -133,7 +133,12 @@ def form_of(instruction, pack: str, split: int | None) -> Form:
 
 
 def locator(instruction, address_operand, form: Form):
-    """(warp, lanes) -> (lane, column), all checks of an access made."""
+    """(warp, lanes) -> (lane, column), all checks of an access made.
+
+    A warp reaches the quarter of the lanes that is its own. It names them either by their number or
+    counted from the quarter's first: the PTX ISA shows the former only, and DeepGEMM's and cuDNN's
+    published kernels rely on the latter.
+    """
     read = reader(address_operand, 32)
     columns, covered = form.columns, SHAPES[form.shape].lanes
     name = instruction.opcode
@@ -142,6 +147,8 @@ def locator(instruction, address_operand, form: Form):
     def place(value: int, warp_index: int) -> tuple[int, int]:
         lane, column = split_address(value)
         quarter = 32 * (warp_index % 4)
+        if lane < 32:
+            lane += quarter
         if lane - quarter not in ((0,) if covered == 32 else (0, 16)):
             raise TmemError(
                 f"{name}.{form.shape} at lane {lane}; warp {warp_index} reaches lanes {quarter} to "

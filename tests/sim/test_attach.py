@@ -37,6 +37,13 @@ def count_up(target: cute.Tensor, first: cutlass.Int32):
         target[index] = first + index
 
 
+@cute.jit
+def scale_at(source: cute.Pointer, target: cute.Pointer, factor: cutlass.Float32 = 2.0):
+    layout = cute.make_layout(64)
+    scale_kernel(cute.make_tensor(source, layout), cute.make_tensor(target, layout), factor).launch(
+        grid=(2, 1, 1), block=(32, 1, 1))
+
+
 @cute.kernel
 def gather_kernel(table: cute.Tensor, target: cute.Tensor):
     thread, _, _ = cute.arch.thread_idx()
@@ -132,6 +139,19 @@ def test_a_table_of_addresses_tells_which_tensors_a_kernel_may_touch():
         table[0] = sources[0].data_ptr() + 48  # The last eight elements lie past its end.
         with pytest.raises(sm100_sim.errors.MemoryFault, match="outside"):
             gather(from_dlpack(table), from_dlpack(target))
+
+
+def test_the_function_of_tvm_ffi_takes_addresses_by_position():
+    pytest.importorskip("tvm_ffi")
+    source, target = torch.randn(64), torch.zeros(64)
+    with sm100_sim.attached() as session:
+        pointers = [cute.runtime.make_ptr(cutlass.Float32, 16, cute.AddressSpace.gmem,
+                                          assumed_align=16) for _ in range(2)]
+        compiled = cute.compile(scale_at, *pointers, cutlass.Float32(1), options="--enable-tvm-ffi")
+        compiled.__tvm_ffi_object__()(source.data_ptr(), target.data_ptr(), 3.0)
+        assert torch.equal(target, 3 * source) and len(session.reports) == 1
+        with pytest.raises(sm100_sim.errors.MemoryFault, match="outside"):
+            compiled.__tvm_ffi_object__()(source.data_ptr(), target.data_ptr() + (1 << 45), 3.0)
 
 
 def test_device_memory_is_aligned_as_on_a_gpu():

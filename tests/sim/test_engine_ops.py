@@ -325,6 +325,29 @@ def test_alloc_blocks_until_room_is_freed():
         rig.run(ALLOC.format(1, 32), lanes=ALL)
 
 
+@pytest.mark.parametrize("shape,lane", [("32x32b.x1", 0), ("32x32b.x1", 64), ("16x64b.x1", 0),
+                                        ("16x64b.x1", 16), ("16x64b.x1", 64), ("16x64b.x1", 80)])
+def test_a_warp_counts_the_lanes_of_its_quarter_from_zero_or_from_the_first(shape, lane):
+    rig = Rig(1)
+    rig.ctas[0].tmem.allocate(32, 1)
+    rig.ctas[0].tmem.cells[0] = np.arange(128)
+    rig.warps[0].index = 6  # The third of its warpgroup: lanes 64 to 95.
+    rig.warps[0].r32[1] = lane << 16
+    rig.run(f"tcgen05.ld.sync.aligned.{shape}.b32 {{%r4}}, [%r1];", lanes=ALL)
+    even = rig.warps[0].r32[4]
+    first = 64 + lane % 32
+    if shape == "32x32b.x1":
+        assert (even == first + np.arange(32)).all()
+    else:
+        # Threads with an even column, in threads 0, 1, 4, 5, ...: rows t / 4 + 8 (t mod 2).
+        threads = np.flatnonzero(np.arange(32) // 2 % 2 == 0)
+        assert (even[threads] == first + threads // 4 + 8 * (threads % 2)).all()
+    for other in (32, 96, 48):
+        rig.warps[0].r32[1] = other << 16
+        with pytest.raises(TmemError, match="reaches lanes 64 to 95"):
+            rig.run(f"tcgen05.ld.sync.aligned.{shape}.b32 {{%r4}}, [%r1];", lanes=ALL)
+
+
 def test_load_store_and_their_lanes():
     rig = Rig()
     rig.ctas[0].tmem.allocate(64, 1)

@@ -10,12 +10,13 @@ import itertools
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 from golden_bounds import FORMATS, Measure, bound_of, values
 from golden_replay import replay
 
-from sm100_sim import golden, tensormap
+from sm100_sim import golden, host, tensormap
 from sm100_sim.errors import SimulationError
-from sm100_sim.golden import Case
+from sm100_sim.golden import Case, record
 from sm100_sim.golden.tensormaps import requests
 
 pytestmark = pytest.mark.simulator
@@ -138,6 +139,35 @@ def test_tensor_maps():
         else:
             with pytest.raises(tensormap.TensorMapError):
                 tensormap.validate(tensor_map)
+
+
+def test_host_code_that_asks_the_driver_for_tensor_maps():
+    """The call that host code makes gives the driver's bytes: arguments as the recorder gave it."""
+    recorded = VECTORS.file(golden.TENSOR_MAPS)
+    encode_tiled = host.CALLBACKS["_cuTensorMapEncodeTiled"][0]
+    for t, raw, accepted in zip(requests(), recorded["descriptors"], recorded["accepted"]):
+        arrays = [np.array(values, kind) for values, kind in (
+            (t.sizes, np.uint64), (t.strides, np.uint64), (t.box, np.uint32),
+            (t.element_strides, np.uint32))]
+        kind = f"T{record._TYPES[t.dtype]}" if t.tf32 else record._TYPES[t.dtype]
+        numbers = [
+            getattr(driver.CUtensorMapInterleave,
+                    f"CU_TENSOR_MAP_INTERLEAVE_{f'{t.interleave}B' if t.interleave else 'NONE'}"),
+            getattr(driver.CUtensorMapSwizzle,
+                    f"CU_TENSOR_MAP_SWIZZLE_{f'{t.swizzle}B' if t.swizzle else 'NONE'}"),
+            (0, 64, 128, 256).index(t.l2_promotion), t.nan_fill]
+        found = np.zeros(128, np.uint8)
+        types = driver.CUtensorMapDataType
+        arguments = (found.ctypes.data, int(getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{kind}")),
+                     t.rank, t.address, *(array.ctypes.data for array in arrays),
+                     *map(int, numbers))
+        if accepted:
+            encode_tiled(*arguments)
+            assert found[:64].tobytes() == raw.tobytes()[:64]
+        else:
+            with pytest.raises(tensormap.TensorMapError):
+                encode_tiled(*arguments)
+            assert not found.any()
 
 
 def test_a_changed_case_is_noticed(tmp_path):
