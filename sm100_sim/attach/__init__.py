@@ -27,8 +27,8 @@ from .patch import Patch, applied
 
 TARGET = "sm_100a"
 #: Libraries that keep compiled kernels in files of their own: what comes back from there holds
-#: machine code without its PTX. (environment variable, its value that switches the cache off, module
-#: and attribute that keep it, if any)
+#: machine code without its PTX. (environment variable, its value that switches the cache off,
+#: module and attribute that keep it, if any)
 LIBRARY_CACHES = (
     ("QUACK_CACHE_ENABLED", "0", "quack.cache", "CACHE_ENABLED"),
     ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0", "flash_attn.cute.cache_utils",
