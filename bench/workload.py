@@ -39,8 +39,9 @@ SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 #: The same of flash-attn-4's kernels, which run one tile a cluster.
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
 #: (seqlen, heads, left bound) for windowed kernels. Where the bound is 256 every step is masked; in
-#: the last two most are not. Costs of masked and unmasked steps follow from both.
-WINDOW_SAMPLES = ((256, 1, 256), (512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
+#: the last two most are not. Costs of masked and unmasked steps follow from both. No sample is a
+#: single short tile: one of two steps never reaches the pace of the loop.
+WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
 #: Not in the fit, to hold its predictions against (`bench validate`).
 HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
 #: As Gemma 2's.
