@@ -21,6 +21,7 @@ import torch.utils._device
 
 from ..host import DEVICE_ATTRIBUTES
 from .patch import Patch
+from .scaled_mm import scaled_mm
 
 DEVICE_NAME = "NVIDIA B200 (sm100_sim)"
 GLOBAL_MEMORY_BYTES = 180 << 30
@@ -259,6 +260,7 @@ def patches() -> Iterator[Patch]:
             if callable(function) and getattr(function, "__hash__", None) \
                     and function in constructors:
                 yield Patch(module, name, _factory(function))
+    yield Patch(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
     yield Patch(torch, "set_default_device", _set_default_device(torch.set_default_device))
     tensor = torch.Tensor
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
