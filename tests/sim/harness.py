@@ -77,19 +77,29 @@ def run_warp(body: str, inputs: dict | None = None, outputs: list[str] | tuple =
     """
     compiled = compile_body(body, (*(inputs or {}), *outputs), options.get("param_text", ""),
                             options.get("head", ""))
-    return run_compiled(compiled, inputs or {}, Environment(
-        np.zeros((1, 4096), np.uint8) if shared is None else shared,
-        np.full(1 if shared is None else len(shared), 4096 if shared is None
-                else shared.shape[1], np.uint32),
+    return run_compiled(
+        compiled, inputs or {}, environment(params, shared, ranges), specials,
+        options.get("executor"), options.get("index", 0),
+    )
+
+
+def environment(params: np.ndarray | None = None, shared: np.ndarray | None = None,
+                ranges: list[tuple[int, int, int]] = ()) -> Environment:
+    """Where a warp runs; see `run_warp`."""
+    if shared is None:
+        shared = np.zeros((1, 4096), np.uint8)
+    return Environment(
+        shared, np.full(len(shared), shared.shape[1], np.uint32),
         np.array(ranges, np.uint64).reshape(-1, 3),
-        np.zeros(16, np.uint8) if params is None else params),
-        {"%ntid.x": 32, **(specials or {})}, options.get("executor"), options.get("index", 0))
+        np.zeros(16, np.uint8) if params is None else params,
+    )
 
 
 def run_compiled(compiled: CompiledKernel, inputs: dict, environment: Environment,
-                 specials: dict[str, int], executor: Callable | None = None, index: int = 0
-                 ) -> WarpRun:
-    """Run one warp of an already translated kernel."""
+                 specials: dict[str, int] | None = None, executor: Callable | None = None,
+                 index: int = 0) -> WarpRun:
+    """Run one warp of an already translated kernel, of a block of 32 threads."""
+    specials = {"%ntid.x": 32, **(specials or {})}
     counters = compiled.new_counters()
     warp = compiled.new_warp_state(None, index, environment, specials, counters)
     registers = {register.name: register for register in compiled.kernel.registers}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import compile_body, run_warp
+from harness import compile_body, environment, run_compiled, run_warp
 from kernels import run_kernel_text
 
 from sm100_sim.errors import MemoryFault, Misaligned, UnknownInstruction
@@ -41,20 +41,27 @@ def test_fields_and_masks(mode):
     assert compute(f"bmsk.{mode}.b32", SMALL, other) == want
 
 
+def nth_set_bit(mask: int, base: int, offset: int) -> int:
+    places = range(base, 32) if offset > 0 else range(base, -1, -1)
+    found = [bit for bit in places if mask >> bit & 1]
+    if offset == 0:
+        return base if mask >> base & 1 else 0xFFFFFFFF
+    number = abs(offset) - 1
+    return found[number] if number < len(found) else 0xFFFFFFFF
+
+
 def test_the_nth_set_bit_is_found_in_both_directions():
+    names = "%mask", "%base", "%offset"
+    body = f".reg .b32 %d, {', '.join(names)}; fns.b32 %d, {', '.join(names)};"
+    compiled = compile_body(body, ("%d", *names))
     base = np.arange(32, dtype=np.uint32)
-    for offset in (-40, -3, -1, 0, 1, 2, 7, 33):
-        want = []
-        for mask, start in zip(A.tolist(), base.tolist(), strict=True):
-            places = range(start, 32) if offset > 0 else range(start, -1, -1)
-            found = [bit for bit in places if mask >> bit & 1]
-            if offset == 0:
-                want.append(start if mask >> start & 1 else 0xFFFFFFFF)
-            else:
-                number = abs(offset) - 1
-                want.append(found[number] if number < len(found) else 0xFFFFFFFF)
-        got = compute("fns.b32", A, base, np.full(32, offset, np.int32).view(np.uint32))
-        assert got == want
+    offsets = np.array([-40, -3, -1, 0, 1, 2, 7, 33] * 4, np.int32)
+    for shift in range(8):
+        offset = np.roll(offsets, shift)
+        values = A, base, offset.view(np.uint32)
+        inputs = dict(zip(names, values, strict=True))
+        found = run_compiled(compiled, inputs, environment())["%d"].tolist()
+        assert found == list(map(nth_set_bit, A.tolist(), base.tolist(), offset.tolist()))
 
 
 @pytest.mark.parametrize("a_type", ["u32", "s32"])
