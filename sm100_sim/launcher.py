@@ -99,8 +99,9 @@ def launch(
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
     sanitize: look for races and lifetime errors; they are in the report's findings
-        (docs/sanitizer.md); "strict" and "strict-order": by the letter of the PTX ISA. About
-        four times slower (docs/simulator.md has measurements).
+        (docs/sanitizer.md); "strict" and "strict-order": by the letter of the PTX ISA. Two
+        to three times slower (docs/simulator.md has measurements); with a seed, the lazy schedule
+        or the letter of the ISA more, because all operations then run in Python.
     schedule: without a seed, whether asynchronous operations take effect when they are issued
         ("eager") or when nothing else can go on ("lazy").
     progress: called with (clusters done, clusters in all).

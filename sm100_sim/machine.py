@@ -132,6 +132,18 @@ class Machine:
         x, y, _ = self.cluster_grid
         return number % x, number // x % y, number // (x * y)
 
+    def position_inside(self, rank: int) -> tuple[int, int, int]:
+        """Coordinates in its cluster of the CTA of a rank."""
+        x, y, _ = self.config.cluster
+        return rank % x, rank // x % y, rank // (x * y)
+
+    def ctaid(self, number: int, rank: int) -> tuple[int, int, int]:
+        """Coordinates in the grid of the CTA of a rank in the `number`-th cluster."""
+        position, inside = self.cluster_position(number), self.position_inside(rank)
+        return tuple(
+            p * c + i for p, c, i in zip(position, self.config.cluster, inside, strict=True)
+        )
+
     def ready_list(self) -> Any:
         """Where a cluster keeps its ready warps: one list for all of them in a random order."""
         return deque() if self._in_order else self._ready

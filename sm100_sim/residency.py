@@ -225,14 +225,9 @@ class Cluster:
 
     def _make_cta(self, rank: int, environment: Environment) -> Cta:
         machine = self.machine
-        x, y, _ = machine.config.cluster
-        inside = (rank % x, rank // x % y, rank // (x * y))
-        ctaid = tuple(
-            p * c + i
-            for p, c, i in zip(self.position, machine.config.cluster, inside, strict=True)
-        )
+        ctaid = machine.ctaid(self.id, rank)
         cta = Cta(self, rank, ctaid)
-        specials = special_registers(self, rank, ctaid, inside)
+        specials = special_registers(self, rank, ctaid, machine.position_inside(rank))
         state = environment, specials, machine.counts
         warps = range(cta.running)
         bank = WarpBank(machine.compiled, *state, warps)

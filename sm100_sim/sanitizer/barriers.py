@@ -37,7 +37,7 @@ class WatchedBarrier(MBarrier):
     """
 
     __slots__ = (
-        "sanitizer", "_frontiers", "_by_warp", "base", "agent", "initialised", "roles", "shared",
+        "sanitizer", "_frontiers", "_by_warp", "base", "agent", "initialised", "_roles", "shared",
     )  # fmt: skip
 
     def __init__(
@@ -57,7 +57,7 @@ class WatchedBarrier(MBarrier):
         self.shared = BarrierRecord(*frontiers, *rows, self.agent, self.base)
         self.record.watch = ctypes.addressof(self.shared)
         self.initialised: tuple[int, int] = (0, 0)
-        self.roles: dict[int, set[int]] = {}
+        self._roles: dict[int, set[int]] = {}
         sanitizer.barrier_begins(self)
 
     fenced, skipped, signalled = map(_shared, ("fenced", "skipped", "signalled"))
@@ -87,6 +87,15 @@ class WatchedBarrier(MBarrier):
         return self._by_warp[3]
 
     @property
+    def roles(self) -> dict[int, set[int]]:
+        warps = self._by_warp.shape[1]
+        for warp, indices in enumerate(self._by_warp[4:].reshape(warps, ROLES).tolist()):
+            for index in indices:
+                if index >= 0:
+                    self._roles.setdefault(index, set()).add(warp)
+        return self._roles
+
+    @property
     def clock(self) -> int:
         """Clock of copies that signal the current phase."""
         return self.base + self.phase + 1
@@ -100,8 +109,7 @@ class WatchedBarrier(MBarrier):
         self.sanitizer.arrives(self)
         warp, index = actor.number, actor.instruction.index
         self.arrivals[warp] += count
-        self.roles.setdefault(index, set()).add(warp)
-        self._by_warp[4:].reshape(-1)[ROLES * warp + index % ROLES] = index
+        self._roles.setdefault(index, set()).add(warp)
         return super().arrive(count)
 
     def expect_tx(self, nbytes: int) -> None:

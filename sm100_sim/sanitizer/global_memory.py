@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from sm100_sim.tiles import window
 
 from . import findings
 from .findings import Finding, place
+from .records import KINDS, Buffer, GlobalRecord, RangeRecord, WriterRow
 from .shadow import Access
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Bytes of global memory in a granule: the smallest element that kernels store here.
 GRANULE = 2
+_ROW_BYTES = ctypes.sizeof(WriterRow)
 
 
 class Writer(NamedTuple):
@@ -28,30 +30,80 @@ class Writer(NamedTuple):
     cluster: int
 
 
+class Writers:
+    """The writes of a launch by number, from 1 on; native code makes some (`draining`)."""
+
+    def __init__(self, sanitizer: Sanitizer) -> None:
+        self._sanitizer = sanitizer
+        self.buffer = Buffer(np.dtype((np.void, _ROW_BYTES)), 1)
+        self._known: dict[int, Writer] = {}
+        self._last: tuple = ()
+
+    def add(self, access: Access, cluster: int) -> int:
+        """The number of a write that a cluster makes; the same for the parts of one."""
+        record = self.buffer.record
+        part_of = cluster, access.agent, access.clock, access.instruction.index
+        if self._last == (record.count, part_of):
+            return record.count - 1
+        self.buffer.reserve(1)
+        number, row = record.count, self._row(record.count)
+        record.count += 1
+        row.cluster, row.agent, row.clock, row.index = part_of
+        row.warp, row.issued, row.kind = access.warp, access.issued, KINDS.index(access.kind)
+        row.rank = access.warp // self._sanitizer.layout.warps
+        self._known[number] = Writer(access, cluster)
+        self._last = record.count, part_of
+        return number
+
+    def _row(self, number: int) -> WriterRow:
+        return WriterRow.from_address(self.buffer.record.data + number * _ROW_BYTES)
+
+    def __getitem__(self, number: int) -> Writer:
+        if number not in self._known:
+            self._known[number] = self._made_natively(self._row(number))
+        return self._known[number]
+
+    def _made_natively(self, row: WriterRow) -> Writer:
+        machine, access = self._sanitizer.machine, Access.__new__(Access)
+        access.warp, access.kind, access.write = row.warp, KINDS[row.kind], True
+        access.cta = machine.ctaid(row.cluster, row.rank)
+        access.index = row.warp % self._sanitizer.layout.warps
+        access.instruction = machine.compiled.instructions[row.index]
+        access.detail, access.order, access.number, access._table = "", (), 0, None
+        access._agent, access._clock, access._issued = row.agent, row.clock, row.issued
+        return Writer(access, row.cluster)
+
+
 class GlobalWrites:
     """Writes by plain stores and bulk stores; atomics and reductions are free.
 
     A granule holds the number of its last write in `writers`, 0 for none. Planes of granules exist
-    for the ranges that have been written.
+    for the ranges that have been written. address: of what native code sees of it.
     """
 
     def __init__(self, sanitizer: Sanitizer, memory: Any) -> None:
         self._sanitizer = sanitizer
         self._memory = memory
-        self._starts = [int(low) for low, _, _ in memory.table.tolist()]
-        self._ends = [int(high) for _, high, _ in memory.table.tolist()]
+        table = memory.table[:, :2]
+        self._starts, self._ends = (np.ascontiguousarray(side) for side in table.T)
         self._planes: dict[int, np.ndarray] = {}
-        #: How many ranges have a plane, then start and end of each: for native code.
-        self.written = np.zeros(1 + 2 * len(self._starts), np.uint64)
-        self._numbers: dict[tuple, int] = {}
-        self.writers: list[Writer | None] = [None]
+        self.writers = Writers(sanitizer)
+        self._ranges = (RangeRecord * len(table))(*map(tuple, table.tolist()))
+        self._record = GlobalRecord(
+            ctypes.addressof(self._ranges), len(table), self.writers.buffer.address
+        )
+        self.address = ctypes.addressof(self._record)
+
+    def guard(self) -> None:
+        """From now on Python looks at all stores."""
+        self._record.guarded = 1
 
     # ------------------------------------------------------------ where
 
     def _range(self, address: int) -> int:
         """Index of the range that holds an address, -1 for none."""
-        index = bisect_right(self._starts, address) - 1
-        return index if index >= 0 and address < self._ends[index] else -1
+        index = int(np.searchsorted(self._starts, np.uint64(address), "right")) - 1
+        return index if index >= 0 and address < int(self._ends[index]) else -1
 
     def _plane(self, address: int, create: bool) -> tuple[np.ndarray, int] | None:
         """(plane, start) of the range that holds an address; None if there is nothing to see."""
@@ -62,13 +114,18 @@ class GlobalWrites:
         if plane is None:
             if not create:
                 return None
-            count = -(-(self._ends[index] - self._starts[index]) // GRANULE)
+            count = -(-int(self._ends[index] - self._starts[index]) // GRANULE)
             plane = self._planes[index] = np.zeros(count + 1, np.int32)
-            place = 2 * len(self._planes)
-            self.written[place - 1 : place + 1] = self._starts[index], self._ends[index]
-            self.written[0] = len(self._planes)
+            self._ranges[index].plane = plane.ctypes.data
             self._sanitizer.machine.follow_writes()
-        return plane, self._starts[index]
+        return plane, int(self._starts[index])
+
+    def _by_range(self, addresses: np.ndarray) -> list[np.ndarray]:
+        """Host addresses, those of one range together."""
+        places = np.searchsorted(self._starts, addresses, "right")
+        if (places == places[0]).all():
+            return [addresses]
+        return [addresses[places == place] for place in np.unique(places)]
 
     def _cells(self, addresses: np.ndarray, width: int, create: bool) -> tuple | None:
         """(plane, granules) of accesses of `width` bytes at host addresses."""
@@ -124,10 +181,11 @@ class GlobalWrites:
     def store(self, state: WarpState, addresses: np.ndarray, width: int) -> None:
         """st.global of `width` bytes at host addresses."""
         self._sanitizer.maps.changed(state, addresses, width)
-        found = self._cells(addresses, width, True)
-        if found is not None:
-            access = Access(state, state.generic, state.clock, "generic", True)
-            self._mark(state, *found, access)
+        access = Access(state, state.generic, state.clock, "generic", True)
+        for some in self._by_range(addresses):
+            found = self._cells(some, width, True)
+            if found is not None:
+                self._mark(state, *found, access)
 
     def copy(self, state: WarpState, stored: tuple, clock: int) -> None:
         """A bulk store with that clock: (tensor map, coordinates) or (start, bytes)."""
@@ -137,10 +195,13 @@ class GlobalWrites:
 
     def load(self, state: WarpState, addresses: np.ndarray, width: int) -> None:
         """ld.global, or reads of cp.async, of `width` bytes at host addresses."""
-        found = self._cells(addresses, width, False) if self._planes else None
-        if found is not None:
-            access = Access(state, state.generic, state.clock, "generic", False)
-            self._read(state, *found, access)
+        if not self._planes:
+            return
+        access = Access(state, state.generic, state.clock, "generic", False)
+        for some in self._by_range(addresses):
+            found = self._cells(some, width, False)
+            if found is not None:
+                self._read(state, *found, access)
 
     def fetch(self, state: WarpState, loaded: tuple) -> None:
         """A bulk or tensor copy reads (start, bytes) or (tensor map, coordinates)."""
@@ -149,11 +210,7 @@ class GlobalWrites:
             self._read(state, *found, Access(state, -1, None, "tma", False))
 
     def _mark(self, state: WarpState, plane: np.ndarray, cells: Any, access: Access) -> None:
-        key = (state.cluster.number, access.agent, access.clock, access.instruction.index)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self.writers)
-            self.writers.append(Writer(access, state.cluster.number))
+        number = self.writers.add(access, state.cluster.number)
         before = plane[cells]
         if before.any():
             self._overwritten(np.unique(before).tolist(), access)

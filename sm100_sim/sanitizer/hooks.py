@@ -7,6 +7,7 @@ recorded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +57,9 @@ def wrapped(compiled: Any, sanitizer: Sanitizer) -> list[Executor | None]:
 
 def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitizer) -> Executor:
     name, found = instruction.name, _ordinary
-    for prefix in sorted(_HOOKS, key=len, reverse=True):
+    for prefix, hook in _longest_first():
         if name == prefix or name.startswith(prefix + "."):
-            found = _HOOKS[prefix]
+            found = hook
             break
     run = found(instruction, execute, sanitizer)
     used = loads_used(instruction, compiled.watched or {})
@@ -70,6 +71,11 @@ def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitiz
         return run(warp, lanes)
 
     return using
+
+
+@functools.cache
+def _longest_first() -> list[tuple[str, Callable]]:
+    return sorted(_HOOKS.items(), key=lambda item: len(item[0]), reverse=True)
 
 
 def loads_used(instruction: Any, watched: dict) -> list[int]:
@@ -318,8 +324,7 @@ def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor
     _, place, *rest = instruction.operands
     form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
     locate = locator(instruction, place, form)
-    loads = [i for i in sanitizer.machine.compiled.instructions if i.opcode == "tcgen05.ld"]
-    number = loads.index(instruction)
+    number = sanitizer.load_numbers[instruction.index]
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)

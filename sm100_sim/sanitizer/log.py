@@ -37,6 +37,11 @@ class AccessLog:
         """Whether there are records, or an error of an earlier drain."""
         return self._count.value > 0 or self._error is not None
 
+    @property
+    def failed(self) -> bool:
+        """Whether there is an error of an earlier drain."""
+        return self._error is not None
+
     def _full(self) -> None:
         # An exception cannot cross native code: it is raised at the next drain.
         try:
@@ -60,9 +65,25 @@ class AccessLog:
             records = records[np.append(True, (raw[1:] != raw[:-1]).any(axis=1))]
         return records
 
-    def take(self) -> Iterator[tuple[int, bool, int, np.ndarray]]:
-        """(instruction index, write, width, host addresses of the executing lanes), emptying it."""
-        records = self.records()
+    def first(self) -> np.ndarray:
+        """The first record, taking it and those like it that follow at once out of the log.
+
+        Raises the error of an earlier drain.
+        """
+        count = self._count.value if self._error is None else 0
+        if not count:
+            return self.records()
+        raw = self._records[:count].view(np.uint64).reshape(count, -1)
+        others = np.flatnonzero((raw != raw[0]).any(axis=1))
+        left = self._records[others[0] : count].copy() if len(others) else self._records[:0]
+        record = self._records[:1].copy()
+        self._records[: len(left)] = left
+        self._count.value = len(left)
+        return record
+
+    @staticmethod
+    def accesses(records: np.ndarray) -> Iterator[tuple[int, bool, int, np.ndarray]]:
+        """(instruction index, write, width, host addresses of the executing lanes) of records."""
         masks = records["mask"]
         for row, (mask, width, tag) in enumerate(
             zip(masks.tolist(), records["width"].tolist(), records["tag"].tolist(), strict=True)

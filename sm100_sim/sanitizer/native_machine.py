@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from sm100_sim.native_machine import NativeMachine
 from sm100_sim.residency import Cluster, Cta, ResidentWarp
 
 from .barriers import WatchedBarrier
+from .draining import drain_log
 from .hooks import arrive_form, loads_used
 from .machine import READINGS, SanitizedMachine
 from .records import OperationRecord
@@ -33,6 +35,8 @@ from .state import WarpState
 from .watched import WATCHED, WATCHED_ORDERS
 
 Executor = Callable[[Any, int], Any]
+#: Tables of kernels (`_watched_table`).
+_tables: weakref.WeakKeyDictionary[Any, tuple[np.ndarray, list[Any]]] = weakref.WeakKeyDictionary()
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 
 
@@ -44,7 +48,14 @@ class NativeSanitizer(Sanitizer):
         current = self.machine.current_warp()
         if current is not None:
             self.running = current
-        super().drain()
+        state = self.running
+        self._join(state)
+        # Python does what native code leaves to it, and that goes on behind it.
+        while self.log.waiting:
+            if not self.log.failed and _drain()(state.warp.address):
+                break
+            self._note_all(state, self.log.first())
+        raise_failure()
 
     def flush(self, state: WarpState, run: Any = None) -> None:
         if run is None and 0 < state.warp.context.chain_length < CHAIN_IN_PYTHON:
@@ -63,8 +74,9 @@ class NativeSanitizedMachine(SanitizedMachine, NativeMachine):
 
     def __init__(self, compiled: Any, *arguments: Any) -> None:
         super().__init__(compiled, *arguments)
-        self._about: list[Any] = []
-        self._table = self._watched_table()
+        if compiled not in _tables:
+            _tables[compiled] = self._watched_table()
+        self._table, *_ = _tables[compiled]
         self._callbacks = [_CALLBACK(self._record_chain), _CALLBACK(self._unbalanced)]
 
     def _hooked(self) -> list[Executor | None]:
@@ -75,9 +87,10 @@ class NativeSanitizedMachine(SanitizedMachine, NativeMachine):
             )
         ]
 
-    def _watched_table(self) -> np.ndarray:
-        """The block table with the watched routines of machine operations that have them."""
-        table = self.compiled.table.copy()
+    def _watched_table(self) -> tuple[np.ndarray, list[Any]]:
+        """The block table with the watched routines of machine operations that have them, and what
+        it points to."""
+        table, kept = self.compiled.table.copy(), []
         for block in self.compiled.kernel.blocks:
             instruction = block.terminator_instruction
             if block.terminator != TRAP:
@@ -86,24 +99,22 @@ class NativeSanitizedMachine(SanitizedMachine, NativeMachine):
             routine = found and _watched_name(found[0].name, instruction.name)
             if not routine:
                 continue
-            operation, about = found[1], self._describe(instruction)
+            operation, (about, used) = found[1], self._describe(instruction)
             operation.watch = ctypes.addressof(about)
-            self._about += [operation, about]
+            kept += [operation, about, used]
             row = table[block.index]
             row["native"], row["operation"] = _address_of(routine), ctypes.addressof(operation)
-        return table
+        return table, kept
 
-    def _describe(self, instruction: Any) -> OperationRecord:
+    def _describe(self, instruction: Any) -> tuple[OperationRecord, np.ndarray]:
         about = OperationRecord(index=instruction.index)
         used = np.array(loads_used(instruction, self.compiled.watched or {}), np.uint32)
-        self._about.append(used)
         about.used, about.used_count = used.ctypes.data, len(used)
         if instruction.opcode == "tcgen05.ld":
-            loads = [i for i in self.compiled.instructions if i.opcode == "tcgen05.ld"]
-            about.load = loads.index(instruction)
+            about.load = self.sanitizer.load_numbers[instruction.index]
         if instruction.opcode == "mbarrier.arrive":
             about.relaxed, about.narrow = arrive_form(instruction, self.strict)
-        return about
+        return about, used
 
     # ------------------------------------------------------------ what native code asks for
 
@@ -214,7 +225,13 @@ def machine_for(reading: bool | str, native: bool) -> type[SanitizedMachine]:
 
 @functools.cache
 def _engine() -> Any:
-    return native_engine(module_text((*WATCHED.values(), *WATCHED_ORDERS.values())))
+    return native_engine(module_text((*WATCHED.values(), *WATCHED_ORDERS.values(), drain_log)))
+
+
+@functools.cache
+def _drain() -> Callable[[int], int]:
+    """`draining.drain_log`."""
+    return ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint64)(_address_of(drain_log.name))
 
 
 def _address_of(name: str) -> int:

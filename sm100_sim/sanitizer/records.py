@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sm100_sim.native.language import i32, u8, u32, u64
+from sm100_sim.native.language import i32, u8, u32
 
 #: Clock of an access that is in flight: no frontier reaches it.
 IN_FLIGHT = 0x7FFFFFFF
@@ -69,20 +69,51 @@ class CtaRecord(ctypes.Structure):
     }
 
 
+class WriterRow(ctypes.Structure):
+    """A write to global memory (`global_memory.Writers`). cluster: its number in the grid; rank: of
+    the CTA; warp: number in the cluster. index: of the instruction."""
+
+    _fields_ = [
+        ("cluster", c_uint32), ("rank", c_uint32), ("warp", c_uint32), ("agent", c_int32),
+        ("clock", c_int32), ("issued", c_int32), ("kind", c_uint32), ("index", c_int32),
+    ]  # fmt: skip
+
+
+class RangeRecord(ctypes.Structure):
+    """A range of global memory; plane: numbers of the last writes of its granules, 0 if the launch
+    has not written there."""
+
+    _fields_ = [("start", c_uint64), ("end", c_uint64), ("plane", c_uint64)]
+    pointers: ClassVar[dict[str, Any]] = {"plane": i32}
+
+
+class GlobalRecord(ctypes.Structure):
+    """`global_memory.GlobalWrites`. ranges: `count` of them, in order. guarded: stores are for
+    Python, because tensor maps lie in global memory."""
+
+    _fields_ = [
+        ("ranges", c_uint64), ("count", c_uint64), ("writers", c_uint64), ("guarded", c_uint64)
+    ]  # fmt: skip
+    pointers: ClassVar[dict[str, Any]] = {
+        "ranges": lambda: RangeRecord, "writers": lambda: BufferRecord,
+    }
+
+
 class ClusterRecord(ctypes.Structure):
     """`state.ClusterState`. memory: host address of the shared memory, `row` bytes a CTA, `bytes`
-    in all. ordered: by instruction whether its accesses order others. written: how many ranges of
-    global memory the launch has written to, then start and end of each. warps: in the cluster;
-    agents, size: of a frontier. record, unbalanced: addresses of functions in Python."""
+    in all. ordered: by instruction whether its accesses order others. writes: to global memory.
+    warps: in the cluster; agents, size: of a frontier. record, unbalanced: addresses of functions
+    in Python. number: in the grid."""
 
     _fields_ = [
         ("memory", c_uint64), ("row", c_uint64), ("bytes", c_uint64), ("ctas", c_uint64),
-        ("accesses", c_uint64), ("ordered", c_uint64), ("written", c_uint64), ("warps", c_uint64),
+        ("accesses", c_uint64), ("ordered", c_uint64), ("writes", c_uint64), ("warps", c_uint64),
         ("agents", c_uint64), ("size", c_uint64), ("record", c_uint64), ("unbalanced", c_uint64),
+        ("number", c_uint32),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
         "ctas": lambda: CtaRecord, "accesses": lambda: BufferRecord, "ordered": u8,
-        "written": u64,
+        "writes": lambda: GlobalRecord,
     }
 
 
@@ -105,12 +136,12 @@ class WarpRecord(ctypes.Structure):
 
 
 #: Instructions that native code remembers of those by which one warp has arrived at an mbarrier.
-ROLES = 8
+ROLES = 16
 
 
 class BarrierRecord(ctypes.Structure):
     """`barriers.WatchedBarrier`. The arrays but for the frontiers have an entry a warp; roles have
-    ROLES, in which instructions by which it has arrived lie by their index. warp, clock: of the
+    ROLES, for instructions by which it has arrived, -1 where there are no more. warp, clock: of the
     init. completed: phases."""
 
     _fields_ = [

@@ -86,7 +86,10 @@ class Sanitizer:
         self.layout = Layout(ctas, -(-machine.threads // 32))
         self.tensor_entries = self.layout.tensor()
         instructions = machine.compiled.instructions
-        self.load_count = sum(1 for i in instructions if i.opcode == "tcgen05.ld")
+        loads = [i.index for i in instructions if i.opcode == "tcgen05.ld"]
+        self.load_count = len(loads)
+        #: By index of a tcgen05.ld: its number among them.
+        self.load_numbers = {index: number for number, index in enumerate(loads)}
         self.log = AccessLog(self.drain)
         self.actor: WarpState | Completion | None = None
         self.clusters: dict[int, ClusterState] = {}
@@ -157,9 +160,7 @@ class Sanitizer:
         """A warp executes a machine operation: first comes what it did natively."""
         state = self.state(warp)
         self.actor = self.running = state
-        if state.joining is not None:
-            self.acquire(state, state.joining.frontier)
-            state.joining = None
+        self._join(state)
         if self.log.waiting:
             self.drain()
         state.instruction = instruction
@@ -182,29 +183,39 @@ class Sanitizer:
 
     def drain(self) -> None:
         """Record the native accesses of the running warp."""
-        state = self.running
+        self._join(self.running)
+        self._note_all(self.running, self.log.records())
+
+    def _join(self, state: WarpState) -> None:
+        """Take in the result of the barrier that a warp has passed last."""
         if state.joining is not None:
             self.acquire(state, state.joining.frontier)
             state.joining = None
-        cluster = state.warp.cta.cluster
-        base = cluster.smem.__array_interface__["data"][0]
-        row, size = cluster.smem.strides[0], cluster.smem.nbytes
-        instructions = self.machine.compiled.instructions
-        for index, write, width, addresses in self.log.take():
-            offsets = addresses - np.uint64(base)
-            state.instruction = instructions[index]
-            inside = offsets < size
-            if inside.any():
-                self._shared(state, offsets[inside].astype(np.int64), width, write, row)
-            if self.ordered[index]:
-                flags, modifiers = np.unique(addresses).tolist(), state.instruction.modifiers
-                if write:
-                    self.flags.publish(state, flags, "release" in modifiers)
-                else:
-                    self.flags.learn(state, flags, "acquire" in modifiers)
-            elif not inside.all():
-                act = self.writes.store if write else self.writes.load
-                act(state, addresses[~inside], width)
+
+    def _note_all(self, state: WarpState, records: np.ndarray) -> None:
+        """Record accesses that native code has logged."""
+        for logged in self.log.accesses(records):
+            self._note(state, *logged)
+
+    def _note(
+        self, state: WarpState, index: int, write: bool, width: int, addresses: np.ndarray
+    ) -> None:
+        cluster = state.cluster.record
+        state.instruction = self.machine.compiled.instructions[index]
+        offsets = addresses - np.uint64(cluster.memory)
+        inside = offsets < np.uint64(cluster.bytes)
+        if inside.any():
+            places = offsets[inside].astype(np.int64)
+            self._shared(state, places, width, write, cluster.row)
+        if self.ordered[index]:
+            flags, modifiers = np.unique(addresses).tolist(), state.instruction.modifiers
+            if write:
+                self.flags.publish(state, flags, "release" in modifiers)
+            else:
+                self.flags.learn(state, flags, "acquire" in modifiers)
+        elif not inside.all():
+            act = self.writes.store if write else self.writes.load
+            act(state, addresses[~inside], width)
 
     def _shared(
         self, state: WarpState, offsets: np.ndarray, width: int, write: bool, row: int

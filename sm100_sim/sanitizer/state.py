@@ -269,8 +269,8 @@ class ClusterState:
             memory=cluster.smem.ctypes.data, row=cluster.smem.strides[0],
             bytes=cluster.smem.nbytes, ctas=ctypes.addressof(self._cta_records),
             accesses=self.accesses.buffer.address, ordered=sanitizer.ordered.ctypes.data,
-            written=sanitizer.writes.written.ctypes.data, warps=layout.ctas * layout.warps,
-            agents=layout.agents, size=layout.size,
+            writes=sanitizer.writes.address, warps=layout.ctas * layout.warps,
+            agents=layout.agents, size=layout.size, number=self.number,
         )
         self.address = ctypes.addressof(self.record)
         count = len(cluster.ctas[0].warps)

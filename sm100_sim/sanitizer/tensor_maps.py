@@ -54,6 +54,7 @@ class TensorMaps:
         writes = self._sanitizer.writes
         if not writes.written_here(address):
             return
+        writes.guard()
         number = state.cluster.number
         uses = self._uses.setdefault(address, {})
         uses[number, accesses[0].agent] = _Use(tuple(accesses), number)

@@ -6,14 +6,12 @@ rare, is left to Python before anything has changed.
 
 from __future__ import annotations
 
-from sm100_sim.codegen_log import LOG_HEADER
 from sm100_sim.native.barriers import barrier_at, change, mbarrier_arrive, mbarrier_wait
 from sm100_sim.native.copies import known_map, load_ranks, load_signal, move_tile, tile_start
 from sm100_sim.native.fragments import tensor_load, tensor_store
 from sm100_sim.native.language import (
     Signature,
     boolean,
-    copy,
     cycles,
     fill,
     i32,
@@ -22,7 +20,6 @@ from sm100_sim.native.language import (
     native,
     ptr,
     stack,
-    trailing_zeros,
     u8,
     u32,
     u64,
@@ -39,9 +36,9 @@ from sm100_sim.native.products import (
 )
 
 from .clocks import AGENTS_OF_A_WARP, LOAD, MMA, STORE, WAIT
+from .draining import GRANULE_SHIFT, add_access, agent_of, drain
 from .records import (
     ARRIVE_KIND,
-    GENERIC_KIND,
     IN_FLIGHT,
     LOAD_KIND,
     ROLES,
@@ -49,46 +46,14 @@ from .records import (
     TMA_KIND,
     AccessRow,
     BarrierRecord,
-    ClusterRecord,
-    Log,
-    LogRecord,
     OperationRecord,
     WarpRecord,
 )
-from .tracking import reserve, touch_cells, touch_rows, touch_run
+from .tracking import touch_rows, touch_run
 
 #: Granules of a column of tensor memory, and lanes of one.
 GRANULES, GRANULE_LANES = 8, 16
-#: Granules of shared memory are 4 bytes.
-GRANULE_SHIFT = 2
 CALLBACK = Signature(None, (u64,))
-
-
-@native
-def add_access(
-    w: ptr[WarpRecord], agent: i32, clock: i32, kind: u32, write: u32, index: u32, signal: u32
-) -> u32:
-    """Number of a new access by a warp now."""
-    table = w.cluster.accesses
-    reserve(table, u32(1))
-    number = table.count
-    table.count = number + 1
-    row = ptr[AccessRow](table.data) + number
-    row.agent = agent
-    row.clock = clock
-    row.kind = kind
-    row.write = write
-    row.warp = w.number
-    row.issued = w.clock
-    row.index = i32(index)
-    row.signal = signal
-    return number
-
-
-@native
-def agent_of(w: ptr[WarpRecord], which: u32) -> u32:
-    """One of a warp's agents."""
-    return w.number * AGENTS_OF_A_WARP + which
 
 
 @native
@@ -105,6 +70,18 @@ def publish(w: ptr[WarpRecord], target: ptr[i32]) -> None:
     known = w.frontier
     for i in range(w.cluster.size):
         target[i] = known[i] if known[i] > target[i] else target[i]
+
+
+@native
+def publish_fenced(w: ptr[WarpRecord], target: ptr[i32]) -> None:
+    """Publish what the last fences covered, and what the warp has waited for."""
+    known = w.published
+    for i in range(w.cluster.size):
+        target[i] = known[i] if known[i] > target[i] else target[i]
+    for i in range(w.cluster.warps):
+        entry = i * AGENTS_OF_A_WARP + WAIT
+        if w.frontier[entry] > target[entry]:
+            target[entry] = w.frontier[entry]
 
 
 @native
@@ -137,78 +114,6 @@ def finish_loads(c: ptr[Context], w: ptr[WarpRecord], everything: boolean) -> No
     if w.load_first == w.load_end:
         w.load_first = u32(0)
         w.load_end = u32(0)
-
-
-@native
-def first_written(k: ptr[ClusterRecord], address: u64) -> boolean:
-    """Whether an address is in a range of global memory that the launch has written to."""
-    for i in range(k.written[0]):
-        if address >= k.written[1 + 2 * i] and address < k.written[2 + 2 * i]:
-            return True
-    return False
-
-
-@native
-def drain_record(w: ptr[WarpRecord], r: ptr[LogRecord]) -> boolean:
-    """Record one access of native code; False if that is for Python."""
-    k = w.cluster
-    index = r.tag >> 1
-    write = r.tag & 1
-    if r.mask == 0:
-        return True
-    if k.ordered[index] != 0:
-        return False
-    head = r.addresses[trailing_zeros(r.mask)]
-    base = k.memory + u64(w.rank) * k.row
-    if head - base >= k.row:
-        for lane in range(32):
-            if r.mask >> u32(lane) & 1 == 1 and r.addresses[lane] - k.memory < k.bytes:
-                return False
-        return write == 0 and not first_written(k, head)
-    cells = stack(u64, 32)
-    count: u64 = 0
-    unit = u64(r.width) >> GRANULE_SHIFT if r.width > 4 else u64(1)
-    for lane in range(32):
-        if r.mask >> u32(lane) & 1 == 1:
-            offset = r.addresses[lane] - base
-            if offset >= k.row:
-                return False
-            cell = (offset >> GRANULE_SHIFT) // unit
-            if count == 0 or cells[count - 1] != cell:
-                cells[count] = cell
-                count += 1
-    w.unfenced = u32(1)
-    access = add_access(w, i32(agent_of(w, u32(0))), w.clock, u32(GENERIC_KIND), write, index,
-                        u32(0))
-    adjacent = True
-    for i in range(1, count):
-        if cells[i] != cells[i - 1] + 1:
-            adjacent = False
-            break
-    s = k.ctas[w.rank].smem
-    if adjacent:
-        touch_run(s, access, write, w.frontier, cells[0] * unit, count * unit)
-    else:
-        touch_cells(s, access, write, w.frontier, cells, count, unit)
-    return True
-
-
-@native
-def drain(c: ptr[Context], w: ptr[WarpRecord]) -> boolean:
-    """Record what native code has accessed since; False if Python must do the rest."""
-    log = ptr[Log](c.log)
-    count = u64(log.count)
-    if count == 0:
-        return True
-    records = ptr[LogRecord](c.log + LOG_HEADER)
-    for i in range(count):
-        if not drain_record(w, records[i]):
-            for j in range(i, count):
-                copy(ptr[u8](u64(records[j - i])), ptr[u8](u64(records[j])), u64(272))
-            log.count = u32(count - i)
-            return False
-    log.count = u32(0)
-    return True
 
 
 @native
@@ -251,12 +156,24 @@ def observed(w: ptr[WarpRecord], b: ptr[BarrierRecord]) -> boolean:
 
 
 @native
+def takes_role(w: ptr[WarpRecord], b: ptr[BarrierRecord], index: u32) -> boolean:
+    """Note an instruction by which a warp arrives; False if there is no room."""
+    for i in range(ROLES):
+        place = b.roles + (w.number * ROLES + u32(i))
+        if place[0] == -1:
+            place[0] = i32(index)
+        if place[0] == i32(index):
+            return True
+    return False
+
+
+@native
 def may_arrive(w: ptr[WarpRecord], record: ptr[Barrier], index: u32, remotely: boolean) -> boolean:
     """Whether an arrive needs no word of Python's."""
     b = ptr[BarrierRecord](record.watch)
     if not b or not visible(w, b, remotely):
         return False
-    if b.roles[w.number * ROLES + index % ROLES] != i32(index):
+    if not takes_role(w, b, index):
         return False
     rank = record.address >> 24
     if w.met >> rank & 1 == 0:
@@ -299,7 +216,7 @@ def watched_arrive(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """mbarrier.arrive."""
     w = ptr[WarpRecord](c.watch)
     about = ptr[OperationRecord](o.watch)
-    if about.relaxed != 0 or not begin(c, o) or not shared_by_lanes(c, lanes, o.operands[0]):
+    if not begin(c, o) or not shared_by_lanes(c, lanes, o.operands[0]):
         return PYTHON
     address = operand(c, lanes, o.operands[0])
     record = barrier_at(c.cluster, address)
@@ -315,7 +232,10 @@ def watched_arrive(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     if outcome != DONE:
         return outcome
     b = ptr[BarrierRecord](record.watch)
-    publish(w, b.gathering)
+    if about.relaxed == 0:
+        publish(w, b.gathering)
+    else:
+        publish_fenced(w, b.gathering)
     if foreign:
         w.unfenced = u32(1)
         agent = i32(agent_of(w, u32(0)))
