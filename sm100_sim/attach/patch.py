@@ -7,16 +7,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_ABSENT = object()
+#: As a patch's value: the owner has no attribute of its own of this name.
+ABSENT: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """`owner.name` becomes `value`; an attribute that is inherited or missing is added."""
+    """`owner.name` becomes `value`, or goes; an attribute that is inherited or missing is added."""
 
     owner: Any
     name: str
     value: Any
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is not ABSENT:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -25,12 +33,9 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
     undo: list[Patch] = []
     try:
         for patch in list(patches):
-            undo.append(Patch(patch.owner, patch.name, vars(patch.owner).get(patch.name, _ABSENT)))
-            setattr(patch.owner, patch.name, patch.value)
+            undo.append(Patch(patch.owner, patch.name, vars(patch.owner).get(patch.name, ABSENT)))
+            _set(patch.owner, patch.name, patch.value)
         yield
     finally:
         for patch in reversed(undo):
-            if patch.value is _ABSENT:
-                delattr(patch.owner, patch.name)
-            else:
-                setattr(patch.owner, patch.name, patch.value)
+            _set(patch.owner, patch.name, patch.value)

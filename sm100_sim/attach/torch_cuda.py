@@ -20,7 +20,7 @@ import torch
 import torch.utils._device
 
 from ..host import DEVICE_ATTRIBUTES
-from .patch import Patch
+from .patch import ABSENT, Patch
 from .scaled_mm import scaled_mm
 
 DEVICE_NAME = "NVIDIA B200 (sm100_sim)"
@@ -277,6 +277,8 @@ def patches() -> Iterator[Patch]:
     yield Patch(tensor, "get_device", lambda self: 0)
     yield Patch(tensor, "__dlpack__", _dlpack)
     yield Patch(tensor, "__dlpack_device__", lambda self: (_DL_CUDA, 0))
+    # Its functions in C would tell that tensors lie on the CPU; without it __dlpack__ is asked.
+    yield Patch(tensor, "__dlpack_c_exchange_api__", ABSENT)
 
 
 def register_custom_operators() -> None:

@@ -177,6 +177,19 @@ def test_errors_of_a_kernel_come_through_tvm_ffi():
             compiled(source, target, 3.0)
 
 
+def test_every_export_of_a_tensor_says_that_it_is_on_the_gpu():
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    had = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    with sm100_sim.attached():
+        tensor = torch.ones(4)
+        assert tensor.__dlpack_device__() == (2, 0)
+        assert not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+        assert tvm_ffi.from_dlpack(tensor).device.type == "cuda"
+        assert torch.equal(torch.nn.Parameter(tensor), tensor)
+    assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__") == had
+    assert tvm_ffi.from_dlpack(torch.ones(4)).device.type == "cpu"
+
+
 def test_does_not_nest():
     with sm100_sim.attached():
         with pytest.raises(RuntimeError, match="does not nest"):
