@@ -308,10 +308,19 @@ class Sanitizer:
                 self.report(finding, (barrier.address & 0xFFFFFF,))
 
     def unbalanced(self, barrier: WatchedBarrier) -> None:
-        """Other warps made the arrivals of this phase than those of the first one."""
+        """Other warps made the arrivals of this phase than those of the first one.
+
+        The warp that initialises a barrier of empty slots may complete its first phase itself, so
+        that the slots count as free; the second phase is the one to compare with then.
+        """
         now, usual = barrier.arrivals, barrier.usual
         more = np.flatnonzero(now > usual).tolist()
         if not more:
+            return
+        initialiser = barrier.initialised[0]
+        if barrier.phase == 1 and np.flatnonzero(usual).tolist() == [initialiser] \
+                and not now[initialiser]:
+            usual[:] = now
             return
         warps = self.actor.cluster.by_number
         counts = ", ".join(

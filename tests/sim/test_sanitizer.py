@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from kernels import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
 from sanitizer_kernels import TENSOR, changed
 
@@ -88,3 +89,33 @@ def test_tensors_of_size_zero_have_no_map():
     encode(whole)
     with pytest.raises(TensorMapError, match="size"):
         encode(dataclasses.replace(whole, sizes=(32, 0)))
+
+
+def _primed(primer: int, late: int) -> str:
+    """Warp 1 fills a slot three times, warp 2 frees it; `primer` frees it first, `late` last."""
+    wait = ("{{ .reg .pred %w; AGAIN: mbarrier.try_wait.parity.shared.b64 %w, [smem+{}], {};"
+            " @!%w bra AGAIN; }}\n")
+    arrive = "@%p0 mbarrier.arrive.shared.b64 _, [smem+{}];\n"
+    fill = "".join(wait.format(0, i % 2) + arrive.format(8) for i in range(3))
+    free = "".join(wait.format(8, i % 2) + (arrive.format(0) if i < 2 or late == 2 else "")
+                   for i in range(3))
+    last = wait.format(8, 0) + wait.format(8, 1) + wait.format(8, 0) + arrive.format(0)
+    return f"""
+        mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; and.b32 %r2, %r0, 31;
+        setp.eq.u32 %p0, %r2, 0; setp.eq.u32 %p1, %r0, 0;
+        @%p1 mbarrier.init.shared.b64 [smem], 1; @%p1 mbarrier.init.shared.b64 [smem+8], 1;
+        setp.eq.u32 %p2, %r0, {32 * primer}; {"" if primer == 0 else "bar.sync 0;"}
+        @%p2 mbarrier.arrive.shared.b64 _, [smem];
+        bar.sync 0;
+        setp.eq.u32 %p3, %r1, 1; @%p3 bra FILL; setp.eq.u32 %p3, %r1, 2; @%p3 bra FREE;
+        {last if late == 0 else ""} bra.uni END;
+        FILL: {fill} bra.uni END;
+        FREE: {free}
+        END: bar.sync 0;"""
+
+
+@pytest.mark.parametrize("primer,late,found", [
+    (0, 2, set()), (1, 2, {"arrivals-unbalanced"}), (0, 0, {"arrivals-unbalanced"})])
+def test_who_initialises_a_barrier_of_empty_slots_may_free_them_first(primer, late, found):
+    report = run_kernel_text(_primed(primer, late), block=(96, 1, 1), sanitize=True)
+    assert {finding.kind for finding in report.findings} == found
