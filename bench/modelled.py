@@ -26,7 +26,7 @@ from sm100_sim.timing.machine_constants import Machine, Values, load
 from sm100_sim.timing.problem import Sample, Schedule, Tile, TileCosts, fit, schedule
 
 from . import flash_attn_4
-from .replays import Paths, Replayed, digest, kept, replayed
+from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
 
 #: Keys of a step.
 STEP = 128
@@ -147,7 +147,7 @@ def _our_forward(
     seqlen: int, heads: int, causal: bool, use_clc: bool, config: ForwardConfig | None
 ) -> tuple[Any, tuple]:
     """(compiled kernel, arguments of a call on one CTA pair)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     q, k, v = (
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
         for n in (heads, 1, 1)
@@ -164,7 +164,7 @@ def their_predictions(
     """flash-attn-4's forward through its own interface, on one cluster."""
     from flash_attn.cute.interface import flash_attn_func
 
-    with timing.attached(machine, draws) as session, one_cluster():
+    with timing.attached(machine, draws) as session, one_cluster(), seeded():
         for seqlen, heads in samples:
             shape = (1, seqlen, heads, head_dim)
             q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
@@ -280,7 +280,7 @@ def their_kernel(
             for (seqlen, heads), prediction in zip(samples, predictions)
         ]
 
-    rows_of = kept((their_versions(), head_dim, causal, samples), model, draws, make)
+    rows_of = kept((their_versions(), head_dim, causal, samples, SEED), model, draws, make)
     shape = head_dim, rows, cluster, policy
     costs = fitted(rows_of, policy)
     return Kernel(

@@ -8,13 +8,16 @@ sources of the timing model. Deleting the directory is always safe.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fa4_hd256.environment import cache_directory
 from sm100_sim import timing
@@ -66,6 +69,18 @@ class Paths:
 
     def __add__(self, other: Paths) -> Paths:
         return Paths(self.unmatched + other.unmatched, self.ambiguous + other.ambiguous)
+
+
+#: Of random inputs: how often O is rescaled depends on them.
+SEED = 0
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """Random tensors made inside are the same each time; the generators' state is restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield
 
 
 _memory: dict[str, list[Replayed]] = {}

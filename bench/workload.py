@@ -28,7 +28,7 @@ from sm100_sim.timing.machine_constants import Machine
 from sm100_sim.timing.problem import Schedule, Tile, schedule
 
 from . import flash_attn_4, modelled
-from .replays import Paths, Replayed, digest, kept, replayed
+from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
 from .suite import Case
 
 STEP, ROWS = modelled.STEP, 256
@@ -133,7 +133,7 @@ def _sample_work(sample: tuple[int, ...]) -> list[tuple[float, float]]:
 def _our_call(variant: Variant, sample: tuple[int, ...]) -> tuple[Any, tuple]:
     """(compiled kernel, arguments of a call on one CTA pair)."""
     seqlen, heads, *window = sample
-    kind, generator = variant.kind, torch.Generator().manual_seed(0)
+    kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
     q, k, v = (
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
         for n in (heads, 1, 1)
@@ -182,7 +182,7 @@ def their_replays(
             for sample, prediction in zip(samples, predictions, strict=True)
         ]
 
-    return kept((modelled.their_versions(), kind, samples), machine, draws, make)
+    return kept((modelled.their_versions(), kind, samples, SEED), machine, draws, make)
 
 
 def _their_predictions(
@@ -193,7 +193,7 @@ def _their_predictions(
     options: dict[str, Any] = {"causal": kind.causal and not kind.window, "num_splits": 1}
     if kind.softcap:
         options["softcap"] = SAMPLE_SOFTCAP
-    with timing.attached(machine, draws) as session:
+    with timing.attached(machine, draws) as session, seeded():
         for seqlen, heads, *window in samples:
             if window:
                 options["window_size"] = (window[0], 0)
