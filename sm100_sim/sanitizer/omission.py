@@ -53,6 +53,12 @@ class Ledger:
         """The edge of one execution by a warp is still to come."""
         self.pending.setdefault(kind, Counter())[state] += 1
 
+    def move(self, kind: str, other: str, state: WarpState) -> None:
+        """Executions of one kind are from now on of another."""
+        count = self.take(kind, state)
+        if count:
+            self.pending.setdefault(other, Counter())[state] += count
+
     def take(self, kind: str, state: WarpState) -> int:
         """How many executions of this kind by a warp wait for their edge; they no longer do."""
         return self.pending.get(kind, Counter()).pop(state, 0)
@@ -243,7 +249,8 @@ class OmittingSanitizer(Sanitizer):
             ledger.drop("fence", state)
         ledger.settle("fence", state, release)
         if state.relaxed or self.strict:
-            ledger.drop("before", state)
+            # Those who wait are not told of the accesses; a later fence may still do it.
+            ledger.move("before", "untold", state)
         ledger.settle("before", state, release)
         if not state.instruction.name.startswith("barrier.cluster"):
             ledger.drop("stored", state)
@@ -254,6 +261,10 @@ class OmittingSanitizer(Sanitizer):
             self.ledger.settle(
                 "after", state, f"{edge}: no access before it needs what was learned"
             )
+        elif what == "before":
+            for kind in ("before", "untold"):
+                self.ledger.settle(kind, state, f"{edge}: it covers the same accesses before "
+                                                "anybody needs them complete")
         elif what == "proxy":
             self.ledger.settle(
                 "proxy", state, f"{edge}: no asynchronous access before it needs the fence"
@@ -358,6 +369,7 @@ class OmittingSanitizer(Sanitizer):
         state, ledger = self.state(warp), self.ledger
         for kind in ("fence", "before"):
             ledger.settle(kind, state, "the warp exits without another arrive")
+        ledger.drop("untold", state)
         ledger.settle("after", state, _EXITS)
         ledger.settle("stored", state,
                       "cp.async.bulk.wait_group.read before it: the sources have been read; the "

@@ -60,6 +60,25 @@ def test_redundant_mutants_name_the_edge():
     assert all("fence.proxy.async" in mutant.why for mutant in results.mutants.values())
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_later_fence_may_cover_the_accesses(again):
+    """Of two fences before two barriers, the MMA that needs the first to know waits for the second;
+    without a second, nothing says so."""
+    last = "tcgen05.fence::before_thread_sync;\nbar.sync 1;\n"
+    text = changed(TENSOR, "wait ld", "tcgen05.wait::ld.sync.aligned;\n" + last)
+    if not again:
+        text = changed(TENSOR, "end", "bar.sync 0;\ntcgen05.ld.sync.aligned.32x32b.x4.b32 "
+                       "{%r20, %r21, %r22, %r23}, [%r11];\ntcgen05.wait::ld.sync.aligned;\n" + last)
+
+    def first(found):
+        fences = [i for i in found if i.name.startswith("tcgen05.fence::before")]
+        return [fences[1 if again else -1]]
+
+    (mutant,) = score(text, only=first, block=(128, 1, 1), strict=True).mutants.values()
+    assert mutant.outcome == ("redundant" if again else "caught"), mutant
+    assert again == ("fence::before_thread_sync" in mutant.why)
+
+
 def test_memory_is_restored_and_the_launch_still_runs():
     array = np.arange(32, dtype=np.uint32)
     score(COPIES, [array], lambda found: found[:2])
