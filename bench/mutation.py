@@ -51,14 +51,17 @@ class Shape:
         return f"{batch}{self.seqlen_q} x {self.seqlen_k}, heads {self.heads_q}/1"
 
 
-#: A pair works on several tiles each time, of one to three key tiles, masked and not.
-SHAPES = (Shape(520, 300), Shape(300, 256), Shape(520, 100))
+#: (queries, keys) of packed sequences.
+Lengths = tuple[tuple[int, int], ...]
+#: A pair works on several tiles each time, of one to three key tiles, masked and not; once on so
+#: many that every slot of the dynamic scheduler is used again.
+SHAPES = (Shape(520, 300), Shape(300, 256), Shape(1300, 100))
 #: Between two tiles with keys is one of which no row sees a key.
 CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 #: Of flash-attn-4, which takes another kernel for one block of 128 queries. With more than two key
 #: tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of padding.
 FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
-#: (queries, keys) of packed sequences: tiles without keys first, between others and last, and two
+#: Packed sequences: tiles without keys first, between others and last, and two
 #: with keys in succession.
 LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0))
 #: The same for the backward: tiles of one step and of more; first, next to others, after tiles
@@ -66,6 +69,8 @@ LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0)
 BACKWARD_LENGTHS = (
     (40, 60), (270, 290), (50, 0), (0, 50), (70, 100), (30, 60), (50, 0), (0, 50), (130, 290),
 )  # fmt: skip
+#: And with a tile of one step first, as second blocks of queries come before first ones.
+SHORT_LENGTHS = ((260, 100), (40, 60))
 
 
 def alternating(tiles: torch.Tensor) -> torch.Tensor:
@@ -114,9 +119,11 @@ def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
 
 
 def _packed(
-    tensors: list[torch.Tensor], lengths: tuple[tuple[int, int], ...] = LENGTHS, **options: Any
+    tensors: list[torch.Tensor], lengths: tuple[Lengths, ...] = (LENGTHS,), **options: Any
 ) -> torch.Tensor:
-    sizes = torch.tensor([[0, 0], *lengths])
+    """The sequences are those of `lengths` that have as many queries as q has rows."""
+    packed = next(one for one in lengths if _packed_shape(one).seqlen_q == tensors[0].shape[1])
+    sizes = torch.tensor([[0, 0], *packed])
     offsets_q, offsets_k = sizes.cumsum(0).int().T.contiguous()
     return flash_attn_varlen_func(
         *(tensor[0] for tensor in tensors), offsets_q, offsets_k,
@@ -146,7 +153,7 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
         public(*inputs(shape, falling), causal=causal)
 
 
-def _packed_shape(lengths: tuple[tuple[int, int], ...], heads_q: int = 1) -> Shape:
+def _packed_shape(lengths: Lengths, heads_q: int = 1) -> Shape:
     return Shape(*(sum(side) for side in zip(*lengths, strict=True)), heads_q)
 
 
@@ -163,7 +170,8 @@ def _targets() -> Iterator[Target]:
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
             yield Target(f"forward, {name}, {scheduler}", run, shapes)
-        call = functools.partial(_packed, lengths=BACKWARD_LENGTHS)
+        backward = BACKWARD_LENGTHS, SHORT_LENGTHS
+        call = functools.partial(_packed, lengths=backward)
         for name, kernel, wanted in (
             ("dK/dV and dS", "backward_dkdv", "qkv"),
             ("dQ from dS", "backward_dq_product", "qkv"),
@@ -171,7 +179,7 @@ def _targets() -> Iterator[Target]:
             ("dQ", "backward_dq", "q"),
         ):
             run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
-            shapes = (_packed_shape(BACKWARD_LENGTHS),)
+            shapes = tuple(map(_packed_shape, backward))
             yield Target(f"{name}, varlen, causal, {scheduler}", run, shapes, kernels=kernel)
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
