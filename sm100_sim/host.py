@@ -39,6 +39,7 @@ ATTRIBUTE_NAMES = {
     8: "priority",
     11: "preferred_cluster_dimension",
 }
+_CLUSTER, _PREFERRED_CLUSTER = 4, 11
 
 #: cudaDeviceAttr -> value of a B200 (CUDA runtime API; 148 SMs, 126 MB L2, 227 KB + 1 KB SMEM).
 DEVICE_ATTRIBUTES = {
@@ -246,14 +247,16 @@ def _occupancy(blocks: int, *_: int) -> None:
 def _launch_kernel_ex(config: int, kernel: int, arguments: int) -> None:
     raw = ctypes.string_at(config, _CONFIG.size)
     gx, gy, gz, bx, by, bz, smem, stream, attributes, count = _CONFIG.unpack(raw)
-    cluster, named = (1, 1, 1), {}
+    shapes, named = {}, {}
     for i in range(count):
         entry = ctypes.string_at(attributes + i * _ATTRIBUTE_BYTES, _ATTRIBUTE_BYTES)
         number, word0, word1, word2 = struct.unpack_from("<I4x3I", entry)
-        if number == 4:
-            cluster = (word0, word1, word2)
-        else:
+        if number in (_CLUSTER, _PREFERRED_CLUSTER):
+            shapes[number] = (word0, word1, word2)
+        if number != _CLUSTER:
             named[ATTRIBUTE_NAMES.get(number, str(number))] = word0
+    # A launch with preferred clusters finds room for them everywhere; the others are its fallback.
+    cluster = shapes.get(_PREFERRED_CLUSTER) or shapes.get(_CLUSTER) or (1, 1, 1)
     _launch((gx, gy, gz), (bx, by, bz), cluster, (smem, stream, kernel, arguments), named)
 
 

@@ -13,6 +13,7 @@ from cross_compile import compile_sm100, target_sm100
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
+import sm100_sim
 from sm100_sim import host
 from sm100_sim.arguments import strided_extent, tensor_ranges
 from sm100_sim.errors import LaunchError
@@ -33,6 +34,19 @@ def scale(source: cute.Tensor, target: cute.Tensor, factor: cutlass.Float32, blo
     scale_kernel(source, target, factor).launch(
         grid=[blocks, 1, 1], block=[64, 1, 1], cluster=[2, 1, 1], smem=4096
     )
+
+
+@cute.kernel
+def shape_kernel(target: cute.Tensor):
+    x, y, _ = cute.arch.block_in_cluster_dim()
+    block, _, _ = cute.arch.block_idx()
+    target[block] = x * 16 + y
+
+
+@cute.jit
+def prefer(target: cute.Tensor):
+    shape_kernel(target).launch(grid=[8, 1, 1], block=[32, 1, 1], cluster=[4, 1, 1],
+                                fallback_cluster=[2, 1, 1])
 
 
 @cute.kernel
@@ -72,6 +86,15 @@ def test_launch_configuration(compiled):
     assert config.dynamic_smem == 4096
     assert config.attributes["cooperative"] == 0
     assert len(config.param_pointers) == 3
+
+
+def test_preferred_clusters_are_those_that_run():
+    target = torch.zeros(8, dtype=torch.int32)
+    function = compile_sm100(prefer, from_dlpack(target))
+    (config,) = launches(function, from_dlpack(target))
+    assert config.cluster == (4, 1, 1) and config.attributes["preferred_cluster_dimension"] == 4
+    report = sm100_sim.launch(function, from_dlpack(target))
+    assert target.tolist() == 8 * [4 * 16 + 1] and report.cluster == (4, 1, 1)
 
 
 def test_parameters_are_the_arguments(compiled):
