@@ -53,16 +53,15 @@ class Shape:
 
 #: (queries, keys) of packed sequences.
 Lengths = tuple[tuple[int, int], ...]
-#: A pair works on several tiles each time, of one to three key tiles, masked and not; once on so
-#: many that every slot of the dynamic scheduler is used again.
-SHAPES = (Shape(520, 300), Shape(300, 256), Shape(1300, 100))
+#: A pair works on several tiles each time, of one to three key tiles, masked and not.
+SHAPES = (Shape(520, 300), Shape(300, 256), Shape(520, 100))
 #: Between two tiles with keys is one of which no row sees a key.
 CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 #: Of flash-attn-4, which takes another kernel for one block of 128 queries. With more than two key
 #: tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of padding.
 FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
-#: Packed sequences: tiles without keys first, between others and last, and two
-#: with keys in succession.
+#: Packed sequences: tiles without keys first, between others and last, and two with keys in
+#: succession.
 LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0))
 #: The same for the backward: tiles of one step and of more; first, next to others, after tiles
 #: without keys or without queries.
