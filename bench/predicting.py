@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from schedulers.choice import prefers_clc
 from sm100_sim.timing.machine_constants import Machine
 
 from . import flash_attn_4, modelled, workload
@@ -75,32 +76,40 @@ class Predictor:
             return modelled.their_kernel(workload.HEAD_DIM, kind.causal, name, draws)
         return workload.their_kernel(kind, self.machine, draws)
 
-    def _backward(self, provider: str, causal: bool) -> modelled.Attention:
-        key = provider, causal, BACKWARD
+    def _backward(self, provider: str, causal: bool, use_clc: bool) -> modelled.Attention:
+        key = provider, causal, use_clc, BACKWARD
         if key not in self._kernels:
             self.note(f"replaying {provider}'s backward, {'causal' if causal else 'full'}")
             name, draws = self.machine.name, self.draws
             if provider == OURS:
-                found = modelled.our_kernel(causal, name, draws, BACKWARD)
+                found = modelled.our_kernel(causal, name, draws, BACKWARD, use_clc=use_clc)
             else:
                 found = modelled.their_kernel(workload.HEAD_DIM, causal, name, draws, BACKWARD)
             self._kernels[key] = found
         return self._kernels[key]
 
     def predict(self, provider: str, case: Case, direction: str) -> Predicted:
-        """Raises ValueError for a case that `refuses` gives a reason for."""
+        """Ours by the scheduler that it takes by default. Raises ValueError for a case that
+        `refuses` gives a reason for."""
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
+        use_clc = provider == OURS and defaults_to_clc(case)
         if direction == BACKWARD:
             shape = modelled.Shape(
                 case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
             )
-            backward = self._backward(provider, case.causal)
+            backward = self._backward(provider, case.causal, use_clc)
             return Predicted(backward.seconds(shape), None, backward.paths_of(shape))
-        kernel = self.kernel(provider, workload.Kind.of(case))
+        kernel = self.kernel(provider, workload.Kind.of(case), use_clc)
         found = workload.run(case, kernel)
         return Predicted(np.array([s.seconds for s in found]), found[0].bound, kernel.paths)
+
+
+def defaults_to_clc(case: Case) -> bool:
+    """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
+    rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
+    return prefers_clc(case.bounds != (None, None), rows, capacity)
 
 
 def _is_plain(case: Case) -> bool:

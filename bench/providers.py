@@ -89,7 +89,7 @@ class Provider(Protocol):
 class Ours:
     """This project's operator.
 
-    use_clc: None for what FA_CLC says. config: of the forward, None for the default one.
+    use_clc: None for the default. config: of the forward, None for the default one.
     """
 
     def __init__(

@@ -73,9 +73,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         for n in (heads.heads_q, heads.heads_kv, heads.heads_kv)
     )
     config = ForwardConfig()
-    problem = Problem.describe(
-        (q, k, v), Options.check(None, True, (None, None), 0.0, False)
-    )
+    problem = Problem.describe((q, k, v), _options())
     compiled = compile_forward(config, problem.problem_class)
     start = time.perf_counter()
     out, lse = run_forward(compiled, problem, (q, k, v))
@@ -101,6 +99,11 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     }
 
 
+def _options() -> Options:
+    """Causal attention, otherwise the defaults of `flash_attn_func`."""
+    return Options.check(None, True, (None, None), 0.0).scheduled(None)
+
+
 def _run_backward(
     inputs: tuple, out: torch.Tensor, lse: torch.Tensor, generator: torch.Generator
 ) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def _run_backward(
     device = out.device.type
     dout = torch.randn(out.shape, generator=generator).to(out)
     call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
-    problem = call.describe(Options.check(None, True, (None, None), 0.0, False), None, None)
+    problem = call.describe(_options(), None, None)
     config = BackwardConfig()
     problem = problem.keeping_ds(config.ds_bytes)
     specs = kernel_specs(problem, config)

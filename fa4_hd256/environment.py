@@ -37,8 +37,9 @@ VARIABLES = (
     PROGRESS,
     Variable(
         "FA_CLC",
-        "0",
-        "1 selects the dynamic tile scheduler (cluster launch control), 0 the static one",
+        "by the mask",
+        "1 selects the dynamic tile scheduler (cluster launch control), 0 the static one; unset: "
+        "the dynamic one for causal and windowed attention, where the timing model prefers it",
         "schedulers",
     ),
     Variable(

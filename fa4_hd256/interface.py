@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from schedulers.choice import clc_requested
-
 from . import named_configs
 from .autograd import gradients, save_for_backward
 from .backward_config import BackwardConfig
@@ -58,7 +56,8 @@ def flash_attn_func(
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
         None the default one, whose exp2 mix in the forward is that of the tuning table.
-    use_clc: the dynamic tile scheduler; None reads the environment variable FA_CLC.
+    use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
+        FA_CLC says, and where it is not set, whether the mask is bounded on some side.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
@@ -68,7 +67,7 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, before anything is
     compiled.
     """
-    options = Options.check(softmax_scale, causal, window_size, softcap, clc_requested(use_clc))
+    options = Options.check(softmax_scale, causal, window_size, softcap).scheduled(use_clc)
     check_tensors({"q": q, "k": k, "v": v})
     names = _names(config, backward_config)
     out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names)
@@ -122,13 +121,15 @@ def flash_attn_varlen_func(
         raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
     if num_splits != 1:
         raise NotImplementedError(f"num_splits={num_splits} is not implemented; accepted: 1")
-    options = Options.check(softmax_scale, causal, window_size, softcap, clc_requested(use_clc))
+    options = Options.check(softmax_scale, causal, window_size, softcap)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    check_ragged_types(ragged)
     packed = {"q": cu_seqlens_q is not None, "k": cu_seqlens_k is not None}
     packed["v"] = packed["k"]
     tensors = {"q": q, "k": k, "v": v}
     check_tensors(tensors, packed)
     longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
+    options = options.scheduled(use_clc, *_filling(q, ragged, max_seqlen_q))
     q, k, v = (t.unsqueeze(0) if packed[name] else t for name, t in tensors.items())
     names = _names(config, backward_config)
     out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names)
@@ -144,13 +145,18 @@ def _call(tensors, options, sink, ragged, longest, names):
     """
     if sink is not None:
         check_sink(sink, tensors[0])
-    check_ragged_types(ragged)
     window = (UNBOUNDED if side is None else side for side in options.window)
     sequences = [ragged.get(name) for name in RAGGED]
     return forward(
         *tensors, options.softmax_scale, *window, options.softcap, sink, *sequences, *longest,
         options.use_clc, *names,
     )  # fmt: skip
+
+
+def _filling(q, ragged, max_seqlen_q):
+    """(rows, capacity) as `prefers_clc` takes them."""
+    offsets = ragged.get("cu_seqlens_q")
+    return (1, 1) if offsets is None else (q.shape[0], (offsets.numel() - 1) * max_seqlen_q)
 
 
 def _longest(ragged, max_seqlen_q, max_seqlen_k):

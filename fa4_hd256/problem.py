@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from schedulers.choice import clc_requested, prefers_clc
 
 from .config import HEAD_DIM, ForwardConfig
 
@@ -67,7 +69,7 @@ class Options:
 
     @classmethod
     def check(
-        cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, use_clc: bool
+        cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, use_clc: bool = False
     ) -> Options:
         """Validate the options as users give them.
 
@@ -79,6 +81,14 @@ class Options:
             check_scale(softmax_scale), (left, 0 if causal else right), check_softcap(softcap),
             use_clc,
         )
+
+    def scheduled(self, use_clc: bool | None, rows: int = 1, capacity: int = 1) -> Options:
+        """The same with the tile scheduler that a user who passes `use_clc` gets.
+
+        rows, capacity: see `prefers_clc`. Raises as `clc_requested` does.
+        """
+        default = prefers_clc(self.window != (None, None), rows, capacity)
+        return replace(self, use_clc=clc_requested(use_clc, default))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 uses; `protocol` is what a kernel programs against.
 """
 
-from .choice import clc_requested, scheduler_class
+from .choice import clc_requested, prefers_clc, scheduler_class
 from .clc import ClcScheduler
 from .order import (
     TileOrder,
@@ -27,6 +27,7 @@ __all__ = [
     "WorkTile",
     "clc_requested",
     "later_blocks_are_longer",
+    "prefers_clc",
     "scheduler_class",
     "section_heads_for",
     "tile_coordinates",

@@ -1,22 +1,39 @@
-"""Which scheduler a call uses: `use_clc=`, else the environment variable FA_CLC, else static."""
+"""Which scheduler a call uses: `use_clc=`, else the environment variable FA_CLC, else a rule."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-__all__ = ["clc_requested", "scheduler_class"]
+__all__ = ["clc_requested", "prefers_clc", "scheduler_class"]
 
 VARIABLE = "FA_CLC"
 
 
-def clc_requested(
-    use_clc: bool | None = None, environment: Mapping[str, str] | None = None
-) -> bool:
-    """Whether the call asks for the cluster-launch-control scheduler.
+#: Tiles of the grid for each one that holds rows, up to which the dynamic scheduler is preferred.
+MOST_EMPTY = 6
 
-    `use_clc` decides where it is True or False; None reads FA_CLC (1 = CLC, 0 or unset = static).
-    Read it once per call and make the result part of the compile key.
+
+def prefers_clc(bounded: bool, rows: int, capacity: int) -> bool:
+    """The default: the dynamic scheduler where tiles differ in length and most of them are there.
+
+    bounded: whether the mask bounds the keys on either side, so that tiles differ. rows, capacity:
+    query rows of all sequences, and of as many sequences of the longest one's length: the grid
+    follows that, a static scheduler counts past empty tiles, and the dynamic one asks for each.
+    By the timing model for a B200 (docs/bench.md); nobody has measured it.
+    """
+    return bounded and rows * MOST_EMPTY >= capacity
+
+
+def clc_requested(
+    use_clc: bool | None = None,
+    default: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether a call gets the cluster-launch-control scheduler.
+
+    `use_clc` decides where it is True or False; else FA_CLC where it is set (1 = CLC, 0 = static);
+    else `default`. Read it once per call and make the result part of the compile key.
 
     Raises TypeError for another type of `use_clc`, ValueError for another value of FA_CLC.
     """
@@ -24,13 +41,13 @@ def clc_requested(
         if not isinstance(use_clc, bool):
             raise TypeError(f"use_clc must be True, False or None, got {use_clc!r}")
         return use_clc
-    value = (os.environ if environment is None else environment).get(VARIABLE, "0")
-    if value not in ("0", "1"):
+    value = (os.environ if environment is None else environment).get(VARIABLE)
+    if value not in (None, "0", "1"):
         raise ValueError(
-            f"{VARIABLE} is {value!r}; accepted are 0 (static tile scheduler, the default) and "
-            "1 (dynamic scheduler by cluster launch control). Unset it or set one of the two"
+            f"{VARIABLE} is {value!r}; accepted are 0 (static tile scheduler) and 1 (dynamic "
+            "scheduler by cluster launch control). Unset it or set one of the two"
         )
-    return value == "1"
+    return default if value is None else value == "1"
 
 
 def scheduler_class(use_clc: bool):

@@ -19,6 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
 os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 
+# Both schedulers are tested: the static one here, the dynamic one by tests that ask for it and by
+# the part of `make test` that sets this variable.
+os.environ.setdefault("FA_CLC", "0")
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from schedulers.choice import clc_requested
-
 from .. import named_configs
 from ..autograd import backward
 from ..backward_config import BackwardConfig
@@ -115,13 +113,17 @@ def _flash_attn_bwd(
     ragged = (options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None))
     window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
     checked = Options.check(
-        options.pop("softmax_scale", None), options.pop("causal", False), window, 0.0,
-        clc_requested(None),
-    )  # fmt: skip
+        options.pop("softmax_scale", None), options.pop("causal", False), window, 0.0
+    )
     if options:
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     packed = [tensor.ndim == 3 for tensor in (q, k)]
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
+    if packed[0] and longest[0] is not None:
+        rows, capacity = q.shape[0], (ragged[0].numel() - 1) * longest[0]
+        checked = checked.scheduled(None, rows, capacity)
+    else:
+        checked = checked.scheduled(None)
     sides = (-1 if side is None else side for side in checked.window)
     tensors = (dout, None, q, k, v, out, lse)
     is_packed = (packed[0], False, packed[0], packed[1], packed[1], packed[0], packed[0])

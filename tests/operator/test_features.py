@@ -257,6 +257,23 @@ def test_schedulers_give_the_same_bits(causal, device, monkeypatch):
 
 
 @pytest.mark.simulator
+def test_the_default_scheduler(monkeypatch):
+    """By the mask, and static where most of the grid lies past the end of packed sequences."""
+    import sm100_sim
+
+    monkeypatch.delenv("FA_CLC")
+    q, k, v = inputs(9, 20, 2, 1)
+    calls = [({}, False), ({"causal": True}, True), ({"window_size": (5, None)}, True)]
+    for options, is_clc in calls:
+        flash_attn_func(q, k, v, **options)
+        assert (sm100_sim.last_reports()[-1].clc["try_cancel"] > 0) == is_clc
+    for lengths, is_clc in (([9, 0], True), ([9] + [0] * 6, False)):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        flash_attn_varlen_func(q[0], k[0, :9], v[0, :9], offsets, offsets, 9, 9, causal=True)
+        assert (sm100_sim.last_reports()[-1].clc["try_cancel"] > 0) == is_clc
+
+
+@pytest.mark.simulator
 @pytest.mark.parametrize("resident", [1, 3, 40])
 def test_clc_is_live(resident, monkeypatch):
     """Clusters are cancelled and executed by others, every tile once, whatever is resident."""

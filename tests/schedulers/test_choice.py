@@ -1,4 +1,4 @@
-"""Which scheduler a call gets: the argument, then FA_CLC, then the static one."""
+"""Which scheduler a call gets: the argument, then FA_CLC, then the default by mask and lengths."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from schedulers import (
     ClcScheduler,
     StaticPersistentScheduler,
     clc_requested,
+    prefers_clc,
     scheduler_class,
 )
 
@@ -22,8 +23,30 @@ from schedulers import (
         (False, {"FA_CLC": "maybe"}, False),
     ],
 )
-def test_argument_before_variable_before_default(argument, environment, expected):
-    assert clc_requested(argument, environment) is expected
+def test_argument_before_variable(argument, environment, expected):
+    assert clc_requested(argument, environment=environment) is expected
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_variable_before_default(default):
+    assert clc_requested(None, default, {}) is default
+    assert clc_requested(None, default, {"FA_CLC": "1"}) is True
+    assert clc_requested(None, default, {"FA_CLC": "0"}) is False
+
+
+@pytest.mark.parametrize(
+    ("bounded", "rows", "capacity", "expected"),
+    [
+        (False, 1, 1, False),  # all tiles are equal
+        (True, 1, 1, True),
+        (True, 6528, 8 * 3732, True),
+        (True, 30044, 64 * 4002, False),  # most tiles lie past the end of a sequence
+        (False, 6528, 8 * 3732, False),
+    ],
+)
+def test_the_default(bounded, rows, capacity, expected):
+    """The packed ones are two batches that docs/bench.md has times of."""
+    assert prefers_clc(bounded, rows, capacity) is expected
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch):
@@ -38,7 +61,7 @@ def test_the_process_environment_is_read_at_each_call(monkeypatch):
 @pytest.mark.parametrize("value", ["", "true", "2", " 1", "CLC"])
 def test_other_values_are_refused(value):
     with pytest.raises(ValueError, match="FA_CLC is .*accepted are 0 .*and 1"):
-        clc_requested(None, {"FA_CLC": value})
+        clc_requested(None, environment={"FA_CLC": value})
 
 
 @pytest.mark.parametrize("value", [1, 0, "1"])
