@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -117,21 +117,8 @@ class _ByVariable(Ours):
         self._value = value
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        with _variable(self._value):
+        with mock.patch.dict(os.environ, {VARIABLE: self._value}):
             return super().call(inputs)
-
-
-@contextmanager
-def _variable(value: str):
-    saved = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = value
-    try:
-        yield
-    finally:
-        if saved is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = saved
 
 
 def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:

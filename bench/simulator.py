@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import resource
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -147,18 +147,9 @@ def measure(shape: Shape, runs: int = 3) -> Measurement:
     )
 
 
-@contextlib.contextmanager
-def sanitizing() -> Iterator[None]:
+def sanitizing() -> AbstractContextManager:
     """Launches run under the sanitizer, as with SM100_SIM_SANITIZE=1."""
-    before = os.environ.get("SM100_SIM_SANITIZE")
-    os.environ["SM100_SIM_SANITIZE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["SM100_SIM_SANITIZE"]
-        else:
-            os.environ["SM100_SIM_SANITIZE"] = before
+    return mock.patch.dict(os.environ, {"SM100_SIM_SANITIZE": "1"})
 
 
 def _steps(shape: Shape, config: ForwardConfig) -> int:

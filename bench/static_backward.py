@@ -15,6 +15,7 @@ import torch
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig, flash_attn_func
+from fa4_hd256.backends import num_clusters
 from fa4_hd256.backward import BackwardCall, Wanted, kernel_specs, run_backward
 from fa4_hd256.compile import compile_kernel
 from fa4_hd256.config import HEAD_DIM
@@ -123,7 +124,8 @@ def our_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     found = {}
     for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
         run_backward(call, problem, Wanted(), config)
-        specs = kernel_specs(problem.keeping_ds(config.ds_bytes), config).values()
+        kept = problem.keeping_ds(config.ds_bytes, num_clusters(q.device))
+        specs = kernel_specs(kept, config).values()
         reports = sm100_sim.last_reports()[-len(specs) :]
         for spec, report in zip(specs, reports, strict=True):
             kernel = compile_kernel(spec)

@@ -26,8 +26,6 @@ from .backward_preprocess import PreprocessConfig
 from .backward_problem import (
     BackwardProblem,
     check_gradients,
-    choose_splits,
-    count_key_tiles,
 )
 from .compile import compile_kernel
 from .kernels import KernelSpec
@@ -85,18 +83,13 @@ class BackwardCall:
             self.q,
             forward.lse_shape,
         )
-        if k.shape[2] < self.k.shape[2]:
-            # One head that was expanded: each of its copies has its own gradient, which is the
-            # part of the query heads that read it.
-            splits = self.k.shape[2]
-        else:
-            heads_kv = k.shape[2]
-            splits = choose_splits(
-                heads_kv * count_key_tiles(forward, k.shape),
-                self.q.shape[2] // heads_kv,
-                num_clusters(self.q.device),
-            )
-        return BackwardProblem(forward, tuple(k.shape), self.dlse is not None, splits)
+        # One head that was expanded: each of its copies has its own gradient, which is the part of
+        # the query heads that read it.
+        copies = self.k.shape[2] // k.shape[2]
+        problem = BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies)
+        if copies > 1:
+            return problem
+        return replace(problem, splits=problem.splits_for(k.shape[2], num_clusters(self.q.device)))
 
 
 def run_backward(
@@ -104,12 +97,7 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for."""
     if wanted.dq and wanted.dkdv:
-        problem = problem.keeping_ds(config.ds_bytes)
-        if 0 < problem.ds_heads < problem.k_shape[2]:
-            # Each launch has the tiles of these heads only.
-            tiles = problem.ds_heads * count_key_tiles(problem.forward, problem.k_shape)
-            splits = choose_splits(tiles, problem.group, num_clusters(call.q.device))
-            problem = replace(problem, splits=splits)
+        problem = problem.keeping_ds(config.ds_bytes, num_clusters(call.q.device))
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     q, k, v, dout = (
         as_kernel_operand(t)

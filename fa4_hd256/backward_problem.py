@@ -91,11 +91,22 @@ class BackwardProblem:
         queries = -(-forward.max_seqlen_q // PADDING) * PADDING
         return forward.sequences, heads_kv * self.group, forward.max_seqlen_k, queries
 
-    def keeping_ds(self, num_bytes: int) -> BackwardProblem:
-        """The same with as many `ds_heads` as fit into so much memory."""
+    def keeping_ds(self, num_bytes: int, clusters: int) -> BackwardProblem:
+        """The same with as many `ds_heads` as fit into so much memory, and the splits for them.
+
+        clusters: CTA pairs that the device holds at once.
+        """
         of_one = math.prod(self.ds_shape(1)) * self.forward.dtype.itemsize
-        heads = num_bytes // of_one if of_one else 0
-        return replace(self, ds_heads=min(heads, self.k_shape[2]))
+        heads = min(num_bytes // of_one if of_one else 0, self.k_shape[2])
+        # Each launch has the tiles of these heads only.
+        some = 0 < heads < self.k_shape[2]
+        splits = self.splits_for(heads, clusters) if some else self.splits
+        return replace(self, ds_heads=heads, splits=splits)
+
+    def splits_for(self, heads_kv: int, clusters: int) -> int:
+        """`choose_splits` for a launch with so many of the key/value heads."""
+        tiles = heads_kv * count_key_tiles(self.forward, self.k_shape)
+        return choose_splits(tiles, self.group, clusters)
 
     @property
     def dkdv_class(self) -> GradientClass:

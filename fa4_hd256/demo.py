@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import reference
-from .backends import run_forward
+from .backends import num_clusters, run_forward
 from .backward import BackwardCall, Wanted, kernel_specs, run_backward
 from .backward_config import BackwardConfig
 from .compile import CompiledKernel, compile_forward, compile_kernel
@@ -113,7 +113,7 @@ def _run_backward(
     call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
     problem = call.describe(_options(), None, None)
     config = BackwardConfig()
-    problem = problem.keeping_ds(config.ds_bytes)
+    problem = problem.keeping_ds(config.ds_bytes, num_clusters(out.device))
     specs = kernel_specs(problem, config)
     kernels = [compile_kernel(spec) for spec in specs.values()]
     start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,12 @@ def compiler_settings() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_DSL_OUTPUT_ONLY)
     }
+
+
+def iket_requested() -> bool:
+    """Whether CuTe DSL's compiler options ask for in-kernel event tracing."""
+    options = os.environ.get("CUTE_DSL_COMPILER_OPT", "")
+    return "iket" in re.split(r"[\s,]+", options.replace("--", ""))
 
 
 def describe() -> str:

@@ -64,12 +64,21 @@ def mn_major_operand(rows: int) -> OperandLayout:
     )
 
 
+def _by_rows(tensor: cute.Tensor, rows: int, columns: Any) -> cute.Tensor:
+    """(batch, ., ., columns) as (rows, columns, heads, batch), with TMA's stride rule; rows: which
+    dimension they are, 1 or 2, the other one being the heads."""
+    heads, shape = 3 - rows, tensor.shape
+    strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
+    layout = cute.make_layout(
+        (shape[rows], columns, shape[heads], shape[0]),
+        stride=(strides[rows], 1, strides[heads], strides[0]),
+    )
+    return cute.make_tensor(tensor.iterator.align(16), layout)
+
+
 def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
     """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with TMA's stride rule."""
-    b, s, h, _ = tensor.shape
-    strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
-    layout = cute.make_layout((s, HEAD_DIM, h, b), stride=(strides[1], 1, strides[2], strides[0]))
-    return cute.make_tensor(tensor.iterator.align(16), layout)
+    return _by_rows(tensor, 1, HEAD_DIM)
 
 
 def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
@@ -86,10 +95,7 @@ def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
 def by_key(tensor: cute.Tensor) -> cute.Tensor:
     """dS^T, (sequences, heads, keys, queries), as (keys, queries, heads, sequences), with TMA's
     stride rule."""
-    b, h, k, q = tensor.shape
-    strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
-    layout = cute.make_layout((k, q, h, b), stride=(strides[2], 1, strides[1], strides[0]))
-    return cute.make_tensor(tensor.iterator.align(16), layout)
+    return _by_rows(tensor, 2, tensor.shape[3])
 
 
 def load_tile(

@@ -8,28 +8,21 @@ them. The option is part of the key of a compiled kernel (`environment.compiler_
 from __future__ import annotations
 
 import functools
-import os
-import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["enabled", "traced"]
+from . import environment
 
-_VARIABLE = "CUTE_DSL_COMPILER_OPT"
-
-
-def enabled() -> bool:
-    """Whether the environment asks CuTe DSL for iket."""
-    return "iket" in re.split(r"[\s,]+", os.environ.get(_VARIABLE, "").replace("--", ""))
+__all__ = ["traced"]
 
 
 def traced(name: str) -> Callable[[Callable], Callable]:
-    """Put what a device method emits into a range of that name, where `enabled`."""
+    """Put what a device method emits into a range of that name, where iket is asked for."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def call(*arguments: Any, **options: Any) -> Any:
-            if not enabled():
+            if not environment.iket_requested():
                 return method(*arguments, **options)
             from cutlass.cute.experimental import iket
 
