@@ -23,6 +23,7 @@ from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
 from fa4_hd256.resources import resource_usage
 from sm100_sim.host import HostProgram
+from sm100_sim.timing.sass import SassInstruction
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import flash_attn_4, static_backward
@@ -37,7 +38,7 @@ from .results import (
     emit,
     markdown,
 )
-from .sass import CLASS_NAMES, Function, SassInstruction, class_counts, disassemble
+from .sass_loops import CLASS_NAMES, LoopNest, class_counts, kernel_code
 
 OURS = "fa4_hd256"
 STEP_COLUMNS = 128
@@ -118,15 +119,15 @@ def _columns(path: list[SassInstruction]) -> int:
     return sum(int(part[1:]) for parts in loads for part in parts if part[1:].isdigit())
 
 
-def softmax_loop(function: Function) -> LoopCounts:
+def softmax_loop(loops: LoopNest) -> LoopCounts:
     """The unmasked softmax loop: S from tensor memory, exp2, P to tensor memory.
 
     Masked loops differ by a selection per column, so of those found the one with the fewest
     instructions a step is meant. Raises ValueError if the kernel has none.
     """
     found = []
-    for loop in function.working_loops:
-        path = function.straight_path(loop)
+    for loop in loops.working_loops:
+        path = loops.straight_path(loop)
         operations, columns = _operations(path), _columns(path)
         if operations["STTM"] and operations["EX2"] and columns and columns % STEP_COLUMNS == 0:
             steps = columns // STEP_COLUMNS
@@ -138,11 +139,11 @@ def softmax_loop(function: Function) -> LoopCounts:
     return min(found, key=lambda counts: counts.total)
 
 
-def mma_loop(function: Function) -> LoopCounts:
+def mma_loop(loops: LoopNest) -> LoopCounts:
     """The loop that issues the tensor core's instructions; ValueError if the kernel has none."""
     found = []
-    for loop in function.working_loops:
-        path = function.straight_path(loop)
+    for loop in loops.working_loops:
+        path = loops.straight_path(loop)
         issued = _operations(path)["UTCHMMA"]
         if issued and issued % STEP_MMAS == 0:
             found.append(_counts(path, issued // STEP_MMAS))
@@ -164,9 +165,10 @@ def _report(
     Raises RuntimeError if the instructions emulate another share than the pattern says.
     """
     project, mask, is_own_tuning = identity
-    function, usage = disassemble(cubin), resource_usage(cubin)
+    function, usage = kernel_code(cubin), resource_usage(cubin)
     spills = sum(i.base in ("LDL", "STL") for i in function.instructions)
-    share, softmax = mix.true_share(STEP_COLUMNS), softmax_loop(function)
+    loops = LoopNest(function)
+    share, softmax = mix.true_share(STEP_COLUMNS), softmax_loop(loops)
     if softmax.share != share:
         raise RuntimeError(
             f"{project}, {mask}: {float(softmax.share):.2%} of the exp2 are emulated by the "
@@ -174,7 +176,7 @@ def _report(
         )
     return KernelReport(
         project, mask, share, is_own_tuning, usage.registers, usage.stack, usage.local,
-        spills, smem_bytes, len(function.instructions), softmax, mma_loop(function),
+        spills, smem_bytes, len(function.instructions), softmax, mma_loop(loops),
     )  # fmt: skip
 
 

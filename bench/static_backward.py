@@ -26,7 +26,7 @@ from sm100_sim.report import Report
 
 from . import flash_attn_4
 from .results import BASIS, MACHINE, Column, Plot, Table, compiler_machine
-from .sass import disassemble
+from .sass_loops import kernel_code
 
 OURS = "fa4_hd256"
 #: How the names of our kernels begin.
@@ -101,7 +101,7 @@ def _describe(
 ) -> BackwardReport:
     """code: PTX, cubin and the kernel's name in them."""
     ptx, cubin, name = code
-    usage, instructions = resource_usage(cubin, name), disassemble(cubin, name).instructions
+    usage, instructions = resource_usage(cubin, name), kernel_code(cubin, name).instructions
     return BackwardReport(
         project, kernel_of(report), usage.registers, usage.stack, usage.local,
         sum(i.base in ("LDL", "STL") for i in instructions), report.dynamic_smem,

@@ -224,7 +224,7 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
         kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
         unequal_lengths=unequal,
     )  # fmt: skip
-    later_first = later_blocks_are_longer(left, right)
+    later_first = later_blocks_are_longer(right is not None)
     order = TileProblem(blocks, heads, case.batch, section, later_first).order()
     step = 4 * kernel.rows * STEP * kernel.head_dim / modelled.FLOP_PER_CLOCK / kernel.cluster
     own_bytes = 4.0 * kernel.rows * kernel.head_dim

@@ -54,7 +54,7 @@ def backward(
     call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k)
     return run_backward(
-        call, problem, Wanted(*wanted), named_configs.find(config, BackwardConfig)
+        call, problem, Wanted(*wanted), named_configs.decode(config, BackwardConfig)
     )
 
 

@@ -136,19 +136,20 @@ def kernel_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, 
     """The kernels of a problem by what they make: "preprocess", "dkdv", "dq"."""
     dq = "backward_dq_product" if problem.ds_heads else "backward_dq"
     return {
-        "preprocess": KernelSpec(
-            "backward_preprocess", PreprocessConfig(), problem.preprocess_class
-        ),
-        "dkdv": KernelSpec("backward_dkdv", config, problem.dkdv_class),
-        "dq": KernelSpec(dq, config, problem.dq_class),
+        "preprocess": _preprocess_spec(problem),
+        "dkdv": KernelSpec("backward_dkdv", config.of_kernel("backward_dkdv"), problem.dkdv_class),
+        "dq": KernelSpec(dq, config.of_kernel(dq), problem.dq_class),
     }
+
+
+def _preprocess_spec(problem: BackwardProblem) -> KernelSpec:
+    return KernelSpec("backward_preprocess", PreprocessConfig(), problem.preprocess_class)
 
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
-    spec = kernel_specs(problem, BackwardConfig())["preprocess"]
     launch(
-        compile_kernel(spec),
+        compile_kernel(_preprocess_spec(problem)),
         problem.forward.device,
         lambda clusters, stream: preprocess_call_arguments(tensors, problem, stream),
     )

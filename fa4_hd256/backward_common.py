@@ -24,7 +24,7 @@ from schedulers import StaticPersistentScheduler, WorkTile
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 
-from .backward_config import BackwardConfig
+from .backward_config import GradientConfig
 from .masking import MaskKind
 from .operands import TmaTensor, by_key, by_sequence, load_tile, smem_layout
 from .pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
@@ -102,23 +102,22 @@ class BackwardTensors(NamedTuple):
 class BackwardKernel(PairKernel):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
-    A kernel adds `PLAN`, the name of its plan in the configuration; `boxes`, the TMA loads by
-    name, as (which of q, k, v, dout and ds, rows, columns); `problem(...)`, its tiles;
-    `smem(memory)`; and the roles `load`, `mma`, `gradient` and, if it `stores`, `store`.
+    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v, dout and ds, rows,
+    columns); `problem(...)`, its tiles; `smem(memory)`; and the roles `load`, `mma`, `gradient`
+    and, if it `stores`, `store`.
     """
 
-    PLAN: str
     boxes: dict[str, tuple[int, int, int]]
     stores = False
 
     def __init__(
         self,
-        config: BackwardConfig,
+        config: GradientConfig,
         dtype: Any,
         variant: BackwardVariant,
         scheduler: Any = StaticPersistentScheduler,
     ) -> None:
-        plan = self.plan_of(config, variant)
+        plan = self.plan_of(config.plan, variant)
         self.dtype = dtype
         self.variant = variant
         self.scheduler = scheduler
@@ -127,9 +126,9 @@ class BackwardKernel(PairKernel):
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
         self.is_bf16 = dtype is cutlass.BFloat16
 
-    def plan_of(self, config: BackwardConfig, variant: BackwardVariant) -> Any:
-        """The kernel's plan."""
-        return getattr(config, self.PLAN)
+    def plan_of(self, plan: Any, variant: BackwardVariant) -> Any:
+        """The kernel's plan for a variant."""
+        return plan
 
     @cute.jit
     def __call__(

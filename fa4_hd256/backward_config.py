@@ -16,7 +16,14 @@ from .config import BF16_BYTES, CTAS, HEAD_DIM, REGISTERS_PER_SM, SWIZZLE_ALIGNM
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from .plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 
-__all__ = ["BackwardConfig", "BackwardWarpPlan", "DkdvPlan", "DqPlan", "DqProductPlan"]
+__all__ = [
+    "BackwardConfig",
+    "BackwardWarpPlan",
+    "DkdvPlan",
+    "DqPlan",
+    "DqProductPlan",
+    "GradientConfig",
+]
 
 BLOCK_Q = 128  # query rows of one CTA
 BLOCK_KV = 128  # keys of a pair
@@ -344,6 +351,17 @@ class DqProductPlan:
 
 
 @dataclass(frozen=True)
+class GradientConfig:
+    """What of a `BackwardConfig` is compiled into one pair kernel.
+
+    ex2_pattern: None for the kernel without an exp2, dQ as a product.
+    """
+
+    plan: DqPlan | DkdvPlan | DqProductPlan
+    ex2_pattern: Ex2Pattern | None = None
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """Everything static about the backward kernels that a user or a tuner may set.
 
@@ -364,6 +382,18 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         if self.ds_bytes < 0:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
+
+    def of_kernel(self, kind: str) -> GradientConfig:
+        """That of a kernel, by its kind in `kernels.KINDS`.
+
+        What another kernel or the host alone depends on is not in it, so that a change of that
+        compiles nothing anew.
+        """
+        return {
+            "backward_dq": GradientConfig(self.dq, self.ex2_pattern),
+            "backward_dkdv": GradientConfig(self.dkdv, self.ex2_pattern),
+            "backward_dq_product": GradientConfig(self.dq_product),
+        }[kind]
 
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""

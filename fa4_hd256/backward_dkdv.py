@@ -104,8 +104,8 @@ class DkdvKernel(BackwardKernel):
         self.columns_layout = mn_major_operand(BLOCK_Q)
         self.stores = self.variant.stores_ds
 
-    def plan_of(self, config: Any, variant: Any) -> Any:
-        return replace(config.dkdv, stores_ds=variant.stores_ds)
+    def plan_of(self, plan: Any, variant: Any) -> Any:
+        return replace(plan, stores_ds=variant.stores_ds)
 
     def ds_tensor(self, ds: Any) -> TmaTensor | None:
         if cutlass.const_expr(ds is None):
@@ -136,9 +136,7 @@ class DkdvKernel(BackwardKernel):
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
             # The transposed mask: its bounds change sides.
-            later_blocks_are_longer(
-                0 if mask.bounded_right else None, 0 if mask.bounded_left else None
-            ),
+            later_blocks_are_longer(bounded_right=mask.bounded_left),
         )
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:

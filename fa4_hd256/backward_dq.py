@@ -60,7 +60,6 @@ OWN_COLUMNS = HEAD_DIM // 2  # columns of dQ that one warpgroup drains
 class DqKernel(BackwardKernel):
     """The dQ kernel for one configuration; arguments of a call: `BackwardKernel.__call__`."""
 
-    PLAN = "dq"
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM),
         "k": (1, OWN_KEYS, HEAD_DIM),
@@ -98,9 +97,7 @@ class DqKernel(BackwardKernel):
                 l2_bytes=L2_BYTES_FOR_TILES,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
-            later_blocks_are_longer(
-                0 if mask.bounded_left else None, 0 if mask.bounded_right else None
-            ),
+            later_blocks_are_longer(mask.bounded_right),
         )
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:

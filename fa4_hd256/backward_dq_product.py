@@ -38,7 +38,6 @@ class DqProductKernel(DqKernel):
     Tiles, their steps and how dQ leaves are the dQ kernel's.
     """
 
-    PLAN = "dq_product"
     boxes = {
         "ds": (DS, BLOCK_KV, BLOCK_Q),
         "k": (1, BLOCK_KV, HEAD_DIM // 2),

@@ -122,7 +122,8 @@ def _run_backward(
     seconds = time.perf_counter() - start
     plans = {"backward_dkdv": config.dkdv, "backward_dq_product": config.dq_product,
              "backward_dq": config.dq}  # fmt: skip
-    executed = _executed_backward() if device == "cpu" else [{}] * 3
+    rounds = -(-problem.k_shape[2] // problem.ds_heads) if problem.ds_heads else 1
+    executed = _executed_backward(rounds) if device == "cpu" else [{}] * 3
     compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {
         "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},
@@ -189,18 +190,21 @@ def _executed(config: ForwardConfig) -> dict[str, Any]:
     }
 
 
-def _executed_backward() -> list[dict[str, Any]]:
-    """What the last three simulated launches executed: preprocess, dK/dV, dQ."""
+def _executed_backward(rounds: int) -> list[dict[str, Any]]:
+    """What the last simulated launches executed: preprocess, then dK/dV and dQ in turn."""
     import sm100_sim
 
+    reports = sm100_sim.last_reports()[-1 - 2 * rounds :]
     return [
         {
-            "grid": list(report.grid),
-            "tcgen05_mma": report.warps("tcgen05.mma"),
-            "mufu_ex2": report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"],
-            "tma_bytes": sum(report.tma.values()),
+            "grid": list(of_kernel[0].grid),
+            "tcgen05_mma": sum(r.warps("tcgen05.mma") for r in of_kernel),
+            "mufu_ex2": sum(
+                r.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"] for r in of_kernel
+            ),
+            "tma_bytes": sum(sum(r.tma.values()) for r in of_kernel),
         }
-        for report in sm100_sim.last_reports()[-3:]
+        for of_kernel in (reports[:1], reports[1::2], reports[2::2])
     ]
 
 

@@ -11,25 +11,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: what it is for, and which room reads it."""
+    """One environment variable and what it is for."""
 
     name: str
     default: str
     meaning: str
-    reader: str
 
 
 CACHE_DIR = Variable(
     "FA4_HD256_CACHE_DIR",
     "$XDG_CACHE_HOME/fa4_hd256 or ~/.cache/fa4_hd256",
     "directory of the compiled kernels; safe to delete",
-    "fa4_hd256",
 )
 PROGRESS = Variable(
     "FA4_HD256_PROGRESS",
     "on where stderr is a terminal",
     "1 or 0: progress bar of a simulated run that takes longer than a few seconds",
-    "fa4_hd256",
 )
 
 #: Every variable that this project reads, for the README and `python -m fa4_hd256 env`.
@@ -41,44 +38,37 @@ VARIABLES = (
         "by the mask",
         "1 selects the dynamic tile scheduler (cluster launch control), 0 the static one; unset: "
         "the dynamic one for causal and windowed attention, where the timing model prefers it",
-        "schedulers",
     ),
     Variable(
         "SM100_SIM_REPORT",
         "unset",
         "file to which the simulator appends one JSON object per launch",
-        "sm100_sim",
     ),
     Variable(
         "SM100_SIM_CLUSTERS",
         "as many as a B200 holds, within 1 GiB of state",
         "number of clusters resident at once",
-        "sm100_sim",
     ),
-    Variable("SM100_SIM_SEED", "unset", "seed of an adversarial schedule", "sm100_sim"),
+    Variable("SM100_SIM_SEED", "unset", "seed of an adversarial schedule"),
     Variable(
         "SM100_SIM_SANITIZE",
         "0",
         "1 looks for races and lifetime errors, strict reads the ISA to the letter",
-        "sm100_sim",
     ),
     Variable(
         "SM100_SIM_THREADS",
         "the cores of the process",
         "number of clusters that run at the same time",
-        "sm100_sim",
     ),
     Variable(
         "SM100_SIM_CACHE_DIR",
         "$XDG_CACHE_HOME/sm100_sim or ~/.cache/sm100_sim",
         "directory of the simulator's translated kernels; off keeps none",
-        "sm100_sim",
     ),
     Variable(
         "CUTE_DSL_ARCH",
         "sm_100a, for this package's kernels only",
         "target of CuTe DSL; any other value is an error here",
-        "nvidia-cutlass-dsl",
     ),
 )
 

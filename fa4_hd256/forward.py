@@ -214,9 +214,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
                 l2_bytes=L2_BYTES_FOR_TILES,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             )
-            later_blocks_first = later_blocks_are_longer(
-                0 if mask.bounded_left else None, 0 if mask.bounded_right else None
-            )
+            later_blocks_first = later_blocks_are_longer(mask.bounded_right)
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)

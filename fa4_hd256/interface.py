@@ -177,8 +177,8 @@ def _longest(ragged, max_seqlen_q, max_seqlen_k):
 
 def _names(config: ForwardConfig | None, backward_config: BackwardConfig | None) -> tuple[str, str]:
     return (
-        named_configs.register(config, ForwardConfig),
-        named_configs.register(backward_config, BackwardConfig),
+        named_configs.encode(config, ForwardConfig),
+        named_configs.encode(backward_config, BackwardConfig),
     )
 
 
@@ -220,7 +220,7 @@ def forward(
         return empty_results(problem)
     optional = () if sink is None else (sink.detach().float().contiguous(),)
     optional += tuple(ragged[name] for name in problem.ragged)
-    chosen = named_configs.find(config, ForwardConfig) if config else _tuned(problem)
+    chosen = named_configs.decode(config, ForwardConfig) if config else _tuned(problem)
     compiled = compile_forward(chosen, problem.problem_class)
     return run_forward(compiled, problem, (q, k, v), optional)
 

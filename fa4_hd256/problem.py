@@ -97,8 +97,6 @@ class Problem:
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow.
-    `copied` names those of q, k, v whose layout TMA cannot take, so that they are copied once
-    into a contiguous one before the kernel runs.
     """
 
     q_shape: tuple[int, ...]
@@ -110,7 +108,6 @@ class Problem:
     options: Options
     sink: bool
     ragged: tuple[str, ...]
-    copied: tuple[str, ...]
     packed_heads: int = 1
 
     @classmethod
@@ -152,7 +149,6 @@ class Problem:
             options=options,
             sink=sink is not None,
             ragged=tuple(name for name in RAGGED if name in ragged),
-            copied=tuple(name for name, tensor in named.items() if not tma_can_take(tensor)),
             packed_heads=packed_heads(q.shape[2] // k.shape[2], ragged),
         )
 

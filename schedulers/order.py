@@ -184,14 +184,14 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     return block, head, batch
 
 
-def later_blocks_are_longer(window_left: int | None, window_right: int | None) -> bool:
+def later_blocks_are_longer(bounded_right: bool) -> bool:
     """Whether later query blocks see at least as many keys as earlier ones.
 
-    `window_left` and `window_right` are the keys visible to the left and right of the diagonal,
-    None for unbounded; causal attention is (None, 0).  With a bound on the right the number of
-    visible keys grows or stays with the row; with a bound on the left alone it falls.
+    bounded_right: whether the mask bounds the keys to the right of the diagonal, as a causal one
+    does. Then the number of visible keys grows or stays with the row; with a bound on the left
+    alone it falls.
     """
-    return window_right is not None
+    return bounded_right
 
 
 def section_heads_for(

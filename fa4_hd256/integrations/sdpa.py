@@ -130,7 +130,7 @@ def _flash_attn_bwd(
     tensors = (t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True))
     *gradients, _ = backward(
         *tensors, checked.softmax_scale, *sides, 0.0, None, *ragged, None, None, *longest,
-        checked.use_clc, named_configs.register(None, BackwardConfig), [True, True, False],
+        checked.use_clc, named_configs.encode(None, BackwardConfig), [True, True, False],
     )  # fmt: skip
     return tuple(
         gradient.squeeze(0) if tensor.ndim == 3 else gradient

@@ -9,23 +9,25 @@ import pytest
 
 from bench import flash_attn_4, static
 from bench.__main__ import main
-from bench.sass import CLASS_NAMES, Function, SassInstruction, class_counts
+from bench.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
+from sm100_sim.timing.sass import Control, SassFunction, SassInstruction
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 pytest.importorskip("cutlass")
 
 
-def listing(text: str) -> Function:
-    """A function from lines `label:` or instructions, as nvdisasm prints them."""
+def listing(text: str) -> LoopNest:
+    """The loops of a function from lines `label:` or instructions, as nvdisasm prints them."""
     lines, offset = [], 0
     for line in text.strip().splitlines():
         line = line.strip()
         if line.endswith(":"):
             lines.append(line)
         else:
-            lines.append(f"        /*{offset:04x}*/               {line} ;")
+            encoding = f"  /* 0x{0:016x} */"
+            lines += [f"        /*{offset:04x}*/               {line} ;{encoding}", encoding]
             offset += 16
-    return Function(lines)
+    return LoopNest(SassFunction("test", lines))
 
 
 # The blocks stand out of order on purpose: the loop's middle is after its end, and the slow path
@@ -57,20 +59,20 @@ LOOP = """
 
 
 def test_a_loop_is_found_by_its_back_edge():
-    function = listing(LOOP)
-    assert len(function.loops) == 2, "the loop and the polling inside it"
-    (loop,) = function.working_loops
-    path = [instruction.base for instruction in function.straight_path(loop)]
+    loops = listing(LOOP)
+    assert len(loops.loops) == 2, "the loop and the polling inside it"
+    (loop,) = loops.working_loops
+    path = [instruction.base for instruction in loops.straight_path(loop)]
     # The polling is left out, the skippable FFMA2 are not.
     assert path == [
         "SYNCS", "BRA", "LDTM", "BRA", "BRA", "FFMA2", "FFMA2", "BRA", "STTM", "BRA",
     ]  # fmt: skip
-    inside = {i.base for index in loop.blocks for i in function.blocks[index].instructions}
+    inside = {i.base for index in loop.blocks for i in loops.instructions_of(index)}
     assert "EXIT" not in inside
 
 
 def test_an_outer_loop_is_not_innermost():
-    function = listing(
+    loops = listing(
         """
         .outer:
         LDTM.x32 R4, tmem[UR4]
@@ -81,14 +83,9 @@ def test_an_outer_loop_is_not_innermost():
         EXIT
         """
     )
-    assert len(function.loops) == 2
-    (loop,) = function.working_loops
-    assert [i.base for i in function.straight_path(loop)] == ["MUFU", "BRA"]
-
-
-def test_an_empty_listing_is_an_error():
-    with pytest.raises(ValueError, match="no instruction"):
-        Function([".L_x_0:", "// nothing"])
+    assert len(loops.loops) == 2
+    (loop,) = loops.working_loops
+    assert [i.base for i in loops.straight_path(loop)] == ["MUFU", "BRA"]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +106,8 @@ def test_an_empty_listing_is_an_error():
     ],
 )
 def test_classes(opcode, operands, expected):
-    instruction = SassInstruction(0, "", opcode, operands)
-    assert instruction.instruction_class == expected
+    instruction = SassInstruction(0, "", opcode, operands, Control.decode(0))
+    assert instruction_class(instruction) == expected
     assert class_counts([instruction]) == {name: int(name == expected) for name in CLASS_NAMES}
 
 

@@ -248,6 +248,31 @@ def test_layouts_of_the_gradient(device, operands):
         assert (operands[-1][3] == dout.data_ptr()) == in_place, name
 
 
+def far_apart(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+    """The same numbers, the last ones along `dimension` beyond 2^31 elements from the first.
+
+    Only the pages that hold them are ever touched.
+    """
+    strides = list(tensor.stride())
+    steps = tensor.shape[dimension] - 1
+    strides[dimension] = ((1 << 31) // steps // 8 + 1) * 8
+    base = tensor.new_empty(strides[dimension] * steps + tensor.numel())
+    return base.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2], ids=["sequences", "rows", "heads"])
+def test_offsets_beyond_32_bits(device, dimension):
+    """Of every tensor that a user gives, whichever stride is the wide one."""
+    q, k, v = inputs((150, 140), (4, 2), batch=2, device=device)
+    dout = torch.randn_like(q)
+    options = {"causal": True}
+    expected = gradients((q, k, v), dout, **options), flash_attn_func(q, k, v, **options)
+    *tensors, dout = (far_apart(tensor, dimension) for tensor in (q, k, v, dout))
+    assert torch.equal(flash_attn_func(*tensors, **options), expected[1])
+    found = gradients(tensors, dout, **options)
+    assert all(torch.equal(found[name], expected[0][name]) for name in "qkv")
+
+
 def test_a_sum_of_everything(device):
     """out.sum().backward(): the gradient of out is one number with strides of 0."""
     tensors = inputs((150, 100), (4, 2), device=device)

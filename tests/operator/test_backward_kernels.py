@@ -176,7 +176,7 @@ def test_no_spills_and_no_local_memory(result, variant):
     if result == "dq":
         variant = replace(variant, partial=False)
         kind += "_product" if variant.stores_ds else ""
-    compiled = compile_kernel(KernelSpec(kind, BackwardConfig(), variant))
+    compiled = compile_kernel(KernelSpec(kind, BackwardConfig().of_kernel(kind), variant))
     usage = resource_usage(compiled.cubin)
     assert usage.stack == usage.local == 0
     # All threads of a CTA share an SM's 65,536 registers at launch.

@@ -8,6 +8,7 @@ from backward_cases import accurate, gradients, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4_hd256 import BackwardConfig, backward, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.backward_config import DqProductPlan
 from fa4_hd256.backward_problem import choose_splits
 
 #: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
@@ -144,10 +145,16 @@ def test_nothing_runs_without_a_gradient(kernels, device):
 
 
 def test_configuration(kernels, device):
-    config = BackwardConfig()
-    q, k, v = small(device)
-    flash_attn_func(q, k, v, backward_config=config).sum().backward()
-    assert all(spec.config is config for spec in kernels[1:])
+    """Every kernel gets its part of it; the number of stages changes no sum."""
+    config = BackwardConfig(dq_product=DqProductPlan(stages=2))
+    tensors = [t.detach() for t in small(device)]
+    dout = torch.randn_like(tensors[0])
+    found = gradients(tensors, dout, backward_config=config)
+    assert [spec.config for spec in kernels[1:]] == [
+        config.of_kernel(kind) for kind in ("backward_dkdv", "backward_dq_product")
+    ]
+    expected = gradients(tensors, dout)
+    assert all(torch.equal(found[name], expected[name]) for name in "qkv")
 
 
 def test_second_order_gradients_are_refused(device):
@@ -201,6 +208,17 @@ class NoSynchronisation(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def refuse_reading(monkeypatch):
+    """Inside an operator, where no dispatch mode looks: methods that hand contents to Python."""
+
+    def refuse(tensor, *_):
+        raise AssertionError("reading a tensor's contents would synchronise")
+
+    for name in ("item", "tolist", "cpu", "nonzero", "equal", "unique",
+                 "__bool__", "__int__", "__float__", "__index__"):  # fmt: skip
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+
+
 def test_no_host_synchronisation(device, monkeypatch):
     """Nothing of the operator's own reads a tensor; checks of contents are for the CPU alone."""
     from fa4_hd256 import problem
@@ -210,6 +228,7 @@ def test_no_host_synchronisation(device, monkeypatch):
     used = torch.tensor([7], dtype=torch.int32, device=device)
     sink = torch.randn(2, device=device, requires_grad=True)
     dlse = torch.randn(1, 2, 9, device=device)
+    refuse_reading(monkeypatch)
     with NoSynchronisation():
         out, lse = flash_attn_varlen_func(
             q, k, v, seqused_q=used, seqused_k=used, causal=True, learnable_sink=sink,
@@ -217,6 +236,15 @@ def test_no_host_synchronisation(device, monkeypatch):
         )  # fmt: skip
         torch.autograd.backward((out, lse), (torch.ones_like(out), dlse))
     assert all(leaf.grad is not None for leaf in (q, k, v, sink))
+
+
+def test_a_check_of_contents_would_be_noticed(device, monkeypatch):
+    """The test above can fail: the check of offsets that the CPU alone gets does read them."""
+    q, k, v = (t[0].detach() for t in small(device))
+    offsets = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32)
+    refuse_reading(monkeypatch)
+    with pytest.raises(AssertionError, match="would synchronise"):
+        flash_attn_varlen_func(q, k, v, *offsets, max_seqlen_q=9, max_seqlen_k=20)
 
 
 @pytest.mark.parametrize(

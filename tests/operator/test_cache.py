@@ -10,6 +10,13 @@ import pytest
 import torch
 
 from fa4_hd256 import ForwardConfig, compile
+from fa4_hd256.backward_config import (
+    BackwardConfig,
+    BackwardWarpPlan,
+    DkdvPlan,
+    DqPlan,
+    DqProductPlan,
+)
 from fa4_hd256.kernels import KernelSpec
 from fa4_hd256.problem import ProblemClass
 from softmax_emu.pattern import Ex2Pattern
@@ -20,6 +27,13 @@ SPEC = KernelSpec("forward", ForwardConfig(), CLASS)
 OTHER_PROCESS = """
 import torch
 from fa4_hd256 import ForwardConfig, compile
+from fa4_hd256.backward_config import (
+    BackwardConfig,
+    BackwardWarpPlan,
+    DkdvPlan,
+    DqPlan,
+    DqProductPlan,
+)
 from fa4_hd256.problem import ProblemClass
 def refuse(*_):
     raise AssertionError("compiled again")
@@ -140,6 +154,19 @@ def test_what_the_key_does_not_cover(monkeypatch):
     first = compile.cache_key(SPEC)
     monkeypatch.setenv("CUTE_DSL_KEEP", "ptx")
     assert compile.cache_key(SPEC) == first
+
+
+@pytest.mark.parametrize("kind", ["backward_dkdv", "backward_dq", "backward_dq_product"])
+def test_what_of_the_backward_is_compiled_in(kind):
+    """Neither the memory for dS, which the host minds, nor the plans of the other kernels."""
+    default = BackwardConfig().of_kernel(kind)
+    assert BackwardConfig(ds_bytes=0).of_kernel(kind) == default
+    changed = {
+        "backward_dkdv": BackwardConfig(dkdv=DkdvPlan(ring_stages=3)),
+        "backward_dq": BackwardConfig(dq=DqPlan(warps=BackwardWarpPlan(registers_other=56))),
+        "backward_dq_product": BackwardConfig(dq_product=DqProductPlan(stages=2)),
+    }
+    assert {name for name, config in changed.items() if config.of_kernel(kind) != default} == {kind}
 
 
 def test_a_setting_for_another_architecture_is_an_error(monkeypatch):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fa4_hd256.backward_config import BackwardConfig
+from fa4_hd256 import named_configs
+from fa4_hd256.backward_config import BackwardConfig, DkdvPlan
 from fa4_hd256.config import ForwardConfig, WarpPlan
 from fa4_hd256.edges import Edge, EdgeTable, Signal
 from fa4_hd256.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
@@ -71,6 +72,26 @@ def test_configurations_are_values():
         ex2_pattern=Ex2Pattern(4, 3)
     )
     assert hash(ForwardConfig()) == hash(ForwardConfig())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ForwardConfig(ex2_pattern=Ex2Pattern(16, 4, degree=4), warps=WarpPlan(registers_other=96)),
+        BackwardConfig(ex2_pattern=Ex2Pattern(4, 2), dkdv=DkdvPlan(ring_stages=3), ds_bytes=0),
+    ],
+)
+def test_names_say_everything(config):
+    """A graph that holds a name may run in a process that never saw the configuration."""
+    kind = type(config)
+    named_configs.decode.cache_clear()
+    assert named_configs.decode(named_configs.encode(config, kind), kind) == config
+
+
+@pytest.mark.parametrize("name", ["default", "[]", '{"q_stages": 3}', '{"stages": 2}'])
+def test_names_that_name_nothing(name):
+    with pytest.raises(ValueError, match="names no ForwardConfig; accepted: the JSON"):
+        named_configs.decode(name, ForwardConfig)
 
 
 def test_arrive_counts_are_derived():

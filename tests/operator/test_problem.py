@@ -45,13 +45,6 @@ def test_which_layouts_are_copied():
         assert tma_can_take(operand), name
 
 
-def test_the_problem_names_what_is_copied():
-    shapes = layouts()
-    good, bad = shapes["contiguous"][0], shapes["every other element"][0]
-    assert Problem.describe((good, good, good), Options(1.0)).copied == ()
-    assert Problem.describe((bad, good, bad), Options(1.0)).copied == ("q", "v")
-
-
 def test_strides_of_dimensions_of_size_one_mean_nothing():
     """Slices and as_strided leave any number there, which TMA would refuse."""
     odd = tensor(5, 256).as_strided((1, 5, 1, 256), (3, 256, 7, 1))

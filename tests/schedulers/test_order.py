@@ -90,18 +90,17 @@ def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal):
     assert section // group == (min(fitting, kv_heads * batches) if unequal else 1)
 
 
-@pytest.mark.parametrize(
-    ("window", "later"),
-    [
-        ((None, 0), True),  # causal: row i sees i + 1 keys
-        ((127, 0), True),  # sliding causal window: the first rows see fewer
-        ((127, 127), True),
-        ((127, None), False),  # the last rows see fewest
-        ((None, None), False),
-    ],
-)
-def test_which_blocks_are_longer(window, later):
-    assert later_blocks_are_longer(*window) is later
+@pytest.mark.parametrize("left", [None, 127])
+@pytest.mark.parametrize("right", [None, 0, 127])
+def test_which_blocks_are_longer(left, right):
+    """Rows far from both ends of a sequence of 1000 keys see as the rule says, or all the same."""
+    keys = range(1000)
+    visible = [
+        sum((left is None or row - left <= k) and (right is None or k <= row + right) for k in keys)
+        for row in (400, 500)
+    ]
+    longer = later_blocks_are_longer(right is not None)
+    assert visible[0] <= visible[1] if longer else visible[0] >= visible[1]
 
 
 @pytest.mark.parametrize("name", ["num_query_blocks", "num_heads", "num_batches", "section_heads"])
