@@ -30,8 +30,9 @@ from softmax_emu.reference_twin import exponentiate, round_to_bfloat16
 
 from . import modelled, workload
 from .accuracy import default_jobs
+from .checking import check_forward
 from .measuring import CudaTimer, Sampling, interleave
-from .providers import Inputs, Ours, check_forward
+from .providers import Inputs, Ours
 from .replays import Replayed
 from .results import (
     BASIS,

@@ -25,6 +25,7 @@ from softmax_emu.pattern import Ex2Pattern
 
 from . import modelled
 from .accuracy import default_jobs
+from .checking import check_forward
 from .measuring import CudaTimer, Sampling, Timer, interleave
 from .providers import (
     Inputs,
@@ -32,7 +33,6 @@ from .providers import (
     Provider,
     PyTorchSdpa,
     attempt,
-    check_forward,
     forward_call,
 )
 from .results import (

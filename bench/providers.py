@@ -1,8 +1,7 @@
-"""Implementations of attention that are measured side by side, and their check before that."""
+"""Implementations of attention that are measured side by side."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from fa4_hd256 import reference
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 
 from . import flash_attn_4
 from .suite import BACKWARD, Case
-
-#: Rows of out that are compared: as many at the begin, the middle and the end of a sequence.
-CHECKED_ROWS = 64
-#: Longest sequence of the problem on which gradients are compared.
-CHECKED_SEQLEN = 384
 
 OURS = "ours"
 
@@ -207,87 +200,6 @@ def default_providers() -> list[Provider]:
         PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
         PyTorchSdpa("PyTorch math", "MATH"),
     ]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Largest error against the reference, the largest that is accepted."""
-
-    error: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.tolerance
-
-
-@torch.no_grad()
-def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
-    """Compare rows of out with the float64 reference.
-
-    Rows at the begin, the middle and the end of the first and the last sequence, first and last
-    head: with the keys up to the last one that they may see, the mask is bottom-right aligned
-    again. The tolerance is twice PyTorch's own error of the same dtype and twice the rounding.
-    """
-    case, worst = inputs.case, Check(0.0, math.inf)
-    options = {"window_size": case.bounds, "softcap": case.softcap}
-    for index in sorted({0, case.batch - 1}):
-        seqlen_q, seqlen_k = case.lengths[index]
-        count = min(CHECKED_ROWS, seqlen_q)
-        for begin in sorted({0, (seqlen_q - count) // 2, seqlen_q - count}):
-            rows = slice(begin, begin + count)
-            # Past the diagonal of the last row nothing is lost if the right side is bounded at 0.
-            keys = seqlen_k - (seqlen_q - rows.stop) if case.bounds[1] == 0 else seqlen_k
-            if case.bounds[1] != 0 and case.bounds != (None, None):
-                raise ValueError(
-                    f"{case}: rows are compared for full attention and where nothing to the right "
-                    "is seen; with a left window choose --causal"
-                )
-            for head in sorted({0, case.heads - 1}):
-                group = head // (case.heads // case.heads_kv)
-                q = inputs.sequence(inputs.q, index, 0)[rows, head, None][None].cpu()
-                k, v = (
-                    inputs.sequence(t, index, 1)[: max(keys, 0), group, None][None].cpu()
-                    for t in (inputs.k, inputs.v)
-                )
-                found = inputs.sequence(out, index, 0)[rows, head, None][None].cpu()
-                worst = max(worst, _compare(found, (q, k, v), options), key=_severity)
-    return worst
-
-
-def _severity(check: Check) -> float:
-    if check.tolerance:
-        return check.error / check.tolerance
-    return math.inf if check.error else 0.0
-
-
-def _compare(found: torch.Tensor, inputs: tuple, options: dict[str, Any]) -> Check:
-    """Of out alone: providers do not all return LSE."""
-    lse = torch.zeros(found.shape[0], found.shape[2], found.shape[1])
-    compared = reference.compare(found, lse, inputs, **options)
-    return Check(compared.max_error, compared.tolerance)
-
-
-def check_gradients(provider: Provider, case: Case, device: torch.device, dtype: Any) -> Check:
-    """Compare all gradients with the reference, on the case cut down to a short sequence."""
-    lengths = tuple(min(CHECKED_SEQLEN, length) for length in case.lengths[-1])
-    small = Case(
-        case.group, (lengths,), case.heads, case.heads_kv, case.causal, case.window, case.softcap,
-        case.packed,
-    )  # fmt: skip
-    inputs = Inputs.random(small, device, dtype)
-    for leaf in inputs.leaves:
-        leaf.requires_grad_()
-    gradients = torch.autograd.grad(provider.call(inputs), inputs.leaves, inputs.dout)
-    whole = [t.detach().reshape(1, -1, *t.shape[-2:]) for t in (*inputs.leaves, inputs.dout)]
-    named = {
-        name: g.reshape(1, -1, *g.shape[-2:]) for name, g in zip("qkv", gradients, strict=True)
-    }
-    compared = reference.compare_gradients(
-        named, tuple(whole[:3]), whole[3], causal=small.causal, window_size=small.window,
-        softcap=small.softcap,
-    )  # fmt: skip
-    return max((Check(c.max_error, c.tolerance) for c in compared.values()), key=_severity)
 
 
 def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ import torch
 from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite
+from .checking import Check, check_forward, check_gradients
 from .measuring import (
     B200_TFLOPS,
     CudaTimer,
@@ -31,13 +32,10 @@ from .measuring import (
 from .predicting import Predicted, Predictor
 from .providers import (
     OURS,
-    Check,
     Inputs,
     Provider,
     attempt,
     backward_call,
-    check_forward,
-    check_gradients,
     default_providers,
     forward_call,
 )
@@ -99,7 +97,7 @@ def _ready(
         inputs = inputs or Inputs.random(case, timer.device, dtype)
         with timer.on_stream():
             checked, reason = attempt(
-                lambda p=provider, i=inputs: _checked(p, i, direction, dtype)
+                lambda p=provider, i=inputs: _checked(p, i, direction)
             )
         if reason is not None:
             details[provider.name] = {"status": reason, "failed": True}
@@ -116,12 +114,10 @@ def _ready(
     return ready, details
 
 
-def _checked(
-    provider: Provider, inputs: Inputs, direction: str, dtype: torch.dtype
-) -> tuple[Any, Check]:
+def _checked(provider: Provider, inputs: Inputs, direction: str) -> tuple[Any, Check]:
     """(the call to time, how far its result is from the reference)."""
     if direction == BACKWARD:
-        check = check_gradients(provider, inputs.case, inputs.q.device, dtype)
+        check = check_gradients(provider, inputs)
         call = backward_call(provider, inputs)
         call()
         return call, check

@@ -7,12 +7,13 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import measuring, predicting, providers, suite, throughput
+from bench import checking, measuring, predicting, providers, suite, throughput
 from bench.__main__ import main
 from bench.measuring import Sampling, State
 from bench.predicting import Predicted
 from bench.replays import Paths
 from bench.suite import BACKWARD, FORWARD, Case
+from fa4_hd256 import reference
 
 pytest.importorskip("cutlass")
 
@@ -112,12 +113,48 @@ def test_the_check_finds_one_wrong_row(case):
         k, v = (inputs.sequence(t, index, 1) for t in (inputs.k, inputs.v))
         if seqlen_q:
             options = {"causal": case.causal, "window_size": case.window}
-            exact, _ = providers.reference.attention(q[None], k[None], v[None], **options)
+            exact, _ = reference.attention(q[None], k[None], v[None], **options)
             inputs.sequence(out, index, 0).copy_(exact[0])
-    assert providers.check_forward(inputs, out).passed
+    assert checking.check_forward(inputs, out).passed
     first = inputs.sequence(out, 0, 0)
     first[-1, -1, 7] += 0.25
-    assert not providers.check_forward(inputs, out).passed
+    assert not checking.check_forward(inputs, out).passed
+
+
+LONG = Case("dense", ((500, 500),) * 2, 4, 2, True)
+
+
+class LateError(Reference):
+    """Right results; past the length of the small check the gradient of one row is off."""
+
+    def call(self, inputs):
+        out = super().call(inputs)
+        if inputs.case.seqlen_q > checking.CHECKED_SEQLEN and out.requires_grad:
+            factor = torch.ones_like(out)
+            factor[-1, -40, -1] = 1.5
+            out.register_hook(lambda gradient: gradient * factor)
+        return out
+
+
+@pytest.mark.parametrize("case", [DENSE, CAUSAL, LONG], ids=str)
+def test_the_check_of_gradients(case):
+    inputs = providers.Inputs.random(case, torch.device("cpu"), torch.bfloat16)
+    assert checking.check_gradients(Reference("right"), inputs).passed
+    assert checking.check_gradients(LateError("late"), inputs).passed == (case is not LONG)
+
+
+def test_gradients_of_keys_that_no_row_sees():
+    """Rows at the begin of a causal sequence do not see its last key: its gradient is 0."""
+
+    class Leaking(Reference):
+        def call(self, inputs):
+            return super().call(inputs) + 1e-4 * inputs.v[:, -1:]
+
+    case = Case("dense", ((200, 200),), 1, 1, True)
+    inputs = providers.Inputs.random(case, torch.device("cpu"), torch.bfloat16)
+    assert all(check.passed for check in checking._check_rows(Reference("right"), inputs))
+    passed = [check.passed for check in checking._check_rows(Leaking("leaking"), inputs)]
+    assert passed[:2] == [False, False]
 
 
 def test_providers_say_why_they_do_not_run():

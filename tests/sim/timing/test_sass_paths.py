@@ -61,6 +61,11 @@ def test_control_code_round_trip(stall, sets, frees, waits):
     )
 
 
+def test_a_listing_without_instructions_is_an_error():
+    with pytest.raises(ValueError, match="'empty' holds no instruction"):
+        SassFunction("empty", [".L_x_0:", "// nothing"])
+
+
 LOOPS = (
     "UCGABAR_ARV",
     "ISETP.NE.AND P1, PT, R0, RZ, PT",
