@@ -67,10 +67,10 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, before anything is
     compiled.
     """
-    options = Options.check(softmax_scale, causal, window_size, softcap).scheduled(use_clc)
+    options = Options.check(softmax_scale, causal, window_size, softcap)
     check_tensors({"q": q, "k": k, "v": v})
     names = _names(config, backward_config)
-    out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names)
+    out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names, use_clc)
     return (out, lse) if return_lse else out
 
 
@@ -123,28 +123,28 @@ def flash_attn_varlen_func(
         raise NotImplementedError(f"num_splits={num_splits} is not implemented; accepted: 1")
     options = Options.check(softmax_scale, causal, window_size, softcap)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    check_ragged_types(ragged)
     packed = {"q": cu_seqlens_q is not None, "k": cu_seqlens_k is not None}
     packed["v"] = packed["k"]
     tensors = {"q": q, "k": k, "v": v}
     check_tensors(tensors, packed)
     longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
-    options = options.scheduled(use_clc, *_filling(q, ragged, max_seqlen_q))
     q, k, v = (t.unsqueeze(0) if packed[name] else t for name, t in tensors.items())
     names = _names(config, backward_config)
-    out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names)
+    out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names, use_clc)
     if packed["q"]:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
-def _call(tensors, options, sink, ragged, longest, names):
+def _call(tensors, options, sink, ragged, longest, names, use_clc):
     """Hand a checked call to the operator, whose schema takes plain values only.
 
     longest: (max_seqlen_q, max_seqlen_k); names: of both configurations.
     """
     if sink is not None:
         check_sink(sink, tensors[0])
+    check_ragged_types(ragged)
+    options = options.scheduled(use_clc, *_filling(tensors[0], ragged, longest[0]))
     window = (UNBOUNDED if side is None else side for side in options.window)
     sequences = [ragged.get(name) for name in RAGGED]
     return forward(
@@ -154,9 +154,9 @@ def _call(tensors, options, sink, ragged, longest, names):
 
 
 def _filling(q, ragged, max_seqlen_q):
-    """(rows, capacity) as `prefers_clc` takes them."""
+    """(rows, capacity) as `prefers_clc` takes them; q has a batch of 1 if it is packed."""
     offsets = ragged.get("cu_seqlens_q")
-    return (1, 1) if offsets is None else (q.shape[0], (offsets.numel() - 1) * max_seqlen_q)
+    return (1, 1) if offsets is None else (q.shape[1], (offsets.numel() - 1) * max_seqlen_q)
 
 
 def _longest(ragged, max_seqlen_q, max_seqlen_k):
