@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from fa4_hd256.backward_problem import BackwardProblem, choose_splits, count_key_tiles
+from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.config import HEAD_DIM
 from fa4_hd256.problem import Options, Problem
 
@@ -28,12 +28,10 @@ def plan(case: Case, ds_bytes: int, clusters: int) -> BackwardPlan:
 
     ds_bytes: memory that dS may take at a time. clusters: CTA pairs that the device holds at once.
     """
-    problem = _problem(case).keeping_ds(ds_bytes)
-    tiles = count_key_tiles(problem.forward, problem.k_shape)
-    # Each launch has the tiles of the heads whose dS it keeps only.
-    heads_kv = problem.ds_heads or case.heads_kv
-    splits = choose_splits(heads_kv * tiles, problem.group, clusters)
-    return BackwardPlan(splits, problem.ds_heads)
+    problem = _problem(case)
+    problem = replace(problem, splits=problem.splits_for(case.heads_kv, clusters))
+    problem = problem.keeping_ds(ds_bytes, clusters)
+    return BackwardPlan(problem.splits, problem.ds_heads)
 
 
 def _problem(case: Case) -> BackwardProblem:
@@ -43,7 +41,6 @@ def _problem(case: Case) -> BackwardProblem:
         q_shape=(*rows_q, case.heads, HEAD_DIM), max_seqlen_q=case.seqlen_q,
         max_seqlen_k=case.seqlen_k, sequences=case.batch, dtype=torch.bfloat16,
         device=torch.device("cpu"), options=Options(HEAD_DIM**-0.5), sink=False, ragged=packed,
-        copied=(),
     )  # fmt: skip
     return BackwardProblem(forward, (*rows_k, case.heads_kv, HEAD_DIM), False, 1)
 
