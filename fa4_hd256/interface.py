@@ -144,19 +144,15 @@ def _call(tensors, options, sink, ragged, longest, names, use_clc):
     if sink is not None:
         check_sink(sink, tensors[0])
     check_ragged_types(ragged)
-    options = options.scheduled(use_clc, *_filling(tensors[0], ragged, longest[0]))
+    # Packed queries have a batch of 1.
+    rows, offsets = tensors[0].shape[1], ragged.get("cu_seqlens_q")
+    options = options.scheduled(use_clc, rows, offsets, longest[0])
     window = (UNBOUNDED if side is None else side for side in options.window)
     sequences = [ragged.get(name) for name in RAGGED]
     return forward(
         *tensors, options.softmax_scale, *window, options.softcap, sink, *sequences, *longest,
         options.use_clc, *names,
     )  # fmt: skip
-
-
-def _filling(q, ragged, max_seqlen_q):
-    """(rows, capacity) as `prefers_clc` takes them; q has a batch of 1 if it is packed."""
-    offsets = ragged.get("cu_seqlens_q")
-    return (1, 1) if offsets is None else (q.shape[1], (offsets.numel() - 1) * max_seqlen_q)
 
 
 def _longest(ragged, max_seqlen_q, max_seqlen_k):

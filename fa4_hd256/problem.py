@@ -82,12 +82,20 @@ class Options:
             use_clc,
         )
 
-    def scheduled(self, use_clc: bool | None, rows: int = 1, capacity: int = 1) -> Options:
+    def scheduled(
+        self,
+        use_clc: bool | None,
+        rows: int = 1,
+        offsets: torch.Tensor | None = None,
+        longest: int | None = None,
+    ) -> Options:
         """The same with the tile scheduler that a user who passes `use_clc` gets.
 
-        rows, capacity: see `prefers_clc`. Raises as `clc_requested` does.
+        rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
+        Raises as `clc_requested` does.
         """
-        default = prefers_clc(self.window != (None, None), rows, capacity)
+        filling = (1, 1) if offsets is None else (rows, (offsets.numel() - 1) * longest)
+        default = prefers_clc(self.window != (None, None), *filling)
         return replace(self, use_clc=clc_requested(use_clc, default))
 
 

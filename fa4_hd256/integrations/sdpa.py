@@ -119,11 +119,7 @@ def _flash_attn_bwd(
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     packed = [tensor.ndim == 3 for tensor in (q, k)]
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
-    if packed[0] and longest[0] is not None:
-        rows, capacity = q.shape[0], (ragged[0].numel() - 1) * longest[0]
-        checked = checked.scheduled(None, rows, capacity)
-    else:
-        checked = checked.scheduled(None)
+    checked = checked.scheduled(None, q.shape[-3], ragged[0], longest[0])
     sides = (-1 if side is None else side for side in checked.window)
     tensors = (dout, None, q, k, v, out, lse)
     is_packed = (packed[0], False, packed[0], packed[1], packed[1], packed[0], packed[0])
