@@ -33,7 +33,7 @@ from .accuracy import default_jobs
 from .checking import check_forward
 from .measuring import CudaTimer, Sampling, interleave
 from .providers import Inputs, Ours
-from .replays import Replayed
+from .replays import PATH_COLUMNS, Paths, Replayed, path_figures, path_note
 from .results import (
     BASIS,
     MACHINE,
@@ -63,12 +63,13 @@ class Times:
     """Of one mix and class. seconds: median, p20 and p80, or of all replays, the central one first.
 
     bound: what decides the modelled time. step_clocks: modelled, of a step of a CTA pair: what the
-    mix can change where the power limit or HBM decides.
+    mix can change where the power limit or HBM decides. paths: of the replays behind it.
     """
 
     seconds: np.ndarray
     bound: str | None = None
     step_clocks: float | None = None
+    paths: Paths | None = None
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,12 @@ def modelled_times(
             TileCosts(c.begin, c.each, c.rate + (clocks - without) / run.work)
             for c, clocks, without in zip(base.costs, run.clocks, hardware.clocks, strict=True)
         ]
-        kernel = replace(base, costs=costs)
+        kernel, clocks = replace(base, costs=costs), STEP_WORK * costs[0].rate
+        paths = base.paths + Paths.of([run])
         for name, seqlen in SEQLENS.items():
             schedules = workload.run(case_of(seqlen, causal), kernel)
             seconds = np.array([schedule.seconds for schedule in schedules])
-            found[pattern, name] = Times(seconds, schedules[0].bound, STEP_WORK * costs[0].rate)
+            found[pattern, name] = Times(seconds, schedules[0].bound, clocks, paths)
     return found
 
 
@@ -224,7 +226,7 @@ def rows_of(
                 "ms": seconds[0] * 1e3, "low_ms": seconds.min() * 1e3,
                 "high_ms": seconds.max() * 1e3, "tflops": flop / seconds[0] / 1e12,
                 "step_clocks": found.step_clocks, "bound": found.bound,
-                "gain": hardware / seconds[0] - 1,
+                "gain": hardware / seconds[0] - 1, **path_figures(found.paths),
                 "tied": bool(behind[0] <= RESOLUTION or behind.min() <= 0), "chosen": False,
                 BASIS: origin[BASIS], MACHINE: origin[MACHINE],
             }
@@ -284,13 +286,17 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     )
     figure = "tflops" if rows[0]["step_clocks"] is None else "step_clocks"
     plot = Plot("true_share", figure, "line", series="seqlen_class", panel="mask")
+    columns, notes = (*_CLASS, *_MIX, *_TIME), ()
+    if rows[0][BASIS] == "modelled":
+        columns += PATH_COLUMNS
+        replays = "the replay of a mix and those that costs of tiles are fitted to"
+        notes = (path_note(replays),)
     by_share = sorted(rows, key=lambda row: (row["mask"], row["seqlen"], row["true_share"]))
     best = [row for row in by_share if row["chosen"]]
     return [
-        Table("ex2-sweep", "exp2 mixes of the forward", (*_CLASS, *_MIX, *_TIME), by_share,
-              plot=plot),
-        Table("ex2-sweep", "Best mix", (*_CLASS, *_MIX, *_TIME), best, (note,)),
-    ]  # fmt: skip
+        Table("ex2-sweep", "exp2 mixes of the forward", columns, by_share, notes, plot),
+        Table("ex2-sweep", "Best mix", columns, best, (note,)),
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ from .providers import (
     attempt,
     forward_call,
 )
+from .replays import PATH_COLUMNS, Paths, path_figures, path_note
 from .results import (
     BASIS,
     MACHINE,
@@ -137,13 +138,14 @@ def simulated_error(rung: Rung, causal: bool) -> Error:
 @dataclass(frozen=True)
 class Timing:
     """A rung's time. seconds: float64, of paired conditions: the first is the central one of the
-    model's drawn machines, or the median, p20 and p80 of a measurement. step_clocks: of a step of
-    one CTA pair, modelled only. error: see `Error`."""
+    model's drawn machines, or the median, p20 and p80 of a measurement. error: see `Error`.
+    step_clocks, paths: of a step of one CTA pair, and of the replays; modelled only."""
 
     rung: Rung
     seconds: np.ndarray
     error: Error
     step_clocks: float | None = None
+    paths: Paths | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class Prediction:
         )
         step = 4 * kernel.rows * modelled.STEP * HEAD_DIM / modelled.FLOP_PER_CLOCK / kernel.cluster
         error = simulated_error(rung, case.causal)
-        return Timing(rung, kernel.seconds(shape), error, kernel.costs[0].rate * step)
+        seconds, clocks = kernel.seconds(shape), kernel.costs[0].rate * step
+        return Timing(rung, seconds, error, clocks, kernel.paths)
 
 
 def predict_all(chosen: Sequence[Rung], prediction: Prediction, jobs: int) -> list[Timing]:
@@ -242,7 +245,8 @@ def rows(
             "over_pytorch": NOT_RUNNABLE if pytorch is None else pytorch / seconds[0],
             "correct": timing.error.correct, "max_error": timing.error.error,
             "tolerance": timing.error.tolerance, "lse_max_error": timing.error.lse_error,
-            "config": repr(timing.rung.config), "use_clc": timing.rung.use_clc, **origin,
+            "config": repr(timing.rung.config), "use_clc": timing.rung.use_clc,
+            **path_figures(timing.paths), **origin,
         })  # fmt: skip
         before = timing
     return found
@@ -290,7 +294,8 @@ _NOTES = (
 
 def table(found: list[dict[str, Any]], case: Case, others: dict[str, float | str]) -> Table:
     """others: PyTorch's implementations, median seconds or why they did not run."""
-    if found[0][BASIS] == "modelled":
+    replayed = found[0][BASIS] == "modelled"
+    if replayed:
         ranges = f"Ranges: over draws of the uncertain constants; gains below {RESOLUTION:.0%}, or "
         ranges += "whose sign is not the same in every draw, are not ranked. Inputs of the replays "
         ranges += "are standard normal, which decides how often O is rescaled."
@@ -302,9 +307,11 @@ def table(found: list[dict[str, Any]], case: Case, others: dict[str, float | str
         for name, value in others.items()
     )
     title = f"Optimisation ladder, forward, {case.shape}, heads {case.heads_text}, {case.mask}"
-    notes = (*_NOTES, ranges, f"PyTorch: {listed}.")
-    return Table("ladder", title, COLUMNS, found, notes, Plot("step", "tflops", low="tflops_low",
-                                                              high="tflops_high"))  # fmt: skip
+    columns, notes = COLUMNS, (*_NOTES, ranges, f"PyTorch: {listed}.")
+    if replayed:
+        columns, notes = columns + PATH_COLUMNS, (*notes, path_note("the replays of a step"))
+    plot = Plot("step", "tflops", low="tflops_low", high="tflops_high")
+    return Table("ladder", title, columns, found, notes, plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

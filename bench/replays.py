@@ -23,6 +23,8 @@ from fa4_hd256.environment import cache_directory
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
 
+from .results import Column
+
 #: Sources beside those of the timing model that decide what it is given.
 _TRACING = ("trace.py", "traced_machine.py")
 #: Those of the timing model that only read what a replay has found.
@@ -69,6 +71,31 @@ class Paths:
 
     def __add__(self, other: Paths) -> Paths:
         return Paths(self.unmatched + other.unmatched, self.ambiguous + other.ambiguous)
+
+
+#: `Paths` in tables of modelled rows; every such table has them, with `path_note` below it.
+PATH_COLUMNS = (Column("unmatched"), Column("ambiguous"))
+
+
+def path_figures(*found: Paths | None) -> dict[str, int | str | None]:
+    """What a row holds under `PATH_COLUMNS`: of one kernel numbers, of several "1 / 0" in their
+    order, with "-" for one without replays; None if there is none at all."""
+
+    def figure(name: str) -> int | str | None:
+        values = [None if paths is None else getattr(paths, name) for paths in found]
+        if len(values) == 1 or values == [None] * len(values):
+            return values[0]
+        return " / ".join("-" if value is None else str(value) for value in values)
+
+    return {column.name: figure(column.name) for column in PATH_COLUMNS}
+
+
+def path_note(replays: str) -> str:
+    """The sentence that explains `PATH_COLUMNS`. replays: which ones a row's figures are of."""
+    return (
+        f"unmatched, ambiguous: of {replays}: events and SASS sites without a counterpart, and "
+        "choices between paths that neither events nor instruction mixes decide."
+    )
 
 
 #: Of random inputs: how often O is rescaled depends on them.

@@ -24,6 +24,7 @@ from . import suite, workload
 from .measuring import CudaTimer, Sampling, Timer
 from .predicting import Predictor
 from .providers import OURS, Inputs, Ours
+from .replays import PATH_COLUMNS, path_figures, path_note
 from .results import (
     BASIS,
     MACHINE,
@@ -72,10 +73,11 @@ def default_cases() -> list[Case]:
 def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Both schedulers on one case, for each of the drawn machines."""
     kind = workload.Kind.of(case)
-    found = {
-        name: workload.run(case, predictor.kernel(OURS, kind, use_clc))
+    kernels = {
+        name: predictor.kernel(OURS, kind, use_clc)
         for name, use_clc in ((STATIC, False), (CLC, True))
     }
+    found = {name: workload.run(case, kernel) for name, kernel in kernels.items()}
     seconds = {name: np.array([run.seconds for run in runs]) for name, runs in found.items()}
     gains = seconds[STATIC] / seconds[CLC] - 1
     flop = case.flop(FORWARD)
@@ -91,7 +93,8 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
         **{name: flop / seconds[name][0] / 1e12 for name in found},
         "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
         "static_balance": details[STATIC]["balance"], "clc_balance": details[CLC]["balance"],
-        "bound": details[STATIC]["bound"], "better": _better(gains), "details": details,
+        "bound": details[STATIC]["bound"], "better": _better(gains),
+        **path_figures(*(kernel.paths for kernel in kernels.values())), "details": details,
         BASIS: "modelled", MACHINE: modelled_machine(predictor.machine),
     }  # fmt: skip
 
@@ -167,10 +170,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "direction over the whole range."
     )
     modelled = "Tiles past the end of a short sequence cost the CLC scheduler a query each."
-    notes = (note, modelled) if rows[0][BASIS] == "modelled" else (note,)
+    columns, notes = COLUMNS, (note,)
+    if rows[0][BASIS] == "modelled":
+        columns += PATH_COLUMNS
+        notes += (modelled, path_note(f"the replays behind a row, {STATIC} / {CLC}"))
     plot = Plot(("shape", "mask"), (STATIC, CLC), panel="group")
     title = "Tile schedulers on the forward, bf16"
-    return Table("schedulers", title, COLUMNS, rows, notes, plot)
+    return Table("schedulers", title, columns, rows, notes, plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

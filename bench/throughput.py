@@ -39,6 +39,7 @@ from .providers import (
     default_providers,
     forward_call,
 )
+from .replays import PATH_COLUMNS, path_figures, path_note
 from .results import (
     BASIS,
     MACHINE,
@@ -148,20 +149,23 @@ def modelled_rows(
     peak = values.sms * 8192 * values.clock_ghz / 1e3
     origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
     for case, direction in cases:
-        details, seconds = {}, {}
+        details, predicted = {}, {}
         for name in names:
             reason = predictor.refuses(name, case, direction)
             if reason is None:
                 found = predictor.predict(name, case, direction)
                 details[name] = _predicted(found, case.flop(direction), peak)
                 details[name]["clock_mhz"] = values.clock_ghz * 1e3
-                seconds[name] = found.seconds
+                predicted[name] = found
             else:
                 details[name] = {"status": reason}
+        both = [predicted.get(name) for name in (OURS, flash_attn_4.PACKAGE)]
         row = _row(case, direction, details) | origin
-        if row["ratio"] is not None:
+        row |= path_figures(*(found and found.paths for found in both))
+        if None not in both:
             # The same draw of the constants for both.
-            ratios = seconds[flash_attn_4.PACKAGE] / seconds[OURS]
+            ours, theirs = (found.seconds for found in both)
+            ratios = theirs / ours
             row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
         rows.append(row)
     return rows
@@ -195,17 +199,8 @@ def _row(case: Case, direction: str, details: dict[str, dict[str, Any]]) -> dict
         "range": _range(ours), "their_range": _range(theirs), "of_peak": ours.get("of_peak"),
         "clock_mhz": ours.get("clock_mhz"),
         "ratio": ratio, "ratio_low": low, "ratio_high": high, "faster": _faster(ours, theirs),
-        **{key: _of_both(ours, theirs, key) for key in ("unmatched", "ambiguous")},
         "details": details,
     }  # fmt: skip
-
-
-def _of_both(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str | None:
-    """A figure of both providers side by side, None where neither has it."""
-    figures = [found.get(key) for found in (ours, theirs)]
-    if figures == [None, None]:
-        return None
-    return " / ".join("-" if figure is None else str(figure) for figure in figures)
 
 
 def _range(found: dict[str, Any]) -> str | None:
@@ -241,7 +236,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("faster"),
     )  # fmt: skip
     if rows[0][BASIS] == "modelled":
-        columns += (Column("unmatched"), Column("ambiguous"))
+        columns += PATH_COLUMNS
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
@@ -296,11 +291,7 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         "recorded."
     ]
     if not measured:
-        notes.append(
-            "unmatched, ambiguous: of the replays behind a row, ours / "
-            f"{flash_attn_4.PACKAGE}'s: events and SASS sites without a counterpart, and choices "
-            "between paths that neither events nor instruction mixes decide."
-        )
+        notes.append(path_note(f"the replays behind a row, ours / {flash_attn_4.PACKAGE}'s"))
     reasons: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:
         for name, found in row["details"].items():

@@ -8,6 +8,7 @@ import pytest
 from bench import ex2_sweep, modelled
 from bench.__main__ import main
 from bench.ex2_sweep import Error, Times
+from bench.replays import Paths
 from fa4_hd256 import tuning
 from fa4_hd256.config import ForwardConfig
 from sm100_sim.timing.machine_constants import load
@@ -57,6 +58,7 @@ def test_less_than_five_per_cent_is_not_ranked(half, chosen, tmp_path):
     errors = {HARDWARE_ONLY: Error(4e-7, 1.001e-3), HALF: Error(8.6e-5, 1e-3)}
     origin = {"gpu": "B200", "basis": "modelled", "machine": "try"}
     rows = ex2_sweep.rows_of(times(1.0, half), errors, True, origin)
+    assert {row["unmatched"] for row in rows} == {None}
     best = ex2_sweep.entries(rows)
     assert [entry.pattern for entry in best] == [chosen] * 3
     table = tmp_path / "tuning.json"
@@ -118,8 +120,9 @@ def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
     pytest.importorskip("numba")
     values = load("b200").values()
     base = modelled.Kernel(
-        "ours", 256, 256, 2, "static", [values], [TileCosts(7000.0, 1500.0, 1.04)]
-    )
+        "ours", 256, 256, 2, "static", [values], [TileCosts(7000.0, 1500.0, 1.04)],
+        paths=Paths(3, 1000),
+    )  # fmt: skip
     monkeypatch.setattr(ex2_sweep.workload, "our_kernel", lambda *given: base)
     monkeypatch.setattr(ex2_sweep, "SAMPLE", (256, 1))
     table = tmp_path / "tuning.json"
@@ -134,4 +137,10 @@ def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
     assert mixed["step_clocks"] != hardware["step_clocks"]
     assert mixed["step_clocks"] == pytest.approx(hardware["step_clocks"], rel=0.5)
     assert [row["seqlen"] for row in best["rows"]] == [1024, 8192, 65536]
+    # Those of the costs and of the mix's own replay, in which all is matched.
+    assert hardware["unmatched"] == mixed["unmatched"] == 3
+    assert min(hardware["ambiguous"], mixed["ambiguous"]) > 1000
+    for shown in (grid, best):
+        assert {"unmatched", "ambiguous"} <= {column["name"] for column in shown["columns"]}
+    assert any("replay of a mix" in note for note in grid["notes"])
     assert len(tuning.read(table)) == 3

@@ -13,6 +13,7 @@ from bench import ladder, modelled
 from bench.__main__ import main
 from bench.measuring import Sampling, State
 from bench.providers import PyTorchSdpa
+from bench.replays import Paths
 from bench.suite import Case
 from fa4_hd256 import ForwardConfig
 from sm100_sim.timing.machine_constants import load
@@ -98,6 +99,8 @@ def test_measured():
     pytorch = (PyTorchSdpa("math", "MATH"), PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"))
     timings, others = ladder.measure_all([rung], CASE, Clock(), Sampling(1, 3), pytorch)
     assert timings[0].seconds.tolist() == [1.0, 1.0, 1.0] and timings[0].error.correct
+    found = ladder.rows(timings, CASE, None, {"basis": "measured", "machine": "m"})
+    assert "unmatched" not in ladder.table(found, CASE, others).as_markdown()
     assert others["math"] == 2.0
     if not torch.cuda.is_available():
         assert others["cuDNN"] == "no CUDA device"
@@ -118,8 +121,9 @@ def test_command(tmp_path, monkeypatch, capsys):
         shape = ("ours", 256, 256, 2, "dynamic" if use_clc else "static")
         costs = [TileCosts(5000.0, 2000.0, rate)] * (draws + 1)
         return modelled.Kernel(
-            *shape, [load(machine).values()] * (draws + 1), costs, config.ordered_tiles
-        )
+            *shape, [load(machine).values()] * (draws + 1), costs, config.ordered_tiles,
+            paths=Paths(0, 7 + config.s_stages),
+        )  # fmt: skip
 
     monkeypatch.setattr(modelled, "our_kernel", our_kernel)
     monkeypatch.setattr(ladder, "simulated_error", lambda rung, causal: RIGHT)
@@ -129,9 +133,15 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert main(arguments) == 0
     assert "not runnable here" in capsys.readouterr().out
     assert "double-buffered S" in files["md"].read_text() and files["svg"].stat().st_size
-    rows = {row["step"]: row for row in json.loads(files["json"].read_text())["tables"][0]["rows"]}
+    (table,) = json.loads(files["json"].read_text())["tables"]
+    rows = {row["step"]: row for row in table["rows"]}
     assert rows["double-buffered S"]["step_clocks"] == 1.5 * 2048
     assert rows["double-buffered S"]["effect"] == "faster"
+    found = [rows[step][name] for step in ("packed f32x2", "double-buffered S")
+             for name in ("unmatched", "ambiguous")]  # fmt: skip
+    assert found == [0, 8, 0, 9]
+    assert {"unmatched", "ambiguous"} <= {column["name"] for column in table["columns"]}
+    assert any(note.startswith("unmatched, ambiguous: ") for note in table["notes"])
     # The longest tiles first fill the end of a causal problem with short ones.
     assert rows["tile order"]["gain"] > 1.0
     assert main(["ladder", "--window", "5"]) == 2

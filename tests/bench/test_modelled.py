@@ -7,7 +7,7 @@ from bench import modelled, replays
 from bench.backward_plan import BackwardPlan, plan
 from bench.modelled import Kernel, Shape
 from bench.modelled_backward import DKDV, DQ, DQ_PRODUCT, DS, Backward, Order
-from bench.replays import Paths, Replayed, kept
+from bench.replays import Paths, Replayed, kept, path_figures
 from bench.suite import Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
@@ -152,6 +152,9 @@ def test_kept_replays_are_made_once(tmp_path, monkeypatch):
 def test_paths_of_replays_are_added():
     rows = [Replayed(1, 1.0, (1.0,), 2, 30), Replayed(1, 1.0, (1.0,), 0, 4)]
     assert Paths.of(rows) + Paths(1, 1) == Paths(3, 35)
+    assert path_figures(Paths(3, 35)) == {"unmatched": 3, "ambiguous": 35}
+    assert path_figures(Paths(0, 5), None) == {"unmatched": "0 / -", "ambiguous": "5 / -"}
+    assert path_figures(None, None) == path_figures(None) == {"unmatched": None, "ambiguous": None}
     found = backward(OURS)
     found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "kept dq": Paths(9, 9)})
     assert found.paths_of(FULL) == Paths(1, 7)

@@ -8,6 +8,7 @@ import torch
 from fake_timer import FakeTimer
 
 from bench import modelled, schedulers, suite
+from bench.replays import Paths
 from bench.suite import Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
@@ -24,7 +25,8 @@ class FakePredictor:
         values = [MACHINE.values()] * 2
         costs = [TileCosts(7000.0, 1500.0, rate) for rate in (1.04, 1.1)]
         policy = "dynamic" if use_clc else "static"
-        return modelled.Kernel(provider, 256, 256, 2, policy, values, costs)
+        paths = Paths(int(use_clc), 40 + use_clc)
+        return modelled.Kernel(provider, 256, 256, 2, policy, values, costs, paths=paths)
 
 
 def test_clc_wins_where_tiles_differ_and_only_there():
@@ -34,8 +36,10 @@ def test_clc_wins_where_tiles_differ_and_only_there():
     assert rows[0]["better"] == "not ranked" and abs(rows[0]["gain"]) < 0.05
     assert rows[1]["better"] == "CLC" and rows[1]["clc_balance"] > rows[1]["static_balance"]
     assert rows[1]["gain_low"] <= rows[1]["gain"] <= rows[1]["gain_high"]
+    assert {(row["unmatched"], row["ambiguous"]) for row in rows} == {("0 / 1", "40 / 41")}
     text = schedulers.table(rows).as_markdown()
     assert "Modelled: B200 modelled" in text and "in one direction over the whole range" in text
+    assert "40 / 41 " in text and "of the replays behind a row, static / CLC" in text
 
 
 @pytest.mark.parametrize(
@@ -77,3 +81,4 @@ def test_measured_by_the_environment_variable(monkeypatch):
     assert set(seen) == {"0", "1"} and os.environ["FA_CLC"] == "1"
     assert row["basis"] == "measured" and row["better"] == "not ranked"
     assert row["static"] > 0 and row["CLC"] > 0
+    assert "unmatched" not in schedulers.table([row]).as_markdown(), "nothing was replayed"
