@@ -196,7 +196,7 @@ def _resolve(instruction: Instruction) -> Entry:
 
 def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
     """IR of all blocks that contain code, and the function name of each."""
-    functions, bodies, declarations = {}, [], set()
+    functions, bodies, declarations, shared = {}, [], set(), {}
     for block in compiled.kernel.blocks:
         if block.start == block.stop:
             continue
@@ -212,11 +212,12 @@ def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
         functions[block.index] = emitter.name
         bodies.append(emitter.function())
         declarations |= emitter.declarations
+        shared |= emitter.shared
     declarations |= {f"declare i32 @{name}(ptr, i32, ptr, i32, i32, i32)"
                      for name in _ADDRESS_FUNCTIONS}
     if compiled.watched is not None:
         declarations.add("declare void @log_access(ptr, i32, ptr, i32, i32)")
-    text = "\n".join([*sorted(declarations), *bodies,
+    text = "\n".join([*sorted(declarations), *shared.values(), *bodies,
                       f"attributes #0 = {{ {_function_attributes()} }}"])
     return text, functions
 

@@ -9,6 +9,7 @@ which is harmless: whatever has an effect (memory, faults, counters, votes) is m
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 from sm100_sim.isa.table import unknown
 from sm100_sim.ptx import Instruction, Operand, Register
@@ -49,6 +50,8 @@ class Emitter:
         self.values: dict[Register, dict[str, str]] = {}
         self.defined: dict[Register, None] = {}
         self.declarations: set[str] = set()
+        #: Functions of the module that blocks call, by name; see `shared_function`.
+        self.shared: dict[str, str] = {}
         self.constants: dict[tuple[str, int], str] = {}
         self.fields: dict[str, str] = {}
         self.instruction: Instruction | None = None
@@ -109,6 +112,22 @@ class Emitter:
         full = f"@llvm.{name}.{suffix}"
         self.declarations.add(f"declare <32 x {to}> {full}({', '.join(types)})")
         return self.name_for(f"call <32 x {to}> {full}({', '.join(arguments)})")
+
+    def shared_function(self, name: str, build: Callable[[Emitter, str], str], x: str) -> str:
+        """A function of f32 lanes, of which the module has one copy that blocks call.
+
+        For long ones that kernels use hundreds of times: what is inline is compiled each time.
+        build: emits the function of its second argument, returns the result.
+        """
+        if name not in self.shared:
+            body = Emitter(name, 0)
+            result = build(body, "%x")
+            self.shared |= body.shared
+            self.shared[name] = "\n".join(
+                [f"define internal <32 x float> @{name}(<32 x float> %x) #0 {{", *body.lines,
+                 f"  ret <32 x float> {result}", "}"])
+            self.declarations |= body.declarations
+        return self.name_for(f"call <32 x float> @{name}(<32 x float> {x})")
 
     def float_constant(self, pattern: int, kind: str = "float") -> str:
         """Vector of the float (or half, double) whose bits are ``pattern``."""

@@ -47,6 +47,10 @@ def _nan(e: Emitter, where: str, value: str) -> str:
 
 def exp2(e: Emitter, x: str, ftz: bool) -> str:
     """2^x on f32 lanes; with ftz, subnormal results are +0, otherwise they are rounded once."""
+    return e.shared_function("ex2_ftz" if ftz else "ex2", lambda e, x: _exp2(e, x, ftz), x)
+
+
+def _exp2(e: Emitter, x: str, ftz: bool) -> str:
     low = -126.0 if ftz else -152.0
     above = e.compare("olt", "float", x, e.float_constant(_f32(128.0)))
     t = e.select(above, "float", x, e.float_constant(_f32(128.0)))
@@ -102,7 +106,7 @@ def tanh(e: Emitter, i: Instruction) -> None:
     """tanh.approx.{f32,f16,f16x2,bf16,bf16x2}: relative error below 2^-11."""
     _, type_name = split_modifiers(i, ("approx",), ("f32", *_HALF_TYPES))
 
-    def function(x: str) -> str:
+    def function(e: Emitter, x: str) -> str:
         magnitude = e.intrinsic("fabs", "float", x)
         scaled = e.binary("fmul", "float", magnitude, e.float_constant(_f32(2.885390081777927)))
         power = exp2(e, scaled, True)
@@ -120,7 +124,7 @@ def tanh(e: Emitter, i: Instruction) -> None:
         return _nan(e, e.compare("uno", "float", x, x),
                     e.intrinsic("copysign", "float", result, x))
 
-    _by_type(e, i, type_name, function)
+    _by_type(e, i, type_name, lambda x: e.shared_function("tanh", function, x))
 
 
 @inline_op("rcp", "sqrt", statistics=lambda i: f"mufu.{i.opcode}")
