@@ -21,11 +21,13 @@ PREDICTED = (OURS, flash_attn_4.PACKAGE)
 @dataclass(frozen=True)
 class Predicted:
     """seconds: float64, the central prediction first, then those of the draws. bound: what decides
-    the central one, None where several kernels share the time. paths: of the replays behind it."""
+    the central one, None where several kernels share the time. paths: of the replays behind it.
+    unlimited: seconds without the power limit, None where several kernels share the time."""
 
     seconds: np.ndarray
     bound: str | None
     paths: Paths = Paths()
+    unlimited: np.ndarray | None = None
 
     @property
     def low(self) -> float:
@@ -103,7 +105,9 @@ class Predictor:
             return Predicted(backward.seconds(shape), None, backward.paths_of(shape))
         kernel = self.kernel(provider, workload.Kind.of(case), use_clc)
         found = workload.run(case, kernel)
-        return Predicted(np.array([s.seconds for s in found]), found[0].bound, kernel.paths)
+        seconds = np.array([s.seconds for s in found])
+        unlimited = np.array([s.seconds_without("power") for s in found])
+        return Predicted(seconds, found[0].bound, kernel.paths, unlimited)
 
 
 def defaults_to_clc(case: Case) -> bool:

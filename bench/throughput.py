@@ -167,8 +167,21 @@ def modelled_rows(
             ours, theirs = (found.seconds for found in both)
             ratios = theirs / ours
             row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
-        rows.append(row)
+        rows.append(row | _unlimited(both))
     return rows
+
+
+def _unlimited(both: Sequence[Predicted | None]) -> dict[str, Any]:
+    """The ratio of ours and the other if nothing limits the power, with its range over draws that
+    are the same for both; nothing in it for a direction whose time several kernels share."""
+    seconds = [None if found is None else found.unlimited for found in both]
+    names = ("unlimited_ratio", "unlimited_ratio_low", "unlimited_ratio_high")
+    if any(of_one is None for of_one in seconds):
+        return dict.fromkeys((*names, "unlimited"))
+    ratios = seconds[1] / seconds[0]
+    figures = float(ratios[0]), float(ratios.min()), float(ratios.max())
+    text = "{:.2f} ({:.2f}..{:.2f})".format(*figures)
+    return {**dict(zip(names, figures, strict=True)), "unlimited": text}
 
 
 def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
@@ -236,7 +249,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("faster"),
     )  # fmt: skip
     if rows[0][BASIS] == "modelled":
-        columns += PATH_COLUMNS
+        columns += (Column("unlimited", title="ratio without the power limit"), *PATH_COLUMNS)
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
@@ -291,6 +304,11 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         "recorded."
     ]
     if not measured:
+        notes.append(
+            "Ratio without the power limit, with its range: of the times that clusters and HBM "
+            "need by themselves, as on a GPU whose limit is higher or whose clock is locked lower. "
+            "It tells apart what the limit makes alike; \"faster\" does not use it. Forward only."
+        )
         notes.append(path_note(f"the replays behind a row, ours / {flash_attn_4.PACKAGE}'s"))
     reasons: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:

@@ -98,18 +98,37 @@ def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
 class Schedule:
     """A problem on a machine.
 
-    clocks: until the last cluster is done. busy: float64 (clusters,), clocks at work. seconds:
-    predicted, launch included. bound: what decides them ("clusters", "HBM" or "power"). hbm_bytes:
-    read and written. work: clocks of the tensor core of all CTAs, over those of all clusters.
+    clocks: until the last cluster is done. busy: float64 (clusters,), clocks at work. bounds:
+    seconds that "clusters", "HBM" and "power" need each for itself. launch: seconds beside them.
+    hbm_bytes: read and written. starts: float64 (tiles,), clocks. cluster_of: int64 (tiles,).
     """
 
     clocks: float
     busy: np.ndarray
-    seconds: float
-    bound: str
+    bounds: dict[str, float]
+    launch: float
     hbm_bytes: float
     starts: np.ndarray
     cluster_of: np.ndarray
+
+    @property
+    def bound(self) -> str:
+        """What decides the time: the name of the largest of `bounds`."""
+        return max(self.bounds, key=self.bounds.__getitem__)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, launch included."""
+        return max(self.bounds.values()) + self.launch
+
+    def seconds_without(self, bound: str) -> float:
+        """The same on a machine that does not have the bound of that name.
+
+        Raises KeyError for a name that is not in `bounds`.
+        """
+        others = dict(self.bounds)
+        del others[bound]
+        return max(others.values()) + self.launch
 
     @property
     def balance(self) -> float:
@@ -169,9 +188,8 @@ def schedule(
         "HBM": hbm / (values.hbm_terabytes * 1e12),
         "power": work * 8192 / (values.power_tflops * 1e12),
     }
-    bound = max(bounds, key=bounds.__getitem__)
-    seconds = bounds[bound] + values.launch_us * 1e-6
-    return Schedule(total, busy, seconds, bound, hbm, starts, np.array(cluster_of))
+    launch = values.launch_us * 1e-6
+    return Schedule(total, busy, bounds, launch, hbm, starts, np.array(cluster_of))
 
 
 def hbm_bytes(tiles: Sequence[Tile], starts: np.ndarray, values: Values) -> float:

@@ -203,7 +203,13 @@ class FakePredictor:
     def predict(self, provider, case, direction):
         seconds = 1e-3 if provider == "ours" else 1.1e-3
         factors = providers.torch.tensor([1.0, 1 - self.spread, 1 + self.spread]).double()
-        return Predicted((seconds * factors).numpy(), "clusters", Paths(0, len(provider)))
+        seconds = (seconds * factors).numpy()
+        # Without the limit, which slows ours down more.
+        unlimited = seconds * (0.5 if provider == "ours" else [0.6, 0.6, 0.55])
+        return Predicted(
+            seconds, "clusters", Paths(0, len(provider)),
+            unlimited if direction == FORWARD else None,
+        )  # fmt: skip
 
 
 def test_the_predictor_chooses_the_kernel(monkeypatch):
@@ -254,3 +260,21 @@ def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, cap
     assert row["details"]["cuDNN"] == {"status": "not modelled"}
     assert (row["unmatched"], row["ambiguous"]) == ("0 / 0", "4 / 12")
     assert {"unmatched", "ambiguous"} <= {column["name"] for column in table["columns"]}
+    # 1.1 * 0.6 / 0.5, and 0.55 in the last draw.
+    figures = [row[f"unlimited_ratio{end}"] for end in ("", "_low", "_high")]
+    assert figures == pytest.approx([1.32, 1.21, 1.32])
+    assert row["unlimited"] == "1.32 (1.21..1.32)"
+    assert [c["title"] for c in table["columns"] if c["name"] == "unlimited"] == [
+        "ratio without the power limit"
+    ]
+    (note,) = (note for note in table["notes"] if "without the power limit" in note)
+    assert "clock is locked lower" in note and '"faster" does not use it' in note
+
+
+def test_no_ratio_without_the_limit_where_kernels_share_the_time(monkeypatch, capsys):
+    monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(0.01))
+    command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
+    assert main([*command, "--direction", "backward"]) == 0
+    table, _ = json.loads(capsys.readouterr().out)["tables"]
+    assert {row["unlimited"] for row in table["rows"]} == {None}
+    assert all(row["ratio"] for row in table["rows"])
