@@ -1,4 +1,5 @@
-"""What the operator decides of a backward from its shape alone: parts of head groups, kept dS."""
+"""What the operator decides of a backward from its shape alone: launches, parts of head groups,
+kept dS."""
 
 from __future__ import annotations
 
@@ -15,15 +16,21 @@ from .suite import Case
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
-    """splits: parts of the group of query heads of each KV head. ds_heads: KV heads whose dS is
-    kept at a time, 0 for none."""
+class Portion:
+    """A part of a backward that has a launch of dK/dV and one of dQ to itself.
 
+    case: of this part, with the lengths, heads and bounds that the kernels are given. splits: parts
+    of the group of query heads of each KV head. keeps_ds: dK/dV stores dS for dQ. count: portions
+    of this kind, one after the other.
+    """
+
+    case: Case
     splits: int
-    ds_heads: int
+    keeps_ds: bool
+    count: int = 1
 
 
-def plan(case: Case, ds_bytes: int, clusters: int) -> BackwardPlan:
+def plan(case: Case, ds_bytes: int, clusters: int) -> list[Portion]:
     """As `fa4_hd256.backward.run_backward` decides where all gradients are asked for.
 
     ds_bytes: memory that dS may take at a time. clusters: CTA pairs that the device holds at once.
@@ -31,7 +38,15 @@ def plan(case: Case, ds_bytes: int, clusters: int) -> BackwardPlan:
     problem = _problem(case)
     problem = replace(problem, splits=problem.splits_for(case.heads_kv, clusters))
     problem = problem.keeping_ds(ds_bytes, clusters)
-    return BackwardPlan(problem.splits, problem.ds_heads)
+    if not problem.ds_heads:
+        return [Portion(case, problem.splits, False)]
+    whole, rest = divmod(case.heads_kv, problem.ds_heads)
+    ratio = case.heads // case.heads_kv
+    return [
+        Portion(replace(case, heads=heads * ratio, heads_kv=heads), problem.splits, True, count)
+        for heads, count in ((problem.ds_heads, whole), (rest, 1))
+        if heads
+    ]
 
 
 def _problem(case: Case) -> BackwardProblem:

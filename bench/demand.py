@@ -221,8 +221,9 @@ def totals(
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
-        planned = plan(case, config.ds_bytes, clusters)
-        splits, keeps_ds = planned.splits, planned.ds_heads > 0
+        # The portions of one backward differ in heads only.
+        first = plan(case, config.ds_bytes, clusters)[0]
+        splits, keeps_ds = first.splits, first.keeps_ds
         results = 2 * key if splits == 1 else 2 * key * splits * FLOAT_BYTES / BF16_BYTES
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
         ds = steps * UNIT_DS_BYTES * keeps_ds

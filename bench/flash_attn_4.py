@@ -59,6 +59,18 @@ def unavailable() -> str | None:
     return None
 
 
+def backward_refusal(window: bool, softcap: bool) -> str | None:
+    """What its backward at head_dim 256 says of a call that it does not take, None of one it does.
+
+    window: bounded on the left, beside a causal mask or not.
+    """
+    if softcap:
+        return "SM100 backward with head_dim=256 does not support softcap"
+    if window:
+        return "SM100 backward with head_dim=256 does not support local attention"
+    return None
+
+
 def tuned_pattern(causal: bool) -> Ex2Pattern:
     """The mix of exp2 that it compiles to by itself."""
     return pattern(_tuning(causal)["ex2_emu_freq"], _tuning(causal)["ex2_emu_start_frg"])

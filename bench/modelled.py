@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,25 +46,10 @@ class Shape:
     heads_kv: int
     causal: bool
 
-    def flop(self, head_dim: int, direction: str = "forward") -> float:
-        """By convention: 4 Sq Sk D a head forward, 10 backward (five products, however many a
-        kernel computes), half of it if causal."""
-        products = {"forward": 4, "backward": 10}[direction]
-        full = products * self.seqlen**2 * head_dim * self.heads * self.batch
+    def flop(self, head_dim: int) -> float:
+        """By convention: 4 Sq Sk D a head, half of it if causal."""
+        full = 4 * self.seqlen**2 * head_dim * self.heads * self.batch
         return full / 2 if self.causal else full
-
-
-class Attention(Protocol):
-    """Attention of one direction on the timing model, whatever kernels it takes."""
-
-    name: str
-    head_dim: int
-
-    def seconds(self, shape: Shape) -> np.ndarray:
-        """float64, predicted for each of the drawn machines, the central one first."""
-
-    def tflops(self, shape: Shape) -> np.ndarray:
-        """The same as TFLOPS by `Shape.flop`."""
 
 
 @dataclass(frozen=True)
@@ -210,19 +195,11 @@ def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
 
 
 def our_kernel(
-    causal: bool, machine: str = "b200", draws: int = 6, direction: str = "forward", *,
-    use_clc: bool = False, config: Any = None, samples: tuple[tuple[int, int], ...] = SAMPLES,
-) -> Attention:
-    """Our forward or backward under the static or the CLC scheduler.
-
-    config: a `ForwardConfig` or `BackwardConfig`, None for the default. samples: of the forward.
-    Raises ValueError for another direction.
-    """
+    causal: bool, machine: str = "b200", draws: int = 6, *, use_clc: bool = False,
+    config: ForwardConfig | None = None, samples: tuple[tuple[int, int], ...] = SAMPLES,
+) -> Kernel:
+    """Our forward under the static or the CLC scheduler. config: None for the default one."""
     model = load(machine)
-    if _is_backward(direction):
-        from .modelled_backward import our_backward
-
-        return our_backward(causal, model, draws, use_clc, config)
     compiled, _ = _our_forward(*samples[0], causal, use_clc, config)
     policy = "dynamic" if use_clc else "static"
     shape = HEAD_DIM, 256, 2, policy
@@ -245,14 +222,12 @@ def our_kernel(
 
 
 def their_kernel(
-    head_dim: int, causal: bool, machine: str = "b200", draws: int = 6,
-    direction: str = "forward",
-) -> Attention:
-    """flash-attn-4's forward or backward, head_dim 128 or 256, as its interface chooses it.
+    head_dim: int, causal: bool, machine: str = "b200", draws: int = 6
+) -> Kernel:
+    """flash-attn-4's forward, head_dim 128 or 256, as its interface chooses it.
 
-    Full attention runs persistent clusters forward, causal one tile a cluster, longest first; so
-    does its backward, in the order of the blocks. Raises RuntimeError if it is not installed,
-    ValueError for another head dimension or direction, and for its backward at head_dim 128.
+    Full attention runs persistent clusters, causal one tile a cluster, longest first. Raises
+    RuntimeError if it is not installed, ValueError for another head dimension.
     """
     reason = flash_attn_4.unavailable()
     if reason:
@@ -260,10 +235,6 @@ def their_kernel(
     if head_dim not in (128, 256):
         raise ValueError(f"head_dim {head_dim}; known here are 128 and 256")
     model = load(machine)
-    if _is_backward(direction):
-        from .modelled_backward import their_backward
-
-        return their_backward(head_dim, causal, model, draws)
     # At head_dim 128 a CTA works on two tiles of 128 rows, and only full attention on CTA pairs.
     rows, cluster = (256, 2) if head_dim == 256 else (256, 1) if causal else (512, 2)
     samples = tuple((max(seqlen, rows), heads) for seqlen, heads in SAMPLES)
@@ -293,9 +264,3 @@ def their_versions() -> tuple[str, ...]:
     """What flash-attn-4's compiled kernels depend on."""
     names = (flash_attn_4.PACKAGE, "nvidia-cutlass-dsl", "quack-kernels")
     return tuple(importlib.metadata.version(name) for name in names)
-
-
-def _is_backward(direction: str) -> bool:
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"direction {direction!r}; accepted are 'forward' and 'backward'")
-    return direction == "backward"

@@ -1,15 +1,15 @@
 """The backward on the timing model: dQ and dK/dV kernels over tiles, and what runs beside them.
 
-The two kernels are replayed and fitted like the forward (`modelled`). Ours keep dS between them
-where it fits, some KV heads at a time, as the operator does. The kernels around them do
-nothing but read and write: the rows' statistics before, and the sum over the parts of dK and dV
-after, where our kernel splits a group of query heads. They are taken at HBM's rate.
+The two kernels are replayed and fitted like the forward (`workload`). Ours run portion by portion,
+as the operator does (`backward_plan`), and keep dS between them where it fits. The kernels around
+them do nothing but read and write: the rows' statistics before, and the sum over the parts of dK
+and dV after, where our kernel splits a group of query heads. They are taken at HBM's rate.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,83 +22,67 @@ from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.compile import compile_kernel
 from fa4_hd256.config import HEAD_DIM
 from fa4_hd256.problem import Options, Problem
-from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, Values
-from sm100_sim.timing.problem import Schedule, Tile, TileCosts, schedule
+from sm100_sim.timing.problem import Schedule, TileCosts, schedule
 
 from . import flash_attn_4
-from .backward_plan import BackwardPlan, plan
-from .modelled import L2_FOR_KV, Shape, fitted, one_cluster, their_versions
+from .backward_plan import Portion, plan
+from .backward_tiles import (
+    DKDV,
+    DQ,
+    KEYS,
+    ROW,
+    UNIT_Q,
+    Order,
+    dkdv_tiles,
+    dkdv_units,
+    dq_tiles,
+    dq_units,
+)
+from .modelled import fitted, one_cluster, their_versions
 from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
-from .suite import Case
+from .suite import BACKWARD, Case
+from .workload import SAMPLE_SOFTCAP, Kind, Samples
 
 #: (seqlen, query heads of one KV head) of the small problems that costs are fitted to.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 #: The same for kernels with one tile a cluster, whose tiles are to be of different length.
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
-KEYS = 128
-#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, or 1 from dS that
-#: is kept, dK/dV 4.
-UNIT_Q = 256
-DQ, DQ_PRODUCT, DKDV = 3 * 1024.0, 1024.0, 4 * 1024.0
-#: Bytes of dS in such a unit.
-DS = 2.0 * UNIT_Q * KEYS
-
-
-@dataclass(frozen=True)
-class Order:
-    """How a project orders tiles and shares them out.
-
-    policy: see `sm100_sim.timing.problem.POLICIES`. sections: heads take turns so that they share
-    L2, the longest tiles first; else one head after the other, blocks ascending. splits: groups of
-    query heads are split where there are few KV heads. rows: of queries, what a dK/dV tile under a
-    causal mask starts at a multiple of.
-    """
-
-    policy: str
-    sections: bool
-    splits: bool
-    rows: int
+#: (seqlen, query heads, left bound) of windowed kernels; see `workload.WINDOW_SAMPLES`.
+WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
+#: Not in the fit, to hold its predictions against (`bench validate`).
+HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
+FLOAT_BYTES = 4.0
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Both kernels. costs: kernel -> tile costs for each of the drawn machines; a function, because
-    some are only replayed if a shape needs them. Kernels: "dq", "dkdv", "dkdv partial", and where
-    dS is kept the same with "kept " before. ds_bytes: memory that dS may take, 0: it is not kept.
-    paths: of the replays of each kernel that was asked for.
+    """Both kernels of a kind. costs: kernel -> tile costs for each of the drawn machines; a
+    function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", "dkdv
+    partial", and where dS is kept the same with "kept " before. ds_bytes: memory that dS may take,
+    0: it is not kept. paths: of the replays of each kernel that was asked for.
     """
 
     name: str
-    head_dim: int
     order: Order
     values: list[Values]
     costs: Callable[[str], list[TileCosts]]
     ds_bytes: int = 0
     paths: dict[str, Paths] = field(default_factory=dict)
 
-    def plan(self, shape: Shape) -> BackwardPlan:
-        """Parts of each group of query heads, and the KV heads whose dS is kept at a time."""
-        clusters = int(self.values[0].sms) // 2
-        lengths = ((shape.seqlen, shape.seqlen),) * shape.batch
-        case = Case("dense", lengths, shape.heads, shape.heads_kv, shape.causal)
-        found = plan(case, self.ds_bytes, clusters)
-        return found if self.order.splits else replace(found, splits=1)
+    def plan(self, case: Case) -> list[Portion]:
+        """The launches of a case."""
+        found = plan(case, self.ds_bytes, int(self.values[0].sms) // 2)
+        return found if self.order.splits else [replace(one, splits=1) for one in found]
 
-    def run(self, shape: Shape, heads_kv: int | None = None) -> dict[str, list[Schedule]]:
-        """dQ and dK/dV under each of the drawn machines, the central one first.
-
-        heads_kv: so many of the KV heads only, those of one launch; all by default.
-        """
-        planned, (dq, dkdv) = self.plan(shape), self._names(shape)
-        splits, keeps = planned.splits, planned.ds_heads > 0
-        if heads_kv is not None:
-            ratio = shape.heads // shape.heads_kv
-            shape = replace(shape, heads=heads_kv * ratio, heads_kv=heads_kv)
+    def run(self, portion: Portion) -> dict[str, list[Schedule]]:
+        """dQ and dK/dV of a portion, once, under each of the drawn machines, the central one
+        first."""
+        case, keeps, (dq, dkdv) = portion.case, portion.keeps_ds, _names(portion)
         kernels = {
-            "dq": (self._dq_tiles(shape, keeps), dq),
-            "dkdv": (self._dkdv_tiles(shape, splits, keeps), dkdv),
+            "dq": (dq_tiles(case, self.order, keeps), dq),
+            "dkdv": (dkdv_tiles(case, self.order, portion.splits, keeps), dkdv),
         }
         return {
             kernel: [
@@ -108,199 +92,211 @@ class Backward:
             for kernel, (tiles, which) in kernels.items()
         }
 
-    def _names(self, shape: Shape) -> tuple[str, str]:
-        """The dQ and the dK/dV kernel that a shape takes."""
-        planned = self.plan(shape)
-        kept_ds, partial = "kept " * (planned.ds_heads > 0), " partial" * (planned.splits > 1)
-        return f"{kept_ds}dq", f"{kept_ds}dkdv{partial}"
+    def paths_of(self, case: Case) -> Paths:
+        """Of the replays behind a case's prediction, which has been made."""
+        names = {name: None for portion in self.plan(case) for name in _names(portion)}
+        return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
-    def paths_of(self, shape: Shape) -> Paths:
-        """Of the replays behind a shape's prediction, which has been made."""
-        return sum((self.paths.get(name, Paths()) for name in self._names(shape)), Paths())
-
-    def seconds(self, shape: Shape) -> np.ndarray:
+    def seconds(self, case: Case) -> np.ndarray:
         """float64, all kernels one after the other, for each of the drawn machines."""
-        planned = self.plan(shape)
-        heads = planned.ds_heads or shape.heads_kv
-        whole, rest = divmod(shape.heads_kv, heads)
-        total = np.array([self._beside(shape, planned.splits, v) for v in self.values])
-        for count, heads_kv in ((whole, heads), (int(rest > 0), rest)):
-            if count:
-                runs = self.run(shape, heads_kv).values()
-                total += count * np.sum([[one.seconds for one in run] for run in runs], axis=0)
+        portions = self.plan(case)
+        total = np.array([self._beside(case, portions, values) for values in self.values])
+        for portion in portions:
+            runs = self.run(portion).values()
+            total += portion.count * np.sum([[one.seconds for one in run] for run in runs], axis=0)
         return total
 
-    def tflops(self, shape: Shape) -> np.ndarray:
-        """The same as TFLOPS by `Shape.flop`, five products."""
-        return shape.flop(self.head_dim, "backward") / self.seconds(shape) / 1e12
+    def tflops(self, case: Case) -> np.ndarray:
+        """The same as TFLOPS by `Case.flop`, five products."""
+        return case.flop(BACKWARD) / self.seconds(case) / 1e12
 
-    def _beside(self, shape: Shape, splits: int, values: Values) -> float:
+    def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
         """Seconds of the kernels that only read and write."""
-        rows = shape.batch * shape.seqlen
+        rows = sum(q for q, _ in case.lengths)
         # out and dout read; LSE read, LSE and delta written.
-        nbytes = [rows * shape.heads * (2 * 2 * self.head_dim + 3 * 4)]
-        if splits > 1:
-            elements = rows * shape.heads_kv * self.head_dim
-            # For dK and dV: the parts summed, the sum converted.
-            nbytes += [elements * (4 * splits + 4), elements * (4 + 2)] * 2
+        nbytes = [rows * case.heads * (2 * ROW + 3 * FLOAT_BYTES)]
+        # For dK and dV: the parts summed, the sum converted.
+        sums = [_key_elements(one) * FLOAT_BYTES * (one.splits + 1)
+                for one in portions if one.splits > 1]  # fmt: skip
+        if sums:
+            converted = [_key_elements(one) * (FLOAT_BYTES + 2)
+                         for one in portions if one.splits > 1]  # fmt: skip
+            nbytes += [sum(sums), sum(converted)] * 2
         rate = values.hbm_terabytes * 1e12
         return sum(n / rate + values.launch_us * 1e-6 for n in nbytes)
 
-    def _indices(
-        self, blocks: int, heads: int, shape: Shape, group: int, bytes_of_group: float, last: bool
-    ) -> list[tuple[int, int, int]]:
-        """(block, head, batch) of every tile in order. last: whether later blocks are longer."""
-        pairs = heads * shape.batch
-        if not self.order.sections:
-            return [(i % blocks, i // blocks % heads, i // blocks // heads)
-                    for i in range(blocks * pairs)]  # fmt: skip
-        section = section_heads_for(
-            num_heads_per_kv=group, num_pairs=pairs, kv_bytes_per_head=int(bytes_of_group),
-            l2_bytes=L2_FOR_KV, unequal_lengths=shape.causal,
-        )  # fmt: skip
-        order = TileProblem(blocks, heads, shape.batch, section, last and shape.causal).order()
-        return [tile_coordinates(index, order) for index in range(blocks * pairs)]
 
-    def _dq_tiles(self, shape: Shape, keeps: bool = False) -> list[Tile]:
-        """256 queries of a head each; keeps: from a dS that is kept."""
-        blocks, ratio = -(-shape.seqlen // UNIT_Q), shape.heads // shape.heads_kv
-        operand = 2.0 * self.head_dim
-        # K and V are shared; Q, dO and dQ are not. With dS: K, and dQ beside what each unit reads.
-        shared = (1 if keeps else 2) * operand * shape.seqlen
-        own, work = (1 if keeps else 3) * operand * UNIT_Q, DQ_PRODUCT if keeps else DQ
-        found = []
-        for block, head, batch in self._indices(blocks, shape.heads, shape, ratio, shared, True):
-            keys = min((block + 1) * UNIT_Q, shape.seqlen) if shape.causal else shape.seqlen
-            group = batch * shape.heads_kv + head // ratio
-            units = -(-keys // KEYS)
-            found.append(Tile(work * units, group, shared, own + DS * units * keeps))
-        return found
-
-    def _dkdv_tiles(self, shape: Shape, splits: int, keeps: bool = False) -> list[Tile]:
-        """128 keys of a part of a KV head each; keeps: dS is written."""
-        blocks = -(-shape.seqlen // KEYS)
-        ratio = shape.heads // shape.heads_kv
-        part = -(-ratio // splits)
-        shared = 4.0 * shape.seqlen * self.head_dim * part
-        own = (4.0 + 2 * (4.0 if splits > 1 else 2.0)) * KEYS * self.head_dim
-        heads = shape.heads_kv * splits
-        found = []
-        for block, head, batch in self._indices(blocks, heads, shape, 1, shared, False):
-            begin = block * KEYS // self.order.rows * self.order.rows if shape.causal else 0
-            units = (-(-shape.seqlen // self.order.rows) * self.order.rows - begin) / UNIT_Q
-            units *= min(part, ratio - head % splits * part)
-            nbytes = own + DS * units * keeps
-            found.append(Tile(DKDV * units, batch * heads + head, shared, nbytes))
-        return found
+def _names(portion: Portion) -> tuple[str, str]:
+    """The dQ and the dK/dV kernel that a portion takes."""
+    kept_ds, partial = "kept " * portion.keeps_ds, " partial" * (portion.splits > 1)
+    return f"{kept_ds}dq", f"{kept_ds}dkdv{partial}"
 
 
-def our_backward(
-    causal: bool, machine: Machine, draws: int, use_clc: bool = False,
-    config: BackwardConfig | None = None,
-) -> Backward:
+def _key_elements(portion: Portion) -> int:
+    """Elements of k, all portions of this kind."""
+    case = portion.case
+    return portion.count * sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
+
+
+def samples(kind: Kind, single: bool) -> Samples:
+    """What costs are fitted to. single: of kernels with one tile a cluster."""
+    if kind.window:
+        return WINDOW_SAMPLES
+    return SINGLE_SAMPLES if single else SAMPLES
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Our kernels of a kind. config: None for the default one."""
+
+    kind: Kind
+    use_clc: bool = False
+    config: BackwardConfig | None = None
+
+
+def our_backward(variant: Variant, machine: Machine, draws: int) -> Backward:
     """Our dQ and dK/dV kernels under the static or the CLC scheduler."""
-    policy, config = "dynamic" if use_clc else "static", config or BackwardConfig()
+    policy = "dynamic" if variant.use_clc else "static"
 
     @functools.cache
     def costs(which: str) -> list[TileCosts]:
-        def call(seqlen: int, heads: int) -> tuple:
-            return _our_call(which, (seqlen, heads), causal, use_clc, config)
-
-        def make() -> list[Replayed]:
-            found = []
-            for seqlen, heads in SAMPLES:
-                compiled, arguments, tiles = call(seqlen, heads)
-                prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)
-                found.append(replayed(prediction[-1], tiles))
-            return found
-
-        compiled, *_ = call(*SAMPLES[0])
-        rows = kept((digest(compiled.cubin), which, SAMPLES), machine, draws, make)
+        rows = our_replays(variant, which, machine, draws)
         paths[which] = Paths.of(rows)
         return fitted(rows, policy)
 
     order, paths = Order(policy, True, True, UNIT_Q), {}
-    values = machine.sampled(draws)
-    return Backward("ours", HEAD_DIM, order, values, costs, config.ds_bytes, paths)
+    config = variant.config or BackwardConfig()
+    return Backward("ours", order, machine.sampled(draws), costs, config.ds_bytes, paths)
 
 
-def _our_call(
-    which: str, sample: tuple[int, int], causal: bool, use_clc: bool, config: BackwardConfig
-) -> tuple:
-    """(compiled kernel, arguments of a call on one CTA pair, tiles)."""
-    seqlen, heads = sample
+def our_replays(
+    variant: Variant, which: str, machine: Machine, draws: int, chosen: Samples | None = None
+) -> list[Replayed]:
+    """One CTA pair on each of the samples, by default those of the kind, every tile of them run by
+    it. which: the kernel, see `Backward`."""
+    chosen = chosen or samples(variant.kind, single=False)
+
+    def make() -> list[Replayed]:
+        found = []
+        for sample in chosen:
+            compiled, arguments = _our_call(variant, which, sample)
+            prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)
+            tiles, masked = _sample_tiles(which, sample)
+            found.append(replayed(prediction[-1], tiles, masked))
+        return found
+
+    compiled, _ = _our_call(variant, which, chosen[0])
+    return kept((digest(compiled.cubin), which, chosen), machine, draws, make)
+
+
+def _sample_tiles(which: str, sample: tuple[int, ...]) -> tuple[int, float]:
+    """(tiles, masked work in all) of a sample; nothing masked without a window, where what the
+    diagonal costs is the same for each tile and part of that, nor in a product of a kept dS."""
+    (seqlen, heads, *window), is_dq = sample, which.endswith("dq")
+    lengths = seqlen, seqlen
+    # Where parts of a group are summed, each of the two heads' parts has tiles of its own.
+    parts = 2 if which.endswith(" partial") else 1
+    blocks = -(-seqlen // UNIT_Q) * heads if is_dq else -(-seqlen // KEYS) * parts
+    if not window or which == "kept dq":
+        return blocks, 0.0
+    bounds = window[0], 0
+    if is_dq:
+        units = [dq_units(block, lengths, bounds) for block in range(-(-seqlen // UNIT_Q))]
+        return blocks, DQ * heads * sum(masked for _, masked in units)
+    units = [dkdv_units(block, lengths, bounds, UNIT_Q) for block in range(-(-seqlen // KEYS))]
+    return blocks, DKDV * heads * sum(masked for _, masked in units)
+
+
+def _our_call(variant: Variant, which: str, sample: tuple[int, ...]) -> tuple:
+    """(compiled kernel, arguments of a call on one CTA pair)."""
+    seqlen, heads, *window = sample
+    kind, keeps = variant.kind, which.startswith("kept ")
     generator = torch.Generator().manual_seed(SEED)
     q, k, v, dout = (
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
         for n in (heads, 1, 1, heads)
     )
-    options = Options.check(None, causal, (None, None), 0.0, use_clc)
-    problem = BackwardProblem(Problem.describe((q, k, v), options), tuple(k.shape), False, 1)
-    kind, keeps = which.removeprefix("kept ").removesuffix(" partial"), which.startswith("kept ")
-    if which.endswith(" partial"):
-        problem = replace(problem, splits=2)
-    problem = replace(problem, ds_heads=int(keeps))
+    bounds, softcap = (window[0] if kind.window else None, None), SAMPLE_SOFTCAP * kind.softcap
+    options = Options.check(None, kind.causal, bounds, softcap, variant.use_clc)
+    ragged = {}
+    if kind.packed:
+        offsets = torch.tensor([0, seqlen], dtype=torch.int32)
+        ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    longest = (seqlen, seqlen) if kind.packed else (None, None)
+    forward = Problem.describe((q, k, v), options, None, ragged, *longest)
+    splits = 2 if which.endswith(" partial") else 1
+    problem = BackwardProblem(forward, tuple(k.shape), False, splits, int(keeps))
     stats = empty_stats(problem)
     # Rows as the preprocess kernel leaves them; their values decide no instruction.
     stats.zero_()
-    dtype = torch.float32 if problem.splits > 1 else q.dtype
-    kv_heads = problem.splits
+    dtype = torch.float32 if splits > 1 else q.dtype
+    is_dq = which.endswith("dq")
     results = (
         (torch.empty_like(q),)
-        if kind == "dq"
-        else tuple(torch.empty(1, seqlen, kv_heads, HEAD_DIM, dtype=dtype) for _ in range(2))
+        if is_dq
+        else tuple(torch.empty(1, seqlen, splits, HEAD_DIM, dtype=dtype) for _ in range(2))
     )
-    spec = kernel_specs(problem, config)[kind]
+    spec = kernel_specs(problem, variant.config or BackwardConfig())["dq" if is_dq else "dkdv"]
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape(1), dtype=q.dtype) if keeps else None
-    tensors = GradientTensors((q, k, v, dout), stats, results, (), ds)
-    arguments = gradient_call_arguments(tensors, problem, 1, 0)
-    blocks = -(-seqlen // UNIT_Q) * heads if kind == "dq" else -(-seqlen // KEYS) * kv_heads
-    return compile_kernel(spec), arguments, blocks
+    tensors = GradientTensors((q, k, v, dout), stats, results, tuple(ragged.values()), ds)
+    return compile_kernel(spec), gradient_call_arguments(tensors, problem, 1, 0)
 
 
-def their_backward(head_dim: int, causal: bool, machine: Machine, draws: int) -> Backward:
+def their_backward(kind: Kind, machine: Machine, draws: int) -> Backward:
     """flash-attn-4's dedicated backward at head_dim 256: one tile a cluster, blocks ascending.
 
-    Raises ValueError for another head dimension, where its backward is one kernel that adds to dQ.
+    Raises RuntimeError if it is not installed, ValueError for a kind that it refuses.
     """
-    if head_dim != HEAD_DIM:
-        raise ValueError(f"the backward of {flash_attn_4.PACKAGE} is modelled at 256 only")
+    reason = flash_attn_4.unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    reason = flash_attn_4.backward_refusal(kind.window, kind.softcap)
+    if reason:
+        raise ValueError(f"{flash_attn_4.PACKAGE}: {reason}")
+    count = len(SINGLE_SAMPLES)
 
     @functools.cache
     def costs(which: str) -> list[TileCosts]:
         def make() -> list[Replayed]:
-            found = [_their_predictions(sample, causal, machine, draws)
+            found = [_their_predictions(sample, kind, machine, draws)
                      for sample in SINGLE_SAMPLES]  # fmt: skip
             # dQ kernels first, then dK/dV.
             return [replayed(both[n], 1) for n in range(2) for both in found]
 
-        what = their_versions(), "backward", head_dim, causal, SINGLE_SAMPLES, SEED
+        packed = ("packed",) * kind.packed
+        what = their_versions(), BACKWARD, HEAD_DIM, kind.causal, SINGLE_SAMPLES, SEED, *packed
         rows = kept(what, machine, draws, make)
-        count = len(SINGLE_SAMPLES)
         rows = rows[:count] if which == "dq" else rows[count:]
         paths[which] = Paths.of(rows)
         return fitted(rows, "single")
 
     order, paths = Order("single", False, False, KEYS), {}
-    values = machine.sampled(draws)
-    return Backward(flash_attn_4.PACKAGE, head_dim, order, values, costs, paths=paths)
+    return Backward(flash_attn_4.PACKAGE, order, machine.sampled(draws), costs, paths=paths)
 
 
 def _their_predictions(
-    sample: tuple[int, int], causal: bool, machine: Machine, draws: int
+    sample: tuple[int, int], kind: Kind, machine: Machine, draws: int
 ) -> tuple[timing.Prediction, timing.Prediction]:
     """Its dQ and dK/dV kernels, each on its longest cluster, through its own interface."""
-    from flash_attn.cute.interface import flash_attn_func
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     seqlen, heads = sample
     with timing.attached(machine, draws) as session, one_cluster(), seeded():
         q, k, v = (
             torch.randn(1, seqlen, n, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-            .requires_grad_()
             for n in (heads, 1, 1)
         )
-        out = flash_attn_func(q, k, v, causal=causal, num_splits=1)
+        options = {"causal": kind.causal, "num_splits": 1}
+        if kind.packed:
+            offsets = torch.tensor([0, seqlen], dtype=torch.int32, device="cuda")
+            options |= {
+                "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+                "max_seqlen_q": seqlen, "max_seqlen_k": seqlen,
+            }  # fmt: skip
+            q, k, v = q[0], k[0], v[0]
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        out = (flash_attn_varlen_func if kind.packed else flash_attn_func)(*leaves, **options)
         out = out[0] if isinstance(out, tuple) else out
         out.backward(torch.randn_like(out))
     named = {key: prediction for prediction in session.predictions

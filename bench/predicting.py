@@ -10,10 +10,10 @@ import numpy as np
 from schedulers.choice import prefers_clc
 from sm100_sim.timing.machine_constants import Machine
 
-from . import flash_attn_4, modelled, workload
+from . import flash_attn_4, modelled, modelled_backward, workload
 from .providers import OURS
 from .replays import Paths
-from .suite import BACKWARD, FORWARD, Case
+from .suite import BACKWARD, Case
 
 PREDICTED = (OURS, flash_attn_4.PACKAGE)
 
@@ -52,10 +52,11 @@ class Predictor:
         """Why a case cannot be predicted, None if it can."""
         if provider not in PREDICTED:
             return "the timing model needs its kernels' SASS for sm_100a; measured only"
-        if direction != FORWARD and not _is_plain(case):
-            return "the model has the backward of sequences of one length, full and causal"
         if provider == flash_attn_4.PACKAGE:
-            return flash_attn_4.unavailable()
+            kind, reason = workload.Kind.of(case), flash_attn_4.unavailable()
+            if reason is None and direction == BACKWARD:
+                return flash_attn_4.backward_refusal(kind.window, kind.softcap)
+            return reason
         return None
 
     def kernel(
@@ -78,15 +79,18 @@ class Predictor:
             return modelled.their_kernel(workload.HEAD_DIM, kind.causal, name, draws)
         return workload.their_kernel(kind, self.machine, draws)
 
-    def _backward(self, provider: str, causal: bool, use_clc: bool) -> modelled.Attention:
-        key = provider, causal, use_clc, BACKWARD
+    def backward(
+        self, provider: str, kind: workload.Kind, use_clc: bool = False
+    ) -> modelled_backward.Backward:
+        """The backward of a kind, each of its kernels replayed where a case first needs it."""
+        key = provider, kind, use_clc, BACKWARD
         if key not in self._kernels:
-            self.note(f"replaying {provider}'s backward, {'causal' if causal else 'full'}")
-            name, draws = self.machine.name, self.draws
+            self.note(f"replaying {provider}'s backward, {kind}{', CLC' if use_clc else ''}")
             if provider == OURS:
-                found = modelled.our_kernel(causal, name, draws, BACKWARD, use_clc=use_clc)
+                variant = modelled_backward.Variant(kind, use_clc)
+                found = modelled_backward.our_backward(variant, self.machine, self.draws)
             else:
-                found = modelled.their_kernel(workload.HEAD_DIM, causal, name, draws, BACKWARD)
+                found = modelled_backward.their_backward(kind, self.machine, self.draws)
             self._kernels[key] = found
         return self._kernels[key]
 
@@ -96,14 +100,11 @@ class Predictor:
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
-        use_clc = provider == OURS and defaults_to_clc(case)
+        use_clc, kind = provider == OURS and defaults_to_clc(case), workload.Kind.of(case)
         if direction == BACKWARD:
-            shape = modelled.Shape(
-                case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
-            )
-            backward = self._backward(provider, case.causal, use_clc)
-            return Predicted(backward.seconds(shape), None, backward.paths_of(shape))
-        kernel = self.kernel(provider, workload.Kind.of(case), use_clc)
+            backward = self.backward(provider, kind, use_clc)
+            return Predicted(backward.seconds(case), None, backward.paths_of(case))
+        kernel = self.kernel(provider, kind, use_clc)
         found = workload.run(case, kernel)
         seconds = np.array([s.seconds for s in found])
         unlimited = np.array([s.seconds_without("power") for s in found])
@@ -114,7 +115,3 @@ def defaults_to_clc(case: Case) -> bool:
     """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
     rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
     return prefers_clc(case.bounds != (None, None), rows, capacity)
-
-
-def _is_plain(case: Case) -> bool:
-    return workload.Kind.of(case).is_dense and case.seqlen_q == case.seqlen_k

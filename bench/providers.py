@@ -125,8 +125,8 @@ class FlashAttention4:
         return flash_attn_4.unavailable() or Ours().missing()
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        if direction == BACKWARD and (case.softcap or case.window != (None, None)):
-            return "its backward at head_dim 256 has no windows and no softcap"
+        if direction == BACKWARD:
+            return flash_attn_4.backward_refusal(case.window != (None, None), bool(case.softcap))
         return None
 
     def call(self, inputs: Inputs) -> torch.Tensor:

@@ -23,7 +23,7 @@ from sm100_sim.timing.machine_constants import Machine, load
 from sm100_sim.timing.problem import Tile, schedule
 from sm100_sim.timing.tensor import MEASURED, mma_cost
 
-from . import flash_attn_4, modelled, workload
+from . import flash_attn_4, modelled, modelled_backward, workload
 from .modelled import Shape, fitted, one_cluster, their_versions
 from .providers import OURS
 from .replays import Replayed, kept, replayed
@@ -37,7 +37,7 @@ from .results import (
     emit,
     modelled_machine,
 )
-from .suite import BACKWARD, FORWARD
+from .suite import BACKWARD, FORWARD, Case
 
 BUILT_FROM, VALIDATION, FITTED = "built from", "validation", "fitted"
 CONSISTENCY = "consistency of the model"
@@ -73,6 +73,13 @@ class Published:
         mask = "causal" if self.causal else "full"
         heads = "" if self.heads[0] == self.heads[1] else f", heads {self.heads[0]}/{self.heads[1]}"
         return f"attention {self.head_dim}, {mask}, {self.batch}x{self.seqlen}{heads}"
+
+    @property
+    def problem(self) -> Shape | Case:
+        """As the model of its direction takes it."""
+        if self.direction == FORWARD:
+            return Shape(self.batch, self.seqlen, *self.heads, self.causal)
+        return Case("published", ((self.seqlen,) * 2,) * self.batch, *self.heads, self.causal)
 
 
 def _series(
@@ -235,21 +242,27 @@ def _rate_row(
     }
 
 
+def _theirs(row: Published, machine_name: str) -> modelled.Kernel | modelled_backward.Backward:
+    if row.direction == BACKWARD:
+        kind = workload.Kind(row.causal)
+        return modelled_backward.their_backward(kind, load(machine_name), DRAWS)
+    return modelled.their_kernel(row.head_dim, row.causal, machine_name, DRAWS)
+
+
 def _attention_rows(
     published: Iterable[Published], machine_name: str
 ) -> Iterator[dict[str, Any]]:
-    kernels: dict[tuple, modelled.Attention] = {}
+    kernels: dict[tuple, modelled.Kernel | modelled_backward.Backward] = {}
     for row in published:
-        key = row.head_dim, row.causal, machine_name, DRAWS, row.direction
+        key = row.head_dim, row.causal, row.direction
         if key not in kernels:
             print(f"replaying {row.direction}, {row.case}", file=sys.stderr, flush=True)
-            kernels[key] = modelled.their_kernel(*key)
+            kernels[key] = _theirs(row, machine_name)
         kernel = kernels[key]
         if row.clock_ghz:
             locked = [values._replace(clock_ghz=row.clock_ghz) for values in kernel.values]
             kernel = replace(kernel, values=locked)
-        shape = Shape(row.batch, row.seqlen, *row.heads, row.causal)
-        found = _rate_row(row.case, row.tflops, kernel.tflops(shape), row.role, row.source)
+        found = _rate_row(row.case, row.tflops, kernel.tflops(row.problem), row.role, row.source)
         yield {**found, "clock": row.clock_ghz}
 
 

@@ -125,7 +125,7 @@ def _sample_work(sample: tuple[int, ...]) -> list[tuple[float, float]]:
     found = []
     for begin in range(0, seqlen, ROWS):
         tile = begin, min(begin + ROWS, seqlen)
-        steps, masked = _steps(*tile, (seqlen, seqlen), bounds)
+        steps, masked = key_steps(*tile, (seqlen, seqlen), bounds)
         found.append((STEP_WORK * steps, STEP_WORK * masked if window else 0.0))
     return found * heads
 
@@ -236,7 +236,7 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
         begin, end = block * queries, min((block + 1) * queries, lengths[0])
         if begin >= lengths[0]:
             return 0.0, 0.0, 0.0
-        steps, masked = _steps(begin, end, lengths, (left, right))
+        steps, masked = key_steps(begin, end, lengths, (left, right))
         return step * steps, own_bytes, step * masked * (left is not None)
 
     found = []
@@ -251,11 +251,12 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     return found
 
 
-def _steps(
-    begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None]
+def key_steps(
+    begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None],
+    keys: int = STEP,
 ) -> tuple[int, int]:
     """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
-    all of these rows see); the mask is bottom-right aligned."""
+    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile."""
     seqlen_q, seqlen_k = lengths
     left, right = bounds
     offset = seqlen_k - seqlen_q
@@ -266,8 +267,8 @@ def _steps(
     # Keys that every row sees.
     common_first = 0 if left is None else max(0, end - 1 + offset - left)
     common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
-    steps = -(-limit // STEP) - first // STEP
-    return steps, steps - max(0, common_limit // STEP - -(-common_first // STEP))
+    steps = -(-limit // keys) - first // keys
+    return steps, steps - max(0, common_limit // keys - -(-common_first // keys))
 
 
 def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:

@@ -1,13 +1,14 @@
 """The throughput command without a GPU: the loop under a timer of its own, checks, the model."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import checking, measuring, predicting, providers, suite, throughput
+from bench import checking, measuring, predicting, providers, suite, throughput, workload
 from bench.__main__ import main
 from bench.measuring import Sampling, State
 from bench.predicting import Predicted
@@ -164,7 +165,7 @@ def test_providers_say_why_they_do_not_run():
             "ours": "no CUDA device", "cuDNN": "no CUDA device"
         }
     windowed = Case("window", ((64, 64),), 2, 1, True, (16, None))
-    assert "no windows" in theirs.refuses(windowed, BACKWARD)
+    assert "local attention" in theirs.refuses(windowed, BACKWARD)
     assert theirs.refuses(windowed, FORWARD) is None
     assert "window only as a mask" in math.refuses(windowed, FORWARD)
     unequal = Case("unequal", ((1, 64),), 2, 1, True)
@@ -213,32 +214,42 @@ class FakePredictor:
 
 
 def test_the_predictor_chooses_the_kernel(monkeypatch):
-    """Dense kernels by mask, direction and scheduler, each once; what has no model says so."""
+    """Backward kernels by kind and scheduler, each once; what is refused says so."""
     asked = []
 
     class Attention:
-        def seconds(self, shape):
-            return np.array([shape.seqlen * 1e-6, 1.0])
+        def seconds(self, case):
+            return np.array([case.seqlen_q * 1e-6, 1.0])
 
-        def paths_of(self, shape):
-            return Paths(1, shape.seqlen)
+        def paths_of(self, case):
+            return Paths(1, case.seqlen_q)
 
-    def ours(causal, machine, draws, direction="forward", **options):
-        asked.append((causal, machine, draws, direction))
+    def ours(variant, machine, draws):
+        asked.append((variant.kind, variant.use_clc, machine.name, draws))
         return Attention()
 
-    monkeypatch.setattr(predicting.modelled, "our_kernel", ours)
+    monkeypatch.setattr(predicting.modelled_backward, "our_backward", ours)
     predictor = predicting.Predictor(throughput.load("b200"), 1)
-    for _ in range(2):
-        found = predictor.predict("ours", CAUSAL, BACKWARD)
-    assert asked == [(True, "b200", 1, BACKWARD)]
-    assert list(found.seconds) == [70e-6, 1.0] and found.bound is None
-    assert found.paths == Paths(1, 70)
-    assert "sequences of one length" in predictor.refuses("ours", DENSE, BACKWARD)
-    assert predictor.refuses("ours", PACKED, FORWARD) is None
+    for case in (CAUSAL, CAUSAL, PACKED, DENSE):
+        found = predictor.predict("ours", case, BACKWARD)
+    assert asked == [
+        (workload.Kind(CAUSAL.causal), True, "b200", 1),
+        (workload.Kind.of(PACKED), PACKED.causal, "b200", 1),
+        (workload.Kind(DENSE.causal), DENSE.causal, "b200", 1),
+    ]
+    assert list(found.seconds) == [DENSE.seqlen_q * 1e-6, 1.0] and found.bound is None
+    assert found.paths == Paths(1, DENSE.seqlen_q)
     assert "measured only" in predictor.refuses("cuDNN", CAUSAL, FORWARD)
-    with pytest.raises(ValueError, match="sequences of one length"):
-        predictor.predict("ours", PACKED, BACKWARD)
+    monkeypatch.setattr(predicting.flash_attn_4, "unavailable", lambda: None)
+    windowed = replace(CAUSAL, window=(16, None))
+    for direction, case, reason in (
+        (BACKWARD, CAUSAL, None), (BACKWARD, PACKED, None), (FORWARD, windowed, None),
+        (BACKWARD, windowed, "local attention"), (BACKWARD, replace(DENSE, softcap=9.0), "softcap"),
+    ):  # fmt: skip
+        refused = predictor.refuses("flash-attn-4", case, direction)
+        assert refused is None if reason is None else reason in refused
+    with pytest.raises(ValueError, match="local attention"):
+        predictor.predict("flash-attn-4", windowed, BACKWARD)
 
 
 @pytest.mark.parametrize(("spread", "faster"), [(0.01, "ours"), (0.08, "not ranked")])

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from bench import modelled, validate, workload
+from bench import modelled, modelled_backward, validate, workload
 from bench.replays import Replayed
 from bench.results import draw
+from bench.suite import BACKWARD
 from sm100_sim.timing.machine_constants import load
 
 
@@ -25,7 +26,7 @@ class Known:
 
     values: list
 
-    def tflops(self, shape):
+    def tflops(self, problem):
         return np.array([1400.0, 1350.0, 1450.0]) * self.values[0].clock_ghz / 1.85
 
 
@@ -33,6 +34,7 @@ class Known:
 def tables(monkeypatch):
     known = Known([load().values()])
     monkeypatch.setattr(modelled, "their_kernel", lambda *arguments: known)
+    monkeypatch.setattr(modelled_backward, "their_backward", lambda *arguments: known)
     monkeypatch.setattr(validate, "gemm_seconds", lambda size, machine: np.full(3, 1e-3))
     return validate.rates("b200")
 
@@ -106,6 +108,5 @@ def test_published_shapes_have_as_many_tokens_as_their_listing():
 def test_the_shapes_of_the_backward_listing_give_its_times(seqlen, rate, milliseconds):
     """The listing has both; the batch and the count of FLOP follow from them."""
     row = next(r for r in validate.PUBLISHED_BACKWARD if r.seqlen == seqlen)
-    shape = modelled.Shape(row.batch, row.seqlen, *row.heads, row.causal)
     assert row.tflops == rate
-    assert shape.flop(256, row.direction) / (rate * 1e9) == pytest.approx(milliseconds, rel=2e-3)
+    assert row.problem.flop(BACKWARD) / (rate * 1e9) == pytest.approx(milliseconds, rel=2e-3)

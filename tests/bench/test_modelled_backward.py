@@ -1,0 +1,268 @@
+"""The backward on the timing model: tiles against the masks of the one reference, and portions;
+nothing is replayed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench import flash_attn_4, modelled_backward
+from bench.backward_plan import Portion, plan
+from bench.backward_tiles import DKDV, DQ, DQ_PRODUCT, DS, ROW, Order, dkdv_tiles, dq_tiles
+from bench.modelled_backward import Backward
+from bench.replays import Paths
+from bench.suite import Case, ragged_lengths
+from bench.workload import Kind
+from fa4_hd256.reference import visible
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import TileCosts
+
+pytest.importorskip("cutlass")
+
+MACHINE = load()
+IDEAL = [TileCosts(0.0, 0.0, 1.0)]
+VALUES = [MACHINE.values()._replace(launch_us=0.0, power_tflops=1e9, hbm_terabytes=1e9)]
+FULL = Case("test", ((4096, 4096),) * 2, 8, 2, False)
+CAUSAL = replace(FULL, causal=True)
+OURS, THEIRS = Order("static", True, True, 256), Order("single", False, False, 128)
+
+MASKS = [
+    (((700, 700),), False, (None, None)),
+    (((700, 1000),), True, (None, None)),
+    (((1000, 300),), True, (None, None)),
+    (((900, 900),), True, (200, None)),
+    (((520, 900),), False, (130, 40)),
+    (((1, 2048),), True, (None, None)),
+    (((64, 1),), True, (None, None)),
+    (((600, 600), (10, 300), (0, 40), (300, 0)), True, (None, None)),
+    (((600, 600), (10, 300), (0, 40), (300, 0)), True, (150, None)),
+]
+
+
+def backward(order, values=VALUES, **options):
+    return Backward("ideal", order, values, lambda which: IDEAL, **options)
+
+
+def blocks_of(case, rows, keys):
+    """Of every sequence: (blocks of queries, blocks of keys) bool, whether any pair is visible."""
+    for lengths in case.lengths:
+        seen = visible(lengths, case.bounds).numpy()
+        yield np.array([
+            [seen[q : q + rows, k : k + keys].any() for k in range(0, lengths[1], keys)]
+            for q in range(0, lengths[0], rows)
+        ], bool).reshape(-(-lengths[0] // rows), -(-lengths[1] // keys))  # fmt: skip
+
+
+def hull(flags):
+    """Blocks from the first to the last that is set: a kernel's loop leaves none out."""
+    places = np.flatnonzero(flags)
+    return 0 if not len(places) else int(places[-1] - places[0] + 1)
+
+
+@pytest.mark.parametrize(("lengths", "causal", "window"), MASKS)
+@pytest.mark.parametrize("order", [OURS, THEIRS])
+def test_work_is_what_any_row_sees(lengths, causal, window, order):
+    """dQ's tiles by the reference's mask; dK/dV's too, by units of the order's rows."""
+    case = Case("test", lengths, 6, 2, causal, window, packed=len(lengths) > 1)
+    expected = [DQ * hull(row) for found in blocks_of(case, 256, 128) for row in found] * 6
+    tiles = [tile for tile in dq_tiles(case, order) if not tile.skipped]
+    assert sorted(tile.work for tile in tiles) == sorted(expected)
+    unit = DKDV * order.rows / 256
+    columns = [hull(col) for found in blocks_of(case, order.rows, 128) for col in found.T]
+    for splits, parts in ((1, (3,)), (2, (2, 1))):
+        expected = sorted(unit * part * n for part in parts for n in columns) * 2
+        tiles = [tile for tile in dkdv_tiles(case, order, splits) if not tile.skipped]
+        assert sorted(tile.work for tile in tiles) == sorted(expected)
+
+
+@pytest.mark.parametrize("left", [256, 300, 1023, 4096])
+def test_masked_work_is_what_some_row_sees_and_another_does_not(left):
+    case = Case("test", ((2048, 2048),), 1, 1, True, (left, None))
+    seen = visible((2048, 2048), case.bounds).numpy()
+    units = seen.reshape(8, 256, 16, 128)
+    partly = units.any(axis=(1, 3)) & ~units.all(axis=(1, 3))
+    assert sum(t.masked for t in dq_tiles(case, OURS)) == DQ * partly.sum()
+    assert sum(t.masked for t in dkdv_tiles(case, OURS, 1)) == DKDV * partly.sum()
+    # Without a bound on the left the diagonal's cost is part of each tile's.
+    assert not any(t.masked for t in dq_tiles(replace(case, window=(None, None)), OURS))
+
+
+@pytest.mark.parametrize("order", [OURS, THEIRS])
+def test_tiles_add_up_to_all_products(order):
+    """Three products of dQ and four of dK and dV, whatever the order and the splits."""
+    units = (4096 // 256) * (4096 // 128) * 2 * 8
+    assert sum(tile.work for tile in dq_tiles(FULL, order)) == DQ * units
+    for splits in (1, 2, 4):
+        tiles = dkdv_tiles(FULL, order, splits)
+        assert sum(tile.work for tile in tiles) == DKDV * units
+        assert len(tiles) == 2 * 2 * splits * (4096 // 128)
+
+
+def test_where_ds_is_kept_a_product_of_dq_is_left():
+    """And dS is written once and read once, by tiles of their own."""
+    units = 16 * 32 * 2 * 8
+    dq, dkdv = dq_tiles(FULL, OURS, keeps_ds=True), dkdv_tiles(FULL, OURS, 1, keeps_ds=True)
+    assert sum(tile.work for tile in dq) == DQ_PRODUCT * units
+    assert sum(tile.work for tile in dkdv) == DKDV * units
+    anew = dkdv_tiles(FULL, OURS, 1)
+    assert sum(k.own_bytes - a.own_bytes for k, a in zip(dkdv, anew)) == DS * units
+    assert sum(tile.own_bytes for tile in dq) == DS * units + 2 * 256 * 2 * 4096 * 8
+
+
+def test_short_sequences_move_their_own_rows_only():
+    """34 queries and keys, two heads of each: Q, dO, dQ, then K, V, dK and dV; dS of 34 keys and a
+    whole unit of queries."""
+    case = Case("test", ((34, 34),) * 5, 2, 2, True, packed=True)
+    assert {tile.own_bytes for tile in dq_tiles(case, OURS)} == {3 * ROW * 34}
+    assert {tile.own_bytes for tile in dkdv_tiles(case, OURS, 1)} == {4 * ROW * 34}
+    kept = dkdv_tiles(case, OURS, 1, keeps_ds=True)
+    assert {tile.own_bytes for tile in kept} == {4 * ROW * 34 + 2 * 34 * 256}
+    assert {tile.shared_bytes for tile in kept} == {2 * ROW * 34}
+
+
+def test_the_grid_follows_the_longest_sequence():
+    case = Case("test", ((600, 300), (10, 10), (0, 500)), 4, 2, True, packed=True)
+    dq, dkdv = dq_tiles(case, OURS), dkdv_tiles(case, OURS, 2)
+    assert len(dq) == 3 * 4 * 3 and sum(not tile.skipped for tile in dq) == (3 + 1) * 4
+    assert len(dkdv) == 4 * 4 * 3 and sum(not tile.skipped for tile in dkdv) == (3 + 1 + 4) * 4
+    # No query of the last sequence sees its keys: zeros are stored.
+    assert sum(not tile.work and tile.own_bytes > 0 for tile in dkdv) == 4 * 4
+
+
+def test_a_causal_backward_starts_at_the_diagonal():
+    tiles = dkdv_tiles(CAUSAL, OURS, 1)
+    # Keys 0..255 are seen by all 16 units of the 4 heads of a group, the last keys by one.
+    assert sorted({tile.work / DKDV / 4 for tile in tiles}) == list(range(1, 17))
+    assert min(tile.work for tile in dkdv_tiles(CAUSAL, THEIRS, 1)) == DKDV * 4 / 2
+    # dQ sees two tiles of keys for every block of queries up to its own.
+    works = sorted({tile.work / DQ for tile in dq_tiles(CAUSAL, OURS)})
+    assert works == [2.0 * (i + 1) for i in range(16)]
+
+
+@pytest.mark.parametrize(("ds_bytes", "heads"), [(0, 0), (1 << 28, 1), (1 << 30, 2)])
+def test_heads_of_a_kept_ds(ds_bytes, heads):
+    """FULL's dS of one KV head, 4 query heads and both sequences, takes 256 MiB."""
+    costs = {"kept dq": 1.0, "kept dkdv": 1.0, "kept dkdv partial": 1.0, "dq": 2.0, "dkdv": 2.0}
+    found = Backward(
+        "ideal", OURS, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
+    )
+    portions = found.plan(FULL)
+    if heads:
+        assert [(p.case.heads_kv, p.count, p.keeps_ds) for p in portions] == [
+            (heads, 2 // heads, True)
+        ]
+        # 5 products of 7, and no tile takes longer than before.
+        assert found.seconds(FULL) < backward(OURS).seconds(FULL)
+    else:
+        assert portions == [Portion(FULL, 1, False)]
+        assert found.seconds(FULL) > backward(OURS).seconds(FULL)
+
+
+def test_few_kv_heads_are_split_and_pay_for_it():
+    few = Case("test", ((1024, 1024),), 16, 1, False)
+    ours, theirs = backward(OURS), backward(THEIRS)
+    (split,), (whole,) = ours.plan(few), theirs.plan(few)
+    assert (split.splits, whole.splits) == (8, 1)
+    clocks = ours.run(split)["dkdv"][0].clocks
+    assert clocks < theirs.run(whole)["dkdv"][0].clocks / 4
+    slow = VALUES[0]._replace(hbm_terabytes=0.001)
+    assert ours._beside(few, [split], slow) > 2 * ours._beside(few, [whole], slow)
+
+
+def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
+    """Portions of any shape: two equal ones of a part of the keys, and one of packed sequences."""
+    parts = [
+        Portion(Case("part", ((512, 1024),), 8, 2, True), 1, False, 2),
+        Portion(Case("part", ((300, 300), (40, 40)), 8, 2, True, packed=True), 4, False),
+    ]
+    monkeypatch.setattr(modelled_backward, "plan", lambda *given: parts)
+    found = backward(OURS)
+    alone = [sum(run[0].seconds for run in found.run(part).values()) for part in parts]
+    beside = found._beside(FULL, parts, VALUES[0])
+    assert found.seconds(FULL) == pytest.approx([beside + 2 * alone[0] + alone[1]])
+    found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "dkdv partial": Paths(0, 1)})
+    # Kernels that several portions take are counted once.
+    assert found.paths_of(FULL) == Paths(1, 8)
+
+
+@pytest.mark.parametrize(
+    ("case", "ds_bytes", "expected"),
+    [
+        # 16 tiles of each KV head; dS of one takes 4 heads x 2048^2 x 2 bytes.
+        (Case("a", ((2048, 2048),), 8, 2, False), 0, [(2, 2, False, 1)]),
+        (Case("a", ((2048, 2048),), 8, 2, False), 1 << 26, [(2, 2, True, 1)]),
+        (Case("a", ((2048, 2048),), 8, 2, False), 1 << 25, [(1, 4, True, 2)]),
+        (Case("a", ((2048, 2048),), 12, 3, False), 3 << 25, [(3, 2, True, 1)]),
+        (Case("a", ((2048, 2048),), 12, 3, False), 2 << 25, [(2, 2, True, 1), (1, 2, True, 1)]),
+        # Packed: at most 100 // 128 + 2 tiles of keys; queries of dS in whole units of the longest.
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 0, [(1, 4, False, 1)]),
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 60 * 256 * 2,
+         [(1, 4, True, 1)]),
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 60 * 256 * 2 - 1,
+         [(1, 4, False, 1)]),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_backward_is_the_operators(case, ds_bytes, expected):
+    found = plan(case, ds_bytes, 74)
+    assert [(p.case.heads_kv, p.splits, p.keeps_ds, p.count) for p in found] == expected
+    assert all(p.case.heads == p.case.heads_kv * case.heads // case.heads_kv for p in found)
+
+
+def test_seconds_include_every_launch():
+    slow = [VALUES[0]._replace(launch_us=1000.0)]
+    slower = backward(THEIRS, slow).seconds(FULL) - backward(THEIRS).seconds(FULL)
+    assert slower == pytest.approx([3e-3])
+
+
+def test_paths_of_the_kernels_that_a_case_takes():
+    found = backward(OURS)
+    found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "kept dq": Paths(9, 9)})
+    assert found.paths_of(FULL) == Paths(1, 7)
+
+
+@pytest.mark.parametrize("which", ["dq", "dkdv", "kept dq", "kept dkdv", "kept dkdv partial"])
+def test_masked_work_of_samples_is_that_of_their_tiles(which):
+    for seqlen, heads, left in modelled_backward.WINDOW_SAMPLES:
+        case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
+        # Two parts of one query head: the second is empty, and its tiles store zeros.
+        splits = 2 if which.endswith("partial") else 1
+        tiles = dq_tiles(case, OURS) if which.endswith("dq") else dkdv_tiles(case, OURS, splits)
+        masked = 0.0 if which == "kept dq" else sum(tile.masked for tile in tiles)
+        found = modelled_backward._sample_tiles(which, (seqlen, heads, left))
+        assert found == (len(tiles), masked)
+    assert modelled_backward._sample_tiles(which, (512, 2))[1] == 0.0
+
+
+def test_samples_of_windows_have_masked_and_unmasked_units():
+    kind = Kind(True, window=True)
+    for tiles_of, unit in ((dq_tiles, DQ), (lambda c, o: dkdv_tiles(c, o, 1), DKDV)):
+        shares = []
+        for seqlen, heads, left in modelled_backward.samples(kind, single=False):
+            case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
+            tiles = tiles_of(case, OURS)
+            shares.append(sum(t.masked for t in tiles) / sum(t.work for t in tiles))
+        assert shares[:2] == [1.0, 1.0] and max(shares[2:]) < 0.6, (unit, shares)
+    fitted_to = {sample[2] for sample in modelled_backward.WINDOW_SAMPLES}
+    assert not fitted_to & {sample[2] for sample in modelled_backward.HELD_OUT}
+
+
+def test_what_flash_attn_4_refuses_is_not_predicted():
+    assert flash_attn_4.backward_refusal(False, False) is None
+    if flash_attn_4.unavailable():
+        return
+    with pytest.raises(ValueError, match="does not support local attention"):
+        modelled_backward.their_backward(Kind(True, window=True), MACHINE, 1)
+    with pytest.raises(ValueError, match="does not support softcap"):
+        modelled_backward.their_backward(Kind(True, window=True, softcap=True), MACHINE, 1)
+
+
+def test_many_sequences_of_which_few_are_long():
+    """The suite's: most tiles of the grid are empty, and the work is that of the lengths alone."""
+    case = Case("varlen", ragged_lengths(64, 4096), 16, 2, True, packed=True)
+    tiles = dkdv_tiles(case, OURS, 1)
+    units = sum(
+        -(-q // 256) - block * 128 // 256
+        for q, k in case.lengths for block in range(-(-k // 128))
+    )  # fmt: skip
+    assert sum(tile.work for tile in tiles) == DKDV * 16 * units
+    assert sum(tile.skipped for tile in tiles) > 0.8 * len(tiles)
