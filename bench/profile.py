@@ -261,16 +261,12 @@ def command_table(commands: Sequence[tuple[str, list[str]]], note: str) -> Table
 
 
 def commands(case: Case, arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """What to run, in order, for the directions chosen.
-
-    Raises ValueError for ranges of the backward, whose kernels have none.
-    """
+    """What to run, in order, for the directions chosen."""
+    directions = [arguments.direction] if arguments.direction else DIRECTIONS
     if arguments.iket:
-        if arguments.direction == BACKWARD:
-            raise ValueError("--iket: only the forward kernel has ranges to trace")
-        return [("trace forward", trace_command(case, FORWARD))]
+        return [(f"trace {direction}", trace_command(case, direction)) for direction in directions]
     found = []
-    for direction in [arguments.direction] if arguments.direction else DIRECTIONS:
+    for direction in directions:
         report = f"{arguments.report}-{direction}.ncu-rep"
         sampling = Sampling(arguments.interval, arguments.buffer)
         found.append(

@@ -17,12 +17,7 @@ from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
-from schedulers import (
-    TileProblem,
-    later_blocks_are_longer,
-    section_heads_for,
-    tile_coordinates,
-)
+from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
 from sm100_sim.timing.problem import Schedule, Tile, schedule
@@ -224,8 +219,7 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
         kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
         unequal_lengths=unequal,
     )  # fmt: skip
-    later_first = later_blocks_are_longer(right is not None)
-    order = TileProblem(blocks, heads, case.batch, section, later_first).order()
+    order = TileProblem(blocks, heads, case.batch, section, right is not None).order()
     step = 4 * kernel.rows * STEP * kernel.head_dim / modelled.FLOP_PER_CLOCK / kernel.cluster
     own_bytes = 4.0 * kernel.rows * kernel.head_dim
 

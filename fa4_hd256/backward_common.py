@@ -28,6 +28,7 @@ from .backward_config import GradientConfig
 from .masking import MaskKind
 from .operands import TmaTensor, by_key, by_sequence, load_tile, smem_layout
 from .pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
+from .ranges import traced
 from .sequences import Sequences, SequenceTensors, clipped_view
 
 __all__ = [
@@ -193,6 +194,7 @@ class BackwardKernel(PairKernel):
     def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
         return tensors.loads if tensors.ds is None else (*tensors.loads, tensors.ds)
 
+    @traced("load")
     @cute.jit
     def load_stage(self, context: Any, names: tuple[str, str, str], place: tuple, states: Any):
         """One TMA load of both CTAs into the next free stage of an edge's buffers.

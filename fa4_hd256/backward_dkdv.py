@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from schedulers import TileProblem, later_blocks_are_longer, section_heads_for
+from schedulers import TileProblem, section_heads_for
 
 from .backward_common import FRAGMENT, BackwardKernel, columns_of, store_row, weigh, zeros
 from .backward_config import BLOCK_KV, BLOCK_Q
@@ -45,6 +45,7 @@ from .instructions import (
 from .masking import MaskKind
 from .operands import TmaTensor, k_major_operand, mn_major_operand, smem_layout
 from .pair_kernel import L2_BYTES_FOR_TILES
+from .ranges import traced
 from .sequences import Sequence, tma_tile
 from .tmem_access import multiply, tmem_load
 
@@ -136,7 +137,7 @@ class DkdvKernel(BackwardKernel):
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
             # The transposed mask: its bounds change sides.
-            later_blocks_are_longer(bounded_right=mask.bounded_left),
+            later_blocks_first=mask.bounded_left,
         )
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
@@ -267,6 +268,7 @@ class DkdvKernel(BackwardKernel):
             free = self.load_stage(context, ("ring", name, "ring"), place, free)
         return free
 
+    @traced("load")
     @cute.jit
     def _load_stats(self, context: Any, name: str, work: Any, unit: Unit, free: Any):
         """-LSE or -delta of a unit's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4)."""
@@ -307,19 +309,19 @@ class DkdvKernel(BackwardKernel):
                 states = self._scores(context, is_last, states)
                 if step == 1:
                     states = self._wait_for_sums(context, states)
-                states = self._sum(context, "dv", step > 1, states)
+                states = self._dv(context, step > 1, states)
                 states = self._dp(context, is_last, states)
-                states = self._sum(context, "dk", step > 1, states)
+                states = self._dk(context, step > 1, states)
             following = scheduler.advance_to_next_work()
             ahead = self.has_steps(context, following)
             if ahead:
                 states = self._first_scores(context, following, states)
             if num_steps == 1:
                 states = self._wait_for_sums(context, states)
-            states = self._sum(context, "dv", num_steps > 1, states)
+            states = self._dv(context, num_steps > 1, states)
             if ahead:
                 states = self._first_dp(context, following, states)
-            states = self._sum(context, "dk", num_steps > 1, states)
+            states = self._dk(context, num_steps > 1, states)
             context.barriers["sums_done"].commit(states["sums_free"])
             work = following
             if not ahead:
@@ -350,6 +352,7 @@ class DkdvKernel(BackwardKernel):
         states.advance("v_loaded")
         return self._dp(context, self.num_steps(context, work) == 1, states)
 
+    @traced("S")
     @cute.jit
     def _scores(self, context: Any, is_last: Boolean, states: Any):
         """S^T = K Q^T of one unit; is_last: of the tile, after which K is free."""
@@ -358,6 +361,7 @@ class DkdvKernel(BackwardKernel):
             context.barriers["k_free"].commit(states["k_loaded"])
         return states
 
+    @traced("dP")
     @cute.jit
     def _dp(self, context: Any, is_last: Boolean, states: Any):
         """dP^T = V dO^T of one unit; is_last: of the tile, after which V is free."""
@@ -383,9 +387,19 @@ class DkdvKernel(BackwardKernel):
         states.advance(f"{result}_free")
         return states
 
+    @traced("dV")
+    def _dv(self, context: Any, accumulate: Boolean, states: Any):
+        """dV += P^T dO of one unit."""
+        return self._sum(context, "dv", accumulate, states)
+
+    @traced("dK")
+    def _dk(self, context: Any, accumulate: Boolean, states: Any):
+        """dK += dS^T Q of one unit."""
+        return self._sum(context, "dk", accumulate, states)
+
     @cute.jit
     def _sum(self, context: Any, result: str, accumulate: Boolean, states: Any):
-        """dV += P^T dO or dK += dS^T Q of one unit, K = 256 queries, 128 of each ring stage."""
+        """One of these sums over K = 256 queries, 128 of each ring stage."""
         barriers = context.barriers
         barriers["weights_done"].wait(states["weights_done"])
         a = context.smem["weights"][None, None, 0].iterator
@@ -487,6 +501,7 @@ class DkdvKernel(BackwardKernel):
         cute.autovec_copy(columns_of(context.smem[name], column, FRAGMENT), values)
         return values
 
+    @traced("P")
     @cute.jit
     def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any):
         """P of one unit.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
@@ -513,6 +528,7 @@ class DkdvKernel(BackwardKernel):
             weights.store(weights.load() * slopes.load())
         return states
 
+    @traced("dS")
     @cute.jit
     def _score_gradients(self, context: Any, weights: cute.Tensor, ds: cute.Tensor, states: Any):
         """dS = weights (dP - delta) of one unit, in 16 bits."""
@@ -537,6 +553,7 @@ class DkdvKernel(BackwardKernel):
         states.advance("delta_loaded")
         return states
 
+    @traced("write P")
     @cute.jit
     def _publish_p(self, context: Any, p: cute.Tensor, states: Any):
         """P to shared memory.  Where dS is stored, the store warp says when the dS that is there
@@ -547,6 +564,7 @@ class DkdvKernel(BackwardKernel):
             states.advance("weights_free")
         return states
 
+    @traced("write dS")
     @cute.jit
     def _publish_ds(self, context: Any, ds: cute.Tensor, states: Any):
         """dS to shared memory."""
@@ -588,6 +606,7 @@ class DkdvKernel(BackwardKernel):
         # Shared memory must not go away, nor the grid be reported done, under a store in flight.
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
+    @traced("store dS")
     @cute.jit
     def _store_ds(self, context: Any, work: Any, unit: Unit, states: Any):
         """dS^T of this CTA's 64 keys and a unit's 256 queries."""
@@ -611,6 +630,7 @@ class DkdvKernel(BackwardKernel):
         states.advance("ds_written")
         return states
 
+    @traced("drain dK and dV")
     @cute.jit
     def _drain(self, context: Any, work: Any, states: Any):
         """dV (first warpgroup) and softmax_scale * dK (second) of a tile to global memory."""

@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from schedulers import TileProblem, later_blocks_are_longer, section_heads_for
+from schedulers import TileProblem, section_heads_for
 
 from .backward_common import FRAGMENT, BackwardKernel, columns_of, store_row, weigh, zeros
 from .backward_config import BLOCK_KV, BLOCK_Q
@@ -48,6 +48,7 @@ from .instructions import (
 from .masking import MaskKind
 from .operands import k_major_operand, mn_major_operand
 from .pair_kernel import L2_BYTES_FOR_TILES
+from .ranges import traced
 from .tmem_access import multiply, tmem_load, tmem_store
 
 __all__ = ["DqKernel"]
@@ -97,7 +98,7 @@ class DqKernel(BackwardKernel):
                 l2_bytes=L2_BYTES_FOR_TILES,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
-            later_blocks_are_longer(mask.bounded_right),
+            later_blocks_first=mask.bounded_right,
         )
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
@@ -237,6 +238,7 @@ class DqKernel(BackwardKernel):
         states.advance("dout_loaded")
         return self._dp(context, self.num_steps(context, work) == 1, states)
 
+    @traced("S")
     @cute.jit
     def _scores(self, context: Any, is_last: Boolean, states: Any):
         """S = Q K^T of one step; is_last: of the tile, after which Q is free."""
@@ -249,6 +251,7 @@ class DqKernel(BackwardKernel):
             barriers["q_free"].commit(states["q_loaded"])
         return states
 
+    @traced("dP")
     @cute.jit
     def _dp(self, context: Any, is_last: Boolean, states: Any):
         """dP = dO V^T of one step; needs no wait (NOTE [dS over dP])."""
@@ -281,6 +284,7 @@ class DqKernel(BackwardKernel):
         states.advance("ring_loaded")
         return states
 
+    @traced("dQ")
     @cute.jit
     def _dq(self, context: Any, is_first: Boolean, is_last: Boolean, states: Any):
         """dQ += dS K of one step, K = 128 keys in 8 slices; dS from TMEM."""
@@ -352,6 +356,7 @@ class DqKernel(BackwardKernel):
         """The lane of tensor memory, and the row of the CTA, of this thread."""
         return cute.arch.thread_idx()[0] % BLOCK_Q
 
+    @traced("P")
     @cute.jit
     def _weights(
         self, context: Any, weights: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any
@@ -370,6 +375,7 @@ class DqKernel(BackwardKernel):
             weights.store(weights.load() * slopes.load())
         return states
 
+    @traced("dS")
     @cute.jit
     def _score_gradients(
         self, context: Any, weights: cute.Tensor, negative_delta: Float32, states: Any
@@ -393,6 +399,7 @@ class DqKernel(BackwardKernel):
         states.advance("dp_done")
         return states
 
+    @traced("drain dQ")
     @cute.jit
     def _drain(self, context: Any, work: Any, states: Any):
         """softmax_scale * dQ of a tile to global memory, half of the columns a warpgroup."""

@@ -27,6 +27,7 @@ from .backward_dq import TILE_Q, DqKernel
 from .config import CTAS, HEAD_DIM
 from .instructions import MmaShape, fence_after_thread_sync, mma_chain
 from .operands import load_tile, mn_major_operand
+from .ranges import traced
 from .sequences import Sequence
 
 __all__ = ["DqProductKernel"]
@@ -68,6 +69,7 @@ class DqProductKernel(DqKernel):
             work = scheduler.advance_to_next_work()
         self.wait_for_all(context, free, ("step_free",))
 
+    @traced("load")
     @cute.jit
     def _load_step(self, context: Any, work: Any, kv_tile: Int32, free: Any):
         """dS and K of one step, both on one barrier."""
@@ -107,6 +109,7 @@ class DqProductKernel(DqKernel):
             work = scheduler.advance_to_next_work()
         self.wait_for_all(context, states, ("dq_free",))
 
+    @traced("dQ")
     @cute.jit
     def _product(self, context: Any, accumulate: Boolean, states: Any):
         """dQ += dS K of one step, K = 128 keys in 8 slices."""

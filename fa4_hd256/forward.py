@@ -46,13 +46,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-from schedulers import (
-    StaticPersistentScheduler,
-    TileOrder,
-    TileProblem,
-    later_blocks_are_longer,
-    section_heads_for,
-)
+from schedulers import StaticPersistentScheduler, TileOrder, TileProblem, section_heads_for
 from softmax_emu.online import OnlineSoftmax
 
 from .config import HEAD_DIM, ForwardConfig
@@ -214,7 +208,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
                 l2_bytes=L2_BYTES_FOR_TILES,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             )
-            later_blocks_first = later_blocks_are_longer(mask.bounded_right)
+            later_blocks_first = mask.bounded_right
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)

@@ -9,7 +9,6 @@ from .clc import ClcScheduler
 from .order import (
     TileOrder,
     TileProblem,
-    later_blocks_are_longer,
     section_heads_for,
     tile_coordinates,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "TileScheduler",
     "WorkTile",
     "clc_requested",
-    "later_blocks_are_longer",
     "prefers_clc",
     "scheduler_class",
     "section_heads_for",

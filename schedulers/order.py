@@ -30,7 +30,6 @@ from cutlass import Int32
 __all__ = [
     "TileOrder",
     "TileProblem",
-    "later_blocks_are_longer",
     "section_heads_for",
     "tile_coordinates",
 ]
@@ -57,7 +56,10 @@ class TileProblem:
     `num_query_blocks`, `num_heads` (query heads), `num_batches` and `section_heads` are Python
     integers or Int32 values of the host function; the sizes of one launch must give fewer than
     2**31 tiles.  `section_heads` is the width of a section in (batch, head) pairs (see the
-    module's docstring).  `later_blocks_first` is static: the compiled kernel depends on it.
+    module's docstring).  `later_blocks_first` is static: the compiled kernel depends on it.  The
+    longest tiles go first if it says whether the mask bounds the keys to the right of the diagonal,
+    as a causal one does: then later rows see as many keys as earlier ones or more, with a bound on
+    the left alone as many or fewer.
 
     Raises ValueError for Python integers below 1.
     """
@@ -182,16 +184,6 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     batch, head = divmod(section * order.section_heads + in_block, order.per_batch)
     block = order.num_query_blocks - 1 - rank if order.later_blocks_first else rank
     return block, head, batch
-
-
-def later_blocks_are_longer(bounded_right: bool) -> bool:
-    """Whether later query blocks see at least as many keys as earlier ones.
-
-    bounded_right: whether the mask bounds the keys to the right of the diagonal, as a causal one
-    does. Then the number of visible keys grows or stays with the row; with a bound on the left
-    alone it falls.
-    """
-    return bounded_right
 
 
 def section_heads_for(

@@ -137,6 +137,10 @@ def test_running_the_tool(tmp_path, monkeypatch, capsys):
 
 
 def test_ranges_of_the_kernels(capsys):
-    assert main(["profile", "--iket", "--csv"]) == 0
-    assert "run-iket profile -- python -m bench profile --workload" in capsys.readouterr().out
-    assert main(["profile", "--iket", "--direction", "backward"]) == 2
+    command = "run-iket profile -- python -m bench profile --workload --direction="
+    for options, directions in (([], [FORWARD, BACKWARD]), (["--direction", BACKWARD], [BACKWARD])):
+        assert main(["profile", "--iket", "--json", *options]) == 0
+        rows = json.loads(capsys.readouterr().out)["tables"][0]["rows"]
+        assert [row["purpose"] for row in rows] == [f"trace {one}" for one in directions]
+        for row, direction in zip(rows, directions, strict=True):
+            assert row["command"].startswith(f"{command}{direction} ")

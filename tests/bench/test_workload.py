@@ -58,6 +58,16 @@ def _upwards(tiles):
     return reversed(tiles)
 
 
+@pytest.mark.parametrize("right", [None, 0, 127])
+@pytest.mark.parametrize("left", [None, 127])
+def test_the_longest_tiles_are_worked_on_first(left, right):
+    """Of those far from the ends of a sequence, where a bound cuts nothing off."""
+    case = Case("test", ((4096, 4096),), 1, 1, False, (left, right))
+    work = [tile.work for tile in workload.tiles(case, KERNEL)][1:-1]
+    assert work == sorted(work, reverse=True)
+    assert (len(set(work)) > 1) == ((left is None) != (right is None))
+
+
 def test_samples_of_windowed_kernels_have_masked_and_unmasked_steps():
     found = [workload._sample_work(sample) for sample in workload.WINDOW_SAMPLES]
     assert [len(tiles) for tiles in found] == [2, 4, 4, 8]

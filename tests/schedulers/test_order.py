@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedulers import (
-    TileProblem,
-    later_blocks_are_longer,
-    section_heads_for,
-    tile_coordinates,
-)
+from schedulers import TileProblem, section_heads_for, tile_coordinates
 
 # Small enough to enumerate; odd, even and prime counts, and sections wider than all pairs.
 problems = st.builds(
@@ -88,19 +83,6 @@ def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal):
     # As many KV heads as fit, at least one.
     fitting = max(1, 50 * 10**6 // kv_bytes)
     assert section // group == (min(fitting, kv_heads * batches) if unequal else 1)
-
-
-@pytest.mark.parametrize("left", [None, 127])
-@pytest.mark.parametrize("right", [None, 0, 127])
-def test_which_blocks_are_longer(left, right):
-    """Rows far from both ends of a sequence of 1000 keys see as the rule says, or all the same."""
-    keys = range(1000)
-    visible = [
-        sum((left is None or row - left <= k) and (right is None or k <= row + right) for k in keys)
-        for row in (400, 500)
-    ]
-    longer = later_blocks_are_longer(right is not None)
-    assert visible[0] <= visible[1] if longer else visible[0] >= visible[1]
 
 
 @pytest.mark.parametrize("name", ["num_query_blocks", "num_heads", "num_batches", "section_heads"])

@@ -1,0 +1,103 @@
+"""Ranges for in-kernel event tracing: in the kernels under CuTe DSL's option, and only there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from fa4_hd256 import BackwardConfig, ForwardConfig, ranges
+from fa4_hd256.backward_dq import DqKernel
+from fa4_hd256.backward_dq_product import DqProductKernel
+from fa4_hd256.backward_problem import GradientClass
+from fa4_hd256.compile import compile_kernel, trace_and_compile
+from fa4_hd256.kernels import KernelSpec
+from fa4_hd256.problem import ProblemClass
+
+BF16 = ProblemClass(torch.bfloat16)
+
+
+def backward(kind: str, **options) -> KernelSpec:
+    return KernelSpec(kind, BackwardConfig().of_kernel(kind), GradientClass(BF16, **options))
+
+
+#: The dK/dV kernel in the form that has a store warp.
+KERNELS = {
+    "forward": KernelSpec("forward", ForwardConfig(), BF16),
+    "dK/dV": backward("backward_dkdv", stores_ds=True),
+    "dQ": backward("backward_dq"),
+    "dQ from dS": backward("backward_dq_product", stores_ds=True),
+}
+NAMES = {
+    "forward": {"load", "QK", "PV", "softmax", "rescale O", "drain O"},
+    "dK/dV": {
+        "load", "S", "dP", "dV", "dK", "P", "dS", "write P", "write dS", "store dS",
+        "drain dK and dV",
+    },
+    "dQ": {"load", "S", "dP", "dQ", "P", "dS", "drain dQ"},
+    "dQ from dS": {"load", "dQ", "drain dQ"},
+}  # fmt: skip
+
+#: CuTe DSL reads its options when it is imported, so this takes a process of its own.
+COMPILE_ALL = """
+import json, pickle, sys
+from fa4_hd256.compile import compile_kernel
+specs = pickle.load(sys.stdin.buffer)
+print(json.dumps({name: compile_kernel(spec).ptx for name, spec in specs.items()}))
+"""
+
+
+def declared(ptx: str) -> set[str]:
+    """The ranges that iket declares in a module; blanks of their names are underscores."""
+    return set(re.findall(r"__iket_evt_decl_(\w+?)_\d+_attrs", ptx))
+
+
+def test_under_the_option_every_role_has_its_ranges():
+    path = os.pathsep.join(sys.path)
+    found = subprocess.run(
+        [sys.executable, "-c", COMPILE_ALL], input=pickle.dumps(KERNELS), capture_output=True,
+        env={**os.environ, "CUTE_DSL_COMPILER_OPT": "iket", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr.decode()
+    of_each = {name: declared(ptx) for name, ptx in json.loads(found.stdout).items()}
+    assert of_each == {
+        name: {text.replace(" ", "_") for text in names} for name, names in NAMES.items()
+    }
+
+
+@pytest.mark.parametrize("spec", KERNELS.values(), ids=KERNELS)
+def test_the_default_kernel_has_none(spec):
+    assert "iket" not in compile_kernel(spec).ptx
+
+
+def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
+    """Their decorators removed, the same PTX comes out but for line numbers."""
+    decorated = ranges.traced("a name")(len).__code__
+    removed = [
+        (kernel, name, method.__wrapped__)
+        for kernel in DqProductKernel.__mro__
+        for name, method in vars(kernel).items()
+        if getattr(method, "__code__", None) is decorated
+    ]
+    assert {(kernel, name) for kernel, name, _ in removed} >= {
+        (DqProductKernel, "_load_step"), (DqProductKernel, "_product"), (DqKernel, "_drain")
+    }  # fmt: skip
+    expected = compile_kernel(KERNELS["dQ from dS"]).ptx
+    for kernel, name, method in removed:
+        monkeypatch.setattr(kernel, name, method)
+    found = trace_and_compile(KERNELS["dQ from dS"]).artifacts.PTX
+    assert _instructions(found) == _instructions(expected)
+
+
+def _instructions(ptx: str | bytes) -> list[str]:
+    """The lines of a module's code, without those that name lines of sources."""
+    code = (ptx.decode() if isinstance(ptx, bytes) else ptx).split(".section", 1)[0]
+    return [line for line in code.splitlines() if not re.match(r"\s*\.(loc|file)\b", line)]
