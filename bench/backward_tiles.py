@@ -12,12 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa4_hd256.config import HEAD_DIM
-from schedulers import (
-    TileProblem,
-    later_blocks_are_longer,
-    section_heads_for,
-    tile_coordinates,
-)
+from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim.timing.problem import Tile
 
 from .modelled import L2_FOR_KV
@@ -92,8 +87,8 @@ def dq_tiles(case: Case, order: Order, keeps_ds: bool = False) -> list[Tile]:
 
     found = []
     section = _section(case, order, grid, ratio, shared * rows_k)
-    longest = later_blocks_are_longer(case.bounds[1] is not None)
-    for block, head, batch in _indices(order, grid, section, longest):
+    later_first = case.bounds[1] is not None
+    for block, head, batch in _indices(order, grid, section, later_first):
         lengths = case.lengths[batch]
         clocks, nbytes, masked = of(block, lengths)
         group = batch * case.heads_kv + head // ratio
@@ -126,8 +121,8 @@ def dkdv_tiles(case: Case, order: Order, splits: int, keeps_ds: bool = False) ->
 
     found = []
     section = _section(case, order, grid, 1, shared * rows_q)
-    longest = later_blocks_are_longer(case.bounds[0] is not None)
-    for block, head, batch in _indices(order, grid, section, longest):
+    later_first = case.bounds[0] is not None
+    for block, head, batch in _indices(order, grid, section, later_first):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % splits * part)
         clocks, nbytes, masked = of(block, query_heads, lengths)
         found.append(Tile(clocks, batch * heads + head, shared * lengths[0], nbytes, masked))
