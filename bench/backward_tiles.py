@@ -17,7 +17,7 @@ from sm100_sim.timing.problem import Tile
 
 from .modelled import L2_FOR_KV
 from .suite import Case
-from .workload import key_steps
+from .workload import key_range, key_steps
 
 KEYS = 128
 #: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, or 1 from dS that
@@ -36,8 +36,9 @@ class Order:
 
     policy: see `sm100_sim.timing.problem.POLICIES`. sections: heads take turns so that they share
     L2, the longest tiles first; else one head after the other, blocks ascending. splits: groups of
-    query heads are split where there are few KV heads. rows: of queries, what a dK/dV tile takes a
-    multiple of.
+    query heads are split where there are few KV heads. rows: of queries, what a dK/dV tile ends at
+    a multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
+    tcgen05.mma that it executes in the simulator are as many).
     """
 
     policy: str
@@ -57,14 +58,17 @@ def dq_units(
 def dkdv_units(
     block: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None], rows: int
 ) -> tuple[float, float]:
-    """(units, masked ones) of a tile of keys and one query head; queries in multiples of `rows`.
+    """(units, masked ones) of a tile of keys and one query head. rows: see `Order`; masked ones
+    are counted as a kernel with 256 has them.
 
     The mask of the transposed scores is the same one with its sides exchanged.
     """
     begin, (seqlen_q, seqlen_k), (left, right) = block * KEYS, lengths, bounds
-    end = min(begin + KEYS, seqlen_k)
-    counted = key_steps(begin, end, (seqlen_k, seqlen_q), (right, left), rows)
-    return tuple(count * rows / UNIT_Q for count in counted)
+    tile, sides = (begin, min(begin + KEYS, seqlen_k), (seqlen_k, seqlen_q)), (right, left)
+    units, masked = key_steps(*tile, sides, UNIT_Q)
+    # Past the last of its own steps a finer kernel leaves the rest of the unit out.
+    _, last = key_range(*tile, sides)
+    return units - (-last % UNIT_Q // rows * rows / UNIT_Q if units else 0), masked
 
 
 def dq_tiles(case: Case, order: Order, keeps_ds: bool = False) -> list[Tile]:
@@ -86,7 +90,8 @@ def dq_tiles(case: Case, order: Order, keeps_ds: bool = False) -> list[Tile]:
         return work * units, own * rows + read, work * masked * masks
 
     found = []
-    section = _section(case, order, grid, ratio, shared * rows_k)
+    # As the kernels count them, both alike: K and V.
+    section = _section(case, order, grid, ratio, 2 * ROW * rows_k)
     later_first = case.bounds[1] is not None
     for block, head, batch in _indices(order, grid, section, later_first):
         lengths = case.lengths[batch]
@@ -143,15 +148,15 @@ def _section(
 
 
 def _indices(
-    order: Order, grid: tuple[int, int, int], section: int | None, longest_last: bool
+    order: Order, grid: tuple[int, int, int], section: int | None, later_first: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """(block, head, batch) of every tile of the grid in order. longest_last: whether later blocks
-    are longer."""
+    """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
+    come first."""
     blocks, heads, batch = grid
     if section is None:
         for index in range(blocks * heads * batch):
             yield index % blocks, index // blocks % heads, index // blocks // heads
         return
-    places = TileProblem(*grid, section, longest_last).order()
+    places = TileProblem(*grid, section, later_first).order()
     for index in range(places.num_tiles):
         yield tile_coordinates(index, places)

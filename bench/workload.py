@@ -251,18 +251,28 @@ def key_steps(
 ) -> tuple[int, int]:
     """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
     all of these rows see); the mask is bottom-right aligned. keys: of a KV tile."""
+    first, limit = key_range(begin, end, lengths, bounds)
+    if limit <= first:
+        return 0, 0
     seqlen_q, seqlen_k = lengths
     left, right = bounds
     offset = seqlen_k - seqlen_q
-    first = 0 if left is None else max(0, begin + offset - left)
-    limit = seqlen_k if right is None else min(seqlen_k, end + offset + right)
-    if limit <= first:
-        return 0, 0
     # Keys that every row sees.
     common_first = 0 if left is None else max(0, end - 1 + offset - left)
     common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
     steps = -(-limit // keys) - first // keys
     return steps, steps - max(0, common_limit // keys - -(-common_first // keys))
+
+
+def key_range(
+    begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None]
+) -> tuple[int, int]:
+    """[first, limit) of the keys that the rows begin .. end - 1 see any of, empty if none is."""
+    seqlen_q, seqlen_k = lengths
+    left, right = bounds
+    offset = seqlen_k - seqlen_q
+    first = 0 if left is None else max(0, begin + offset - left)
+    return first, seqlen_k if right is None else min(seqlen_k, end + offset + right)
 
 
 def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:

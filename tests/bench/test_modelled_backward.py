@@ -43,36 +43,31 @@ def backward(order, values=VALUES, **options):
     return Backward("ideal", order, values, lambda which: IDEAL, **options)
 
 
-def blocks_of(case, rows, keys):
-    """Of every sequence: (blocks of queries, blocks of keys) bool, whether any pair is visible."""
-    for lengths in case.lengths:
-        seen = visible(lengths, case.bounds).numpy()
-        yield np.array([
-            [seen[q : q + rows, k : k + keys].any() for k in range(0, lengths[1], keys)]
-            for q in range(0, lengths[0], rows)
-        ], bool).reshape(-(-lengths[0] // rows), -(-lengths[1] // keys))  # fmt: skip
-
-
-def hull(flags):
-    """Blocks from the first to the last that is set: a kernel's loop leaves none out."""
-    places = np.flatnonzero(flags)
-    return 0 if not len(places) else int(places[-1] - places[0] + 1)
+def spans(seen, size, step, end):
+    """Of every `size` rows of seen (bool): the columns that any of them sees, from a multiple of
+    step to one of end, for a kernel's loop leaves none out between."""
+    for begin in range(0, seen.shape[0], size):
+        places = np.flatnonzero(seen[begin : begin + size].any(axis=0))
+        if not len(places):
+            yield 0
+            continue
+        yield -(-(places[-1] + 1) // end) * end - places[0] // step * step
 
 
 @pytest.mark.parametrize(("lengths", "causal", "window"), MASKS)
 @pytest.mark.parametrize("order", [OURS, THEIRS])
 def test_work_is_what_any_row_sees(lengths, causal, window, order):
-    """dQ's tiles by the reference's mask; dK/dV's too, by units of the order's rows."""
+    """dQ's tiles by the reference's mask; dK/dV's too, in queries from a multiple of 256 on."""
     case = Case("test", lengths, 6, 2, causal, window, packed=len(lengths) > 1)
-    expected = [DQ * hull(row) for found in blocks_of(case, 256, 128) for row in found] * 6
+    seen = [visible(each, case.bounds).numpy() for each in lengths]
+    expected = [DQ * n / 128 for one in seen for n in spans(one, 256, 128, 128)] * 6
     tiles = [tile for tile in dq_tiles(case, order) if not tile.skipped]
     assert sorted(tile.work for tile in tiles) == sorted(expected)
-    unit = DKDV * order.rows / 256
-    columns = [hull(col) for found in blocks_of(case, order.rows, 128) for col in found.T]
+    queries = [n for one in seen for n in spans(one.T, 128, 256, order.rows)]
     for splits, parts in ((1, (3,)), (2, (2, 1))):
-        expected = sorted(unit * part * n for part in parts for n in columns) * 2
+        expected = sorted([DKDV * part * n / 256 for part in parts for n in queries] * 2)
         tiles = [tile for tile in dkdv_tiles(case, order, splits) if not tile.skipped]
-        assert sorted(tile.work for tile in tiles) == sorted(expected)
+        assert sorted(tile.work for tile in tiles) == expected
 
 
 @pytest.mark.parametrize("left", [256, 300, 1023, 4096])
@@ -129,11 +124,21 @@ def test_the_grid_follows_the_longest_sequence():
     assert sum(not tile.work and tile.own_bytes > 0 for tile in dkdv) == 4 * 4
 
 
+@pytest.mark.parametrize(
+    ("lengths", "causal", "visits"),
+    [((512, 512), False, 16), ((512, 512), True, 12), ((640, 512), True, 12),
+     ((384, 512), True, 10)],
+)  # fmt: skip
+def test_their_tiles_visit_what_their_kernel_does(lengths, causal, visits):
+    """As the simulator counts: 48 tcgen05.mma for each visit of 128 queries by 128 keys."""
+    tiles = dkdv_tiles(Case("test", (lengths,), 1, 1, causal), THEIRS, 1)
+    assert sum(tile.work for tile in tiles) == visits * DKDV / 2
+
+
 def test_a_causal_backward_starts_at_the_diagonal():
     tiles = dkdv_tiles(CAUSAL, OURS, 1)
     # Keys 0..255 are seen by all 16 units of the 4 heads of a group, the last keys by one.
     assert sorted({tile.work / DKDV / 4 for tile in tiles}) == list(range(1, 17))
-    assert min(tile.work for tile in dkdv_tiles(CAUSAL, THEIRS, 1)) == DKDV * 4 / 2
     # dQ sees two tiles of keys for every block of queries up to its own.
     works = sorted({tile.work / DQ for tile in dq_tiles(CAUSAL, OURS)})
     assert works == [2.0 * (i + 1) for i in range(16)]
