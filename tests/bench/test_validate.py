@@ -86,13 +86,19 @@ def test_replays_outside_the_fit_are_predicted_from_those_inside(monkeypatch):
     def theirs(kind, machine, draws, samples=None):
         return replays(samples or kind.samples(single=True), True)
 
+    def backward(variant, which, machine, draws, chosen=None):
+        assert variant.use_clc and variant.kind.window and which.startswith("kept ")
+        return replays(chosen or modelled_backward.WINDOW_SAMPLES, False, 1.02 if chosen else 1.0)
+
+    monkeypatch.setattr(modelled_backward, "our_replays", backward)
     monkeypatch.setattr(workload, "our_replays", ours)
     monkeypatch.setattr(workload, "their_replays", theirs)
     rows = validate.held_out(load()).rows
-    assert [row["kernel"] for row in rows] == ["ours"] * 3 + ["flash-attn-4"] * 3
+    backward_names = ["ours, dK/dV, dS stored"] * 2 + ["ours, dQ from stored dS"] * 2
+    assert [row["kernel"] for row in rows] == ["ours"] * 3 + ["flash-attn-4"] * 3 + backward_names
     errors = [row["error"] for row in rows]
-    assert errors == pytest.approx([1 / 1.02 - 1] * 3 + [0.0] * 3)
-    assert [row["masked"] for row in rows[3:]] == [4, 4, 4]
+    assert errors == pytest.approx([1 / 1.02 - 1] * 3 + [0.0] * 3 + [1 / 1.02 - 1] * 4)
+    assert [row["masked"] for row in rows[3:6]] == [4, 4, 4]
 
 
 def test_published_shapes_have_as_many_tokens_as_their_listing():
