@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,9 @@ class Check:
         return math.inf if self.error else 0.0
 
 
-NO_ERROR = Check(0.0, math.inf)
+def worst(checks: Iterable[Check]) -> Check:
+    """The most severe one; one that passes if there is none."""
+    return max(checks, key=lambda check: check.severity, default=Check(0.0, math.inf))
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,15 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
 
     The tolerance is that of `reference.Comparison`.
     """
-    worst = NO_ERROR
+    checks = []
     for block in (block for place in _blocks(inputs.case) for block in place):
         operands = block.operands(inputs)
         found = block.queries(inputs, out)[None].cpu()
         # Of out alone: providers do not all return LSE.
         lse = torch.zeros(1, len(block.heads), found.shape[1])
         compared = reference.compare(found, lse, operands, **_options(inputs.case))
-        check = Check(compared.max_error, compared.tolerance)
-        worst = max(worst, check, key=lambda c: c.severity)
-    return worst
+        checks.append(Check(compared.max_error, compared.tolerance))
+    return worst(checks)
 
 
 def check_gradients(provider: Provider, inputs: Inputs) -> Check:
@@ -129,8 +130,7 @@ def check_gradients(provider: Provider, inputs: Inputs) -> Check:
     All of them on the case cut down to a short sequence; on the case itself those of rows alone,
     for a gradient of out that vanishes in every other row.
     """
-    checks = [_check_small_gradients(provider, inputs), *_check_rows(provider, inputs)]
-    return max(checks, key=lambda check: check.severity)
+    return worst([_check_small_gradients(provider, inputs), *_check_rows(provider, inputs)])
 
 
 def _check_small_gradients(provider: Provider, inputs: Inputs) -> Check:
@@ -184,5 +184,4 @@ def _worst_gradient(
     found: dict[str, torch.Tensor], operands: tuple, dout: torch.Tensor, case: Case
 ) -> Check:
     compared = reference.compare_gradients(found, operands, dout, **_options(case))
-    checks = (Check(c.max_error, c.tolerance) for c in compared.values())
-    return max(checks, key=lambda check: check.severity)
+    return worst(Check(c.max_error, c.tolerance) for c in compared.values())

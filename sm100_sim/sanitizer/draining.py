@@ -7,7 +7,7 @@ left to Python.
 
 from __future__ import annotations
 
-from sm100_sim.codegen_log import LOG_HEADER
+from sm100_sim.codegen_log import LOG_HEADER, LOG_RECORD
 from sm100_sim.native.language import (
     boolean,
     copy,
@@ -15,7 +15,6 @@ from sm100_sim.native.language import (
     native,
     ptr,
     stack,
-    trailing_zeros,
     u8,
     u32,
     u64,
@@ -35,6 +34,7 @@ from .records import (
 )
 from .tracking import reserve, touch_cells, touch_run
 
+RECORD_BYTES = LOG_RECORD.itemsize
 #: Granules of shared memory are 4 bytes.
 GRANULE_SHIFT = 2
 #: Granules of global memory are 2 bytes.
@@ -118,43 +118,52 @@ def writer_of(w: ptr[WarpRecord], index: u32) -> u32:
 
 
 @native
-def touch_global(w: ptr[WarpRecord], r: ptr[LogRecord], index: u32, write: u32) -> boolean:
-    """Record a load or store of global memory; False, before anything is recorded, if it is one for
-    Python (`GlobalWrites.store` and `load`)."""
+def addresses_of(r: ptr[LogRecord], addresses: ptr[u64]) -> u64:
+    """Put the addresses of a record's lanes one after the other; their number, 32 at most."""
+    count: u64 = 0
+    for lane in range(32):
+        if r.mask >> u32(lane) & 1 == 1:
+            addresses[count] = r.addresses[lane]
+            count += 1
+    return count
+
+
+@native
+def touch_global(
+    w: ptr[WarpRecord], addresses: ptr[u64], lanes: u64, width: u64, index: u32, write: u32
+) -> boolean:
+    """Record a load or store of `width` bytes of global memory at each address; False, before
+    anything is recorded, if it is one for Python (`GlobalWrites.store` and `load`)."""
     g = w.cluster.writes
-    found = range_at(g, r.addresses[trailing_zeros(r.mask)])
+    found = range_at(g, addresses[0])
     if not found or write != 0 and g.guarded != 0:
         return False
     if not found.plane:
         # Nobody has written there.
-        for lane in range(32):
-            if r.mask >> u32(lane) & 1 == 1:
-                if r.addresses[lane] < found.start or r.addresses[lane] >= found.end:
-                    return False
+        for lane in range(lanes):
+            if addresses[lane] < found.start or addresses[lane] >= found.end:
+                return False
         return write == 0
-    width = u64(r.width)
     count = width >> GLOBAL_SHIFT if width > 1 else u64(1)
     known: i32 = 0
-    for lane in range(32):
-        if r.mask >> u32(lane) & 1 == 1:
-            address = r.addresses[lane]
-            if address < found.start or address + width > found.end:
-                return False
-            first = (address - found.start) >> GLOBAL_SHIFT
-            for i in range(count):
-                before = found.plane[first + i]
-                if before != 0 and before != known:
-                    if not own_write(w, before, write):
-                        return False
-                    known = before
+    for lane in range(lanes):
+        address = addresses[lane]
+        if address < found.start or address + width > found.end:
+            return False
+        first = (address - found.start) >> GLOBAL_SHIFT
+        for i in range(count):
+            before = found.plane[first + i]
+            if before != 0 and before != known:
+                if not own_write(w, before, write):
+                    return False
+                known = before
     if write == 0:
         return True
     number = i32(writer_of(w, index))
-    for lane in range(32):
-        if r.mask >> u32(lane) & 1 == 1:
-            first = (r.addresses[lane] - found.start) >> GLOBAL_SHIFT
-            for i in range(count):
-                found.plane[first + i] = number
+    for lane in range(lanes):
+        first = (addresses[lane] - found.start) >> GLOBAL_SHIFT
+        for i in range(count):
+            found.plane[first + i] = number
     return True
 
 
@@ -168,25 +177,25 @@ def drain_record(w: ptr[WarpRecord], r: ptr[LogRecord]) -> boolean:
         return True
     if k.ordered[index] != 0:
         return False
-    head = r.addresses[trailing_zeros(r.mask)]
+    addresses = stack(u64, 32)
+    lanes = addresses_of(r, addresses)
     base = k.memory + u64(w.rank) * k.row
-    if head - base >= k.row:
-        for lane in range(32):
-            if r.mask >> u32(lane) & 1 == 1 and r.addresses[lane] - k.memory < k.bytes:
+    if addresses[0] - base >= k.row:
+        for lane in range(lanes):
+            if addresses[lane] - k.memory < k.bytes:
                 return False
-        return touch_global(w, r, index, write)
+        return touch_global(w, addresses, lanes, u64(r.width), index, write)
     cells = stack(u64, 32)
     count: u64 = 0
     unit = u64(r.width) >> GRANULE_SHIFT if r.width > 4 else u64(1)
-    for lane in range(32):
-        if r.mask >> u32(lane) & 1 == 1:
-            offset = r.addresses[lane] - base
-            if offset >= k.row:
-                return False
-            cell = (offset >> GRANULE_SHIFT) // unit
-            if count == 0 or cells[count - 1] != cell:
-                cells[count] = cell
-                count += 1
+    for lane in range(lanes):
+        offset = addresses[lane] - base
+        if offset >= k.row:
+            return False
+        cell = (offset >> GRANULE_SHIFT) // unit
+        if count == 0 or cells[count - 1] != cell:
+            cells[count] = cell
+            count += 1
     w.unfenced = u32(1)
     access = add_access(w, i32(agent_of(w, u32(0))), w.clock, u32(GENERIC_KIND), write, index,
                         u32(0))
@@ -214,7 +223,8 @@ def drain(c: ptr[Context], w: ptr[WarpRecord]) -> boolean:
     for i in range(count):
         if not drain_record(w, records[i]):
             for j in range(i, count):
-                copy(ptr[u8](u64(records[j - i])), ptr[u8](u64(records[j])), u64(272))
+                place = ptr[u8](u64(records[j - i]))
+                copy(place, ptr[u8](u64(records[j])), u64(RECORD_BYTES))
             log.count = u32(count - i)
             return False
     log.count = u32(0)

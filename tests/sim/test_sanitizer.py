@@ -1,5 +1,6 @@
 """Each class of bug planted in a small kernel, and its correct twin."""
 
+import ctypes
 import dataclasses
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ from kernels import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
 from sanitizer_kernels import TENSOR, changed
 
+from sm100_sim.codegen_log import LOG_RECORD
+from sm100_sim.sanitizer.records import LogRecord
 from sm100_sim.tensormap import TensorMap, TensorMapError, encode
 
 pytestmark = pytest.mark.simulator
@@ -26,6 +29,13 @@ def test_correct_kernels_are_clean(name, options):
 def test_planted_bug_is_reported(bug):
     found = bug.reported()
     assert found & bug.expected, found
+
+
+def test_both_layouts_of_a_log_record_are_one():
+    """That of the code which writes it, and that of the routines which read it."""
+    offsets = {name: getattr(LogRecord, name).offset for name, _ in LogRecord._fields_}
+    assert offsets == {name: offset for name, (_, offset) in LOG_RECORD.fields.items()}
+    assert ctypes.sizeof(LogRecord) == LOG_RECORD.itemsize
 
 
 _MMA = "tcgen05.mma.cta_group::1.kind::f16 [%r{d}], [%r12], %rd0, %r16, %p3;\n"
