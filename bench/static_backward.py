@@ -19,6 +19,7 @@ from fa4_hd256.backends import num_clusters
 from fa4_hd256.backward import BackwardCall, Wanted, kernel_specs, run_backward
 from fa4_hd256.compile import compile_kernel
 from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.portions import divide
 from fa4_hd256.problem import Options
 from fa4_hd256.resources import resource_usage
 from sm100_sim.host import LaunchConfig
@@ -124,7 +125,7 @@ def our_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     found = {}
     for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
         run_backward(call, problem, Wanted(), config)
-        kept = problem.keeping_ds(config.ds_bytes, num_clusters(q.device))
+        kept = divide(problem, config.ds_bytes, num_clusters(q.device)).problem
         specs = kernel_specs(kept, config).values()
         reports = sm100_sim.last_reports()[-len(specs) :]
         for spec, report in zip(specs, reports, strict=True):

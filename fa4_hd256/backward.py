@@ -1,14 +1,15 @@
 """The backward: which kernels run for the gradients that are asked for, on what, in which order.
 
-preprocess (`backward_preprocess`), then dK/dV, which stores dS, and dQ as a product of it, some
-heads at a time; where dS of one head would take too much memory, or only one of the two is asked
-for, dK/dV and dQ each on their own. What is left, sums over a few rows or parts, is PyTorch's.
-Nothing here waits for the device.
+preprocess (`backward_preprocess`), then dK/dV, which stores dS, and dQ as a product of it, one
+portion (`portions`) after the other; where dS of none would be small enough, or only one of the two
+is asked for, dK/dV and dQ each on their own. What is left, sums over a few rows or parts, is
+PyTorch's. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from .backends import launch, num_clusters
 from .backward_calling import (
     GradientTensors,
     PreprocessTensors,
+    begin_of,
     gradient_call_arguments,
     preprocess_call_arguments,
 )
@@ -29,6 +31,7 @@ from .backward_problem import (
 )
 from .compile import compile_kernel
 from .kernels import KernelSpec
+from .portions import Division, divide
 from .problem import Options, Problem, as_kernel_operand, without_expanded_heads
 from .sequences import padded_rows
 
@@ -86,18 +89,20 @@ class BackwardCall:
         # One head that was expanded: each of its copies has its own gradient, which is the part of
         # the query heads that read it.
         copies = self.k.shape[2] // k.shape[2]
-        problem = BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies)
-        if copies > 1:
-            return problem
-        return replace(problem, splits=problem.splits_for(k.shape[2], num_clusters(self.q.device)))
+        lse_gradient = self.dlse is not None
+        problem = BackwardProblem(forward, tuple(k.shape), lse_gradient, copies, copies)
+        clusters = num_clusters(self.q.device)
+        splits = problem.splits_for(k.shape[2], forward.sequences, clusters)
+        return replace(problem, splits=splits)
 
 
 def run_backward(
     call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: BackwardConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for."""
-    if wanted.dq and wanted.dkdv:
-        problem = problem.keeping_ds(config.ds_bytes, num_clusters(call.q.device))
+    ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
+    division = divide(problem, ds_bytes, num_clusters(call.q.device))
+    problem = division.problem
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     q, k, v, dout = (
         as_kernel_operand(t)
@@ -121,11 +126,11 @@ def run_backward(
         results["dq"] = (_empty_dq(problem),)
     if not problem.has_no_queries and not problem.has_no_keys:
         tensors = GradientTensors((q, k, v, dout), stats, (), ragged)
-        _run_gradients(problem, tensors, results, config)
+        _run_gradients(division, tensors, results, config)
     (dq,) = results.get("dq", (call.q.new_empty(0),))
     dk, dv = (t.new_empty(0) for t in (call.k, call.v))
     if wanted.dkdv:
-        dk, dv = (_sum_of_parts(problem, t, call.k.shape[2]) for t in results["dkdv"])
+        dk, dv = (_sum_of_parts(problem, t) for t in results["dkdv"])
     dsink = q.new_empty(0) if call.sink is None else call.sink.new_empty(0)
     if wanted.dsink:
         dsink = _sink_gradient(call.sink, stats)
@@ -134,7 +139,7 @@ def run_backward(
 
 def kernel_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, KernelSpec]:
     """The kernels of a problem by what they make: "preprocess", "dkdv", "dq"."""
-    dq = "backward_dq_product" if problem.ds_heads else "backward_dq"
+    dq = "backward_dq_product" if problem.keeps_ds else "backward_dq"
     return {
         "preprocess": _preprocess_spec(problem),
         "dkdv": KernelSpec("backward_dkdv", config.of_kernel("backward_dkdv"), problem.dkdv_class),
@@ -156,26 +161,53 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
 
 
 def _run_gradients(
-    problem: BackwardProblem,
+    division: Division,
     tensors: GradientTensors,
     results: dict[str, tuple[torch.Tensor, ...]],
     config: BackwardConfig,
 ) -> None:
-    """Fill `results`: of the kernels "dkdv" and "dq", in this order, those that are in it.
+    """Fill `results`: of the kernels "dkdv" and "dq", in this order, those that are in it."""
+    whole, portions = division.problem, division.portions
+    specs = kernel_specs(whole, config)
+    # Room for the largest portion; every portion has a view of its begin.
+    ds = _room(whole, [p.problem.ds_shape for p in portions]) if whole.keeps_ds else None
+    parts = tuple(
+        _room(whole, [p.problem.dkdv_shape for p in portions], torch.float32)
+        for _ in range(2 * whole.adds)
+    )
+    for portion in portions:
+        for name, wanted in results.items():
+            own = replace(tensors, results=wanted, ds=ds).of(portion)
+            if not portion.keys:
+                # Queries that see none: dQ is 0, and there is nothing to add to dK and dV.
+                if name == "dq":
+                    own.results[0].zero_()
+            elif name == "dkdv" and whole.adds:
+                _add_dkdv(specs[name], portion.problem, own, parts)
+            else:
+                _launch(specs[name], portion.problem, own)
 
-    Where dS is kept, `ds_heads` of the key/value heads go through both at a time.
-    """
-    specs, heads_kv = kernel_specs(problem, config), problem.k_shape[2]
-    if not problem.ds_heads:
-        for name, wanted in results.items():
-            _launch(specs[name], problem, replace(tensors, results=wanted))
-        return
-    ds = _result(problem.forward, problem.ds_shape(problem.ds_heads), problem.forward.dtype, False)
-    for begin in range(0, heads_kv, problem.ds_heads):
-        end = min(begin + problem.ds_heads, heads_kv)
-        for name, wanted in results.items():
-            whole = replace(tensors, results=wanted, ds=ds)
-            _launch(specs[name], problem, whole.of_heads(begin, end))
+
+def _add_dkdv(
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    tensors: GradientTensors,
+    room: tuple[torch.Tensor, ...],
+) -> None:
+    """Add the dK and dV of a portion to `tensors.results`; room: for its own."""
+    own = tuple(begin_of(tensor, problem.dkdv_shape) for tensor in room)
+    _launch(spec, problem, replace(tensors, results=own))
+    for total, parts in zip(tensors.results, own, strict=True):
+        total += parts.unflatten(2, (total.shape[2], -1)).sum(dim=3)
+
+
+def _room(
+    problem: BackwardProblem, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """One-dimensional, as large as the largest of the shapes; NaN on the CPU."""
+    forward = problem.forward
+    size = max(map(math.prod, shapes))
+    return _result(forward, (size,), dtype or forward.dtype, False)
 
 
 def _empty_dq(problem: BackwardProblem) -> torch.Tensor:
@@ -186,19 +218,20 @@ def _empty_dq(problem: BackwardProblem) -> torch.Tensor:
 
 
 def _empty_dkdv(problem: BackwardProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of k and v to write to, in parts."""
+    """The gradients of k and v to write to, in parts, or to add to."""
     forward = problem.forward
-    batch, seqlen, heads, columns = problem.k_shape
     dtype = torch.float32 if problem.dkdv_class.partial else forward.dtype
-    is_zero = problem.has_no_queries or "seqused_k" in forward.ragged
-    shape = batch, seqlen, heads * problem.splits, columns
-    return tuple(_result(forward, shape, dtype, is_zero) for _ in range(2))
+    is_zero = problem.has_no_queries or problem.adds or "seqused_k" in forward.ragged
+    shape = list(problem.dkdv_shape)
+    if problem.adds:
+        shape[2] = problem.k_shape[2] * problem.copies
+    return tuple(_result(forward, tuple(shape), dtype, is_zero) for _ in range(2))
 
 
-def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor, heads: int) -> torch.Tensor:
-    """The gradient of the user's k or v, with so many heads, from what the kernel wrote."""
-    if heads == problem.k_shape[2] and problem.splits > 1:
-        parts = parts.unflatten(2, (heads, problem.splits)).sum(dim=3)
+def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:
+    """The gradient of the user's k or v from what the kernel wrote."""
+    if problem.splits > problem.copies and not problem.adds:
+        parts = parts.unflatten(2, (problem.k_shape[2], problem.splits)).sum(dim=3)
     return parts.to(problem.forward.dtype)
 
 

@@ -18,6 +18,7 @@ values, and both forms pack to the same binary layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -28,7 +29,9 @@ from .backward_common import BackwardScalars
 from .backward_preprocess import PreprocessRows
 from .backward_problem import BackwardProblem, GradientClass, PreprocessClass
 from .calling import ELEMENT_TYPES, dynamic_tensor, forward_scalars, tensor_type, vector_type
+from .portions import Portion
 from .problem import TMA_ALIGNMENT
+from .sequences import padded_rows
 
 _WORD = 4  # bytes of a float32 or int32
 
@@ -93,23 +96,45 @@ class GradientTensors:
     ragged: tuple[torch.Tensor, ...] = ()
     ds: torch.Tensor | None = None
 
-    def of_heads(self, begin: int, end: int) -> GradientTensors:
-        """Views of the key/value heads [begin, end) and of what goes with them; ds has room for
-        them and is taken from its begin."""
-        heads_kv = self.operands[1].shape[2]
+    def of(self, portion: Portion) -> GradientTensors:
+        """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`."""
+        q, k, v, dout = self.operands
+        heads_kv = k.shape[2]
 
-        def part(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-            """`length` heads of the tensor, as many for each key/value head."""
-            each = length // heads_kv
-            return tensor.narrow(dim, begin * each, (end - begin) * each)
+        def part(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+            """Of (batch, rows, heads, 256); as many heads for each key/value head."""
+            tensor = _narrowed(tensor, 2, portion.heads_kv, tensor.shape[2] // heads_kv)
+            return _narrowed(_narrowed(tensor, 0, portion.batch), 1, rows)
 
+        stats = _narrowed(self.stats, 1, portion.heads_kv, q.shape[2] // heads_kv)
+        if portion.batch != range(q.shape[0]) or portion.queries != range(q.shape[1]):
+            of_sequence = padded_rows(q.shape[1], 1, packed=False)
+            begin = portion.batch.start * of_sequence + portion.queries.start
+            count = padded_rows(len(portion.queries), len(portion.batch), packed=False)
+            stats = _narrowed(stats, 2, range(begin, begin + count))
+        result_rows = portion.queries if len(self.results) == 1 else portion.keys
         return GradientTensors(
-            tuple(part(tensor, 2, tensor.shape[2]) for tensor in self.operands),
-            part(self.stats, 1, self.stats.shape[1]),
-            tuple(part(tensor, 2, tensor.shape[2]) for tensor in self.results),
+            (
+                part(q, portion.queries),
+                part(k, portion.keys),
+                part(v, portion.keys),
+                part(dout, portion.queries),
+            ),
+            stats,
+            tuple(part(tensor, result_rows) for tensor in self.results),
             self.ragged,
-            self.ds.narrow(1, 0, (end - begin) * (self.operands[0].shape[2] // heads_kv)),
+            None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
         )
+
+
+def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:
+    """A view of `each` entries of a dimension for each one of the span."""
+    return tensor.narrow(dim, span.start * each, len(span) * each)
+
+
+def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor of this shape at the begin of a one-dimensional one."""
+    return room[: math.prod(shape)].view(shape)
 
 
 def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -> tuple:

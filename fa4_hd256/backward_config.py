@@ -367,8 +367,8 @@ class BackwardConfig:
 
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
-    ds_bytes: global memory that dS may take at a time, 0 or more. As many key/value heads as fit
-        go together; if not even one does, the dQ kernel computes dS anew.
+    ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
+        fits (`portions`). With 0 the dQ kernel computes dS anew.
 
     Raises ValueError for a negative ds_bytes.
     """

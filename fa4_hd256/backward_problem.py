@@ -59,15 +59,19 @@ class BackwardProblem:
     forward: the call whose gradients are asked for, with k and v as the kernels read them.
     k_shape: (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the
     LSE is given. splits: parts of the group of query heads of each key/value head, of equal size
-    but for the last, each of which gets its own dK and dV in float32; 1 for none. ds_heads:
-    key/value heads whose dS is kept for dQ at a time; 0: dQ computes dS anew.
+    but for the last, each of which gets its own dK and dV in float32; 1 for none. copies: heads of
+    the user's k and v that are one expanded head here, each with a gradient, hence a part, of its
+    own. keeps_ds: dK/dV stores dS for dQ, which computes it anew otherwise. adds: the call is
+    divided so that several portions add to the same dK and dV, in float32.
     """
 
     forward: Problem
     k_shape: tuple[int, ...]
     lse_gradient: bool
     splits: int
-    ds_heads: int = 0
+    copies: int = 1
+    keeps_ds: bool = False
+    adds: bool = False
 
     @property
     def preprocess_class(self) -> PreprocessClass:
@@ -77,40 +81,42 @@ class BackwardProblem:
     @property
     def dq_class(self) -> GradientClass:
         problem_class = replace(self.forward.problem_class, sink=False, packed_heads=1)
-        return GradientClass(problem_class, stores_ds=self.ds_heads > 0)
+        return GradientClass(problem_class, stores_ds=self.keeps_ds)
+
+    @property
+    def dkdv_class(self) -> GradientClass:
+        return replace(self.dq_class, partial=self.splits > 1 or self.adds)
 
     @property
     def group(self) -> int:
         """Query heads of one key/value head."""
         return self.forward.q_shape[2] // self.k_shape[2]
 
-    def ds_shape(self, heads_kv: int) -> tuple[int, int, int, int]:
-        """(sequences, query heads, keys, queries) of dS^T of some key/value heads, the queries in
-        whole units."""
-        forward = self.forward
-        queries = -(-forward.max_seqlen_q // PADDING) * PADDING
-        return forward.sequences, heads_kv * self.group, forward.max_seqlen_k, queries
-
-    def keeping_ds(self, num_bytes: int, clusters: int) -> BackwardProblem:
-        """The same with as many `ds_heads` as fit into so much memory, and the splits for them.
-
-        clusters: CTA pairs that the device holds at once.
-        """
-        of_one = math.prod(self.ds_shape(1)) * self.forward.dtype.itemsize
-        heads = min(num_bytes // of_one if of_one else 0, self.k_shape[2])
-        # Each launch has the tiles of these heads only.
-        some = 0 < heads < self.k_shape[2]
-        splits = self.splits_for(heads, clusters) if some else self.splits
-        return replace(self, ds_heads=heads, splits=splits)
-
-    def splits_for(self, heads_kv: int, clusters: int) -> int:
-        """`choose_splits` for a launch with so many of the key/value heads."""
-        tiles = heads_kv * count_key_tiles(self.forward, self.k_shape)
-        return choose_splits(tiles, self.group, clusters)
+    @property
+    def dkdv_shape(self) -> tuple[int, int, int, int]:
+        """(batch, seqlen_k, parts, 256) of the dK, and of the dV, that the kernel writes."""
+        batch, seqlen, heads, columns = self.k_shape
+        return batch, seqlen, heads * self.splits, columns
 
     @property
-    def dkdv_class(self) -> GradientClass:
-        return replace(self.dq_class, partial=self.splits > 1)
+    def ds_shape(self) -> tuple[int, int, int, int]:
+        """(sequences, query heads, keys, queries) of dS^T, the queries in whole units."""
+        forward = self.forward
+        queries = -(-forward.max_seqlen_q // PADDING) * PADDING
+        return forward.sequences, forward.q_shape[2], forward.max_seqlen_k, queries
+
+    @property
+    def ds_bytes_of_head(self) -> int:
+        """Memory that dS of one key/value head takes, of all sequences."""
+        return math.prod(self.ds_shape) * self.forward.dtype.itemsize // self.k_shape[2]
+
+    def splits_for(self, heads_kv: int, sequences: int, clusters: int) -> int:
+        """`choose_splits` for a launch with so many key/value heads and sequences."""
+        if self.copies > 1:
+            return self.copies
+        some = replace(self.forward, sequences=sequences)
+        tiles = heads_kv * count_key_tiles(some, self.k_shape)
+        return choose_splits(tiles, self.group, clusters)
 
     @property
     def has_no_queries(self) -> bool:

@@ -16,6 +16,7 @@ from .backward import BackwardCall, Wanted, kernel_specs, run_backward
 from .backward_config import BackwardConfig
 from .compile import CompiledKernel, compile_forward, compile_kernel
 from .config import HEAD_DIM, ForwardConfig
+from .portions import divide
 from .problem import Options, Problem
 from .resources import resource_usage
 
@@ -113,7 +114,8 @@ def _run_backward(
     call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
     problem = call.describe(_options(), None, None)
     config = BackwardConfig()
-    problem = problem.keeping_ds(config.ds_bytes, num_clusters(out.device))
+    division = divide(problem, config.ds_bytes, num_clusters(out.device))
+    problem = division.problem
     specs = kernel_specs(problem, config)
     kernels = [compile_kernel(spec) for spec in specs.values()]
     start = time.perf_counter()
@@ -122,8 +124,7 @@ def _run_backward(
     seconds = time.perf_counter() - start
     plans = {"backward_dkdv": config.dkdv, "backward_dq_product": config.dq_product,
              "backward_dq": config.dq}  # fmt: skip
-    rounds = -(-problem.k_shape[2] // problem.ds_heads) if problem.ds_heads else 1
-    executed = _executed_backward(rounds) if device == "cpu" else [{}] * 3
+    executed = _executed_backward(len(division.portions)) if device == "cpu" else [{}] * 3
     compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {
         "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},

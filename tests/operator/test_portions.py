@@ -1,0 +1,180 @@
+"""Divided backwards: every pair of a query and a key once, within the memory; the gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from backward_cases import check, gradients, inputs
+
+from fa4_hd256 import BackwardConfig
+from fa4_hd256.backward_problem import BackwardProblem
+from fa4_hd256.portions import Portion, divide
+from fa4_hd256.problem import Options, Problem
+
+CLUSTERS = 74
+FULL, CAUSAL = (None, None), (None, 0)
+
+
+def problem(
+    lengths: tuple[int, int], heads: tuple[int, int], batch: int, window=FULL, copies: int = 1
+) -> BackwardProblem:
+    """A call on dense tensors; lengths and heads: those of q, then those of k and v."""
+    forward = Problem(
+        q_shape=(batch, lengths[0], heads[0], 256), max_seqlen_q=lengths[0],
+        max_seqlen_k=lengths[1], sequences=batch, dtype=torch.bfloat16,
+        device=torch.device("cpu"), options=Options(1 / 16, window), sink=False, ragged=(),
+    )  # fmt: skip
+    k_shape = (batch, lengths[1], heads[1], 256)
+    return BackwardProblem(forward, k_shape, False, copies, copies)
+
+
+def visible(lengths: tuple[int, int], window) -> torch.Tensor:
+    """bool (queries, keys): the mask, aligned to the end of both."""
+    level = torch.arange(lengths[0])[:, None] + lengths[1] - lengths[0]
+    keys, (left, right) = torch.arange(lengths[1]), window
+    found = torch.ones(lengths, dtype=torch.bool)
+    if left is not None:
+        found &= keys >= level - left
+    if right is not None:
+        found &= keys <= level + right
+    return found
+
+
+def pairs(portion: Portion, shape: tuple[int, ...]) -> np.ndarray:
+    """int (key/value heads, batch, queries, keys) of the whole call: 1 where the portion has a
+    visible pair."""
+    found = np.zeros(shape, np.int32)
+    sub = portion.problem
+    lengths = sub.forward.q_shape[1], sub.k_shape[1]
+    assert lengths == (sub.forward.max_seqlen_q, sub.forward.max_seqlen_k)
+    assert lengths == (len(portion.queries), len(portion.keys))
+    assert len(portion.batch) == sub.forward.sequences
+    assert len(portion.heads_kv) * sub.group == sub.forward.q_shape[2]
+    index = portion.heads_kv, portion.batch, portion.queries, portion.keys
+    mask = visible(lengths, sub.forward.options.window)
+    found[np.ix_(*index)] = mask
+    return found
+
+
+WINDOWS = (FULL, CAUSAL, (300, 0), (0, 0), (500, 200), (None, 100), (700, None), (0, None))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [(600, 600), (400, 700), (700, 200), (1030, 2)], ids=str)
+@pytest.mark.parametrize("size", [2.5, 1.5, 0.7], ids=["heads", "sequences", "queries"])
+def test_every_visible_pair_is_in_one_portion(lengths, window, size):
+    """size: of what dS may take, over that of one key/value head of one sequence."""
+    whole = problem(lengths, (4, 2), 2, window)
+    ds_bytes = int(whole.ds_bytes_of_head // 2 * size)
+    division = divide(whole, ds_bytes, CLUSTERS)
+    assert division.problem.keeps_ds and division.problem.adds == (size < 1)
+    found = sum(pairs(portion, (2, 2, *lengths)) for portion in division.portions)
+    assert (found == visible(lengths, window).int().numpy()).all()
+    assert all(2 * math.prod(p.problem.ds_shape) <= ds_bytes for p in division.portions)
+
+
+def test_every_query_is_in_one_range():
+    """dQ of a query is written once, even if it sees no key."""
+    division = divide(problem((1100, 300), (2, 1), 1, CAUSAL), 2 * 2 * 1024 * 224, CLUSTERS)
+    assert [p.queries for p in division.portions] == [range(1024), range(1024, 1100)]
+    assert [p.keys for p in division.portions] == [range(224), range(300)]
+
+
+def test_keys_of_a_window():
+    """So many keys to the left of a range's first query; what no query sees takes no memory."""
+    whole = problem((4096, 4096), (1, 1), 1, (300, 0))
+    division = divide(whole, 2 * 1024 * (1024 + 300), CLUSTERS)
+    assert [p.queries for p in division.portions[1:3]] == [range(1024, 2048), range(2048, 3072)]
+    assert [p.keys for p in division.portions[1:3]] == [range(724, 2048), range(1748, 3072)]
+    assert {p.problem.forward.options.window for p in division.portions} == {(300, 0)}
+
+
+def test_portions_are_as_large_as_fits():
+    whole = problem((512, 512), (8, 4), 6)
+    of_head = whole.ds_bytes_of_head
+
+    def shapes(num_bytes: int) -> list[tuple[int, int, int]]:
+        found = divide(whole, num_bytes, CLUSTERS).portions
+        return [(len(p.heads_kv), len(p.batch), len(p.queries)) for p in found]
+
+    assert shapes(4 * of_head) == [(4, 6, 512)]
+    assert shapes(4 * of_head - 1) == [(3, 6, 512), (1, 6, 512)]
+    assert shapes(of_head) == 4 * [(1, 6, 512)]
+    # Of 4 heads and 6 sequences each 5 fit, then 3, then half of one.
+    assert shapes(of_head - 1) == 6 * [(4, 1, 512)]
+    assert shapes(of_head // 2) == 6 * [(3, 1, 512), (1, 1, 512)]
+    assert shapes(of_head // 6 - 1) == 48 * [(1, 1, 256)]
+    # Not a single unit of queries; nothing.
+    for num_bytes in (of_head // 12 - 1, 0):
+        assert shapes(num_bytes) == [(4, 6, 512)]
+        assert not divide(whole, num_bytes, CLUSTERS).problem.keeps_ds
+
+
+def test_ragged_sequences_are_divided_by_heads_only():
+    whole = problem((512, 512), (2, 2), 4)
+    ragged = replace(whole, forward=replace(whole.forward, ragged=("seqused_k",)))
+    assert len(divide(ragged, whole.ds_bytes_of_head, CLUSTERS).portions) == 2
+    assert not divide(ragged, whole.ds_bytes_of_head - 1, CLUSTERS).problem.keeps_ds
+
+
+def test_parts_of_a_portion():
+    """Enough tiles of dK and dV for the clusters; of a head that was expanded always its copies."""
+    # 32 tiles of a head of a sequence.
+    whole = problem((4096, 4096), (16, 2), 4)
+    of_sequence = whole.ds_bytes_of_head // 4
+    splits = [divide(whole, int(size * of_sequence), CLUSTERS).problem.splits for size in (4, 2, 1)]
+    assert splits == [1, 2, 3]
+    assert divide(whole, of_sequence // 2, CLUSTERS).problem.splits == 8
+    copied = problem((4096, 4096), (16, 1), 4, copies=4)
+    for size in (4, 1, 0.5):
+        assert divide(copied, int(size * copied.ds_bytes_of_head / 4), 74).problem.splits == 4
+
+
+OPTIONS = {
+    "full": ((520, 300), {}),
+    "causal": ((520, 700), {"causal": True}),
+    "causal, CLC": ((520, 700), {"causal": True, "use_clc": True}),
+    "window": ((600, 600), {"window_size": (130, 70)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "mask"),
+    [(1, "full"), (0.7, "full"), (1, "causal"), (0.7, "causal, CLC"), (0.3, "window")],
+)
+def test_gradients_of_portions(mask, size, device):
+    """One sequence of a head at a time, or a range of its queries, each adding to dK and dV."""
+    lengths, options = OPTIONS[mask]
+    tensors = inputs(lengths, (4, 2), batch=2, device=device)
+    config = BackwardConfig(ds_bytes=int(size * 2 * 2 * 768 * lengths[1]))
+    check(tensors, backward_config=config, **options)
+
+
+def test_queries_that_see_no_key(device):
+    """A range of them has no keys, and its dQ is 0."""
+    tensors = inputs((1030, 20), (2, 1), device=device)
+    config = BackwardConfig(ds_bytes=2 * 2 * 1024 * 20)
+    found = check(tensors, causal=True, backward_config=config)
+    assert not found["q"][:, :1010].any() and found["q"][:, 1010:].any()
+
+
+@pytest.mark.parametrize("size", [1, 0.7], ids=["a sequence", "a range"])
+def test_portions_of_a_head_that_was_expanded(size, device):
+    q, k, v = inputs((300, 200), (4, 1), batch=2, device=device)
+    wide = [t.expand(2, 200, 2, 256) for t in (k, v)]
+    config = BackwardConfig(ds_bytes=int(size * 2 * 4 * 512 * 200))
+    check((q, *wide), causal=True, backward_config=config)
+
+
+def test_the_order_of_ranges_is_fixed(device):
+    tensors = inputs((600, 600), (2, 1), device=device)
+    dout = torch.randn_like(tensors[0])
+    config = BackwardConfig(ds_bytes=2 * 2 * 256 * 600)
+    first, second = (
+        gradients(tensors, dout, causal=True, backward_config=config) for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in "qkv")
