@@ -1,13 +1,14 @@
-"""What the operator decides of a backward from its shape alone: launches, parts of head groups,
-kept dS."""
+"""What the operator decides of a backward from its shape alone: portions, parts, kept dS."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from fa4_hd256 import portions
 from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.config import HEAD_DIM
 from fa4_hd256.problem import Options, Problem
@@ -21,13 +22,19 @@ class Portion:
 
     case: of this part, with the lengths, heads and bounds that the kernels are given. splits: parts
     of the group of query heads of each KV head. keeps_ds: dK/dV stores dS for dQ. count: portions
-    of this kind, one after the other.
+    of this kind, one after the other. adds: each adds to dK and dV of others.
     """
 
     case: Case
     splits: int
     keeps_ds: bool
     count: int = 1
+    adds: bool = False
+
+    @property
+    def partial(self) -> bool:
+        """Whether dK and dV are written in float32."""
+        return self.splits > 1 or self.adds
 
 
 def plan(case: Case, ds_bytes: int, clusters: int) -> list[Portion]:
@@ -36,17 +43,25 @@ def plan(case: Case, ds_bytes: int, clusters: int) -> list[Portion]:
     ds_bytes: memory that dS may take at a time. clusters: CTA pairs that the device holds at once.
     """
     problem = _problem(case)
-    problem = replace(problem, splits=problem.splits_for(case.heads_kv, clusters))
-    problem = problem.keeping_ds(ds_bytes, clusters)
-    if not problem.ds_heads:
-        return [Portion(case, problem.splits, False)]
-    whole, rest = divmod(case.heads_kv, problem.ds_heads)
-    ratio = case.heads // case.heads_kv
+    splits = problem.splits_for(case.heads_kv, case.batch, clusters)
+    division = portions.divide(replace(problem, splits=splits), ds_bytes, clusters)
+    whole = division.problem
+    counts = Counter(_case(case, part) for part in division.portions if part.keys)
     return [
-        Portion(replace(case, heads=heads * ratio, heads_kv=heads), problem.splits, True, count)
-        for heads, count in ((problem.ds_heads, whole), (rest, 1))
-        if heads
+        Portion(one, whole.splits, whole.keeps_ds, count, whole.adds)
+        for one, count in counts.items()
     ]
+
+
+def _case(case: Case, portion: portions.Portion) -> Case:
+    heads_kv = len(portion.heads_kv)
+    heads = heads_kv * case.heads // case.heads_kv
+    if case.packed:
+        return replace(case, heads=heads, heads_kv=heads_kv)
+    left, right = portion.problem.forward.options.window
+    lengths = ((len(portion.queries), len(portion.keys)),) * len(portion.batch)
+    window = left, None if case.causal else right
+    return replace(case, lengths=lengths, heads=heads, heads_kv=heads_kv, window=window)
 
 
 def _problem(case: Case) -> BackwardProblem:
@@ -55,7 +70,8 @@ def _problem(case: Case) -> BackwardProblem:
     forward = Problem(
         q_shape=(*rows_q, case.heads, HEAD_DIM), max_seqlen_q=case.seqlen_q,
         max_seqlen_k=case.seqlen_k, sequences=case.batch, dtype=torch.bfloat16,
-        device=torch.device("cpu"), options=Options(HEAD_DIM**-0.5), sink=False, ragged=packed,
+        device=torch.device("cpu"), options=Options(HEAD_DIM**-0.5, case.bounds),
+        sink=False, ragged=packed,
     )  # fmt: skip
     return BackwardProblem(forward, (*rows_k, case.heads_kv, HEAD_DIM), False, 1)
 

@@ -162,11 +162,10 @@ def dq_product(config: BackwardConfig) -> Kernel:
     return Kernel("dQ from dS", step, tile)
 
 
-def dkdv(config: BackwardConfig, splits: int = 1, keeps_ds: bool = False) -> Kernel:
+def dkdv(config: BackwardConfig, partial: bool = False, keeps_ds: bool = False) -> Kernel:
     """S^T, dP^T, dV += P^T dO and dK += dS^T Q; K and V stay; Q and dO (in two forms) pass.
 
-    splits: parts of the query heads of a KV head; with several, results are float32. keeps_ds: dS
-    is stored.
+    partial: results are float32, to be summed. keeps_ds: dS is stored.
     """
     unit_q, own_keys = CTAS * BLOCK_Q, BLOCK_KV // CTAS
     elements = own_keys * unit_q
@@ -186,7 +185,7 @@ def dkdv(config: BackwardConfig, splits: int = 1, keeps_ds: bool = False) -> Ker
     )
     result = 2 * own_keys * HEAD_DIM
     tile = _tma_load(2 * TILE_BYTES) + _tmem(2 * BLOCK_KV) + Demand(
-        fma=result / 2, l2_bytes=result * (BF16_BYTES if splits == 1 else FLOAT_BYTES)
+        fma=result / 2, l2_bytes=result * (FLOAT_BYTES if partial else BF16_BYTES)
     )  # fmt: skip
     return Kernel("dK/dV", step, tile)
 
@@ -221,10 +220,12 @@ def totals(
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
-        # The portions of one backward differ in heads only.
-        first = plan(case, config.ds_bytes, clusters)[0]
-        splits, keeps_ds = first.splits, first.keeps_ds
-        results = 2 * key if splits == 1 else 2 * key * splits * FLOAT_BYTES / BF16_BYTES
+        portions = plan(case, config.ds_bytes, clusters)
+        partial, keeps_ds = portions[0].partial, portions[0].keeps_ds
+        kv_tiles = sum(one.count * _counts(one.case)[2] * one.splits for one in portions)
+        rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv
+                   * one.splits for one in portions)  # fmt: skip
+        results = 2 * rows * HEAD_DIM * (FLOAT_BYTES if partial else BF16_BYTES)
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
         ds = steps * UNIT_DS_BYTES * keeps_ds
         of_dq = (
@@ -234,7 +235,7 @@ def totals(
         )
         counted = [
             (preprocess(), 0, blocks, 2 * query + 3 * row),
-            (dkdv(config, splits, keeps_ds), steps, kv_tiles * splits,
+            (dkdv(config, partial, keeps_ds), steps, kv_tiles,
              2 * query + 2 * key + results + 2 * row + ds),
             of_dq,
         ]

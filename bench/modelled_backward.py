@@ -116,19 +116,24 @@ class Backward:
         # out and dout read; LSE read, LSE and delta written.
         nbytes = [rows * case.heads * (2 * ROW + 3 * FLOAT_BYTES)]
         # For dK and dV: the parts summed, the sum converted.
-        sums = [_key_elements(one) * FLOAT_BYTES * (one.splits + 1)
-                for one in portions if one.splits > 1]  # fmt: skip
-        if sums:
-            converted = [_key_elements(one) * (FLOAT_BYTES + 2)
-                         for one in portions if one.splits > 1]  # fmt: skip
-            nbytes += [sum(sums), sum(converted)] * 2
+        partial = [one for one in portions if one.partial]
+        if partial and not partial[0].adds:
+            sums = (_key_elements(one) * FLOAT_BYTES * (one.splits + 1) for one in partial)
+            nbytes += [sum(sums)] * 2
+        for one in (one for one in partial if one.adds):
+            # Summed, then read with what others gave, and written.
+            each = _key_elements(one) * FLOAT_BYTES / one.count
+            nbytes += [each * (one.splits + 1), each * 3] * 2 * one.count
+        if partial:
+            elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
+            nbytes += [elements * (FLOAT_BYTES + 2)] * 2
         rate = values.hbm_terabytes * 1e12
         return sum(n / rate + values.launch_us * 1e-6 for n in nbytes)
 
 
 def _names(portion: Portion) -> tuple[str, str]:
     """The dQ and the dK/dV kernel that a portion takes."""
-    kept_ds, partial = "kept " * portion.keeps_ds, " partial" * (portion.splits > 1)
+    kept_ds, partial = "kept " * portion.keeps_ds, " partial" * portion.partial
     return f"{kept_ds}dq", f"{kept_ds}dkdv{partial}"
 
 
@@ -225,7 +230,7 @@ def _our_call(variant: Variant, which: str, sample: tuple[int, ...]) -> tuple:
     longest = (seqlen, seqlen) if kind.packed else (None, None)
     forward = Problem.describe((q, k, v), options, None, ragged, *longest)
     splits = 2 if which.endswith(" partial") else 1
-    problem = BackwardProblem(forward, tuple(k.shape), False, splits, int(keeps))
+    problem = BackwardProblem(forward, tuple(k.shape), False, splits, keeps_ds=keeps)
     stats = empty_stats(problem)
     # Rows as the preprocess kernel leaves them; their values decide no instruction.
     stats.zero_()
@@ -238,7 +243,7 @@ def _our_call(variant: Variant, which: str, sample: tuple[int, ...]) -> tuple:
     )
     spec = kernel_specs(problem, variant.config or BackwardConfig())["dq" if is_dq else "dkdv"]
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
-    ds = torch.zeros(problem.ds_shape(1), dtype=q.dtype) if keeps else None
+    ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
     tensors = GradientTensors((q, k, v, dout), stats, results, tuple(ragged.values()), ds)
     return compile_kernel(spec), gradient_call_arguments(tensors, problem, 1, 0)
 
