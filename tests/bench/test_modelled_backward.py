@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+import sm100_sim
 from bench import flash_attn_4, modelled_backward
 from bench.backward_plan import Portion, plan
 from bench.backward_tiles import DKDV, DQ, DQ_PRODUCT, DS, ROW, Order, dkdv_tiles, dq_tiles
@@ -259,6 +261,25 @@ def test_what_flash_attn_4_refuses_is_not_predicted():
         modelled_backward.their_backward(Kind(True, window=True), MACHINE, 1)
     with pytest.raises(ValueError, match="does not support softcap"):
         modelled_backward.their_backward(Kind(True, window=True, softcap=True), MACHINE, 1)
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data")
+@pytest.mark.skipif(flash_attn_4.unavailable() is not None, reason="flash-attn-4 not installed")
+def test_flash_attn_4_itself_refuses_with_these_words():
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    q = torch.zeros(1, 8, 1, 256, dtype=torch.bfloat16)
+    call = q, q, q, q, q, torch.zeros(1, 1, 8)
+    for window, softcap, options in (
+        (True, False, {"window_size_left": 4, "window_size_right": 0}),
+        (True, False, {"causal": True, "window_size_left": 4}),
+        (False, True, {"causal": True, "softcap": 50.0}),
+        (True, True, {"causal": True, "window_size_left": 4, "softcap": 50.0}),
+    ):
+        with sm100_sim.attached(), pytest.raises(AssertionError) as refused:
+            _flash_attn_bwd(*call, **options)
+        assert str(refused.value) == flash_attn_4.backward_refusal(window, softcap)
 
 
 def test_many_sequences_of_which_few_are_long():
