@@ -51,6 +51,9 @@ SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
 #: (seqlen, query heads, left bound) of windowed kernels; see `workload.WINDOW_SAMPLES`.
 WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
+#: Packed sequences whose longest is said to be 4096, but there is only one of 256: what an empty
+#: tile costs.
+EMPTY_SAMPLE, LONGEST = (256, 1), 4096
 #: Not in the fit, to hold its predictions against (`bench validate`).
 HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 FLOAT_BYTES = 4.0
@@ -166,8 +169,12 @@ def our_backward(variant: Variant, machine: Machine, draws: int) -> Backward:
     @functools.cache
     def costs(which: str) -> list[TileCosts]:
         rows = our_replays(variant, which, machine, draws)
+        found = fitted(rows, policy)
+        if variant.kind.packed:
+            rows = [*rows, *_our_empty_replays(variant, which, machine, draws)]
+            found = _with_empty_tiles(found, rows[0], rows[-1])
         paths[which] = Paths.of(rows)
-        return fitted(rows, policy)
+        return found
 
     order, paths = Order(policy, True, True, UNIT_Q), {}
     config = variant.config or BackwardConfig()
@@ -194,6 +201,30 @@ def our_replays(
     return kept((digest(compiled.cubin), which, chosen), machine, draws, make)
 
 
+def _our_empty_replays(
+    variant: Variant, which: str, machine: Machine, draws: int
+) -> list[Replayed]:
+    """One, of `EMPTY_SAMPLE` on a grid for `LONGEST`; its tiles are those of the grid."""
+
+    def make() -> list[Replayed]:
+        prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
+        return [replayed(prediction, _sample_tiles(which, (LONGEST, 1))[0])]
+
+    compiled, arguments = _our_call(variant, which, EMPTY_SAMPLE, LONGEST)
+    return kept((digest(compiled.cubin), which, EMPTY_SAMPLE, LONGEST), machine, draws, make)
+
+
+def _with_empty_tiles(
+    costs: list[TileCosts], without: Replayed, some: Replayed
+) -> list[TileCosts]:
+    """Costs with those of an empty tile. without, some: replays that differ in such tiles only."""
+    tiles = some.tiles - without.tiles
+    return [
+        replace(one, empty=(more - less) / tiles)
+        for one, more, less in zip(costs, some.clocks, without.clocks, strict=True)
+    ]
+
+
 def _sample_tiles(which: str, sample: tuple[int, ...]) -> tuple[int, float]:
     """(tiles, masked work in all) of a sample; nothing masked without a window, where what the
     diagonal costs is the same for each tile and part of that, nor in a product of a kept dS."""
@@ -212,8 +243,11 @@ def _sample_tiles(which: str, sample: tuple[int, ...]) -> tuple[int, float]:
     return blocks, DKDV * heads * sum(masked for _, masked in units)
 
 
-def _our_call(variant: Variant, which: str, sample: tuple[int, ...]) -> tuple:
-    """(compiled kernel, arguments of a call on one CTA pair)."""
+def _our_call(
+    variant: Variant, which: str, sample: tuple[int, ...], longest: int | None = None
+) -> tuple:
+    """(compiled kernel, arguments of a call on one CTA pair). longest: length that packed sequences
+    are said to have at most, by default that of the sample."""
     seqlen, heads, *window = sample
     kind, keeps = variant.kind, which.startswith("kept ")
     generator = torch.Generator().manual_seed(SEED)
@@ -227,8 +261,8 @@ def _our_call(variant: Variant, which: str, sample: tuple[int, ...]) -> tuple:
     if kind.packed:
         offsets = torch.tensor([0, seqlen], dtype=torch.int32)
         ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    longest = (seqlen, seqlen) if kind.packed else (None, None)
-    forward = Problem.describe((q, k, v), options, None, ragged, *longest)
+    limits = (longest or seqlen,) * 2 if kind.packed else (None, None)
+    forward = Problem.describe((q, k, v), options, None, ragged, *limits)
     splits = 2 if which.endswith(" partial") else 1
     problem = BackwardProblem(forward, tuple(k.shape), False, splits, keeps_ds=keeps)
     stats = empty_stats(problem)
@@ -273,8 +307,12 @@ def their_backward(kind: Kind, machine: Machine, draws: int) -> Backward:
         what = their_versions(), BACKWARD, HEAD_DIM, kind.causal, SINGLE_SAMPLES, SEED, *packed
         rows = kept(what, machine, draws, make)
         rows = rows[:count] if which == "dq" else rows[count:]
+        found = fitted(rows, "single")
+        if kind.packed:
+            rows = [*rows, _their_empty_replays(kind, machine, draws)[which == "dkdv"]]
+            found = [replace(one, empty=clocks) for one, clocks in zip(found, rows[-1].clocks)]
         paths[which] = Paths.of(rows)
-        return fitted(rows, "single")
+        return found
 
     order, paths = Order("single", False, False, KEYS), {}
     return Backward(flash_attn_4.PACKAGE, order, machine.sampled(draws), costs, paths=paths)
@@ -304,9 +342,33 @@ def _their_predictions(
         out = (flash_attn_varlen_func if kind.packed else flash_attn_func)(*leaves, **options)
         out = out[0] if isinstance(out, tuple) else out
         out.backward(torch.randn_like(out))
-    named = {key: prediction for prediction in session.predictions
+    return _dq_and_dkdv(session.predictions)
+
+
+def _their_empty_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
+    """Its dQ and dK/dV kernels, a cluster whose sequence is empty."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    def make() -> list[Replayed]:
+        rows = torch.zeros(UNIT_Q, 1, HEAD_DIM, dtype=torch.bfloat16)
+        offsets = torch.zeros(2, dtype=torch.int32)
+        with timing.attached(machine, draws) as session, one_cluster():
+            _flash_attn_bwd(
+                *[rows] * 5, torch.zeros(1, UNIT_Q), causal=kind.causal, cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets, max_seqlen_q=UNIT_Q, max_seqlen_k=UNIT_Q,
+            )  # fmt: skip
+        return [replayed(prediction, 1) for prediction in _dq_and_dkdv(session.predictions)]
+
+    what = their_versions(), BACKWARD, HEAD_DIM, kind.causal, "empty"
+    return kept(what, machine, draws, make)
+
+
+def _dq_and_dkdv(
+    predictions: Sequence[timing.Prediction],
+) -> tuple[timing.Prediction, timing.Prediction]:
+    named = {key: prediction for prediction in predictions
              for key in ("dqkernel", "dkdvkernel") if key in prediction.report.kernel}  # fmt: skip
     if len(named) != 2:
-        kernels = [prediction.report.kernel for prediction in session.predictions]
+        kernels = [prediction.report.kernel for prediction in predictions]
         raise RuntimeError(f"expected a dQ and a dK/dV kernel, found {kernels}")
     return named["dqkernel"], named["dkdvkernel"]

@@ -47,12 +47,14 @@ class Tile:
 @dataclass(frozen=True)
 class TileCosts:
     """Clocks of a cluster: `begin` once, then for each tile `each`, `rate` times its work and
-    `mask` times its masked work."""
+    `mask` times its masked work. empty: of a tile that is skipped, which with one tile a cluster
+    takes the slot's reuse besides; None: what the policy alone takes."""
 
     begin: float
     each: float
     rate: float
     mask: float = 0.0
+    empty: float | None = None
 
     def of(self, tile: Tile) -> float:
         """Clocks of a tile among others of the same cluster."""
@@ -166,9 +168,7 @@ def schedule(
             begin, place = heapq.heappop(free)
         clocks = costs.of(tile)
         if tile.skipped:
-            # A static scheduler counts on; the others have asked for the tile, or launched it.
-            reuse, query = values.cta_reuse, values.clc_query
-            clocks = {"static": 0.0, "dynamic": query, "single": reuse}[policy]
+            clocks = _skipped(costs, values, policy)
         elif place not in used:
             clocks += costs.begin
         elif policy == "single":
@@ -190,6 +190,14 @@ def schedule(
     }
     launch = values.launch_us * 1e-6
     return Schedule(total, busy, bounds, launch, hbm, starts, np.array(cluster_of))
+
+
+def _skipped(costs: TileCosts, values: Values, policy: str) -> float:
+    """Clocks of a tile past the end of its sequence. Without a replay of such: a static scheduler
+    counts on; the others have asked for the tile, or launched it."""
+    if costs.empty is not None:
+        return costs.empty + values.cta_reuse * (policy == "single")
+    return {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
 
 
 def hbm_bytes(tiles: Sequence[Tile], starts: np.ndarray, values: Values) -> float:

@@ -12,7 +12,7 @@ from bench import flash_attn_4, modelled_backward
 from bench.backward_plan import Portion, plan
 from bench.backward_tiles import DKDV, DQ, DQ_PRODUCT, DS, ROW, Order, dkdv_tiles, dq_tiles
 from bench.modelled_backward import Backward
-from bench.replays import Paths
+from bench.replays import Paths, Replayed
 from bench.suite import Case, ragged_lengths
 from bench.workload import Kind
 from fa4_hd256.reference import visible
@@ -238,6 +238,21 @@ def test_masked_work_of_samples_is_that_of_their_tiles(which):
         found = modelled_backward._sample_tiles(which, (seqlen, heads, left))
         assert found == (len(tiles), masked)
     assert modelled_backward._sample_tiles(which, (512, 2))[1] == 0.0
+
+
+def test_empty_tiles_cost_what_they_add_to_a_replay():
+    """32 tiles where there was 1, 62 clocks more each; of dK/dV 32 for 2 of each of two parts."""
+    without, some = Replayed(1, 4096.0, (9000.0, 9500.0)), Replayed(32, 4096.0, (10922.0, 11050.0))
+    costs = [TileCosts(7.0, 5.0, 1.1), TileCosts(8.0, 5.0, 1.2)]
+    found = modelled_backward._with_empty_tiles(costs, without, some)
+    assert found == [replace(costs[0], empty=62.0), replace(costs[1], empty=50.0)]
+    counts = {
+        which: modelled_backward._sample_tiles(which, (modelled_backward.LONGEST, 1))[0]
+        - modelled_backward._sample_tiles(which, modelled_backward.EMPTY_SAMPLE)[0]
+        for which in ("dq", "dkdv", "kept dkdv partial")
+    }
+    assert counts == {"dq": 15, "dkdv": 30, "kept dkdv partial": 60}
+    assert modelled_backward.EMPTY_SAMPLE == modelled_backward.SAMPLES[0]
 
 
 def test_samples_of_windows_have_masked_and_unmasked_units():

@@ -67,6 +67,15 @@ def test_longest_first_balances_what_static_does_not(policy):
     assert other >= total / 4
 
 
+@pytest.mark.parametrize(("policy", "each"), [("static", 70), ("dynamic", 70), ("single", 1270)])
+def test_empty_tiles_cost_what_was_replayed(policy, each):
+    """Three waves of them before the only tile with work, whatever the policy itself takes."""
+    values = VALUES._replace(clc_query=300.0, cta_reuse=1200.0)
+    costs = TileCosts(begin=100.0, each=50.0, rate=1.0, empty=70.0)
+    found = schedule([Tile(0.0)] * 12 + [Tile(1000.0)], costs, values, 2, policy)
+    assert found.clocks == 3 * each + 1150
+
+
 def test_skipped_tiles_cost_little_but_keep_their_places():
     """Tiles past the end of short sequences: static clusters pass them, CLC asks for each."""
     values = VALUES._replace(clc_query=300.0)
