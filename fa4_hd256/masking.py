@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 __all__ = ["MaskKind", "TileRange", "Visibility"]
+
+WORD_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,26 @@ class Visibility:
         """Set the scores of invisible keys to -inf.
 
         scores: register tensor of consecutive Float32 of one row; first_key: that of the first.
+
+        A word of bits says which of 32 keys are visible. ptxas moves such bits to predicates eight
+        at a time, so that a key costs little more than its selection, whatever bounds it.
         """
         limit, first = self.limit(row) - first_key, self.first(row) - first_key
-        for column in range(cute.size(scores)):
-            visible = limit > column
-            if cutlass.const_expr(self.kind.bounded_left):
-                visible = visible & (first <= column)
-            scores[column] = cutlass.select_(visible, scores[column], Float32(-math.inf))
+        columns = cute.size(scores)
+        for begin in range(0, columns, WORD_BITS):
+            visible = _bits(first - begin, limit - begin, self.kind.bounded_left)
+            for bit in range(min(WORD_BITS, columns - begin)):
+                score = scores[begin + bit]
+                is_visible = (visible & (1 << bit)) != 0
+                scores[begin + bit] = cutlass.select_(is_visible, score, Float32(-math.inf))
+
+
+def _bits(first: Int32, limit: Int32, bounded_left: bool) -> Uint32:
+    """Bits first .. limit - 1 of a word are set, as far as it has them; first is below 1 if not
+    `bounded_left`. PTX ISA 9.7.1, bmsk: start and width are unsigned and clamped to 32."""
+    start = cutlass.max(first, 0) if bounded_left else Int32(0)
+    width = cutlass.max(limit - start, 0)
+    return cute.arch.inline_ptx(
+        "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
+        read_only_args=[Int32(start), Int32(width)],
+    )
