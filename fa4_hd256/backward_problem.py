@@ -114,9 +114,14 @@ class BackwardProblem:
         """`choose_splits` for a launch with so many key/value heads and sequences."""
         if self.copies > 1:
             return self.copies
-        some = replace(self.forward, sequences=sequences)
-        tiles = heads_kv * count_key_tiles(some, self.k_shape)
-        return choose_splits(tiles, self.group, clusters)
+        forward, (left, right) = self.forward, self.forward.options.window
+        seen = forward.max_seqlen_q
+        if left is not None and right is not None:
+            seen = min(seen, left + right + TILE_KEYS)
+        bounded = left is not None or right is not None
+        unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
+        tiles = heads_kv * count_key_tiles(replace(forward, sequences=sequences), self.k_shape)
+        return choose_splits(tiles, -(-seen // PADDING), self.group, clusters, unequal)
 
     @property
     def has_no_queries(self) -> bool:
@@ -158,12 +163,29 @@ def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:
     return min(padded, k_shape[1] // TILE_KEYS + problem.sequences)
 
 
-def choose_splits(tiles: int, group: int, clusters: int) -> int:
-    """Parts of the group of query heads: the fewest that give every CTA pair a tile of dK and dV.
+#: In the time of a unit: what a tile takes beside its units, and what writing and summing the parts
+#: of 128 keys in float32 takes of the whole device's bandwidth (docs/backward.md).
+_TILE_OVERHEAD, _PART_COST = 1.0, 0.03
 
-    tiles: of 128 keys, of all key/value heads and sequences. group: query heads of one key/value
-    head. clusters: CTA pairs that the device holds at once. Returns 1 .. group; no part is empty
-    when each but the last has ceil(group / parts) heads.
+
+def choose_splits(tiles: int, units: int, group: int, clusters: int, unequal: bool) -> int:
+    """Parts of the group of query heads: those that end soonest, by an estimate.
+
+    More parts fill the CTA pairs better, but each writes its own dK and dV. tiles: of 128 keys, of
+    all key/value heads and sequences. units: of 256 queries, at most, that a tile passes for each
+    query head. group: query heads of one key/value head. clusters: CTA pairs that the device holds
+    at once. unequal: tiles differ in their units, by a mask or by the sequences' lengths. Returns
+    1 .. group; no part is empty when each but the last has ceil(group / parts) heads.
     """
-    parts = max(1, min(group, -(-clusters // max(1, tiles))))
+
+    def estimate(parts: int) -> float:
+        count, longest = tiles * parts, -(-group // parts) * units
+        if unequal:
+            # Half of the longest on average; who draws a long one last ends half of one later.
+            ends = count / clusters * (longest / 2 + _TILE_OVERHEAD) + longest / 2
+        else:
+            ends = -(-count // clusters) * (longest + _TILE_OVERHEAD)
+        return ends + _PART_COST * count * (parts > 1)
+
+    parts = min(range(1, group + 1), key=estimate)
     return -(-group // -(-group // parts))

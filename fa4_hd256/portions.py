@@ -15,11 +15,6 @@ from .sequences import PADDING
 
 __all__ = ["Division", "Portion", "divide"]
 
-#: Tiles of dK and dV for each CTA pair that a range of queries is to have: every range waits for
-#: its last tile, and more parts cost nothing but float32 traffic where all are added anyway.
-_TILES_OF_A_PAIR = 4
-
-
 @dataclass(frozen=True)
 class Portion:
     """What goes through dK/dV and then dQ, in one launch of each.
@@ -98,7 +93,9 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Divis
     ranges = _query_ranges(problem, ds_bytes)
     if not ranges:
         return _undivided(problem)
-    splits = problem.splits_for(1, 1, _TILES_OF_A_PAIR * clusters)
+    longest = max(len(queries) for queries, _ in ranges)
+    of_range = replace(problem.forward, max_seqlen_q=longest)
+    splits = replace(problem, forward=of_range).splits_for(1, 1, clusters)
     whole = replace(problem, keeps_ds=True, splits=splits, adds=True)
     heads_kv, batch, *_ = _lengths(problem)
     portions = [

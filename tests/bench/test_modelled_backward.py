@@ -199,7 +199,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
         (Case("a", ((2048, 2048),), 8, 2, False), 0, [(2, 2, False, 1)]),
         (Case("a", ((2048, 2048),), 8, 2, False), 1 << 26, [(2, 2, True, 1)]),
         (Case("a", ((2048, 2048),), 8, 2, False), 1 << 25, [(1, 4, True, 2)]),
-        (Case("a", ((2048, 2048),), 12, 3, False), 3 << 25, [(3, 2, True, 1)]),
+        (Case("a", ((2048, 2048),), 12, 3, False), 3 << 25, [(3, 4, True, 1)]),
         (Case("a", ((2048, 2048),), 12, 3, False), 2 << 25, [(2, 2, True, 1), (1, 2, True, 1)]),
         # Packed: at most 100 // 128 + 2 tiles of keys; queries of dS in whole units of the longest.
         (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 0, [(1, 4, False, 1)]),

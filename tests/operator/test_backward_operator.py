@@ -265,22 +265,25 @@ def test_arguments_that_are_not_accepted(changes, error, message):
         torch.ops.fa4_hd256.backward(*call.values(), 1.0, -1, -1, 0.0, *PLAIN, [True, True, False])
 
 
-# (tiles of keys, heads of a group, CTA pairs) -> parts.
 @pytest.mark.parametrize(
-    ("tiles", "group", "clusters", "parts"),
+    ("tiles", "units", "group", "unequal", "parts"),
     [
-        (74, 16, 74, 1),  # full as it is
-        (64, 16, 74, 2),
-        (16, 16, 74, 4),  # five would be of 4, 4, 4, 4 and no head
-        (1, 6, 74, 6),  # never more parts than heads
-        (1, 1, 74, 1),
-        (0, 4, 74, 4),  # no key at all
-        (30, 12, 148, 4),
+        (74, 16, 16, False, 1),  # a tile for each CTA pair
+        (64, 16, 16, False, 8),  # 7 rounds of 2 heads, not one of 16
+        (148, 16, 16, False, 1),  # two full rounds
+        (80, 16, 16, False, 8),  # 9 rounds of 2 heads, not 2 of 16
+        (16, 16, 16, False, 4),  # one round; five parts would be of 4, 4, 4, 4 and no head
+        (148, 16, 16, True, 4),  # a long tile that starts last would be waited for
+        (148, 2, 16, True, 1),  # the same with little work, for which parts are dear
+        (4096, 1, 16, True, 1),
+        (1, 1, 6, False, 6),  # never more parts than heads
+        (1, 1, 1, True, 1),
+        (0, 1, 4, False, 1),  # no key at all
     ],
 )
-def test_parts_of_a_group(tiles, group, clusters, parts):
-    """The fewest that fill the machine, and none without a head."""
-    assert choose_splits(tiles, group, clusters) == parts
+def test_parts_of_a_group(tiles, units, group, unequal, parts):
+    """Those that end soonest on 74 CTA pairs, and none without a head."""
+    assert choose_splits(tiles, units, group, 74, unequal) == parts
     largest = -(-group // parts)
     assert (parts - 1) * largest < group <= parts * largest
 

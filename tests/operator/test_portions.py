@@ -122,13 +122,13 @@ def test_ragged_sequences_are_divided_by_heads_only():
 
 
 def test_parts_of_a_portion():
-    """Enough tiles of dK and dV for the clusters; of a head that was expanded always its copies."""
-    # 32 tiles of a head of a sequence.
+    """By the tiles of a portion; of a head that was expanded always its copies."""
+    # 32 tiles of 16 units of a head of a sequence: of 4 sequences, of 2 heads, alone, half of it.
     whole = problem((4096, 4096), (16, 2), 4)
     of_sequence = whole.ds_bytes_of_head // 4
-    splits = [divide(whole, int(size * of_sequence), CLUSTERS).problem.splits for size in (4, 2, 1)]
-    assert splits == [1, 2, 3]
-    assert divide(whole, of_sequence // 2, CLUSTERS).problem.splits == 8
+    sizes = 4, 2, 1, 0.5
+    splits = [divide(whole, int(size * of_sequence), CLUSTERS).problem.splits for size in sizes]
+    assert splits == [4, 1, 2, 2]
     copied = problem((4096, 4096), (16, 1), 4, copies=4)
     for size in (4, 1, 0.5):
         assert divide(copied, int(size * copied.ds_bytes_of_head / 4), 74).problem.splits == 4
