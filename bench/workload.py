@@ -29,7 +29,8 @@ from .suite import Case
 STEP, ROWS = modelled.STEP, 256
 #: Clocks of the tensor core in a step of 256 queries, of each CTA of a pair.
 STEP_WORK = 4 * ROWS * STEP * HEAD_DIM / modelled.FLOP_PER_CLOCK / 2
-#: (seqlen, heads) that the costs of a kernel are fitted to; fewer and shorter than `modelled`'s.
+#: (seqlen, heads) that the costs of a kernel are fitted to; `packed` ones also to the longest of
+#: flash-attn-4's: a causal tile of few steps tells little of the pace of many.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 #: The same of flash-attn-4's kernels, which run one tile a cluster.
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
@@ -69,7 +70,9 @@ class Kind:
         """What costs are fitted to. single: of a kernel with one tile a cluster."""
         if self.window:
             return WINDOW_SAMPLES
-        return SINGLE_SAMPLES if single else SAMPLES
+        if single:
+            return SINGLE_SAMPLES
+        return (*SAMPLES, SINGLE_SAMPLES[-1]) if self.packed else SAMPLES
 
 
 @dataclass(frozen=True)
