@@ -7,6 +7,7 @@ that any of them sees. What ranges of queries give to the same dK and dV is adde
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -108,15 +109,15 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Divis
 
 
 def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, range]]:
-    """Ranges of queries, each as long as dS of a head group fits, and the keys they see.
+    """Ranges of queries, as few as dS of a head group allows, and the keys they see.
 
     Empty if dS of a single unit of queries does not fit.
     """
     _, _, seqlen_q, _ = _lengths(problem)
     row_bytes = problem.group * problem.forward.dtype.itemsize
-    found, begin = [], 0
-    while begin < seqlen_q:
-        end = begin
+    ends = [0]
+    while ends[-1] < seqlen_q:
+        begin = end = ends[-1]
         while end < seqlen_q:
             longer = end + PADDING
             keys = _visible_keys(problem, begin, min(longer, seqlen_q))
@@ -125,10 +126,14 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
             end = longer
         if end == begin:
             return []
-        end = min(end, seqlen_q)
-        found.append((range(begin, end), _visible_keys(problem, begin, end)))
-        begin = end
-    return found
+        ends.append(min(end, seqlen_q))
+    if problem.forward.options.window == (None, None):
+        # All see all keys, so the last range need not be a rest.
+        count = len(ends) - 1
+        rows = -(-seqlen_q // (count * PADDING)) * PADDING
+        ends = [min(i * rows, seqlen_q) for i in range(count + 1)]
+    spans = [range(begin, end) for begin, end in itertools.pairwise(ends) if begin < end]
+    return [(span, _visible_keys(problem, span.start, span.stop)) for span in spans]
 
 
 def _visible_keys(problem: BackwardProblem, begin: int, end: int) -> range:

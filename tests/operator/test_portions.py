@@ -93,6 +93,14 @@ def test_keys_of_a_window():
     assert {p.problem.forward.options.window for p in division.portions} == {(300, 0)}
 
 
+def test_ranges_without_a_mask_are_equal():
+    """Seven units of which four fit: 4 and 3, not more of one length and a rest."""
+    whole = problem((1700, 100), (1, 1), 1)
+    for fitting, expected in ((6, [1024, 676]), (4, [1024, 676]), (3, [768, 768, 164])):
+        found = divide(whole, 2 * fitting * 256 * 100, CLUSTERS).portions
+        assert [len(p.queries) for p in found] == expected
+
+
 def test_portions_are_as_large_as_fits():
     whole = problem((512, 512), (8, 4), 6)
     of_head = whole.ds_bytes_of_head
