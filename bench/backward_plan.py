@@ -59,7 +59,7 @@ def _case(case: Case, portion: portions.Portion) -> Case:
     if case.packed:
         return replace(case, heads=heads, heads_kv=heads_kv)
     left, right = portion.problem.forward.options.window
-    lengths = ((len(portion.queries), len(portion.keys)),) * len(portion.batch)
+    lengths = ((len(portion.queries), len(portion.keys)),) * len(portion.sequences)
     window = left, None if case.causal else right
     return replace(case, lengths=lengths, heads=heads, heads_kv=heads_kv, window=window)
 

@@ -99,18 +99,20 @@ class GradientTensors:
     def of(self, portion: Portion) -> GradientTensors:
         """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`."""
         q, k, v, dout = self.operands
-        heads_kv = k.shape[2]
+        heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
 
         def part(tensor: torch.Tensor, rows: range) -> torch.Tensor:
             """Of (batch, rows, heads, 256); as many heads for each key/value head."""
             tensor = _narrowed(tensor, 2, portion.heads_kv, tensor.shape[2] // heads_kv)
-            return _narrowed(_narrowed(tensor, 0, portion.batch), 1, rows)
+            if entries < q.shape[0]:
+                tensor = _narrowed(tensor, 0, portion.sequences)
+            return _narrowed(tensor, 1, rows)
 
         stats = _narrowed(self.stats, 1, portion.heads_kv, q.shape[2] // heads_kv)
-        if portion.batch != range(q.shape[0]) or portion.queries != range(q.shape[1]):
+        if entries < q.shape[0] or len(portion.queries) < q.shape[1]:
             of_sequence = padded_rows(q.shape[1], 1, packed=False)
-            begin = portion.batch.start * of_sequence + portion.queries.start
-            count = padded_rows(len(portion.queries), len(portion.batch), packed=False)
+            begin = portion.sequences.start * of_sequence + portion.queries.start
+            count = padded_rows(len(portion.queries), entries, packed=False)
             stats = _narrowed(stats, 2, range(begin, begin + count))
         result_rows = portion.queries if len(self.results) == 1 else portion.keys
         return GradientTensors(

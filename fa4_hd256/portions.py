@@ -20,13 +20,14 @@ __all__ = ["Division", "Portion", "divide"]
 class Portion:
     """What goes through dK/dV and then dQ, in one launch of each.
 
-    problem: the portion as a call of its own. heads_kv, batch, queries, keys: where it lies in the
-    tensors of the whole call; packed sequences are one batch entry with all rows.
+    problem: the portion as a call of its own. heads_kv, sequences, queries, keys: where it lies in
+    the whole call. Some of the sequences and of the rows only where all sequences are dense;
+    otherwise the rows are those of the tensors.
     """
 
     problem: BackwardProblem
     heads_kv: range
-    batch: range
+    sequences: range
     queries: range
     keys: range
 
@@ -60,14 +61,13 @@ def divide(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Division:
 
 
 def _undivided(problem: BackwardProblem) -> Division:
-    everything = (range(length) for length in _lengths(problem))
-    return Division(problem, (Portion(problem, *everything),))
+    return Division(problem, (Portion(problem, *map(range, _lengths(problem))),))
 
 
 def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
-    """Key/value heads, batch entries, rows of q, and rows of k."""
-    batch, seqlen_q, _, _ = problem.forward.q_shape
-    return problem.k_shape[2], batch, seqlen_q, problem.k_shape[1]
+    """Key/value heads, sequences, rows of q, and rows of k."""
+    forward = problem.forward
+    return problem.k_shape[2], forward.sequences, forward.q_shape[1], problem.k_shape[1]
 
 
 def _by_heads(
@@ -79,11 +79,10 @@ def _by_heads(
     # Each launch has the tiles of these only.
     splits = problem.splits_for(heads_kv, sequences, clusters) if some else problem.splits
     whole = replace(problem, keeps_ds=True, splits=splits)
-    all_heads, all_batch, *rows = _lengths(problem)
-    entries = sequences if sequences < problem.forward.sequences else all_batch
+    all_heads, all_sequences, *rows = _lengths(problem)
     portions = [
-        _portion(whole, heads, batch, *map(range, rows))
-        for batch in _chunks(all_batch, entries)
+        _portion(whole, heads, some_sequences, *map(range, rows))
+        for some_sequences in _chunks(all_sequences, sequences)
         for heads in _chunks(all_heads, heads_kv)
     ]
     return Division(whole, tuple(portions))
@@ -98,10 +97,10 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Divis
     of_range = replace(problem.forward, max_seqlen_q=longest)
     splits = replace(problem, forward=of_range).splits_for(1, 1, clusters)
     whole = replace(problem, keeps_ds=True, splits=splits, adds=True)
-    heads_kv, batch, *_ = _lengths(problem)
+    heads_kv, sequences, *_ = _lengths(problem)
     portions = [
         _portion(whole, heads, sequence, queries, keys)
-        for sequence in _chunks(batch, 1)
+        for sequence in _chunks(sequences, 1)
         for heads in _chunks(heads_kv, 1)
         for queries, keys in ranges
     ]
@@ -152,15 +151,14 @@ def _chunks(length: int, size: int) -> Iterator[range]:
 
 
 def _portion(
-    whole: BackwardProblem, heads_kv: range, batch: range, queries: range, keys: range
+    whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range
 ) -> Portion:
-    """These heads, batch entries and rows as a call of their own."""
+    """These heads, sequences and rows as a call of their own."""
     forward = whole.forward
-    _, all_batch, seqlen_q, seqlen_k = _lengths(whole)
-    *_, columns = whole.k_shape
-    changes = {"q_shape": (len(batch), len(queries), len(heads_kv) * whole.group, columns)}
-    if len(batch) < all_batch:
-        changes["sequences"] = len(batch)
+    (batch_q, seqlen_q, *_), (batch_k, seqlen_k, _, columns) = forward.q_shape, whole.k_shape
+    changes = {}
+    if len(sequences) < forward.sequences:
+        batch_q = batch_k = changes["sequences"] = len(sequences)
     if len(queries) < seqlen_q or len(keys) < seqlen_k:
         # The mask is aligned to the ends of the ranges, too; how far these lie from the whole
         # call's diagonal goes to the bounds.
@@ -169,6 +167,8 @@ def _portion(
         window = left if left is None else left + beyond, right if right is None else right - beyond
         options = replace(forward.options, window=window)
         changes |= {"options": options, "max_seqlen_q": len(queries), "max_seqlen_k": len(keys)}
-    k_shape = len(batch), len(keys), len(heads_kv), columns
+    heads_q = len(heads_kv) * whole.group
+    changes["q_shape"] = batch_q, len(queries), heads_q, columns
+    k_shape = batch_k, len(keys), len(heads_kv), columns
     problem = replace(whole, forward=replace(forward, **changes), k_shape=k_shape)
-    return Portion(problem, heads_kv, batch, queries, keys)
+    return Portion(problem, heads_kv, sequences, queries, keys)

@@ -54,7 +54,7 @@ def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
         return original(tensors, problem, *rest)
 
     monkeypatch.setattr(backward, "gradient_call_arguments", spy)
-    check(inputs((300, 140), (6, 1)), causal=True)
+    check(inputs((300, 140), (6, 1)))
     assert seen == [parts, parts]
 
 

@@ -52,9 +52,9 @@ def pairs(portion: Portion, shape: tuple[int, ...]) -> np.ndarray:
     lengths = sub.forward.q_shape[1], sub.k_shape[1]
     assert lengths == (sub.forward.max_seqlen_q, sub.forward.max_seqlen_k)
     assert lengths == (len(portion.queries), len(portion.keys))
-    assert len(portion.batch) == sub.forward.sequences
+    assert len(portion.sequences) == sub.forward.sequences
     assert len(portion.heads_kv) * sub.group == sub.forward.q_shape[2]
-    index = portion.heads_kv, portion.batch, portion.queries, portion.keys
+    index = portion.heads_kv, portion.sequences, portion.queries, portion.keys
     mask = visible(lengths, sub.forward.options.window)
     found[np.ix_(*index)] = mask
     return found
@@ -107,7 +107,7 @@ def test_portions_are_as_large_as_fits():
 
     def shapes(num_bytes: int) -> list[tuple[int, int, int]]:
         found = divide(whole, num_bytes, CLUSTERS).portions
-        return [(len(p.heads_kv), len(p.batch), len(p.queries)) for p in found]
+        return [(len(p.heads_kv), len(p.sequences), len(p.queries)) for p in found]
 
     assert shapes(4 * of_head) == [(4, 6, 512)]
     assert shapes(4 * of_head - 1) == [(3, 6, 512), (1, 6, 512)]
