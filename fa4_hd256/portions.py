@@ -1,8 +1,9 @@
 """How a backward is divided so that dS of a portion fits into the memory it may take.
 
 dS of a whole call grows with the square of the length. So dK/dV and dQ run on portions, each a call
-of its own: some key/value heads; else one or more sequences; else a range of queries with the keys
-that any of them sees. What ranges of queries give to the same dK and dV is added up in float32.
+of its own: some key/value heads; else one or more sequences; else, except in windows, a range of
+queries with the keys that any of them sees. What ranges of queries give to the same dK and dV is
+added up in float32.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ def divide(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Division:
     if fitting:
         heads = min(fitting, heads_kv)
         return _by_heads(problem, heads, fitting // heads, clusters)
+    if None not in problem.forward.options.window:
+        # dS of a window is a band: ranges would be many and short, and mostly empty memory, where
+        # dQ has little to compute anew.
+        return _undivided(problem)
     return _by_queries(problem, ds_bytes, clusters)
 
 

@@ -292,7 +292,9 @@ def test_flash_attn_4_itself_refuses_with_these_words():
         (False, True, {"causal": True, "softcap": 50.0}),
         (True, True, {"causal": True, "window_size_left": 4, "softcap": 50.0}),
     ):
-        with sm100_sim.attached(), pytest.raises(AssertionError) as refused:
+        # Observed, so that what it compiles before it refuses has a cubin: it keeps that.
+        observed = sm100_sim.attached(observe=lambda config, report: None)
+        with observed, pytest.raises(AssertionError) as refused:
             _flash_attn_bwd(*call, **options)
         assert str(refused.value) == flash_attn_4.backward_refusal(window, softcap)
 

@@ -71,10 +71,13 @@ def test_every_visible_pair_is_in_one_portion(lengths, window, size):
     whole = problem(lengths, (4, 2), 2, window)
     ds_bytes = int(whole.ds_bytes_of_head // 2 * size)
     division = divide(whole, ds_bytes, CLUSTERS)
-    assert division.problem.keeps_ds and division.problem.adds == (size < 1)
+    is_window = None not in window
+    assert division.problem.keeps_ds == (size > 1 or not is_window)
+    assert division.problem.adds == (size < 1 and not is_window)
     found = sum(pairs(portion, (2, 2, *lengths)) for portion in division.portions)
     assert (found == visible(lengths, window).int().numpy()).all()
-    assert all(2 * math.prod(p.problem.ds_shape) <= ds_bytes for p in division.portions)
+    if division.problem.keeps_ds:
+        assert all(2 * math.prod(p.problem.ds_shape) <= ds_bytes for p in division.portions)
 
 
 def test_every_query_is_in_one_range():
@@ -84,13 +87,19 @@ def test_every_query_is_in_one_range():
     assert [p.keys for p in division.portions] == [range(224), range(300)]
 
 
-def test_keys_of_a_window():
-    """So many keys to the left of a range's first query; what no query sees takes no memory."""
+def test_keys_of_a_bound_on_the_left():
+    """So many keys to the left of a range's first query; the bound is one from the ranges' ends."""
+    whole = problem((4096, 4096), (1, 1), 1, (300, None))
+    portions = divide(whole, 2 * 1024 * 4096, CLUSTERS).portions
+    assert [p.queries for p in portions[:2]] == [range(1024), range(1024, 2048)]
+    assert [p.keys for p in portions[:2]] == [range(4096), range(724, 4096)]
+    windows = [p.problem.forward.options.window for p in portions[:2]]
+    assert windows == [(300 + 4096 - 1024, None), (300 + 4096 - 2048, None)]
+
+
+def test_windows_are_not_divided_into_ranges():
     whole = problem((4096, 4096), (1, 1), 1, (300, 0))
-    division = divide(whole, 2 * 1024 * (1024 + 300), CLUSTERS)
-    assert [p.queries for p in division.portions[1:3]] == [range(1024, 2048), range(2048, 3072)]
-    assert [p.keys for p in division.portions[1:3]] == [range(724, 2048), range(1748, 3072)]
-    assert {p.problem.forward.options.window for p in division.portions} == {(300, 0)}
+    assert not divide(whole, whole.ds_bytes_of_head - 1, CLUSTERS).problem.keeps_ds
 
 
 def test_ranges_without_a_mask_are_equal():
@@ -146,13 +155,13 @@ OPTIONS = {
     "full": ((520, 300), {}),
     "causal": ((520, 700), {"causal": True}),
     "causal, CLC": ((520, 700), {"causal": True, "use_clc": True}),
-    "window": ((600, 600), {"window_size": (130, 70)}),
+    "left": ((600, 600), {"window_size": (130, None)}),
 }
 
 
 @pytest.mark.parametrize(
     ("size", "mask"),
-    [(1, "full"), (0.7, "full"), (1, "causal"), (0.7, "causal, CLC"), (0.3, "window")],
+    [(1, "full"), (0.7, "full"), (1, "causal"), (0.7, "causal, CLC"), (0.5, "left")],
 )
 def test_gradients_of_portions(mask, size, device):
     """One sequence of a head at a time, or a range of its queries, each adding to dK and dV."""
