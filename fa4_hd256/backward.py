@@ -198,7 +198,7 @@ def _add_dkdv(
     own = tuple(begin_of(tensor, problem.dkdv_shape) for tensor in room)
     _launch(spec, problem, replace(tensors, results=own))
     for total, parts in zip(tensors.results, own, strict=True):
-        total += parts.unflatten(2, (total.shape[2], -1)).sum(dim=3)
+        total += _sum_by_head(parts, total.shape[2])
 
 
 def _room(
@@ -231,8 +231,13 @@ def _empty_dkdv(problem: BackwardProblem) -> tuple[torch.Tensor, torch.Tensor]:
 def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:
     """The gradient of the user's k or v from what the kernel wrote."""
     if problem.splits > problem.copies and not problem.adds:
-        parts = parts.unflatten(2, (problem.k_shape[2], problem.splits)).sum(dim=3)
+        parts = _sum_by_head(parts, problem.k_shape[2])
     return parts.to(problem.forward.dtype)
+
+
+def _sum_by_head(parts: torch.Tensor, heads: int) -> torch.Tensor:
+    """(batch, rows, heads, 256) from as many parts for each head."""
+    return parts.unflatten(2, (heads, -1)).sum(dim=3)
 
 
 def _launch(spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors) -> None:

@@ -17,6 +17,7 @@ from .sequences import PADDING
 
 __all__ = ["Division", "Portion", "divide"]
 
+
 @dataclass(frozen=True)
 class Portion:
     """What goes through dK/dV and then dQ, in one launch of each.
@@ -48,7 +49,7 @@ def divide(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Division:
     """
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
     of_head = problem.ds_bytes_of_head
-    if not of_head:
+    if not of_head or not ds_bytes:
         return _undivided(problem)
     if ds_bytes >= of_head:
         return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, clusters)
