@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.portions import visible_keys
 from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim.timing.problem import Tile
 
 from .modelled import L2_FOR_KV
 from .suite import Case
-from .workload import key_range, key_steps
+from .workload import key_steps
 
 KEYS = 128
 #: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, or 1 from dS that
@@ -67,7 +68,7 @@ def dkdv_units(
     tile, sides = (begin, min(begin + KEYS, seqlen_k), (seqlen_k, seqlen_q)), (right, left)
     units, masked = key_steps(*tile, sides, UNIT_Q)
     # Past the last of its own steps a finer kernel leaves the rest of the unit out.
-    _, last = key_range(*tile, sides)
+    last = visible_keys(*tile, sides).stop
     return units - (-last % UNIT_Q // rows * rows / UNIT_Q if units else 0), masked
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 from fa4_hd256.backward_config import BLOCK_KV, BLOCK_Q, TILE_BYTES, BackwardConfig
 from fa4_hd256.config import BF16_BYTES, CTAS, HEAD_DIM, ForwardConfig
+from fa4_hd256.portions import visible_keys
 from fa4_hd256.problem import packed_heads
 from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.tensor import mma_cost
@@ -266,13 +267,11 @@ def _sequence_counts(
     seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, rows: int
 ) -> tuple[int, int, int]:
     """Of one sequence and tiles of `rows` queries; the mask is aligned bottom right."""
-    shift, ranges = seqlen_k - seqlen_q, []
+    lengths, ranges = (seqlen_q, seqlen_k), []
     for begin in range(0, seqlen_q, rows):
-        last_row = min(begin + rows, seqlen_q) - 1
-        first = 0 if left is None else max(0, begin + shift - left)
-        end = seqlen_k if right is None else min(seqlen_k, last_row + shift + right + 1)
-        if end > first:
-            ranges.append(range(first // BLOCK_KV, -(-end // BLOCK_KV)))
+        keys = visible_keys(begin, min(begin + rows, seqlen_q), lengths, (left, right))
+        if keys:
+            ranges.append(range(keys.start // BLOCK_KV, -(-keys.stop // BLOCK_KV)))
     seen = len(set(itertools.chain.from_iterable(ranges)))
     return sum(map(len, ranges)), len(ranges), seen
 

@@ -16,6 +16,7 @@ from fa4_hd256.backends import empty_results
 from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.portions import visible_keys
 from fa4_hd256.problem import Options, Problem
 from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim import timing
@@ -254,8 +255,8 @@ def key_steps(
 ) -> tuple[int, int]:
     """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
     all of these rows see); the mask is bottom-right aligned. keys: of a KV tile."""
-    first, limit = key_range(begin, end, lengths, bounds)
-    if limit <= first:
+    seen = visible_keys(begin, end, lengths, bounds)
+    if not seen:
         return 0, 0
     seqlen_q, seqlen_k = lengths
     left, right = bounds
@@ -263,19 +264,8 @@ def key_steps(
     # Keys that every row sees.
     common_first = 0 if left is None else max(0, end - 1 + offset - left)
     common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
-    steps = -(-limit // keys) - first // keys
+    steps = -(-seen.stop // keys) - seen.start // keys
     return steps, steps - max(0, common_limit // keys - -(-common_first // keys))
-
-
-def key_range(
-    begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None]
-) -> tuple[int, int]:
-    """[first, limit) of the keys that the rows begin .. end - 1 see any of, empty if none is."""
-    seqlen_q, seqlen_k = lengths
-    left, right = bounds
-    offset = seqlen_k - seqlen_q
-    first = 0 if left is None else max(0, begin + offset - left)
-    return first, seqlen_k if right is None else min(seqlen_k, end + offset + right)
 
 
 def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:

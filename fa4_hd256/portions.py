@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from .backward_problem import BackwardProblem
 from .sequences import PADDING
 
-__all__ = ["Division", "Portion", "divide"]
+__all__ = ["Division", "Portion", "divide", "visible_keys"]
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,15 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
 
     Empty if dS of a single unit of queries does not fit.
     """
-    _, _, seqlen_q, _ = _lengths(problem)
+    _, _, seqlen_q, seqlen_k = _lengths(problem)
+    mask = (seqlen_q, seqlen_k), problem.forward.options.window
     row_bytes = problem.group * problem.forward.dtype.itemsize
     ends = [0]
     while ends[-1] < seqlen_q:
         begin = end = ends[-1]
         while end < seqlen_q:
             longer = end + PADDING
-            keys = _visible_keys(problem, begin, min(longer, seqlen_q))
+            keys = visible_keys(begin, min(longer, seqlen_q), *mask)
             if row_bytes * (longer - begin) * len(keys) > ds_bytes:
                 break
             end = longer
@@ -138,14 +139,15 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
         rows = -(-seqlen_q // (count * PADDING)) * PADDING
         ends = [min(i * rows, seqlen_q) for i in range(count + 1)]
     spans = [range(begin, end) for begin, end in itertools.pairwise(ends) if begin < end]
-    return [(span, _visible_keys(problem, span.start, span.stop)) for span in spans]
+    return [(span, visible_keys(span.start, span.stop, *mask)) for span in spans]
 
 
-def _visible_keys(problem: BackwardProblem, begin: int, end: int) -> range:
+def visible_keys(
+    begin: int, end: int, lengths: tuple[int, int], window: tuple[int | None, int | None]
+) -> range:
     """The keys that any of the queries [begin, end) may see; the mask is aligned to the end of
-    both sequences."""
-    left, right = problem.forward.options.window
-    _, _, seqlen_q, seqlen_k = _lengths(problem)
+    both sequences. lengths: of queries and keys. window: (left, right), None for unbounded."""
+    (seqlen_q, seqlen_k), (left, right) = lengths, window
     diagonal = seqlen_k - seqlen_q
     first = 0 if left is None else max(0, begin + diagonal - left)
     limit = seqlen_k if right is None else max(0, min(seqlen_k, end + diagonal + right))
