@@ -102,15 +102,18 @@ def dq_tiles(case: Case, order: Order, keeps_ds: bool = False) -> list[Tile]:
     return found
 
 
-def dkdv_tiles(case: Case, order: Order, splits: int, keeps_ds: bool = False) -> list[Tile]:
+def dkdv_tiles(
+    case: Case, order: Order, splits: int, keeps_ds: bool = False, partial: bool | None = None
+) -> list[Tile]:
     """The tiles of dK/dV in order. splits: parts of each group of query heads. keeps_ds: dS is
-    written."""
+    written. partial: dK and dV are written in float32, by default where there are such parts."""
     ratio, heads = case.heads // case.heads_kv, case.heads_kv * splits
     part = -(-ratio // splits)
     rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
     grid = -(-case.seqlen_k // KEYS), heads, case.batch
     # K and V are read, dK and dV written; Q and dO are shared.
-    own, shared = 2 * ROW + 2 * (PARTIAL_ROW if splits > 1 else ROW), 2 * ROW * part
+    partial = splits > 1 if partial is None else partial
+    own, shared = 2 * ROW + 2 * (PARTIAL_ROW if partial else ROW), 2 * ROW * part
     masks = case.window[0] is not None
 
     @functools.cache

@@ -85,7 +85,9 @@ class Backward:
         case, keeps, (dq, dkdv) = portion.case, portion.keeps_ds, _names(portion)
         kernels = {
             "dq": (dq_tiles(case, self.order, keeps), dq),
-            "dkdv": (dkdv_tiles(case, self.order, portion.splits, keeps), dkdv),
+            "dkdv": (
+                dkdv_tiles(case, self.order, portion.splits, keeps, portion.partial), dkdv
+            ),
         }
         return {
             kernel: [

@@ -1,4 +1,5 @@
-"""`python -m bench simulator`: the speed of the simulator itself on the forward kernel."""
+"""`python -m bench simulator`: the speed of the simulator itself on the forward kernel, and what
+kernels take to translate."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
 from sm100_sim.blas import single_threaded
 
+from . import translation
 from .results import (
     BASIS,
     MACHINE,
@@ -219,7 +221,8 @@ def table(measurements: list[Measurement]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seqlen", type=int, help="this one; by default 2048, 8192 (heads 2/1) and 32768 (1/1)"
+        "--seqlen", type=int,
+        help="this one; by default 2048, 8192 (heads 2/1) and 32768 (1/1), and translation",
     )
     parser.add_argument("--heads", type=int, default=2, help="with --seqlen (default: 2)")
     parser.add_argument("--heads-kv", type=int, default=1, help="with --seqlen (default: 1)")
@@ -235,5 +238,8 @@ def main(arguments: argparse.Namespace) -> int:
         measure(shape, runs if arguments.runs is None else arguments.runs)
         for shape, runs in shapes.items()
     ]
-    emit(table(found), arguments)
+    tables = [table(found)]
+    if arguments.seqlen is None:
+        tables.append(translation.table(translation.kernels()))
+    emit(tables, arguments)
     return 0

@@ -50,7 +50,7 @@ class Emitter:
         self.values: dict[Register, dict[str, str]] = {}
         self.defined: dict[Register, None] = {}
         self.declarations: set[str] = set()
-        #: Functions of the module that blocks call, by name; see `shared_function`.
+        #: Functions of the module that blocks call, by name; see `module_function`.
         self.shared: dict[str, str] = {}
         self.constants: dict[tuple[str, int], str] = {}
         self.fields: dict[str, str] = {}
@@ -113,21 +113,35 @@ class Emitter:
         self.declarations.add(f"declare <32 x {to}> {full}({', '.join(types)})")
         return self.name_for(f"call <32 x {to}> {full}({', '.join(arguments)})")
 
-    def shared_function(self, name: str, build: Callable[[Emitter, str], str], x: str) -> str:
-        """A function of f32 lanes, of which the module has one copy that blocks call.
+    def module_function(self, name: str, result: str, parameters: str,
+                        build: Callable[[Emitter], str]) -> str:
+        """The name of a function of which the module has one copy that blocks call.
 
-        For long ones that kernels use hundreds of times: what is inline is compiled each time.
-        build: emits the function of its second argument, returns the result.
+        For what kernels use hundreds of times: what is inline is compiled each time. build: emits
+        the body and returns the result, "" for none.
         """
         if name not in self.shared:
             body = Emitter(name, 0)
-            result = build(body, "%x")
+            value = build(body)
             self.shared |= body.shared
             self.shared[name] = "\n".join(
-                [f"define internal <32 x float> @{name}(<32 x float> %x) #0 {{", *body.lines,
-                 f"  ret <32 x float> {result}", "}"])
+                [f"define internal {result} @{name}({parameters}) #0 {{", *body.lines,
+                 f"  ret {result} {value}".rstrip(), "}"])
             self.declarations |= body.declarations
-        return self.name_for(f"call <32 x float> @{name}(<32 x float> {x})")
+        return f"@{name}"
+
+    def shared_function(self, name: str, build: Callable[..., str], *operands: str,
+                        kind: str = "float", result: str = "float") -> str:
+        """Call of a `module_function` of lanes; build(emitter, *parameters) emits its body.
+
+        kind, result: types of the operands and of the result.
+        """
+        parameters = [f"%p{n}" for n in range(len(operands))]
+        function = self.module_function(
+            name, f"<32 x {result}>", ", ".join(f"<32 x {kind}> {p}" for p in parameters),
+            lambda body: build(body, *parameters))
+        arguments = ", ".join(f"<32 x {kind}> {operand}" for operand in operands)
+        return self.name_for(f"call <32 x {result}> {function}({arguments})")
 
     def float_constant(self, pattern: int, kind: str = "float") -> str:
         """Vector of the float (or half, double) whose bits are ``pattern``."""
@@ -460,6 +474,8 @@ class Emitter:
                 self._store_predicate(register, row)
             elif register.file == "r32":
                 self._masked_store("i32", self._form(register, "i32"), row)
+            elif not {"i64", "double"} & self.values[register].keys():
+                self._store_halves(self.values[register], row)
             else:
                 self._masked_store("i64", self._form(register, "i64"), row)
                 if register.type == "b128":
@@ -472,6 +488,20 @@ class Emitter:
         changed = self.name_for(f"xor i32 {new}, {old}")
         changed = self.name_for(f"and i32 {changed}, %active_mask")
         self.line(f"store i32 {self.name_for(f'xor i32 {old}, {changed}')}, ptr {row}")
+
+    def _store_halves(self, forms: dict[str, str], row: str) -> None:
+        """Store a 64-bit register that is held as halves."""
+
+        def build(body: Emitter) -> str:
+            body.line("%active = bitcast i32 %mask to <32 x i1>")
+            body._masked_store("i64", body.interleave("%low", "%high"), "%row")
+            return ""
+
+        function = self.module_function(
+            "store_halves", "void", "ptr %row, i32 %mask, <32 x i32> %low, <32 x i32> %high", build)
+        low, high = (self._half(forms, which, "i32") for which in ("low", "high"))
+        self.line(f"call void {function}(ptr {row}, i32 %active_mask, <32 x i32> {low}, "
+                  f"<32 x i32> {high})")
 
     def _masked_store(self, kind: str, value: str, pointer: str) -> None:
         name = f"@llvm.masked.store.v32{kind}.p0"

@@ -214,9 +214,15 @@ def _to_packed(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite:
     """cvt.{rn,rz}{.relu}{.satfinite}.{f16x2,bf16x2}.f32 d, a, b: a goes to the upper half."""
     if source != "f32" or len(i.operands) != 3:
         raise unknown(i, "packed conversions are implemented from two f32")
-    high, low = (_to_half(e, i, e.get(op, "float"), rounding, relu, satfinite, to[:-2])
-                 for op in i.operands[1:3])
-    e.set(i.operands[0], "i32", join_pair(e, low, high))
+
+    def function(e: Emitter, high: str, low: str) -> str:
+        halves = (_to_half(e, i, value, rounding, relu, satfinite, to[:-2])
+                  for value in (low, high))
+        return join_pair(e, *halves)
+
+    name = "_".join(filter(None, ("cvt", rounding, relu and "relu", satfinite and "satfinite", to)))
+    e.set(i.operands[0], "i32", e.shared_function(
+        name, function, *(e.get(op, "float") for op in i.operands[1:3]), result="i32"))
 
 
 def _to_tf32(e: Emitter, i: Instruction) -> None:

@@ -242,12 +242,18 @@ def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = Fal
     if type_name == "f64":
         return _apply_double(e, i, operation, negate_second, rounding)
 
-    def compute(values: list[str]) -> str:
-        values = [flush(e, v) for v in values] if ftz else values
-        if negate_second:
-            values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
+    def steps(e: Emitter, *values: str) -> str:
+        values = [flush(e, v) for v in values] if ftz else list(values)
         result = _f32_operation(e, operation, values, rounding, bool(ftz))
         return saturate(e, result) if sat else result
+
+    def compute(values: list[str]) -> str:
+        if negate_second:
+            values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
+        if rounding in ("rn", "") and not (ftz or sat):
+            return steps(e, *values)
+        name = "_".join(filter(None, (operation, rounding, ftz, sat)))
+        return e.shared_function(name, steps, *values)
 
     if type_name == "f32":
         return e.set(destination, "float", compute([e.get(op, "float") for op in sources]))
@@ -395,6 +401,13 @@ def change_sign(e: Emitter, i: Instruction) -> None:
 
 def larger(e: Emitter, opcode: str, kind: str, a: str, b: str, keep_nan: bool) -> str:
     """One min or max: a NaN loses against a number (or wins with .NaN), -0 < +0."""
+    name = f"{opcode}_{kind}_nan" if keep_nan else f"{opcode}_{kind}"
+    return e.shared_function(
+        name, lambda e, a, b: _larger(e, opcode, kind, a, b, keep_nan), a, b, kind=kind,
+        result=kind)
+
+
+def _larger(e: Emitter, opcode: str, kind: str, a: str, b: str, keep_nan: bool) -> str:
     predicate = "ogt" if opcode == "max" else "olt"
     integer = {"float": "i32", "double": "i64"}[kind]
     value = e.select(e.compare(predicate, kind, a, b), kind, a, b)

@@ -135,17 +135,22 @@ def reciprocal_root(e: Emitter, i: Instruction) -> None:
     if mode not in ("approx", "rn") or type_name == "f64" and mode != "rn":
         raise unknown(i, "implemented are .approx and .rn for f32, .rn for f64")
     kind = "float" if type_name == "f32" else "double"
-    x = e.get(i.operands[1], kind)
-    x = flush(e, x) if ftz else x
-    if i.opcode == "sqrt":
-        result = e.intrinsic("sqrt", kind, x)
-    else:
-        one = e.float_constant(_f32(1.0) if kind == "float" else _f64(1.0), kind)
-        result = e.binary("fdiv", kind, one, x)
-    if kind == "float":
+
+    def function(e: Emitter, x: str) -> str:
+        x = flush(e, x) if ftz else x
+        if i.opcode == "sqrt":
+            result = e.intrinsic("sqrt", kind, x)
+        else:
+            one = e.float_constant(_f32(1.0) if kind == "float" else _f64(1.0), kind)
+            result = e.binary("fdiv", kind, one, x)
+        if kind == "double":
+            return result
         result = flush(e, result) if ftz else result
-        result = _nan(e, e.compare("uno", "float", result, result), result)
-    e.set(i.operands[0], kind, result)
+        return _nan(e, e.compare("uno", "float", result, result), result)
+
+    name = "_".join(filter(None, (i.opcode, ftz, kind)))
+    e.set(i.operands[0], kind, e.shared_function(
+        name, function, e.get(i.operands[1], kind), kind=kind, result=kind))
 
 
 @inline_op("rsqrt", statistics="mufu.rsqrt")

@@ -40,6 +40,14 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
 
     lanes: mask of those whose addresses count.
     """
+    mask = _check(e, i, op, space, width, write, lanes)
+    pointers = e.name_for("load <32 x i64>, ptr %scratch, align 64")
+    return pointers, e.name_for(f"bitcast i32 {mask} to <32 x i1>")
+
+
+def _check(e: Emitter, i: Instruction, op: Operand, space: str, width: int, write: bool,
+           lanes: int = -1) -> str:
+    """The same with the addresses left in %scratch; returns the mask as i32."""
     if op.kind != "mem" or op.items:
         raise unknown(i, "the address operand must be [base + offset]")
     wide = "" if space == "" else space.split("::")[0]
@@ -64,8 +72,7 @@ def host_pointers(e: Emitter, i: Instruction, op: Operand, space: str, width: in
         tag = i.index << 1 | write
         e.line(f"call void @log_access(ptr %context, i32 {mask}, ptr %scratch, i32 {width}, "
                f"i32 {tag})")
-    pointers = e.name_for("load <32 x i64>, ptr %scratch, align 64")
-    return pointers, e.name_for(f"bitcast i32 {mask} to <32 x i1>")
+    return mask
 
 
 def _parameter_addresses(e: Emitter, op: Operand, width: int) -> str:
@@ -98,27 +105,46 @@ def _pieces(e: Emitter, i: Instruction, op: Operand, vector: str) -> tuple[Opera
     return items
 
 
-def _lane_pointers(e: Emitter, pointers: str, offset: int) -> str:
-    if offset:
-        pointers = e.binary("add", "i64", pointers, splat("i64", offset))
-    return e.name_for(f"inttoptr <32 x i64> {pointers} to <32 x ptr>")
+def _lane_pointers(e: Emitter) -> None:
+    """In a function of the module: %active of its %mask, %at from its %pointers and %offset."""
+    e.line("%active = bitcast i32 %mask to <32 x i1>")
+    pointers = e.name_for("load <32 x i64>, ptr %pointers, align 64")
+    pointers = e.binary("add", "i64", pointers, e.broadcast("i64", "%offset"))
+    e.line(f"%at = inttoptr <32 x i64> {pointers} to <32 x ptr>")
 
 
-def _gather(e: Emitter, kind: str, pointers: str, mask: str) -> str:
-    size = int(kind[1:]) // 8
-    name = f"@llvm.masked.gather.v32{kind}.v32p0"
-    e.declarations.add(
-        f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
-    return e.name_for(f"call <32 x {kind}> {name}(<32 x ptr> {pointers}, i32 {size}, "
-                      f"<32 x i1> {mask}, <32 x {kind}> zeroinitializer)")
+def _gather(e: Emitter, kind: str, mask: str, offset: int) -> str:
+    """Lanes loaded `offset` bytes behind the addresses in %scratch; 0 in those not in the mask."""
+
+    def build(body: Emitter) -> str:
+        _lane_pointers(body)
+        name = f"@llvm.masked.gather.v32{kind}.v32p0"
+        body.declarations.add(
+            f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
+        return body.name_for(
+            f"call <32 x {kind}> {name}(<32 x ptr> %at, i32 {int(kind[1:]) // 8}, "
+            f"<32 x i1> %active, <32 x {kind}> zeroinitializer)")
+
+    function = e.module_function(
+        f"gather_{kind}", f"<32 x {kind}>", "ptr %pointers, i64 %offset, i32 %mask", build)
+    return e.name_for(f"call <32 x {kind}> {function}(ptr %scratch, i64 {offset}, i32 {mask})")
 
 
-def _scatter(e: Emitter, kind: str, value: str, pointers: str, mask: str) -> None:
-    size = int(kind[1:]) // 8
-    name = f"@llvm.masked.scatter.v32{kind}.v32p0"
-    e.declarations.add(f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
-    e.line(f"call void {name}(<32 x {kind}> {value}, <32 x ptr> {pointers}, i32 {size}, "
-           f"<32 x i1> {mask})")
+def _scatter(e: Emitter, kind: str, value: str, mask: str, offset: int) -> None:
+    """Lanes of the mask stored `offset` bytes behind the addresses in %scratch."""
+
+    def build(body: Emitter) -> str:
+        _lane_pointers(body)
+        name = f"@llvm.masked.scatter.v32{kind}.v32p0"
+        body.declarations.add(f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
+        body.line(f"call void {name}(<32 x {kind}> %value, <32 x ptr> %at, "
+                  f"i32 {int(kind[1:]) // 8}, <32 x i1> %active)")
+        return ""
+
+    function = e.module_function(
+        f"scatter_{kind}", "void",
+        f"ptr %pointers, i64 %offset, i32 %mask, <32 x {kind}> %value", build)
+    e.line(f"call void {function}(ptr %scratch, i64 {offset}, i32 {mask}, <32 x {kind}> {value})")
 
 
 def _set_loaded(e: Emitter, op: Operand, type_name: str, value: str) -> None:
@@ -144,13 +170,10 @@ def load(e: Emitter, i: Instruction) -> None:
     if space.startswith("param") and base is not None and base.kind == "sym":
         return _load_param(e, i, items, type_name)
     kind, size = _unit(type_name)
-    pointers, mask = host_pointers(e, i, i.operands[1], space, size * len(items), False)
+    mask = _check(e, i, i.operands[1], space, size * len(items), False)
     if type_name == "b128":
-        low, high = (_gather(e, "i64", _lane_pointers(e, pointers, offset), mask)
-                     for offset in (0, 8))
-        return e.set_wide(items[0], low, high)
-    values = [_gather(e, kind, _lane_pointers(e, pointers, size * position), mask)
-              for position in range(len(items))]
+        return e.set_wide(items[0], *(_gather(e, "i64", mask, offset) for offset in (0, 8)))
+    values = [_gather(e, kind, mask, size * position) for position in range(len(items))]
     for op, value in zip(items, values, strict=True):
         _set_loaded(e, op, type_name, value)
 
@@ -183,10 +206,10 @@ def store(e: Emitter, i: Instruction) -> None:
         raise unknown(i, "kernel parameters are read-only")
     items = _pieces(e, i, i.operands[1], vector)
     kind, size = _unit(type_name)
-    pointers, mask = host_pointers(e, i, i.operands[0], space, size * len(items), True)
+    mask = _check(e, i, i.operands[0], space, size * len(items), True)
     if type_name == "b128":
         for offset, value in zip((0, 8), e.wide(items[0]), strict=True):
-            _scatter(e, "i64", value, _lane_pointers(e, pointers, offset), mask)
+            _scatter(e, "i64", value, mask, offset)
         return
     for position, op in enumerate(items):
-        _scatter(e, kind, e.get(op, kind), _lane_pointers(e, pointers, size * position), mask)
+        _scatter(e, kind, e.get(op, kind), mask, size * position)

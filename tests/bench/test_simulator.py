@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import simulator
+from bench import simulator, translation
 from bench.__main__ import main
 
 pytestmark = pytest.mark.simulator
@@ -35,3 +35,13 @@ def test_a_small_shape(runs, capsys):
 def test_wrong_numbers_of_runs(capsys):
     assert main(["simulator", "--seqlen", "300", "--runs", "-1"]) == 2
     assert "accepted: whole numbers from 0 on" in capsys.readouterr().err
+
+
+def test_translation():
+    """More than the cache on disk takes; every kernel is one that the project makes."""
+    specs = translation.kernels()
+    assert {spec.kind for spec in specs.values()} == {"forward", "backward_dkdv", "backward_dq"}
+    name = "dQ, packed windows, softcap"
+    (row,) = translation.table({name: specs[name]}).rows
+    assert row["kernel"] == name and row["instructions"] > 5000
+    assert min(row["seconds"], row["sanitized_seconds"]) > row["cached_seconds"] > 0
