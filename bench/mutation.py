@@ -70,6 +70,8 @@ BACKWARD_LENGTHS = (
 )  # fmt: skip
 #: And with a tile of one step first, as second blocks of queries come before first ones.
 SHORT_LENGTHS = ((260, 100), (40, 60))
+#: And with a tile without queries first.
+EMPTY_FIRST_LENGTHS = ((0, 50), (40, 60))
 
 
 def alternating(tiles: torch.Tensor) -> torch.Tensor:
@@ -169,7 +171,7 @@ def _targets() -> Iterator[Target]:
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
             yield Target(f"forward, {name}, {scheduler}", run, shapes)
-        backward = BACKWARD_LENGTHS, SHORT_LENGTHS
+        backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
         call = functools.partial(_packed, lengths=backward)
         for name, kernel, wanted in (
             ("dK/dV and dS", "backward_dkdv", "qkv"),
