@@ -54,7 +54,7 @@ SEQLENS = {"short": 1024, "medium": 8192, "long": 65536}
 HEADS = (16, 2)
 #: Clocks of the tensor core in a step of 256 queries x 128 keys, of each CTA.
 STEP_WORK = 4 * 256 * BLOCK * HEAD_DIM / modelled.FLOP_PER_CLOCK / 2
-#: (seqlen, heads) that a mix is replayed on, beside the hardware's mix on `workload.SAMPLES`.
+#: What a mix is replayed on, beside the hardware's mix on `workload.SAMPLES`: one long tile.
 SAMPLE = workload.SAMPLES[-1]
 
 

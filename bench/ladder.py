@@ -23,7 +23,7 @@ from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from sm100_sim.timing.machine_constants import Machine, load
 from softmax_emu.pattern import Ex2Pattern
 
-from . import modelled
+from . import modelled, workload
 from .accuracy import default_jobs
 from .checking import check_forward
 from .measuring import CudaTimer, Sampling, Timer, interleave
@@ -55,8 +55,8 @@ from .suite import FORWARD, Case
 RESOLUTION = 0.05
 #: The field's mix: 37.5 % of a step's columns.
 PATTERN = Ex2Pattern(4, 3)
-#: (seqlen, heads) of the replays; three costs of a tile follow from them.
-SAMPLES = ((256, 1), (512, 2), (1024, 1))
+#: Of the replays (`workload.Samples`); three costs of a tile follow from them.
+SAMPLES = (workload.SAMPLES[0], workload.SAMPLES[2], workload.SAMPLES[-1])
 #: (queries, keys) of the simulated check: several tiles, ends inside a tile.
 CHECKED = (520, 600)
 NOT_RUNNABLE = "not runnable here"
@@ -158,10 +158,9 @@ class Prediction:
 
     def __call__(self, rung: Rung) -> Timing:
         case = self.case
-        kernel = modelled.our_kernel(
-            case.causal, self.machine, self.draws, use_clc=rung.use_clc, config=rung.config,
-            samples=SAMPLES,
-        )  # fmt: skip
+        kind = workload.Kind(case.causal)
+        variant = workload.Variant(kind, rung.use_clc, rung.config, SAMPLES)
+        kernel = workload.our_kernel(variant, load(self.machine), self.draws)
         shape = modelled.Shape(
             case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
         )

@@ -1,4 +1,4 @@
-"""Attention problems on the timing model: a kernel's tile costs, and whole problems from them.
+"""Dense attention on the timing model: a kernel's tile costs, and whole problems from them.
 
 The costs of a kernel come from replays of one cluster that runs a few tiles of small problems; a
 problem of any size is then a list of tiles (`sm100_sim.timing.problem`). Nothing here is measured.
@@ -10,28 +10,22 @@ import contextlib
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from fa4_hd256.backends import empty_results
-from fa4_hd256.calling import CallTensors, call_arguments
-from fa4_hd256.compile import compile_forward
-from fa4_hd256.config import HEAD_DIM, ForwardConfig
-from fa4_hd256.problem import Options, Problem
 from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, Values, load
 from sm100_sim.timing.problem import Sample, Schedule, Tile, TileCosts, fit, schedule
 
 from . import flash_attn_4
-from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
+from .replays import SEED, Paths, Replayed, kept, replayed, seeded
 
 #: Keys of a step.
 STEP = 128
 FLOP_PER_CLOCK = 8192
-#: (seqlen, heads) of the small problems that costs are fitted to.
+#: (seqlen, heads) that costs of flash-attn-4's persistent kernel are fitted to.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (2048, 1))
 L2_FOR_KV = 64 << 20
 
@@ -128,21 +122,6 @@ class Kernel:
         return shape.flop(self.head_dim) / self.seconds(shape) / 1e12
 
 
-def _our_forward(
-    seqlen: int, heads: int, causal: bool, use_clc: bool, config: ForwardConfig | None
-) -> tuple[Any, tuple]:
-    """(compiled kernel, arguments of a call on one CTA pair)."""
-    generator = torch.Generator().manual_seed(SEED)
-    q, k, v = (
-        torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
-        for n in (heads, 1, 1)
-    )
-    problem = Problem.describe((q, k, v), Options.check(None, causal, (None, None), 0.0, use_clc))
-    compiled = compile_forward(config or ForwardConfig(), problem.problem_class)
-    tensors = CallTensors(q, k, v, *empty_results(problem))
-    return compiled, call_arguments(tensors, problem, 1, 0)
-
-
 def their_predictions(
     samples: tuple[tuple[int, int], ...], head_dim: int, causal: bool, machine: Machine, draws: int
 ) -> list[timing.Prediction]:
@@ -192,33 +171,6 @@ def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
         fit([Sample(r.tiles, r.work, r.clocks[n], r.masked) for r in rows], policy == "single")
         for n in range(len(rows[0].clocks))
     ]
-
-
-def our_kernel(
-    causal: bool, machine: str = "b200", draws: int = 6, *, use_clc: bool = False,
-    config: ForwardConfig | None = None, samples: tuple[tuple[int, int], ...] = SAMPLES,
-) -> Kernel:
-    """Our forward under the static or the CLC scheduler. config: None for the default one."""
-    model = load(machine)
-    compiled, _ = _our_forward(*samples[0], causal, use_clc, config)
-    policy = "dynamic" if use_clc else "static"
-    shape = HEAD_DIM, 256, 2, policy
-
-    def make() -> list[Replayed]:
-        found = []
-        for seqlen, heads in samples:
-            function, arguments = _our_forward(seqlen, heads, causal, use_clc, config)
-            prediction = timing.predict(function, *arguments, machine=model, draws=draws)[-1]
-            found.append(replayed(prediction, -(-seqlen // 256) * heads))
-        return found
-
-    rows = kept((digest(compiled.cubin), samples), model, draws, make)
-    ordered = config is None or config.ordered_tiles
-    costs = fitted(rows, policy)
-    return Kernel(
-        "ours", *shape, model.sampled(draws), costs, ordered, packs_heads=True,
-        paths=Paths.of(rows),
-    )
 
 
 def their_kernel(

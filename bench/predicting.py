@@ -72,8 +72,6 @@ class Predictor:
     def _replayed(self, provider: str, kind: workload.Kind, use_clc: bool) -> modelled.Kernel:
         name, draws = self.machine.name, self.draws
         if provider == OURS:
-            if kind.is_dense:
-                return modelled.our_kernel(kind.causal, name, draws, use_clc=use_clc)
             return workload.our_kernel(workload.Variant(kind, use_clc), self.machine, draws)
         if kind.is_dense:
             return modelled.their_kernel(workload.HEAD_DIM, kind.causal, name, draws)

@@ -12,6 +12,9 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ import torch
 from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite
+from .accuracy import default_jobs
 from .checking import Check, check_forward, check_gradients
 from .measuring import (
     B200_TFLOPS,
@@ -51,6 +55,7 @@ from .results import (
     modelled_machine,
 )
 from .suite import BACKWARD, DIRECTIONS, Case
+from .workload import Kind
 
 #: Differences of predictions below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
@@ -169,6 +174,37 @@ def modelled_rows(
             row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
         rows.append(row | _unlimited(both))
     return rows
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """`modelled_rows` as a function of the cases, for a pool of processes."""
+
+    names: tuple[str, ...]
+    machine: str
+    draws: int
+
+    def __call__(self, cases: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
+        def note(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
+
+        return modelled_rows(cases, self.names, Predictor(load(self.machine), self.draws, note))
+
+    def all(self, cases: Sequence[tuple[Case, str]], jobs: int) -> list[dict[str, Any]]:
+        """Rows of all cases in their order, on `jobs` processes; those that share kernels go to one
+        process."""
+        groups: dict[tuple[str, Kind], list[int]] = defaultdict(list)
+        for index, (case, direction) in enumerate(cases):
+            groups[direction, Kind.of(case)].append(index)
+        parts = [[cases[index] for index in group] for group in groups.values()]
+        if min(jobs, len(parts)) == 1:
+            return self(cases)
+        # The compiler's state must not be forked.
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(self, parts))
+        rows = {index: row for group, part in zip(groups.values(), found, strict=True)
+                for index, row in zip(group, part, strict=True)}  # fmt: skip
+        return [rows[index] for index in range(len(cases))]
 
 
 def _unlimited(both: Sequence[Predicted | None]) -> dict[str, Any]:
@@ -325,6 +361,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
     parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
+    parser.add_argument("--jobs", type=int, help="processes of the model; as many as cores")
     parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs of each provider")
     parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
@@ -344,10 +381,8 @@ def main(arguments: argparse.Namespace) -> int:
         timer, dtype = CudaTimer(), DTYPES[arguments.dtype]
         rows = measured_rows(cases, providers, timer, sampling, dtype)
     else:
-        predictor = Predictor(
-            load(arguments.machine), arguments.draws,
-            lambda text: print(text, file=sys.stderr, flush=True),
-        )  # fmt: skip
-        rows = modelled_rows(cases, [provider.name for provider in providers], predictor)
+        jobs = default_jobs() if arguments.jobs is None else arguments.jobs
+        names = tuple(provider.name for provider in providers)
+        rows = Predictions(names, arguments.machine, arguments.draws).all(cases, jobs)
     emit([found for found in (table(rows), summary(rows)) if found], arguments)
     return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0

@@ -30,9 +30,9 @@ from .suite import Case
 STEP, ROWS = modelled.STEP, 256
 #: Clocks of the tensor core in a step of 256 queries, of each CTA of a pair.
 STEP_WORK = 4 * ROWS * STEP * HEAD_DIM / modelled.FLOP_PER_CLOCK / 2
-#: (seqlen, heads) that the costs of a kernel are fitted to; `packed` ones also to the longest of
-#: flash-attn-4's: a causal tile of few steps tells little of the pace of many.
-SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
+#: (seqlen, heads) that the costs of a kernel are fitted to, and one tile of many steps: causal ones
+#: of few tell little of the pace of many.
+SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (256, 1, None, 4096))
 #: The same of flash-attn-4's kernels, which run one tile a cluster.
 SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
 #: (seqlen, heads, left bound) for windowed kernels. Where the bound is 256 every step is masked; in
@@ -45,8 +45,8 @@ HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
 SAMPLE_SOFTCAP = 50.0
 
 
-#: (seqlen, heads), and the left bound for windowed kernels.
-Samples = tuple[tuple[int, ...], ...]
+#: (queries, heads), the left bound for windowed kernels, and the number of keys if it is another.
+Samples = tuple[tuple[int | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ class Kind:
         """What costs are fitted to. single: of a kernel with one tile a cluster."""
         if self.window:
             return WINDOW_SAMPLES
-        if single:
-            return SINGLE_SAMPLES
-        return (*SAMPLES, SINGLE_SAMPLES[-1]) if self.packed else SAMPLES
+        return SINGLE_SAMPLES if single else SAMPLES
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,10 @@ def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kerne
     """Our forward, with costs fitted to replays of that kernel."""
     policy = "dynamic" if variant.use_clc else "static"
     replays = our_replays(variant, machine, draws)
-    costs = modelled.fitted(replays, policy)
+    costs, config = modelled.fitted(replays, policy), variant.config or ForwardConfig()
     return modelled.Kernel(
-        "ours", HEAD_DIM, ROWS, 2, policy, machine.sampled(draws), costs, packs_heads=True,
-        paths=Paths.of(replays),
+        "ours", HEAD_DIM, ROWS, 2, policy, machine.sampled(draws), costs, config.ordered_tiles,
+        packs_heads=True, paths=Paths.of(replays),
     )
 
 
@@ -116,35 +114,43 @@ def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed
     return kept(what, machine, draws, make)
 
 
-def _sample_work(sample: tuple[int, ...]) -> list[tuple[float, float]]:
+def _parts(
+    queries: int, heads: int, left: int | None = None, keys: int | None = None
+) -> tuple[int, int, int | None, int]:
+    """(queries, heads, left bound, keys) of a sample."""
+    return queries, heads, left, keys or queries
+
+
+def _sample_work(sample: tuple[int | None, ...]) -> list[tuple[float, float]]:
     """(work, its masked part) of each tile of a sample; nothing masked without a window, where what
     the diagonal costs is the same for each tile and part of that."""
-    seqlen, heads, *window = sample
-    bounds = (window[0], 0) if window else (None, 0)
+    queries, heads, left, keys = _parts(*sample)
     found = []
-    for begin in range(0, seqlen, ROWS):
-        tile = begin, min(begin + ROWS, seqlen)
-        steps, masked = key_steps(*tile, (seqlen, seqlen), bounds)
-        found.append((STEP_WORK * steps, STEP_WORK * masked if window else 0.0))
+    for begin in range(0, queries, ROWS):
+        tile = begin, min(begin + ROWS, queries)
+        steps, masked = key_steps(*tile, (queries, keys), (left, 0))
+        found.append((STEP_WORK * steps, 0.0 if left is None else STEP_WORK * masked))
     return found * heads
 
 
-def _our_call(variant: Variant, sample: tuple[int, ...]) -> tuple[Any, tuple]:
+def _our_call(variant: Variant, sample: tuple[int | None, ...]) -> tuple[Any, tuple]:
     """(compiled kernel, arguments of a call on one CTA pair)."""
-    seqlen, heads, *window = sample
+    queries, heads, left, keys = _parts(*sample)
     kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
     q, k, v = (
-        torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).bfloat16()
-        for n in (heads, 1, 1)
+        torch.randn(1, rows, n, HEAD_DIM, generator=generator).bfloat16()
+        for rows, n in ((queries, heads), (keys, 1), (keys, 1))
     )
     softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
-    bounds = (window[0] if kind.window else None, None)
+    bounds = (left if kind.window else None, None)
     options = Options.check(None, kind.causal, bounds, softcap, variant.use_clc)
     ragged = {}
     if kind.packed:
-        offsets = torch.tensor([0, seqlen], dtype=torch.int32)
-        ragged = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    longest = (seqlen, seqlen) if kind.packed else (None, None)
+        ragged = {
+            name: torch.tensor([0, rows], dtype=torch.int32)
+            for name, rows in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys))
+        }
+    longest = (queries, keys) if kind.packed else (None, None)
     problem = Problem.describe((q, k, v), options, None, ragged, *longest)
     compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
     tensors = CallTensors(q, k, v, *empty_results(problem), tuple(ragged.values()))

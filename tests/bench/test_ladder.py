@@ -9,14 +9,13 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from bench import ladder, modelled
+from bench import ladder, modelled, workload
 from bench.__main__ import main
 from bench.measuring import Sampling, State
 from bench.providers import PyTorchSdpa
 from bench.replays import Paths
 from bench.suite import Case
 from fa4_hd256 import ForwardConfig
-from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 from softmax_emu.pattern import Ex2Pattern
 
@@ -115,17 +114,17 @@ def test_simulated_error_of_a_rung():
 def test_command(tmp_path, monkeypatch, capsys):
     """The modelled way, with costs that depend on the configuration in place of replays."""
 
-    def our_kernel(causal, machine, draws, *, use_clc, config, samples):
-        assert causal and samples == ladder.SAMPLES
-        rate = 3.0 / config.s_stages
-        shape = ("ours", 256, 256, 2, "dynamic" if use_clc else "static")
+    def our_kernel(variant, machine, draws):
+        assert variant.kind == workload.Kind(True) and variant.samples == ladder.SAMPLES
+        rate = 3.0 / variant.config.s_stages
+        shape = ("ours", 256, 256, 2, "dynamic" if variant.use_clc else "static")
         costs = [TileCosts(5000.0, 2000.0, rate)] * (draws + 1)
         return modelled.Kernel(
-            *shape, [load(machine).values()] * (draws + 1), costs, config.ordered_tiles,
-            paths=Paths(0, 7 + config.s_stages),
+            *shape, [machine.values()] * (draws + 1), costs, variant.config.ordered_tiles,
+            paths=Paths(0, 7 + variant.config.s_stages),
         )  # fmt: skip
 
-    monkeypatch.setattr(modelled, "our_kernel", our_kernel)
+    monkeypatch.setattr(workload, "our_kernel", our_kernel)
     monkeypatch.setattr(ladder, "simulated_error", lambda rung, causal: RIGHT)
     files = {name: tmp_path / f"ladder.{name}" for name in ("json", "md", "svg")}
     arguments = ["ladder", "--causal", "--modelled", "--jobs", "1", "--json", str(files["json"]),

@@ -256,6 +256,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
 def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, capsys):
     monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(spread))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
+    command += ["--jobs", "1"]
     assert main([*command, "--direction", "forward"]) == 0
     table, summary = json.loads(capsys.readouterr().out)["tables"]
     assert {row["faster"] for row in table["rows"]} == {faster}
@@ -282,9 +283,20 @@ def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, cap
     assert "clock is locked lower" in note and '"faster" does not use it' in note
 
 
+def test_several_processes_give_the_rows_of_one():
+    """In the order of the cases; a provider that has no model needs no replay."""
+    wanted = throughput.Predictions(("PyTorch math",), "b200", 1)
+    cases = [(case, direction) for case in (CAUSAL, DENSE, replace(CAUSAL, heads=CAUSAL.heads_kv))
+             for direction in (FORWARD, BACKWARD)]  # fmt: skip
+    rows = wanted.all(cases, 2)
+    assert rows == wanted(cases) and rows != wanted(cases[::-1])
+    assert [row["direction"] for row in rows] == [direction for _, direction in cases]
+
+
 def test_no_ratio_without_the_limit_where_kernels_share_the_time(monkeypatch, capsys):
     monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(0.01))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
+    command += ["--jobs", "1"]
     assert main([*command, "--direction", "backward"]) == 0
     table, _ = json.loads(capsys.readouterr().out)["tables"]
     assert {row["unlimited"] for row in table["rows"]} == {None}

@@ -78,6 +78,7 @@ def test_samples_of_windowed_kernels_have_masked_and_unmasked_steps():
     assert not held_out & {sample[2] for sample in workload.WINDOW_SAMPLES}
     dense = workload._sample_work((512, 2))
     assert dense == [(2 * STEP_CLOCKS, 0.0), (4 * STEP_CLOCKS, 0.0)] * 2
+    assert workload._sample_work((256, 1, None, 4096)) == [(32 * STEP_CLOCKS, 0.0)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
