@@ -1,4 +1,4 @@
-"""Dense attention on the timing model: a kernel's tile costs, and whole problems from them.
+"""Attention problems on the timing model: a kernel's tile costs, and whole problems from them.
 
 The costs of a kernel come from replays of one cluster that runs a few tiles of small problems; a
 problem of any size is then a list of tiles (`sm100_sim.timing.problem`). Nothing here is measured.

@@ -1,7 +1,7 @@
 """Cases of the suite on the timing model: tiles of any mask and lengths, costs of any kernel.
 
-`modelled` holds the kernels of dense attention; here are those of the other masks and of packed
-sequences, and the tiles of all of them.
+Here are all forward kernels of ours, flash-attn-4's for what is not dense, and the tiles of both;
+`modelled` has its dense ones, and what costs are.
 """
 
 from __future__ import annotations
