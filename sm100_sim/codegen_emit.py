@@ -143,6 +143,22 @@ class Emitter:
         arguments = ", ".join(f"<32 x {kind}> {operand}" for operand in operands)
         return self.name_for(f"call <32 x {result}> {function}({arguments})")
 
+    def gather(self, kind: str, pointers: str, mask: str, align: int) -> str:
+        """Lanes of integers loaded through pointers; 0 in those not in the mask."""
+        name = f"@llvm.masked.gather.v32{kind}.v32p0"
+        self.declarations.add(
+            f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
+        return self.name_for(
+            f"call <32 x {kind}> {name}(<32 x ptr> {pointers}, i32 {align}, <32 x i1> {mask}, "
+            f"<32 x {kind}> zeroinitializer)")
+
+    def scatter(self, kind: str, value: str, pointers: str, mask: str, align: int) -> None:
+        """Lanes of integers of the mask stored through pointers."""
+        name = f"@llvm.masked.scatter.v32{kind}.v32p0"
+        self.declarations.add(f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
+        self.line(f"call void {name}(<32 x {kind}> {value}, <32 x ptr> {pointers}, i32 {align}, "
+                  f"<32 x i1> {mask})")
+
     def float_constant(self, pattern: int, kind: str = "float") -> str:
         """Vector of the float (or half, double) whose bits are ``pattern``."""
         key = (kind, pattern)

@@ -138,15 +138,25 @@ def round_to_odd_f32(e: Emitter, value: str) -> str:
 
 
 def _f32_operation(e: Emitter, operation: str, values: list[str], rounding: str,
-                   ftz: bool) -> str:
-    """add, mul or fma of f32 lanes with any rounding."""
-    if rounding in ("rn", ""):
-        result = e.intrinsic("fma", "float", *values) if operation == "fma" \
-            else e.binary(f"f{operation}", "float", *values)
-        return flush(e, result) if ftz else result
-    wide = _in_double(e, operation, values, rounding)
-    result = round_directed(e, wide, rounding)
-    return flush_rounded(e, wide, result, rounding) if ftz else result
+                   ftz: str = "", sat: str = "") -> str:
+    """add, mul or fma of f32 lanes with any rounding; "ftz" flushes the operands, too."""
+
+    def steps(e: Emitter, *values: str) -> str:
+        values = [flush(e, v) for v in values] if ftz else values
+        if rounding in ("rn", ""):
+            result = e.intrinsic("fma", "float", *values) if operation == "fma" \
+                else e.binary(f"f{operation}", "float", *values)
+            result = flush(e, result) if ftz else result
+        else:
+            wide = _in_double(e, operation, values, rounding)
+            result = round_directed(e, wide, rounding)
+            result = flush_rounded(e, wide, result, rounding) if ftz else result
+        return saturate(e, result) if sat else result
+
+    if rounding in ("rn", "") and not (ftz or sat):
+        return steps(e, *values)
+    name = "_".join(filter(None, (operation, rounding, ftz, sat)))
+    return e.shared_function(name, steps, *values)
 
 
 def flush_rounded(e: Emitter, wide: str, result: str, rounding: str) -> str:
@@ -242,18 +252,10 @@ def _apply(e: Emitter, i: Instruction, operation: str, negate_second: bool = Fal
     if type_name == "f64":
         return _apply_double(e, i, operation, negate_second, rounding)
 
-    def steps(e: Emitter, *values: str) -> str:
-        values = [flush(e, v) for v in values] if ftz else list(values)
-        result = _f32_operation(e, operation, values, rounding, bool(ftz))
-        return saturate(e, result) if sat else result
-
     def compute(values: list[str]) -> str:
         if negate_second:
             values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
-        if rounding in ("rn", "") and not (ftz or sat):
-            return steps(e, *values)
-        name = "_".join(filter(None, (operation, rounding, ftz, sat)))
-        return e.shared_function(name, steps, *values)
+        return _f32_operation(e, operation, values, rounding, ftz, sat)
 
     if type_name == "f32":
         return e.set(destination, "float", compute([e.get(op, "float") for op in sources]))
@@ -281,8 +283,7 @@ def _apply_mixed(e: Emitter, i: Instruction, operation: str, negate_second: bool
     values.append(e.get(last, "float"))
     if negate_second:
         values[1] = e.name_for(f"fneg <32 x float> {values[1]}")
-    result = _f32_operation(e, operation, values, rounding, False)
-    e.set(i.operands[0], "float", saturate(e, result) if sat else result)
+    e.set(i.operands[0], "float", _f32_operation(e, operation, values, rounding, sat=sat))
 
 
 def _half_result(e: Emitter, operation: str, values: list[str], negate_second: bool,

@@ -85,11 +85,8 @@ def _element(first: int, row, column, at: int, bits: int) -> Piece:
 def _lane_pointers(e: Emitter, rows: str, piece: Piece) -> str:
     """Pointers of a piece: those of its rows, kept in memory, plus the byte in the row."""
     slots = e.name_for(f"getelementptr i64, ptr %scratch, <32 x i32> {e.lane_constants(piece.row)}")
-    name = "@llvm.masked.gather.v32i64.v32p0"
-    e.declarations.add(f"declare <32 x i64> {name}(<32 x ptr>, i32, <32 x i1>, <32 x i64>)")
     e.line(f"store <32 x i64> {rows}, ptr %scratch, align 64")
-    address = e.name_for(f"call <32 x i64> {name}(<32 x ptr> {slots}, i32 8, "
-                         "<32 x i1> splat (i1 true), <32 x i64> zeroinitializer)")
+    address = e.gather("i64", slots, splat("i1", 1), 8)
     offset = e.cast("zext", e.lane_constants(piece.byte), "i32", "i64")
     address = e.binary("add", "i64", address, offset)
     return e.name_for(f"inttoptr <32 x i64> {address} to <32 x ptr>")
@@ -108,11 +105,7 @@ def _rows(e: Emitter, i: Instruction, op: Operand, space: str, lanes: int, write
 
 def _gather(e: Emitter, size: int, pointers: str, mask: str) -> str:
     kind = f"i{8 * size}"
-    name = f"@llvm.masked.gather.v32{kind}.v32p0"
-    e.declarations.add(
-        f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
-    value = e.name_for(f"call <32 x {kind}> {name}(<32 x ptr> {pointers}, i32 1, <32 x i1> {mask}, "
-                       f"<32 x {kind}> zeroinitializer)")
+    value = e.gather(kind, pointers, mask, 1)
     return e.cast("zext", value, kind, "i32") if size < 4 else value
 
 
@@ -178,12 +171,7 @@ def store_matrix(e: Emitter, i: Instruction) -> None:
             part = e.binary("lshr", "i32", value, splat("i32", piece.at)) if piece.at else value
             kind = f"i{8 * piece.size}"
             part = e.cast("trunc", part, "i32", kind)
-            name = f"@llvm.masked.scatter.v32{kind}.v32p0"
-            e.declarations.add(
-                f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
-            pointers = _lane_pointers(e, rows, piece)
-            e.line(f"call void {name}(<32 x {kind}> {part}, <32 x ptr> {pointers}, i32 1, "
-                   f"<32 x i1> {mask})")
+            e.scatter(kind, part, _lane_pointers(e, rows, piece), mask, 1)
 
 
 @inline_op("movmatrix", statistics="ldmatrix", aligned=True)
@@ -198,6 +186,6 @@ def move_matrix(e: Emitter, i: Instruction) -> None:
         index = e.lane_constants(_each(lambda t, j=j: 2 * (4 * (t % 4 * 2 + j) + t // 8)
                                        + t // 4 % 2))  # fmt: skip
         pointers = e.name_for(f"getelementptr i16, ptr %scratch, <32 x i32> {index}")
-        part = _gather(e, 2, pointers, "splat (i1 true)")
+        part = _gather(e, 2, pointers, splat("i1", 1))
         parts.append(e.binary("shl", "i32", part, splat("i32", 16 * j)) if j else part)
     e.set(i.operands[0], "i32", e.binary("or", "i32", *parts))

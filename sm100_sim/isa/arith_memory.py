@@ -118,12 +118,7 @@ def _gather(e: Emitter, kind: str, mask: str, offset: int) -> str:
 
     def build(body: Emitter) -> str:
         _lane_pointers(body)
-        name = f"@llvm.masked.gather.v32{kind}.v32p0"
-        body.declarations.add(
-            f"declare <32 x {kind}> {name}(<32 x ptr>, i32, <32 x i1>, <32 x {kind}>)")
-        return body.name_for(
-            f"call <32 x {kind}> {name}(<32 x ptr> %at, i32 {int(kind[1:]) // 8}, "
-            f"<32 x i1> %active, <32 x {kind}> zeroinitializer)")
+        return body.gather(kind, "%at", "%active", int(kind[1:]) // 8)
 
     function = e.module_function(
         f"gather_{kind}", f"<32 x {kind}>", "ptr %pointers, i64 %offset, i32 %mask", build)
@@ -135,10 +130,7 @@ def _scatter(e: Emitter, kind: str, value: str, mask: str, offset: int) -> None:
 
     def build(body: Emitter) -> str:
         _lane_pointers(body)
-        name = f"@llvm.masked.scatter.v32{kind}.v32p0"
-        body.declarations.add(f"declare void {name}(<32 x {kind}>, <32 x ptr>, i32, <32 x i1>)")
-        body.line(f"call void {name}(<32 x {kind}> %value, <32 x ptr> %at, "
-                  f"i32 {int(kind[1:]) // 8}, <32 x i1> %active)")
+        body.scatter(kind, "%value", "%at", "%active", int(kind[1:]) // 8)
         return ""
 
     function = e.module_function(

@@ -17,10 +17,7 @@ def _permute(e: Emitter, value: str, index: str) -> str:
     e.scratch_needed = True
     e.line(f"store <32 x i32> {value}, ptr %scratch, align 64")
     pointers = e.name_for(f"getelementptr i32, ptr %scratch, <32 x i32> {index}")
-    name = "@llvm.masked.gather.v32i32.v32p0"
-    e.declarations.add(f"declare <32 x i32> {name}(<32 x ptr>, i32, <32 x i1>, <32 x i32>)")
-    return e.name_for(f"call <32 x i32> {name}(<32 x ptr> {pointers}, i32 4, "
-                      f"<32 x i1> splat (i1 true), <32 x i32> zeroinitializer)")
+    return e.gather("i32", pointers, splat("i1", 1), 4)
 
 
 def _lanes(e: Emitter) -> str:
