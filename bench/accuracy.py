@@ -10,9 +10,7 @@ import argparse
 import itertools
 import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 
 import torch
 
@@ -25,6 +23,7 @@ from fa4_hd256.problem import Options, Problem
 from softmax_emu.coefficients import COEFFICIENTS
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
+from .processes import add_jobs_option, each
 from .results import (
     BASIS,
     MACHINE,
@@ -124,21 +123,11 @@ def _one_thread() -> None:
 
 def measure_all(cases: Iterable[Case], jobs: int) -> list[Accuracy]:
     """Every case, on `jobs` processes."""
-    cases = list(cases)
-    if jobs == 1:
-        return [measure(case) for case in cases]
-    # The compiler's state must not be forked.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _one_thread) as pool:
-        return list(pool.map(measure, cases))
+    return each(measure, list(cases), jobs, _one_thread)
 
 
 def default_cases() -> list[Case]:
     return [Case(pattern, dtype) for dtype, pattern in itertools.product(DTYPES, PATTERNS)]
-
-
-def default_jobs() -> int:
-    """As many processes as cores, at most four: each takes up to 1.5 GiB."""
-    return min(4, len(os.sched_getaffinity(0)))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -182,11 +171,10 @@ def _mix(pattern: Ex2Pattern) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, help="processes; as many as cores, at most 4")
+    add_jobs_option(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    jobs = default_jobs() if arguments.jobs is None else arguments.jobs
-    emit(table(measure_all(default_cases(), jobs)), arguments)
+    emit(table(measure_all(default_cases(), arguments.jobs)), arguments)
     return 0

@@ -11,9 +11,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ from softmax_emu.coefficients import COEFFICIENTS
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from softmax_emu.reference_twin import exponentiate, round_to_bfloat16
 
-from . import modelled, workload
-from .accuracy import default_jobs
+from . import workload
 from .checking import check_forward
 from .measuring import CudaTimer, Sampling, interleave
+from .processes import add_jobs_option, each
 from .providers import Inputs, Ours
 from .replays import PATH_COLUMNS, Paths, Replayed, path_figures, path_note
 from .results import (
@@ -52,8 +50,6 @@ BLOCK = ForwardConfig.block_kv
 #: What stands for each class of `tuning.SEQLEN_CLASSES`; 32k tokens, or one sequence.
 SEQLENS = {"short": 1024, "medium": 8192, "long": 65536}
 HEADS = (16, 2)
-#: Clocks of the tensor core in a step of 256 queries x 128 keys, of each CTA.
-STEP_WORK = 4 * 256 * BLOCK * HEAD_DIM / modelled.FLOP_PER_CLOCK / 2
 #: What a mix is replayed on, beside the hardware's mix on `workload.SAMPLES`: one long tile.
 SAMPLE = workload.SAMPLES[-1]
 
@@ -174,12 +170,7 @@ def modelled_times(
     to the steps.
     """
     todo = [(pattern, causal, machine, draws) for pattern in patterns]
-    if jobs == 1:
-        replays = [_replayed(job) for job in todo]
-    else:
-        # The compiler's state must not be forked.
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            replays = list(pool.map(_replayed, todo))
+    replays = each(_replayed, todo, jobs)
     base = workload.our_kernel(workload.Variant(workload.Kind(causal)), load(machine), draws)
     hardware = replays[patterns.index(HARDWARE_ONLY)]
     found = {}
@@ -188,7 +179,7 @@ def modelled_times(
             TileCosts(c.begin, c.each, c.rate + (clocks - without) / run.work)
             for c, clocks, without in zip(base.costs, run.clocks, hardware.clocks, strict=True)
         ]
-        kernel, clocks = replace(base, costs=costs), STEP_WORK * costs[0].rate
+        kernel, clocks = replace(base, costs=costs), workload.STEP_WORK * costs[0].rate
         paths = base.paths + Paths.of([run])
         for name, seqlen in SEQLENS.items():
             schedules = workload.run(case_of(seqlen, causal), kernel)
@@ -314,7 +305,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
     parser.add_argument("--draws", type=int, default=2, help="draws of its uncertain constants")
-    parser.add_argument("--jobs", type=int, help="processes of the model; as many as cores")
+    add_jobs_option(parser)
     parser.add_argument("--warmup", type=int, default=Sampling.warmup)
     parser.add_argument("--runs", type=int, default=Sampling.runs)
     parser.add_argument(
@@ -339,9 +330,9 @@ def main(arguments: argparse.Namespace) -> int:
             times = measured_times(patterns, mask == "causal", timer, sampling)
             origin = {"gpu": "B200", BASIS: "measured", MACHINE: timer.gpu.name}
         else:
-            jobs = default_jobs() if arguments.jobs is None else arguments.jobs
             name = arguments.machine
-            times = modelled_times(patterns, mask == "causal", name, arguments.draws, jobs)
+            draws, jobs = arguments.draws, arguments.jobs
+            times = modelled_times(patterns, mask == "causal", name, draws, jobs)
             machine = modelled_machine(load(name))
             origin = {"gpu": name.upper(), BASIS: "modelled", MACHINE: machine}
         rows += rows_of(times, errors, mask == "causal", origin)

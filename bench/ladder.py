@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ from sm100_sim.timing.machine_constants import Machine, load
 from softmax_emu.pattern import Ex2Pattern
 
 from . import modelled, workload
-from .accuracy import default_jobs
 from .checking import check_forward
 from .measuring import CudaTimer, Sampling, Timer, interleave
+from .processes import add_jobs_option, each
 from .providers import (
     Inputs,
     Ours,
@@ -164,9 +162,8 @@ class Prediction:
         shape = modelled.Shape(
             case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
         )
-        step = 4 * kernel.rows * modelled.STEP * HEAD_DIM / modelled.FLOP_PER_CLOCK / kernel.cluster
         error = simulated_error(rung, case.causal)
-        seconds, clocks = kernel.seconds(shape), kernel.costs[0].rate * step
+        seconds, clocks = kernel.seconds(shape), kernel.costs[0].rate * workload.STEP_WORK
         return Timing(rung, seconds, error, clocks, kernel.paths)
 
 
@@ -174,9 +171,7 @@ def predict_all(chosen: Sequence[Rung], prediction: Prediction, jobs: int) -> li
     """Predict every rung, on `jobs` processes."""
     if jobs == 1:
         return [_announced(prediction, rung) for rung in chosen]
-    # The compiler's state must not be forked.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(prediction, chosen))
+    return each(prediction, chosen, jobs)
 
 
 def _announced(prediction: Callable[[Rung], Timing], rung: Rung) -> Timing:
@@ -320,7 +315,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
     parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
-    parser.add_argument("--jobs", type=int, help="processes; as many as cores, at most 4")
+    add_jobs_option(parser)
     parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs of each step")
     parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
     parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown to FILE")
@@ -336,9 +331,9 @@ def main(arguments: argparse.Namespace) -> int:
     if missing is None:
         found, others = _measured(chosen, case, Sampling(arguments.warmup, arguments.runs))
     else:
-        jobs = default_jobs() if arguments.jobs is None else arguments.jobs
         machine: Machine = load(arguments.machine)
-        timings = predict_all(chosen, Prediction(case, machine.name, arguments.draws), jobs)
+        prediction = Prediction(case, machine.name, arguments.draws)
+        timings = predict_all(chosen, prediction, arguments.jobs)
         origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
         found, others = rows(timings, case, None, origin), {NOT_RUNNABLE: missing}
     result = table(found, case, others)

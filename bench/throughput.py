@@ -12,9 +12,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ import torch
 from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite
-from .accuracy import default_jobs
 from .checking import Check, check_forward, check_gradients
 from .measuring import (
     B200_TFLOPS,
@@ -34,6 +31,7 @@ from .measuring import (
     interleave_prepared,
 )
 from .predicting import Predicted, Predictor
+from .processes import add_jobs_option, each
 from .providers import (
     OURS,
     Inputs,
@@ -197,13 +195,9 @@ class Predictions:
         for index, (case, direction) in enumerate(cases):
             groups[direction, Kind.of(case)].append(index)
         parts = [[cases[index] for index in group] for group in groups.values()]
-        if min(jobs, len(parts)) == 1:
-            return self(cases)
-        # The compiler's state must not be forked.
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(self, parts))
-        rows = {index: row for group, part in zip(groups.values(), found, strict=True)
-                for index, row in zip(group, part, strict=True)}  # fmt: skip
+        rows = {}
+        for group, found in zip(groups.values(), each(self, parts, jobs), strict=True):
+            rows |= zip(group, found, strict=True)
         return [rows[index] for index in range(len(cases))]
 
 
@@ -361,7 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
     parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
-    parser.add_argument("--jobs", type=int, help="processes of the model; as many as cores")
+    add_jobs_option(parser)
     parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs of each provider")
     parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
@@ -381,8 +375,7 @@ def main(arguments: argparse.Namespace) -> int:
         timer, dtype = CudaTimer(), DTYPES[arguments.dtype]
         rows = measured_rows(cases, providers, timer, sampling, dtype)
     else:
-        jobs = default_jobs() if arguments.jobs is None else arguments.jobs
         names = tuple(provider.name for provider in providers)
-        rows = Predictions(names, arguments.machine, arguments.draws).all(cases, jobs)
+        rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)
     emit([found for found in (table(rows), summary(rows)) if found], arguments)
     return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0

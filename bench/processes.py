@@ -1,0 +1,35 @@
+"""Work of a command on several processes, and the option that says on how many."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TypeVar
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def add_jobs_option(parser: argparse.ArgumentParser) -> None:
+    """`--jobs`, by default as many as cores, at most four: each process takes up to 1.5 GiB."""
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, len(os.sched_getaffinity(0))),
+        help="processes (of the model); by default as many as cores, at most 4",
+    )
+
+
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], jobs: int,
+    initializer: Callable[[], None] | None = None,
+) -> list[Result]:
+    """Results in the order of the items, on `jobs` processes; a single one is this process.
+
+    initializer: runs first in each process that is started.
+    """
+    if min(jobs, len(items)) == 1:
+        return [function(item) for item in items]
+    # The compiler's state must not be forked.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer) as pool:
+        return list(pool.map(function, items))
