@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import environment
-from .calling import CallTensors, call_arguments
-from .compile import CompiledKernel
+from .calling import CallTensors, call_arguments, combine_call_arguments
+from .compile import CompiledKernel, compile_kernel
+from .forward_combine import CombineConfig
+from .kernels import KernelSpec
 from .problem import Problem, as_kernel_operand
 
 #: CTA pairs of a B200, the machine the simulator answers as: 148 SMs.
@@ -32,27 +34,48 @@ def run_forward(
     optional: the sink in float32, then the ragged tensors in the problem's order. out has the
     shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
     """
-    out, lse = empty_results(problem)
+    parts = out, lse = empty_results(problem)
+    if problem.num_splits > 1:
+        parts = empty_results(problem, parts=True)
     q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
     if k.shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
         k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
-    tensors = CallTensors(q, k, v, out, lse, optional)
+    tensors = CallTensors(q, k, v, *parts, optional)
     launch(
         compiled,
         problem.device,
         lambda clusters, stream: call_arguments(tensors, problem, clusters, stream),
     )
+    if problem.num_splits > 1:
+        combine(problem, parts, (out, lse))
     return out, lse
 
 
-def empty_results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def combine(
+    problem: Problem,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Fill results from the parts, each (out, lse), by `forward_combine`."""
+    launch(
+        compile_kernel(KernelSpec("forward_combine", CombineConfig(), problem.dtype)),
+        problem.device,
+        lambda clusters, stream: combine_call_arguments(parts, results, stream),
+    )
+
+
+def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Results to write to; NaN on the CPU, so that an element never written shows.
 
-    Rows past seqused_q are not written: they are 0 with an LSE of -inf.
+    Rows past seqused_q are not written: they are 0 with an LSE of -inf. parts: those of the parts
+    of the keys, float32, one after the other for each batch entry.
     """
-    out = torch.empty(problem.q_shape, dtype=problem.dtype, device=problem.device)
-    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device)
+    (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
+    dtype = torch.float32 if parts else problem.dtype
+    entries = batch * problem.num_splits if parts else batch
+    out = torch.empty((entries, *rows), dtype=dtype, device=problem.device)
+    lse = torch.empty((entries, *lse_rows), dtype=torch.float32, device=problem.device)
     if "seqused_q" in problem.ragged:
         out.zero_()
         lse.fill_(-math.inf)

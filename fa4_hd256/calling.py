@@ -1,4 +1,4 @@
-"""The calling convention of the forward kernel: one list of arguments, in two forms.
+"""The calling convention of the forward's kernels: one list of arguments each, in two forms.
 
 `compile_arguments` describes them by type only, so that compiling needs no tensor and the binary
 holds no length: every size and stride is dynamic except the innermost stride, which is 1.
@@ -11,6 +11,10 @@ holds no length: every size and stride is dynamic except the innermost stride, w
                   the ragged sequences; None if that is nothing
     scalars       `forward.ForwardScalars`
     stream        CUDA stream, 0 in the simulator
+
+With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
+heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
+proper, and the stream.
 """
 
 from __future__ import annotations
@@ -47,12 +51,23 @@ def tensor_type(element_type, rank: int, alignment: int):
 def compile_arguments(problem_class: ProblemClass) -> tuple:
     """What `cute.compile` gets: types and alignments, no data."""
     element = ELEMENT_TYPES[problem_class.dtype]
-    q, k, v, out = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
-    lse = tensor_type(cutlass.Float32, 3, alignment=4)
+    q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
+    results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += [vector_type(cutlass.Int32) for _ in problem_class.ragged]
     scalars = ForwardScalars(*map(cutlass.Float32, (1, 1)), *map(cutlass.Int32, (0, 0, 1, 1)))
-    return q, k, v, (out, lse), tuple(optional) or None, scalars, cuda.CUstream(0)
+    return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
+
+
+def combine_compile_arguments(element_type) -> tuple:
+    """What `cute.compile` gets for the combining kernel; element_type: of out."""
+    return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
+
+
+def _result_types(element_type) -> tuple:
+    """(out, lse)."""
+    out = tensor_type(element_type, 4, TMA_ALIGNMENT)
+    return out, tensor_type(cutlass.Float32, 3, alignment=4)
 
 
 @dataclass(frozen=True)
@@ -69,12 +84,25 @@ class CallTensors:
 
 def call_arguments(tensors: CallTensors, problem: Problem, clusters: int, stream: int) -> tuple:
     """The values of one call; clusters: CTA pairs that the device holds at once."""
-    q, k, v, out = (
-        dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v, tensors.out)
-    )
+    q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
+    results = _results((tensors.out, tensors.lse))
     optional = tuple(dynamic_tensor(tensor, 4) for tensor in tensors.optional) or None
     scalars = forward_scalars(problem, clusters)
-    return q, k, v, (out, dynamic_tensor(tensors.lse, 4)), optional, scalars, cuda.CUstream(stream)
+    return q, k, v, results, optional, scalars, cuda.CUstream(stream)
+
+
+def combine_call_arguments(
+    parts: tuple[torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    stream: int,
+) -> tuple:
+    """The values of one call of the combining kernel; each (out, lse)."""
+    return _results(parts), _results(results), cuda.CUstream(stream)
+
+
+def _results(tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple:
+    out, lse = tensors
+    return dynamic_tensor(out, TMA_ALIGNMENT), dynamic_tensor(lse, 4)
 
 
 def forward_scalars(problem: Problem, clusters: int) -> ForwardScalars:

@@ -33,6 +33,11 @@ NOTE [packed heads].  Where a group of query heads divides 128, row r of a CTA's
 query r // group of head r % group: they read the same keys.  A causal tile then spans fewer
 queries, so less of it is masked, and a few queries with many heads fill it.  TMA gathers the rows
 of Q, and scatters those of O, through a tensor with one dimension more.
+
+NOTE [split keys].  Where there are fewer tiles than CTA pairs, the KV tiles of a query tile may be
+divided among several: the scheduler then counts `num_splits` batch entries for each one, and each
+part leaves its own O, in float32 and divided by its own sum, and its own LSE, from which
+`forward_combine` makes the result.  The sink is the first part's.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ from .operands import (
     smem_layout,
 )
 from .pair_kernel import CLUSTER, L2_BYTES_FOR_TILES, PairContext, PairKernel, SharedMemory
-from .sequences import Sequences, SequenceTensors, clipped_view
+from .sequences import Sequence, Sequences, SequenceTensors, clipped_view
 
 __all__ = ["ForwardKernel", "ForwardScalars", "ForwardVariant"]
 
@@ -77,7 +82,8 @@ class ForwardVariant:
     the tensor core negates Q K^T and the scale passed in is its absolute value.  softcap: scores
     pass through softcap * tanh(. / softcap).  sink: each head has one.  ragged: which of the
     fields of `SequenceTensors` are given.  packed_heads: query heads of a KV head whose rows share
-    a tile; 1, or all of them and a divisor of a CTA's rows.
+    a tile; 1, or all of them and a divisor of a CTA's rows.  split: the keys of a tile are divided
+    (NOTE [split keys]).
     """
 
     mask: MaskKind = MaskKind()
@@ -86,6 +92,7 @@ class ForwardVariant:
     sink: bool = False
     ragged: tuple[str, ...] = ()
     packed_heads: int = 1
+    split: bool = False
 
 
 class ForwardScalars(NamedTuple):
@@ -110,8 +117,10 @@ class KernelTensors(NamedTuple):
 
     q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
     packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
-    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  optional: what the variant
-    asks for: sink (heads,), then the tensors of the ragged sequences in the variant's order.
+    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys there is no o,
+    out is float32, and out and lse have `num_splits` batch entries for each one.  optional: what
+    the variant asks for: sink (heads,), then the tensors of the ragged sequences in the variant's
+    order.
     """
 
     q: TmaTensor
@@ -128,9 +137,37 @@ class Context(PairContext):
     """What every warp role of one CTA shares.
 
     sink: (heads,) or None.  smem: "q", "k", "v" operands with their stages, "scale".
+    num_splits: parts of a tile's keys, None where they are not divided; the scheduler's batch
+    entries are then the parts of each entry, one after the other.
     """
 
     sink: Any = None
+    num_splits: Any = None
+
+    def batch(self, work: Any) -> Int32:
+        if cutlass.const_expr(self.num_splits is None):
+            return work.batch
+        return work.batch // self.num_splits
+
+    def split(self, work: Any) -> Any:
+        if cutlass.const_expr(self.num_splits is None):
+            return None
+        return work.batch % self.num_splits, self.num_splits
+
+    def query(self, work: Any) -> Sequence:
+        """The query rows of a tile's batch entry."""
+        return self.sequences.query(self.batch(work))
+
+    def key(self, work: Any) -> Sequence:
+        """The key rows of a tile's batch entry."""
+        return self.sequences.key(self.batch(work))
+
+    def result_batch(self, work: Any) -> Int32:
+        """Where the results of a tile's batch entry lie."""
+        batch = self.query(work).batch
+        if cutlass.const_expr(self.num_splits is None):
+            return batch
+        return batch * self.num_splits + work.batch % self.num_splits
 
 
 class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
@@ -183,7 +220,8 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
     ):
         """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
         results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
-        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).
+        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
+        keys out is float32, and of each batch entry of q the results have one for each part.
 
         optional: a tuple of what the variant asks for, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in the order of `variant.ragged`.
@@ -196,6 +234,10 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         heads_per_kv = heads // cute.size(k, mode=[2])
         _, sequences = self._split_optional(optional)
         batch = self._num_batches(q, sequences)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        if cutlass.const_expr(self.variant.split):
+            num_splits = cute.size(out, mode=[3]) // cute.size(q, mode=[3])
+            batch, sizes = batch * num_splits, (*sizes, num_splits)
         tensors = self._kernel_tensors((q, k, v, out), lse, optional)
         mask = self.variant.mask
         section_heads, later_blocks_first = 1, False
@@ -212,7 +254,6 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
-        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
         sizes = tuple(Int32(size) for size in sizes)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
             grid=grid,
@@ -251,6 +292,9 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         )
         tmas = []
         for name, (operation, rows, columns), view in zip("qkvo", boxes, operands, strict=True):
+            if name == "o" and self.variant.split:
+                tmas.append(None)
+                continue
             layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
             box, is_clipped = (rows, columns), bool(self.variant.ragged)
             if packed > 1 and name in "qo":
@@ -264,7 +308,8 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         return KernelTensors(*tmas, operands[3], lse, optional)
 
     def descriptors(self, tensors: KernelTensors) -> tuple[TmaTensor, ...]:
-        return tensors.q, tensors.k, tensors.v, tensors.o
+        given = tensors.q, tensors.k, tensors.v, tensors.o
+        return given[:3] if self.variant.split else given
 
     @cute.jit
     def run_role(self, context: Any, warp: Int32):
@@ -292,13 +337,13 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         self,
         allocator: SmemAllocator,
         tensors: KernelTensors,
-        sizes: tuple[Int32, Int32, Int32],
+        sizes: tuple[Int32, ...],
         scalars: ForwardScalars,
         order: TileOrder,
     ) -> Context:
         """Lay out shared memory as the plan says and initialise the barriers."""
         config = self.config
-        seqlen_q, seqlen_k, heads_per_kv = sizes
+        seqlen_q, seqlen_k, heads_per_kv, *num_splits = sizes
         sink, sequences = self._split_optional(tensors.optional)
         memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         kv_stages = config.kv_stages
@@ -312,6 +357,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         return Context(
             tensors=tensors,
             sink=sink,
+            num_splits=num_splits[0] if self.variant.split else None,
             barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
             sequences=Sequences(sequences, seqlen_q, seqlen_k),
             mask=self.variant.mask,

@@ -64,12 +64,13 @@ class ForwardConsumers:
                             context, softmax, states, (work, row, key)
                         )
                         key -= config.block_kv
-            inverse, lse = softmax.finish(self._sink_log2(context, head))
+            inverse, lse = softmax.finish(self._sink_log2(context, work, head))
             if num_tiles > 0:
                 states = self._send_scale(context, inverse, states)
             if row < visibility.seqlen_q:
-                sequence = context.sequences.query(work.batch)
-                context.tensors.lse[sequence.batch, head, sequence.offset + row] = lse
+                sequence = context.query(work)
+                batch = context.result_batch(work)
+                context.tensors.lse[batch, head, sequence.offset + row] = lse
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.
         s_done, scale_free = states
@@ -77,11 +78,15 @@ class ForwardConsumers:
             context.barriers["scale_free"].wait(scale_free)
             scale_free.advance()
 
-    def _sink_log2(self, context: Any, head: Int32) -> Any:
-        """The head's sink logit in the exponent of 2, None without a sink."""
+    def _sink_log2(self, context: Any, work: Any, head: Int32) -> Any:
+        """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only
+        the first has it."""
         if cutlass.const_expr(context.sink is None):
             return None
-        return context.sink[head] * math.log2(math.e)
+        logit = context.sink[head] * math.log2(math.e)
+        if cutlass.const_expr(self.variant.split):
+            return cutlass.select_(context.split(work)[0] == 0, logit, Float32(-math.inf))
+        return logit
 
     @traced("softmax")
     @cute.jit
@@ -158,7 +163,10 @@ class ForwardConsumers:
                     o_done.advance()
                 inverse, scale_done = self._receive_scale(context, scale_done)
                 context.barriers["o_done"].wait(o_done)
-                o_staged = self._drain(context, inverse, o_done, o_staged)
+                if cutlass.const_expr(self.variant.split):
+                    o_staged = self._drain_part(context, work, inverse, (o_done, o_staged))
+                else:
+                    o_staged = self._drain(context, inverse, o_done, o_staged)
                 o_done.advance()
             else:
                 self._store_zeros(context, work)
@@ -222,15 +230,49 @@ class ForwardConsumers:
                 o_staged.advance()
         return o_staged
 
+    @traced("drain O")
+    @cute.jit
+    def _drain_part(self, context: Any, work: Any, inverse: Float32, states: tuple):
+        """O / sum of a part of the keys, float32, to global memory; o_free as in `_drain`.
+
+        A row is stored by its own thread: shared memory has no room for float32, and where tiles
+        are divided few rows of them may exist.  The Q buffer is given back all the same.
+        """
+        o_done, o_staged = states
+        fence_after_thread_sync()
+        row, head = self.query_and_head(context, work, self._row_in_block())
+        is_row = row < context.query(work).length
+        out = self._result_row(context, work, row, head)
+        chunks = cute.logical_divide(out, cute.make_layout(CORRECTION_COLUMNS))
+        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
+            tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
+            cute.arch.fence_view_async_tmem_load()
+            end = start + CORRECTION_COLUMNS
+            if cutlass.const_expr(end == HEAD_DIM):
+                fence_before_thread_sync()
+                context.barriers["o_free"].arrive(o_done)
+            multiply(values, inverse)
+            if is_row:
+                cute.autovec_copy(values, chunks[None, start // CORRECTION_COLUMNS])
+            if cutlass.const_expr(end % self.config.o_slice == 0):
+                context.barriers["o_staged"].arrive(o_staged)
+                o_staged.advance()
+        return o_staged
+
+    def _result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
+        """(256,) of `out` in global memory."""
+        place = context.query(work).offset + row
+        return context.tensors.out[place, None, head, context.result_batch(work)]
+
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
         """out = 0 for the rows of a tile that sees no key."""
         row, head = self.query_and_head(context, work, self._row_in_block())
-        sequence = context.sequences.query(work.batch)
-        if row < sequence.length:
-            zeros = cute.make_rmem_tensor(8, self.dtype)
+        if row < context.query(work).length:
+            out = self._result_row(context, work, row, head)
+            zeros = cute.make_rmem_tensor(8, out.element_type)
             zeros.fill(0.0)
-            out = context.tensors.out[sequence.offset + row, None, head, sequence.batch]
             chunks = cute.logical_divide(out, cute.make_layout(8))
             for chunk in cutlass.range(HEAD_DIM // 8, unroll=1):
                 cute.autovec_copy(zeros, chunks[None, chunk])
@@ -238,32 +280,41 @@ class ForwardConsumers:
     @cute.jit
     def epilogue(self, context: Any):
         """Store the staged O with TMA, slice by slice; then give the Q buffer back."""
-        config = self.config
         o_staged = self.edges["o_staged"].waiter_state()
         q_free = self.edges["q_free"].producer_state()
-        o = context.tensors.o
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
             if self.num_steps(context, work) > 0:
-                sequence = context.sequences.query(work.batch)
-                place = (sequence, self.first_row(context, work), None, work.head)
-                shape = (config.block_q, config.o_slice)
-                tiles = tma_tile(o.tensor, shape, place, self.variant.packed_heads)
-                buffer = context.smem["q"][None, None, q_free.index]
-                slices = cute.local_tile(buffer, shape, (0, None))
-                from_smem, to_global = cpasync.tma_partition(
-                    o.atom, 0, cute.make_layout(1),
-                    cute.group_modes(slices, 0, 2), cute.group_modes(tiles, 0, 2),
-                )  # fmt: skip
-                for piece in cutlass.range_constexpr(config.o_slices):
-                    context.barriers["o_staged"].wait(o_staged)
-                    cute.copy(o.atom, from_smem[None, piece], to_global[None, piece])
-                    cute.arch.cp_async_bulk_commit_group()
-                    o_staged.advance()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if cutlass.const_expr(self.variant.split):
+                    # Stored by the correction; nothing is staged.
+                    for _ in cutlass.range_constexpr(self.config.o_slices):
+                        context.barriers["o_staged"].wait(o_staged)
+                        o_staged.advance()
+                else:
+                    o_staged = self._store_staged(context, work, q_free.index, o_staged)
                 context.barriers["q_free"].arrive(q_free)
                 q_free.advance()
             work = scheduler.advance_to_next_work()
         # Shared memory must not go away, nor the grid be reported done, under a store in flight.
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def _store_staged(self, context: Any, work: Any, buffer: Int32, o_staged: Any):
+        """TMA stores of a tile's O out of its Q buffer, until the last has read it."""
+        config, o = self.config, context.tensors.o
+        place = (context.query(work), self.first_row(context, work), None, work.head)
+        shape = (config.block_q, config.o_slice)
+        tiles = tma_tile(o.tensor, shape, place, self.variant.packed_heads)
+        slices = cute.local_tile(context.smem["q"][None, None, buffer], shape, (0, None))
+        from_smem, to_global = cpasync.tma_partition(
+            o.atom, 0, cute.make_layout(1),
+            cute.group_modes(slices, 0, 2), cute.group_modes(tiles, 0, 2),
+        )  # fmt: skip
+        for piece in cutlass.range_constexpr(config.o_slices):
+            context.barriers["o_staged"].wait(o_staged)
+            cute.copy(o.atom, from_smem[None, piece], to_global[None, piece])
+            cute.arch.cp_async_bulk_commit_group()
+            o_staged.advance()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        return o_staged

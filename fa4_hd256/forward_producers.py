@@ -82,7 +82,7 @@ class ForwardProducers:
 
     @cute.jit
     def _load_q(self, context: Any, work: Any, q_free: Any):
-        place = (context.sequences.query(work.batch), self.first_row(context, work), 0, work.head)
+        place = (context.query(work), self.first_row(context, work), 0, work.head)
         self._load_tile(context, "q", context.smem["q"], q_free, place)
         q_free.advance()
         return q_free
@@ -91,7 +91,7 @@ class ForwardProducers:
     def _load_k(self, context: Any, work: Any, kv_tile: Int32, kv_free: Any):
         row = kv_tile * self.config.block_kv + context.cta_rank * (self.config.block_kv // 2)
         head = work.head // context.heads_per_kv
-        place = (context.sequences.key(work.batch), row, 0, head)
+        place = (context.key(work), row, 0, head)
         self._load_tile(context, "k", context.smem["k"], kv_free, place)
         kv_free.advance()
         return kv_free
@@ -100,7 +100,7 @@ class ForwardProducers:
     def _load_v(self, context: Any, work: Any, kv_tile: Int32, kv_free: Any):
         row = kv_tile * self.config.block_kv
         head = work.head // context.heads_per_kv
-        place = (context.sequences.key(work.batch), row, context.cta_rank, head)
+        place = (context.key(work), row, context.cta_rank, head)
         self._load_tile(context, "v", context.smem["v"], kv_free, place)
         kv_free.advance()
         return kv_free

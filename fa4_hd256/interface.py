@@ -20,6 +20,7 @@ from .problem import (
     given_ragged,
     without_expanded_heads,
 )
+from .splits import BY_RULE, check_num_splits, divided
 
 UNBOUNDED = -1
 
@@ -36,6 +37,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    num_splits: int = BY_RULE,
     config: ForwardConfig | None = None,
     backward_config: BackwardConfig | None = None,
     use_clc: bool | None = None,
@@ -54,6 +56,9 @@ def flash_attn_func(
     learnable_sink: (heads,) logits that take part in the softmax with a value of 0, or None.
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
+    num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
+        1 to 32, or 0 for the operator's choice (`splits.splits_for`). Results for different
+        numbers differ by rounding.
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
         None the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
@@ -70,7 +75,8 @@ def flash_attn_func(
     options = Options.check(softmax_scale, causal, window_size, softcap)
     check_tensors({"q": q, "k": k, "v": v})
     names = _names(config, backward_config)
-    out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names, use_clc)
+    choices = use_clc, check_num_splits(num_splits)
+    out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names, choices)
     return (out, lse) if return_lse else out
 
 
@@ -90,7 +96,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int | None, int | None] = (None, None),
     learnable_sink: torch.Tensor | None = None,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int = BY_RULE,
     deterministic: bool = False,
     return_lse: bool = False,
     *,
@@ -115,12 +121,10 @@ def flash_attn_varlen_func(
     seqlen_q).
 
     Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for
-    page_table and num_splits.
+    page_table.
     """
     if page_table is not None:
         raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
-    if num_splits != 1:
-        raise NotImplementedError(f"num_splits={num_splits} is not implemented; accepted: 1")
     options = Options.check(softmax_scale, causal, window_size, softcap)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     packed = {"q": cu_seqlens_q is not None, "k": cu_seqlens_k is not None}
@@ -130,28 +134,31 @@ def flash_attn_varlen_func(
     longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
     q, k, v = (t.unsqueeze(0) if packed[name] else t for name, t in tensors.items())
     names = _names(config, backward_config)
-    out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names, use_clc)
+    choices = use_clc, check_num_splits(num_splits)
+    out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names, choices)
     if packed["q"]:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
-def _call(tensors, options, sink, ragged, longest, names, use_clc):
+def _call(tensors, options, sink, ragged, longest, names, choices):
     """Hand a checked call to the operator, whose schema takes plain values only.
 
-    longest: (max_seqlen_q, max_seqlen_k); names: of both configurations.
+    longest: (max_seqlen_q, max_seqlen_k); names: of both configurations; choices: (use_clc,
+    num_splits).
     """
     if sink is not None:
         check_sink(sink, tensors[0])
     check_ragged_types(ragged)
     # Packed queries have a batch of 1.
     rows, offsets = tensors[0].shape[1], ragged.get("cu_seqlens_q")
+    use_clc, num_splits = choices
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     window = (UNBOUNDED if side is None else side for side in options.window)
     sequences = [ragged.get(name) for name in RAGGED]
     return forward(
         *tensors, options.softmax_scale, *window, options.softcap, sink, *sequences, *longest,
-        options.use_clc, *names,
+        options.use_clc, *names, num_splits,
     )  # fmt: skip
 
 
@@ -197,13 +204,14 @@ def forward(
     use_clc: bool,
     config: str,
     backward_config: str,
+    num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; the
     backward's is used by autograd alone.
     """
-    from .backends import empty_results, run_forward
+    from .backends import empty_results, num_clusters, run_forward
     from .compile import compile_forward
 
     options = Options.check(
@@ -214,6 +222,7 @@ def forward(
     problem = Problem.describe((q, k, v), options, sink, ragged, max_seqlen_q, max_seqlen_k)
     if problem.is_empty:
         return empty_results(problem)
+    problem = divided(problem, num_splits, num_clusters(problem.device))
     optional = () if sink is None else (sink.detach().float().contiguous(),)
     optional += tuple(ragged[name] for name in problem.ragged)
     chosen = named_configs.decode(config, ForwardConfig) if config else _tuned(problem)
@@ -230,7 +239,7 @@ def _tuned(problem: Problem) -> ForwardConfig:
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      backward_config):  # fmt: skip
+      backward_config, num_splits):  # fmt: skip
     check_tensors({"q": q, "k": k, "v": v})
     check_shapes(q.shape, k.shape, v.shape, cu_seqlens_q is not None, cu_seqlens_k is not None)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)

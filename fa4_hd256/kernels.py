@@ -45,6 +45,7 @@ def _forward(config: Any, problem_class: Any) -> tuple[Any, tuple]:
         problem_class.sink,
         problem_class.ragged,
         problem_class.packed_heads,
+        problem_class.split,
     )
     kernel = ForwardKernel(
         config,
@@ -53,6 +54,14 @@ def _forward(config: Any, problem_class: Any) -> tuple[Any, tuple]:
         scheduler_class(problem_class.use_clc),
     )
     return kernel, compile_arguments(problem_class)
+
+
+def _forward_combine(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from .calling import ELEMENT_TYPES, combine_compile_arguments
+    from .forward_combine import CombineKernel
+
+    dtype = ELEMENT_TYPES[problem_class]
+    return CombineKernel(config, dtype), combine_compile_arguments(dtype)
 
 
 def _backward_preprocess(config: Any, problem_class: Any) -> tuple[Any, tuple]:
@@ -109,6 +118,7 @@ def _gradient_kernel(
 #: Kind of kernel -> what builds it from its configuration and problem class.
 KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
     "forward": _forward,
+    "forward_combine": _forward_combine,
     "backward_preprocess": _backward_preprocess,
     "backward_dq": _backward_dq,
     "backward_dq_product": _backward_dq_product,

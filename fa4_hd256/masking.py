@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -56,7 +57,8 @@ class Visibility:
     seqlen_q, seqlen_k: Int32 lengths.  The mask is aligned to the bottom right corner: row r is
     level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right
     as far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
-    block_kv: keys of one KV tile.
+    block_kv: keys of one KV tile.  split: (number, of how many) Int32 where the KV tiles of a query
+    tile are divided; the KV tiles are then those of this part, the visible keys stay all of them.
     """
 
     seqlen_q: Int32
@@ -65,6 +67,7 @@ class Visibility:
     window_left: Int32
     window_right: Int32
     block_kv: int
+    split: Any = None
 
     def transposed(self, block_q: int) -> Visibility:
         """Which queries each key is seen by: the same mask with rows and columns exchanged.
@@ -97,13 +100,23 @@ class Visibility:
 
     def num_tiles(self, first_row: Int32, num_rows: int) -> Int32:
         """KV tiles that some existing row of [first_row, first_row + num_rows) may see."""
-        end = self._end(first_row, num_rows)
-        tiles = cutlass.max(end - self.first(first_row) // self.block_kv, 0)
+        begin, end = self._bounds(first_row, num_rows)
+        tiles = cutlass.max(end - begin, 0)
         return cutlass.select_(first_row < self.seqlen_q, tiles, Int32(0))
 
     def last_tile(self, first_row: Int32, num_rows: int) -> Int32:
         """The last KV tile of those rows, with which their work begins."""
-        return self._end(first_row, num_rows) - 1
+        return self._bounds(first_row, num_rows)[1] - 1
+
+    def _bounds(self, first_row: Int32, num_rows: int) -> tuple[Int32, Int32]:
+        """[begin, end) of the KV tiles of those rows; there are none if begin >= end."""
+        end = self._end(first_row, num_rows)
+        begin = self.first(first_row) // self.block_kv
+        if cutlass.const_expr(self.split is not None):
+            number, count = self.split
+            tiles = cutlass.max(end - begin, 0)
+            begin, end = (begin + tiles * n // count for n in (number, number + 1))
+        return begin, end
 
     def _end(self, first_row: Int32, num_rows: int) -> Int32:
         last_row = self._last_row(first_row, num_rows)
@@ -114,8 +127,8 @@ class Visibility:
 
         tile, part: (first row, number of rows).
         """
-        end = self._end(*tile)
-        begin = cutlass.min(self.first(tile[0]) // self.block_kv, end)
+        begin, end = self._bounds(*tile)
+        begin = cutlass.min(begin, end)
         unmasked_end = cutlass.max(cutlass.min(self.limit(part[0]) // self.block_kv, end), begin)
         last_row = part[0] + part[1] - 1
         unmasked_begin = (self.first(last_row) + self.block_kv - 1) // self.block_kv

@@ -40,15 +40,25 @@ class PairContext(SharedByReference):
     tmem: Any = None
     own_lanes: Any = None
 
+    def batch(self, work: Any) -> Int32:
+        """The batch entry of a tile."""
+        return work.batch
+
+    def split(self, work: Any) -> Any:
+        """(number, of how many) of a tile's parts, None where its KV tiles are not divided."""
+        return None
+
     def visibility(self, work: Any, block_kv: int) -> Visibility:
         """Which keys the rows of a tile see."""
+        batch = self.batch(work)
         return Visibility(
-            self.sequences.query(work.batch).length,
-            self.sequences.key(work.batch).length,
+            self.sequences.query(batch).length,
+            self.sequences.key(batch).length,
             self.mask,
             self.scalars.window_left,
             self.scalars.window_right,
             block_kv,
+            self.split(work),
         )
 
 

@@ -40,7 +40,7 @@ class ProblemClass:
     bounded_left, bounded_right: sides on which the mask bounds the visible keys; causal bounds the
     right one. negative_scale: the tensor core negates the scores. ragged: which of `RAGGED` are
     given. use_clc: the dynamic tile scheduler. packed_heads: query heads of a KV head that share
-    the forward's query tiles, 1 for none.
+    the forward's query tiles, 1 for none. split: the forward's keys are divided.
     """
 
     dtype: torch.dtype
@@ -52,6 +52,7 @@ class ProblemClass:
     ragged: tuple[str, ...] = ()
     use_clc: bool = False
     packed_heads: int = 1
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Problem:
     """A forward call: q (batch, seqlen_q, heads_q, 256), k and v (batch, seqlen_k, heads_kv, 256).
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
-    bounds on the longest sequence, which grids follow.
+    bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
+    divides the keys of each query tile (see `splits`).
     """
 
     q_shape: tuple[int, ...]
@@ -117,6 +119,7 @@ class Problem:
     sink: bool
     ragged: tuple[str, ...]
     packed_heads: int = 1
+    num_splits: int = 1
 
     @classmethod
     def describe(
@@ -174,6 +177,7 @@ class Problem:
             self.ragged,
             options.use_clc,
             self.packed_heads,
+            self.num_splits > 1,
         )
 
     @property

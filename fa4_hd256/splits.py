@@ -1,0 +1,59 @@
+"""Into how many parts the forward divides the keys of a query tile.
+
+Where a call has fewer query tiles than the device has CTA pairs, as a decoding step with few
+sequences has, the others stand idle. Divided, each part of a tile's keys is a tile of its own, and
+a second kernel makes one result of the parts (`forward_combine`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .config import WARP_SIZE, ForwardConfig
+from .problem import Problem
+
+__all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]
+
+#: What a caller passes who leaves the choice to `splits_for`.
+BY_RULE = 0
+#: The most parts of a tile; the second kernel has a lane for each.
+LARGEST = WARP_SIZE
+#: The fewest steps of 128 keys that are worth a part.
+FEWEST_STEPS = 4
+
+
+def check_num_splits(num_splits: Any) -> int:
+    """The number as it was given; TypeError or ValueError if it is not accepted."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+    if not 0 <= num_splits <= LARGEST:
+        raise ValueError(
+            f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "
+            "the choice to the operator"
+        )
+    return num_splits
+
+
+def divided(problem: Problem, num_splits: int, clusters: int) -> Problem:
+    """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`.
+
+    clusters: CTA pairs that the device holds at once.
+    """
+    return replace(problem, num_splits=num_splits or splits_for(problem, clusters))
+
+
+def splits_for(problem: Problem, clusters: int) -> int:
+    """As many parts as fill the device once, as far as each has `FEWEST_STEPS`.
+
+    The same for every call of the same shapes and bounds on the same device, whatever the tensors
+    hold.
+    """
+    queries = ForwardConfig.block_q * 2 // problem.packed_heads
+    blocks = -(-problem.max_seqlen_q // queries)
+    tiles = blocks * (problem.q_shape[2] // problem.packed_heads) * problem.sequences
+    keys, (left, right) = problem.max_seqlen_k, problem.options.window
+    if left is not None and right is not None:
+        keys = min(keys, left + right + queries)
+    steps = -(-keys // ForwardConfig.block_kv)
+    return max(1, min(clusters // max(1, tiles), steps // FEWEST_STEPS, LARGEST))
