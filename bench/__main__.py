@@ -23,6 +23,7 @@ COMMANDS = {
     "roofline": "clocks of each resource for a shape and a configuration",
     "schedulers": "the static tile scheduler against the dynamic one (CLC)",
     "simulator": "the simulator's own speed on the forward",
+    "splits": "keys of a query tile divided among CTA pairs, where tiles are few",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",

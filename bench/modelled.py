@@ -55,7 +55,7 @@ class Kernel:
     packs_heads: whether a tile's rows are those of all query heads of a KV head, see
     `tile_of_queries`; the costs stay those of replays with one query head. exact_grid: whether the
     grid of packed sequences follows their queries; otherwise each has blocks for the longest one.
-    paths: of the replays.
+    paths: of the replays. num_splits: parts into which the keys of a tile are divided.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Kernel:
     packs_heads: bool = False
     exact_grid: bool = False
     paths: Paths = Paths()
+    num_splits: int = 1
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -60,19 +60,25 @@ class Predictor:
         return None
 
     def kernel(
-        self, provider: str, kind: workload.Kind, use_clc: bool = False
+        self, provider: str, kind: workload.Kind, use_clc: bool = False,
+        split_rows: int | None = None,
     ) -> modelled.Kernel:
-        """The forward kernel of a kind, replayed at the first call; use_clc: of ours."""
-        key = provider, kind, use_clc
+        """The forward kernel of a kind, replayed at the first call; use_clc, split_rows: of ours,
+        see `workload.Variant`."""
+        key = provider, kind, use_clc, split_rows
         if key not in self._kernels:
-            self.note(f"replaying {provider}, {kind}{', CLC' if use_clc else ''}")
+            divided = f", keys of {split_rows} rows divided" if split_rows else ""
+            self.note(f"replaying {provider}, {kind}{', CLC' if use_clc else ''}{divided}")
             self._kernels[key] = self._replayed(*key)
         return self._kernels[key]
 
-    def _replayed(self, provider: str, kind: workload.Kind, use_clc: bool) -> modelled.Kernel:
+    def _replayed(
+        self, provider: str, kind: workload.Kind, use_clc: bool, split_rows: int | None
+    ) -> modelled.Kernel:
         name, draws = self.machine.name, self.draws
         if provider == OURS:
-            return workload.our_kernel(workload.Variant(kind, use_clc), self.machine, draws)
+            variant = workload.Variant(kind, use_clc, split_rows=split_rows)
+            return workload.our_kernel(variant, self.machine, draws)
         if kind.is_dense:
             return modelled.their_kernel(workload.HEAD_DIM, kind.causal, name, draws)
         return workload.their_kernel(kind, self.machine, draws)
@@ -93,8 +99,8 @@ class Predictor:
         return self._kernels[key]
 
     def predict(self, provider: str, case: Case, direction: str) -> Predicted:
-        """Ours by the scheduler that it takes by default. Raises ValueError for a case that
-        `refuses` gives a reason for."""
+        """Ours by the scheduler and with the division of keys that it takes by default. Raises
+        ValueError for a case that `refuses` gives a reason for."""
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
@@ -102,10 +108,29 @@ class Predictor:
         if direction == BACKWARD:
             backward = self.backward(provider, kind, use_clc)
             return Predicted(backward.seconds(case), None, backward.paths_of(case))
-        kernel = self.kernel(provider, kind, use_clc)
+        splits = 1
+        if provider == OURS:
+            splits = workload.default_splits(case, int(self.machine.values().sms) // 2)
+        return self.predict_forward(provider, case, use_clc, splits)
+
+    def predict_forward(
+        self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
+    ) -> Predicted:
+        """A forward; use_clc, splits: of ours."""
+        kind = workload.Kind.of(case)
+        if splits == 1:
+            kernel = self.kernel(provider, kind, use_clc)
+        else:
+            # Of the first tile; the kernel stores no others.
+            packed = workload.problem_of(case).packed_heads
+            rows = min(case.seqlen_q * packed, workload.ROWS)
+            kernel = replace(self.kernel(provider, kind, use_clc, rows), num_splits=splits)
         found = workload.run(case, kernel)
         seconds = np.array([s.seconds for s in found])
         unlimited = np.array([s.seconds_without("power") for s in found])
+        if splits > 1:
+            beside = [workload.combine_seconds(case, splits, v) for v in kernel.values]
+            seconds, unlimited = seconds + beside, unlimited + beside
         return Predicted(seconds, found[0].bound, kernel.paths, unlimited)
 
 

@@ -82,13 +82,16 @@ class Provider(Protocol):
 class Ours:
     """This project's operator.
 
-    use_clc: None for the default. config: of the forward, None for the default one.
+    use_clc: None for the default. config: of the forward, None for the default one. num_splits: 0
+    for the default.
     """
 
     def __init__(
-        self, name: str = OURS, use_clc: bool | None = None, config: ForwardConfig | None = None
+        self, name: str = OURS, use_clc: bool | None = None, config: ForwardConfig | None = None,
+        num_splits: int = 0,
     ) -> None:
         self.name, self._use_clc, self._config = name, use_clc, config
+        self._num_splits = num_splits
 
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
@@ -107,7 +110,7 @@ class Ours:
         case = inputs.case
         options = {
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
-            "use_clc": self._use_clc, "config": self._config,
+            "use_clc": self._use_clc, "config": self._config, "num_splits": self._num_splits,
         }  # fmt: skip
         if inputs.cu_seqlens is None:
             return flash_attn_func(*inputs.leaves, **options)

@@ -17,10 +17,11 @@ from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.portions import visible_keys
-from fa4_hd256.problem import Options, Problem
+from fa4_hd256.problem import Options, Problem, packed_heads
+from fa4_hd256.splits import divided, splits_for
 from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import Machine
+from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.problem import Schedule, Tile, schedule
 
 from . import flash_attn_4, modelled
@@ -41,6 +42,10 @@ SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
 WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
 #: Not in the fit, to hold its predictions against (`bench validate`).
 HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
+#: The same for kernels whose keys are divided, each sample in `SAMPLE_SPLITS` parts; how many of
+#: the 256 rows of a tile exist goes in their place.
+SPLIT_SAMPLES = ((ROWS, 1, None, 1024), (ROWS, 2, None, 1024), (ROWS, 1, None, 2048))
+SAMPLE_SPLITS = 2
 #: As Gemma 2's.
 SAMPLE_SOFTCAP = 50.0
 
@@ -76,12 +81,26 @@ class Kind:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of our kernels to predict. config, samples: None for the default ones."""
+    """One of our kernels to predict. config, samples: None for the default ones. split_rows: for
+    the kernel that divides the keys of a tile, how many rows of it exist; None for the other."""
 
     kind: Kind
     use_clc: bool = False
     config: ForwardConfig | None = None
     samples: Samples | None = None
+    split_rows: int | None = None
+
+    @property
+    def num_splits(self) -> int:
+        """Parts of a tile in each sample."""
+        return 1 if self.split_rows is None else SAMPLE_SPLITS
+
+    def chosen_samples(self) -> Samples:
+        if self.samples:
+            return self.samples
+        if self.split_rows is None or self.kind.window:
+            return self.kind.samples(single=False)
+        return tuple((self.split_rows, *others) for _, *others in SPLIT_SAMPLES)
 
 
 def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kernel:
@@ -98,7 +117,7 @@ def our_kernel(variant: Variant, machine: Machine, draws: int) -> modelled.Kerne
 def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     """One CTA pair on each of the variant's samples, every tile of them run by it."""
 
-    samples = variant.samples or variant.kind.samples(single=False)
+    samples = variant.chosen_samples()
 
     def make() -> list[Replayed]:
         found = []
@@ -106,7 +125,8 @@ def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed
             compiled, arguments = _our_call(variant, sample)
             prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
             masked = sum(masked for _, masked in _sample_work(sample))
-            found.append(replayed(prediction, -(-sample[0] // ROWS) * sample[1], masked))
+            tiles = -(-sample[0] // ROWS) * sample[1] * variant.num_splits
+            found.append(replayed(prediction, tiles, masked))
         return found
 
     compiled, _ = _our_call(variant, samples[0])
@@ -152,8 +172,10 @@ def _our_call(variant: Variant, sample: tuple[int | None, ...]) -> tuple[Any, tu
         }
     longest = (queries, keys) if kind.packed else (None, None)
     problem = Problem.describe((q, k, v), options, None, ragged, *longest)
+    problem = divided(problem, variant.num_splits, clusters=1)
     compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
-    tensors = CallTensors(q, k, v, *empty_results(problem), tuple(ragged.values()))
+    results = empty_results(problem, parts=problem.num_splits > 1)
+    tensors = CallTensors(q, k, v, *results, tuple(ragged.values()))
     return compiled, call_arguments(tensors, problem, 1, 0)
 
 
@@ -229,38 +251,48 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
         kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
         unequal_lengths=unequal,
     )  # fmt: skip
-    order = TileProblem(blocks, heads, case.batch, section, right is not None).order()
+    splits = kernel.num_splits
+    order = TileProblem(blocks, heads, case.batch * splits, section, right is not None).order()
     step = 4 * kernel.rows * STEP * kernel.head_dim / modelled.FLOP_PER_CLOCK / kernel.cluster
-    own_bytes = 4.0 * kernel.rows * kernel.head_dim
+    # Q is read, O written; parts of it in float32.
+    own_bytes = (4.0 if splits == 1 else 6.0) * kernel.rows * kernel.head_dim
 
     @functools.cache
-    def of(block: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
-        """(work, own bytes, masked work) of a block of queries; without a window masked work is
-        not told apart (`_sample_work`)."""
+    def of(block: int, lengths: tuple[int, int], part: int) -> tuple[float, float, float]:
+        """(work, own bytes, masked work) of a block of queries, or a part of its keys; without a
+        window masked work is not told apart (`_sample_work`)."""
         begin, end = block * queries, min((block + 1) * queries, lengths[0])
         if begin >= lengths[0]:
             return 0.0, 0.0, 0.0
-        steps, masked = key_steps(begin, end, lengths, (left, right))
+        parts = part, splits
+        steps, masked = key_steps(begin, end, lengths, (left, right), parts=parts)
         return step * steps, own_bytes, step * masked * (left is not None)
+
+    @functools.cache
+    def seen(lengths: tuple[int, int]) -> int:
+        """Keys of a sequence that any of its queries sees."""
+        return len(visible_keys(0, lengths[0], lengths, (left, right)))
 
     found = []
     for index in range(order.num_tiles):
-        block, head, batch = tile_coordinates(index, order)
+        block, head, entry = tile_coordinates(index, order)
+        batch, part = divmod(entry, splits)
         lengths = case.lengths[batch]
         if kernel.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
-        shared = 4.0 * lengths[1] * kernel.head_dim
-        work, own, masked = of(block, lengths)
-        found.append(Tile(work, batch * case.heads_kv + head // ratio, shared, own, masked))
+        shared = 4.0 * seen(lengths) * kernel.head_dim / splits
+        work, own, masked = of(block, lengths, part)
+        found.append(Tile(work, entry * case.heads_kv + head // ratio, shared, own, masked))
     return found
 
 
 def key_steps(
     begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None],
-    keys: int = STEP,
+    keys: int = STEP, parts: tuple[int, int] = (0, 1),
 ) -> tuple[int, int]:
     """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
-    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile."""
+    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile. parts: (which, of
+    how many) of these KV tiles."""
     seen = visible_keys(begin, end, lengths, bounds)
     if not seen:
         return 0, 0
@@ -270,8 +302,34 @@ def key_steps(
     # Keys that every row sees.
     common_first = 0 if left is None else max(0, end - 1 + offset - left)
     common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
-    steps = -(-seen.stop // keys) - seen.start // keys
-    return steps, steps - max(0, common_limit // keys - -(-common_first // keys))
+    first, limit = seen.start // keys, -(-seen.stop // keys)
+    part, count = parts
+    first, limit = (first + (limit - first) * n // count for n in (part, part + 1))
+    unmasked = min(common_limit // keys, limit) - max(-(-common_first // keys), first)
+    return limit - first, limit - first - max(0, unmasked)
+
+
+def problem_of(case: Case) -> Problem:
+    """A case as the operator describes it, without its tensors; bf16."""
+    ragged = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
+    rows = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
+    return Problem(
+        (1 if case.packed else case.batch, rows, case.heads, HEAD_DIM), case.seqlen_q,
+        case.seqlen_k, case.batch, torch.bfloat16, torch.device("cpu"), Options(1.0, case.bounds),
+        False, ragged, packed_heads(case.heads // case.heads_kv, ragged),
+    )  # fmt: skip
+
+
+def default_splits(case: Case, clusters: int) -> int:
+    """Parts into which a call of ours divides the keys by default."""
+    return splits_for(problem_of(case), clusters)
+
+
+def combine_seconds(case: Case, splits: int, values: Values) -> float:
+    """The kernel that makes one result of the parts only reads and writes: at HBM's rate."""
+    rows = sum(q for q, _ in case.lengths) * case.heads
+    nbytes = rows * (splits * (4 * HEAD_DIM + 4) + 2 * HEAD_DIM + 4)
+    return nbytes / (values.hbm_terabytes * 1e12) + values.launch_us * 1e-6
 
 
 def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:

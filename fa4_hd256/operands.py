@@ -65,15 +65,17 @@ def mn_major_operand(rows: int) -> OperandLayout:
 
 
 def _by_rows(tensor: cute.Tensor, rows: int, columns: Any) -> cute.Tensor:
-    """(batch, ., ., columns) as (rows, columns, heads, batch), with TMA's stride rule; rows: which
-    dimension they are, 1 or 2, the other one being the heads."""
+    """(batch, ., ., columns) as (rows, columns, heads, batch), the base and every stride of a
+    multiple of 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores for 32 bits;
+    rows: which dimension they are, 1 or 2, the other one being the heads."""
     heads, shape = 3 - rows, tensor.shape
     strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
     layout = cute.make_layout(
         (shape[rows], columns, shape[heads], shape[0]),
         stride=(strides[rows], 1, strides[heads], strides[0]),
     )
-    return cute.make_tensor(tensor.iterator.align(16), layout)
+    # 8 elements have as many bytes as an element has bits.
+    return cute.make_tensor(tensor.iterator.align(tensor.element_type.width), layout)
 
 
 def by_sequence(tensor: cute.Tensor) -> cute.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from schedulers.choice import clc_requested, prefers_clc
 
-from .config import HEAD_DIM, ForwardConfig
+from .config import CTAS, HEAD_DIM, ForwardConfig
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -179,6 +179,17 @@ class Problem:
             self.packed_heads,
             self.num_splits > 1,
         )
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of a tile of the forward."""
+        return CTAS * ForwardConfig.block_q // self.packed_heads
+
+    @property
+    def num_tiles(self) -> int:
+        """Query tiles of the forward's grid, empty ones of short sequences included."""
+        blocks = -(-self.max_seqlen_q // self.tile_queries)
+        return blocks * (self.q_shape[2] // self.packed_heads) * self.sequences
 
     @property
     def is_empty(self) -> bool:

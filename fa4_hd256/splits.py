@@ -19,8 +19,9 @@ __all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]
 BY_RULE = 0
 #: The most parts of a tile; the second kernel has a lane for each.
 LARGEST = WARP_SIZE
-#: The fewest steps of 128 keys that are worth a part.
-FEWEST_STEPS = 4
+#: Steps of 128 keys by which a tile must become shorter: by the timing model (docs/bench.md) the
+#: second kernel costs as much as three or four, and five where a launch takes as long as it may.
+LEAST_SAVED = 6
 
 
 def check_num_splits(num_splits: Any) -> int:
@@ -44,16 +45,16 @@ def divided(problem: Problem, num_splits: int, clusters: int) -> Problem:
 
 
 def splits_for(problem: Problem, clusters: int) -> int:
-    """As many parts as fill the device once, as far as each has `FEWEST_STEPS`.
+    """As many parts as fill the device once, a step at least each; no more than the longest of them
+    needs, and 1 where it is not shorter than the whole by `LEAST_SAVED` steps.
 
     The same for every call of the same shapes and bounds on the same device, whatever the tensors
     hold.
     """
-    queries = ForwardConfig.block_q * 2 // problem.packed_heads
-    blocks = -(-problem.max_seqlen_q // queries)
-    tiles = blocks * (problem.q_shape[2] // problem.packed_heads) * problem.sequences
     keys, (left, right) = problem.max_seqlen_k, problem.options.window
     if left is not None and right is not None:
-        keys = min(keys, left + right + queries)
+        keys = min(keys, left + right + problem.tile_queries)
     steps = -(-keys // ForwardConfig.block_kv)
-    return max(1, min(clusters // max(1, tiles), steps // FEWEST_STEPS, LARGEST))
+    most = max(1, min(clusters // max(1, problem.num_tiles), steps, LARGEST))
+    longest = -(-steps // most)
+    return -(-steps // longest) if steps - longest >= LEAST_SAVED else 1

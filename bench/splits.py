@@ -1,0 +1,181 @@
+"""`python -m bench splits`: keys of a query tile divided among CTA pairs, where tiles are few.
+
+Decoding, a few queries at once, and a chunk of a long prompt, each with every number of parts that
+fills the device at most once. On a GPU that runs the kernels they are timed by turns; without one
+the tiles are placed on the clusters of the machine, with costs from replays of the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sm100_sim.timing.machine_constants import load
+
+from . import flash_attn_4, suite, workload
+from .measuring import CudaTimer, Sampling, Timer
+from .predicting import Predictor, defaults_to_clc
+from .providers import OURS, FlashAttention4, Ours
+from .replays import PATH_COLUMNS, path_figures, path_note
+from .results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+from .suite import FORWARD, Case
+from .throughput import RESOLUTION, measured_rows
+
+#: Parts of a tile's keys; 1: not divided.
+NUMBERS = (1, 2, 4, 8, 16, 32)
+THEIRS = flash_attn_4.PACKAGE
+
+
+def default_cases() -> list[Case]:
+    """(batch, queries, keys), with the heads of Qwen3-Next and of Gemma."""
+    decoding = [(b, 1, keys) for b in (1, 8) for keys in (1024, 2048, 8192, 32768, 131072)]
+    chunks = [(8, 4, 8192), (1, 128, 8192), (1, 512, 8192), (1, 512, 32768), (8, 128, 4096)]
+    found = [
+        Case("decoding" if q == 1 else "chunk", ((q, keys),) * batch, 16, 2, True)
+        for batch, q, keys in decoding + chunks
+    ]
+    return [*found, Case("window", ((1, 65536),), *suite.GEMMA_HEADS, True, (1023, None))]
+
+
+def numbers_for(case: Case, clusters: int) -> list[int]:
+    """Of parts to compare; that of the rule is one of them."""
+    chosen = workload.default_splits(case, clusters)
+    tiles = workload.problem_of(case).num_tiles
+    return sorted({1, chosen, *(n for n in NUMBERS if n * tiles <= clusters)})
+
+
+def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
+    """Every number of parts on one case, for each of the drawn machines."""
+    clusters = int(predictor.machine.values().sms) // 2
+    use_clc = defaults_to_clc(case)
+    found = {
+        n: predictor.predict_forward(OURS, case, use_clc, n) for n in numbers_for(case, clusters)
+    }
+    seconds = {n: one.seconds for n, one in found.items()}
+    chosen = workload.default_splits(case, clusters)
+    theirs = None
+    if predictor.refuses(THEIRS, case, FORWARD) is None:
+        theirs = predictor.predict(THEIRS, case, FORWARD).seconds
+    paths = path_figures(found[chosen].paths)
+    origin = {BASIS: "modelled", MACHINE: modelled_machine(predictor.machine)}
+    return _row(case, chosen, seconds, theirs) | paths | origin
+
+
+def _row(
+    case: Case, chosen: int, seconds: dict[int, np.ndarray], theirs: np.ndarray | None
+) -> dict[str, Any]:
+    """seconds: by number of parts, the central figure first; ranges are over pairs of figures at
+    the same place."""
+    gains = seconds[1] / seconds[chosen]
+    best = min(seconds, key=lambda n: seconds[n][0])
+    row = {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text, "mask": case.mask,
+        "parts": chosen, **{str(n): seconds[n][0] * 1e6 if n in seconds else None for n in NUMBERS},
+        "chosen": seconds[chosen][0] * 1e6,
+        "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
+        "best": best, "behind": float(seconds[chosen][0] / seconds[best][0] - 1),
+        THEIRS: None, "ratio": None, "ratio_low": None, "ratio_high": None,
+    }  # fmt: skip
+    if theirs is not None:
+        ratios = theirs / seconds[chosen]
+        row |= {
+            THEIRS: theirs[0] * 1e6, "ratio": float(ratios[0]),
+            "ratio_low": float(ratios.min()), "ratio_high": float(ratios.max()),
+        }  # fmt: skip
+    return row
+
+
+def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
+    """Rows on the timer's GPU, results checked before."""
+    rows = []
+    for case in cases:
+        clusters = timer.gpu.sms // 2
+        numbers = numbers_for(case, clusters)
+        providers = [*(Ours(str(n), num_splits=n) for n in numbers), FlashAttention4()]
+        (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
+        details = row["details"]
+        failed = {str(n): details[str(n)]["status"] for n in numbers
+                  if details[str(n)]["status"] != "ok"}  # fmt: skip
+        if failed:
+            raise RuntimeError(f"{case}: {failed}")
+        times = {
+            name: np.array([found[key] for key in ("median_ms", "p20_ms", "p80_ms")]) / 1e3
+            for name, found in details.items() if found["status"] == "ok"
+        }
+        chosen = workload.default_splits(case, clusters)
+        seconds = {n: times[str(n)] for n in numbers}
+        rows.append(
+            _row(case, chosen, seconds, times.get(THEIRS))
+            | {"details": details, BASIS: row[BASIS], MACHINE: row[MACHINE]}
+        )
+    return rows
+
+
+COLUMNS = (
+    Column("group"), Column("shape"), Column("heads"), Column("mask"),
+    *(Column(str(n), "us", ".1f", "not divided" if n == 1 else f"{n} parts") for n in NUMBERS),
+    Column("parts", title="chosen"), Column("chosen", "us", ".1f", "time of the choice"),
+    Column("gain", format=".2f", title="over not divided"),
+    Column("gain_low", format=".2f", title="low"), Column("gain_high", format=".2f", title="high"),
+    Column("best"), Column("behind", format="+.1%", title="choice over best"),
+    Column(THEIRS, "us", ".1f"), Column("ratio", format=".2f", title=f"{THEIRS} / choice"),
+    Column("ratio_low", format=".2f", title="ratio, low"),
+    Column("ratio_high", format=".2f", title="ratio, high"),
+)  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    columns = COLUMNS
+    notes = (
+        f"The number of parts that a call without num_splits= takes stands under \"chosen\"; "
+        f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} does not divide keys at "
+        "head_dim 256.",
+    )
+    if rows[0][BASIS] == "modelled":
+        columns += PATH_COLUMNS
+        notes += (
+            "The kernel that makes one result of the parts is taken at a launch and HBM's rate.",
+            path_note("the replays behind the choice"),
+        )
+    plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS), panel="group")
+    title = "Keys divided among CTA pairs, forward, bf16"
+    return Table("splits", title, columns, rows, notes, plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
+    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
+    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
+    parser.add_argument("--warmup", type=int, default=Sampling.warmup)
+    parser.add_argument("--runs", type=int, default=Sampling.runs)
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    chosen = None if arguments.group else default_cases()
+    cases = suite.selected(arguments, chosen)
+    if not arguments.modelled and Ours().missing() is None:
+        rows = measured(cases, CudaTimer(), Sampling(arguments.warmup, arguments.runs))
+    else:
+        predictor = Predictor(
+            load(arguments.machine), arguments.draws,
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        rows = [modelled_row(case, predictor) for case in cases]
+    emit(table(rows), arguments)
+    return 0
