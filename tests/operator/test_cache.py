@@ -140,14 +140,17 @@ def test_what_the_key_covers(monkeypatch):
         key(problem_class=ProblemClass(torch.bfloat16, sink=True)),
         key(problem_class=ProblemClass(torch.bfloat16, ragged=("seqused_k",))),
         key(problem_class=ProblemClass(torch.bfloat16, use_clc=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, packed_heads=2)),
+        key(problem_class=ProblemClass(torch.bfloat16, split=True)),
         key(kind="backward_preprocess"),
+        key(kind="forward_combine"),
     }
     monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
     monkeypatch.setattr(compile, "_source_digest", lambda: "another source")
     others.add(key())
-    assert len(others) == 13 and first not in others
+    assert len(others) == 16 and first not in others
 
 
 def test_what_the_key_does_not_cover(monkeypatch):

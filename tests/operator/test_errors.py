@@ -178,7 +178,8 @@ def packed(**changes):
         ({"q": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, "accepted: 3"),
         ({"cu_seqlens_q": None, "max_seqlen_q": None}, ValueError, "accepted: 4"),
         ({"page_table": torch.zeros(1)}, NotImplementedError, "page_table"),
-        ({"num_splits": 2}, NotImplementedError, "num_splits=2"),
+        ({"num_splits": 33}, ValueError, "num_splits is 33; accepted: 1"),
+        ({"num_splits": 2.0}, TypeError, "num_splits must be an int, got 2.0"),
     ],
 )
 def test_varlen(changes, error, message):

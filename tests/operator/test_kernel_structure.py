@@ -51,6 +51,8 @@ VARIANTS = {
     "window, sink, varlen, packed heads": ProblemClass(
         BF16, True, True, sink=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), packed_heads=8
     ),
+    "split keys, packed heads, clc": ProblemClass(BF16, use_clc=True, packed_heads=8, split=True),
+    "split keys, window, sink": ProblemClass(BF16, True, True, sink=True, split=True),
 }
 
 

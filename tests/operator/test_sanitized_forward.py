@@ -26,3 +26,21 @@ def test_no_findings(seqlen_q, seqlen_k, causal, seed, monkeypatch):
     report = sm100_sim.last_reports()[-1]
     assert report.seed == seed
     assert report.findings == []
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+def test_no_findings_with_split_keys(use_clc, seed, monkeypatch):
+    """Two tiles of 32 queries with 8 heads, 3 KV tiles in 4 parts; each pair takes several."""
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    q = torch.randn(1, 37, 8, 256, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 300, 1, 256, dtype=torch.bfloat16) for _ in range(2))
+    flash_attn_func(q, k, v, num_splits=4, use_clc=use_clc)
+    forward, combine = sm100_sim.last_reports()[-2:]
+    assert (forward.clc["stolen"] > 0) == use_clc
+    assert combine.grid == (37 * 8 // 4, 1, 1)
+    for report in (forward, combine):
+        assert report.seed == seed and report.findings == []

@@ -7,8 +7,9 @@ import torch
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 
-#: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
-PLAIN = (None, None, None, None, None, None, None, False, "", "")
+#: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations, the
+#: division of keys that the rule chooses.
+PLAIN = (None, None, None, None, None, None, None, False, "", "", 0)
 
 
 def inputs(device):
@@ -20,6 +21,13 @@ def test_opcheck(device):
     """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
     operator = torch.ops.fa4_hd256.forward.default
     torch.library.opcheck(operator, (*inputs(device), 0.0625, -1, 0, 0.0, *PLAIN))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_opcheck_of_split_keys(num_splits, device):
+    operator = torch.ops.fa4_hd256.forward.default
+    call = (*inputs(device), 0.0625, -1, 0, 0.0, *PLAIN[:-1], num_splits)
+    torch.library.opcheck(operator, call)
 
 
 def features(device):

@@ -1,0 +1,248 @@
+"""The combining kernel alone: one row out of hand-made parts, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass import Float32
+
+from fa4_hd256 import backends, compile
+from fa4_hd256.compile import compile_kernel
+from fa4_hd256.forward_combine import CombineConfig
+from fa4_hd256.kernels import KernelSpec
+from fa4_hd256.problem import Options, Problem
+from fa4_hd256.resources import resource_usage
+
+DTYPES = (torch.bfloat16, torch.float16)
+#: Unit roundoff of float32.
+ROUNDOFF = 2.0**-24
+
+
+def describe(out):
+    """The problem whose result is `out`; keys do not matter to this kernel."""
+    k = out.new_zeros(out.shape[0], 1, out.shape[2], 256)
+    return Problem.describe((out, k, k), Options(1.0))
+
+
+def random_parts(splits, shape, device, spread=2.0):
+    """(out, lse) of the parts; shape: (batch, seqlen, heads); spread: of the LSEs."""
+    batch, seqlen, heads = shape
+    out = torch.randn(batch * splits, seqlen, heads, 256).to(device)
+    lse = spread * torch.randn(batch * splits, heads, seqlen).to(device)
+    return out, lse
+
+
+def run(parts, splits, dtype=torch.bfloat16):
+    """(out, lse) of the kernel, from memory that holds NaN."""
+    entries, seqlen, heads, _ = parts[0].shape
+    assert entries % splits == 0
+    batch, device = entries // splits, parts[0].device
+    out = torch.full((batch, seqlen, heads, 256), math.nan, dtype=dtype, device=device)
+    lse = torch.full((batch, heads, seqlen), math.nan, device=device)
+    backends.combine(describe(out), parts, (out, lse))
+    return out, lse
+
+
+def expected(parts, splits):
+    """(out, lse, sum of the weights times |O|) in float64; rows of -inf alone are 0."""
+    out, lse = (t.double().cpu().unflatten(0, (-1, splits)) for t in parts)
+    total = torch.logsumexp(lse, dim=1)
+    shift = total.masked_fill(total == -math.inf, 0.0)
+    weight = torch.exp(lse - shift[:, None]).transpose(2, 3)[..., None]
+    # What a part without a key holds counts for nothing, NaN neither.
+    out = out.masked_fill(weight == 0, 0.0)
+    return (weight * out).sum(1), total, (weight * out.abs()).sum(1)
+
+
+def check(parts, splits, dtype=torch.bfloat16):
+    """Within what float32 exponents, weights and sums and one rounding to dtype may lose."""
+    out, lse = run(parts, splits, dtype)
+    wanted, total, magnitude = expected(parts, splits)
+    finite = parts[1].masked_fill(parts[1] == -math.inf, 0.0)
+    # LSE * log2(e) is rounded and so is the difference of two of them, which moves a weight by as
+    # much; ex2, lg2 and rcp.approx are good to 2^-22 (PTX ISA 9.7.3).
+    exponent = 4 * ROUNDOFF * float(finite.abs().max())
+    loss = 2 * exponent + (24 + splits) * ROUNDOFF
+    bound = torch.finfo(dtype).eps / 2 * wanted.abs() + loss * magnitude + 2.0**-25
+    assert ((out.double().cpu() - wanted).abs() <= bound).all()
+    void = total == -math.inf
+    assert (lse.cpu()[void] == -math.inf).all()
+    error = (lse.double().cpu() - total)[~void].abs()
+    assert error.numel() == 0 or error.max() <= exponent + 16 * ROUNDOFF
+    assert out.dtype == dtype
+    return out, lse
+
+
+# One part alone; the parts whose loads are in flight together, one less and one more; as many as
+# lanes, and one less.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 31, 32])
+def test_numbers_of_parts(splits, dtype, device):
+    check(random_parts(splits, (2, 5, 3), device), splits, dtype)
+
+
+# A CTA makes four rows: one row, one less and one more than a CTA's, several.
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 1, 5), (3, 1, 3), (2, 9, 7)], ids=str)
+def test_numbers_of_rows(shape, device):
+    check(random_parts(3, shape, device), 3)
+
+
+def test_one_part_is_left_as_it_is(device):
+    parts = random_parts(1, (2, 5, 3), device)
+    out, _ = check(parts, 1)
+    assert torch.equal(out, parts[0].bfloat16())
+
+
+def test_parts_without_a_key_count_for_nothing(device):
+    """Whatever their O holds; each part of the three is such a one in some row."""
+    out, lse = random_parts(3, (2, 6, 2), device)
+    for row in range(6):
+        for part in range(3):
+            if row >> part & 1:
+                lse[part::3, :, row] = -math.inf
+                out[part::3, row] = (math.nan, math.inf, -math.inf)[part]
+    got, _ = check((out, lse), 3)
+    # Row 3 has the last part alone.
+    assert torch.equal(got[:, 3], out[2::3, 3].bfloat16())
+
+
+def test_rows_without_any_key(device):
+    out, lse = random_parts(5, (2, 4, 3), device)
+    out[:, 1:3], lse[..., 1:3] = math.nan, -math.inf
+    got, total = check((out, lse), 5)
+    assert (got[:, 1:3] == 0).all() and (total[..., 1:3] == -math.inf).all()
+    assert got[:, ::3].isfinite().all() and total[..., ::3].isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [200.0, -200.0])
+def test_far_apart(offset, device):
+    """exp(200) is no float32: weights come from differences, and the smaller parts vanish."""
+    out, lse = random_parts(4, (1, 6, 2), device)
+    lse[1] += offset
+    got, _ = check((out, lse), 4)
+    if offset > 0:
+        assert torch.equal(got[0], out[1].bfloat16())
+
+
+@pytest.mark.parametrize("level", [5000.0, -5000.0])
+def test_all_far_from_zero(level, device):
+    """Scores of a large scale: no exponential of an LSE itself is ever taken."""
+    out, lse = random_parts(3, (1, 6, 2), device)
+    check((out, lse + level), 3)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 32])
+def test_a_nan_stays_in_its_row(splits, device):
+    """An LSE that is NaN makes all of its row NaN, and nothing else; so does +inf."""
+    out, lse = random_parts(splits, (2, 6, 3), device)
+    clean = run((out, lse), splits)
+    lse[splits - 1, 1, 4] = math.nan
+    lse[splits, 2, 0] = math.inf
+    got, total = run((out, lse), splits)
+    spoiled = torch.zeros(2, 6, 3, dtype=torch.bool)
+    spoiled[0, 4, 1] = spoiled[1, 0, 2] = True
+    assert got[spoiled].isnan().all() and total.transpose(1, 2)[spoiled].isnan().all()
+    assert torch.equal(got[~spoiled], clean[0][~spoiled])
+    assert torch.equal(total.transpose(1, 2)[~spoiled], clean[1].transpose(1, 2)[~spoiled])
+
+
+def test_a_nan_in_one_column_stays_there(device):
+    """Of a part that has some weight."""
+    out, lse = random_parts(3, (1, 6, 2), device)
+    clean = run((out, lse), 3)
+    out[1, 2, 1, 77] = math.nan
+    got, total = run((out, lse), 3)
+    assert torch.equal(total, clean[1])
+    is_nan = got.isnan()
+    assert is_nan[0, 2, 1, 77] and is_nan.sum() == 1
+    assert torch.equal(got[~is_nan], clean[0][~is_nan])
+
+
+def test_any_strides(device):
+    """Heads first and sliced rows, of the parts as of the results; last strides are 1."""
+    parts = random_parts(3, (2, 5, 4), device)
+    wanted = run(parts, 3)
+    wide = torch.full((6, 4, 5, 272), math.nan, device=device)
+    out = wide[..., 8:264].transpose(1, 2).copy_(parts[0])
+    lse = torch.full((4, 6, 9), math.nan, device=device)[..., 3:8].transpose(0, 1)
+    lse.copy_(parts[1])
+    assert not out.is_contiguous() and not lse.is_contiguous()
+    rows = torch.full((5, 4, 2, 272), math.nan, dtype=torch.bfloat16, device=device)
+    columns = torch.full((4, 2, 7), math.nan, device=device)
+    results = rows[..., 8:264].permute(2, 0, 1, 3), columns[..., 1:6].transpose(0, 1)
+    backends.combine(describe(wanted[0]), (out, lse), results)
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+    # Nothing beside the results is written.
+    beside = rows[..., :8], rows[..., 264:], columns[..., :1], columns[..., 6:]
+    assert all(part.isnan().all() for part in beside)
+
+
+def test_a_second_run_is_bitwise_equal(device):
+    parts = random_parts(5, (2, 9, 3), device)
+    assert all(torch.equal(a, b) for a, b in zip(run(parts, 5), run(parts, 5), strict=True))
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("splits", [3, 32])
+def test_no_findings(splits, seed, monkeypatch):
+    """The last CTA has fewer rows than warps."""
+    import sm100_sim
+
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    run(random_parts(splits, (2, 3, 3), "cpu"), splits)
+    report = sm100_sim.last_reports()[-1]
+    assert report.findings == [] and report.grid == (5, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_resources(dtype):
+    """No spill and no local memory; registers few enough for 32 warps of an SM."""
+    compiled = compile_kernel(KernelSpec("forward_combine", CombineConfig(), dtype))
+    usage = resource_usage(compiled.cubin)
+    assert usage.stack == usage.local == 0
+    assert usage.registers <= 64
+
+
+@pytest.mark.simulator
+def test_parts_are_read_once_32_bytes_a_lane():
+    """A load of a warp for 256 float32, and a store for the row of out."""
+    import sm100_sim
+
+    run(random_parts(8, (1, 4, 3), "cpu"), 8)
+    opcodes = sm100_sim.last_reports()[-1].opcodes
+
+    def warps(start):
+        return sum(c["warps"] for name, c in opcodes.items() if name.startswith(start))
+
+    assert warps("ld.global.v8") == 8 * 12
+    assert warps("st.global.v4") == 12
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A cache of its own for kernels that are wrong on purpose."""
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
+    compile.forget()
+    yield monkeypatch
+    compile.forget()
+
+
+def test_weights_that_are_not_normalised_are_noticed(planted, device):
+    """The checks above can fail: the same kernel without the division by the sum of the weights."""
+    planted.setattr(cute.arch, "rcp_approx", lambda total: Float32(1.0))
+    with pytest.raises(AssertionError):
+        check(random_parts(3, (2, 5, 3), device), 3)
+
+
+@pytest.mark.xfail(strict=True, reason="the configuration is not validated")
+@pytest.mark.parametrize("parts_at_once", [0, 3, 64])
+def test_configurations_that_are_not_accepted(parts_at_once):
+    """A lane past the warp would give the weight of another part: 32 must be a multiple."""
+    with pytest.raises(ValueError, match="parts_at_once"):
+        CombineConfig(parts_at_once=parts_at_once)

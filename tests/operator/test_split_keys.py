@@ -1,0 +1,449 @@
+"""Forwards whose KV tiles are divided among several CTA pairs, against the float64 reference.
+
+The mask of a call and the kind of its scores are compiled in, its lengths are not: the tests share
+few kinds of calls, each with every number of parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import cutlass
+import pytest
+import torch
+from backward_cases import accurate as accurate_gradients
+from backward_cases import gradients, inputs
+
+from fa4_hd256 import backends, compile, flash_attn_func, flash_attn_varlen_func, reference
+from fa4_hd256.forward_consumers import ForwardConsumers
+from fa4_hd256.masking import Visibility
+from fa4_hd256.problem import Options, Problem
+from fa4_hd256.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
+
+LSE_TOLERANCE = 1e-3
+#: Query heads over KV heads: the 8 of a group share tiles of 32 queries.
+HEADS = (8, 1)
+#: A group of 3, which does not divide a CTA's rows, so that each head has tiles of its own.
+THREE = (3, 1)
+
+
+@pytest.fixture(params=[False, True], ids=["static", "clc"])
+def use_clc(request):
+    return request.param
+
+
+@pytest.fixture
+def combined(monkeypatch):
+    """(problem, out and lse of the parts) of each call whose keys were divided."""
+    seen = []
+    original = backends.combine
+
+    def spy(problem, parts, results):
+        seen.append((problem, parts))
+        return original(problem, parts, results)
+
+    monkeypatch.setattr(backends, "combine", spy)
+    return seen
+
+
+def offsets(lengths, device):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def ints(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def accurate(out, lse, tensors, **options):
+    found = reference.compare(out, lse, tensors, **options)
+    assert found.max_error <= found.tolerance, found
+    assert found.lse_max_error <= LSE_TOLERANCE, found
+
+
+def check(tensors, num_splits, use_clc=False, **options):
+    out, lse = flash_attn_func(
+        *tensors, **options, num_splits=num_splits, use_clc=use_clc, return_lse=True
+    )
+    q = tensors[0]
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32
+    accurate(out, lse, tensors, **options)
+    return out, lse
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Decoding steps of 2 sequences; two tiles of queries over 5 KV tiles, which 3 does not divide; more
+# parts than KV tiles.
+@pytest.mark.parametrize(
+    ("lengths", "heads", "batch", "num_splits"),
+    [((1, 700), (16, 2), 2, 2), ((40, 520), HEADS, 1, 3), ((7, 130), HEADS, 1, 32)],
+)
+def test_full(lengths, heads, batch, num_splits, use_clc, device):
+    check(inputs(lengths, heads, batch, device=device), num_splits, use_clc)
+
+
+@pytest.mark.parametrize("num_splits", [2, 7])
+def test_each_part_is_the_attention_over_its_keys(num_splits, combined, device):
+    """Part i of n has the KV tiles from 5 i // n to 5 (i + 1) // n."""
+    q, k, v = inputs((40, 520), HEADS, device=device)
+    check((q, k, v), num_splits)
+    ((_, (out, lse)),) = combined
+    assert out.shape == (num_splits, 40, 8, 256) and lse.shape == (num_splits, 8, 40)
+    assert out.dtype == lse.dtype == torch.float32
+    counts = []
+    for part in range(num_splits):
+        begin, end = (5 * n // num_splits for n in (part, part + 1))
+        counts.append(end - begin)
+        keys = slice(begin * 128, end * 128)
+        wanted, total = reference.attention(q, k[:, keys], v[:, keys])
+        assert torch.equal(lse[part].cpu() == -math.inf, total[0] == -math.inf)
+        if end > begin:
+            # P and V in bfloat16: about 2^-9 of a sum of 128 keys or more.
+            assert (out[part].cpu() - wanted[0]).abs().max() < 2**-8
+            assert (lse[part].cpu() - total[0]).abs().max() < LSE_TOLERANCE
+        else:
+            assert (out[part] == 0).all()
+    assert sum(counts) == 5 and max(counts) - min(counts) <= 1
+
+
+def test_the_same_bits_again(use_clc, device):
+    tensors = inputs((40, 520), HEADS, device=device)
+    options = {"num_splits": 3, "use_clc": use_clc, "return_lse": True}
+    assert same(flash_attn_func(*tensors, **options), flash_attn_func(*tensors, **options))
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("clusters", [1, 4])
+def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
+    """6 parts of tiles, on CTA pairs enough for all and on few, which take one after the other."""
+    import sm100_sim
+
+    tensors = inputs((40, 520), HEADS)
+    options = {"num_splits": 3, "return_lse": True}
+    expected = flash_attn_func(*tensors, **options, use_clc=False)
+    # For the grid of the static scheduler, and for what the machine of the dynamic one holds.
+    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", clusters)
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", str(clusters))
+    for use_clc in (False, True):
+        assert same(expected, flash_attn_func(*tensors, **options, use_clc=use_clc))
+        forward, combine = sm100_sim.last_reports()[-2:]
+        assert forward.grid == (2 * (6 if use_clc else clusters), 1, 1)
+        assert forward.clc["stolen"] == (6 - clusters if use_clc else 0)
+        assert combine.grid == (40 * 8 // 4, 1, 1)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("num_splits", [2, 32])
+def test_every_kv_tile_is_multiplied_once(num_splits):
+    """16 + 8 instructions for each of 5 KV tiles of 2 query tiles, however these are divided."""
+    import sm100_sim
+
+    flash_attn_func(*inputs((40, 520), HEADS), num_splits=num_splits, use_clc=False)
+    forward, combine = sm100_sim.last_reports()[-2:]
+    assert forward.warps("tcgen05.mma") == 2 * 5 * (16 + 8)
+    assert combine.warps("tcgen05.mma") == 0
+    # K and V once, 128 rows each; Q, 256 rows, for each part that has a key. O leaves by no TMA.
+    rows = 2 * (5 * 2 * 128 + min(num_splits, 5) * 256)
+    assert forward.tma["load_bytes"] == rows * 256 * 2
+    assert forward.tma["store_bytes"] == 0
+
+
+def test_no_division_without_parts(combined, device):
+    """num_splits=1 is the kernel that divides nothing, and the rule's choice for short keys."""
+    tensors = inputs((40, 300), device=device)
+    default = flash_attn_func(*tensors, use_clc=False, return_lse=True)
+    assert same(default, check(tensors, 1)) and not combined
+
+
+# More parts than KV tiles, so that some are empty; the diagonal alone; rows that see nothing on
+# either side; as good as unbounded.
+WINDOWS = [
+    ((520, 900), (200, 50), 3),
+    ((300, 600), (5, 3), 7),
+    ((150, 150), (0, 0), 2),
+    ((300, 200), (30, 0), 2),
+    ((20, 600), (10**9, 10**9), 4),
+]
+
+
+def no_sink(device):
+    return {"learnable_sink": torch.full((3,), -math.inf, device=device)}
+
+
+@pytest.mark.parametrize(("lengths", "window", "num_splits"), WINDOWS)
+def test_windows(lengths, window, num_splits, device):
+    """A sink of -inf is none."""
+    check(inputs(lengths, THREE, device=device), num_splits, window_size=window, **no_sink(device))
+
+
+# Like the scores and none; far above all scores and far below.
+@pytest.mark.parametrize(
+    ("logits", "num_splits"), [((0.5, -2.0, -math.inf), 12), ((200.0, 5.0, -300.0), 2)]
+)
+def test_sinks(logits, num_splits, device):
+    """Rows 0 to 19 see no key: their LSE is the sink's logit."""
+    sink = torch.tensor(logits, device=device)
+    tensors = inputs((270, 250), THREE, device=device)
+    out, lse = check(tensors, num_splits, window_size=(150, 0), learnable_sink=sink)
+    assert (out[:, :20] == 0).all()
+    assert torch.allclose(lse[..., :20], sink[:, None].expand(3, 20), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(50.0, -0.0625), (3.0, -1.0)])
+def test_softcap_and_a_negative_scale_in_fp16(softcap, scale, device):
+    """With a sink, and tiles that two heads share."""
+    tensors = inputs((130, 600), dtype=torch.float16, device=device)
+    sink = torch.randn(2, device=device)
+    options = {"softcap": softcap, "softmax_scale": scale, "learnable_sink": sink}
+    check(tensors, 3, True, causal=True, **options)
+
+
+def check_packed(lengths_q, lengths_k, num_splits, device):
+    """Causal packed sequences against the reference of each; returns (out, lse)."""
+    q = torch.randn(sum(lengths_q), 2, 256).to(device, torch.bfloat16)
+    k, v = (torch.randn(sum(lengths_k), 1, 256).to(device, torch.bfloat16) for _ in "kv")
+    out, lse = flash_attn_varlen_func(
+        q, k, v, offsets(lengths_q, device), offsets(lengths_k, device),
+        max(*lengths_q, 1), max(*lengths_k, 1), causal=True, return_lse=True,
+        num_splits=num_splits, use_clc=True,
+    )  # fmt: skip
+    assert out.shape == q.shape and lse.shape == (2, q.shape[0])
+    start_q = start_k = 0
+    for n, m in zip(lengths_q, lengths_k, strict=True):
+        rows, keys = slice(start_q, start_q + n), slice(start_k, start_k + m)
+        part = (q[rows][None], k[keys][None], v[keys][None])
+        accurate(out[rows][None], lse[:, rows][None], part, causal=True)
+        start_q, start_k = start_q + n, start_k + m
+    return out, lse
+
+
+# Zero lengths on either side and both, first and last; fewer keys than queries, so that whole tiles
+# see none; decoding.
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "num_splits"),
+    [
+        ((300, 5, 0, 129), (200, 700, 33, 0), 3),
+        ((0, 256, 0), (0, 256, 7), 2),
+        ((1, 1, 100, 33), (1, 900, 50, 33), 5),
+    ],
+)
+def test_packed_sequences(lengths_q, lengths_k, num_splits, device):
+    check_packed(lengths_q, lengths_k, num_splits, device)
+
+
+def test_packed_keys_without_any_row(device):
+    out, lse = check_packed((5, 0, 2), (0, 0, 0), 3, device)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", [3, 16])
+def test_rows_past_the_used_ones_may_hold_anything(num_splits, device):
+    """NaN past seqused_k reaches no part; rows past seqused_q are 0 with an LSE of -inf."""
+    q, k, v = inputs((140, 500), batch=3, device=device)
+    used_q, used_k = (140, 77, 0), (0, 331, 500)
+    for b in range(3):
+        q[b, used_q[b] :] = math.nan
+        k[b, used_k[b] :] = math.nan
+        v[b, used_k[b] :] = math.nan
+    out, lse = flash_attn_varlen_func(
+        q, k, v, seqused_q=ints(used_q, device), seqused_k=ints(used_k, device), causal=True,
+        return_lse=True, num_splits=num_splits, use_clc=False,
+    )  # fmt: skip
+    for b in range(3):
+        n, m = used_q[b], used_k[b]
+        part = (q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m])
+        accurate(out[b : b + 1, :n], lse[b : b + 1, :, :n], part, causal=True)
+        assert (out[b, n:] == 0).all() and (lse[b, :, n:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+def test_a_nan_key_reaches_the_rows_that_see_it(num_splits, device):
+    """Rows 20 to 60 see key 550; all others keep their bits."""
+    q, k, v = inputs((70, 600), THREE, device=device)
+    options = {"num_splits": num_splits, "use_clc": False, "return_lse": True, **no_sink(device)}
+    clean = flash_attn_func(q, k, v, window_size=(40, 0), **options)
+    k[:, 550] = math.nan
+    out, lse = flash_attn_func(q, k, v, window_size=(40, 0), **options)
+    sees = torch.zeros(1, 70, 3, dtype=torch.bool, device=device)
+    sees[:, 20:61] = True
+    assert torch.equal(out.isnan(), sees[..., None].expand_as(out))
+    assert torch.equal(lse.isnan(), sees.transpose(1, 2))
+    assert torch.equal(out[~sees], clean[0][~sees])
+    assert torch.equal(lse[~sees.transpose(1, 2)], clean[1][~sees.transpose(1, 2)])
+
+
+@pytest.mark.parametrize("num_splits", [2, 3])
+def test_infinite_scores(num_splits, device):
+    """A score of +inf makes its row NaN; one of -inf is that of a key that counts for nothing."""
+    q, k, v = inputs((30, 300), THREE, device=device)
+    k[:, 275, :, 7] = math.inf
+    options = {"window_size": (200, 0), **no_sink(device)}
+    out, lse = flash_attn_func(
+        q, k, v, num_splits=num_splits, use_clc=False, return_lse=True, **options
+    )
+    sees = (torch.arange(30, device=device) >= 5)[None, :, None]
+    spoiled = sees & (q[..., 7] > 0)
+    assert torch.equal(out.isnan(), spoiled[..., None].expand_as(out))
+    assert torch.equal(lse.isnan(), spoiled.transpose(1, 2))
+    wanted, total = reference.attention(q, k, v, **options)
+    kept = ~spoiled.cpu()
+    assert (sees & ~spoiled).any() and (out.cpu()[kept] - wanted[kept]).abs().max() < 2**-8
+    kept = kept.transpose(1, 2)
+    assert (lse.cpu()[kept] - total[kept]).abs().max() < LSE_TOLERANCE
+
+
+def test_gradients(device):
+    """The backward takes out and LSE of a divided forward as of any other; d sink too."""
+    tensors, sink = inputs((150, 300), THREE, device=device), torch.randn(3, device=device)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 3, 150, device=device)
+    options = {"window_size": (130, 20), "learnable_sink": sink}
+    found = gradients(tensors, dout, dlse, num_splits=3, use_clc=False, **options)
+    accurate_gradients(found, tensors, dout, dlse, **options)
+    assert set(found) == {"q", "k", "v", "sink"}
+
+
+def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
+    """The problem of a call whose tensors take no memory."""
+    longest = {name: ragged.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k")}
+    number = torch.zeros((), dtype=torch.bfloat16)
+    q, k = (number.expand(batch, s, h, 256) for s, h in zip(lengths, heads, strict=True))
+    options = Options.check(None, False, window, 0.0)
+    return Problem.describe((q, k, k), options, None, ragged, **longest)
+
+
+# A query tile is 256 rows, queries times the heads that share it, a step 128 keys; what divides a
+# tile makes its longest part 6 steps shorter at least.
+@pytest.mark.parametrize(
+    ("lengths", "options", "clusters", "splits"),
+    [
+        # 16 tiles, so 4 of 74 pairs for each: 16 steps become 4.
+        ((1, 2048), {"heads": (16, 2), "batch": 8}, 74, 4),
+        # 37 for each of 2 tiles, but no more than the steps, nor than 32.
+        ((1, 2048), {"heads": (16, 2)}, 74, 16),
+        ((1, 32768), {"heads": (16, 2)}, 74, 32),
+        # 7 for each of 10 tiles; the longest of 7 has 3 of 16 steps, of which 6 are enough.
+        ((1, 2048), {"batch": 10}, 74, 6),
+        # A group of 3 shares nothing: 12 tiles. 32 queries of 8 heads are one tile, 33 are two.
+        ((1, 4096), {"heads": (12, 4)}, 74, 6),
+        ((32, 32768), {"heads": (8, 1), "batch": 4}, 74, 18),
+        ((33, 32768), {"heads": (8, 1), "batch": 4}, 74, 9),
+        # 37 tiles leave a second pair for each, 38 do not; 74 and more need none.
+        ((1, 4096), {"batch": 37}, 74, 2),
+        ((1, 4096), {"batch": 38}, 74, 1),
+        ((4096, 4096), {"heads": (16, 16)}, 74, 1),
+        ((1, 4096), {"batch": 37}, 66, 1),
+        ((1, 4096), {}, 1, 1),
+        # Shorter by 5 steps and by 6: all in parts of one step; in two parts.
+        ((1, 6 * 128), {}, 74, 1),
+        ((1, 6 * 128 + 1), {}, 74, 7),
+        ((1, 11 * 128), {"batch": 37}, 74, 1),
+        ((1, 12 * 128), {"batch": 37}, 74, 2),
+        ((1, 1), {}, 74, 1),
+        # A tile of 256 queries sees 1023 + 256 keys: 10 steps; bounded on one side, all of them.
+        ((1, 100_000), {"window": (1023, 0)}, 74, 10),
+        ((1, 100_000), {"window": (100, 100)}, 74, 1),
+        ((1, 100_000), {"window": (1023, None)}, 74, 32),
+        ((1, 100_000), {"window": (None, 0)}, 74, 32),
+    ],
+)  # fmt: skip
+def test_the_rule(lengths, options, clusters, splits):
+    problem = describe(lengths, **options)
+    assert splits_for(problem, clusters) == splits
+    assert divided(problem, BY_RULE, clusters).num_splits == splits
+    assert divided(problem, 7, clusters).num_splits == 7
+
+
+def test_the_rule_for_packed_and_padded_sequences():
+    """By their number and the longest one, not by what the offsets are: 4 sequences, 4096 keys."""
+    found = set()
+    for ends_q, ends_k in (((1, 2, 3, 4), (4096, 4096, 4096, 4096)), ((0, 0, 4, 4), (9, 9, 9, 9))):
+        problem = describe(
+            (4, ends_k[-1]), (8, 1), cu_seqlens_q=ints((0, *ends_q), "cpu"),
+            cu_seqlens_k=ints((0, *ends_k), "cpu"), max_seqlen_q=4, max_seqlen_k=4096,
+        )  # fmt: skip
+        found.add(splits_for(problem, 74))
+    # 4 tiles, 18 pairs for each: 2 of 32 steps, for which 16 are enough.
+    assert found == {16}
+    # Heads of sequences that have a length in use share no tile: 16 tiles of 2 sequences.
+    for used in ((1, 1), (0, 0)):
+        problem = describe((1, 4096), (8, 1), batch=2, seqused_q=ints(used, "cpu"))
+        assert splits_for(problem, 74) == 4
+    for used in ((4096, 4096), (0, 3)):
+        problem = describe((1, 4096), (8, 1), batch=2, seqused_k=ints(used, "cpu"))
+        assert splits_for(problem, 74) == 32
+
+
+@pytest.mark.simulator
+def test_calls_follow_the_rule(combined):
+    """Both functions, where nothing is said and where 0 is; the same bits as with that number."""
+    q, k, v = inputs((1, 1300), HEADS)
+    expected = splits_for(describe((1, 1300), HEADS), 74)
+    assert expected == 11
+    results = [
+        flash_attn_func(q, k, v, use_clc=False),
+        flash_attn_func(q, k, v, num_splits=0, use_clc=False),
+        flash_attn_varlen_func(q, k, v, use_clc=False),
+        flash_attn_func(q, k, v, num_splits=expected, use_clc=False),
+    ]
+    assert [problem.num_splits for problem, _ in combined] == [expected] * 4
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
+@pytest.mark.parametrize(
+    ("num_splits", "error", "message"),
+    [
+        (True, TypeError, "num_splits must be an int, got True"),
+        (2.0, TypeError, "num_splits must be an int, got 2.0"),
+        ("2", TypeError, "num_splits must be an int, got '2'"),
+        (None, TypeError, "num_splits must be an int, got None"),
+        (-1, ValueError, r"num_splits is -1; accepted: 1 \(none\) to 32, or 0 to leave"),
+        (33, ValueError, r"num_splits is 33; accepted: 1 \(none\) to 32, or 0"),
+    ],
+)
+def test_numbers_that_are_not_accepted(function, num_splits, error, message):
+    before = dict(compile.counters)
+    with pytest.raises(error, match=message):
+        function(*inputs((4, 4)), num_splits=num_splits)
+    assert dict(compile.counters) == before
+
+
+def test_numbers_that_are_accepted():
+    assert [check_num_splits(n) for n in (0, 1, 32)] == [BY_RULE, 1, LARGEST]
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A cache of its own for kernels that are wrong on purpose."""
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
+    compile.forget()
+    yield monkeypatch
+    compile.forget()
+
+
+def test_planted_bugs_are_noticed(planted, device):
+    """The checks above can fail: one kernel that of three parts counts the sink in each, and of two
+    reads the first KV tile of the second in the first, too."""
+    bounds = Visibility._bounds
+
+    def sink_of_every_part(self, context, work, head):
+        return context.sink[head] * math.log2(math.e)
+
+    def one_tile_more(self, first_row, num_rows):
+        begin, end = bounds(self, first_row, num_rows)
+        number, count = self.split
+        return begin, cutlass.select_((count == 2) & (number == 0), end + 1, end)
+
+    planted.setattr(ForwardConsumers, "_sink_log2", sink_of_every_part)
+    planted.setattr(Visibility, "_bounds", one_tile_more)
+    tensors = inputs((20, 600), THREE, device=device)
+    options = {"window_size": (550, 100)}
+    check(tensors, 3, **no_sink(device), **options)
+    with pytest.raises(AssertionError, match="lse_max_error"):
+        check(tensors, 3, learnable_sink=torch.full((3,), 5.0, device=device), **options)
+    with pytest.raises(AssertionError, match="max_error"):
+        check(tensors, 2, **no_sink(device), **options)
