@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from schedulers.choice import prefers_clc
+from schedulers.choice import backward_prefers_clc, prefers_clc
 from sm100_sim.timing.machine_constants import Machine
 
 from . import flash_attn_4, modelled, modelled_backward, workload
@@ -104,7 +104,8 @@ class Predictor:
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
-        use_clc, kind = provider == OURS and defaults_to_clc(case), workload.Kind.of(case)
+        kind = workload.Kind.of(case)
+        use_clc = provider == OURS and defaults_to_clc(case, direction)
         if direction == BACKWARD:
             backward = self.backward(provider, kind, use_clc)
             return Predicted(backward.seconds(case), None, backward.paths_of(case))
@@ -134,7 +135,10 @@ class Predictor:
         return Predicted(seconds, found[0].bound, kernel.paths, unlimited)
 
 
-def defaults_to_clc(case: Case) -> bool:
+def defaults_to_clc(case: Case, direction: str) -> bool:
     """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
+    bounded = case.bounds != (None, None)
+    if direction == BACKWARD:
+        return backward_prefers_clc(bounded, case.packed)
     rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
-    return prefers_clc(case.bounds != (None, None), rows, capacity)
+    return prefers_clc(bounded, rows, capacity)

@@ -61,7 +61,7 @@ def numbers_for(case: Case, clusters: int) -> list[int]:
 def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Every number of parts on one case, for each of the drawn machines."""
     clusters = int(predictor.machine.values().sms) // 2
-    use_clc = defaults_to_clc(case)
+    use_clc = defaults_to_clc(case, FORWARD)
     found = {
         n: predictor.predict_forward(OURS, case, use_clc, n) for n in numbers_for(case, clusters)
     }

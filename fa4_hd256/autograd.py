@@ -84,7 +84,7 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch
     """setup_context of `forward`: what `gradients` needs, and no more."""
     q, k, v, *scalars, sink, cu_q, cu_k, used_q, used_k = inputs[:12]
     ctx.save_for_backward(q, k, v, *output, sink, cu_q, cu_k, used_q, used_k)
-    max_seqlen_q, max_seqlen_k, use_clc, _, backward_config, _ = inputs[12:]
+    max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = inputs[12:]
     ctx.scalars = scalars
     ctx.rest = (max_seqlen_q, max_seqlen_k, use_clc, backward_config)
     ctx.num_inputs = len(inputs)

@@ -32,10 +32,20 @@ LOG2_E = math.log2(math.e)
 @dataclass(frozen=True)
 class CombineConfig:
     """num_warps: warps of a CTA, a row each. parts_at_once: parts whose loads are in flight
-    together."""
+    together.
+
+    Raises ValueError where the parts of a turn do not divide the lanes of a warp.
+    """
 
     num_warps: int = 4
     parts_at_once: int = 4
+
+    def __post_init__(self) -> None:
+        # Parts past the last have a weight as long as they have a lane.
+        if self.parts_at_once < 1 or WARP_SIZE % self.parts_at_once:
+            raise ValueError(
+                f"parts_at_once is {self.parts_at_once}; accepted: a divisor of {WARP_SIZE}"
+            )
 
 
 class CombineKernel:
@@ -91,7 +101,8 @@ class CombineKernel:
         out, lse = results
         lane, at_once = cute.arch.lane_idx(), self.config.parts_at_once
         first = batch * splits
-        weight, total = self._weight(part_lse, (first, head, row), splits)
+        own = self._own_lse(part_lse, (first, head, row), splits)
+        weight, total = self._weight(own)
         sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         sums.fill(0.0)
         for start in cutlass.range(0, splits, at_once, unroll=1):
@@ -102,8 +113,10 @@ class CombineKernel:
             ]
             for i, values in enumerate(loaded):
                 factor = cute.arch.shuffle_sync(weight, start + i)
+                # Not where the weight is 0: the row may see a NaN whose weight underflows.
+                is_void = cute.arch.shuffle_sync(own, start + i) == Float32(-math.inf)
                 for column in range(LANE_COLUMNS):
-                    value = cutlass.select_(factor == Float32(0.0), Float32(0.0), values[column])
+                    value = cutlass.select_(is_void, Float32(0.0), values[column])
                     sums[column] = cute.math.fma(factor, value, sums[column])
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         rounded.store(sums.load().to(self.dtype))
@@ -111,14 +124,17 @@ class CombineKernel:
         if lane == 0:
             lse[batch, head, row] = total
 
-    def _weight(
+    def _own_lse(
         self, part_lse: cute.Tensor, place: tuple[Int32, Int32, Int32], splits: Int32
-    ) -> tuple[Float32, Float32]:
-        """(exp(LSE_lane - L), L); the weight of a lane without a part is 0."""
+    ) -> Float32:
+        """LSE of this lane's part, times log2(e); -inf for a lane without a part."""
         first, head, row = place
         lane = cute.arch.lane_idx()
         own = part_lse[first + cutlass.min(lane, splits - 1), head, row] * LOG2_E
-        own = cutlass.select_(lane < splits, own, Float32(-math.inf))
+        return cutlass.select_(lane < splits, own, Float32(-math.inf))
+
+    def _weight(self, own: Float32) -> tuple[Float32, Float32]:
+        """(exp(LSE_lane - L), L) from `_own_lse`."""
         largest = cute.arch.warp_reduction_max(own)
         # No difference of infinities where no part has any key.
         largest = cutlass.select_(largest == -math.inf, Float32(0.0), largest)

@@ -62,7 +62,7 @@ def flash_attn_func(
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
         None the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
-        FA_CLC says, and where it is not set, whether the mask is bounded on some side.
+        FA_CLC says, and where it is not set a rule of mask and lengths for each direction.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
@@ -153,12 +153,13 @@ def _call(tensors, options, sink, ragged, longest, names, choices):
     # Packed queries have a batch of 1.
     rows, offsets = tensors[0].shape[1], ragged.get("cu_seqlens_q")
     use_clc, num_splits = choices
+    backward_use_clc = options.backward_use_clc(use_clc, bool(ragged))
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     window = (UNBOUNDED if side is None else side for side in options.window)
     sequences = [ragged.get(name) for name in RAGGED]
     return forward(
         *tensors, options.softmax_scale, *window, options.softcap, sink, *sequences, *longest,
-        options.use_clc, *names, num_splits,
+        options.use_clc, *names, num_splits, backward_use_clc,
     )  # fmt: skip
 
 
@@ -205,11 +206,12 @@ def forward(
     config: str,
     backward_config: str,
     num_splits: int,
+    backward_use_clc: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
-    window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; the
-    backward's is used by autograd alone.
+    window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
+    is the backward's is used by autograd alone.
     """
     from .backends import empty_results, num_clusters, run_forward
     from .compile import compile_forward
@@ -239,7 +241,7 @@ def _tuned(problem: Problem) -> ForwardConfig:
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      backward_config, num_splits):  # fmt: skip
+      backward_config, num_splits, backward_use_clc):  # fmt: skip
     check_tensors({"q": q, "k": k, "v": v})
     check_shapes(q.shape, k.shape, v.shape, cu_seqlens_q is not None, cu_seqlens_k is not None)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)

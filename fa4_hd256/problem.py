@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from schedulers.choice import clc_requested, prefers_clc
+from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
 from .config import CTAS, HEAD_DIM, ForwardConfig
 
@@ -98,6 +98,14 @@ class Options:
         filling = (1, 1) if offsets is None else (rows, (offsets.numel() - 1) * longest)
         default = prefers_clc(self.window != (None, None), *filling)
         return replace(self, use_clc=clc_requested(use_clc, default))
+
+    def backward_use_clc(self, use_clc: bool | None, ragged: bool) -> bool:
+        """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
+
+        ragged: whether sequences have lengths of their own. Raises as `clc_requested` does.
+        """
+        default = backward_prefers_clc(self.window != (None, None), ragged)
+        return clc_requested(use_clc, default)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 uses; `protocol` is what a kernel programs against.
 """
 
-from .choice import clc_requested, prefers_clc, scheduler_class
+from .choice import backward_prefers_clc, clc_requested, prefers_clc, scheduler_class
 from .clc import ClcScheduler
 from .order import (
     TileOrder,
@@ -24,6 +24,7 @@ __all__ = [
     "TileProblem",
     "TileScheduler",
     "WorkTile",
+    "backward_prefers_clc",
     "clc_requested",
     "prefers_clc",
     "scheduler_class",

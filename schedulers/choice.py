@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["clc_requested", "prefers_clc", "scheduler_class"]
+__all__ = ["backward_prefers_clc", "clc_requested", "prefers_clc", "scheduler_class"]
 
 VARIABLE = "FA_CLC"
 
@@ -23,6 +23,16 @@ def prefers_clc(bounded: bool, rows: int, capacity: int) -> bool:
     By the timing model for a B200 (docs/bench.md); nobody has measured it.
     """
     return bounded and rows * MOST_EMPTY >= capacity
+
+
+def backward_prefers_clc(bounded: bool, ragged: bool) -> bool:
+    """The default of the backward: the dynamic scheduler where tiles may differ in length.
+
+    bounded: as for `prefers_clc`. ragged: whether sequences have lengths of their own. A launch of
+    dK/dV has few tiles for each CTA pair: a bad order costs more than asking for empty ones. By the
+    same model.
+    """
+    return bounded or ragged
 
 
 def clc_requested(

@@ -73,7 +73,8 @@ def _flash_attn_fwd(
     """The forward that PyTorch's adapter calls.
 
     q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q; k, v likewise.
-    out: written to if given. options: other arguments of `flash_attn_varlen_func`.
+    out: written to if given. options: other arguments of `flash_attn_varlen_func`; the adapter
+    hands over num_splits=1, no division of keys, unless its caller asks for another number.
 
     Returns (out, lse); lse: (batch, heads, seqlen_q) or (heads, total_q) float32, None without
     return_lse. Raises as `flash_attn_varlen_func` does.
@@ -119,14 +120,14 @@ def _flash_attn_bwd(
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     packed = [tensor.ndim == 3 for tensor in (q, k)]
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
-    checked = checked.scheduled(None, q.shape[-3], ragged[0], longest[0])
+    use_clc = checked.backward_use_clc(None, any(offsets is not None for offsets in ragged))
     sides = (-1 if side is None else side for side in checked.window)
     tensors = (dout, None, q, k, v, out, lse)
     is_packed = (packed[0], False, packed[0], packed[1], packed[1], packed[0], packed[0])
     tensors = (t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True))
     *gradients, _ = backward(
         *tensors, checked.softmax_scale, *sides, 0.0, None, *ragged, None, None, *longest,
-        checked.use_clc, named_configs.encode(None, BackwardConfig), [True, True, False],
+        use_clc, named_configs.encode(None, BackwardConfig), [True, True, False],
     )  # fmt: skip
     return tuple(
         gradient.squeeze(0) if tensor.ndim == 3 else gradient

@@ -24,7 +24,7 @@ def small(device, **options):
 def test_opcheck_of_the_forward(device):
     """Schema, fake implementation, autograd registration and AOT dispatch of both operators."""
     operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, (*small(device), 0.0625, -1, 0, 0.0, *PLAIN, "", 0))
+    torch.library.opcheck(operator, (*small(device), 0.0625, -1, 0, 0.0, *PLAIN, "", 0, False))
 
 
 def test_opcheck_of_the_backward(device):
@@ -44,7 +44,8 @@ def test_shapes_without_running():
         for s, h in ((5, 6), (7, 2), (7, 2))
     )
     sink = torch.empty(6, device="meta", requires_grad=True)
-    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, -1, -1, 0.0, sink, *PLAIN[1:], "", 0)
+    others = (*PLAIN[1:], "", 0, False)
+    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, -1, -1, 0.0, sink, *others)
     (out.sum() + lse.sum()).backward()
     for leaf in (q, k, v, sink):
         assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype

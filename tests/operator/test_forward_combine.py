@@ -240,7 +240,6 @@ def test_weights_that_are_not_normalised_are_noticed(planted, device):
         check(random_parts(3, (2, 5, 3), device), 3)
 
 
-@pytest.mark.xfail(strict=True, reason="the configuration is not validated")
 @pytest.mark.parametrize("parts_at_once", [0, 3, 64])
 def test_configurations_that_are_not_accepted(parts_at_once):
     """A lane past the warp would give the weight of another part: 32 must be a multiple."""

@@ -276,6 +276,22 @@ def test_a_nan_key_reaches_the_rows_that_see_it(num_splits, device):
     assert torch.equal(lse[~sees.transpose(1, 2)], clean[1][~sees.transpose(1, 2)])
 
 
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_a_nan_value_counts_however_little_its_part_weighs(num_splits, device):
+    """Key 10 has a score 320 above all others, so that the weight of every other part is 0."""
+    shapes = ((20, 3), (600, 1), (600, 1))
+    q, k, v = (torch.zeros(1, *shape, 256).to(device, torch.bfloat16) for shape in shapes)
+    q[..., 0], k[:, 10, :, 0] = 64.0, 80.0
+    v[:, 580, :, 3] = math.nan
+    out, lse = flash_attn_func(
+        q, k, v, num_splits=num_splits, use_clc=False, window_size=(1000, 0), return_lse=True,
+        **no_sink(device),
+    )  # fmt: skip
+    sees = torch.zeros(256, dtype=torch.bool, device=device)
+    sees[3] = True
+    assert torch.equal(out.isnan(), sees.expand_as(out)) and not lse.isnan().any()
+
+
 @pytest.mark.parametrize("num_splits", [2, 3])
 def test_infinite_scores(num_splits, device):
     """A score of +inf makes its row NaN; one of -inf is that of a key that counts for nothing."""

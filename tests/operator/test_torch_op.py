@@ -9,7 +9,7 @@ from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 
 #: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations, the
 #: division of keys that the rule chooses.
-PLAIN = (None, None, None, None, None, None, None, False, "", "", 0)
+PLAIN = (None, None, None, None, None, None, None, False, "", "", 0, False)
 
 
 def inputs(device, heads=2):

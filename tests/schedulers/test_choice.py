@@ -5,6 +5,7 @@ import pytest
 from schedulers import (
     ClcScheduler,
     StaticPersistentScheduler,
+    backward_prefers_clc,
     clc_requested,
     prefers_clc,
     scheduler_class,
@@ -47,6 +48,14 @@ def test_variable_before_default(default):
 def test_the_default(bounded, rows, capacity, expected):
     """The packed ones are two batches that docs/bench.md has times of."""
     assert prefers_clc(bounded, rows, capacity) is expected
+
+
+@pytest.mark.parametrize(
+    ("bounded", "ragged", "expected"),
+    [(False, False, False), (True, False, True), (False, True, True), (True, True, True)],
+)
+def test_the_default_of_the_backward(bounded, ragged, expected):
+    assert backward_prefers_clc(bounded, ragged) is expected
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch):
