@@ -122,9 +122,10 @@ class Predictor:
         if splits == 1:
             kernel = self.kernel(provider, kind, use_clc)
         else:
-            # Of the first tile; the kernel stores no others.
-            packed = workload.problem_of(case).packed_heads
-            rows = min(case.seqlen_q * packed, workload.ROWS)
+            # Costs follow how many rows a tile has, which store their O; windowed samples have all.
+            rows = workload.ROWS
+            if not kind.window:
+                rows = min(case.seqlen_q * workload.problem_of(case).packed_heads, rows)
             kernel = replace(self.kernel(provider, kind, use_clc, rows), num_splits=splits)
         found = workload.run(case, kernel)
         seconds = np.array([s.seconds for s in found])

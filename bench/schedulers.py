@@ -35,7 +35,7 @@ from .results import (
     emit,
     modelled_machine,
 )
-from .suite import FORWARD, Case, ragged_lengths
+from .suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
 from .throughput import RESOLUTION, measured_rows
 
 STATIC, CLC = "static", "CLC"
@@ -70,39 +70,47 @@ def default_cases() -> list[Case]:
     ]
 
 
-def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
+def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> dict[str, Any]:
     """Both schedulers on one case, for each of the drawn machines."""
-    kind = workload.Kind.of(case)
-    kernels = {
-        name: predictor.kernel(OURS, kind, use_clc)
-        for name, use_clc in ((STATIC, False), (CLC, True))
-    }
-    found = {name: workload.run(case, kernel) for name, kernel in kernels.items()}
-    seconds = {name: np.array([run.seconds for run in runs]) for name, runs in found.items()}
+    choices, kind = {STATIC: False, CLC: True}, workload.Kind.of(case)
+    if direction == BACKWARD:
+        kernels = {name: predictor.backward(OURS, kind, clc) for name, clc in choices.items()}
+        seconds = {name: kernel.seconds(case) for name, kernel in kernels.items()}
+        paths = [kernel.paths_of(case) for kernel in kernels.values()]
+        details = {name: {"ms": float(found[0]) * 1e3} for name, found in seconds.items()}
+        of_launch = dict.fromkeys(("tiles", "static_balance", "clc_balance", "bound"))
+    else:
+        kernels = {name: predictor.kernel(OURS, kind, clc) for name, clc in choices.items()}
+        runs = {name: workload.run(case, kernel) for name, kernel in kernels.items()}
+        seconds = {name: np.array([run.seconds for run in found]) for name, found in runs.items()}
+        paths = [kernel.paths for kernel in kernels.values()]
+        details = {
+            name: {
+                "ms": float(seconds[name][0]) * 1e3, "balance": central.balance,
+                "bound": central.bound, "clocks": central.clocks,
+            }
+            for name, (central, *_) in runs.items()
+        }  # fmt: skip
+        of_launch = {
+            "tiles": len(runs[STATIC][0].starts), "static_balance": details[STATIC]["balance"],
+            "clc_balance": details[CLC]["balance"], "bound": details[STATIC]["bound"],
+        }  # fmt: skip
     gains = seconds[STATIC] / seconds[CLC] - 1
-    flop = case.flop(FORWARD)
-    details = {
-        name: {
-            "ms": float(seconds[name][0]) * 1e3, "balance": runs[0].balance,
-            "bound": runs[0].bound, "clocks": runs[0].clocks,
-        }
-        for name, runs in found.items()
-    }  # fmt: skip
+    flop = case.flop(direction)
     return {
-        **_identity(case), "tiles": len(found[STATIC][0].starts),
-        **{name: flop / seconds[name][0] / 1e12 for name in found},
+        **_identity(case, direction), **of_launch,
+        **{name: flop / found[0] / 1e12 for name, found in seconds.items()},
         "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
-        "static_balance": details[STATIC]["balance"], "clc_balance": details[CLC]["balance"],
-        "bound": details[STATIC]["bound"], "better": _better(gains),
-        **path_figures(*(kernel.paths for kernel in kernels.values())), "details": details,
+        "better": _better(gains), **path_figures(*paths), "details": details,
         BASIS: "modelled", MACHINE: modelled_machine(predictor.machine),
     }  # fmt: skip
 
 
-def _identity(case: Case) -> dict[str, Any]:
+def _identity(case: Case, direction: str) -> dict[str, Any]:
     return {
-        "group": case.group, "shape": case.shape, "heads": case.heads_text, "mask": case.mask
-    }
+        "direction": direction, "group": case.group, "shape": case.shape,
+        "heads": case.heads_text, "mask": case.mask,
+    }  # fmt: skip
 
 
 def _better(gains: np.ndarray) -> str:
@@ -124,11 +132,13 @@ class _ByVariable(Ours):
             return super().call(inputs)
 
 
-def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
+def measured(
+    cases: Iterable[Case], timer: Timer, sampling: Sampling, direction: str = FORWARD
+) -> list[dict[str, Any]]:
     """Rows of both schedulers on the timer's GPU, results checked before."""
     cases = list(cases)
     both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]
-    jobs = [(case, FORWARD) for case in cases]
+    jobs = [(case, direction) for case in cases]
     rows = []
     for case, row in zip(cases, measured_rows(jobs, both, timer, sampling, torch.bfloat16)):
         details = row["details"]
@@ -142,7 +152,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         gains = static / clc - 1
         rows.append(
             {
-                **_identity(case), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
+                **_identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
                 "gain": float(gains[0]), "gain_low": float(gains.min()),
                 "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
                 "bound": None, "better": _better(gains), "details": details,
@@ -153,7 +163,8 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
 
 
 COLUMNS = (
-    Column("group"), Column("shape"), Column("heads"), Column("mask"), Column("tiles"),
+    Column("direction"), Column("group"), Column("shape"), Column("heads"), Column("mask"),
+    Column("tiles"),
     Column(STATIC, "TFLOPS", ".0f"), Column(CLC, "TFLOPS", ".0f"),
     Column("gain", format="+.1%", title="CLC over static"),
     Column("gain_low", format="+.1%", title="low"),
@@ -175,11 +186,11 @@ def table(rows: list[dict[str, Any]]) -> Table:
         columns += PATH_COLUMNS
         notes += (modelled, path_note(f"the replays behind a row, {STATIC} / {CLC}"))
     plot = Plot(("shape", "mask"), (STATIC, CLC), panel="group")
-    title = "Tile schedulers on the forward, bf16"
-    return Table("schedulers", title, columns, rows, notes, plot)
+    return Table("schedulers", "Tile schedulers, bf16", columns, rows, notes, plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
     parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
@@ -194,12 +205,12 @@ def main(arguments: argparse.Namespace) -> int:
     cases = suite.selected(arguments, chosen)
     if not arguments.modelled and Ours().missing() is None:
         sampling = Sampling(arguments.warmup, arguments.runs)
-        rows = measured(cases, CudaTimer(), sampling)
+        rows = measured(cases, CudaTimer(), sampling, arguments.direction)
     else:
         predictor = Predictor(
             load(arguments.machine), arguments.draws,
             lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
-        rows = [modelled_row(case, predictor) for case in cases]
+        rows = [modelled_row(case, predictor, arguments.direction) for case in cases]
     emit(table(rows), arguments)
     return 0

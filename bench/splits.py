@@ -1,8 +1,8 @@
 """`python -m bench splits`: keys of a query tile divided among CTA pairs, where tiles are few.
 
-Decoding, a few queries at once, and a chunk of a long prompt, each with every number of parts that
-fills the device at most once. On a GPU that runs the kernels they are timed by turns; without one
-the tiles are placed on the clusters of the machine, with costs from replays of the compiled kernel.
+Decoding, a few queries at once, and a chunk of a long prompt. On a GPU that runs the kernels some
+numbers of parts are timed by turns; without one the tiles of every number are placed on the
+clusters of the machine, with costs from replays of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fa4_hd256.splits import LARGEST
 from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite, workload
@@ -35,7 +36,7 @@ from .results import (
 from .suite import FORWARD, Case
 from .throughput import RESOLUTION, measured_rows
 
-#: Parts of a tile's keys; 1: not divided.
+#: Parts of a tile's keys that the table shows; 1: not divided.
 NUMBERS = (1, 2, 4, 8, 16, 32)
 THEIRS = flash_attn_4.PACKAGE
 
@@ -43,6 +44,8 @@ THEIRS = flash_attn_4.PACKAGE
 def default_cases() -> list[Case]:
     """(batch, queries, keys), with the heads of Qwen3-Next and of Gemma."""
     decoding = [(b, 1, keys) for b in (1, 8) for keys in (1024, 2048, 8192, 32768, 131072)]
+    # 40 tiles: dividing by two would make 80 for 74 CTA pairs.
+    decoding += [(20, 1, keys) for keys in (2048, 32768)]
     chunks = [(8, 4, 8192), (1, 128, 8192), (1, 512, 8192), (1, 512, 32768), (8, 128, 4096)]
     found = [
         Case("decoding" if q == 1 else "chunk", ((q, keys),) * batch, 16, 2, True)
@@ -51,19 +54,12 @@ def default_cases() -> list[Case]:
     return [*found, Case("window", ((1, 65536),), *suite.GEMMA_HEADS, True, (1023, None))]
 
 
-def numbers_for(case: Case, clusters: int) -> list[int]:
-    """Of parts to compare; that of the rule is one of them."""
-    chosen = workload.default_splits(case, clusters)
-    tiles = workload.problem_of(case).num_tiles
-    return sorted({1, chosen, *(n for n in NUMBERS if n * tiles <= clusters)})
-
-
 def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Every number of parts on one case, for each of the drawn machines."""
     clusters = int(predictor.machine.values().sms) // 2
     use_clc = defaults_to_clc(case, FORWARD)
     found = {
-        n: predictor.predict_forward(OURS, case, use_clc, n) for n in numbers_for(case, clusters)
+        n: predictor.predict_forward(OURS, case, use_clc, n) for n in range(1, LARGEST + 1)
     }
     seconds = {n: one.seconds for n, one in found.items()}
     chosen = workload.default_splits(case, clusters)
@@ -81,7 +77,7 @@ def _row(
     """seconds: by number of parts, the central figure first; ranges are over pairs of figures at
     the same place."""
     gains = seconds[1] / seconds[chosen]
-    best = min(seconds, key=lambda n: seconds[n][0])
+    best = min(sorted(seconds), key=lambda n: seconds[n][0])
     row = {
         "group": case.group, "shape": case.shape, "heads": case.heads_text, "mask": case.mask,
         "parts": chosen, **{str(n): seconds[n][0] * 1e6 if n in seconds else None for n in NUMBERS},
@@ -104,7 +100,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
     rows = []
     for case in cases:
         clusters = timer.gpu.sms // 2
-        numbers = numbers_for(case, clusters)
+        numbers = sorted({*NUMBERS, workload.default_splits(case, clusters)})
         providers = [*(Ours(str(n), num_splits=n) for n in numbers), FlashAttention4()]
         (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
         details = row["details"]

@@ -82,7 +82,8 @@ class Kind:
 @dataclass(frozen=True)
 class Variant:
     """One of our kernels to predict. config, samples: None for the default ones. split_rows: for
-    the kernel that divides the keys of a tile, how many rows of it exist; None for the other."""
+    the kernel that divides the keys of a tile, how many rows of it exist, all in samples of
+    windows; None for the other kernel."""
 
     kind: Kind
     use_clc: bool = False
@@ -247,7 +248,7 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     unequal = case.packed or (left, right) != (None, None)
     keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     section = section_heads_for(
-        num_heads_per_kv=ratio, num_pairs=case.batch * heads,
+        num_heads_per_kv=ratio, num_pairs=case.batch * kernel.num_splits * heads,
         kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
         unequal_lengths=unequal,
     )  # fmt: skip

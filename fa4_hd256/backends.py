@@ -34,9 +34,12 @@ def run_forward(
     optional: the sink in float32, then the ragged tensors in the problem's order. out has the
     shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
     """
-    parts = out, lse = empty_results(problem)
-    if problem.num_splits > 1:
-        parts = empty_results(problem, parts=True)
+    is_split = problem.num_splits > 1
+    results = empty_results(problem)
+    parts = empty_results(problem, parts=True) if is_split else results
+    if is_split:
+        # Both kernels are there before either is launched.
+        compile_kernel(_combine_spec(problem))
     q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
     if k.shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
@@ -47,9 +50,9 @@ def run_forward(
         problem.device,
         lambda clusters, stream: call_arguments(tensors, problem, clusters, stream),
     )
-    if problem.num_splits > 1:
-        combine(problem, parts, (out, lse))
-    return out, lse
+    if is_split:
+        combine(problem, parts, results)
+    return results
 
 
 def combine(
@@ -59,29 +62,36 @@ def combine(
 ) -> None:
     """Fill results from the parts, each (out, lse), by `forward_combine`."""
     launch(
-        compile_kernel(KernelSpec("forward_combine", CombineConfig(), problem.dtype)),
+        compile_kernel(_combine_spec(problem)),
         problem.device,
         lambda clusters, stream: combine_call_arguments(parts, results, stream),
     )
+
+
+def _combine_spec(problem: Problem) -> KernelSpec:
+    return KernelSpec("forward_combine", CombineConfig(), problem.dtype)
 
 
 def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Results to write to; NaN on the CPU, so that an element never written shows.
 
     Rows past seqused_q are not written: they are 0 with an LSE of -inf. parts: those of the parts
-    of the keys, float32, one after the other for each batch entry.
+    of the keys, float32, one after the other for each batch entry; the combining kernel then writes
+    every row of the results proper, and reads no O of a part with an LSE of -inf.
     """
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     dtype = torch.float32 if parts else problem.dtype
     entries = batch * problem.num_splits if parts else batch
     out = torch.empty((entries, *rows), dtype=dtype, device=problem.device)
     lse = torch.empty((entries, *lse_rows), dtype=torch.float32, device=problem.device)
-    if "seqused_q" in problem.ragged:
-        out.zero_()
-        lse.fill_(-math.inf)
-    elif problem.device.type == "cpu":
+    if problem.device.type == "cpu":
         out.fill_(math.nan)
         lse.fill_(math.nan)
+    is_split = problem.num_splits > 1
+    if "seqused_q" in problem.ragged and parts == is_split:
+        lse.fill_(-math.inf)
+        if not is_split:
+            out.zero_()
     return out, lse
 
 

@@ -28,7 +28,14 @@ import torch
 from .backward_common import BackwardScalars
 from .backward_preprocess import PreprocessRows
 from .backward_problem import BackwardProblem, GradientClass, PreprocessClass
-from .calling import ELEMENT_TYPES, dynamic_tensor, forward_scalars, tensor_type, vector_type
+from .calling import (
+    ELEMENT_TYPES,
+    dynamic_tensor,
+    forward_scalars,
+    row_alignment,
+    tensor_type,
+    vector_type,
+)
 from .portions import Portion
 from .problem import TMA_ALIGNMENT
 from .sequences import padded_rows
@@ -145,7 +152,9 @@ def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -
     element = ELEMENT_TYPES[problem.dtype]
     result = cutlass.Float32 if problem_class.partial else element
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
-    results = tuple(tensor_type(result, 4, TMA_ALIGNMENT) for _ in range(num_results))
+    results = tuple(
+        tensor_type(result, 4, row_alignment(result.width)) for _ in range(num_results)
+    )
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     scalars = BackwardScalars(
@@ -162,7 +171,10 @@ def gradient_call_arguments(
     return (
         tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
         dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
-        tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.results),
+        tuple(
+            dynamic_tensor(tensor, row_alignment(8 * tensor.element_size()))
+            for tensor in tensors.results
+        ),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
         backward_scalars(problem, clusters),

@@ -66,7 +66,7 @@ def combine_compile_arguments(element_type) -> tuple:
 
 def _result_types(element_type) -> tuple:
     """(out, lse)."""
-    out = tensor_type(element_type, 4, _row_alignment(element_type.width))
+    out = tensor_type(element_type, 4, row_alignment(element_type.width))
     return out, tensor_type(cutlass.Float32, 3, alignment=4)
 
 
@@ -102,11 +102,10 @@ def combine_call_arguments(
 
 def _results(tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple:
     out, lse = tensors
-    alignment = _row_alignment(8 * out.element_size())
-    return dynamic_tensor(out, alignment), dynamic_tensor(lse, 4)
+    return dynamic_tensor(out, row_alignment(8 * out.element_size())), dynamic_tensor(lse, 4)
 
 
-def _row_alignment(bits: int) -> int:
+def row_alignment(bits: int) -> int:
     """Bytes of 8 elements of so many bits: TMA's rule for 16, that of 256-bit accesses for 32."""
     return bits
 

@@ -35,9 +35,9 @@ VARIABLES = (
     PROGRESS,
     Variable(
         "FA_CLC",
-        "by the mask",
+        "by mask and lengths",
         "1 selects the dynamic tile scheduler (cluster launch control), 0 the static one; unset: "
-        "the dynamic one for causal and windowed attention, where the timing model prefers it",
+        "a rule for each direction, from the timing model (docs/bench.md)",
     ),
     Variable(
         "SM100_SIM_REPORT",

@@ -126,7 +126,7 @@ class KernelTensors(NamedTuple):
     q: TmaTensor
     k: TmaTensor
     v: TmaTensor
-    o: TmaTensor
+    o: TmaTensor | None
     out: Any
     lse: Any
     optional: Any

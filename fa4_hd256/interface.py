@@ -58,7 +58,7 @@ def flash_attn_func(
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
         1 to 32, or 0 for the operator's choice (`splits.splits_for`). Results for different
-        numbers differ by rounding.
+        numbers differ by rounding; the parts take num_splits times out in float32.
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
         None the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
@@ -112,7 +112,8 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of packed sequences; lengths may be 0.
     max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
         follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
-        if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k.
+        if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k, and the
+        operator's own choice is then not to divide keys.
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf.
     The other arguments are those of `flash_attn_func`.
@@ -153,6 +154,9 @@ def _call(tensors, options, sink, ragged, longest, names, choices):
     # Packed queries have a batch of 1.
     rows, offsets = tensors[0].shape[1], ragged.get("cu_seqlens_q")
     use_clc, num_splits = choices
+    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and longest[1] is None:
+        # How long a tile is, is not known.
+        num_splits = 1
     backward_use_clc = options.backward_use_clc(use_clc, bool(ragged))
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     window = (UNBOUNDED if side is None else side for side in options.window)

@@ -79,7 +79,7 @@ def _by_rows(tensor: cute.Tensor, rows: int, columns: Any) -> cute.Tensor:
 
 
 def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with TMA's stride rule."""
+    """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with the rule of `_by_rows`."""
     return _by_rows(tensor, 1, HEAD_DIM)
 
 

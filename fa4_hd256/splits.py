@@ -19,8 +19,9 @@ __all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]
 BY_RULE = 0
 #: The most parts of a tile; the second kernel has a lane for each.
 LARGEST = WARP_SIZE
-#: Steps of 128 keys by which a tile must become shorter: by the timing model (docs/bench.md) the
-#: second kernel costs as much as three or four, and five where a launch takes as long as it may.
+#: Steps of 128 keys that dividing must save: by the timing model (docs/bench.md) the second kernel
+#: costs two or three, four where a launch takes as long as it may, and storing parts of 256 rows,
+#: which the model does not count, up to two.
 LEAST_SAVED = 6
 
 
@@ -39,22 +40,29 @@ def check_num_splits(num_splits: Any) -> int:
 def divided(problem: Problem, num_splits: int, clusters: int) -> Problem:
     """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`.
 
-    clusters: CTA pairs that the device holds at once.
+    clusters: CTA pairs that the device holds at once. Raises as `check_num_splits` does.
     """
-    return replace(problem, num_splits=num_splits or splits_for(problem, clusters))
+    chosen = check_num_splits(num_splits) or splits_for(problem, clusters)
+    return replace(problem, num_splits=chosen)
 
 
 def splits_for(problem: Problem, clusters: int) -> int:
-    """As many parts as fill the device once, a step at least each; no more than the longest of them
-    needs, and 1 where it is not shorter than the whole by `LEAST_SAVED` steps.
+    """The number of parts with which the last CTA pair is done first, the fewest of several; 1
+    where no pair would be idle, or less than `LEAST_SAVED` steps are saved.
 
     The same for every call of the same shapes and bounds on the same device, whatever the tensors
     hold.
     """
     keys, (left, right) = problem.max_seqlen_k, problem.options.window
     if left is not None and right is not None:
-        keys = min(keys, left + right + problem.tile_queries)
-    steps = -(-keys // ForwardConfig.block_kv)
-    most = max(1, min(clusters // max(1, problem.num_tiles), steps, LARGEST))
-    longest = -(-steps // most)
-    return -(-steps // longest) if steps - longest >= LEAST_SAVED else 1
+        keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
+    tiles, steps = problem.num_tiles, -(-keys // ForwardConfig.block_kv)
+    if tiles >= clusters:
+        return 1
+
+    def span(parts: int) -> int:
+        """Steps of the CTA pair with the most parts, and one beside for each of these."""
+        return -(-tiles * parts // clusters) * (-(-steps // parts) + 1)
+
+    best = min(range(1, min(steps, LARGEST) + 1), key=span)
+    return best if span(1) - span(best) >= LEAST_SAVED else 1

@@ -9,7 +9,7 @@ from fake_timer import FakeTimer
 
 from bench import modelled, schedulers, suite
 from bench.replays import Paths
-from bench.suite import Case
+from bench.suite import BACKWARD, FORWARD, Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 
@@ -28,6 +28,20 @@ class FakePredictor:
         paths = Paths(int(use_clc), 40 + use_clc)
         return modelled.Kernel(provider, 256, 256, 2, policy, values, costs, paths=paths)
 
+    def backward(self, provider, kind, use_clc):
+        return FakeBackward(use_clc)
+
+
+class FakeBackward:
+    def __init__(self, use_clc):
+        self._use_clc = use_clc
+
+    def seconds(self, case):
+        return np.array([1.0, 1.2]) * (0.8 if self._use_clc else 1.0) * 1e-3
+
+    def paths_of(self, case):
+        return Paths(0, 7 + self._use_clc)
+
 
 def test_clc_wins_where_tiles_differ_and_only_there():
     dense = Case("dense", ((4096, 4096),) * 4, 16, 2, False)
@@ -40,6 +54,16 @@ def test_clc_wins_where_tiles_differ_and_only_there():
     text = schedulers.table(rows).as_markdown()
     assert "Modelled: B200 modelled" in text and "in one direction over the whole range" in text
     assert "40 / 41 " in text and "of the replays behind a row, static / CLC" in text
+
+
+def test_the_backward_has_times_and_no_launch_to_describe():
+    case = Case("dense", ((4096, 4096),) * 4, 16, 2, False)
+    row = schedulers.modelled_row(case, FakePredictor(), BACKWARD)
+    assert row["direction"] == BACKWARD and row["better"] == "CLC"
+    assert row["static"] == pytest.approx(case.flop(BACKWARD) / 1e-3 / 1e12)
+    assert row["gain"] == pytest.approx(0.25) and row["ambiguous"] == "7 / 8"
+    assert row["tiles"] is row["bound"] is row["static_balance"] is None
+    assert "| backward " in schedulers.table([row]).as_markdown()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +86,8 @@ def test_default_cases_are_the_kinds_asked_for():
     assert {c.group for c in suite.selected(parsed, schedulers.default_cases())} == {"window"}
 
 
-def test_measured_by_the_environment_variable(monkeypatch):
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_measured_by_the_environment_variable(direction, monkeypatch):
     """FA_CLC is 0 and 1 while the calls run, and afterwards what it was."""
     monkeypatch.setenv("FA_CLC", "1")
     seen = []
@@ -77,8 +102,9 @@ def test_measured_by_the_environment_variable(monkeypatch):
     monkeypatch.setattr(schedulers.Ours, "call", call)
     monkeypatch.setattr(schedulers.Ours, "missing", lambda self: None)
     case = Case("dense", ((64, 64),), 2, 1, False)
-    (row,) = schedulers.measured([case], FakeTimer(), schedulers.Sampling(0, 2))
+    (row,) = schedulers.measured([case], FakeTimer(), schedulers.Sampling(0, 2), direction)
     assert set(seen) == {"0", "1"} and os.environ["FA_CLC"] == "1"
+    assert row["direction"] == direction
     assert row["basis"] == "measured" and row["better"] == "not ranked"
     assert row["static"] > 0 and row["CLC"] > 0
     assert "unmatched" not in schedulers.table([row]).as_markdown(), "nothing was replayed"

@@ -331,8 +331,8 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
     return Problem.describe((q, k, k), options, None, ragged, **longest)
 
 
-# A query tile is 256 rows, queries times the heads that share it, a step 128 keys; what divides a
-# tile makes its longest part 6 steps shorter at least.
+# A query tile is 256 rows, queries times the heads that share it, a step 128 keys; a part costs its
+# steps and one beside, and dividing must save 6.
 @pytest.mark.parametrize(
     ("lengths", "options", "clusters", "splits"),
     [
@@ -347,11 +347,15 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
         ((1, 4096), {"heads": (12, 4)}, 74, 6),
         ((32, 32768), {"heads": (8, 1), "batch": 4}, 74, 18),
         ((33, 32768), {"heads": (8, 1), "batch": 4}, 74, 9),
-        # 37 tiles leave a second pair for each, 38 do not; 74 and more need none.
+        # 37 tiles leave a second pair for each: 17 for 33. 38 do not, but with three parts two
+        # turns of 12 do for one of 33. 74 tiles leave no pair idle.
         ((1, 4096), {"batch": 37}, 74, 2),
-        ((1, 4096), {"batch": 38}, 74, 1),
+        ((1, 4096), {"batch": 38}, 74, 3),
+        ((1, 4096), {"batch": 74}, 74, 1),
+        # 64 tiles of 32 steps: 33, or seven turns of 5.
+        ((1, 4096), {"batch": 64}, 74, 1),
         ((4096, 4096), {"heads": (16, 16)}, 74, 1),
-        ((1, 4096), {"batch": 37}, 66, 1),
+        ((1, 4096), {"batch": 37}, 66, 3),
         ((1, 4096), {}, 1, 1),
         # Shorter by 5 steps and by 6: all in parts of one step; in two parts.
         ((1, 6 * 128), {}, 74, 1),
@@ -359,8 +363,9 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
         ((1, 11 * 128), {"batch": 37}, 74, 1),
         ((1, 12 * 128), {"batch": 37}, 74, 2),
         ((1, 1), {}, 74, 1),
-        # A tile of 256 queries sees 1023 + 256 keys: 10 steps; bounded on one side, all of them.
-        ((1, 100_000), {"window": (1023, 0)}, 74, 10),
+        # One query sees 1023 + 1 keys: 8 steps; bounded on one side, all of them.
+        ((1, 100_000), {"window": (1023, 0)}, 74, 8),
+        ((32, 100_000), {"window": (1023, 0)}, 74, 9),
         ((1, 100_000), {"window": (100, 100)}, 74, 1),
         ((1, 100_000), {"window": (1023, None)}, 74, 32),
         ((1, 100_000), {"window": (None, 0)}, 74, 32),
@@ -407,6 +412,20 @@ def test_calls_follow_the_rule(combined):
     ]
     assert [problem.num_splits for problem, _ in combined] == [expected] * 4
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.simulator
+def test_keys_of_unknown_length_are_not_divided_unless_asked(combined):
+    """Packed keys without max_seqlen_k: their rows say nothing of the longest sequence."""
+    q, k, v = (tensor[0] for tensor in inputs((1, 1300), HEADS))
+    offsets = [ints((0, n), "cpu") for n in (1, 1300)]
+    known = flash_attn_varlen_func(q, k, v, *offsets, 1, 1300, use_clc=False)
+    assert [problem.num_splits for problem, _ in combined] == [11]
+    unknown = flash_attn_varlen_func(q, k, v, *offsets, 1, use_clc=False)
+    assert len(combined) == 1
+    asked = flash_attn_varlen_func(q, k, v, *offsets, 1, num_splits=11, use_clc=False)
+    assert len(combined) == 2 and torch.equal(asked, known)
+    assert (unknown.float() - known.float()).abs().max() < 2**-8
 
 
 @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
