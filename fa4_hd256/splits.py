@@ -7,6 +7,7 @@ a second kernel makes one result of the parts (`forward_combine`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ BY_RULE = 0
 #: The most parts of a tile; the second kernel has a lane for each.
 LARGEST = WARP_SIZE
 #: Steps of 128 keys that dividing must save: by the timing model (docs/bench.md) the second kernel
-#: costs two or three, four where a launch takes as long as it may, and storing parts of 256 rows,
-#: which the model does not count, up to two.
-LEAST_SAVED = 6
+#: costs two or three, four where a launch takes as long as it may.
+LEAST_SAVED = 5
+#: Rows of 256 float32 that HBM takes in and gives back in the time of a step, by the same model.
+ROWS_A_STEP = 4500
 
 
 def check_num_splits(num_splits: Any) -> int:
@@ -47,8 +49,8 @@ def divided(problem: Problem, num_splits: int, clusters: int) -> Problem:
 
 
 def splits_for(problem: Problem, clusters: int) -> int:
-    """The number of parts with which the last CTA pair is done first, the fewest of several; 1
-    where no pair would be idle, or less than `LEAST_SAVED` steps are saved.
+    """The number of parts with which a call is done first, the fewest of several; 1 where no CTA
+    pair would be idle, or less than `LEAST_SAVED` steps are saved.
 
     The same for every call of the same shapes and bounds on the same device, whatever the tensors
     hold.
@@ -56,13 +58,17 @@ def splits_for(problem: Problem, clusters: int) -> int:
     keys, (left, right) = problem.max_seqlen_k, problem.options.window
     if left is not None and right is not None:
         keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
+    rows = math.prod(problem.lse_shape)
     tiles, steps = problem.num_tiles, -(-keys // ForwardConfig.block_kv)
     if tiles >= clusters:
         return 1
 
-    def span(parts: int) -> int:
-        """Steps of the CTA pair with the most parts, and one beside for each of these."""
-        return -(-tiles * parts // clusters) * (-(-steps // parts) + 1)
+    def span(parts: int) -> float:
+        """Steps of the CTA pair with the most parts, one beside for each of these, and what the
+        results of all parts take."""
+        turns = -(-tiles * parts // clusters)
+        results = parts * rows / ROWS_A_STEP if parts > 1 else 0.0
+        return turns * (-(-steps // parts) + 1) + results
 
     best = min(range(1, min(steps, LARGEST) + 1), key=span)
     return best if span(1) - span(best) >= LEAST_SAVED else 1

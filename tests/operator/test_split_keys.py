@@ -332,7 +332,7 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
 
 
 # A query tile is 256 rows, queries times the heads that share it, a step 128 keys; a part costs its
-# steps and one beside, and dividing must save 6.
+# steps, one beside and a step for every 4500 rows, and dividing must save 5.
 @pytest.mark.parametrize(
     ("lengths", "options", "clusters", "splits"),
     [
@@ -352,12 +352,15 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
         ((1, 4096), {"batch": 37}, 74, 2),
         ((1, 4096), {"batch": 38}, 74, 3),
         ((1, 4096), {"batch": 74}, 74, 1),
+        # Nine parts would be done after 4 turns of 30 steps instead of 129, but 8192 rows of nine
+        # parts take 16 steps, of two 4.
+        ((512, 32768), {"heads": (16, 2)}, 74, 2),
         # 64 tiles of 32 steps: 33, or seven turns of 5.
         ((1, 4096), {"batch": 64}, 74, 1),
         ((4096, 4096), {"heads": (16, 16)}, 74, 1),
         ((1, 4096), {"batch": 37}, 66, 3),
         ((1, 4096), {}, 1, 1),
-        # Shorter by 5 steps and by 6: all in parts of one step; in two parts.
+        # Just not shorter by 5 steps, and shorter by 6: in parts of one step; in two parts.
         ((1, 6 * 128), {}, 74, 1),
         ((1, 6 * 128 + 1), {}, 74, 7),
         ((1, 11 * 128), {"batch": 37}, 74, 1),
