@@ -26,6 +26,19 @@ def _has_pointer(value: Any, depth: int = 0) -> bool:
     return False
 
 
+def _memory_of(tensor: Any) -> tuple[int, int]:
+    """(start, end) of a tensor's storage; (0, 0) for one without memory, as those are that
+    torch.compile traces with: there PyTorch raises RuntimeError, or warns, when asked."""
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":
+        return 0, 0
+    try:
+        start = storage.data_ptr()
+    except RuntimeError:
+        return 0, 0
+    return start, start + storage.nbytes()
+
+
 def pointer_ranges(
     arguments: Any, keywords: dict[str, Any] | None
 ) -> Iterator[tuple[int, int, str]]:
@@ -46,8 +59,7 @@ def pointer_ranges(
     seen = set()
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            start, end = _memory_of(value)
             if not start or start in seen:
                 continue
             seen.add(start)

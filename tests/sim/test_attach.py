@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,24 @@ def test_a_table_of_addresses_tells_which_tensors_a_kernel_may_touch():
         table[0] = sources[0].data_ptr() + 48  # The last eight elements lie past its end.
         with pytest.raises(sm100_sim.errors.MemoryFault, match="outside"):
             gather(from_dlpack(table), from_dlpack(target))
+
+
+def test_tensors_without_memory_may_be_alive():
+    """Those that torch.compile traces with, which it may leave behind."""
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    functional = torch._to_functional_tensor(torch.ones(3))
+    with pytest.raises(RuntimeError):
+        functional.untyped_storage().data_ptr()
+    source, target = torch.randn(64), torch.zeros(64)
+    with sm100_sim.attached(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*data pointer")
+        table = torch.tensor([source.data_ptr(), source.data_ptr() + 128])
+        gather(from_dlpack(table), from_dlpack(target))
+    assert torch.equal(target, source) and len(fake) == len(functional) == 3
 
 
 def test_the_function_of_tvm_ffi_takes_addresses_by_position():
