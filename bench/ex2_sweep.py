@@ -28,7 +28,8 @@ from softmax_emu.reference_twin import exponentiate, round_to_bfloat16
 
 from . import workload
 from .checking import check_forward
-from .measuring import CudaTimer, Sampling, interleave
+from .measuring import CudaTimer, Sampling, add_sampling_options, interleave
+from .predicting import add_model_options
 from .processes import add_jobs_option, each
 from .providers import Inputs, Ours
 from .replays import PATH_COLUMNS, Paths, Replayed, path_figures, path_note
@@ -302,12 +303,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all-fragments", action="store_true", help="emulate in a row's last fragment, too"
     )
     parser.add_argument("--mask", choices=("full", "causal"), help="both unless chosen")
-    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
-    parser.add_argument("--draws", type=int, default=2, help="draws of its uncertain constants")
+    add_model_options(parser, draws=2)
     add_jobs_option(parser)
-    parser.add_argument("--warmup", type=int, default=Sampling.warmup)
-    parser.add_argument("--runs", type=int, default=Sampling.runs)
+    add_sampling_options(parser)
     parser.add_argument(
         "--write", nargs="?", const=str(tuning.TABLE), metavar="FILE",
         help="write the best as tuning table, by default the one that the operator reads",

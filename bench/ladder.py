@@ -23,7 +23,8 @@ from softmax_emu.pattern import Ex2Pattern
 
 from . import modelled, workload
 from .checking import check_forward
-from .measuring import CudaTimer, Sampling, Timer, interleave
+from .measuring import CudaTimer, Sampling, Timer, add_sampling_options, interleave
+from .predicting import add_model_options
 from .processes import add_jobs_option, each
 from .providers import (
     Inputs,
@@ -312,12 +313,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser, seqlen=8192)
     parser.add_argument("--freq", type=int, default=PATTERN.ex2_emu_freq, help="of the emulation")
     parser.add_argument("--res", type=int, default=PATTERN.ex2_emu_res, help="of the emulation")
-    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
-    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
+    add_model_options(parser)
     add_jobs_option(parser)
-    parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs of each step")
-    parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
+    add_sampling_options(parser)
     parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown to FILE")
     add_output_options(parser)
 

@@ -5,6 +5,7 @@ The loop knows a timer only; `CudaTimer` is the one for a GPU, tests bring anoth
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
@@ -127,6 +128,12 @@ class Gpu:
         if self.flop_per_clock is None or clock_mhz is None:
             return None
         return self.sms * self.flop_per_clock * clock_mhz * 1e6 / 1e12
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The fields of `Sampling`."""
+    parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs before, of each")
+    parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
 
 
 class CudaTimer:

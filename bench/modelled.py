@@ -166,6 +166,11 @@ def kernel(
     return Kernel(name, *shape, predictions[0].values, fitted(rows_of, policy))
 
 
+def memory_seconds(nbytes: float, values: Values) -> float:
+    """Of a kernel that only reads and writes, a launch included: at HBM's rate."""
+    return nbytes / (values.hbm_terabytes * 1e12) + values.launch_us * 1e-6
+
+
 def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
     """Costs of a tile for each of the replays' machines."""
     return [

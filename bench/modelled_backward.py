@@ -40,7 +40,7 @@ from .backward_tiles import (
     dq_tiles,
     dq_units,
 )
-from .modelled import fitted, one_cluster, their_versions
+from .modelled import fitted, memory_seconds, one_cluster, their_versions
 from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
 from .suite import BACKWARD, Case
 from .workload import SAMPLE_SOFTCAP, Kind, Samples
@@ -132,8 +132,7 @@ class Backward:
         if partial:
             elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
             nbytes += [elements * (FLOAT_BYTES + 2)] * 2
-        rate = values.hbm_terabytes * 1e12
-        return sum(n / rate + values.launch_us * 1e-6 for n in nbytes)
+        return sum(memory_seconds(n, values) for n in nbytes)
 
 
 def _names(portion: Portion) -> tuple[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from schedulers.choice import backward_prefers_clc, prefers_clc
-from sm100_sim.timing.machine_constants import Machine
+from sm100_sim.timing.machine_constants import Machine, load
 
 from . import flash_attn_4, modelled, modelled_backward, workload
 from .providers import OURS
@@ -134,6 +136,24 @@ class Predictor:
             beside = [workload.combine_seconds(case, splits, v) for v in kernel.values]
             seconds, unlimited = seconds + beside, unlimited + beside
         return Predicted(seconds, found[0].bound, kernel.paths, unlimited)
+
+
+def printing_predictor(machine: str, draws: int) -> Predictor:
+    """A predictor for the machine of that name that says on stderr what it replays."""
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return Predictor(load(machine), draws, note)
+
+
+def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
+    """Whether the model is used where there is a GPU, and its settings. draws: the default."""
+    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
+    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
+    parser.add_argument(
+        "--draws", type=int, default=draws, help="draws of its uncertain constants"
+    )
 
 
 def defaults_to_clc(case: Case, direction: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable
 from typing import Any
 from unittest import mock
@@ -18,11 +17,10 @@ import numpy as np
 import torch
 
 from schedulers.choice import VARIABLE
-from sm100_sim.timing.machine_constants import load
 
 from . import suite, workload
-from .measuring import CudaTimer, Sampling, Timer
-from .predicting import Predictor
+from .measuring import CudaTimer, Sampling, Timer, add_sampling_options
+from .predicting import Predictor, add_model_options, printing_predictor
 from .providers import OURS, Inputs, Ours
 from .replays import PATH_COLUMNS, path_figures, path_note
 from .results import (
@@ -36,7 +34,7 @@ from .results import (
     modelled_machine,
 )
 from .suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
-from .throughput import RESOLUTION, measured_rows
+from .throughput import RESOLUTION, measured_rows, times_of
 
 STATIC, CLC = "static", "CLC"
 
@@ -141,21 +139,15 @@ def measured(
     jobs = [(case, direction) for case in cases]
     rows = []
     for case, row in zip(cases, measured_rows(jobs, both, timer, sampling, torch.bfloat16)):
-        details = row["details"]
-        failed = {n: d["status"] for n, d in details.items() if d["status"] != "ok"}
-        if failed:
-            raise RuntimeError(f"{case}: {failed}")
-        times = [[details[n][key] for key in ("median_ms", "p20_ms", "p80_ms")]
-                 for n in (STATIC, CLC)]  # fmt: skip
+        times = times_of(case, row, (STATIC, CLC))
         # The widest range: the slow runs of one against the fast ones of the other.
-        static, clc = np.array(times[0]), np.array(times[1])[[0, 2, 1]]
-        gains = static / clc - 1
+        gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
         rows.append(
             {
                 **_identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
                 "gain": float(gains[0]), "gain_low": float(gains.min()),
                 "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
-                "bound": None, "better": _better(gains), "details": details,
+                "bound": None, "better": _better(gains), "details": row["details"],
                 BASIS: row[BASIS], MACHINE: row[MACHINE],
             }
         )  # fmt: skip
@@ -191,11 +183,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
-    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
-    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
-    parser.add_argument("--warmup", type=int, default=Sampling.warmup)
-    parser.add_argument("--runs", type=int, default=Sampling.runs)
+    add_model_options(parser)
+    add_sampling_options(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
@@ -207,10 +196,7 @@ def main(arguments: argparse.Namespace) -> int:
         sampling = Sampling(arguments.warmup, arguments.runs)
         rows = measured(cases, CudaTimer(), sampling, arguments.direction)
     else:
-        predictor = Predictor(
-            load(arguments.machine), arguments.draws,
-            lambda text: print(text, file=sys.stderr, flush=True),
-        )  # fmt: skip
+        predictor = printing_predictor(arguments.machine, arguments.draws)
         rows = [modelled_row(case, predictor, arguments.direction) for case in cases]
     emit(table(rows), arguments)
     return 0

@@ -8,7 +8,6 @@ clusters of the machine, with costs from replays of the compiled kernel.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +15,10 @@ import numpy as np
 import torch
 
 from fa4_hd256.splits import LARGEST
-from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite, workload
-from .measuring import CudaTimer, Sampling, Timer
-from .predicting import Predictor, defaults_to_clc
+from .measuring import CudaTimer, Sampling, Timer, add_sampling_options
+from .predicting import Predictor, add_model_options, defaults_to_clc, printing_predictor
 from .providers import OURS, FlashAttention4, Ours
 from .replays import PATH_COLUMNS, path_figures, path_note
 from .results import (
@@ -34,7 +32,7 @@ from .results import (
     modelled_machine,
 )
 from .suite import FORWARD, Case
-from .throughput import RESOLUTION, measured_rows
+from .throughput import RESOLUTION, measured_rows, times_of
 
 #: Parts of a tile's keys that the table shows; 1: not divided.
 NUMBERS = (1, 2, 4, 8, 16, 32)
@@ -103,20 +101,12 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         numbers = sorted({*NUMBERS, workload.default_splits(case, clusters)})
         providers = [*(Ours(str(n), num_splits=n) for n in numbers), FlashAttention4()]
         (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
-        details = row["details"]
-        failed = {str(n): details[str(n)]["status"] for n in numbers
-                  if details[str(n)]["status"] != "ok"}  # fmt: skip
-        if failed:
-            raise RuntimeError(f"{case}: {failed}")
-        times = {
-            name: np.array([found[key] for key in ("median_ms", "p20_ms", "p80_ms")]) / 1e3
-            for name, found in details.items() if found["status"] == "ok"
-        }
+        times = times_of(case, row, map(str, numbers))
         chosen = workload.default_splits(case, clusters)
         seconds = {n: times[str(n)] for n in numbers}
         rows.append(
             _row(case, chosen, seconds, times.get(THEIRS))
-            | {"details": details, BASIS: row[BASIS], MACHINE: row[MACHINE]}
+            | {"details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
         )
     return rows
 
@@ -153,11 +143,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
-    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
-    parser.add_argument("--warmup", type=int, default=Sampling.warmup)
-    parser.add_argument("--runs", type=int, default=Sampling.runs)
+    add_model_options(parser)
+    add_sampling_options(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
@@ -168,10 +155,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.modelled and Ours().missing() is None:
         rows = measured(cases, CudaTimer(), Sampling(arguments.warmup, arguments.runs))
     else:
-        predictor = Predictor(
-            load(arguments.machine), arguments.draws,
-            lambda text: print(text, file=sys.stderr, flush=True),
-        )  # fmt: skip
+        predictor = printing_predictor(arguments.machine, arguments.draws)
         rows = [modelled_row(case, predictor) for case in cases]
     emit(table(rows), arguments)
     return 0

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-
-from sm100_sim.timing.machine_constants import load
 
 from . import flash_attn_4, suite
 from .checking import Check, check_forward, check_gradients
@@ -28,9 +27,10 @@ from .measuring import (
     Samples,
     Sampling,
     Timer,
+    add_sampling_options,
     interleave_prepared,
 )
-from .predicting import Predicted, Predictor
+from .predicting import Predicted, Predictor, add_model_options, printing_predictor
 from .processes import add_jobs_option, each
 from .providers import (
     OURS,
@@ -143,6 +143,21 @@ def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def times_of(case: Case, row: dict[str, Any], required: Iterable[str]) -> dict[str, np.ndarray]:
+    """Provider -> seconds (median, p20, p80) of a measured row, of those that ran.
+
+    Raises RuntimeError if a required one did not.
+    """
+    details = row["details"]
+    failed = {n: details[n]["status"] for n in required if details[n]["status"] != "ok"}
+    if failed:
+        raise RuntimeError(f"{case}: {failed}")
+    return {
+        name: np.array([found[key] for key in ("median_ms", "p20_ms", "p80_ms")]) / 1e3
+        for name, found in details.items() if found["status"] == "ok"
+    }
+
+
 def modelled_rows(
     cases: Iterable[tuple[Case, str]], names: Sequence[str], predictor: Predictor
 ) -> list[dict[str, Any]]:
@@ -183,10 +198,8 @@ class Predictions:
     draws: int
 
     def __call__(self, cases: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
-        def note(text: str) -> None:
-            print(text, file=sys.stderr, flush=True)
-
-        return modelled_rows(cases, self.names, Predictor(load(self.machine), self.draws, note))
+        predictor = printing_predictor(self.machine, self.draws)
+        return modelled_rows(cases, self.names, predictor)
 
     def all(self, cases: Sequence[tuple[Case, str]], jobs: int) -> list[dict[str, Any]]:
         """Rows of all cases in their order, on `jobs` processes; those that share kernels go to one
@@ -352,12 +365,9 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
-    parser.add_argument("--draws", type=int, default=4, help="draws of its uncertain constants")
+    add_model_options(parser)
     add_jobs_option(parser)
-    parser.add_argument("--warmup", type=int, default=Sampling.warmup, help="runs of each provider")
-    parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
+    add_sampling_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
     suite.add_selection(parser)
     add_output_options(parser)

@@ -327,10 +327,10 @@ def default_splits(case: Case, clusters: int) -> int:
 
 
 def combine_seconds(case: Case, splits: int, values: Values) -> float:
-    """The kernel that makes one result of the parts only reads and writes: at HBM's rate."""
+    """Of the kernel that makes one result of the parts."""
     rows = sum(q for q, _ in case.lengths) * case.heads
     nbytes = rows * (splits * (4 * HEAD_DIM + 4) + 2 * HEAD_DIM + 4)
-    return nbytes / (values.hbm_terabytes * 1e12) + values.launch_us * 1e-6
+    return modelled.memory_seconds(nbytes, values)
 
 
 def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:

@@ -15,6 +15,7 @@ from bench.predicting import Predicted
 from bench.replays import Paths
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import reference
+from sm100_sim.timing.machine_constants import load
 
 pytest.importorskip("cutlass")
 
@@ -193,7 +194,7 @@ def test_the_suite():
 class FakePredictor:
     """Ours is ten per cent faster, with ranges that overlap or not."""
 
-    machine = throughput.load("b200")
+    machine = load("b200")
 
     def __init__(self, spread: float) -> None:
         self.spread = spread
@@ -229,7 +230,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
         return Attention()
 
     monkeypatch.setattr(predicting.modelled_backward, "our_backward", ours)
-    predictor = predicting.Predictor(throughput.load("b200"), 1)
+    predictor = predicting.Predictor(load("b200"), 1)
     for case in (CAUSAL, CAUSAL, PACKED, DENSE):
         found = predictor.predict("ours", case, BACKWARD)
     assert asked == [
@@ -254,7 +255,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("spread", "faster"), [(0.01, "ours"), (0.08, "not ranked")])
 def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, capsys):
-    monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(spread))
+    monkeypatch.setattr(throughput, "printing_predictor", lambda *given: FakePredictor(spread))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
     assert main([*command, "--direction", "forward"]) == 0
@@ -294,7 +295,7 @@ def test_several_processes_give_the_rows_of_one():
 
 
 def test_no_ratio_without_the_limit_where_kernels_share_the_time(monkeypatch, capsys):
-    monkeypatch.setattr(throughput, "Predictor", lambda *given: FakePredictor(0.01))
+    monkeypatch.setattr(throughput, "printing_predictor", lambda *given: FakePredictor(0.01))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
     assert main([*command, "--direction", "backward"]) == 0
