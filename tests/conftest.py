@@ -65,3 +65,19 @@ def device(request) -> str:
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(1234)
+
+
+@pytest.fixture
+def combined(monkeypatch):
+    """(problem, out and lse of the parts) of each call whose keys were divided."""
+    from fa4_hd256 import backends
+
+    seen = []
+    original = backends.combine
+
+    def spy(problem, parts, results):
+        seen.append((problem, parts))
+        return original(problem, parts, results)
+
+    monkeypatch.setattr(backends, "combine", spy)
+    return seen

@@ -11,7 +11,6 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _fa4 as adapter
 
-from fa4_hd256 import backends
 from fa4_hd256.autograd import backward
 from fa4_hd256.integrations import sdpa as integration
 
@@ -88,22 +87,19 @@ def test_packed_sequences_with_a_window(device, adapted):
 
 
 @pytest.mark.parametrize("num_splits", [None, 4])
-def test_split_keys(num_splits, device, adapted, monkeypatch):
+def test_split_keys(num_splits, device, adapted, combined, monkeypatch):
     """A number is passed on; for None the adapter passes 1."""
-    passed, combined = [], []
-    forward, combine = integration.flash_attn_varlen_func, backends.combine
+    passed, forward = [], integration.flash_attn_varlen_func
     monkeypatch.setattr(
         integration, "flash_attn_varlen_func",
         lambda *call, **options: passed.append(options["num_splits"]) or forward(*call, **options),
     )  # fmt: skip
-    monkeypatch.setattr(
-        backends, "combine", lambda *call: combined.append(call[0].num_splits) or combine(*call)
-    )
     q, k, v = (x.transpose(1, 2) for x in inputs(device, 9, 500, heads=8))
     out, lse, *_ = adapted._fa4_flash_attention_forward_impl(
         q, k, v, None, None, 9, 500, 0.0, False, False, scale=0.1, num_splits=num_splits
     )
-    assert passed == [num_splits or 1] and combined == ([num_splits] if num_splits else [])
+    divided = [problem.num_splits for problem, _ in combined]
+    assert passed == [num_splits or 1] and divided == ([num_splits] if num_splits else [])
     expected = math_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=0.1)
     assert close(out.transpose(1, 2), expected)
     scores = q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.1

@@ -33,20 +33,6 @@ def use_clc(request):
     return request.param
 
 
-@pytest.fixture
-def combined(monkeypatch):
-    """(problem, out and lse of the parts) of each call whose keys were divided."""
-    seen = []
-    original = backends.combine
-
-    def spy(problem, parts, results):
-        seen.append((problem, parts))
-        return original(problem, parts, results)
-
-    monkeypatch.setattr(backends, "combine", spy)
-    return seen
-
-
 def offsets(lengths, device):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
