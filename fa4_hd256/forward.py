@@ -167,7 +167,7 @@ class Context(PairContext):
         batch = self.query(work).batch
         if cutlass.const_expr(self.num_splits is None):
             return batch
-        return batch * self.num_splits + work.batch % self.num_splits
+        return batch * self.num_splits + self.split(work)[0]
 
 
 class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):

@@ -212,18 +212,11 @@ class ForwardConsumers:
             context.smem["q"][None, None, buffer], (None, cute.make_layout(CORRECTION_COLUMNS))
         )
         for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
-            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-            tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
-            cute.arch.fence_view_async_tmem_load()
-            end = start + CORRECTION_COLUMNS
-            if cutlass.const_expr(end == HEAD_DIM):
-                fence_before_thread_sync()
-                context.barriers["o_free"].arrive(o_done)
-            multiply(values, inverse)
+            values = self._take_columns(context, start, inverse, o_done)
             rounded = cute.make_rmem_tensor(CORRECTION_COLUMNS, self.dtype)
             rounded.store(values.load().to(self.dtype))
             cute.autovec_copy(rounded, slices[row, (None, start // CORRECTION_COLUMNS)])
-            if cutlass.const_expr(end % config.o_slice == 0):
+            if cutlass.const_expr((start + CORRECTION_COLUMNS) % config.o_slice == 0):
                 # The TMA store reads through the async proxy what was written here.
                 cute.arch.fence_view_async_shared()
                 context.barriers["o_staged"].arrive(o_staged)
@@ -245,20 +238,25 @@ class ForwardConsumers:
         out = self._result_row(context, work, row, head)
         chunks = cute.logical_divide(out, cute.make_layout(CORRECTION_COLUMNS))
         for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
-            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-            tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
-            cute.arch.fence_view_async_tmem_load()
-            end = start + CORRECTION_COLUMNS
-            if cutlass.const_expr(end == HEAD_DIM):
-                fence_before_thread_sync()
-                context.barriers["o_free"].arrive(o_done)
-            multiply(values, inverse)
+            values = self._take_columns(context, start, inverse, o_done)
             if is_row:
                 cute.autovec_copy(values, chunks[None, start // CORRECTION_COLUMNS])
-            if cutlass.const_expr(end % self.config.o_slice == 0):
+            if cutlass.const_expr((start + CORRECTION_COLUMNS) % self.config.o_slice == 0):
                 context.barriers["o_staged"].arrive(o_staged)
                 o_staged.advance()
         return o_staged
+
+    @cute.jit
+    def _take_columns(self, context: Any, start: int, inverse: Float32, o_done: Any):
+        """Columns of O / sum from `start` on, in registers; o_free with the last ones."""
+        values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
+        tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(start + CORRECTION_COLUMNS == HEAD_DIM):
+            fence_before_thread_sync()
+            context.barriers["o_free"].arrive(o_done)
+        multiply(values, inverse)
+        return values
 
     def _result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
         """(256,) of `out` in global memory."""

@@ -154,9 +154,6 @@ def _call(tensors, options, sink, ragged, longest, names, choices):
     # Packed queries have a batch of 1.
     rows, offsets = tensors[0].shape[1], ragged.get("cu_seqlens_q")
     use_clc, num_splits = choices
-    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and longest[1] is None:
-        # How long a tile is, is not known.
-        num_splits = 1
     backward_use_clc = options.backward_use_clc(use_clc, bool(ragged))
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     window = (UNBOUNDED if side is None else side for side in options.window)
@@ -228,6 +225,9 @@ def forward(
     problem = Problem.describe((q, k, v), options, sink, ragged, max_seqlen_q, max_seqlen_k)
     if problem.is_empty:
         return empty_results(problem)
+    if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
+        # How long a tile is, is not known.
+        num_splits = 1
     problem = divided(problem, num_splits, num_clusters(problem.device))
     optional = () if sink is None else (sink.detach().float().contiguous(),)
     optional += tuple(ragged[name] for name in problem.ragged)
