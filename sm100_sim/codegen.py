@@ -152,14 +152,16 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
 
     keep: names of registers that stay readable after the kernel's end. level: LLVM's code
     generation level, 0 to 3. sanitize: log memory accesses for the sanitizer. ptx: the module the
-    kernel is from; with it the code is looked up in the cache on disk and kept there. Raises
-    UnknownInstruction for whatever the table does not cover.
+    kernel is from; with it the code is looked up in the cache on disk and kept there. Blocks and
+    register slots of a kernel that was translated before stay as they are, because a run may be
+    using them. Raises UnknownInstruction for whatever the table does not cover.
     """
     start = time.perf_counter()
     entries = [None if i.opcode in _CONTROL else _resolve(i) for i in kernel.instructions]
-    kernel.blocks = build_blocks(kernel, entries)
-    mark_spins(kernel)
-    analyse_liveness(kernel, entries, keep)
+    if keep or not kernel.blocks:
+        kernel.blocks = build_blocks(kernel, entries)
+        mark_spins(kernel)
+        analyse_liveness(kernel, entries, keep)
     compiled = CompiledKernel(kernel, entries)
     if sanitize:
         compiled.watched = loaded_registers(kernel)

@@ -35,7 +35,9 @@ from .warp import aligned_zeros
 #: Bytes that the state of the clusters resident by default may take.
 STATE_LIMIT = 1 << 30
 
-#: Translated kernels of this process, by PTX text, name and whether for the sanitizer.
+#: Kernels of this process: parsed, by PTX text; translated, by PTX text, name and whether for the
+#: sanitizer.
+_parsed: dict[str, dict[str, Kernel]] = {}
 _translated: dict[tuple[str, str, bool], CompiledKernel] = {}
 _lock = threading.RLock()
 
@@ -157,16 +159,30 @@ def run_host_code(
     return reports
 
 
+def parsed_kernel(ptx: str, name: str) -> Kernel:
+    """The kernel `name` of a PTX module, which is parsed once in this process.
+
+    Raises LaunchError if the module has no such kernel.
+    """
+    with _lock:
+        if ptx not in _parsed:
+            load_table()
+            _parsed[ptx] = parse_module(ptx)
+        kernels = _parsed[ptx]
+        if name not in kernels:
+            raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
+        return kernels[name]
+
+
 def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKernel:
-    """The kernel `name` of a PTX module in native code, translated once in this process."""
+    """The kernel `name` of a PTX module in native code, translated once in this process.
+
+    sanitize: the variant that logs memory accesses. Both variants share the parsed kernel.
+    """
     key = (ptx, name, sanitize)
     with _lock:
         if key not in _translated:
-            load_table()
-            kernels = parse_module(ptx)
-            if name not in kernels:
-                raise LaunchError(f"the PTX has no kernel {name!r}; it has {sorted(kernels)}")
-            _translated[key] = translate(kernels[name], sanitize=sanitize, ptx=ptx)
+            _translated[key] = translate(parsed_kernel(ptx, name), sanitize=sanitize, ptx=ptx)
         return _translated[key]
 
 
@@ -284,7 +300,7 @@ def parameter_buffer(kernel: Kernel, values: list[bytes]) -> np.ndarray:
 
 def _run_config(config: LaunchConfig, ranges: list, options: Options) -> Report:
     start = time.perf_counter()
-    kernel = translated_kernel(config.ptx, config.kernel_name).kernel
+    kernel = parsed_kernel(config.ptx, config.kernel_name)
     values = [
         ctypes.string_at(pointer, param.size)
         for param, pointer in zip(kernel.params, config.param_pointers, strict=True)

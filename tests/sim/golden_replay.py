@@ -8,7 +8,7 @@ import numpy as np
 
 from sm100_sim.golden import KERNEL, Case
 from sm100_sim.host import LaunchConfig
-from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
+from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.tensormap import encode
 from sm100_sim.warp import aligned_zeros
 
@@ -28,7 +28,7 @@ def replay(case: Case, **options) -> list[np.ndarray]:
     for index, tensor_map in case.tensor_maps:
         address = addresses[index] + tensor_map.address
         values.append(encode(dataclasses.replace(tensor_map, address=address)))
-    kernel = translated_kernel(case.ptx, KERNEL).kernel
+    kernel = parsed_kernel(case.ptx, KERNEL)
     config = LaunchConfig(KERNEL, (case.grid, 1, 1), (case.block, 1, 1), (case.cluster, 1, 1), 0,
                           (), {}, 0, case.ptx)
     ranges = [(address, address + buffer.nbytes, f"p{i}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from sm100_sim.host import LaunchConfig
-from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
+from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.report import Report
 
 REGISTERS = ".reg .pred %p<8>; .reg .b32 %r<32>; .reg .b64 %rd<16>; .reg .b128 %q<4>;\n"
@@ -35,7 +35,7 @@ def run_kernel_text(
     """Launch `body`; parameter i is the address of arrays[i], already loaded into %rd(8 + i)."""
     ptx = kernel_text(body, len(arrays))
     pointers = [array.__array_interface__["data"][0] for array in arrays]
-    kernel = translated_kernel(ptx, "test").kernel
+    kernel = parsed_kernel(ptx, "test")
     parameters = parameter_buffer(kernel, [np.uint64(p).tobytes() for p in pointers])
     config = LaunchConfig("test", grid, block, cluster, dynamic_smem, (), {}, 0, ptx)
     ranges = [

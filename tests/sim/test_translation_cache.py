@@ -1,11 +1,15 @@
 """Translated kernels on disk: found again, invalidated by what they depend on, harmless if damaged.
 """
 
+import ctypes
+
 import numpy as np
 import pytest
 from kernels import kernel_text, run_kernel_text
 
 from sm100_sim import codegen, launcher, translation_cache
+from sm100_sim.host import LaunchConfig
+from sm100_sim.launcher import Options, run_host_code
 
 BODY = """
 mov.u32 %r0, %tid.x;
@@ -27,6 +31,7 @@ def directory(tmp_path, monkeypatch):
 
 def run():
     """Result and counts of the kernel, translated anew as in a second process."""
+    launcher._parsed.clear()
     launcher._translated.clear()
     out = np.zeros(32, np.uint32)
     report = run_kernel_text(BODY, [out])
@@ -82,3 +87,38 @@ def test_old_entries_go(directory, monkeypatch):
     for i in range(4):
         translation_cache.store(f"{i}.o", {}, bytes(100))
     assert len(entries(directory)) == 2 and "3.o" in entries(directory)
+
+
+@pytest.mark.parametrize(
+    ("options", "variants"),
+    [([{}], 1), ([{"sanitize": True}], 1), ([{"trace": True}], 1),
+     ([{"sanitize": True}, {"seed": 3}, {"sanitize": "strict"}, {}], 2)],
+)
+def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatch, options,
+                                                           variants):
+    """The module is parsed once; plain and logged code are translated when one is first run."""
+    calls = []
+
+    def count(name):
+        called = getattr(launcher, name)
+
+        def counted(*args, **keywords):
+            calls.append(name)
+            return called(*args, **keywords)
+
+        monkeypatch.setattr(launcher, name, counted)
+
+    count("parse_module")
+    count("translate")
+    monkeypatch.setattr(launcher, "_parsed", {})
+    monkeypatch.setattr(launcher, "_translated", {})
+    out = np.zeros(32, np.uint32)
+    pointer = ctypes.c_uint64(out.__array_interface__["data"][0])
+    config = LaunchConfig("test", (1, 1, 1), (32, 1, 1), (1, 1, 1), 0,
+                          (ctypes.addressof(pointer),), ptx=kernel_text(BODY, 1))
+    ranges = [(pointer.value, pointer.value + out.nbytes, "out")]
+    for choice in options:
+        out[:] = 0
+        run_host_code(lambda on_launch: on_launch(config), ranges, Options(**choice))
+        assert out.tolist() == [3 * i + 100 * (i < 7) for i in range(32)]
+    assert calls == ["parse_module", *["translate"] * variants]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sm100_sim.host import LaunchConfig
-from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
+from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.timing.conflicts import KINDS, Wavefronts, accesses_before, sass_access_kind
 from sm100_sim.traced_machine import wavefronts
 
@@ -69,7 +69,7 @@ ret;
 }
 """
     config = LaunchConfig("measure", (1, 1, 1), (64, 1, 1), (1, 1, 1), 2048, (), ptx=ptx)
-    kernel = translated_kernel(ptx, "measure").kernel
+    kernel = parsed_kernel(ptx, "measure")
     report = run_kernel(config, parameter_buffer(kernel, []), [], Options(trace=True))
     # (bytes a lane, executions by two warps, their wavefronts)
     assert list(report.shared_accesses.values()) == [(16, 2, 8), (16, 2, 4), (4, 2, 2)]
