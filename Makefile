@@ -16,14 +16,20 @@ CLC_TESTS ?= -n 2 tests/operator/test_forward.py tests/operator/test_backward.py
     -k "(lengths or batch or tiles or visible or fp16) and not negative"
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-static test-clc lint clean
 
 demo: $(STAMP)
 	$(BIN)/python -m fa4_hd256 demo $(DEMO)
 
-# Everything under the static scheduler, then a part of it under the dynamic one.
+# Both parts run whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc
+
+# Everything under the static scheduler, and a part of it under the dynamic one.
+test-static: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)
+
+test-clc: $(STAMP)
 	FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS)
 
 lint: $(STAMP)
