@@ -225,10 +225,19 @@ class PathFinder:
 
     @staticmethod
     def _pruned(states: dict[int, _State]) -> dict[int, _State]:
-        best = min((state.score for state in states.values()), default=0.0)
-        near = [state for state in states.values() if state.score <= best + _SLACK]
-        near.sort(key=lambda state: state.score)
-        return {state.site: state for state in near[:_STATES]}
+        """The states worth going on from: the best ones, and the best of those that have skipped
+        no more than the very best.
+
+        A drift may pass: where ptxas has moved the arithmetic between two events in front of the
+        first, the right state lacks all of it until the second. What was skipped stays skipped.
+        """
+        ranked = sorted(states.values(), key=lambda state: state.score)
+        if not ranked:
+            return {}
+        best = ranked[0]
+        near = [state for state in ranked if state.score <= best.score + _SLACK]
+        faithful = [state for state in ranked if state.price <= best.price]
+        return {state.site: state for state in (*near[:_STATES], *faithful[:_STATES])}
 
     # ------------------------------------------------------------ ways between sites
 

@@ -141,6 +141,26 @@ def test_same_events_and_no_mix_are_ambiguous():
     assert finder.find(events("barrier.cluster.arrive", *[WAIT, LOAD] * 2)).ambiguous > 0
 
 
+def test_arithmetic_moved_in_front_of_an_event_costs_the_path_nothing():
+    """ptxas sinks an arrival behind the arithmetic that follows it in the PTX: between the two
+    events the right path is ahead of the PTX by all of it."""
+    code = function(
+        "UCGABAR_ARV",
+        "LDTM.x32 R4, tmem[UR4]",
+        *["FFMA2 R4, R4, R6, R8"] * 600,
+        "BAR.ARV R4, 0x40",
+        "STTM.x16 tmem[UR4], R4",
+        "EXIT",
+    )
+    store = "tcgen05.st.sync.aligned.32x32b.x16.b32"
+    taken = events(
+        "barrier.cluster.arrive", LOAD, "bar.arrive", store, mixes={3: {"packed float": 600}}
+    )
+    path = PathFinder(code).find(taken)
+    assert path.missing_events == {} and path.extra_sites == {}
+    assert [int(e) for e in path.event_of if e >= 0] == [0, 1, 2, 3]
+
+
 def test_predicated_site_is_executed_only_with_its_event():
     code = function(*LOOPS)
     path = PathFinder(code).find(events("barrier.cluster.arrive", WAIT, LOAD, ARRIVE))
