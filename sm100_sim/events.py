@@ -148,6 +148,13 @@ class EagerPolicy:
         """Whether a try_wait that could succeed returns false (PTX ISA: it may)."""
         return False
 
+    def cancelled_cluster(self, first: int, end: int) -> int | None:
+        """The cluster that a cancel request gets of those that have not been launched.
+
+        They are among `first` to `end` - 1. None: the request fails although clusters are left.
+        """
+        return first
+
 
 def _unbound(operation: AsyncOp) -> None:
     raise RuntimeError("the policy belongs to no machine")
@@ -191,8 +198,15 @@ class LazyPolicy(EagerPolicy):
         return [operation for queue in self._queues.values() for operation in queue]
 
 
+#: How often a seeded schedule refuses a cancel request although clusters are left.
+REFUSED_CANCELS = 0.1
+
+
 class RandomPolicy(LazyPolicy):
     """A seeded adversary: random warp order, effects early or late, spurious failures.
+
+    A cancel request gets any cluster that has not been launched, or is refused: no order is
+    promised, and the hardware may need the SM for another kernel.
 
     The run is cut into stretches; each draws how likely pending operations are to take effect
     before a turn, so that some stretches are nearly eager and others nearly lazy. Data may move
@@ -208,6 +222,7 @@ class RandomPolicy(LazyPolicy):
         super().__init__()
         self.seed = seed
         self._random = random.Random(seed)
+        self._launch_control = random.Random(f"launch control {seed}")
         self._left = 0
         self._likelihood = self._interruption = 0.0
 
@@ -236,3 +251,8 @@ class RandomPolicy(LazyPolicy):
 
     def spurious_failure(self) -> bool:
         return self._random.random() < 0.05
+
+    def cancelled_cluster(self, first: int, end: int) -> int | None:
+        if self._launch_control.random() < REFUSED_CANCELS:
+            return None
+        return self._launch_control.randrange(first, end)

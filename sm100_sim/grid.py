@@ -34,20 +34,60 @@ class Grid:
         self.done = 0
         self._next = 0
         self._end = clusters
+        #: Cancelled, from `_next` on.
+        self._cancelled: set[int] = set()
         self._lock = threading.Lock()
 
     def take(self) -> int | None:
         """The next cluster that has not been launched; None if there is none left."""
         with self._lock:
-            if self._next >= self._end:
+            return self._take(self._next)
+
+    def cancel(self, choose: Callable[[int, int], int | None]) -> int | None:
+        """A cluster that has not been launched and now never will be.
+
+        choose: given the first and the end of the numbers that come into question, the one from
+        which on to look for it, or None to refuse. Returns None if it refuses or none is left.
+        """
+        with self._lock:
+            self._skip()
+            if self._next == self._end:
                 return None
+            start = choose(self._next, self._end)
+            return None if start is None else self._take(start)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every cluster has been launched or cancelled."""
+        with self._lock:
+            self._skip()
+            return self._next == self._end
+
+    def _take(self, start: int) -> int | None:
+        """The first cluster from `start` on, cyclically, that has not been taken."""
+        self._skip()
+        if self._next == self._end:
+            return None
+        number = max(start, self._next)
+        while number in self._cancelled:
+            number = number + 1 if number + 1 < self._end else self._next
+        if number == self._next:
             self._next += 1
-            return self._next - 1
+        else:
+            self._cancelled.add(number)
+        return number
+
+    def _skip(self) -> None:
+        """Step over cancelled clusters."""
+        while self._next in self._cancelled:
+            self._cancelled.remove(self._next)
+            self._next += 1
 
     def close(self) -> None:
         """No more clusters are launched."""
         with self._lock:
             self._end = self._next
+            self._cancelled.clear()
 
     def count_done(self) -> None:
         """One more cluster is done."""

@@ -331,7 +331,7 @@ def _report(
         opcodes=opcodes,
         tma={name: counters[f"tma.{name.replace('_', ' ')}"]
              for name in ("load_bytes", "store_bytes")},
-        clc={name: counters[f"clc.{name}"] for name in ("try_cancel", "stolen")},
+        clc={name: counters[f"clc.{name}"] for name in ("try_cancel", "stolen", "refused")},
         resident_clusters=machine.resident,
         seed=machine.policy.seed,
         schedule=machine.policy.name,

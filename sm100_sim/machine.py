@@ -38,6 +38,8 @@ from .warp import DEFAULT_BUDGET
 #: Shared memory of a CTA, the system's first KiB included (compute capability 10.0).
 SHARED_LIMIT = 233_472
 MAX_THREADS = 1024
+#: CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute Capability").
+MAX_GRID = 2**31 - 1, 65535, 65535
 MAX_CLUSTER = 16
 #: Rounds of polling in which nothing else happens before a launch counts as hanging; a warp that
 #: has used up its budget of backward branches counts for many.
@@ -113,6 +115,11 @@ class Machine:
         config = self.config
         if any(g % c for g, c in zip(config.grid, config.cluster, strict=True)):
             raise LaunchError(f"grid {config.grid} is not a multiple of cluster {config.cluster}")
+        if any(size > most for size, most in zip(config.grid, MAX_GRID, strict=True)):
+            raise LaunchError(
+                f"grid {config.grid}; accepted are up to {MAX_GRID[0]} CTAs in x and {MAX_GRID[1]} "
+                "in y and z"
+            )
         if not 1 <= math.prod(config.cluster) <= MAX_CLUSTER:
             raise LaunchError(f"cluster {config.cluster}; accepted are up to {MAX_CLUSTER} CTAs")
         if not 1 <= self.threads <= MAX_THREADS or not math.prod(config.grid):
@@ -191,12 +198,13 @@ class Machine:
         self._turn_over = True
 
     def cancel_cluster(self) -> tuple[int, int, int] | None:
-        """Take the next cluster that has not been launched out of the grid.
+        """Take a cluster that has not been launched, as the policy chooses, out of the grid.
 
-        Returns the ctaid of its first CTA, or None if all have been launched.
+        Returns the ctaid of its first CTA, or None if all have been launched or the policy refuses.
         """
-        number = self.grid.take()
+        number = self.grid.cancel(self.policy.cancelled_cluster)
         if number is None:
+            self.counters["clc.refused"] += not self.grid.exhausted
             return None
         position = self.cluster_position(number)
         self.grid.count_done()

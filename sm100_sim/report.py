@@ -21,7 +21,8 @@ class Report:
     instructions: class -> {"warps": warp instructions, "lanes": lane instructions}, e.g.
         "tcgen05.mma", "mufu.ex2". opcodes: the same by full PTX opcode.
     tma: {"load_bytes", "store_bytes"}, bytes of whole boxes (clipped parts included).
-    clc: {"try_cancel": requests, "stolen": clusters that one of them took over}.
+    clc: {"try_cancel": requests, "stolen": clusters that one of them took over, "refused": requests
+        that failed although clusters were left (with a seed)}.
     resident_clusters: most at once. seed: of the schedule, None for a fixed one. schedule: its
         name. wall_seconds: of the run; translate_seconds: of its translation to native code, 0
         if this process had it already. seconds: processor time of the run by what it was spent on:

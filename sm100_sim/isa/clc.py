@@ -1,11 +1,28 @@
 """Cluster launch control: taking over clusters of the grid that have not been launched yet.
 
-PTX ISA 9.3, "clusterlaunchcontrol.try_cancel" and ".query_cancel". The response is opaque to
-programs. Here it is four words: the ctaid (x, y, z) of the first CTA of the cancelled cluster, and
-a mark whose lowest bit says whether one was cancelled.
+PTX ISA 9.3, "clusterlaunchcontrol.try_cancel" and ".query_cancel". The response is opaque there,
+but kernels read its words, so they lie as on the hardware:
+
+======  ========  ======================================================================
+word    bits      meaning
+======  ========  ======================================================================
+0       31 .. 0   ctaid.x of the first CTA of the cancelled cluster
+1       15 .. 0   its ctaid.y
+1       31 .. 16  its ctaid.z
+2       0         1: a cluster was cancelled; 0: none was, and words 0 and 1 are undefined
+2       31 .. 1   undefined
+3       31 .. 0   undefined
+======  ========  ======================================================================
+
+Two sources: what ptxas 12.8 and 13.1 make of query_cancel for sm_100a, sm_103a and sm_120a (the
+words masked and shifted, nothing else), and kernels measured on B200s that read the words without
+it (`read_clc_payload` of cuDNN's nvidia-cudnn-frontend 1.32.0). No source says what the undefined
+bits hold; here they are poison, so that whoever relies on them sees a value that fits nothing.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
@@ -15,9 +32,14 @@ from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.warp import lane_array, predicate_writer, reader, vector_writer, writer
 
 RESPONSE_BYTES = 16
-_MARK = 0x0C1C_0DE0
-#: What get_first_ctaid gives for a request that failed: no ctaid of any grid.
-CTAID_POISON = 0xFFF0_5EED
+#: The word and the bit that tell whether a cluster was cancelled.
+CANCELLED_WORD, CANCELLED = 2, 1
+#: Words 0 and 1 of a request that failed: no ctaid.x, ctaid.y or ctaid.z of any grid.
+CTAID_POISON = 0xFFF0_5EED, 0xFFFF_FFFF
+#: Undefined bits of words 2 and 3.
+MARKS = 0x0C1C_0DE0, 0xBADC_0C1C
+#: What get_first_ctaid gives as its fourth element, whose contents are unspecified.
+FOURTH_POISON = 0xFFF4_5EED
 
 
 @machine_op("clusterlaunchcontrol.try_cancel", statistics="clc.try_cancel")
@@ -39,27 +61,27 @@ def bind_try_cancel(instruction, kernel):
         response, barrier = slot(warp, lanes), signal(warp, lanes)
         _check(cta, lanes, response, barrier)
         machine.counters["clc.try_cancel"] += 1
-        targets = cluster.ctas if multicast else (cta,)
-        writes = tuple(
-            (target, response & 0xFFFFFF, RESPONSE_BYTES, target.rank << 24 | barrier & 0xFFFFFF)
-            for target in targets
-        )
-
-        def perform() -> None:
-            words = _response(machine.cancel_cluster())
-            for target in targets:
-                if not target.running:
-                    raise ClcError(
-                        f"the response is multicast to CTA {target.ctaid}, which has exited"
-                    )
-                target.write_shared(target.rank << 24 | response & 0xFFFFFF, words)
-                place = target.rank << 24 | barrier & 0xFFFFFF
-                cluster.mbarrier(place).complete_tx(RESPONSE_BYTES)
-
-        submit(warp, instruction, "clc.try_cancel", perform, writes=writes)
+        response, barrier = response & 0xFFFFFF, barrier & 0xFFFFFF
+        #: One cluster for all copies of the response, which arrive on their own.
+        words = functools.cache(lambda: response_words(machine.cancel_cluster()))
+        for target in cluster.ctas if multicast else (cta,):
+            place = target.rank << 24 | barrier
+            submit(
+                warp, instruction, "clc.try_cancel",
+                functools.partial(_deliver, target, response, place, words),
+                writes=((target, response, RESPONSE_BYTES, place),),
+            )  # fmt: skip
         machine.end_turn()
 
     return execute
+
+
+def _deliver(target, response: int, barrier: int, words) -> None:
+    """Write a response at a shared offset of a CTA and complete its bytes on the CTA's mbarrier."""
+    if not target.running:
+        raise ClcError(f"the response is multicast to CTA {target.ctaid}, which has exited")
+    target.write_shared(target.rank << 24 | response, words())
+    target.cluster.mbarrier(barrier).complete_tx(RESPONSE_BYTES)
 
 
 def _check(cta, lanes: int, response: int, barrier: int) -> None:
@@ -80,10 +102,15 @@ def _check(cta, lanes: int, response: int, barrier: int) -> None:
         )
 
 
-def _response(first: tuple[int, int, int] | None) -> np.ndarray:
-    """Words (4,) uint32 of a response: `first` is the first ctaid, None if nothing was left."""
-    words = (0, 0, 0, _MARK) if first is None else (*first, _MARK | 1)
-    return np.array(words, np.uint32)
+def response_words(first: tuple[int, int, int] | None) -> np.ndarray:
+    """Words (4,) uint32 of a response: `first` is the first ctaid, None if none was cancelled.
+
+    y and z are below 65,536, as in every grid that can be launched.
+    """
+    if first is None:
+        return np.array((*CTAID_POISON, *MARKS), np.uint32)
+    x, y, z = first
+    return np.array((x, z << 16 | y, MARKS[0] | CANCELLED, MARKS[1]), np.uint32)
 
 
 @machine_op("clusterlaunchcontrol.query_cancel", statistics="clc.query_cancel", defines=(0,))
@@ -110,7 +137,8 @@ def _words(halves: np.ndarray, lanes: int) -> np.ndarray:
     """The four words of each lane's response, uint32 (4, 32), from uint64 (2, 32) registers."""
     words = np.empty((4, 32), np.uint32)
     words[0::2], words[1::2] = halves & np.uint64(0xFFFFFFFF), halves >> np.uint64(32)
-    foreign = (words[3] | 1 != _MARK | 1) & lane_array(lanes)
+    marked = (words[2] & ~np.uint32(CANCELLED) == MARKS[0]) & (words[3] == MARKS[1])
+    foreign = ~marked & lane_array(lanes)
     if foreign.any():
         lane = int(foreign.argmax())
         raise ClcError(
@@ -122,18 +150,17 @@ def _words(halves: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def _cancelled(words: np.ndarray, lanes: int) -> int:
-    flags = words[3].tolist()
-    return sum(1 << lane for lane in range(32) if lanes >> lane & flags[lane] & 1)
+    flags = words[CANCELLED_WORD].tolist()
+    return sum(1 << lane for lane in range(32) if lanes >> lane & flags[lane] & CANCELLED)
 
 
 def _first_ctaid(halves: np.ndarray, lanes: int) -> np.ndarray:
-    words = _words(halves, lanes)
-    failed = lanes & ~_cancelled(words, lanes)
-    words[3] = 0
-    if failed:
-        # Undefined, but compilers execute it before the test of is_canceled.
-        words[:, lane_array(failed)] = CTAID_POISON
-    return words
+    """x, y, z and the unspecified fourth element, uint32 (4, 32).
+
+    Undefined for a request that failed, but compilers execute it before the test of is_canceled.
+    """
+    x, packed, *_ = _words(halves, lanes)
+    return np.stack((x, packed & 0xFFFF, packed >> 16, np.full_like(x, FOURTH_POISON)))
 
 
 def _bind_is_canceled(write, response):

@@ -240,7 +240,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
         for report, tiles in ((dq, 3 * 4 * 5), (dkdv, 3 * 2 * 2 * 5)):
             assert report.grid == (2 * tiles, 1, 1)
             stolen = max(0, tiles - resident)
-            assert report.clc == {"try_cancel": tiles, "stolen": stolen}
+            assert report.clc == {"try_cancel": tiles, "stolen": stolen, "refused": 0}
 
 
 @pytest.mark.simulator

@@ -286,4 +286,5 @@ def test_clc_is_live(resident, monkeypatch):
     report = sm100_sim.last_reports()[-1]
     tiles = 3 * 3 * 2
     assert report.grid == (2 * tiles, 1, 1)
-    assert report.clc == {"try_cancel": tiles, "stolen": max(0, tiles - resident)}
+    stolen = max(0, tiles - resident)
+    assert report.clc == {"try_cancel": tiles, "stolen": stolen, "refused": 0}

@@ -128,4 +128,4 @@ def test_clc_with_nothing_to_steal():
     problem = TileProblem(3, 1, 1)
     record, report = _run(ClcScheduler, problem, 64)
     _check_exactly_once(record)
-    assert report.clc == {"try_cancel": 3, "stolen": 0}
+    assert report.clc == {"try_cancel": 3, "stolen": 0, "refused": 0}

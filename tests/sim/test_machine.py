@@ -8,7 +8,6 @@ from kernels import run_kernel_text
 
 from sm100_sim.errors import (
     BarrierError,
-    ClcError,
     DivergenceError,
     Hang,
     LaunchError,
@@ -17,7 +16,6 @@ from sm100_sim.errors import (
     TmemError,
     UnknownInstruction,
 )
-from sm100_sim.isa.clc import CTAID_POISON
 from sm100_sim.launcher import Options
 from sm100_sim.report import Report
 
@@ -217,108 +215,6 @@ def test_polling_a_flag_in_global_memory(options, poll):
         [flag, out], grid=(2, 1, 1), **({**options, "clusters": 2}),
     )  # fmt: skip
     assert out[0] == 77
-
-
-# A persistent loop: process the own cluster, then ask for another until none is left.
-CLC = """
-mov.u32 %r0, %tid.x;  mov.u32 %r1, %ctaid.x;  mov.u32 %r2, 0;
-mov.u32 %r20, %cluster_ctarank;
-setp.ne.u32 %p0, %r0, 0;
-@%p0 bra INITIALISED;
-mbarrier.init.shared.b64 [smem], 1;
-fence.mbarrier_init.release.cluster;
-INITIALISED:
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-WORK:
-mul.wide.u32 %rd0, %r1, 4;  add.s64 %rd0, %rd0, %rd8;
-@!%p0 atom.global.add.u32 %r3, [%rd0], 1;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-@!%p0 mbarrier.arrive.expect_tx.shared.b64 _, [smem], 16;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-setp.ne.u32 %p4, %r20, 0;
-or.pred %p5, %p4, %p0;
-@!%p5 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes\
-.multicast::cluster::all.b128 [smem+16], [smem];
-W: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p1, [smem], %r2;
-@!%p1 bra W;
-xor.b32 %r2, %r2, 1;
-ld.shared.b128 %q0, [smem+16];
-clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q0;
-@!%p2 bra DONE;
-clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r4, %r5, %r6, _}, %q0;
-clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r7, %q0;
-add.u32 %r1, %r4, %r20;
-fence.proxy.async.shared::cta;
-bra WORK;
-DONE:
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-"""
-
-
-@pytest.mark.parametrize("clusters", [1, 2, 3, 7, 20])
-@pytest.mark.parametrize("options", [{}, {"schedule": "lazy"}, {"seed": 5}], ids=str)
-def test_every_cluster_is_done_once(clusters, options):
-    """14 CTAs in 7 clusters, from one resident cluster to more than there are."""
-    done = np.zeros(14, np.uint32)
-    progress = []
-    report = run_kernel_text(
-        CLC, [done], grid=(14, 1, 1), cluster=(2, 1, 1), clusters=clusters,
-        progress=lambda *step: progress.append(step), **options,
-    )  # fmt: skip
-    assert (done == 1).all()
-    resident = min(clusters, 7)
-    assert report.clc["stolen"] == 7 - resident
-    # Each resident cluster asks until it fails; each success is a request of its own.
-    assert report.clc["try_cancel"] == 7
-    assert report.resident_clusters == resident
-    assert [step for step, _ in progress] == list(range(1, 8))
-
-
-def test_clc_shares_the_work_between_resident_clusters():
-    """Two resident clusters take turns: neither does all of the rest."""
-    owner = np.zeros(12, np.uint32)
-    # The id of the executing cluster's first CTA (a special register) goes to the tile's cell.
-    body = CLC.replace(
-        "@!%p0 atom.global.add.u32 %r3, [%rd0], 1;",
-        "mov.u32 %r3, %clusterid.x;  @!%p0 st.global.b32 [%rd0], %r3;",
-    )
-    run_kernel_text(body, [owner], grid=(12, 1, 1), cluster=(2, 1, 1), clusters=2)
-    assert sorted(np.bincount(owner).tolist()) == [6, 6]
-
-
-def test_try_cancel_after_an_observed_failure():
-    body = CLC.replace("@!%p2 bra DONE;\n", "").replace(
-        "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r4, %r5, %r6, _}, %q0;\n"
-        "clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r7, %q0;\n",
-        "mov.u32 %r4, 0;\n",
-    )
-    with pytest.raises(ClcError, match="observed that an earlier one failed"):
-        run_kernel_text(body, [np.zeros(2, np.uint32)], grid=(2, 1, 1), cluster=(2, 1, 1))
-
-
-def test_ctaid_of_a_failed_request_is_poison():
-    """Compilers take it before they test is_canceled; no CTA has this id."""
-    body = CLC.replace("@!%p2 bra DONE;\n", "").replace(
-        "add.u32 %r1, %r4, %r20;\n",
-        "@!%p2 st.global.u32 [%rd8], %r7;\n@!%p2 bra DONE;\nadd.u32 %r1, %r4, %r20;\n",
-    )
-    found = np.zeros(2, np.uint32)
-    run_kernel_text(body, [found], grid=(2, 1, 1), cluster=(2, 1, 1))
-    assert found[0] == CTAID_POISON
-
-
-def test_query_of_something_else():
-    with pytest.raises(ClcError, match="no response of try_cancel"):
-        run_kernel_text(
-            """
-            ld.shared.b128 %q0, [smem];
-            clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p0, %q0;
-            """
-        )
 
 
 # ---------------------------------------------------------------- hangs and errors
@@ -598,7 +494,7 @@ def test_report_and_trace():
     values = json.loads(report.to_json())
     assert values["kernel"] == "test" and values["block"] == [64, 1, 1]
     assert values["instructions"]["mbarrier.arrive"] == {"warps": 16, "lanes": 512}
-    assert values["clc"] == {"try_cancel": 0, "stolen": 0} and "trace" not in values
+    assert values["clc"] == {"try_cancel": 0, "stolen": 0, "refused": 0} and "trace" not in values
     assert values["warp_instructions"] == report.warp_instructions > 100
     assert isinstance(report, Report)
 
