@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.compile import ARCHITECTURE, targeting
+from fa4_hd256.compile import targeting
 from fa4_hd256.config import HEAD_DIM
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
@@ -21,6 +21,9 @@ PACKAGE = "flash-attn-4"
 
 #: The version whose private interface this file knows.
 KNOWN_VERSION = "4.0.0b36"
+
+#: What it compiles for on a B200.
+ARCHITECTURE = "sm_100a"
 
 _MODULE = "flash_attn.cute.flash_fwd_sm100"
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.devices import describe_family, in_family
 
 from . import flash_attn_4
 from .suite import BACKWARD, Case
@@ -97,8 +98,9 @@ class Ours:
         if not torch.cuda.is_available():
             return "no CUDA device"
         capability = torch.cuda.get_device_capability()
-        if capability != (10, 0):
-            return f"needs a GPU of compute capability 10.0; this one has {capability}"
+        if not in_family(capability):
+            major, minor = capability
+            return f"needs a {describe_family()}; this GPU has {major}.{minor}"
         return None
 
     def refuses(self, case: Case, direction: str) -> str | None:

@@ -239,9 +239,9 @@ def simulator_machine() -> str:
 
 def compiler_machine() -> str:
     """For `machine`: figures read from compiled code."""
-    from fa4_hd256.compile import ARCHITECTURE
+    from fa4_hd256.devices import TARGET
 
-    return f"{ARCHITECTURE}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
+    return f"{TARGET}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
 
 
 def modelled_machine(machine: Any) -> str:

@@ -1,4 +1,4 @@
-"""Compile kernels for sm_100a, each once per configuration: in memory and on disk.
+"""Compile kernels for `devices.TARGET`, each once per configuration: in memory and on disk.
 
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
@@ -30,12 +30,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from . import environment
+from . import devices, environment
 from .config import ForwardConfig
 from .kernels import KernelSpec, build
 from .problem import ProblemClass
-
-ARCHITECTURE = "sm_100a"
 
 #: Raised whenever the files of an entry or their meaning change.
 FORMAT = 2
@@ -132,7 +130,7 @@ def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
     parts = {
         "format": FORMAT,
-        "architecture": ARCHITECTURE,
+        "architecture": devices.TARGET,
         "kind": spec.kind,
         "problem": repr(spec.problem_class),
         "config": repr(spec.config),
@@ -274,10 +272,11 @@ def trace_and_compile(spec: KernelSpec) -> Any:
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
     kernel, arguments = build(spec)
-    with targeting(ARCHITECTURE), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+    with targeting(devices.TARGET), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
-            GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
-        )
+            GPUArch(devices.TARGET), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
+            DumpDir(scratch),
+        )  # fmt: skip
         compiled = cute.compile[options](kernel, *arguments)
         # Read while the files are there: the object may refer to them lazily.
         if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
@@ -297,10 +296,11 @@ def targeting(architecture: str) -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
 
     requested = environment.requested_architecture()
-    if requested not in (None, architecture):
+    accepted = devices.TARGETS if architecture in devices.TARGETS else (architecture,)
+    if requested not in (None, *accepted):
         raise RuntimeError(
-            f"CUTE_DSL_ARCH is {requested}, but these kernels exist for {architecture} only; "
-            "unset CUTE_DSL_ARCH"
+            f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {architecture}; "
+            f"unset CUTE_DSL_ARCH, or set it to one of {', '.join(accepted)}"
         )
     settings = CuTeDSL._get_dsl().envar
     if settings.enable_tvm_ffi:

@@ -16,6 +16,7 @@ from .backward import BackwardCall, Wanted, kernel_specs, run_backward
 from .backward_config import BackwardConfig
 from .compile import CompiledKernel, compile_forward, compile_kernel
 from .config import HEAD_DIM, ForwardConfig
+from .devices import TARGET
 from .portions import divide
 from .problem import Options, Problem
 from .resources import resource_usage
@@ -217,7 +218,7 @@ def text(result: dict[str, Any]) -> str:
         f"{shape['heads']} query and {shape['heads_kv']} key/value heads, head_dim "
         f"{shape['head_dim']}, {result['dtype']}",
         f"  ran on             {result['backend']}"
-        + (": the compiled sm_100a kernel" if result["backend"] == "simulator" else ""),
+        + (f": the compiled {TARGET} kernel" if result["backend"] == "simulator" else ""),
         f"  out, max error     {result['max_error']:.3e}   (same-dtype PyTorch: "
         f"{result['pytorch_max_error']:.3e}; accepted up to twice that)",
         f"  out, relative L2   {result['rel_l2']:.3e}",

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import devices
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -67,8 +69,9 @@ VARIABLES = (
     ),
     Variable(
         "CUTE_DSL_ARCH",
-        "sm_100a, for this package's kernels only",
-        "target of CuTe DSL; any other value is an error here",
+        f"{devices.TARGET}, for this package's kernels",
+        f"target of CuTe DSL; accepted here, where {devices.TARGET} is compiled in any case: "
+        f"{', '.join(devices.TARGETS)}",
     ),
 )
 

@@ -47,7 +47,8 @@ def flash_attn_func(
     q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), with heads a multiple
     of heads_kv; bfloat16 or float16, any lengths from 1 up. Layouts with the last stride 1 and
     the base address and other strides multiples of 16 bytes are used in place, others copied once.
-    CUDA tensors need an SM100 GPU; CPU tensors run the same compiled kernel in the simulator.
+    CUDA tensors need a GPU of compute capability 10.0 or 10.3; for CPU tensors the same compiled
+    kernel runs in the simulator.
 
     softmax_scale: any finite number, 1 / sqrt(256) if None.
     causal: bottom-right aligned: query i sees the keys j <= i + seqlen_k - seqlen_q.

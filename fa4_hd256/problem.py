@@ -16,6 +16,7 @@ import torch
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
 from .config import CTAS, HEAD_DIM, ForwardConfig
+from .devices import describe_family, in_family
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -24,10 +25,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: cuTensorMapEncodeTiled).
 TMA_ALIGNMENT = 16
 TMA_STRIDE_LIMIT = 1 << 40
-
-#: The compute capability whose binaries (sm_100a) are compiled here; they run on no other.
-SM100 = (10, 0)
-
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -423,17 +420,18 @@ def check_causal(causal: bool) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """CPU tensors run in the simulator, CUDA tensors on an SM100 GPU; nothing else is offered."""
+    """CPU tensors run in the simulator, CUDA tensors on a GPU of the family (`devices.FAMILY`);
+    nothing else is offered."""
     if device.type == "cpu":
         return
     accepted = (
-        "accepted: CUDA tensors on an SM100 GPU (B200, compute capability 10.0), or CPU tensors, "
-        "for which the compiled kernel runs in the simulator"
+        f"accepted: CUDA tensors on a {describe_family()}, or CPU tensors, for which the compiled "
+        "kernel runs in the simulator"
     )
     if device.type != "cuda":
         raise ValueError(f"q, k and v are on device {device}; {accepted}")
     capability = torch.cuda.get_device_capability(device)
-    if capability != SM100:
+    if not in_family(capability):
         raise ValueError(
             f"q, k and v are on {device}, a {torch.cuda.get_device_name(device)} with compute "
             f"capability {capability[0]}.{capability[1]}; {accepted}"

@@ -174,7 +174,7 @@ def test_forms(reports, monkeypatch, capsys):
         assert kernel["softmax_step"]["total"] == report.softmax.total
         assert float(row["softmax_step.total"]) == report.softmax.total
         assert row["registers"] == str(report.registers)
-        assert row["basis"] == "computed" and row["machine"].startswith("sm_100a")
+        assert row["basis"] == "computed" and row["machine"].startswith("sm_100f")
     assert main(command) == 0
     text = capsys.readouterr().out
     assert "| FFMA2 " in text and "37.50%" in text

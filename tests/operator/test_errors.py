@@ -76,21 +76,26 @@ def test_device_mix():
 
 
 def test_other_kinds_of_device():
-    with pytest.raises(ValueError, match="on device xpu.*accepted: CUDA tensors on an SM100 GPU"):
+    with pytest.raises(ValueError, match="on device xpu.*accepted: CUDA tensors on a B200"):
         check_device(torch.device("xpu"))
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 3), (12, 0)])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 1), (10, 7), (11, 0), (12, 0)])
 def test_other_gpus(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    message = rf"Some GPU with compute capability {capability[0]}\.{capability[1]}; accepted: CUDA"
+    message = (
+        rf"Some GPU with compute capability {capability[0]}\.{capability[1]}; accepted: CUDA "
+        r"tensors on a B200 or GB200 \(compute capability 10.0\), B300 or GB300 \(compute "
+        r"capability 10.3\)"
+    )
     with pytest.raises(ValueError, match=message):
         check_device(torch.device("cuda:0"))
 
 
-def test_an_sm100_gpu_is_accepted(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_gpus_of_the_family_are_accepted(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     check_device(torch.device("cuda:0"))
 
 
