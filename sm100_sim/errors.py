@@ -83,6 +83,14 @@ class MemoryFault(SimulationError):
     """An access outside the tensors passed in, or outside allocated shared memory."""
 
 
+class CtaExited(MemoryFault):
+    """An access to a CTA of the cluster that has exited: its shared memory is gone.
+
+    A GPU may stop the launch there ("cluster target block not present"), or give the memory to
+    another CTA first (PTX ISA, shared::cluster: the CTA must exist while it is accessed).
+    """
+
+
 class Misaligned(SimulationError):
     """An address, coordinate or descriptor field that is not aligned as the instruction asks."""
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from .barriers import MBarrier
 from .errors import (
+    CtaExited,
     DivergenceError,
     Hang,
     LaunchError,
@@ -499,6 +500,14 @@ class Machine:
             )
         instruction = compiled.instructions[context.fault_instruction]
         error = Misaligned if "misaligned" in fault.reason else MemoryFault
+        if "allocated bytes" in fault.reason:
+            target = warp.cta.cluster.cta(fault.address >> 24 & 0xFF)
+            if not target.running:
+                what = (
+                    f"{fault.width} bytes at its shared offset {fault.address & 0xFFFFFF:#x} are "
+                    "accessed"
+                )
+                error, text = CtaExited, target.gone(what)
         return error(text).at(instruction, warp.cta.ctaid, warp.index, fault.lane)
 
     def residents(self) -> list[Cluster]:

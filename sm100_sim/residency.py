@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .barriers import NAMED_BARRIERS, ClusterBarrier, MBarrier, NamedBarrier, RegisterPool
-from .errors import BarrierError, MemoryFault, Misaligned, TmemError
+from .errors import BarrierError, CtaExited, MemoryFault, Misaligned, TmemError
 from .events import Waiting
 from .memory import poisoned_shared
 from .tmem import Tmem
@@ -103,6 +103,18 @@ class Cta:
         )
         self._named: dict[int, NamedBarrier] = {}
 
+    def gone(self, what: str) -> str:
+        """What to say of something that happens to this CTA after its exit."""
+        return (
+            f"CTA {self.ctaid}, rank {self.rank}, has exited: {what}. A CTA must stay until its "
+            "peers are done with it (a trailing cluster barrier)"
+        )
+
+    def require_present(self, what: str) -> None:
+        """Raise CtaExited if all warps of the CTA have exited; what: is done to it."""
+        if not self.running:
+            raise CtaExited(self.gone(what))
+
     def init_mbarrier(self, address: int, count: int) -> None:
         """mbarrier.init at a shared address of this CTA."""
         offset = self._own_barrier_offset(address, "mbarrier.init")
@@ -165,6 +177,7 @@ class Cta:
         raw = values.view(np.uint8)
         rank, offset = address >> 24, address & 0xFFFFFF
         target = self.cluster.cta(rank)
+        target.require_present(f"{raw.size} bytes are written at its shared offset {offset:#x}")
         if offset + raw.size > target.smem.size:
             raise MemoryFault(
                 f"write of {raw.size} bytes at shared offset {offset:#x} of CTA rank {rank}, "
@@ -262,8 +275,7 @@ class Cluster:
                 f"{rank}; initialised there: {known}"
             )
         self.machine.finding(
-            f"an mbarrier of CTA {cta.ctaid} is used after that CTA has exited; a CTA must stay "
-            "until its peers are done with it (a trailing cluster barrier)"
+            cta.gone(f"its mbarrier at shared offset {offset:#x} is used")
         )
         return found
 

@@ -90,6 +90,10 @@ def host_bytes(warp: Warp, address: int, nbytes: int, space: str) -> np.ndarray:
 def _shared_bytes(warp: Warp, address: int, nbytes: int) -> np.ndarray:
     rank, offset = address >> 24, address & 0xFFFFFF
     limits = warp.environment.limits
+    if rank < len(limits) and not limits[rank]:
+        warp.cta.cluster.cta(rank).require_present(
+            f"an atomic operation on {nbytes} bytes at its shared offset {offset:#x}"
+        )
     if rank >= len(limits) or offset + nbytes > int(limits[rank]) or offset < 1024:
         raise MemoryFault(f"atomic operation of {nbytes} bytes at shared address {address:#x}, "
                           "outside the allocated bytes")

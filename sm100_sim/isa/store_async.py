@@ -89,6 +89,7 @@ def _checked(cluster, place: int, nbytes: int, signal: int) -> tuple:
     """(CTA, offset, bytes, barrier) of one lane."""
     rank, offset = place >> 24, place & 0xFFFFFF
     cta = cluster.cta(rank)
+    cta.require_present(f"an asynchronous store to its shared offset {offset:#x}")
     if place % nbytes:
         raise Misaligned(f"asynchronous store of {nbytes} bytes at shared address {place:#x}")
     if offset + nbytes > cta.smem.size:

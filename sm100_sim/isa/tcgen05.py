@@ -66,6 +66,14 @@ def participants(cta, group: int) -> tuple:
     return (cta, cta.peer) if cta.rank % 2 == 0 else (cta.peer, cta)
 
 
+def operands_of(cta, group: int) -> tuple:
+    """The same for an instruction that reaches into the memory of each: none may have exited."""
+    ctas = participants(cta, group)
+    for each in ctas:
+        each.require_present("an instruction with cta_group::2 reaches into it")
+    return ctas
+
+
 def queue_of(ctas: tuple) -> tuple:
     """Key of the in-order queue of a CTA or pair; both groups of one CTA pair share it."""
     return ("tcgen05", ctas[0].cluster.id, ctas[0].rank // 2)
@@ -317,7 +325,7 @@ def bind_mma(instruction, kernel):
         if masks:
             disabled, bits = _lane_mask([word(warp, lanes) for word in masks], form.group)
         accumulate = enabled(warp) & lanes != 0 if enabled else enable(warp, lanes) != 0
-        ctas = participants(warp.cta, form.group)
+        ctas = operands_of(warp.cta, form.group)
         d_value = d(warp, lanes)
         mma = Mma(ctas, descriptor, d_value, a_value, b_value, a_in_tmem, accumulate, scale,
                   disabled, bits, *(read(warp, lanes) for read in scales))

@@ -16,7 +16,7 @@ from sm100_sim.descriptors import decode_matrix, swizzled
 from sm100_sim.errors import MemoryFault, TmemError
 from sm100_sim.isa.shared import submit
 from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.isa.tcgen05 import end_chain, groups, participants, queue_of, single_thread
+from sm100_sim.isa.tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
 from sm100_sim.tmem import LANES, split_address
 from sm100_sim.warp import uniform
 
@@ -83,7 +83,7 @@ def bind_copy(instruction, kernel):
         if lane >= (32 if shape.name == "4x256b" else 1):
             raise TmemError(f"tcgen05.cp.{shape.name} to lane {lane}; the copy starts at lane 0")
         chunks, where = source_chunks(source(warp, lanes), shape), _lanes_of(shape, lane)
-        ctas = participants(warp.cta, group)
+        ctas = operands_of(warp.cta, group)
         for cta in ctas:
             cta.tmem.check(column, 4 * shape.chunks, "tcgen05.cp")
             _check_source(cta, chunks)
@@ -125,7 +125,7 @@ def bind_shift(instruction, kernel):
         lane, column = split_address(target(warp, lanes))
         if lane % 32:
             raise TmemError(f"tcgen05.shift at lane {lane}; accepted are multiples of 32")
-        ctas = participants(warp.cta, group)
+        ctas = operands_of(warp.cta, group)
         for cta in ctas:
             cta.tmem.check(column, 8, "tcgen05.shift")
 

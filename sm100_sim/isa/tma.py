@@ -154,7 +154,7 @@ def _destinations(
                 f"copy to CTA rank {rank} signals a barrier in CTA rank {named}; the barrier must "
                 f"be in the destination CTA{' or its peer' if group == 2 else ''}"
             )
-        return [(ctas[rank], target & _OFFSET, barrier)]
+        return [(_present(ctas[rank], target), target & _OFFSET, barrier)]
     if not mask or mask >> len(ctas):
         raise SimulationError(
             f"multicast to CTA mask {mask:#06x}; the cluster has {len(ctas)} CTAs"
@@ -164,8 +164,14 @@ def _destinations(
         if mask >> destination & 1:
             holder = destination & ~1 | named & 1 if group == 2 else destination
             place = holder << 24 | barrier & _OFFSET
-            found.append((ctas[destination], target & _OFFSET, place))
+            found.append((_present(ctas[destination], target), target & _OFFSET, place))
     return found
+
+
+def _present(cta, target: int):
+    """The destination CTA of a copy, which must not have exited."""
+    cta.require_present(f"a copy to its shared offset {target & _OFFSET:#x}")
+    return cta
 
 
 # ---------------------------------------------------------------- tensor copies

@@ -61,7 +61,7 @@ class Rig:
         cluster = SimpleNamespace(id=0, machine=self, mbarrier=self.barriers.__getitem__)
         cluster.ctas = [
             SimpleNamespace(rank=i, ctaid=(i, 0, 0), smem=self.smem[i], tmem=Tmem(),
-                            cluster=cluster, bulk_groups={})
+                            cluster=cluster, bulk_groups={}, require_present=lambda what: None)
             for i in range(count)
         ]
         for cta in cluster.ctas:

@@ -1,6 +1,7 @@
 """Small kernels through the whole machine: waiting, waking, schedules, errors, hangs."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from kernels import run_kernel_text
 
 from sm100_sim.errors import (
     BarrierError,
+    CtaExited,
     DivergenceError,
     Hang,
     LaunchError,
@@ -18,6 +20,7 @@ from sm100_sim.errors import (
 )
 from sm100_sim.launcher import Options
 from sm100_sim.report import Report
+from sm100_sim.warp import aligned_zeros
 
 pytestmark = pytest.mark.simulator
 
@@ -378,11 +381,13 @@ def test_bulk_store_still_in_flight_at_exit_is_found(options):
     assert run_kernel_text(waiting, [out], **options).findings == []
 
 
-def test_arriving_at_a_cta_that_has_exited_is_found():
-    """CTA 1 leaves after the cluster barrier; CTA 0 arrives there once it has."""
-    body = """
+#: CTA 1 leaves after the cluster barrier; CTA 0 goes on once it has. %r4: its shared memory.
+LATE = """
     mov.u32 %r0, %tid.x;  mov.u32 %r1, %cluster_ctarank;  setp.eq.u32 %p0, %r0, 0;
     @%p0 mbarrier.init.shared.b64 [smem], 64;
+    mov.u32 %r6, 0;
+    st.shared.b32 [smem+16], %r6;
+    fence.mbarrier_init.release.cluster;
     barrier.cluster.arrive.aligned;
     barrier.cluster.wait.aligned;
     setp.eq.u32 %p1, %r1, 1;
@@ -391,10 +396,46 @@ def test_arriving_at_a_cta_that_has_exited_is_found():
     LATE: add.u32 %r2, %r2, 1;  setp.lt.u32 %p2, %r2, 300000;
     @%p2 bra LATE;
     mov.u32 %r3, smem;  mapa.shared::cluster.u32 %r4, %r3, 1;
-    mbarrier.arrive.shared::cluster.b64 _, [%r4];
-    """
-    (finding,) = run_kernel_text(body, grid=(2, 1, 1), cluster=(2, 1, 1)).findings
-    assert "mbarrier of CTA (1, 0, 0) is used after that CTA has exited" in finding
+    cvt.u64.u32 %rd0, %r3;  cvta.shared.u64 %rd0, %rd0;
+"""
+EXITED = r"CTA \([13], 0, 0\), rank 1, has exited: "
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"sanitize": True}, {"schedule": "lazy"}])
+def test_arriving_at_a_cta_that_has_exited_is_found(options):
+    """In each cluster; under a seed, in those where CTA 1 comes first."""
+    body = f"{LATE} mbarrier.arrive.shared::cluster.b64 _, [%r4];"
+    found = run_kernel_text(body, grid=(4, 1, 1), cluster=(2, 1, 1), **options).findings
+    texts = [text for text in found if re.search(EXITED, text)]
+    assert texts
+    assert all("its mbarrier at shared offset 0x400 is used" in text for text in texts)
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"sanitize": True}])
+@pytest.mark.parametrize(
+    "access",
+    [
+        "ld.shared::cluster.b32 %r5, [%r4+16];",
+        "st.shared::cluster.b32 [%r4+16], %r0;",
+        "atom.shared::cluster.add.u32 %r5, [%r4+16], 1;",
+        "mapa.u64 %rd2, %rd0, 1; ld.b32 %r5, [%rd2+16];",
+        "@%p0 st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r4+16], %r0, [%r4];",
+        "@%p0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[%r4+16], [%r3], 16, [%r4];",
+        "@%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%r4+16], [%rd8], 16, [%r4];",
+        "mov.b16 %rs0, 3; @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%r3+16], [%rd8], 16, [%r3], %rs0;",
+    ],
+)
+def test_reaching_into_a_cta_that_has_exited(access, options):
+    """It is called that, not an access outside the allocated bytes, with CTA and rank."""
+    body = f".reg .b16 %rs<2>; {LATE} {access}"
+    with pytest.raises(CtaExited, match=EXITED) as raised:
+        run_kernel_text(body, [aligned_zeros((16,), np.uint8)], grid=(4, 1, 1), cluster=(2, 1, 1),
+                        **options)
+    assert "allocated bytes" not in str(raised.value)
+    assert raised.value.cta in ((0, 0, 0), (2, 0, 0)) and raised.value.instruction.text in access
 
 
 # ---------------------------------------------------------------- registers, special values
