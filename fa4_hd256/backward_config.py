@@ -12,9 +12,9 @@ from typing import ClassVar
 from schedulers.clc import ClcScheduler
 from softmax_emu.pattern import Ex2Pattern
 
-from .config import BF16_BYTES, CTAS, HEAD_DIM, REGISTERS_PER_SM, SWIZZLE_ALIGNMENT, WARP_SIZE
+from .config import BF16_BYTES, CTAS, HEAD_DIM, SWIZZLE_ALIGNMENT
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from .plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from .plans import WARP_SIZE, RegisterPlan, SmemPlan, SmemRegion, TmemPlan, TmemRegion
 
 __all__ = [
     "BackwardConfig",
@@ -36,9 +36,9 @@ class BackwardWarpPlan:
     """Warp indices and register budgets of one CTA, the same in all of them.
 
     Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
-    warpgroup holds one warp each of the other roles (setmaxnreg moves registers between whole
-    warpgroups, PTX ISA 9.7.20.5).  The store warp has work only where dS is stored.  Raises
-    ValueError for budgets the hardware rejects.
+    warpgroup holds one warp each of the other roles.  A register budget belongs to a warpgroup.
+    The store warp has work only where dS is stored.  Raises ValueError for budgets that the launch
+    cannot serve (`RegisterPlan`).
     """
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -47,23 +47,22 @@ class BackwardWarpPlan:
     scheduler: int = 10
     store: int = 11
     registers_gradient: int = 224
-    registers_other: int = 64
+    registers_other: int = 56
 
     num_warps: ClassVar[int] = 12
 
     def __post_init__(self) -> None:
-        budgets = (self.registers_gradient, self.registers_gradient, self.registers_other)
-        for budget in budgets:
-            if budget % 8 or not 24 <= budget <= 256:
-                raise ValueError(
-                    f"register budget {budget}; accepted are multiples of 8 from 24 to 256"
-                )
-        needed = sum(budgets) * 4 * WARP_SIZE
-        if needed > REGISTERS_PER_SM:
-            raise ValueError(
-                f"register budgets {budgets} of three warpgroups need {needed} registers; an SM "
-                f"has {REGISTERS_PER_SM}"
+        _ = self.registers
+
+    @property
+    def registers(self) -> RegisterPlan:
+        return RegisterPlan(
+            (
+                ("the first gradient warpgroup", self.registers_gradient),
+                ("the second gradient warpgroup", self.registers_gradient),
+                ("the other roles", self.registers_other),
             )
+        )
 
     @property
     def num_threads(self) -> int:
@@ -79,6 +78,7 @@ class BackwardWarpPlan:
         rows.append(f"| gradient | {self.gradient} | {self.registers_gradient} |")
         for role in ("mma", "load", "scheduler", "store"):
             rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
+        rows.append(self.registers.total_row)
         return "\n".join(rows)
 
 

@@ -26,9 +26,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .config import HEAD_DIM, WARP_SIZE
+from .config import HEAD_DIM
 from .edges import SharedByReference
 from .operands import by_sequence
+from .plans import WARP_SIZE
 from .sequences import PADDING, Sequence, Sequences, SequenceTensors
 
 __all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows", "PreprocessVariant"]

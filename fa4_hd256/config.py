@@ -10,14 +10,12 @@ from softmax_emu.pattern import Ex2Pattern
 
 from . import tuning
 from .edges import BARRIER_BYTES, Edge, EdgeTable, Signal
-from .plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from .plans import WARP_SIZE, RegisterPlan, SmemPlan, SmemRegion, TmemPlan, TmemRegion
 
 __all__ = ["HEAD_DIM", "ForwardConfig", "WarpPlan"]
 
 HEAD_DIM = 256
 CTAS = 2
-WARP_SIZE = 32
-REGISTERS_PER_SM = 65_536
 BF16_BYTES = 2  # and those of fp16
 SWIZZLE_ALIGNMENT = 1024  # of a buffer with the 128-byte swizzle: 8 rows of 128 bytes
 
@@ -27,8 +25,8 @@ class WarpPlan:
     """Warp indices and register budgets of one CTA.
 
     The first warpgroup is the softmax, the second the correction, the third holds one warp each
-    of the other roles.  setmaxnreg moves registers between whole warpgroups (PTX ISA 9.7.20.5),
-    so a budget belongs to a warpgroup.  Raises ValueError for budgets the hardware rejects.
+    of the other roles.  A register budget belongs to a warpgroup.  Raises ValueError for budgets
+    that the launch cannot serve (`RegisterPlan`).
     """
 
     softmax: tuple[int, ...] = (0, 1, 2, 3)
@@ -42,17 +40,17 @@ class WarpPlan:
     registers_other: int = 104
 
     def __post_init__(self) -> None:
-        budgets = (self.registers_softmax, self.registers_correction, self.registers_other)
-        for budget in budgets:
-            if budget % 8 or not 24 <= budget <= 256:
-                raise ValueError(
-                    f"register budget {budget}; accepted are multiples of 8 from 24 to 256"
-                )
-        if sum(budgets) * 4 * WARP_SIZE > REGISTERS_PER_SM:
-            raise ValueError(
-                f"register budgets {budgets} of three warpgroups need "
-                f"{sum(budgets) * 4 * WARP_SIZE} registers; an SM has {REGISTERS_PER_SM}"
+        _ = self.registers
+
+    @property
+    def registers(self) -> RegisterPlan:
+        return RegisterPlan(
+            (
+                ("softmax", self.registers_softmax),
+                ("correction", self.registers_correction),
+                ("the other roles", self.registers_other),
             )
+        )
 
     @property
     def num_warps(self) -> int:
@@ -73,6 +71,7 @@ class WarpPlan:
         rows.append(f"| correction | {self.correction} | {self.registers_correction} |")
         for role in ("mma", "load", "epilogue", "scheduler"):
             rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
+        rows.append(self.registers.total_row)
         return "\n".join(rows)
 
 

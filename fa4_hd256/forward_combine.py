@@ -20,8 +20,9 @@ from cutlass import Float32, Int32
 
 from softmax_emu.exp2 import exp2_row_factor
 
-from .config import HEAD_DIM, WARP_SIZE
+from .config import HEAD_DIM
 from .operands import by_sequence
+from .plans import WARP_SIZE
 
 __all__ = ["CombineConfig", "CombineKernel"]
 

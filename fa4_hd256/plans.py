@@ -1,4 +1,4 @@
-"""Where things lie in shared memory and in tensor memory, as data that checks itself."""
+"""Registers, shared memory and tensor memory of a CTA: who has what, as data that checks itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 __all__ = [
     "SMEM_CAPACITY",
     "TMEM_COLUMNS",
+    "WARP_SIZE",
+    "RegisterPlan",
     "SmemPlan",
     "SmemRegion",
     "TmemPlan",
@@ -19,6 +21,67 @@ SMEM_CAPACITY = 232_448
 
 # Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
 TMEM_COLUMNS = 512
+
+REGISTERS_PER_SM = 65_536
+REGISTER_GRANULE = 8  # registers a thread are allotted in multiples of this
+WARP_SIZE = 32
+WARPS_PER_WARPGROUP = 4
+
+
+@dataclass(frozen=True)
+class RegisterPlan:
+    """Registers a thread of each warpgroup once its role has begun, in the order of the warps.
+
+    budgets: (roles, registers a thread) of each warpgroup. setmaxnreg (PTX ISA 9.7.20.5) moves
+    registers between the warpgroups of a CTA and only those that the CTA was launched with: what
+    the SM's register file has left over belongs to nobody, and a warpgroup that asks for more than
+    the others give back waits forever (measured on an H200, docs/silicon.md).  Raises ValueError
+    for budgets that the instruction rejects or the launch cannot serve.
+    """
+
+    budgets: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        for roles, budget in self.budgets:
+            if budget % REGISTER_GRANULE or not 24 <= budget <= 256:
+                raise ValueError(
+                    f"register budget {budget} of {roles}; accepted are multiples of 8 from 24 to "
+                    "256"
+                )
+        if self.needed > self.launched:
+            named = ", ".join(f"{roles} {budget}" for roles, budget in self.budgets)
+            raise ValueError(
+                f"register budgets {named}: the CTA's {self.num_threads} threads would need "
+                f"{self.needed} registers, but are launched with {self.launched} "
+                f"({self.at_launch} each), and setmaxnreg moves only those; lower a budget"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        return len(self.budgets) * WARPS_PER_WARPGROUP * WARP_SIZE
+
+    @property
+    def at_launch(self) -> int:
+        """Registers a thread that the kernel is compiled and launched with: all that fit."""
+        return REGISTERS_PER_SM // self.num_threads // REGISTER_GRANULE * REGISTER_GRANULE
+
+    @property
+    def launched(self) -> int:
+        """Registers of the CTA at launch, which is its pool for setmaxnreg."""
+        return self.num_threads * self.at_launch
+
+    @property
+    def needed(self) -> int:
+        """Registers of the CTA when every warpgroup has its budget."""
+        return sum(budget for _, budget in self.budgets) * WARPS_PER_WARPGROUP * WARP_SIZE
+
+    @property
+    def total_row(self) -> str:
+        """The last row of a table of (role, warps, registers a thread)."""
+        return (
+            f"| total | {self.num_threads} threads | {self.needed} of {self.launched}, "
+            f"{self.at_launch} a thread at launch |"
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from .config import WARP_SIZE, ForwardConfig
+from .config import ForwardConfig
+from .plans import WARP_SIZE
 from .problem import Problem
 
 __all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]

@@ -16,6 +16,10 @@ from .native.layout import Barrier
 #: Largest expected arrival count, and largest magnitude of the tx-count (mbarrier contents).
 MAX_COUNT = (1 << 20) - 1
 NAMED_BARRIERS = 16
+#: Registers of an SM, of which a CTA gets whole granules a thread, at most 255 of them named.
+REGISTER_FILE = 65_536
+REGISTER_GRANULE = 8
+MAX_REGISTERS = 255
 _STATE_MARK = 0x5B
 
 
@@ -291,34 +295,47 @@ def _union(tokens: dict[int, int]) -> int:
     return found
 
 
+def whole_granules(registers: int) -> int:
+    """Registers a thread as the hardware allots them."""
+    return -(-registers // REGISTER_GRANULE) * REGISTER_GRANULE
+
+
+def most_registers(threads: int, ctas_per_sm: int = 1) -> int:
+    """Registers that each of a CTA's threads can be launched with at most, in whole granules."""
+    share = REGISTER_FILE // (ctas_per_sm * 32 * -(-threads // 32))
+    return min(share, MAX_REGISTERS + 1) // REGISTER_GRANULE * REGISTER_GRANULE
+
+
 class RegisterPool:
     """Registers of one CTA that setmaxnreg moves between its warps.
 
-    The count that a kernel is launched with is not in its PTX; it is taken to be all that fits,
-    which is what kernels that use setmaxnreg are compiled for.
+    per_thread: registers that each thread is launched with. The pool begins empty: what the SM's
+    register file has left over belongs to nobody (measured on an H200, docs/silicon.md).
     """
 
-    __slots__ = ("free", "_initial", "_counts", "_wake")
+    __slots__ = ("free", "_launched", "_warps", "_counts", "_wake")
 
-    REGISTERS = 65536
-
-    def __init__(self, warps: int, ctas_per_sm: int, wake: Callable[[Any], None]) -> None:
-        available = self.REGISTERS // max(ctas_per_sm, 1)
-        self._initial = min(available // (32 * warps) // 8 * 8, 256)
-        self.free = available - self._initial * 32 * warps
+    def __init__(self, warps: int, per_thread: int, wake: Callable[[Any], None]) -> None:
+        self.free = 0
+        self._launched = whole_granules(per_thread)
+        self._warps = warps
         self._counts: dict[int, int] = {}
         self._wake = wake
 
     def describe(self) -> str:
         """State in words."""
-        return f"{self.free} registers are free in the CTA's pool"
+        total = 32 * self._warps * self._launched
+        return (
+            f"{self.free} registers are free in the CTA's pool; the launch gave the CTA {total}, "
+            f"{self._launched} a thread, and setmaxnreg moves only those"
+        )
 
     def increase(self, warp: int, count: int) -> bool:
         """Give a warp `count` registers a thread; False while the pool lacks them."""
         known = self._counts.get(warp)
         if known is not None and count < known:
             raise BarrierError(f"setmaxnreg.inc to {count} registers; the warp has {known}")
-        wanted = 32 * (count - (self._initial if known is None else known))
+        wanted = 32 * (count - (self._launched if known is None else known))
         if wanted > self.free:
             return False
         self.free -= max(wanted, 0)
@@ -330,6 +347,6 @@ class RegisterPool:
         known = self._counts.get(warp)
         if known is not None and count > known:
             raise BarrierError(f"setmaxnreg.dec to {count} registers; the warp has {known}")
-        self.free += max(32 * ((self._initial if known is None else known) - count), 0)
+        self.free += max(32 * ((self._launched if known is None else known) - count), 0)
         self._counts[warp] = count
         self._wake(self)

@@ -27,6 +27,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from .arguments import tensor_ranges as tensor_ranges
+from .cubin import launch_registers, loaded_cubin
 from .errors import LaunchError
 from .tensormap import encode, from_driver
 
@@ -78,7 +79,8 @@ class LaunchConfig:
     bytes. `param_pointers[i]` is the host address of the bytes of kernel parameter i, valid
     only while `on_launch` runs. `attributes` maps the name of every other launch attribute
     (`ATTRIBUTE_NAMES`, or its number as text) to its first 32-bit word. `ptx` is the module,
-    `cubin` its machine code, empty unless it was kept.
+    `cubin` its machine code, empty where the host code loads none or a compressed one;
+    `registers` what a thread is launched with by that code, None where it is not known.
     """
 
     kernel_name: str
@@ -91,6 +93,7 @@ class LaunchConfig:
     stream: int = 0
     ptx: str = field(default="", repr=False)
     cubin: bytes = field(default=b"", repr=False)
+    registers: int | None = None
 
 
 def ptx_of(compiled: Any) -> str:
@@ -189,7 +192,10 @@ def store(pointer: int, value: int, kind: Any = ctypes.c_int32) -> None:
     kind.from_address(pointer).value = value
 
 
-def _library_load_data(library: int, *_: Any) -> None:
+def _library_load_data(library: int, code: int, *_: Any) -> None:
+    program = _runs.stack[-1].program
+    program.cubin = loaded_cubin(code)
+    program.registers |= launch_registers(program.cubin)
     store(library, next_handle(), ctypes.c_uint64)
 
 
@@ -284,6 +290,7 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         stream=stream or 0,
         ptx=run.program.ptx,
         cubin=run.program.cubin,
+        registers=run.program.registers.get(name),
     )
     if run.on_launch is not None:
         run.on_launch(config)
@@ -392,7 +399,8 @@ class HostProgram:
         # A jitted function that launches nothing runs on the host alone, on a GPU machine, too.
         self._launches = getattr(compiled, "has_gpu_module", True)
         self.ptx = ptx_of(compiled) if self._launches else ""
-        self.cubin = getattr(compiled.artifacts, "CUBIN", None) or b""
+        self.cubin = b""
+        self.registers: dict[str, int] = {}
         self.parameter_counts = {
             name: parameters.count(".param") for name, parameters in _ENTRY.findall(self.ptx)
         }

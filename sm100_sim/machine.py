@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .barriers import MBarrier
+from .barriers import REGISTER_FILE, MBarrier, RegisterPool, most_registers, whole_granules
 from .errors import (
     CtaExited,
     DivergenceError,
@@ -129,11 +129,34 @@ class Machine:
             raise LaunchError(
                 f"block {config.block} for a kernel compiled for blocks of {kernel.reqntid}"
             )
+        if kernel.maxntid is not None and self.threads > math.prod(kernel.maxntid):
+            raise LaunchError(
+                f"block {config.block} for a kernel compiled for blocks of up to {kernel.maxntid}"
+            )
+        if self.registers_at_launch() > most_registers(self.threads):
+            raise LaunchError(
+                f"{self.threads} threads with {self.registers_at_launch()} registers each, as the "
+                f"kernel was compiled; an SM has {REGISTER_FILE}"
+            )
         if self.shared_bytes > SHARED_LIMIT:
             raise LaunchError(
                 f"{self.shared_bytes} bytes of shared memory a CTA, the system's 1024 included; "
                 f"the limit is {SHARED_LIMIT}"
             )
+
+    def registers_at_launch(self) -> int:
+        """Registers that each thread of the launch gets, in whole granules.
+
+        The kernel's own number where its machine code is known; else the most that its PTX lets
+        ptxas give it, which is what kernels that use setmaxnreg are compiled for.
+        """
+        kernel, known = self.compiled.kernel, self.config.registers
+        if known is None:
+            known = kernel.max_registers
+        if known is not None:
+            return whole_granules(known)
+        threads = math.prod(kernel.reqntid or kernel.maxntid or self.config.block)
+        return most_registers(threads, kernel.min_ctas_per_sm)
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
         """Cluster coordinates of the `number`-th cluster of the grid, x fastest."""
@@ -517,9 +540,10 @@ class Machine:
     def hang(self, clusters: Iterable[Cluster]) -> Hang:
         """The error that says what these clusters, the only ones left, wait for."""
         left = sorted(clusters, key=lambda cluster: cluster.id)
-        lines = [
-            line for cluster in left for warp in cluster.warps for line in _waiting_lines(warp)
-        ]
+        warps = [warp for cluster in left for warp in cluster.warps]
+        # Who waits for registers comes first: nobody else can be what the launch hangs on.
+        warps.sort(key=lambda warp: not _waits_for_registers(warp))
+        lines = [line for warp in warps for line in _waiting_lines(warp)]
         shown = lines[:LISTED_WARPS]
         if len(lines) > LISTED_WARPS:
             shown.append(f"  and {len(lines) - LISTED_WARPS} more")
@@ -528,6 +552,10 @@ class Machine:
             f"{len(left)} clusters are resident, {self.grid.done} of {self.clusters} are "
             "done. Waiting:\n" + "\n".join(shown)
         )
+
+
+def _waits_for_registers(warp: ResidentWarp) -> bool:
+    return any(isinstance(waiting.key, RegisterPool) for _, waiting in warp.all_waiting())
 
 
 def _waiting_lines(warp: ResidentWarp) -> list[str]:

@@ -154,6 +154,7 @@ class Kernel:
     reqntid: tuple[int, int, int] | None = None
     maxntid: tuple[int, int, int] | None = None
     min_ctas_per_sm: int = 1
+    max_registers: int | None = None
     local_bytes: int = 0
     dynamic_shared_offset: int = RESERVED_SHARED_BYTES
     module_data: bytes = b""
@@ -298,6 +299,8 @@ class _KernelParser:
         kernel.maxntid = _dimensions(entry[3], "maxntid")
         minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
         kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1
+        limit = re.search(r"\.maxnreg\s+(\d+)", entry[3])
+        kernel.max_registers = int(limit[1]) if limit else None
         self.shared_declarations = list(module_shared)
         for param in kernel.params:
             self.scope.operands[param.name] = Operand("sym", param.name, "param", param.offset)

@@ -404,7 +404,7 @@ def bind_setmaxnreg(instruction, kernel):
         pool = warp.cta.registers
         if pool.increase(warp.index, count):
             return None
-        return Waiting(f"{count} registers a thread", pool)
+        return Waiting(f"setmaxnreg.inc to {count} registers a thread", pool)
 
     return execute
 

@@ -58,7 +58,7 @@ def test_what_the_configuration_refuses(options, complaint):
     ("options", "complaint"),
     [
         ({"registers_softmax": 236}, "multiples of 8"),
-        ({"registers_softmax": 256, "registers_correction": 256}, "65536"),
+        ({"registers_softmax": 256, "registers_correction": 256}, "launched with 64512"),
     ],
 )
 def test_what_the_warp_plan_refuses(options, complaint):

@@ -198,9 +198,9 @@ def test_cluster_barrier_forgets_arrivals_of_exited_lanes():
 
 
 def test_register_pool():
-    """512 threads start with 128 registers: three warps' worth must be freed for one of 512."""
+    """512 threads with 128 registers each: what two warps give up serves a third."""
     woken = []
-    pool = RegisterPool(16, 1, woken.append)
+    pool = RegisterPool(16, 128, woken.append)
     assert not pool.increase(0, 256)
     pool.decrease(1, 48)
     assert not pool.increase(0, 256)

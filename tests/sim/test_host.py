@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import gc
 import os
+import struct
 
 import cutlass
 import numpy as np
@@ -14,8 +15,10 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 import sm100_sim
+from fa4_hd256.resources import resource_usage
 from sm100_sim import host
 from sm100_sim.arguments import strided_extent, tensor_ranges
+from sm100_sim.cubin import launch_registers, loaded_cubin
 from sm100_sim.errors import LaunchError
 from sm100_sim.tensormap import decode
 
@@ -86,6 +89,21 @@ def test_launch_configuration(compiled):
     assert config.dynamic_smem == 4096
     assert config.attributes["cooperative"] == 0
     assert len(config.param_pointers) == 3
+
+
+def test_the_registers_of_a_launch_are_those_of_its_machine_code(compiled):
+    """Read from the cubin that the host code loads, whether the DSL was asked to keep it or not."""
+    a, b = torch.zeros(256), torch.zeros(256)
+    (config,) = launches(compiled, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 4)
+    assert compiled.artifacts.CUBIN is None
+    usage = resource_usage(config.cubin, config.kernel_name)
+    assert config.registers == usage.registers > 0
+    plain = ctypes.create_string_buffer(config.cubin)
+    assert loaded_cubin(ctypes.addressof(plain)) == config.cubin
+    compressed = struct.pack("<IHHQHHIQ", 0xBA55ED50, 1, 16, 24, 2, 0x101, 16, 8) + b"squeezed"
+    buffer = ctypes.create_string_buffer(compressed)
+    assert loaded_cubin(ctypes.addressof(buffer)) == b""
+    assert launch_registers(b"") == {}
 
 
 def test_preferred_clusters_are_those_that_run():

@@ -438,23 +438,7 @@ def test_reaching_into_a_cta_that_has_exited(access, options):
     assert raised.value.cta in ((0, 0, 0), (2, 0, 0)) and raised.value.instruction.text in access
 
 
-# ---------------------------------------------------------------- registers, special values
-
-
-def test_setmaxnreg_waits_for_the_pool():
-    """Warps that want more registers come before those that give them back in program order."""
-    body = """
-    mov.u32 %r0, %tid.x;  setp.ge.u32 %p0, %r0, 256;
-    @%p0 bra GIVE;
-    setmaxnreg.inc.sync.aligned.u32 208;
-    bra END;
-    GIVE: setmaxnreg.dec.sync.aligned.u32 48;
-    END:
-    """
-    run_kernel_text(body, block=(512, 1, 1))
-    with pytest.raises(Hang, match="208 registers a thread; 0 registers are free"):
-        run_kernel_text(body.replace("dec.sync.aligned.u32 48", "dec.sync.aligned.u32 128"),
-                        block=(512, 1, 1))
+# ---------------------------------------------------------------- special values
 
 
 def test_special_registers():

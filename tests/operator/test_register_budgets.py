@@ -1,0 +1,112 @@
+"""The register budgets of the warp roles: what the launch has, what the machine code takes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from backward_cases import gradients, inputs
+
+from fa4_hd256 import BackwardConfig, ForwardConfig
+from fa4_hd256.backward_config import BackwardWarpPlan, DkdvPlan, DqPlan, DqProductPlan
+from fa4_hd256.backward_problem import GradientClass
+from fa4_hd256.compile import compile_kernel
+from fa4_hd256.config import WarpPlan
+from fa4_hd256.kernels import KernelSpec
+from fa4_hd256.plans import RegisterPlan
+from fa4_hd256.problem import ProblemClass
+from sm100_sim.cubin import launch_registers
+from sm100_sim.errors import Hang
+from sm100_sim.timing.sass import SassFunction, disassemble
+
+pytestmark = pytest.mark.simulator
+
+REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
+#: Registers of a tcgen05.ld or st, which names the first of them.
+TMEM_WIDTH = re.compile(r"(?:LDTM|STTM)\.x(\d+)")
+BF16 = torch.bfloat16
+CAUSAL = ProblemClass(BF16, bounded_right=True)
+PAIR_KERNELS = {
+    "forward": (ForwardConfig(), CAUSAL),
+    "backward_dkdv": (BackwardConfig(), GradientClass(CAUSAL, stores_ds=True)),
+    "backward_dq_product": (BackwardConfig(), GradientClass(CAUSAL, stores_ds=True)),
+    "backward_dq": (BackwardConfig(), GradientClass(CAUSAL)),
+}
+
+
+def compiled(kind: str):
+    """(kernel, the register plan of its configuration)."""
+    config, variant = PAIR_KERNELS[kind]
+    if kind == "forward":
+        return compile_kernel(KernelSpec(kind, config, variant)), config.warps.registers
+    config = config.of_kernel(kind)
+    return compile_kernel(KernelSpec(kind, config, variant)), config.plan.warps.registers
+
+
+def beyond(function: SassFunction, start: int, budget: int) -> list[str]:
+    """Instructions after number `start` on any path that name a register the budget lacks."""
+    found, seen = [], set()
+    first = function.block_of[start]
+    pending = [(first, start + 1)]
+    while pending:
+        index, begin = pending.pop()
+        block = function.blocks[index]
+        for instruction in function.instructions[begin : block.stop]:
+            named = [int(number) for number in REGISTER.findall(instruction.operands)]
+            width = TMEM_WIDTH.match(instruction.opcode)
+            if named and max(named) + (int(width[1]) if width else 1) > budget:
+                found.append(instruction.text)
+        for successor in block.successors:
+            if successor not in seen:
+                seen.add(successor)
+                pending.append((successor, function.blocks[successor].start))
+    return found
+
+
+@pytest.mark.parametrize("kind", PAIR_KERNELS)
+def test_the_kernel_is_launched_with_the_registers_of_its_plan(kind):
+    """By its machine code: the pool that the budgets are checked against is the pool there is."""
+    kernel, plan = compiled(kind)
+    assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
+
+
+@pytest.mark.parametrize("kind", PAIR_KERNELS)
+def test_no_role_names_a_register_that_its_budget_lacks(kind):
+    """Behind each setmaxnreg of the machine code, on every path."""
+    kernel, plan = compiled(kind)
+    (function,) = disassemble(kernel.cubin).values()
+    budgets = []
+    for number, instruction in enumerate(function.instructions):
+        if instruction.base == "USETMAXREG":
+            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
+            assert beyond(function, number, budgets[-1]) == []
+            # The check can fail: no role does with eight.
+            assert beyond(function, number, 8) != []
+    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+
+
+@pytest.mark.parametrize("plan", [WarpPlan, BackwardWarpPlan])
+def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
+    """By one granule: 64 for the third warpgroup of the backward has hung on no GPU yet, 504 + 8
+    registers a thread of three have on an H200."""
+    other = plan().registers_other
+    plan(registers_other=other - 8)
+    with pytest.raises(ValueError, match=r"launched with 64512 \(168 each\)"):
+        plan(registers_other=other + 8)
+
+
+def test_budgets_of_the_whole_register_file_hang(monkeypatch):
+    """A backward whose warpgroups together want all 65,536 registers waits for the last 1,024."""
+    monkeypatch.setattr(RegisterPlan, "__post_init__", lambda self: None)
+    warps = BackwardWarpPlan(registers_other=64)
+    assert warps.registers.needed == 65_536
+    config = BackwardConfig(
+        dq=DqPlan(warps=warps), dkdv=DkdvPlan(warps=warps), dq_product=DqProductPlan(warps=warps)
+    )
+    tensors = inputs((128, 128), (1, 1))
+    with pytest.raises(Hang) as caught:
+        gradients(tensors, torch.randn_like(tensors[0]), backward_config=config)
+    first = str(caught.value).split("Waiting:\n")[1].splitlines()[0]
+    assert "setmaxnreg.inc" in first and "registers are free in the CTA's pool" in first
+    assert "the launch gave the CTA 64512, 168 a thread" in first

@@ -1,0 +1,70 @@
+"""Registers of a launch, and setmaxnreg, which moves them between the warps of a CTA."""
+
+from __future__ import annotations
+
+import pytest
+from kernels import run_kernel_text
+
+from sm100_sim.errors import Hang, LaunchError
+
+pytestmark = pytest.mark.simulator
+
+
+def test_setmaxnreg_waits_for_the_pool():
+    """Warps that want more registers come before those that give them back in program order."""
+    body = """
+    mov.u32 %r0, %tid.x;  setp.ge.u32 %p0, %r0, 256;
+    @%p0 bra GIVE;
+    setmaxnreg.inc.sync.aligned.u32 208;
+    bra END;
+    GIVE: setmaxnreg.dec.sync.aligned.u32 48;
+    END:
+    """
+    run_kernel_text(body, block=(512, 1, 1))
+    with pytest.raises(Hang, match="setmaxnreg.inc to 208 registers a thread; 0 registers are"):
+        run_kernel_text(body.replace("dec.sync.aligned.u32 48", "dec.sync.aligned.u32 128"),
+                        block=(512, 1, 1))
+
+
+# Registers a thread of three warpgroups after setmaxnreg; whether a kernel of 384 threads, launched
+# with 168, ends on an H200.
+BUDGETS = [
+    ((224, 224, 56), True), ((232, 232, 40), True), ((232, 168, 104), True),
+    ((224, 224, 64), False), ((216, 216, 80), False),
+]  # fmt: skip
+
+
+def move_registers(budgets: tuple[int, ...], **launch) -> None:
+    """Run warpgroups that take (more than 168) or give registers, the largest budget first."""
+    blocks = "".join(
+        f"""setp.eq.u32 %p0, %r0, {group};  @!%p0 bra NEXT{group};
+        setmaxnreg.{"inc" if budget > 168 else "dec"}.sync.aligned.u32 {budget};  bra END;
+        NEXT{group}:
+        """
+        for group, budget in enumerate(budgets)
+    )
+    body = f"mov.u32 %r0, %tid.x;  shr.u32 %r0, %r0, 7;\n{blocks}END:"
+    run_kernel_text(body, block=(128 * len(budgets), 1, 1), **launch)
+
+
+@pytest.mark.parametrize(("budgets", "ends"), BUDGETS, ids=str)
+def test_the_register_pool_is_that_of_the_launch(budgets, ends):
+    """512 registers for three threads, one of each warpgroup, are an SM's file of 65,536 without
+    its remainder, which no CTA is launched with."""
+    if ends:
+        move_registers(budgets)
+        return
+    with pytest.raises(Hang, match="the launch gave the CTA 64512, 168 a thread"):
+        move_registers(budgets)
+
+
+def test_a_kernel_that_was_compiled_for_fewer_registers_has_a_smaller_pool():
+    """The machine code says with how many registers a thread is launched."""
+    move_registers((176, 168, 160), registers=168)
+    with pytest.raises(Hang, match="the launch gave the CTA 61440, 160 a thread"):
+        move_registers((176, 168, 160), registers=160)
+
+
+def test_more_registers_than_the_file_has_cannot_be_launched():
+    with pytest.raises(LaunchError, match="384 threads with 176 registers each"):
+        run_kernel_text("", block=(384, 1, 1), registers=176)
