@@ -1,4 +1,4 @@
-"""`python -m fa4_hd256 demo | plan | env`."""
+"""`python -m fa4_hd256 demo | plan | env | bringup`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import argparse
 import sys
 
 from . import environment
-from .backward_config import BackwardConfig
-from .config import ForwardConfig
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,10 +23,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(main=_plan)
     settings = commands.add_parser("env", help="environment variables and versions")
     settings.set_defaults(main=_env)
+    commands.add_parser("bringup", help="the first hour on a GPU: one command, one report")
+    return parser
+
+
+def _bringup_parser() -> argparse.ArgumentParser:
+    """A parser of its own: bringup also runs where CuTe DSL, which the others need, is missing."""
+    from .bringup import command
+
+    parser = argparse.ArgumentParser(
+        prog="python -m fa4_hd256 bringup", description=command.__doc__
+    )
+    command.add_arguments(parser)
+    parser.set_defaults(main=command.main)
     return parser
 
 
 def _plan(_: argparse.Namespace) -> int:
+    from .backward_config import BackwardConfig
+    from .config import ForwardConfig
+
     print(ForwardConfig().describe())
     print()
     print(BackwardConfig().describe())
@@ -46,7 +60,11 @@ def _env(_: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status. A value that is not accepted gives 2 and its message."""
-    parsed = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bringup"]:
+        parsed = _bringup_parser().parse_args(arguments[1:])
+    else:
+        parsed = _parser().parse_args(arguments)
     try:
         return parsed.main(parsed)
     except ValueError as error:

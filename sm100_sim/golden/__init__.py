@@ -4,6 +4,8 @@
 |---|---|
 | cases | a case, the stored results, reading and writing them |
 | record | runs the cases on a GPU: `python -m sm100_sim record` |
+| replay | runs a case in the simulator |
+| comparing, bounds | outputs against recorded ones; bounds of approximate functions |
 | inputs, ptx_text | what the cases are made from |
 | arithmetic, convert | elementwise instructions, approximations, conversions |
 | warp | shuffles, votes, prmt, ldmatrix, stmatrix |

@@ -11,12 +11,13 @@ import itertools
 import numpy as np
 import pytest
 from cuda.bindings import driver
-from golden_bounds import FORMATS, Measure, bound_of, values
-from golden_replay import replay
 
 from sm100_sim import golden, host, tensormap
 from sm100_sim.errors import SimulationError
 from sm100_sim.golden import Case, record
+from sm100_sim.golden.bounds import Measure, bound_of, values
+from sm100_sim.golden.comparing import comparable, difference
+from sm100_sim.golden.replay import replay
 from sm100_sim.golden.tensormaps import requests
 
 pytestmark = pytest.mark.simulator
@@ -25,8 +26,6 @@ VECTORS = golden.Vectors()
 CASES = golden.all_cases()
 EXACT = [case for case in CASES if not case.approximate and not case.faults]
 APPROXIMATE = [case for case in CASES if case.approximate]
-#: Cases that depart from the hardware as `isa.arith_float` says: 2^-126 in place of zero.
-LATE_FLUSH = {"smallest/mul.rn.ftz.f32", "smallest/fma.rn.ftz.f32"}
 
 
 def chunks() -> list:
@@ -43,35 +42,9 @@ def _batched(cases: list[Case]):
     return (cases[start:start + 64] for start in range(0, len(cases), 64))
 
 
-def comparable(array: np.ndarray, floats: str) -> np.ndarray:
-    """The bits of an output; where NaN payloads are left open, every NaN is the same."""
-    if not floats:
-        return array.ravel()
-    layout = FORMATS[floats.removesuffix("x2")]
-    words = np.ascontiguousarray(array).ravel().view(layout.words)
-    magnitude = words & layout.words(layout.magnitude)
-    return np.where(magnitude > layout.words(layout.infinity), layout.words(layout.magnitude),
-                    words)
-
-
-def difference(case: Case, got: list[np.ndarray]) -> str:
-    """First disagreement of a case's outputs with the recording, or nothing."""
-    for number, (mine, recorded) in enumerate(zip(got, VECTORS.outputs(case), strict=True)):
-        left, right = (comparable(array, case.floats) for array in (mine, recorded))
-        bad = left != right
-        if case.name in LATE_FLUSH:
-            bad &= ~((left & 0x7FFFFFFF == 0x00800000) & (right == left & 0x80000000))
-        if bad.any():
-            at = int(np.argmax(bad))
-            inputs = [hex(int(array.ravel()[at])) for array in case.inputs
-                      if array.size == mine.size]
-            return (f"{case.name}: output {number}, {bad.sum()} of {bad.size} differ, first at "
-                    f"{at}: {int(left[at]):#x}, recorded {int(right[at]):#x}; inputs {inputs}")
-    return ""
-
-
 def check(cases: list[Case], **options) -> None:
-    wrong = [difference(case, replay(case, **options)) for case in cases]
+    wrong = [difference(case, replay(case, **options), VECTORS.outputs(case), late_flush=True)
+             for case in cases]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sm100_sim.golden import Case
+from .cases import Case
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from sm100_sim.golden import KERNEL, Case
-from sm100_sim.host import LaunchConfig
-from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
-from sm100_sim.tensormap import encode
-from sm100_sim.warp import aligned_zeros
+from ..host import LaunchConfig
+from ..launcher import Options, parameter_buffer, parsed_kernel, run_kernel
+from ..tensormap import encode
+from ..warp import aligned_zeros
+from .cases import KERNEL, Case
 
 
-def _placed(array: np.ndarray) -> np.ndarray:
+def placed(array: np.ndarray) -> np.ndarray:
     """A copy on a 64-byte boundary, as device memory is."""
     copy = aligned_zeros(array.shape, array.dtype)
     copy[...] = array
@@ -22,7 +22,7 @@ def _placed(array: np.ndarray) -> np.ndarray:
 
 def replay(case: Case, **options) -> list[np.ndarray]:
     """Outputs of a case in the simulator. options: of `launcher.Options`."""
-    buffers = [_placed(array) for array in (*case.inputs, *case.outputs)]
+    buffers = [placed(array) for array in (*case.inputs, *case.outputs)]
     addresses = [buffer.__array_interface__["data"][0] for buffer in buffers]
     values = [np.uint64(address).tobytes() for address in addresses]
     for index, tensor_map in case.tensor_maps:

@@ -1,0 +1,77 @@
+"""What a step of the bringup ended in, and the machine it ran on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Every state of an outcome, and what it means.
+STATES = {
+    "passed": "compared, and equal or within the tolerance",
+    "measured": "gave numbers; there is nothing to compare them with",
+    "differs": "differs from what no hardware has confirmed: look at both values",
+    "failed": "a wrong result",
+    "fault": "the kernel or its process ended with an error",
+    "hang": "did not end within its limit; its process was killed",
+    "skipped": "cannot run here; the text says why",
+    "not measured": "no figure can be had here; the text says why",
+}
+#: Those that make the run's exit status 1.
+BAD = ("failed", "fault", "hang")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """state: one of `STATES`. text: one line for a reader. values: JSON values. seconds: of the
+    step, set by the child."""
+
+    state: str
+    text: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.state not in STATES:
+            raise ValueError(f"state is {self.state!r}; accepted: {', '.join(STATES)}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what is empty."""
+        return {name: value for name, value in asdict(self).items() if value or name == "state"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the steps run on. backend: "gpu" or "simulator". capability: compute capability, (10, 0)
+    of the simulator. sms: streaming multiprocessors."""
+
+    backend: str
+    name: str
+    capability: tuple[int, int]
+    sms: int
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Target:
+        return cls(
+            content["backend"], content["name"], tuple(content["capability"]), content["sms"]
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "capability": list(self.capability)}
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.backend == "gpu"
+
+    @property
+    def has_tcgen05(self) -> bool:
+        """Blackwell's data-center GPUs, and the simulator."""
+        return self.capability[0] == 10
+
+    @property
+    def device(self) -> str:
+        """Where tensors live."""
+        return "cuda" if self.is_gpu else "cpu"
+
+
+#: What the simulator answers as.
+SIMULATOR = Target("simulator", "sm100_sim, answering as a B200", (10, 0), 148)

@@ -1,0 +1,76 @@
+"""The report of a bringup: text and JSON, from the results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .outcome import STATES, Target
+from .rungs import HIDDEN, RUNGS
+
+Results = dict[str, dict[str, dict[str, Any]]]
+#: Format of report.json.
+VERSION = 1
+#: Rungs whose passed steps are counted, not listed.
+_COUNTED = ("golden",)
+
+
+def write_reports(directory: Path, target: Target, results: Results, stopped: str = "") -> None:
+    """report.txt and report.json in the directory. stopped: why the run ended early."""
+    (directory / "report.txt").write_text(text(target, results, stopped))
+    (directory / "report.json").write_text(
+        json.dumps(content(target, results, stopped), indent=1) + "\n"
+    )
+
+
+def content(target: Target, results: Results, stopped: str = "") -> dict[str, Any]:
+    """Everything as JSON values; of counted rungs what passed only as a number."""
+    rungs = {}
+    for name, found in results.items():
+        if name == HIDDEN[0].name:
+            continue
+        kept = {item: outcome for item, outcome in found.items()
+                if name not in _COUNTED or outcome["state"] != "passed" or outcome.get("text")}
+        rungs[name] = {
+            "counts": dict(Counter(outcome["state"] for outcome in found.values())),
+            "seconds": round(sum(o.get("seconds", 0.0) for o in found.values()), 1),
+            "steps": kept,
+        }
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+    return {"bringup": VERSION, "date": now, "target": target.as_json(), "stopped": stopped,
+            "rungs": rungs}  # fmt: skip
+
+
+def summary_line(results: Results, stopped: str = "") -> str:
+    """How many steps ended in which state."""
+    counts = Counter(
+        outcome["state"] for name, found in results.items() if name != HIDDEN[0].name
+        for outcome in found.values()
+    )
+    line = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    return f"{line}; stopped: {stopped}" if stopped else line
+
+
+def text(target: Target, results: Results, stopped: str = "") -> str:
+    """The report for a terminal or a mail."""
+    major, minor = target.capability
+    lines = [f"bringup of {target.name}, compute capability {major}.{minor}, {target.sms} SMs"]
+    lines += [summary_line(results, stopped), ""]
+    order = [rung.name for rung in (*RUNGS, *HIDDEN[1:])]
+    for name in order:
+        if name not in results:
+            continue
+        found = results[name]
+        counts = Counter(outcome["state"] for outcome in found.values())
+        seconds = sum(outcome.get("seconds", 0.0) for outcome in found.values())
+        states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+        lines.append(f"{name}: {states} ({seconds:.0f} s)")
+        for item, outcome in found.items():
+            if name in _COUNTED and outcome["state"] == "passed":
+                continue
+            lines.append(f"  {item}: {outcome['state']}  {outcome.get('text', '')}".rstrip())
+        lines.append("")
+    return "\n".join(lines)

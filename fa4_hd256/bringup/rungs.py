@@ -1,0 +1,48 @@
+"""The rungs of the bringup, in order."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rung:
+    """name: stable, docs refer to it. limit: seconds of a step. batch: whether steps share a
+    process while they succeed; a step that fails ends its process in any case. settles: what is
+    known once the rung has passed."""
+
+    name: str
+    limit: float
+    batch: bool
+    settles: str
+    in_order: bool = True
+
+    @property
+    def module(self) -> Any:
+        """items(target) -> names of the steps; missing(target) -> why the rung cannot run, or "";
+        run(item, target, note) -> Outcome, note(text) saying which kernel is next."""
+        return importlib.import_module(f"{__package__}.{self.name}")
+
+
+RUNGS = (
+    Rung("machine", 60, True, "what the figures below belong to: GPU, driver, clocks, other users"),
+    Rung("golden", 30, True,
+         "single instructions: that the simulator and this GPU agree, bit for bit"),
+    Rung("kernels", 300, False, "each kernel, then masks, lengths and schedulers, against float64"),
+)  # fmt: skip
+
+#: Not part of a run: whether the GPU still answers after a hang, and planted failures.
+HIDDEN = (
+    Rung("answers", 60, True, "whether the machine still computes", False),
+    Rung("planted", 20, True, "that a hang, a fault and a wrong result are told apart", False),
+)
+
+
+def named(name: str) -> Rung:
+    """The rung of that name; raises ValueError listing those there are."""
+    for rung in (*RUNGS, *HIDDEN):
+        if rung.name == name:
+            return rung
+    raise ValueError(f"rung {name!r} is not known; there are {', '.join(r.name for r in RUNGS)}")

@@ -1,0 +1,237 @@
+"""Runs rungs: their steps in child processes with limits, results kept as they come.
+
+The directory of a run holds `target.json` and `results.jsonl`, a line for every step that ended.
+A run that is started again goes on behind the last line. A step that neither ends nor says
+anything within its limit is a hang: its process is killed, the machine is asked whether it still
+answers, and the next step goes on in a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .outcome import Outcome, Target
+from .rungs import HIDDEN, Rung
+
+#: Seconds until the first step of a process begins: imports, and a context on the GPU.
+START_LIMIT = 180.0
+#: Seconds that a killed process may take to go; the driver first ends what it has on the GPU.
+KILL_LIMIT = 60.0
+POLL = 0.02
+#: Seconds before each time the machine is asked whether it still answers.
+PAUSES = (0.0, 10.0)
+RESULTS, TARGET = "results.jsonl", "target.json"
+
+
+class Stopped(RuntimeError):
+    """The machine no longer answers: nothing more is started on it."""
+
+
+class Child:
+    """A child process and what it has said."""
+
+    def __init__(self, directory: Path, order: dict[str, Any]) -> None:
+        scratch = directory / "scratch"
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._progress = scratch / "progress.jsonl"
+        self._progress.write_bytes(b"")
+        self._read = 0
+        self.errors = scratch / f"{order['rung']}.stderr"
+        order_file = scratch / "order.json"
+        order_file.write_text(json.dumps({**order, "progress": str(self._progress)}))
+        with open(self.errors, "ab") as sink:
+            # A session of its own: what the child starts is killed with it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.child", str(order_file)],
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
+            )  # fmt: skip
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was said since the last call."""
+        content = self._progress.read_bytes()
+        end = content.rfind(b"\n") + 1
+        fresh, self._read = content[self._read:end], end
+        return [json.loads(line) for line in fresh.splitlines()]
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """End the process and all that it started; raises Stopped if it does not go."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            self._process.wait(KILL_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise Stopped(
+                f"process {self._process.pid} was killed and is still there after "
+                f"{KILL_LIMIT:.0f} s: the driver does not let go of it"
+            ) from None
+
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr."""
+        return self.errors.read_text(errors="replace")[-2000:].strip()
+
+
+class Run:
+    """One bringup: a directory, a target, a listener for every result (rung, item, outcome)."""
+
+    def __init__(
+        self, directory: Path, target: Target,
+        listen: Callable[[str, str, dict[str, Any]], None] = lambda *_: None,
+    ) -> None:
+        self.directory, self.target, self._listen = directory, target, listen
+        directory.mkdir(parents=True, exist_ok=True)
+        self._check_target()
+        self.results = read_results(directory)
+        self._file = open(directory / RESULTS, "a", encoding="utf-8")
+
+    def _check_target(self) -> None:
+        path = self.directory / TARGET
+        if path.is_file() and json.loads(path.read_text()) != self.target.as_json():
+            earlier = json.loads(path.read_text())
+            raise ValueError(
+                f"{self.directory} holds results of {earlier['name']}, and this is "
+                f"{self.target.name}; name another directory with --out"
+            )
+        path.write_text(json.dumps(self.target.as_json()))
+
+    def forget(self, rung: str) -> None:
+        """Drop the results of a rung, so that it runs again."""
+        self.results.pop(rung, None)
+        self._write({"rung": rung, "again": True})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _keep(self, rung: Rung, item: str, outcome: dict[str, Any]) -> None:
+        self.results.setdefault(rung.name, {})[item] = outcome
+        self._write({"rung": rung.name, "item": item, "outcome": outcome})
+        self._listen(rung.name, item, outcome)
+
+    def rung(self, rung: Rung, only: Sequence[str] = ()) -> None:
+        """Run the steps of a rung that have no result; only: patterns of RUNG/ITEM."""
+        items = self._items(rung)
+        if items is None:
+            return
+        wanted = [item for item in items if not only or any(
+            fnmatch.fnmatchcase(f"{rung.name}/{item}", pattern) for pattern in only)]
+        while True:
+            done = self.results.get(rung.name, {})
+            pending = [item for item in wanted if item not in done]
+            if not pending:
+                return
+            self._some(rung, pending if rung.batch else pending[:1])
+
+    def _items(self, rung: Rung) -> list[str] | None:
+        """Names of the steps; None, and an outcome for all of it, where there are none."""
+        child = self._start(rung, None)
+        said = self._listing(child)
+        if said is None:
+            outcome = Outcome("fault", "its steps cannot be listed", {"stderr": child.last_words()})
+        elif said["missing"]:
+            outcome = Outcome("skipped", said["missing"])
+        else:
+            self.results.get(rung.name, {}).pop("*", None)
+            return said["items"]
+        self._keep(rung, "*", outcome.as_json())
+        return None
+
+    def _start(self, rung: Rung, items: list[str] | None) -> Child:
+        return Child(self.directory, {
+            "rung": rung.name, "items": items, "target": self.target.as_json()})
+
+    @staticmethod
+    def _listing(child: Child) -> dict[str, Any] | None:
+        end = time.monotonic() + START_LIMIT
+        while child.status is None and time.monotonic() < end:
+            time.sleep(POLL)
+        if child.status is None:
+            child.kill()
+        lines = child.lines()
+        return lines[0] if lines else None
+
+    def _some(self, rung: Rung, items: list[str]) -> None:
+        """One process: until it has ended, or a step of it has hung."""
+        child = self._start(rung, items)
+        current, note, limit = items[0], "", START_LIMIT
+        last = time.monotonic()
+        try:
+            while True:
+                ended = child.status is not None
+                for line in child.lines():
+                    last, limit = time.monotonic(), rung.limit
+                    if "begin" in line:
+                        current, note = line["begin"], ""
+                    elif "note" in line:
+                        note = line["note"]
+                    else:
+                        self._keep(rung, line["end"], line["outcome"])
+                        current = ""
+                if ended or time.monotonic() - last > limit:
+                    break
+                time.sleep(POLL)
+        finally:
+            child.kill()
+        self._conclude(rung, current, note, child if ended else None, limit)
+
+    def _conclude(
+        self, rung: Rung, current: str, note: str, ended: Child | None, limit: float
+    ) -> None:
+        """Give the step that was under way its outcome; ask the machine after anything bad."""
+        if current:
+            where = f"; last it said: {note}" if note else ""
+            if ended is None:
+                outcome = Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})
+            else:
+                outcome = Outcome(
+                    "fault", f"its process ended with status {ended.status}{where}",
+                    {"step": note, "stderr": ended.last_words()},
+                )
+            self._keep(rung, current, outcome.as_json())
+        if rung.in_order and (current or (ended is not None and ended.status)):
+            # Also behind a fault that was expected: what comes next needs a machine that answers.
+            self._check_answers()
+
+    def _check_answers(self) -> None:
+        """Raise Stopped unless the machine still computes; it is asked twice."""
+        answers = HIDDEN[0]
+        for pause in PAUSES:
+            time.sleep(pause)
+            self.results.pop(answers.name, None)
+            self._some(answers, ["triples"])
+            if self.results[answers.name]["triples"]["state"] == "passed":
+                return
+        raise Stopped(f"{self.target.name} no longer answers; the rungs that are left did not run")
+
+
+def read_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Outcomes by rung and item of a directory; a line that was cut off is left out."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    path = directory / RESULTS
+    if not path.is_file():
+        return found
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end != len(content):
+        path.write_bytes(content[:end])
+    for raw in content[:end].splitlines():
+        line = json.loads(raw)
+        if line.get("again"):
+            found.pop(line["rung"], None)
+        else:
+            found.setdefault(line["rung"], {})[line["item"]] = line["outcome"]
+    return found

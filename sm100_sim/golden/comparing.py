@@ -1,0 +1,51 @@
+"""Compares a case's outputs with recorded ones: bit for bit, or within the bound of the PTX ISA."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .bounds import FORMATS, bound_of, values
+from .cases import Case
+
+#: Cases whose results lie on the other side of a flush to zero in the simulator: it rounds first,
+#: and so keeps 2^-126 where the hardware gives zero (`isa.arith_float`).
+LATE_FLUSH = {"smallest/mul.rn.ftz.f32", "smallest/fma.rn.ftz.f32"}
+
+
+def comparable(array: np.ndarray, floats: str) -> np.ndarray:
+    """The bits of an output; where NaN payloads are left open, every NaN is the same."""
+    if not floats:
+        return array.ravel()
+    layout = FORMATS[floats.removesuffix("x2")]
+    words = np.ascontiguousarray(array).ravel().view(layout.words)
+    magnitude = words & layout.words(layout.magnitude)
+    return np.where(magnitude > layout.words(layout.infinity), layout.words(layout.magnitude),
+                    words)
+
+
+def difference(
+    case: Case, got: list[np.ndarray], recorded: list[np.ndarray], late_flush: bool = False
+) -> str:
+    """First disagreement of a case's outputs with the recorded ones, or nothing.
+
+    late_flush: accept what `LATE_FLUSH` says, as of the simulator.
+    """
+    for number, (mine, theirs) in enumerate(zip(got, recorded, strict=True)):
+        left, right = (comparable(array, case.floats) for array in (mine, theirs))
+        bad = left != right
+        if late_flush and case.name in LATE_FLUSH:
+            bad &= ~((left & 0x7FFFFFFF == 0x00800000) & (right == left & 0x80000000))
+        if bad.any():
+            at = int(np.argmax(bad))
+            inputs = [hex(int(array.ravel()[at])) for array in case.inputs
+                      if array.size == mine.size]
+            return (f"{case.name}: output {number}, {bad.sum()} of {bad.size} differ, first at "
+                    f"{at}: {int(left[at]):#x}, recorded {int(right[at]):#x}; inputs {inputs}")
+    return ""
+
+
+def out_of_bound(case: Case, got: list[np.ndarray]) -> str:
+    """What an approximate case's only output does against the ISA's bound, or nothing."""
+    (mine,) = got
+    inputs = [values(array, case.floats) for array in case.inputs]
+    return bound_of(case).measure(inputs, values(mine, case.floats)).wrong

@@ -1,0 +1,49 @@
+"""`python -m fa4_hd256 bringup` as a user runs it, in the simulator."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fa4_hd256.__main__ import main
+
+pytestmark = pytest.mark.simulator
+
+
+def bringup(directory, *arguments: str) -> int:
+    return main(["bringup", "--simulate", "--out", str(directory), *arguments])
+
+
+def report_of(directory) -> dict:
+    return json.loads((directory / "report.json").read_text())["rungs"]
+
+
+def test_golden_vectors_and_a_kernel(tmp_path):
+    """A recorded case of each kind: exact, approximate, one that the hardware refuses."""
+    only = ("golden/cluster/exchange 2", "golden/approximate/ex2.approx.ftz.f32",
+            "golden/tma/load 2d u16 coordinate", "kernels/smallest backward_preprocess")
+    status = bringup(tmp_path, "--rungs", "golden", "kernels", *(f"--only={o}" for o in only))
+    rungs = report_of(tmp_path)
+    assert status == 0
+    assert rungs["golden"]["counts"] == {"passed": 3}
+    assert "within the bound" in rungs["golden"]["steps"]["approximate/ex2.approx.ftz.f32"]["text"]
+    assert rungs["kernels"]["steps"]["smallest backward_preprocess"]["state"] == "passed"
+    assert "3 passed" in (tmp_path / "report.txt").read_text()
+
+
+def test_again_and_report(tmp_path, capsys):
+    assert bringup(tmp_path, "--rungs", "machine") == 0
+    assert bringup(tmp_path, "--rungs", "machine") == 0
+    assert capsys.readouterr().out.count("machine/host: measured") == 1, "kept, not run again"
+    assert bringup(tmp_path, "--rungs", "machine", "--again", "machine") == 0
+    assert capsys.readouterr().out.count("machine/host: measured") == 1
+    (tmp_path / "report.txt").unlink()
+    assert bringup(tmp_path, "--report") == 0
+    assert "machine: 3 measured" in (tmp_path / "report.txt").read_text()
+
+
+def test_a_planted_failure_is_not_the_exit_status(tmp_path):
+    """Failures that were asked for are not held against the machine."""
+    assert bringup(tmp_path, "--rungs", "machine", "--plant", "--only", "planted/wrong") == 0
+    assert report_of(tmp_path)["planted"]["steps"]["wrong"]["state"] == "failed"
