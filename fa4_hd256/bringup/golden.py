@@ -9,16 +9,22 @@ from functools import lru_cache
 import numpy as np
 
 from sm100_sim import golden
-from sm100_sim.golden import Case, Vectors
+from sm100_sim.golden import Case, Vectors, pairs, tcgen05
 from sm100_sim.golden.comparing import difference, out_of_bound
+from sm100_sim.golden.tcgen05 import Probe
 
-from .gpu import run_case
+from .gpu import predicted, run_case
 from .outcome import Outcome, Target
 
 
 @lru_cache(maxsize=1)
 def _recorded() -> dict[str, Case]:
     return {case.name: case for case in golden.all_cases()}
+
+
+@lru_cache(maxsize=1)
+def _probes() -> dict[str, Probe]:
+    return {probe.case.name: probe for probe in (*tcgen05.probes(), *pairs.probes())}
 
 
 @lru_cache(maxsize=1)
@@ -36,13 +42,53 @@ def missing(target: Target) -> str:
 
 
 def items(target: Target) -> list[str]:
-    """Names of the cases: those a Hopper GPU has recorded."""
-    return list(_recorded())
+    """Names of the cases: those a Hopper GPU has recorded, then those of Blackwell alone."""
+    return [*_recorded(), *(_probes() if target.has_tcgen05 else ())]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """One case."""
+    if item in _probes():
+        return _against_expectation(_probes()[item], target, note)
     return _against_recording(_recorded()[item], target, note)
+
+
+def _against_expectation(
+    probe: Probe, target: Target, note: Callable[[str], None]
+) -> Outcome:
+    """No GPU has recorded these: numpy says what the manual promises, the simulator what it does.
+
+    A GPU that departs from numpy "differs": manual, case or GPU may be what is wrong.
+    """
+    case = probe.case
+    note(f"{probe.what}; grid {case.grid}, block {case.block}, cluster {case.cluster}")
+    found = run_case(target, case)
+    wrong = probe.wrong(found)
+    values = {} if probe.show is None else {"here": probe.show(found)}
+    if not target.is_gpu:
+        return Outcome("failed" if wrong else "passed", wrong, values)
+    try:
+        simulated = predicted(case)
+    except ImportError as error:
+        return Outcome("differs" if wrong else "passed", wrong, {**values, "simulator": str(error)})
+    if probe.show is not None:
+        values["simulator"] = probe.show(simulated)
+    elif not wrong and any((a != b).any() for a, b in zip(found, simulated)):
+        wrong = "as numpy has it, and not as the simulator predicts"
+    if wrong:
+        values |= _both(found, simulated)
+    return Outcome("differs" if wrong else "passed", wrong or "", values)
+
+
+def _both(found: list[np.ndarray], simulated: list[np.ndarray]) -> dict:
+    """The first words that differ, as this machine and as the simulator have them."""
+    for number, (here, there) in enumerate(zip(found, simulated)):
+        places = np.argwhere(here != there)[:8]
+        if len(places):
+            return {"output": number, "places": places.tolist(),
+                    "found": [hex(int(here[tuple(p)])) for p in places],
+                    "predicted": [hex(int(there[tuple(p)])) for p in places]}
+    return {"simulator": "the same words"}
 
 
 def _against_recording(case: Case, target: Target, note: Callable[[str], None]) -> Outcome:

@@ -13,6 +13,9 @@
 | tma, tensormaps | tensor copies; the driver's tensor maps |
 | cluster, asynchronous | mbarriers and shared memory of a cluster; cp.async, bulk copies |
 
+`tcgen05` and `pairs` hold cases that a Hopper GPU cannot record, each with what numpy makes of the
+manual: the simulator's tests and the first hour on a B200 compare with that.
+
 Recording needs a CUDA driver, cuda-bindings and numpy, nothing else of the simulator.
 """
 
