@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from .causes import causes_of, listed
+
 
 class SimulationError(Exception):
     """Base of all errors of a simulated launch.
 
     instruction: the `ptx.Instruction` at fault; cta: "(x, y, z)" or the CTA's index tuple;
     warp: warp index in the CTA; lane: lane index or None for the whole warp. findings: what the
-    sanitizer had found until then.
+    sanitizer had found until then, all of it; the text of the error has it by cause (`causes`).
+    kernel: name of the kernel that was launched, None until that is known.
     """
 
     findings: tuple[str, ...] = ()
+    kernel: str | None = None
 
     def __init__(
         self,
@@ -69,9 +73,7 @@ class SimulationError(Exception):
         place = self.place()
         text = f"{self.message}\n  {place}" if place else self.message
         if self.findings:
-            text += "\nFound by the sanitizer before this:\n" + "\n".join(
-                f"  {finding}" for finding in self.findings
-            )
+            text += "\nFound by the sanitizer before this:\n" + listed(causes_of(self.findings))
         return text
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from .blas import single_threaded
 from .codegen import CompiledKernel, translate
-from .errors import LaunchError
+from .errors import LaunchError, SimulationError
 from .events import EagerPolicy, LazyPolicy, RandomPolicy
 from .grid import Grid, clusters_are_independent, run_together
 from .host import HostProgram, LaunchConfig, tensor_ranges
@@ -150,7 +150,11 @@ def run_host_code(
     reports: list[Report] = []
 
     def on_launch(config: LaunchConfig) -> None:
-        reports.append(_run_config(config, ranges, options))
+        try:
+            reports.append(_run_config(config, ranges, options))
+        except (SimulationError, KeyboardInterrupt) as error:
+            error.kernel = config.kernel_name
+            raise
         remember(reports[-1], report_file)
         if options.observe is not None:
             options.observe(config, reports[-1])

@@ -238,12 +238,19 @@ class Machine:
     # ------------------------------------------------------------ the run loop
 
     def run(self) -> None:
-        """Run the launch to its end. Raises a SimulationError at the first thing that is wrong."""
-        self._launch_clusters()
-        if self._in_order:
-            self._run_in_order()
-        else:
-            self._run_random()
+        """Run the launch to its end.
+
+        Raises a SimulationError, with what was found before, at the first thing that ends it.
+        """
+        try:
+            self._launch_clusters()
+            if self._in_order:
+                self._run_in_order()
+            else:
+                self._run_random()
+        except (SimulationError, KeyboardInterrupt) as error:
+            error.findings = tuple(self.all_findings())
+            raise
 
     def _launch_clusters(self) -> None:
         while self._alive < self.limit and (number := self.grid.take()) is not None:

@@ -30,16 +30,7 @@ from .launcher import Options, make_machine, translated_kernel
 from .memory import GlobalMemory
 from .sanitizer import READINGS
 from .sanitizer.omission import Caught, machine_without
-
-#: Opcodes (prefixes) that are left out. bar.warp.sync is not among them: it orders lanes of one
-#: warp, which the sanitizer does not tell apart; nor is griddepcontrol, which orders launches.
-SYNCHRONISATION = (
-    "mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.arrive", "mbarrier.arrive_drop",
-    "mbarrier.expect_tx", "mbarrier.complete_tx", "tcgen05.commit", "tcgen05.wait", "tcgen05.fence",
-    "fence", "membar", "bar.sync", "bar.arrive", "bar.red", "bar.cta", "barrier",
-    "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "cp.async.commit_group",
-    "cp.async.wait_group", "cp.async.wait_all", "cp.async.mbarrier.arrive",
-)  # fmt: skip
+from .sanitizer.stretches import synchronises
 
 #: What tells one finding from another in different runs: its kind and PTX lines, or the error.
 Key = tuple
@@ -307,8 +298,7 @@ def synchronisation(compiled: Any) -> list[Any]:
     """The synchronisation instructions of a kernel, in the order of its PTX."""
     return [
         i for i, execute in zip(compiled.instructions, compiled.executors, strict=True)
-        if execute is not None
-        and any(i.name == p or i.name.startswith((f"{p}.", f"{p}::")) for p in SYNCHRONISATION)
+        if execute is not None and synchronises(i)
     ]
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from .causes import Cause, causes_of
 from .trace import TraceEntry
 
 #: How many reports of this process `last_reports` keeps.
@@ -29,9 +30,9 @@ class Report:
         "products" of matrices, "operands" (conversion of MMA operands and sums),
         "copies" by TMA, "instructions" (everything else in native code) and "python"; empty with
         a seed, a trace or the sanitizer. threads: that ran clusters. findings: what would be wrong
-        on hardware although the run went on. trace: None unless asked for. shared_accesses: with a
-        trace, instruction index -> (bytes a lane, executions looked at, wavefronts of them), see
-        `traced_machine`.
+        on hardware although the run went on, all of it; `causes` has them by cause. trace: None
+        unless asked for. shared_accesses: with a trace, instruction index -> (bytes a lane,
+        executions looked at, wavefronts of them), see `traced_machine`.
     """
 
     kernel: str
@@ -63,6 +64,11 @@ class Report:
         return self.instructions.get(name, {}).get("warps", 0)
 
     @property
+    def causes(self) -> list[Cause]:
+        """The findings by cause: those that one missing edge explains are one."""
+        return causes_of(self.findings)
+
+    @property
     def warp_instructions(self) -> int:
         """Warp instructions executed in all."""
         return sum(counts["warps"] for counts in self.instructions.values())
@@ -76,6 +82,7 @@ class Report:
         """One JSON object with all fields and the derived figures, without what a trace adds."""
         names = [f.name for f in fields(self) if f.name not in ("trace", "shared_accesses")]
         values = {name: getattr(self, name) for name in names}
+        values["causes"] = [cause.as_dict() for cause in self.causes]
         values["warp_instructions"] = self.warp_instructions
         values["warp_instructions_per_second"] = self.warp_instructions_per_second
         return json.dumps(values)

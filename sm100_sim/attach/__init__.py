@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..arguments import tensor_ranges
-from ..errors import LaunchError
+from ..errors import LaunchError, SimulationError
 from ..host import HostProgram, LaunchConfig, keeping_ptx
 from ..launcher import Options, run_host_code
 from ..report import Report
@@ -38,11 +38,15 @@ LIBRARY_CACHES = (
 
 
 class Session:
-    """What has been launched inside one `attached()`: `reports`, in order."""
+    """What has been launched inside one `attached()`.
+
+    reports: of the launches, in order. failures: the errors that ended others.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self.reports: list[Report] = []
+        self.failures: list[BaseException] = []
 
     def run(self, call: Any, arguments: Any, keywords: dict[str, Any] | None = None) -> None:
         """Run host code that was called with `arguments`, and the kernels it launches."""
@@ -50,10 +54,20 @@ class Session:
         given = {name: value for name, value in self._options.items() if value is not None}
         options = Options(**{"clusters": settings.clusters, "seed": settings.seed,
                              "sanitize": settings.sanitize, "threads": settings.threads,
-                             **given})  # fmt: skip
+                             **given, "observe": self._observe})  # fmt: skip
         ranges = sorted([*tensor_ranges(arguments, keywords),
                          *pointer_ranges(arguments, keywords)])
-        self.reports += run_host_code(call, ranges, options, settings.report)
+        try:
+            run_host_code(call, ranges, options, settings.report)
+        except (SimulationError, KeyboardInterrupt) as error:
+            self.failures.append(error)
+            raise
+
+    def _observe(self, config: LaunchConfig, report: Report) -> None:
+        self.reports.append(report)
+        observe = self._options["observe"]
+        if observe is not None:
+            observe(config, report)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from .shadow import Access
 from .tracking import BARRIER
@@ -68,19 +68,57 @@ _ORDINARY = (
 )
 
 
+class Site(NamedTuple):
+    """Who did one of the things that a finding is about: instruction (its index in the kernel, PTX
+    line and opcode), CTA coordinates and warp index."""
+
+    index: int
+    line: int
+    opcode: str
+    cta: tuple[int, ...]
+    warp: int
+
+
 class Finding(str):
-    """The text of a finding, with its `kind` (see docs/sanitizer.md) and the PTX lines involved."""
+    """The text of a finding, with its `kind` (see docs/sanitizer.md).
+
+    sites: the instructions involved. about: the memory or barrier, without its CTA. times: how
+    often the sites met. ctas, warps: by site, those that were seen there. stretches: by site, see
+    `stretches.Stretches`; what `causes` goes by.
+    """
 
     kind: str
-    lines: tuple[int, ...]
+    sites: tuple[Site, ...]
+    about: str
+    times: int
+    ctas: tuple[set[tuple[int, ...]], ...]
+    warps: tuple[set[int], ...]
+    stretches: tuple[int, ...]
 
-    def __new__(cls, kind: str, text: str, lines: tuple[int, ...] = ()) -> Finding:
+    def __new__(
+        cls, kind: str, text: str, sites: tuple[Site, ...] = (), about: str = ""
+    ) -> Finding:
         self = super().__new__(cls, f"{kind}: {text}")
-        self.kind, self.lines = kind, lines
+        self.kind, self.sites, self.about = kind, sites, about
+        self.times, self.stretches = 1, ()
+        self.ctas = tuple({site.cta} for site in sites)
+        self.warps = tuple({site.warp} for site in sites)
         return self
 
     def __getnewargs__(self) -> tuple:
-        return self.kind, self.removeprefix(f"{self.kind}: "), self.lines
+        return self.kind, self.removeprefix(f"{self.kind}: "), self.sites, self.about
+
+    @property
+    def lines(self) -> tuple[int, ...]:
+        """PTX lines of the sites."""
+        return tuple(site.line for site in self.sites)
+
+    def again(self, other: Finding) -> None:
+        """The same has been found once more, perhaps in other CTAs and warps."""
+        self.times += other.times
+        for mine, theirs in ((self.ctas, other.ctas), (self.warps, other.warps)):
+            for known, fresh in zip(mine, theirs, strict=False):
+                known |= fresh
 
 
 def place(instruction: Any, cta: Any, warp: int) -> str:
@@ -114,14 +152,23 @@ def race(before: Access, access: Access, where: str, missing_fence: bool) -> Fin
     elif access.kind == "dealloc":
         kind = "freed-in-use"
         edge = f"tensor memory is freed while it may be in use; {edge}"
-    return Finding(
-        kind, f"{where}: {describe(before)}, then {describe(access)}: {edge}", lines(before, access)
-    )
+    text = f"{where}: {describe(before)}, then {describe(access)}: {edge}"
+    return Finding(kind, text, sites(before, access), about(where))
 
 
-def lines(*accesses: Access) -> tuple[int, ...]:
-    """PTX lines of the accesses."""
-    return tuple(a.instruction.line for a in accesses if a.instruction is not None)
+def site(instruction: Any, cta: Any, warp: int) -> Site:
+    """An instruction as a CTA's warp executes it."""
+    return Site(instruction.index, instruction.line, instruction.opcode, tuple(cta), warp)
+
+
+def sites(*accesses: Access) -> tuple[Site, ...]:
+    """Sites of the accesses, those of no instruction left out."""
+    return tuple(site(a.instruction, a.cta, a.index) for a in accesses if a.instruction is not None)
+
+
+def about(where: str) -> str:
+    """A memory without its CTA: "shared memory of CTA (0, 0, 0)" is shared memory."""
+    return where.partition(" of CTA")[0]
 
 
 def unready(number: int, access: Access, where: str) -> Finding:
@@ -131,9 +178,9 @@ def unready(number: int, access: Access, where: str) -> Finding:
             "barrier-bytes",
             f"{where}: {describe(access)} touches the bytes of a live mbarrier; only mbarrier "
             "instructions may, until mbarrier.inval",
-            lines(access),
+            sites(access), about(where),
         )
     return Finding(
         "uninitialised-read", f"{where}: {describe(access)} reads what nobody has written",
-        lines(access),
+        sites(access), about(where),
     )

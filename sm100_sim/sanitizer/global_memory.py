@@ -228,7 +228,8 @@ class GlobalWrites:
                 )
                 key = (before.instruction.index, access.instruction.index)
                 self._sanitizer.report(
-                    Finding("two-writers", text, findings.lines(before, access)), key
+                    Finding("two-writers", text, findings.sites(before, access), "global memory"),
+                    key,
                 )
 
     def _read(self, state: WarpState, plane: np.ndarray, cells: Any, access: Access) -> None:
@@ -280,7 +281,8 @@ class GlobalWrites:
             f"global memory: {findings.describe(writer.access)}, then {findings.describe(access)}: "
             f"{edge}"
         )
-        self._report(Finding("race", text, findings.lines(writer.access, access)), writer, access)
+        sites = findings.sites(writer.access, access)
+        self._report(Finding("race", text, sites, "global memory"), writer, access)
 
     def _report(self, finding: Finding, writer: Writer, access: Access) -> None:
         key = ("global", writer.access.instruction.index, access.instruction.index)

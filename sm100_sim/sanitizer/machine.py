@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from sm100_sim.barriers import MBarrier
-from sm100_sim.errors import SimulationError
 from sm100_sim.events import AsyncOp
 from sm100_sim.machine import Machine
 from sm100_sim.residency import Cluster, Cta, ResidentWarp
@@ -47,13 +46,6 @@ class SanitizedMachine(Machine):
 
     def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
         return WatchedBarrier(self.sanitizer, address, count, self.wake)
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except SimulationError as error:
-            error.findings = tuple(self.all_findings())
-            raise
 
     def follow_writes(self) -> None:
         """The launch has written to a range of global memory for the first time."""

@@ -7,6 +7,7 @@ that it conflicts with; what is not ordered is a finding, whatever the schedule 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from .global_memory import GlobalWrites
 from .log import AccessLog
 from .shadow import Access, signal_detail
 from .state import ClusterState, CtaState, WarpState
+from .stretches import Stretches
 from .tensor_maps import TensorMaps
 from .tracking import BARRIER, FRESH
 
@@ -108,9 +110,17 @@ class Sanitizer:
         """The error for a CTA with more mbarriers than frontiers have entries for."""
         return LaunchError(f"the sanitizer follows {count} mbarriers of a CTA, this one has more")
 
+    @functools.cached_property
+    def _stretches(self) -> Stretches:
+        return Stretches(self.machine.compiled.instructions)
+
     def report(self, finding: Finding, key: tuple) -> None:
         """Keep a finding, one for each key."""
-        self.found.setdefault((finding.kind, *key), finding)
+        known = self.found.setdefault((finding.kind, *key), finding)
+        if known is finding:
+            finding.stretches = tuple(self._stretches.of(site.index) for site in finding.sites)
+        else:
+            known.again(finding)
 
     # ------------------------------------------------------------ rules
 
@@ -249,8 +259,7 @@ class Sanitizer:
             f"{self._place(state)} reaches into CTA rank {rank}, which is not known to have "
             "started; a cluster barrier must come first"
         )
-        lines = (state.instruction.line,)
-        self.report(Finding("peer-not-met", text, lines), (state.instruction.index,))
+        self._report_at("peer-not-met", text, state)
 
     def leave(self, warp: Any) -> None:
         """A warp has exited."""
@@ -270,7 +279,7 @@ class Sanitizer:
                     "wait for it, or keep the CTA alive with a trailing cluster barrier"
                 )
                 index = access.instruction.index if access.instruction else None
-                self.report(Finding("exit-too-early", text, findings.lines(access)), (index,))
+                self.report(Finding("exit-too-early", text, findings.sites(access)), (index,))
         for barrier in cta.barriers.values():
             self._barrier_ends(barrier, cta)
 
@@ -279,12 +288,12 @@ class Sanitizer:
         key = (barrier.address & 0xFFFFFF,)
         if barrier.transactions < 0:
             text = f"{place}; more bytes arrived than were expected"
-            self.report(Finding("transactions-at-exit", text), key)
+            self.report(Finding("transactions-at-exit", text, about="mbarrier"), key)
         elif barrier.transactions > 0 and barrier.signalled:
             # A producer that only waits for empty slots at its end expects bytes, too; then none
             # of them has arrived.
             text = f"{place}; fewer bytes arrived than were expected"
-            self.report(Finding("transactions-at-exit", text), key)
+            self.report(Finding("transactions-at-exit", text, about="mbarrier"), key)
         self._check_roles(barrier, place, self.clusters[cta.cluster.id])
 
     def _check_roles(self, barrier: WatchedBarrier, place: str, state: ClusterState) -> None:
@@ -304,7 +313,9 @@ class Sanitizer:
                     f"{place}; of the warps that arrive at `{instruction.text}` (PTX line "
                     f"{instruction.line}), {absent} did not arrive in this phase and others did"
                 )
-                finding = Finding("arrivals-unbalanced", text, (instruction.line,))
+                missing = state.by_number[min(warps - arrived)].warp
+                at = findings.site(instruction, missing.cta.ctaid, missing.index)
+                finding = Finding("arrivals-unbalanced", text, (at,), "mbarrier")
                 self.report(finding, (barrier.address & 0xFFFFFF,))
 
     def unbalanced(self, barrier: WatchedBarrier) -> None:
@@ -330,7 +341,8 @@ class Sanitizer:
         text = (
             f"{barrier.describe()}: {counts}; the roles disagree on how often they arrive"
         )
-        self.report(Finding("arrivals-unbalanced", text), (barrier.address & 0xFFFFFF,))
+        finding = Finding("arrivals-unbalanced", text, about="mbarrier")
+        self.report(finding, (barrier.address & 0xFFFFFF,))
 
     # ------------------------------------------------------------ barriers
 
@@ -374,7 +386,7 @@ class Sanitizer:
             f"mbarrier at shared offset {barrier.address & 0xFFFFFF:#x} of CTA rank "
             f"{barrier.address >> 24}, used by {self._place(state)}: {missing}"
         )
-        self.report(Finding("barrier-not-visible", text), (state.instruction.index,))
+        self._report_at("barrier-not-visible", text, state)
 
     def arrives(self, barrier: WatchedBarrier) -> None:
         """An arrival: the actor publishes what it knows."""
@@ -398,7 +410,7 @@ class Sanitizer:
                 "for the phase before is known to it: a waiter may miss that phase and take a "
                 "later one for it"
             )
-            self.report(Finding("phase-not-observed", text), (actor.instruction.index,))
+            self._report_at("phase-not-observed", text, actor)
 
     def _visit_barrier(self, access: Access, state: WarpState, rank: int) -> None:
         if rank != state.warp.cta.rank:
@@ -438,7 +450,13 @@ class Sanitizer:
                 f"{phase}, having last passed with {last}: the phase it waited for has been "
                 "overtaken and its parity aliases"
             )
-            self.report(Finding("phase-skipped", text), (state.instruction.index,))
+            self._report_at("phase-skipped", text, state)
+
+    def _report_at(self, kind: str, text: str, state: WarpState | Completion) -> None:
+        """A finding about what the instruction of a warp does to a barrier or another CTA."""
+        instruction, warp = state.instruction, state.warp
+        at = findings.site(instruction, warp.cta.ctaid, warp.index)
+        self.report(Finding(kind, text, (at,)), (instruction.index,))
 
     @staticmethod
     def _place(state: WarpState | Completion) -> str:

@@ -137,5 +137,5 @@ class TensorMaps:
         self._report("tensormap-in-flight", text, use.accesses[0], write)
 
     def _report(self, kind: str, text: str, *accesses: Access) -> None:
-        finding = Finding(kind, text, findings.lines(*accesses))
+        finding = Finding(kind, text, findings.sites(*accesses), "tensor map")
         self._sanitizer.report(finding, tuple(a.instruction.index for a in accesses))

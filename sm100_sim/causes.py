@@ -1,0 +1,133 @@
+"""Findings by cause: which of them one missing edge explains, and how a cause is printed.
+
+Findings are one for each pair of instructions, and a loop that reads a buffer is many of them. They
+have one cause if they are about the same memory and their sites lie in the same stretches of the
+kernel: no synchronisation stands between the sites of one stretch, so what orders one orders all.
+Accesses that nothing orders are found in both orders, as a race and, for instance, as a read of
+bytes in flight: these are one cause, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Kinds that say that two accesses are not ordered. Of them which access came first is chance.
+_UNORDERED = frozenset((
+    "race", "store-in-flight", "load-in-flight", "mma-in-flight", "copy-in-flight",
+    "bulk-store-in-flight",
+))  # fmt: skip
+#: Runs of numbers that one line of a cause lists.
+SHOWN = 8
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Findings of one cause.
+
+    kinds: theirs, the first found first. about: the memory, "" if it is something else. findings:
+    those with different instructions, in the order in which they were found. times: how often they
+    were found in all. ctas, warps: (x, y, z) and index of all that had a part in one. lines: the
+    PTX lines.
+    """
+
+    kinds: tuple[str, ...]
+    about: str
+    findings: tuple[str, ...]
+    times: int
+    ctas: tuple[tuple[int, ...], ...]
+    warps: tuple[int, ...]
+    lines: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Two lines: what and how much of it, and one finding in full."""
+        count = len(self.findings)
+        what = " and ".join(self.kinds) + (f" in {self.about}" if self.about else "")
+        parts = (
+            f"{count} finding{'s' * (count > 1)}", f"seen {self.times} times" * (self.times > 1),
+            _ctas(self.ctas), _ranges("warp", self.warps), _ranges("PTX line", self.lines),
+        )
+        lead = "for example " if count > 1 else ""
+        return f"{what}: {', '.join(filter(None, parts))}\n{lead}{self.findings[0]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON; findings by their text."""
+        return {
+            "kinds": list(self.kinds), "about": self.about, "findings": list(self.findings),
+            "times": self.times, "ctas": [list(cta) for cta in self.ctas],
+            "warps": list(self.warps), "lines": list(self.lines),
+        }
+
+
+def causes_of(findings: Iterable[str]) -> list[Cause]:
+    """The causes of a kernel's findings (a report's, or an error's), the first found first.
+
+    Findings of several launches of one kernel may be given together. What has no sites, such as
+    notes of the machine itself, is one cause if it differs in numbers alone.
+    """
+    groups: dict[Any, list[str]] = {}
+    for finding in findings:
+        groups.setdefault(_key(finding), []).append(finding)
+    return [_cause(group) for group in groups.values()]
+
+
+def listed(causes: Iterable[Cause]) -> str:
+    """The causes as numbered paragraphs."""
+    paragraphs = []
+    for number, cause in enumerate(causes, 1):
+        head, *rest = str(cause).splitlines()
+        paragraphs.append("\n".join([f"  {number}. {head}", *(f"     {line}" for line in rest)]))
+    return "\n".join(paragraphs)
+
+
+def _key(finding: str) -> Any:
+    stretches = getattr(finding, "stretches", ())
+    if not stretches:
+        return _NUMBER.sub("", finding)
+    if finding.kind in _UNORDERED:
+        return "unordered", finding.about, frozenset(stretches)
+    return finding.kind, finding.about, stretches
+
+
+def _cause(group: Sequence[str]) -> Cause:
+    different: dict[Any, str] = {}
+    for finding in group:
+        at = getattr(finding, "lines", ())
+        different.setdefault((finding.kind, at) if at else str(finding), finding)
+
+    def seen(name: str) -> tuple:
+        """Members of the sets that each finding has by site."""
+        sets = [some for finding in group for some in getattr(finding, name, ())]
+        return tuple(sorted(set().union(*sets)))
+
+    lines = {line for finding in group for line in getattr(finding, "lines", ())}
+    return Cause(
+        tuple(dict.fromkeys(getattr(finding, "kind", "machine") for finding in group)),
+        getattr(group[0], "about", ""), tuple(different.values()),
+        sum(getattr(finding, "times", 1) for finding in group),
+        seen("ctas"), seen("warps"), tuple(sorted(lines)),
+    )  # fmt: skip
+
+
+def _ctas(ctas: Sequence[tuple[int, ...]]) -> str:
+    if len(ctas) < 2:
+        return f"CTA {ctas[0]}" if ctas else ""
+    low, high = (tuple(side(axis) for axis in zip(*ctas, strict=True)) for side in (min, max))
+    return f"{len(ctas)} CTAs from {low} to {high}"
+
+
+def _ranges(what: str, numbers: Sequence[int]) -> str:
+    """Sorted numbers, neighbours as a range: "warps 0-3, 8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:SHOWN]]
+    if len(runs) > SHOWN:
+        texts.append(f"... {numbers[-1]}")
+    return f"{what}{'s' * (len(numbers) > 1)} {', '.join(texts)}" if texts else ""
