@@ -3,26 +3,24 @@
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
 the kernel's name and its signature), the PTX text and the cubin by itself. The key covers which
-kernel it is, what it is specialised for, its configuration, this project's sources and the
-versions of the compiler, so an entry never goes stale; deleting the directory is always safe.
+kernel it is, what it is specialised for, its configuration, this project's sources, the versions of
+the compiler and the CPU, for which the host object is made; so an entry never goes stale. An entry
+is read once: deleting the directory is always safe (`native_cache` has the rules of the files).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,13 +31,13 @@ from typing import Any
 from . import devices, environment
 from .config import ForwardConfig
 from .kernels import KernelSpec, build
+from .native_cache import NativeCache
 from .problem import ProblemClass
 
 #: Raised whenever the files of an entry or their meaning change.
-FORMAT = 2
+FORMAT = 3
 
 _SOURCE_PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu")
-_OBJECT, _PTX, _CUBIN, _META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 
 #: How often this process compiled, loaded from disk, and found in memory.
 counters: Counter[str] = Counter()
@@ -51,7 +49,7 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True, eq=False)
 class CompiledKernel:
-    """A compiled kernel, restored from its files; both backends take it.
+    """A compiled kernel, as it is kept; both backends take it.
 
     On a GPU call `function`. The simulator uses `artifacts`, `dump_to_object`, `function_name`,
     `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's own object.
@@ -60,7 +58,7 @@ class CompiledKernel:
     """
 
     key: str
-    directory: Path
+    host_object: bytes
     artifacts: SimpleNamespace
     function_name: str
     object_prefix: str
@@ -73,7 +71,12 @@ class CompiledKernel:
         """CuTe DSL's callable, linked from the host object."""
         import cutlass.cute as cute
 
-        module = cute.runtime.load_module(str(self.directory / _OBJECT))
+        # A file that has no name: the bytes that were checked are those that run.
+        file = os.memfd_create(self.object_prefix, os.MFD_CLOEXEC)
+        with open(file, "wb") as opened:
+            opened.write(self.host_object)
+            opened.flush()
+            module = cute.runtime.load_module(f"/proc/self/fd/{file}")
         return module[self.object_prefix]
 
     @property
@@ -95,7 +98,7 @@ class CompiledKernel:
             raise ValueError(
                 f"the host object's symbols start with {self.object_prefix!r}, not {prefix!r}"
             )
-        return (self.directory / _OBJECT).read_bytes()
+        return self.host_object
 
 
 def compile_forward(config: ForwardConfig, problem_class: ProblemClass) -> CompiledKernel:
@@ -139,8 +142,23 @@ def cache_key(spec: KernelSpec) -> str:
         "compiler_settings": environment.compiler_settings(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cpu": _cpu_features(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _cpu_features() -> list[str]:
+    """Features of the CPU: CuTe DSL makes host code for the CPU that it runs on.
+
+    As Linux names them; no two CPUs are told apart where it names none.
+    """
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return sorted(value.split())
+    return []
 
 
 @functools.cache
@@ -155,108 +173,52 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+def disk_cache() -> NativeCache:
+    """The kernels on disk."""
+    return NativeCache(
+        environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
+    )
+
+
 def _obtain(key: str, spec: KernelSpec) -> CompiledKernel:
     """Load the entry from disk, else compile it; other processes wait meanwhile."""
     start = time.perf_counter()
-    root = _writable_root()
-    directory = root / key
-    with _exclusive(root / f"{key}.lock"):
-        meta = _read_entry(directory)
-        from_disk = meta is not None
-        if meta is None:
-            meta = _compile_entry(key, directory, spec)
+    header, parts, from_disk = disk_cache().obtain(
+        f"{key}.kernel", lambda: _compile_entry(key, spec)
+    )
     counters["disk" if from_disk else "compiled"] += 1
+    host_object, ptx, cubin = parts
     return CompiledKernel(
         key=key,
-        directory=directory,
-        artifacts=SimpleNamespace(
-            PTX=(directory / _PTX).read_text(), CUBIN=(directory / _CUBIN).read_bytes()
-        ),
-        function_name=meta["function_name"],
-        object_prefix=meta["object_prefix"],
-        compile_seconds=meta["compile_seconds"],
+        host_object=host_object,
+        artifacts=SimpleNamespace(PTX=ptx.decode(), CUBIN=cubin),
+        function_name=header["function_name"],
+        object_prefix=header["object_prefix"],
+        compile_seconds=header["compile_seconds"],
         from_disk=from_disk,
         seconds=time.perf_counter() - start,
     )
 
 
-@functools.cache
-def _process_directory() -> Path:
-    """Stands in for a cache directory that cannot be written; kept until the process ends."""
-    holder = tempfile.TemporaryDirectory(prefix="fa4_hd256_")
-    _process_directory.holder = holder
-    return Path(holder.name)
-
-
-def _writable_root() -> Path:
-    root = environment.cache_directory()
-    try:
-        # Loading an entry runs its code, so nobody else may write here.
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(root, os.W_OK):
-            return root
-        reason = "it is not writable"
-    except OSError as error:
-        reason = str(error)
-    warnings.warn(
-        f"compiled kernels cannot be kept in {root}: {reason}. They are compiled again in every "
-        f"process; set {environment.CACHE_DIR.name} to a writable directory",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-    return _process_directory()
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _read_entry(directory: Path) -> dict[str, Any] | None:
-    """The description of a complete, undamaged entry, else None."""
-    try:
-        meta = json.loads((directory / _META).read_text())
-        intact = all(_digest(directory / name) == sha for name, sha in meta["files"].items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None
-    return meta if intact else None
-
-
-def _compile_entry(key: str, directory: Path, spec: KernelSpec) -> dict[str, Any]:
-    """Compile and write the entry; it appears under its name only when complete."""
+def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[bytes]]:
+    """Compile; (header, parts) of the entry, the parts being host object, PTX and cubin."""
     prefix = f"fa4_hd256_{key}"
     start = time.perf_counter()
     compiled = trace_and_compile(spec)
-    files = {
-        _OBJECT: compiled.dump_to_object(prefix),
-        _PTX: _as_bytes(compiled.artifacts.PTX),
-        _CUBIN: compiled.artifacts.CUBIN,
-    }
-    meta = {
+    parts = [
+        compiled.dump_to_object(prefix),
+        _as_bytes(compiled.artifacts.PTX),
+        compiled.artifacts.CUBIN,
+    ]
+    header = {
         "function_name": compiled.function_name,
         "object_prefix": prefix,
         "compile_seconds": time.perf_counter() - start,
         "kind": spec.kind,
         "config": repr(spec.config),
         "problem": repr(spec.problem_class),
-        "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
-    staging = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=directory.parent))
-    try:
-        for name, content in files.items():
-            (staging / name).write_bytes(content)
-        (staging / _META).write_text(json.dumps(meta, indent=1))
-        shutil.rmtree(directory, ignore_errors=True)
-        staging.rename(directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return meta
+    return header, parts
 
 
 def _as_bytes(text: str | bytes) -> bytes:

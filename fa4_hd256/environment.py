@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +86,12 @@ def cache_directory() -> Path:
     if given:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fa4_hd256"
+    if base:
+        return Path(base) / "fa4_hd256"
+    try:
+        return Path.home() / ".cache" / "fa4_hd256"
+    except RuntimeError:  # a user id without an account, as containers run with
+        return Path(tempfile.gettempdir(), f"fa4_hd256-{os.geteuid()}")
 
 
 def progress_wanted() -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -168,25 +169,34 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     for instruction, entry in zip(kernel.instructions, entries, strict=True):
         if entry is not None and entry.bind is not None:
             compiled.executors[instruction.index] = entry.bind(instruction, kernel)
-    entry = ptx and translation_cache.entry_name(
+    name = ptx and translation_cache.entry_name(
         ptx, kernel.name, sorted(keep), level, sanitize, *_host()[1:])
-    cached = translation_cache.load(entry) if ptx else None
-    if cached is None:
-        text, functions = _module_text(compiled)
-        emitted = time.perf_counter()
-        engine, code = _compile(text, level)
-        if ptx:
-            header = {"functions": list(functions.items()), "guarded": compiled._guarded}
-            translation_cache.store(entry, header, code)
-    else:
-        emitted = time.perf_counter()
-        functions, compiled._guarded = dict(cached[0]["functions"]), cached[0]["guarded"]
-        engine = _link(cached[1], level)
+    functions, engine, emitted = _native_code(compiled, name, level)
     compiled._engine = engine
     _fill_table(compiled, {block: engine.get_function_address(name)
                            for block, name in functions.items()})
     compiled.seconds = {"ir": emitted - start, "llvm": time.perf_counter() - emitted}
     return compiled
+
+
+def _native_code(compiled: CompiledKernel, name: str, level: int
+                 ) -> tuple[dict[int, str], llvm.ExecutionEngine, float]:
+    """(function of each block, linked code, time at which its IR was there).
+
+    name: of the entry in the cache on disk, "" for code that is not kept.
+    """
+    emitted, engine = time.perf_counter(), None
+
+    def make() -> tuple[dict[str, Any], bytes]:
+        nonlocal emitted, engine
+        text, functions = _module_text(compiled)
+        emitted = time.perf_counter()
+        engine, code = _compile(text, level)
+        return {"functions": list(functions.items()), "guarded": compiled._guarded}, code
+
+    header, code = translation_cache.obtain(name, make) if name else make()
+    compiled._guarded = header["guarded"]
+    return dict(header["functions"]), engine or _link(code, level), emitted
 
 
 def _resolve(instruction: Instruction) -> Entry:
@@ -339,19 +349,22 @@ def native_engine(text: str) -> llvm.ExecutionEngine:
     """Optimised code of a module in IR; attribute group #0 and declarations are completed here."""
     machine = _target_machine(2)
     text = _once_declared(f"{text}\nattributes #0 = {{ {_function_attributes()} }}\n")
-    entry = translation_cache.entry_name(text, *_host()[1:])
-    cached = translation_cache.load(entry)
-    if cached is not None:
+    engine = None
+
+    def make() -> tuple[dict[str, Any], bytes]:
+        nonlocal engine
+        module = llvm.parse_assembly(text)
+        module.verify()
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+        builder.getModulePassManager().run(module, builder)
+        engine = llvm.create_mcjit_compiler(module, machine)
+        return {}, _finalize(engine)
+
+    _, code = translation_cache.obtain(translation_cache.entry_name(text, *_host()[1:]), make)
+    if engine is None:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(cached[1]))
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        return engine
-    module = llvm.parse_assembly(text)
-    module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
-    builder.getModulePassManager().run(module, builder)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    translation_cache.store(entry, {}, _finalize(engine))
     return engine
 
 

@@ -15,6 +15,7 @@ Arguments of `sm100_sim.launch` override them.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -67,4 +68,6 @@ def _cache_directory(environment: Mapping[str, str]) -> str | None:
     if given:
         return None if given == "off" else given
     base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):  # a user id without an account, as containers run with
+        return os.path.join(tempfile.gettempdir(), f"sm100_sim-{os.geteuid()}")
     return os.path.join(base, "sm100_sim")

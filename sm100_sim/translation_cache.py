@@ -1,23 +1,24 @@
 """Native code of translated kernels on disk, so that a second process need not translate them.
 
-An entry is one file: the length of a JSON header, the header (block functions, guarded
-instructions) and the object code that LLVM made. Its name is a digest of everything the code
-depends on: PTX, kernel, options, CPU, LLVM and the sources of this package.
+An entry (`native_cache`) is a header (block functions, guarded instructions) and the object code
+that LLVM made. Its name is a digest of everything the code depends on: PTX, kernel, options, CPU,
+LLVM and the sources of this package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import json
 import os
 import struct
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 
+from .native_cache import NativeCache
 from .settings import read_settings
 
 _LENGTH = struct.Struct("<Q")
@@ -43,45 +44,45 @@ def entry_name(*parts: Any) -> str:
     return digest.hexdigest() + ".o"
 
 
-def load(name: str) -> tuple[dict[str, Any], bytes] | None:
-    """(header, object code) of an entry; None if there is none, or it is damaged."""
+def disk_cache() -> NativeCache | None:
+    """The entries on disk; None if SM100_SIM_CACHE_DIR is "off"."""
     directory = read_settings().cache_directory
     if directory is None:
         return None
-    path = Path(directory) / name
-    try:
-        content = path.read_bytes()
-        (length,) = _LENGTH.unpack_from(content)
-        header = json.loads(content[_LENGTH.size : _LENGTH.size + length])
-        os.utime(path)
-    except (OSError, ValueError, struct.error):
-        return None
-    return header, content[_LENGTH.size + length :]
+    return NativeCache(Path(directory), "translated kernels", "SM100_SIM_CACHE_DIR")
 
 
-def store(name: str, header: dict[str, Any], code: bytes) -> None:
-    """Keep an entry. A directory that cannot be written is no error: the cache stays empty."""
-    directory = read_settings().cache_directory
-    if directory is None:
-        return
-    text = json.dumps(header).encode()
-    try:
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, suffix=".tmp", delete=False) as file:
-            file.write(_LENGTH.pack(len(text)) + text + code)
-        os.replace(file.name, Path(directory) / name)
-        _prune(Path(directory))
-    except OSError:
-        return
+def obtain(
+    name: str, make: Callable[[], tuple[dict[str, Any], bytes]]
+) -> tuple[dict[str, Any], bytes]:
+    """(header, object code) of an entry; `make` is called for one that cannot be found."""
+    cache = disk_cache()
+    if cache is None:
+        return make()
+
+    def as_parts() -> tuple[dict[str, Any], list[bytes]]:
+        header, code = make()
+        return header, [code]
+
+    header, (code,), was_there = cache.obtain(name, as_parts)
+    if was_there:
+        # What is used stays longest. A directory that can only be read keeps all it has.
+        with contextlib.suppress(OSError):
+            os.utime(cache.directory / name)
+    else:
+        _prune(cache.directory)
+    return header, code
 
 
 def _prune(directory: Path) -> None:
-    entries = sorted(
-        ((path.stat().st_mtime, path.stat().st_size, path) for path in directory.glob("*.o")),
-        reverse=True,
-    )
+    entries = []
+    for path in directory.glob("*.o"):
+        with contextlib.suppress(OSError):  # another process prunes, too
+            status = path.stat()
+            entries.append((status.st_mtime, status.st_size, path))
     total = 0
-    for _, size, path in entries:
+    for _, size, path in sorted(entries, reverse=True):
         total += size
         if total > CACHE_LIMIT:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fa4_hd256 import ForwardConfig, compile
+from fa4_hd256 import ForwardConfig, compile, native_cache
 from fa4_hd256.backward_config import (
     BackwardConfig,
     BackwardWarpPlan,
@@ -48,9 +51,10 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, with one compiled kernel put into it from the suite's own."""
     kept = compile.compile_forward(ForwardConfig(), CLASS)
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
-    (tmp_path / kept.key).mkdir()
-    for file in kept.directory.iterdir():
-        (tmp_path / kept.key / file.name).write_bytes(file.read_bytes())
+    parts = [kept.host_object, kept.ptx.encode(), kept.cubin]
+    names = ("function_name", "object_prefix", "compile_seconds")
+    header = {name: getattr(kept, name) for name in names}
+    compile.disk_cache().write(f"{kept.key}.kernel", header, parts)
     compile.forget()
     compile.counters.clear()
     yield tmp_path
@@ -94,34 +98,64 @@ def test_a_restored_kernel_is_what_was_compiled():
         found.dump_to_object("other")
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "no meta"])
-def test_a_damaged_entry_is_compiled_again(cache, monkeypatch, damage):
-    entry = cache / compile.cache_key(SPEC)
-    if damage == "truncate":
-        (entry / "kernel.o").write_bytes((entry / "kernel.o").read_bytes()[:100])
-    elif damage == "remove":
-        (entry / "kernel.ptx").unlink()
-    else:
-        (entry / "meta.json").write_text("{}")
+@pytest.mark.usefixtures("no_compiler")
+def test_the_directory_may_go_once_a_kernel_is_loaded(cache):
+    """What runs are the bytes that were checked, wherever the files went meanwhile."""
+    found = compile.compile_forward(ForwardConfig(), CLASS)
+    shutil.rmtree(cache)
+    assert callable(found.function)
+    assert found.dump_to_object(found.object_prefix) == found.host_object
+
+
+@pytest.fixture
+def stand_in(monkeypatch, cache):
+    """What the compiler returns is the kept kernel with another PTX; counts its calls."""
+    kept = compile.compile_forward(ForwardConfig(), CLASS)
+    compile.forget()
     compiled = []
 
-    def stand_in(*arguments):
-        compiled.append(arguments)
-        raise RuntimeError("stop here")
+    def function(spec):
+        compiled.append(spec)
+        artifacts = SimpleNamespace(PTX="// anew", CUBIN=kept.cubin)
+        return SimpleNamespace(
+            artifacts=artifacts,
+            dump_to_object=lambda prefix: kept.host_object,
+            function_name=kept.function_name,
+        )
 
-    monkeypatch.setattr(compile, "trace_and_compile", stand_in)
-    with pytest.raises(RuntimeError, match="stop here"):
-        compile.compile_forward(ForwardConfig(), CLASS)
-    assert len(compiled) == 1
+    monkeypatch.setattr(compile, "trace_and_compile", function)
+    return compiled
 
 
-def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(file / "below"))
-    with pytest.warns(RuntimeWarning, match="compiled again in every process; set FA4_HD256"):
-        root = compile._writable_root()
-    assert os.access(root, os.W_OK)
+def test_a_damaged_entry_is_compiled_again(cache, stand_in):
+    entry = cache / f"{compile.cache_key(SPEC)}.kernel"
+    entry.write_bytes(entry.read_bytes()[:-100])
+    for _ in range(2):
+        found = compile.compile_forward(ForwardConfig(), CLASS)
+        assert found.ptx == "// anew" and callable(found.function)
+        compile.forget()
+    assert len(stand_in) == 1 and found.from_disk
+
+
+@pytest.mark.parametrize("state", ["not writable", "of a group"])
+def test_a_directory_that_cannot_be_used(tmp_path, monkeypatch, stand_in, state):
+    """The kernel is there all the same, compiled once in this process; one warning says why."""
+    if state == "of a group":
+        directory = tmp_path / "group"
+        directory.mkdir()
+        directory.chmod(0o770)
+        message = "its group may write it.*Set FA4_HD256_CACHE_DIR to a directory of your own"
+    else:
+        directory = tmp_path / "file"
+        directory.write_text("")
+        message = "compiled kernels cannot be kept.*Set FA4_HD256_CACHE_DIR to a directory that"
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(directory))
+    monkeypatch.setattr(native_cache, "_warned", set())
+    with pytest.warns(RuntimeWarning, match=message) as warned:
+        found = compile.compile_forward(ForwardConfig(), CLASS)
+    assert len(warned) == 1 and callable(found.function)
+    assert compile.compile_forward(ForwardConfig(), CLASS) is found
+    assert len(stand_in) == 1 and not found.from_disk
 
 
 def test_what_the_key_covers(monkeypatch):
@@ -148,9 +182,19 @@ def test_what_the_key_covers(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
-    monkeypatch.setattr(compile, "_source_digest", lambda: "another source")
+    with monkeypatch.context() as patch:
+        patch.setattr(compile, "_source_digest", lambda: "another source")
+        others.add(key())
+    monkeypatch.setattr(compile, "_cpu_features", lambda: ["avx2"])
     others.add(key())
-    assert len(others) == 16 and first not in others
+    assert len(others) == 17 and first not in others
+
+
+def test_features_of_the_cpu():
+    """Code for one CPU is not loaded on another that shares the directory."""
+    found = compile._cpu_features()
+    if platform.machine() == "x86_64" and sys.platform == "linux":
+        assert {"sse2", "fxsr"} <= set(found)
 
 
 def test_what_the_key_does_not_cover(monkeypatch):

@@ -33,6 +33,20 @@ def test_cache_directory(monkeypatch):
     assert environment.cache_directory() == Path("/somebody/kernels")
 
 
+def test_cache_directory_without_a_home(monkeypatch):
+    """Containers run with user ids that no account has, and without HOME."""
+
+    def refuse(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FA4_HD256_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment.Path, "home", classmethod(refuse))
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: "/scratch")
+    monkeypatch.setattr(environment.os, "geteuid", lambda: 77)
+    assert environment.cache_directory() == Path("/scratch/fa4_hd256-77")
+
+
 def test_progress_setting(monkeypatch):
     monkeypatch.setenv("FA4_HD256_PROGRESS", "1")
     assert environment.progress_wanted()

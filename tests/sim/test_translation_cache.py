@@ -2,12 +2,13 @@
 """
 
 import ctypes
+import os
 
 import numpy as np
 import pytest
 from kernels import kernel_text, run_kernel_text
 
-from sm100_sim import codegen, launcher, translation_cache
+from sm100_sim import codegen, launcher, native_cache, settings, translation_cache
 from sm100_sim.host import LaunchConfig
 from sm100_sim.launcher import Options, run_host_code
 
@@ -79,14 +80,45 @@ def test_off_and_unwritable(directory, monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("SM100_SIM_CACHE_DIR", str(file))
+    monkeypatch.setattr(native_cache, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="translated kernels cannot be kept.*Set SM100_SIM_CA"):
+        assert run() == first
+
+
+def test_a_directory_of_a_group_is_refused(directory, monkeypatch):
+    first = run()
+    directory.chmod(0o770)
+    monkeypatch.setattr(native_cache, "_warned", set())
+    monkeypatch.setattr(codegen, "_link", None)
+    with pytest.warns(RuntimeWarning, match="its group may write it.*Set SM100_SIM_CACHE_DIR to"):
+        assert run() == first
+
+
+def test_an_entry_whose_time_cannot_be_set_is_used(directory, monkeypatch):
+    """As in a directory that can only be read."""
+
+    def refuse(*_):
+        raise PermissionError
+
+    first = run()
+    monkeypatch.setattr(translation_cache.os, "utime", refuse)
+    monkeypatch.setattr(codegen, "_compile", refuse)
     assert run() == first
 
 
-def test_old_entries_go(directory, monkeypatch):
-    monkeypatch.setattr(translation_cache, "CACHE_LIMIT", 250)
+def store(i):
+    translation_cache.obtain(f"{i}.o", lambda: ({}, bytes(100)))
+
+
+def test_entries_used_least_recently_go(directory, monkeypatch):
     for i in range(4):
-        translation_cache.store(f"{i}.o", {}, bytes(100))
-    assert len(entries(directory)) == 2 and "3.o" in entries(directory)
+        store(i)
+        os.utime(directory / f"{i}.o", (i, i))
+    store(0)  # used now
+    size = (directory / "0.o").stat().st_size
+    monkeypatch.setattr(translation_cache, "CACHE_LIMIT", 3 * size)
+    store(4)
+    assert entries(directory) == ["0.o", "3.o", "4.o"]
 
 
 @pytest.mark.parametrize(
@@ -122,3 +154,19 @@ def test_a_launch_translates_what_it_runs_and_nothing_else(directory, monkeypatc
         run_host_code(lambda on_launch: on_launch(config), ranges, Options(**choice))
         assert out.tolist() == [3 * i + 100 * (i < 7) for i in range(32)]
     assert calls == ["parse_module", *["translate"] * variants]
+
+
+def test_the_directory(monkeypatch):
+    """Also for a user id that no account has, as containers run with."""
+
+    def directory(**environment):
+        return settings.read_settings(environment).cache_directory
+
+    assert directory(SM100_SIM_CACHE_DIR="/x", XDG_CACHE_HOME="/y") == "/x"
+    assert directory(XDG_CACHE_HOME="/y") == "/y/sm100_sim"
+    monkeypatch.setattr(settings.os.path, "expanduser", lambda path: path.replace("~", "/base"))
+    assert directory() == "/base/.cache/sm100_sim"
+    monkeypatch.setattr(settings.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(settings.tempfile, "gettempdir", lambda: "/scratch")
+    monkeypatch.setattr(settings.os, "geteuid", lambda: 77)
+    assert directory() == "/scratch/sm100_sim-77"
