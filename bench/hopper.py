@@ -3,7 +3,8 @@
 Hopper shares with Blackwell what the model has beside the tensor core: issue slots, pipes, shared
 memory, barriers, bulk copies. `--build DIR` writes the cubins of `hopper_kernels` and
 `hopper_pipeline`; `python bench/hopper_measure.py DIR > bench/hopper_measured.json` times them on
-the GPU; without `--build` the command replays the same cubins and prints both.
+the GPU; without `--build` the command replays the same cubins and prints both. `--missing` and
+`--add FILE` do the same for kernels that were not measured before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from sm100_sim.timing.program import Compiled, build
 from sm100_sim.timing.replay import Replay, replay
 from sm100_sim.timing.sass import disassemble
 
-from . import hopper_kernels, hopper_pipeline
+from . import hopper_fences, hopper_kernels, hopper_pipeline
 from .hopper_kernels import Kernel
 from .results import (
     BASIS,
@@ -51,7 +53,8 @@ def kernels() -> tuple[Kernel, ...]:
     warps = hopper_pipeline.CONSUMERS // THREADS + 1
     ptx = hopper_pipeline.ptx(hopper_kernels.ROUNDS, hopper_kernels.ENTRY)
     name = "CuTe DSL: online softmax over a ring of bulk copies"
-    return *hopper_kernels.KERNELS, Kernel(name, warps, ptx, 1, "tile")
+    pipeline = Kernel(name, warps, ptx, 1, "tile")
+    return *hopper_kernels.KERNELS, pipeline, *hopper_fences.KERNELS
 
 
 def assemblers() -> list[Path]:
@@ -80,13 +83,18 @@ def compile_ptx(ptx: str) -> bytes:
         return target.read_bytes()
 
 
-def write_cubins(directory: Path) -> None:
-    """A cubin of each kernel and kernels.json, which `hopper_measure` reads."""
+def write_cubins(directory: Path, known: Collection[str] = ()) -> None:
+    """A cubin of each kernel but the known ones and kernels.json, which `hopper_measure` reads."""
     directory.mkdir(parents=True, exist_ok=True)
     listed = []
     for number, kernel in enumerate(kernels()):
-        (directory / f"{number}.cubin").write_bytes(compile_ptx(kernel.ptx))
-        listed.append({"name": kernel.name, "warps": kernel.warps, "file": f"{number}.cubin"})
+        if kernel.name in known:
+            continue
+        file = f"{number}.cubin"
+        (directory / file).write_bytes(compile_ptx(kernel.ptx))
+        listed.append(
+            {"name": kernel.name, "warps": kernel.warps, "ctas": kernel.ctas, "file": file}
+        )
     content = {
         "entry": hopper_kernels.ENTRY,
         "rounds": hopper_kernels.ROUNDS,
@@ -101,8 +109,8 @@ def program_of(kernel: Kernel) -> Compiled:
     """The kernel run in the simulator and its warps' paths through the cubin."""
     results, buffer = np.zeros(64, np.uint64), np.zeros(hopper_kernels.BUFFER, np.uint8)
     entry, shared = hopper_kernels.ENTRY, hopper_kernels.DYNAMIC_SHARED
-    block = (THREADS * kernel.warps, 1, 1)
-    config = LaunchConfig(entry, (1, 1, 1), block, (1, 1, 1), shared, (), ptx=kernel.ptx)
+    block, grid = (THREADS * kernel.warps, 1, 1), (kernel.ctas, 1, 1)
+    config = LaunchConfig(entry, grid, block, grid, shared, (), ptx=kernel.ptx)
     translated = translated_kernel(kernel.ptx, entry, True)
     arrays = {"results": results, "buffer": buffer}
     values = [array.ctypes.data.to_bytes(8, "little") for array in arrays.values()]
@@ -113,7 +121,7 @@ def program_of(kernel: Kernel) -> Compiled:
     parameters = parameter_buffer(translated.kernel, values)
     report = run_kernel(config, parameters, ranges, Options(trace=True))
     function = disassemble(compile_ptx(kernel.ptx))[entry]
-    return build(function, translated, report.trace, (1, 1, 1), report.shared_accesses)
+    return build(function, translated, report.trace, grid, report.shared_accesses)
 
 
 def round_clocks(compiled: Compiled, run: Replay) -> float:
@@ -139,16 +147,34 @@ COLUMNS = (
 )
 
 
-def compare(draws: int = 4) -> Table:
-    """Clocks of a round of every kernel, modelled beside measured."""
-    machine = load(GPU)
-    measured: dict[str, Any] = {"rounds": {}, "device": "no GPU"}
-    if MEASUREMENTS.exists():
-        measured = json.loads(MEASUREMENTS.read_text())
+def measurements() -> dict[str, Any]:
+    """What is known of the GPU; no rounds if nothing is."""
+    if not MEASUREMENTS.exists():
+        return {"rounds": {}, "quartiles": {}, "device": "no GPU"}
+    return json.loads(MEASUREMENTS.read_text())
+
+
+def add_measurements(file: Path) -> None:
+    """Put what `hopper_measure` has printed into the file of measurements, newer over older.
+
+    Raises ValueError if it was measured on another GPU than what is there.
+    """
+    known, new = measurements(), json.loads(file.read_text())
+    if known["rounds"] and known["device"] != new["device"]:
+        raise ValueError(f"measured on {new['device']}, {MEASUREMENTS.name} on {known['device']}")
+    merged = {**new, **{key: {**known[key], **new[key]} for key in ("rounds", "quartiles")}}
+    MEASUREMENTS.write_text(json.dumps(merged, indent=1) + "\n")
+
+
+def compare(draws: int = 4, chosen: str = "") -> Table:
+    """Clocks of a round of every kernel with `chosen` in its name, modelled beside measured."""
+    machine, measured = load(GPU), measurements()
     # One CTA has L2 to itself.
     values = [drawn._replace(sms=1.0) for drawn in machine.sampled(draws)]
     rows = []
     for kernel in kernels():
+        if chosen not in kernel.name:
+            continue
         compiled = program_of(kernel)
         clocks = [round_clocks(compiled, replay(compiled, drawn)) for drawn in values]
         found = measured["rounds"].get(kernel.name)
@@ -179,13 +205,21 @@ def compare(draws: int = 4) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--build", metavar="DIR", help="write the cubins to measure, do no more")
+    parser.add_argument(
+        "--missing", action="store_true", help="with --build, those without a measurement only"
+    )
+    parser.add_argument("--add", metavar="FILE", help="add what hopper_measure.py has printed")
+    parser.add_argument("--kernel", default="", help="only those with this in their names")
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     if arguments.build:
-        write_cubins(Path(arguments.build))
+        known = measurements()["rounds"] if arguments.missing else ()
+        write_cubins(Path(arguments.build), known)
         return 0
-    emit(compare(), arguments)
+    if arguments.add:
+        add_measurements(Path(arguments.add))
+    emit(compare(chosen=arguments.kernel), arguments)
     return 0

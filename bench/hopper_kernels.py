@@ -23,7 +23,7 @@ class Kernel:
     """name; warps of the CTA; the PTX; operations of a warp in one round, and what they are.
 
     sets: the constant of h200.json that was taken from this kernel's measurement, so that its row
-    is no validation.
+    is no validation. ctas: of its only cluster.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Kernel:
     operations: int
     unit: str
     sets: str = ""
+    ctas: int = 1
 
 
 _HEAD = """.version 8.0

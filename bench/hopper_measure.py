@@ -58,11 +58,11 @@ def measure(directory: Path) -> dict[str, Any]:
         clocks = []
         for _ in range(REPETITIONS):
             call(
-                "cuLaunchKernel", function, 1, 1, 1, 32 * kernel["warps"], 1, 1,
+                "cuLaunchKernel", function, kernel["ctas"], 1, 1, 32 * kernel["warps"], 1, 1,
                 shared, 0, pointers.ctypes.data, 0,
             )  # fmt: skip
             call("cuCtxSynchronize")
-            out = np.zeros(kernel["warps"], np.uint64)
+            out = np.zeros(kernel["ctas"] * kernel["warps"], np.uint64)
             call("cuMemcpyDtoH", out.ctypes.data, results, out.nbytes)
             clocks.append(int(out.max()) / listed["rounds"])
         found["rounds"][kernel["name"]] = float(np.median(clocks))

@@ -18,24 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-try:
-    import numba
-except ImportError as error:
-    raise ImportError(
-        "the timing model's replay is compiled with numba, which is not installed: "
-        "pip install numba"
-    ) from error
-
 from .resources import Action, Instructions, Latency, Pipe
-
-#: No array is created in compiled code, so it needs no reference counts: nine times faster.
-_compiled = numba.njit(cache=True, _nrt=False)
+from .signals import compiled as _compiled
+from .signals import drop as _drop
+from .signals import signal as _signal
 
 FAR = 1 << 60
 PIPES = len(Pipe)
 BULK_GROUPS = 64
 QUEUE = 4096
-SIGNALS = 1 << 16
 SLOTS = 4
 _NO_PIPE = int(Pipe.NONE)
 #: Bytes that reach shared memory together.
@@ -46,14 +37,15 @@ _NONE, _NOBODY = np.int64(0), np.int64(-1)
 REASONS = (
     *(latency.name.lower() for latency in Latency),
     "stall count", "mbarrier", "named barrier", "cluster barrier", "bulk group", "issue slot",
-    "pipe",
+    "pipe", "store queue",
 )  # fmt: skip
-_STALL, _MBARRIER, _NAMED, _CLUSTER, _BULK, _ISSUE_SLOT, _PIPE = range(len(Latency), len(REASONS))
+(_STALL, _MBARRIER, _NAMED, _CLUSTER, _BULK, _ISSUE_SLOT, _PIPE,
+ _STORE_QUEUE) = range(len(Latency), len(REASONS))  # fmt: skip
 
 #: Resources of an SM whose busy clocks are counted.
 BUSY = ("tensor core", "shared memory port", "TMA unit", "L2 to SM", "tensor memory read",
-        "tensor memory write", "load and store unit")  # fmt: skip
-_TENSOR, _SHARED, _TMA, _LINK, _TM_READ, _TM_WRITE, _LSU = range(len(BUSY))
+        "tensor memory write", "load and store unit", "SM to L2")  # fmt: skip
+_TENSOR, _SHARED, _TMA, _LINK, _TM_READ, _TM_WRITE, _LSU, _UP = range(len(BUSY))
 
 _nothing, _init, _wait, _arrive, _c_arrive, _c_wait, _bar_sync, _bar_arrive = (
     int(a) for a in (Action.NONE, Action.INIT, Action.WAIT, Action.ARRIVE, Action.CLUSTER_ARRIVE,
@@ -63,27 +55,29 @@ _tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
     int(a) for a in (Action.TMEM_LOAD, Action.TMEM_STORE, Action.TMEM_STORE_WAIT, Action.MMA,
                      Action.COMMIT, Action.TMA_LOAD, Action.TMA_STORE)
 )  # fmt: skip
-_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive = (
+_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive, _fence, _g_load, _g_store = (
     int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL,
-                     Action.COPY, Action.COPY_ARRIVE)
+                     Action.COPY, Action.COPY_ARRIVE, Action.FENCE, Action.GLOBAL_LOAD,
+                     Action.GLOBAL_STORE)
 )  # fmt: skip
-_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD = (
+_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_GPU = (
     int(kind) for kind in (Latency.OPERAND_READ, Latency.BARRIER_TEST, Latency.TMEM_LOAD,
-                           Latency.TMEM_STORE, Latency.GLOBAL_LOAD)
+                           Latency.TMEM_STORE, Latency.GLOBAL_LOAD, Latency.FENCE_GPU)
 )  # fmt: skip
 
 # Columns of Model.code: the fields of `Instructions`.
 (_C_PIPE, _C_INTERVAL, _C_LATENCY, _C_STALL, _, _C_SETS, _C_FREES, _C_WAITS, _C_ACTION,
- _C_WAVEFRONTS) = range(len(Instructions._fields))  # fmt: skip
+ _C_WAVEFRONTS, _C_BYTES) = range(len(Instructions._fields))  # fmt: skip
 # Entries of Model.clock: latencies by class, then these.
 (_K_MUFU_INTERVAL, _K_BRANCH, _K_ARRIVE, _K_WAKE, _K_REMOTE, _K_NAMED, _K_CLUSTER, _K_MMA_ISSUE,
  _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
- _K_NAMED_WARP, CLOCKS) = range(len(Latency), len(Latency) + 16)  # fmt: skip
-_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, RATES = range(4)
+ _K_NAMED_WARP, _K_FENCE_LOADS, _K_STORE, _K_BACKLOG,
+ CLOCKS) = range(len(Latency), len(Latency) + 19)  # fmt: skip
+_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, RATES = range(5)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
  _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
- _HELD, _COPIED, _BOARDS) = range(22)  # fmt: skip
+ _HELD, _COPIED, _WRITTEN, _BOARDS) = range(23)  # fmt: skip
 _LAST, _SM, _SLOT_OF = LAST, SM, SLOT_OF
 _WHYS = _BOARDS + 6
 WARP_COLUMNS = _WHYS + 6
@@ -103,7 +97,7 @@ _USED_UNIT = USED_UNIT
 # Columns of Model.event.
 STARTED, DONE, CAUSE = range(3)
 _STARTED, _DONE, _CAUSE = STARTED, DONE, CAUSE
-# Entries of Model.counts.
+# Entries of Model.counts, the first two those of `signals`.
 (_SIGNALLED, _ORDER, _CLUSTER_ARRIVED, _CLUSTER_ROUND, _CLUSTER_CLOCK, RUNNING,
  COUNTS) = range(7)  # fmt: skip
 _RUNNING = RUNNING
@@ -147,57 +141,6 @@ class Model(NamedTuple):
     issued: np.ndarray
     event: np.ndarray
     stalls: np.ndarray
-
-
-@_compiled
-def _push(m):
-    """Add a signal to the heap."""
-    heap, counts = m.signal, m.counts
-    here = counts[_SIGNALLED]
-    counts[_SIGNALLED] = here + 1
-    heap[here, 1] = counts[_ORDER]
-    counts[_ORDER] += 1
-    while here > 0:
-        above = (here - 1) // 2
-        if heap[above, 0] < heap[here, 0] or (
-            heap[above, 0] == heap[here, 0] and heap[above, 1] < heap[here, 1]
-        ):
-            break
-        for field in range(7):
-            heap[above, field], heap[here, field] = heap[here, field], heap[above, field]
-        here = above
-
-
-@_compiled
-def _drop(m):
-    """Remove the first signal of the heap."""
-    heap, counts = m.signal, m.counts
-    counts[_SIGNALLED] -= 1
-    size = counts[_SIGNALLED]
-    for field in range(7):
-        heap[0, field] = heap[size, field]
-    here = 0
-    while True:
-        least = here
-        for below in (2 * here + 1, 2 * here + 2):
-            if below < size and (
-                heap[below, 0] < heap[least, 0]
-                or (heap[below, 0] == heap[least, 0] and heap[below, 1] < heap[least, 1])
-            ):
-                least = below
-        if least == here:
-            return
-        for field in range(7):
-            heap[least, field], heap[here, field] = heap[here, field], heap[least, field]
-        here = least
-
-
-@_compiled
-def _signal(m, clock, barrier, arrivals, nbytes, event, cta):
-    """Queue a signal; cta: whose shared memory the bytes are written to, -1 for none."""
-    row = m.signal[m.counts[_SIGNALLED]]
-    row[0], row[2], row[3], row[4], row[5], row[6] = clock, barrier, arrivals, nbytes, event, cta
-    _push(m)
 
 
 @_compiled
@@ -362,10 +305,57 @@ def _issue_store(m, warp, sm, now, event):
     unit[_TMA] = start + m.clock[_K_TMA_ISSUE]
     m.unit[sm, _USED_UNIT + _TMA] += m.clock[_K_TMA_ISSUE]
     read = _shared_access(m, sm, start, int(nbytes / m.rate[_SHARED_RATE]))
+    _write_out(m, sm, start, nbytes)
     m.event[event, _STARTED] = start
     m.event[event, _DONE] = read + m.clock[_K_TMA_STORE]
     fields[_GROUP_READ] = max(fields[_GROUP_READ], read + m.clock[_K_TMA_ISSUE])
     fields[_GROUP_DONE] = max(fields[_GROUP_DONE], read + m.clock[_K_TMA_STORE])
+
+
+@_compiled
+def _write_out(m, sm, now, nbytes):
+    """Bytes on their way from an SM to L2; returns when the last of them has left."""
+    work = int(np.ceil(nbytes / m.rate[_STORE_RATE]))
+    m.unit[sm, _USED_UNIT + _UP] += work
+    m.unit[sm, _UP] = max(m.unit[sm, _UP], now) + work
+    return m.unit[sm, _UP]
+
+
+@_compiled
+def _global_store(m, warp, now, number):
+    """A warp's store; returns when the warp may go on, which is later where the queue is full."""
+    sm, fields = m.warp[warp, _SM], m.warp[warp]
+    left = _write_out(m, sm, now, m.code[number, _C_BYTES])
+    fields[_WRITTEN] = max(fields[_WRITTEN], left + m.clock[_K_STORE])
+    taken = max(now, left - m.clock[_K_BACKLOG])
+    _release(m, warp, number, taken, taken + m.clock[_OPERAND_READ], _STORE_QUEUE)
+    return taken
+
+
+@_compiled
+def _global_load(m, warp, now, number):
+    """A warp's load shares the link from L2 with TMA loads; its own latency may be longer."""
+    sm = m.warp[warp, _SM]
+    unit = m.unit[sm]
+    transfer = int(np.ceil(m.code[number, _C_BYTES] / m.rate[_LINK_RATE]))
+    unit[_LINK] = max(now + m.clock[_K_TMA_LOAD], unit[_LINK]) + transfer
+    m.unit[sm, _USED_UNIT + _LINK] += transfer
+    done = max(now + m.clock[_GLOBAL_LOAD], unit[_LINK])
+    _release(m, warp, number, done, now + m.clock[_OPERAND_READ], _GLOBAL_LOAD)
+
+
+@_compiled
+def _fence_clock(m, warp, now):
+    """When a fence of GPU or system scope lets its warp go on.
+
+    It waits until the warp's own stores are acknowledged, queues behind what the SM is writing, and
+    goes to L2 and back; on the way back it queues behind loads, of which L2 holds but so many.
+    """
+    fields = m.warp[warp]
+    unit = m.unit[fields[_SM]]
+    start = max(now, fields[_WRITTEN], min(unit[_UP], now + m.clock[_K_BACKLOG]))
+    behind = min(unit[_LINK] - now - m.clock[_K_TMA_LOAD], m.clock[_K_FENCE_LOADS])
+    return start + m.clock[_FENCE_GPU] + max(behind, 0)
 
 
 @_compiled
@@ -543,6 +533,11 @@ def _perform(m, warp, now, number, event):
     """What an instruction does beside occupying its pipe; returns when the warp may go on."""
     action = m.code[number, _C_ACTION]
     sm, fields = m.warp[warp, _SM], m.warp[warp]
+    if action == _g_store:
+        return _global_store(m, warp, now, number)
+    if action == _g_load:
+        _global_load(m, warp, now, number)
+        return now
     if event < 0:
         # A site without an event is predicated off: it sets no scoreboard.
         if action == _nothing or action == _shared:
@@ -585,7 +580,20 @@ def _perform(m, warp, now, number, event):
             return max(now, fields[_READY])
     elif action == _cancel:
         _send(m, now + m.clock[_K_CLC], event, sm)
+    elif action == _fence:
+        m.event[event, _DONE] = _fence_clock(m, warp, now)
+        return m.event[event, _DONE]
     return now
+
+
+@_compiled
+def _held_up_by(action):
+    """The reason to give where an instruction of this kind keeps its warp from the next one."""
+    if action == _c_wait:
+        return _CLUSTER
+    if action == _fence:
+        return _FENCE_GPU
+    return _STORE_QUEUE if action == _g_store else _BULK
 
 
 @_compiled
@@ -621,8 +629,7 @@ def _issue(m, warp, now):
     if position + 1 < m.warp[warp, _LAST] and m.path[position + 1, 0] != number + 1:
         earliest += m.clock[_K_BRANCH]
     fields[_PREVIOUS], fields[_EARLIEST] = now, earliest
-    reason = _CLUSTER if m.code[number, _C_ACTION] == _c_wait else _BULK
-    _set_ready(m, warp, max(earliest, until), reason)
+    _set_ready(m, warp, max(earliest, until), _held_up_by(m.code[number, _C_ACTION]))
     if position + 1 == m.warp[warp, _LAST]:
         m.counts[_RUNNING] -= 1
         _settle_cluster(m, now, event)

@@ -62,6 +62,10 @@ class Values(NamedTuple):
     clc_query: float
     power_tflops: float
     double_precision: float
+    fence_behind_loads: float
+    global_store: float
+    store_bytes_per_clock: float
+    store_backlog: float
 
 
 @dataclass(frozen=True)

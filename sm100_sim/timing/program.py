@@ -25,6 +25,8 @@ from .tensor import MmaCost, mma_cost
 
 SLOTS = 4
 NAMED_BARRIERS = 16
+#: Instructions from a fence to the arrival that it belongs to, at most.
+_RELEASE_WITHIN = 12
 
 
 class Program(NamedTuple):
@@ -120,15 +122,37 @@ def _rank(ctaid: tuple[int, int, int], cluster: tuple[int, int, int]) -> int:
 
 def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> list[Event]:
     """The events of a warp, those left out at whose line ptxas finds nothing of use."""
-    events, mix, repeats = [], np.zeros(mixes.shape[1]), 1
+    events, mix, runs = [], np.zeros(mixes.shape[1]), Counter()
     for entry in entries:
         mix = mix + mix_of_blocks(mixes, entry.blocks)
-        repeats = max([repeats, *(count for _, count in entry.blocks)])
+        # Entries that are no events, such as fences, may stand between the rounds of a loop.
+        for block, count in entry.blocks:
+            runs[block] += count
         kind = ptx_kind(entry.opcode)
         if kind is not None and entry.line not in dead:
-            events.append(Event(kind, entry, mix, repeats))
-            mix, repeats = np.zeros(mixes.shape[1]), 1
+            events.append(Event(kind, entry, mix, max(runs.values(), default=1)))
+            mix, runs = np.zeros(mixes.shape[1]), Counter()
     return events
+
+
+def executed_fences(path: WarpPath, action: np.ndarray, function: SassFunction) -> list[int]:
+    """Places in a path of fences beyond the CTA that the warp executes.
+
+    ptxas puts them in front of an arrival or atomic operation that releases, under its predicate:
+    the warp executes both or none. One under another predicate counts as executed.
+    """
+    found = []
+    for place in np.flatnonzero(action[path.numbers] == Action.FENCE).tolist():
+        guard = function.instructions[path.numbers[place]].guard
+        executed = True
+        for later in range(place + 1, min(place + _RELEASE_WITHIN, len(path.numbers))):
+            number = path.numbers[later]
+            if guard and action[number] == Action.ARRIVE:
+                executed = path.event_of[later] >= 0 or function.instructions[number].guard != guard
+                break
+        if executed:
+            found.append(place)
+    return found
 
 
 class _Builder:
@@ -169,8 +193,15 @@ class _Builder:
             self.rows.append((int(action), *(int(value) for value in padded)))
         self.warps.append(warp)
         self.paths.append(path)
+        rows = row_of[path.event_of]
+        for place in executed_fences(path, self.instructions.action, self.function):
+            later = path.event_of[place:]
+            following = later[later >= 0]
+            rows[place] = len(self.rows)
+            self.entries.append(events[following[0] if len(following) else -1].entry)
+            self.rows.append((int(Action.FENCE), 0, 0, 0, 0))
         self.numbers.append(path.numbers)
-        self.event.append(row_of[path.event_of])
+        self.event.append(rows)
 
     def finish(self, sms: int) -> Compiled:
         """The program of the warps added."""

@@ -11,6 +11,7 @@ from .engine import BUSY, PIPES, REASONS, SLOTS, Model
 from .machine_constants import Values
 from .program import NAMED_BARRIERS, Compiled
 from .resources import Latency, Pipe
+from .signals import SIGNALS
 
 #: Clocks after which a replay is given up.
 LIMIT = 200_000_000
@@ -78,7 +79,8 @@ def clock_vector(values: Values) -> np.ndarray:
         values.mufu_interval, values.branch_taken, values.barrier_arrive, values.barrier_wake,
         values.remote_arrive, values.named_barrier, values.cluster_barrier, values.mma_issue,
         values.mma_extra_latency, values.operand_prefetch, values.tma_issue, values.tma_load_l2,
-        values.tma_store, values.clc_query, values.named_barrier_warp,
+        values.tma_store, values.clc_query, values.named_barrier_warp, values.fence_behind_loads,
+        values.global_store, values.store_backlog,
     )  # fmt: skip
     found = [latency.get(kind, 0.0) for kind in Latency] + list(others)
     return np.rint(found).astype(np.int64)
@@ -95,6 +97,7 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
             values.shared_bytes_per_clock,
             values.tmem_columns_per_clock,
             min(values.l2_bytes_per_clock_sm, share),
+            values.store_bytes_per_clock,
         ]
     )
 
@@ -126,7 +129,7 @@ def _tables(compiled: Compiled, values: Values) -> Model:
         unit=np.zeros((sms, engine.UNIT_COLUMNS), np.int64),
         member=member,
         barrier=np.zeros((max(program.barriers, 1), 5), np.int64),
-        signal=np.zeros((engine.SIGNALS, 7), np.int64),
+        signal=np.zeros((SIGNALS, 7), np.int64),
         groups=np.zeros((warps, engine.BULK_GROUPS, 2), np.int64),
         named=np.zeros(sms * NAMED_BARRIERS, np.int64),
         queue=np.zeros((sms, engine.QUEUE, 2), np.int64),

@@ -77,6 +77,9 @@ class Action(IntEnum):
     TRY_CANCEL = 18
     COPY = 19
     COPY_ARRIVE = 20
+    FENCE = 21
+    GLOBAL_LOAD = 22
+    GLOBAL_STORE = 23
 
 
 ACTIONS = {
@@ -135,6 +138,11 @@ _TABLE = (
 )  # fmt: skip
 _PATTERNS = [(re.compile(pattern), *rest) for pattern, *rest in _TABLE]
 _NO_SCOREBOARD = -1
+#: Fences that wait for what lies beyond the SM. Those of a CTA cost no more than their stall count.
+_FENCE = r"MEMBAR\.\w+\.(GPU|SYS|VC)"
+_GLOBAL = {"LDG": Action.GLOBAL_LOAD, "LD": Action.GLOBAL_LOAD, "STG": Action.GLOBAL_STORE,
+           "ST": Action.GLOBAL_STORE}  # fmt: skip
+_LANES = 32
 
 
 class Instructions(NamedTuple):
@@ -142,7 +150,8 @@ class Instructions(NamedTuple):
 
     pipe, interval: `Pipe`, clocks it is occupied (-1: MUFU's). latency: `Latency`. stall, sets,
     frees, waits: the control code, -1 for no scoreboard. action: `Action`. wavefronts: clocks of
-    the shared-memory port that a warp's access takes without bank conflicts.
+    the shared-memory port that a warp's access takes without bank conflicts. nbytes: what a whole
+    warp's access to global memory moves.
     """
 
     pipe: np.ndarray
@@ -155,6 +164,7 @@ class Instructions(NamedTuple):
     waits: np.ndarray
     action: np.ndarray
     wavefronts: np.ndarray
+    nbytes: np.ndarray
 
 
 def describe(instruction: SassInstruction) -> tuple[Pipe, int, Latency]:
@@ -170,13 +180,30 @@ def _wavefronts(instruction: SassInstruction) -> int:
         if re.match(r"(LDSM|STSM)", instruction.opcode):
             return int(instruction.opcode.rsplit(".", 1)[-1] or 1)
         return 0
-    return 4 if ".128" in instruction.opcode else 2 if ".64" in instruction.opcode else 1
+    return _words(instruction)
+
+
+def _words(instruction: SassInstruction) -> int:
+    """32-bit words that a lane's access moves."""
+    widths = {".256": 8, ".128": 4, ".64": 2}
+    return next((words for suffix, words in widths.items() if suffix in instruction.opcode), 1)
 
 
 def _action(instruction: SassInstruction, kind: str | None) -> Action:
     if kind is not None:
         return ACTIONS.get(kind.split(".")[0], Action.NONE)
+    if re.match(_FENCE, instruction.opcode):
+        return Action.FENCE
+    if instruction.base in _GLOBAL:
+        return _GLOBAL[instruction.base]
     return Action.SHARED if _wavefronts(instruction) else Action.NONE
+
+
+def _global_bytes(instruction: SassInstruction) -> int:
+    """Of all lanes, each at its own place."""
+    if instruction.base not in _GLOBAL:
+        return 0
+    return _LANES * 4 * _words(instruction)
 
 
 def instruction_arrays(function: SassFunction) -> Instructions:
@@ -189,6 +216,6 @@ def instruction_arrays(function: SassFunction) -> Instructions:
         sets, frees = (_NO_SCOREBOARD if s is None else s for s in (control.sets, control.frees))
         rows.append(
             (pipe, interval, latency, control.stall, control.yields, sets, frees, control.waits,
-             action, _wavefronts(instruction))
+             action, _wavefronts(instruction), _global_bytes(instruction))
         )  # fmt: skip
     return Instructions(*np.array(rows, np.int32).T.copy())
