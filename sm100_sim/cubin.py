@@ -1,4 +1,5 @@
-"""What the simulator reads out of a kernel's machine code: the registers of its launch.
+"""What the simulator reads out of a kernel's machine code: the registers of its launch, and whether
+setmaxnreg moves them.
 
 A cubin is an ELF file (CUDA Binary Utilities). Section .nv.info holds attributes, each a format
 byte, a number and a size, then the value; number 0x2f, of 8 bytes, is the index of a function's
@@ -11,15 +12,18 @@ import ctypes
 import io
 import struct
 
+import numpy as np
 from elftools.elf.elffile import ELFFile
 
-__all__ = ["launch_registers", "loaded_cubin"]
+__all__ = ["launch_registers", "loaded_cubin", "moving_registers"]
 
 _ELF_MAGIC = b"\x7fELF"
 _FAT_BINARY_MAGIC = 0xBA55ED50
 _FAT_BINARY = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of all entries
 _ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of this header, bytes of the content
 _HAS_SIZE, _REGISTER_COUNT = 4, 0x2F
+#: Instructions have 16 bytes; the lowest 12 bits are the opcode, here of USETMAXREG.
+_INSTRUCTION_BYTES, _OPCODE, _SET_REGISTERS = 16, 0xFFF, 0x9C8
 
 
 def loaded_cubin(address: int) -> bytes:
@@ -72,4 +76,21 @@ def launch_registers(cubin: bytes) -> dict[str, int]:
             symbol, registers = struct.unpack_from("<II", content, place)
             found[symbols.get_symbol(symbol).name] = registers
         place += size
+    return found
+
+
+def moving_registers(cubin: bytes) -> set[str]:
+    """(Mangled) names of the functions of a cubin that have a setmaxnreg.
+
+    ptxas drops it, with a warning, from kernels whose registers no directive fixes: neither
+    .maxnreg nor .minnctapersm (ptxas 13.1). The PTX ISA asks for one of them.
+    """
+    if not cubin:
+        return set()
+    found = set()
+    for section in ELFFile(io.BytesIO(cubin)).iter_sections():
+        if section.name.startswith(".text."):
+            words = np.frombuffer(section.data(), "<u2")[:: _INSTRUCTION_BYTES // 2]
+            if (words & _OPCODE == _SET_REGISTERS).any():
+                found.add(section.name.removeprefix(".text."))
     return found

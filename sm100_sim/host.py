@@ -27,7 +27,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from .arguments import tensor_ranges as tensor_ranges
-from .cubin import launch_registers, loaded_cubin
+from .cubin import launch_registers, loaded_cubin, moving_registers
 from .errors import LaunchError
 from .tensormap import encode, from_driver
 
@@ -80,7 +80,8 @@ class LaunchConfig:
     only while `on_launch` runs. `attributes` maps the name of every other launch attribute
     (`ATTRIBUTE_NAMES`, or its number as text) to its first 32-bit word. `ptx` is the module,
     `cubin` its machine code, empty where the host code loads none or a compressed one;
-    `registers` what a thread is launched with by that code, None where it is not known.
+    `registers` what a thread is launched with by that code, None where it is not known;
+    `moves_registers` whether it has setmaxnreg, taken for granted where it is not known.
     """
 
     kernel_name: str
@@ -94,6 +95,7 @@ class LaunchConfig:
     ptx: str = field(default="", repr=False)
     cubin: bytes = field(default=b"", repr=False)
     registers: int | None = None
+    moves_registers: bool = True
 
 
 def ptx_of(compiled: Any) -> str:
@@ -196,6 +198,7 @@ def _library_load_data(library: int, code: int, *_: Any) -> None:
     program = _runs.stack[-1].program
     program.cubin = loaded_cubin(code)
     program.registers |= launch_registers(program.cubin)
+    program.moving |= moving_registers(program.cubin)
     store(library, next_handle(), ctypes.c_uint64)
 
 
@@ -291,6 +294,7 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         ptx=run.program.ptx,
         cubin=run.program.cubin,
         registers=run.program.registers.get(name),
+        moves_registers=name in run.program.moving or name not in run.program.registers,
     )
     if run.on_launch is not None:
         run.on_launch(config)
@@ -401,6 +405,7 @@ class HostProgram:
         self.ptx = ptx_of(compiled) if self._launches else ""
         self.cubin = b""
         self.registers: dict[str, int] = {}
+        self.moving: set[str] = set()
         self.parameter_counts = {
             name: parameters.count(".param") for name, parameters in _ENTRY.findall(self.ptx)
         }

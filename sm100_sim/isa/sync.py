@@ -392,16 +392,23 @@ def _resplit(instruction, opcode: str):
 
 @machine_op("setmaxnreg", aligned=True)
 def bind_setmaxnreg(instruction, kernel):
-    """setmaxnreg.{inc,dec}.sync.aligned.u32 n: moves registers through the CTA's pool."""
+    """setmaxnreg.{inc,dec}.sync.aligned.u32 n: moves registers through the CTA's pool.
+
+    Without effect where it is missing in the machine code (`cubin.moving_registers`).
+    """
     kind, *_ = split_modifiers(instruction, ("inc", "dec"), ("sync",), ("aligned",), ("u32",))
     count = instruction.operands[0].value
     if count % 8 or not 24 <= count <= 256:
         raise unknown(instruction, "the register count must be a multiple of 8 from 24 to 256")
-    if kind == "dec":
-        return lambda warp, lanes: warp.cta.registers.decrease(warp.index, count)
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
-        pool = warp.cta.registers
+        cta = warp.cta
+        pool = cta.registers
+        if not cta.cluster.machine.config.moves_registers:
+            return None
+        if kind == "dec":
+            pool.decrease(warp.index, count)
+            return None
         if pool.increase(warp.index, count):
             return None
         return Waiting(f"setmaxnreg.inc to {count} registers a thread", pool)

@@ -18,7 +18,7 @@ import sm100_sim
 from fa4_hd256.resources import resource_usage
 from sm100_sim import host
 from sm100_sim.arguments import strided_extent, tensor_ranges
-from sm100_sim.cubin import launch_registers, loaded_cubin
+from sm100_sim.cubin import launch_registers, loaded_cubin, moving_registers
 from sm100_sim.errors import LaunchError
 from sm100_sim.tensormap import decode
 
@@ -230,3 +230,31 @@ def test_broadcast_extent():
     assert strided_extent(1000, (4, 8), (-8, 1), 16) == (1000 - 48, 1016)
     assert strided_extent(1000, (4, 0), (8, 1), 16) is None
     assert strided_extent(1000, (3,), (1,), 4) == (1000, 1002)
+
+
+@cute.kernel
+def grow_kernel(target: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < 128:
+        cute.arch.setmaxregister_increase(232)
+    else:
+        cute.arch.setmaxregister_decrease(24)
+    target[thread] = thread
+
+
+@cute.jit
+def grow(target: cute.Tensor, residents: cutlass.Constexpr):
+    grow_kernel(target).launch(grid=[1, 1, 1], block=[256, 1, 1], min_blocks_per_mp=residents)
+
+
+@pytest.mark.parametrize("residents", [0, 1])
+def test_setmaxnreg_that_ptxas_drops_moves_nothing(residents):
+    """Without a directive that fixes the registers the kernel is launched with far too few."""
+    target = torch.zeros(256, dtype=torch.int32)
+    compiled = compile_sm100(grow, from_dlpack(target), residents)
+    report = sm100_sim.launch(compiled, from_dlpack(target))
+    (config,) = launches(compiled, from_dlpack(target))
+    assert "setmaxnreg.inc" in config.ptx and report.warps("setmaxnreg") == 8
+    assert config.moves_registers == bool(moving_registers(config.cubin)) == (residents == 1)
+    assert (config.registers < 128) == (residents == 0)
+    assert torch.equal(target, torch.arange(256, dtype=torch.int32))
