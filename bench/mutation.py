@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from fa4_hd256 import backends, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.config import HEAD_DIM
 from sm100_sim import attached
-from sm100_sim.host import DEVICE_ATTRIBUTES
+from sm100_sim.devices import VARIABLE as DEVICE
 from sm100_sim.launcher import Options
 from sm100_sim.mutation import Collector, Score, captured
 
@@ -147,7 +148,7 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
     """flash-attn-4's public function on a GPU with two SMs, so that its persistent kernel gives one
     CTA pair several tiles. Its correction warps wait for O only to rescale it, so with scores that
     do not grow some phases are waited for by nobody (docs/sanitizer.md)."""
-    with mock.patch.dict(DEVICE_ATTRIBUTES, {16: 2}), attached(), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, {DEVICE: "b200:2"}), attached(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from flash_attn.cute.interface import flash_attn_func as public
 
@@ -202,7 +203,7 @@ def measure(
         Options(clusters=1, sanitize=target.reading), seeds, confirm, jobs=jobs,
         launches=len(target.shapes), kernel=target.kernels, write=write,
     )
-    with captured(collector.take), mock.patch.object(backends, "SIMULATED_CLUSTERS", 1):
+    with captured(collector.take), mock.patch.dict(os.environ, {DEVICE: "b200:2"}):
         for shape in target.shapes:
             target.run(shape)
     return collector.scores

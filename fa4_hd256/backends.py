@@ -12,12 +12,10 @@ import torch
 from . import environment
 from .calling import CallTensors, call_arguments, combine_call_arguments
 from .compile import CompiledKernel, compile_kernel
+from .config import CTAS
 from .forward_combine import CombineConfig
 from .kernels import KernelSpec
 from .problem import Problem, as_kernel_operand
-
-#: CTA pairs of a B200, the machine the simulator answers as: 148 SMs.
-SIMULATED_CLUSTERS = 148 // 2
 
 #: Seconds of a simulated run after which the progress bar appears.
 PROGRESS_AFTER = 3.0
@@ -114,9 +112,11 @@ def launch(
 
 
 def num_clusters(device: torch.device) -> int:
-    """CTA pairs that the device holds at once; those of a B200 for the simulator."""
+    """CTA pairs that the device holds at once; those of the simulator's device for the CPU."""
     if device.type == "cpu":
-        return SIMULATED_CLUSTERS
+        from sm100_sim import devices
+
+        return devices.current().clusters(CTAS)
     return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
 

@@ -48,8 +48,14 @@ VARIABLES = (
         "file to which the simulator appends one JSON object per launch",
     ),
     Variable(
+        "SM100_SIM_DEVICE",
+        "b200",
+        "GPU that the simulator passes for: b200, gb200, b300 or gb300, also with a number of SMs, "
+        "as b200:19",
+    ),
+    Variable(
         "SM100_SIM_CLUSTERS",
-        "as many as a B200 holds, within 1 GiB of state",
+        "as many as the device holds, within 1 GiB of state",
         "number of clusters resident at once",
     ),
     Variable("SM100_SIM_SEED", "unset", "seed of an adversarial schedule"),

@@ -26,6 +26,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from . import devices
 from .arguments import tensor_ranges as tensor_ranges
 from .cubin import launch_registers, loaded_cubin, moving_registers
 from .errors import LaunchError
@@ -41,26 +42,6 @@ ATTRIBUTE_NAMES = {
     11: "preferred_cluster_dimension",
 }
 _CLUSTER, _PREFERRED_CLUSTER = 4, 11
-
-#: cudaDeviceAttr -> value of a B200 (CUDA runtime API; 148 SMs, 126 MB L2, 227 KB + 1 KB SMEM).
-DEVICE_ATTRIBUTES = {
-    1: 1024,  # max threads per block
-    8: 49152,  # max shared memory per block without opt-in
-    10: 32,  # warp size
-    12: 65536,  # registers per block
-    16: 148,  # multiprocessors
-    38: 126 << 20,  # L2 bytes
-    39: 2048,  # threads per multiprocessor
-    75: 10,  # compute capability, major
-    76: 0,  # compute capability, minor
-    81: 233472,  # shared memory per multiprocessor
-    82: 65536,  # registers per multiprocessor
-    95: 1,  # cooperative launch
-    97: 232448,  # shared memory per block, opt-in
-    106: 32,  # blocks per multiprocessor
-    111: 1024,  # shared memory reserved by the system per block
-    120: 1,  # cluster launch
-}
 
 _SUCCESS, _INVALID_VALUE = 0, 1
 _CONFIG = struct.Struct("<3I3IQQQI")
@@ -222,12 +203,13 @@ def _get_device(device: int) -> None:
 
 
 def _device_get_attribute(value: int, attribute: int, _device: int) -> None:
-    if attribute not in DEVICE_ATTRIBUTES:
+    attributes = devices.current().attributes
+    if attribute not in attributes:
         raise LaunchError(
             f"the host code asks for CUDA device attribute {attribute}, for which "
-            "sm100_sim.host.DEVICE_ATTRIBUTES has no value"
+            "sm100_sim.devices has no value"
         )
-    store(value, DEVICE_ATTRIBUTES[attribute])
+    store(value, attributes[attribute])
 
 
 def _kernel_get_attribute(value: int, attribute: int, kernel: int, _device: int) -> None:
@@ -237,7 +219,7 @@ def _kernel_get_attribute(value: int, attribute: int, kernel: int, _device: int)
     elif attribute == 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: static only
         store(value, program.static_shared)
     elif attribute == 8:  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        store(value, DEVICE_ATTRIBUTES[97] - program.static_shared)
+        store(value, devices.current().attributes[97] - program.static_shared)
     else:
         raise LaunchError(
             f"the host code asks for attribute {attribute} of kernel {_handles[kernel]!r}; "

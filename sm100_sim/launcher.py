@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from . import devices
 from .blas import single_threaded
 from .codegen import CompiledKernel, translate
 from .errors import LaunchError, SimulationError
@@ -26,7 +27,6 @@ from .memory import GlobalMemory
 from .native_machine import NativeMachine
 from .ptx import Kernel, parse_module
 from .report import Report, remember
-from .residency import NUM_SMS
 from .settings import read_settings
 from .tmem import COLUMNS, LANES
 from .trace import Trace
@@ -96,8 +96,8 @@ def launch(
     compiled: what `cute.compile` returned, its PTX kept (`host.keeping_ptx`).
     args, kwargs: what one would call it with; tensors are CPU tensors through from_dlpack and are
         read and written in place. A kernel may touch these tensors and no other memory.
-    clusters: how many are resident at once. Default: as many as a B200 holds (148 SMs, one CTA
-        each), fewer if their state would take more than 1 GiB.
+    clusters: how many are resident at once. Default: as many as the device holds (one CTA an SM;
+        `devices`), fewer if their state would take more than 1 GiB.
     seed: an adversarial schedule (random warp order, asynchronous operations early or late, waits
         that fail spuriously); the same seed gives the same run.
     sanitize: look for races and lifetime errors; they are in the report's findings
@@ -277,14 +277,14 @@ def _machine_type(options: Options) -> type[Machine]:
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:
     """Clusters resident at once unless asked otherwise.
 
-    As many as a B200 holds (one CTA an SM), but no more than fit in STATE_LIMIT bytes of memory.
+    As many as the device holds (one CTA an SM), but no more than fit in STATE_LIMIT bytes.
     """
     size = math.prod(config.cluster)
     registers = 128 * compiled.r32_count + 256 * compiled.r64_count
     warps = -(-math.prod(config.block) // 32)
     shared = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
     cluster_bytes = size * (warps * registers + shared + 4 * COLUMNS * LANES)
-    return max(1, min(NUM_SMS // size, STATE_LIMIT // cluster_bytes))
+    return max(1, min(devices.current().clusters(size), STATE_LIMIT // cluster_bytes))
 
 
 def parameter_buffer(kernel: Kernel, values: list[bytes]) -> np.ndarray:

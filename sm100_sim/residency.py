@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import devices
 from .barriers import NAMED_BARRIERS, ClusterBarrier, MBarrier, NamedBarrier, RegisterPool
 from .errors import BarrierError, CtaExited, MemoryFault, Misaligned, TmemError
 from .events import Waiting
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 MBARRIER_BYTES = 8
-#: SMs of the modelled machine (B200).
-NUM_SMS = 148
 
 
 class ResidentWarp(Warp):
@@ -303,7 +302,7 @@ def special_registers(
         "%cluster_ctarank": rank,
         "%cluster_nctarank": size,
         "%smid": cluster.id % machine.resident * size + rank,
-        "%nsmid": NUM_SMS,
+        "%nsmid": devices.current().sms,
         "%nwarpid": -(-machine.threads // 32),
         "%dynamic_smem_size": config.dynamic_smem,
         "%total_smem_size": machine.shared_bytes,

@@ -3,13 +3,14 @@
 | variable | meaning | default |
 |---|---|---|
 | SM100_SIM_REPORT | file to which one JSON object per launch is appended | none |
-| SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as a B200 holds |
+| SM100_SIM_DEVICE | b200, gb200, b300 or gb300, also with a number of SMs: b200:19 | b200 |
+| SM100_SIM_CLUSTERS | clusters resident at once, 1 or more | as many as the device holds |
 | SM100_SIM_SEED | seed of an adversarial schedule | none: the plain, eager schedule |
 | SM100_SIM_SANITIZE | 1, strict or strict-order checks for races and lifetime errors | 0 |
 | SM100_SIM_THREADS | clusters that run at the same time, 1 or more | the cores of the process |
 | SM100_SIM_CACHE_DIR | directory of translated kernels; "off" keeps none | the user's cache |
 
-Arguments of `sm100_sim.launch` override them.
+Arguments of `sm100_sim.launch` override them; `devices` reads SM100_SIM_DEVICE.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`attached()`: GPU programs in CuTe DSL run in the simulator, unmodified as far as possible.
 
-While attached, device queries answer as a B200 (148 SMs, compute capability 10.0), CuTe DSL
-compiles for sm_100a, tensors made on a CUDA device lie in host memory, and calls of compiled
-functions, plain and tvm-ffi, launch in the simulator. Events and streams are accepted; their times
-are those of this machine.
+While attached, device queries answer as the simulated device (`devices`: a B200 unless it is told
+another), CuTe DSL compiles for it, tensors made on a CUDA device lie in host memory, and calls of
+compiled functions, plain and tvm-ffi, launch in the simulator. Events and streams are accepted;
+their times are those of this machine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import devices
 from ..arguments import tensor_ranges
 from ..errors import LaunchError, SimulationError
 from ..host import HostProgram, LaunchConfig, keeping_ptx
 from ..launcher import Options, run_host_code
 from ..report import Report
-from ..residency import NUM_SMS
 from ..settings import read_settings
 from .live import pointer_ranges
 from .patch import Patch, applied
 
-TARGET = "sm_100a"
 #: Libraries that keep compiled kernels in files of their own: what comes back from there holds
 #: machine code without its PTX. (environment variable, its value that switches the cache off,
 #: module and attribute that keep it, if any)
@@ -120,7 +119,7 @@ def _compiling_for_target(cubin: bool) -> Iterator[None]:
     with keeping_ptx(cubin), warnings.catch_warnings():
         # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
         warnings.filterwarnings("ignore", message="Cache is disabled")
-        variables.arch = TARGET
+        variables.arch = devices.current().target
         try:
             yield
         finally:
@@ -174,7 +173,7 @@ def _dsl_patches(session: Session) -> Iterator[Patch]:
         session.run(lambda on_launch: program.run_packed(addresses, on_launch), arguments)
 
     def clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
-        return NUM_SMS // cluster_size
+        return devices.current().clusters(cluster_size)
 
     def no_module(path: str, **_: Any) -> None:
         raise LaunchError(

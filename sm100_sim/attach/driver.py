@@ -1,4 +1,4 @@
-"""cuda.bindings as a B200 would answer: the calls that CuTe DSL and its scripts make on the host.
+"""cuda.bindings as the simulated device would answer: the calls of CuTe DSL and its scripts.
 
 Functions follow the convention of cuda.bindings: a tuple whose first element is the status. What
 is not listed here keeps its own behaviour, an error without a driver.
@@ -14,9 +14,8 @@ from typing import Any
 import cuda.bindings.driver as driver
 import cuda.bindings.runtime as runtime
 
-from ..host import DEVICE_ATTRIBUTES
+from .. import devices
 from .patch import Patch
-from .torch_cuda import DEVICE_NAME, GLOBAL_MEMORY_BYTES
 
 CUDA_VERSION = 13000
 _allocations: dict[int, Any] = {}
@@ -43,10 +42,10 @@ def _free(pointer: Any, *_: Any) -> None:
 
 
 def _device_attribute(attribute: Any, _device: Any = 0) -> int:
-    number = int(attribute)
-    if number not in DEVICE_ATTRIBUTES:
-        raise NotImplementedError(f"CUDA device attribute {attribute!r} has no value for a B200")
-    return DEVICE_ATTRIBUTES[number]
+    number, attributes = int(attribute), devices.current().attributes
+    if number not in attributes:
+        raise NotImplementedError(f"CUDA device attribute {attribute!r} has no value in devices.py")
+    return attributes[number]
 
 
 def _fill(width: int) -> Callable[..., None]:
@@ -96,8 +95,8 @@ def _driver_calls() -> dict[str, Callable[..., Any]]:
     return calls | {
         "cuDeviceGetCount": _always(1), "cuDeviceGet": lambda number: driver.CUdevice(number),
         "cuCtxGetDevice": _always(driver.CUdevice(0)), "cuDriverGetVersion": _always(CUDA_VERSION),
-        "cuDeviceGetName": lambda *_: DEVICE_NAME.encode(),
-        "cuDeviceTotalMem": _always(GLOBAL_MEMORY_BYTES),
+        "cuDeviceGetName": lambda *_: devices.current().product.encode(),
+        "cuDeviceTotalMem": lambda *_: devices.current().memory_bytes,
         "cuDeviceGetAttribute": _device_attribute, "cuCtxGetCurrent": _always(context),
         "cuCtxCreate": _always(context), "cuDevicePrimaryCtxRetain": _always(context),
         "cuStreamCreate": _always(driver.CUstream(0)), "cuStreamQuery": _nothing,

@@ -1,4 +1,4 @@
-"""PyTorch's CUDA interface over CPU tensors, as a B200 would answer.
+"""PyTorch's CUDA interface over CPU tensors, as the simulated device would answer.
 
 `patches()` lists what to replace while attached: device queries, streams, events of `torch.cuda`,
 tensor factories (a CUDA device becomes the CPU) and the tensor attributes that tell the device.
@@ -19,12 +19,10 @@ import numpy as np
 import torch
 import torch.utils._device
 
-from ..host import DEVICE_ATTRIBUTES
+from .. import devices
 from .patch import ABSENT, Patch
 from .scaled_mm import scaled_mm
 
-DEVICE_NAME = "NVIDIA B200 (sm100_sim)"
-GLOBAL_MEMORY_BYTES = 180 << 30
 #: Bytes; the smallest block of PyTorch's caching CUDA allocator, whose blocks start at multiples.
 ALLOCATION_ALIGNMENT = 512
 #: Offset of DLDevice in DLManagedTensor: DLTensor comes first and starts with its data pointer.
@@ -33,20 +31,23 @@ _DL_CUDA = 2
 
 
 class DeviceProperties:
-    """What torch.cuda.get_device_properties tells of a B200."""
+    """What torch.cuda.get_device_properties tells of the simulated device."""
 
-    name = DEVICE_NAME
-    major, minor = 10, 0
-    total_memory = GLOBAL_MEMORY_BYTES
-    multi_processor_count = DEVICE_ATTRIBUTES[16]
     warp_size = 32
-    max_threads_per_multi_processor = DEVICE_ATTRIBUTES[39]
-    regs_per_multiprocessor = DEVICE_ATTRIBUTES[82]
-    shared_memory_per_block = DEVICE_ATTRIBUTES[8]
-    shared_memory_per_block_optin = DEVICE_ATTRIBUTES[97]
-    shared_memory_per_multiprocessor = DEVICE_ATTRIBUTES[81]
-    L2_cache_size = DEVICE_ATTRIBUTES[38]
     is_integrated = is_multi_gpu_board = 0
+
+    def __init__(self) -> None:
+        device = devices.current()
+        attributes = device.attributes
+        self.name, (self.major, self.minor) = device.product, device.capability
+        self.total_memory = device.memory_bytes
+        self.multi_processor_count = device.sms
+        self.max_threads_per_multi_processor = attributes[39]
+        self.regs_per_multiprocessor = attributes[82]
+        self.shared_memory_per_block = attributes[8]
+        self.shared_memory_per_block_optin = attributes[97]
+        self.shared_memory_per_multiprocessor = attributes[81]
+        self.L2_cache_size = device.l2_bytes
 
 
 class Stream:
@@ -131,8 +132,8 @@ _CUDA_FUNCTIONS: dict[str, Any] = {
     "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
     "_lazy_init": lambda: None, "device_count": lambda: 1, "current_device": lambda: 0,
     "set_device": lambda device: None, "synchronize": lambda device=None: None,
-    "get_device_name": lambda device=None: DEVICE_NAME,
-    "get_device_capability": lambda device=None: (10, 0),
+    "get_device_name": lambda device=None: devices.current().product,
+    "get_device_capability": lambda device=None: devices.current().capability,
     "get_device_properties": lambda device=None: DeviceProperties(),
     "is_bf16_supported": lambda *_, **__: True,
     "current_stream": lambda device=None: _STREAM, "default_stream": lambda device=None: _STREAM,
@@ -144,7 +145,7 @@ _CUDA_FUNCTIONS: dict[str, Any] = {
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0, "max_memory_reserved": lambda device=None: 0,
-    "mem_get_info": lambda device=None: (GLOBAL_MEMORY_BYTES, GLOBAL_MEMORY_BYTES),
+    "mem_get_info": lambda device=None: (devices.current().memory_bytes,) * 2,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from backward_cases import accurate, check, gradients, inputs
 
-from fa4_hd256 import BackwardConfig, backends, backward, flash_attn_func
+from fa4_hd256 import BackwardConfig, backward, flash_attn_func
 from softmax_emu.pattern import Ex2Pattern
 
 # A tile of dQ is 256 queries of a CTA pair, one of dK and dV 128 keys; a step multiplies the two.
@@ -45,7 +45,7 @@ def test_head_ratios(heads, device):
 @pytest.mark.simulator
 @pytest.mark.parametrize(("clusters", "parts"), [(1, 1), (6, 3), (4, 2), (74, 6)])
 def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
-    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", clusters)
+    monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{2 * clusters}")
     seen = []
     original = backward.gradient_call_arguments
 
@@ -61,7 +61,7 @@ def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
 @pytest.mark.simulator
 def test_more_tiles_than_clusters(monkeypatch):
     """Three clusters for 24 tiles of dQ and 12 of dK and dV: the next tile's loads overlap."""
-    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", 3)
+    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:6")
     check(inputs((300, 200), (4, 2), batch=3), causal=True)
 
 

@@ -10,7 +10,7 @@ import torch
 from backward_cases import gradients, inputs
 
 import sm100_sim
-from fa4_hd256 import BackwardConfig, backends
+from fa4_hd256 import BackwardConfig
 from fa4_hd256.backward_config import BackwardWarpPlan
 from fa4_hd256.backward_problem import GradientClass
 from fa4_hd256.compile import compile_kernel
@@ -62,7 +62,7 @@ def test_no_findings(lengths, causal, seed, config, monkeypatch):
 def test_no_findings_across_tiles(seed, config, monkeypatch):
     """One cluster runs all tiles: the next one's loads and products overlap this one's results."""
     monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", 1)
+    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:2")
     if seed is not None:
         monkeypatch.setenv("SM100_SIM_SEED", str(seed))
     _, reports = run((520, 260), (2, 2), config=config)

@@ -15,7 +15,7 @@ import torch
 from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
 
-from fa4_hd256 import backends, compile, flash_attn_func, flash_attn_varlen_func, reference
+from fa4_hd256 import compile, flash_attn_func, flash_attn_varlen_func, reference
 from fa4_hd256.forward_consumers import ForwardConsumers
 from fa4_hd256.masking import Visibility
 from fa4_hd256.problem import Options, Problem
@@ -112,7 +112,7 @@ def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
     options = {"num_splits": 3, "return_lse": True}
     expected = flash_attn_func(*tensors, **options, use_clc=False)
     # For the grid of the static scheduler, and for what the machine of the dynamic one holds.
-    monkeypatch.setattr(backends, "SIMULATED_CLUSTERS", clusters)
+    monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{2 * clusters}")
     monkeypatch.setenv("SM100_SIM_CLUSTERS", str(clusters))
     for use_clc in (False, True):
         assert same(expected, flash_attn_func(*tensors, **options, use_clc=use_clc))

@@ -77,7 +77,7 @@ def test_device_queries_answer_as_a_b200():
         assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)
         assert torch.cuda.get_device_properties(0).multi_processor_count == 148
         assert cutlass.utils.HardwareInfo().get_max_active_clusters(2) == 74
-        assert cutlass.utils.HardwareInfo().get_l2_cache_size_in_bytes() == 126 << 20
+        assert cutlass.utils.HardwareInfo().get_l2_cache_size_in_bytes() == 132_644_864
         assert driver.cuDeviceGetCount() == (driver.CUresult.CUDA_SUCCESS, 1)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

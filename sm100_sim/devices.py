@@ -1,0 +1,102 @@
+"""The GPUs that the simulator can pass for, each with the figures that programs ask a driver for.
+
+`SM100_SIM_DEVICE` names one, "b200" if it is not set; "b200:19" has 19 SMs, as a slice of one (MIG)
+may have. What a device is called changes what queries answer and how many clusters are resident at
+once, never how an instruction is executed.
+
+SMs: NVIDIA's product data for B200 and GB200 (148, 152); device queries on B300 and GB300 that
+others published (148, 152; the full chip has 160). L2: 126.5 MB, from such queries on B200 and
+B300. Memory: the products' data sheets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+
+__all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "named"]
+
+VARIABLE = "SM100_SIM_DEVICE"
+
+#: cudaDeviceAttr -> value, of those that all devices here share (CUDA runtime API).
+_COMMON = {
+    1: 1024,  # max threads per block
+    8: 49152,  # max shared memory per block without opt-in
+    10: 32,  # warp size
+    12: 65536,  # registers per block
+    39: 2048,  # threads per multiprocessor
+    81: 233472,  # shared memory per multiprocessor
+    82: 65536,  # registers per multiprocessor
+    95: 1,  # cooperative launch
+    97: 232448,  # shared memory per block, opt-in
+    106: 32,  # blocks per multiprocessor
+    111: 1024,  # shared memory reserved by the system per block
+    120: 1,  # cluster launch
+}
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """One GPU. capability: compute capability. memory_clock_khz, memory_bus_bits: of its HBM, whose
+    rate is two transfers a clock."""
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    memory_bytes: int
+    memory_bus_bits: int
+    memory_clock_khz: int = 3_996_000
+    l2_bytes: int = 132_644_864
+
+    @property
+    def product(self) -> str:
+        """What it calls itself."""
+        return f"NVIDIA {self.name.upper()} (sm100_sim)"
+
+    @property
+    def target(self) -> str:
+        """What CuTe DSL compiles for on it."""
+        return "sm_{}{}a".format(*self.capability)
+
+    @property
+    def attributes(self) -> dict[int, int]:
+        """cudaDeviceAttr -> value."""
+        major, minor = self.capability
+        return _COMMON | {
+            16: self.sms, 36: self.memory_clock_khz, 37: self.memory_bus_bits, 38: self.l2_bytes,
+            75: major, 76: minor,
+        }  # fmt: skip
+
+    def clusters(self, size: int) -> int:
+        """Clusters of so many CTAs that run at once, one CTA an SM; every SM finds its peers."""
+        return self.sms // size
+
+
+_GB = 10**9
+DEVICES = {
+    device.name: device
+    for device in (
+        SimulatedDevice("b200", (10, 0), 148, 192 * _GB, 8192),
+        SimulatedDevice("gb200", (10, 0), 152, 192 * _GB, 8192),
+        SimulatedDevice("b300", (10, 3), 148, 288 * _GB, 7680),
+        SimulatedDevice("gb300", (10, 3), 152, 288 * _GB, 8192),
+    )
+}
+
+
+def named(text: str) -> SimulatedDevice:
+    """The device that `text` names, "gb200" or "gb200:19". Raises ValueError for another text."""
+    match = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", text)
+    if match is None or match[1] not in DEVICES:
+        raise ValueError(
+            f"{VARIABLE} is {text!r}; accepted are {', '.join(DEVICES)}, each also with a number "
+            "of SMs, as b200:19"
+        )
+    device = DEVICES[match[1]]
+    return device if match[2] is None else replace(device, sms=int(match[2]))
+
+
+def current() -> SimulatedDevice:
+    """The device of the environment. Raises ValueError as `named` does."""
+    return named(os.environ.get(VARIABLE) or "b200")
