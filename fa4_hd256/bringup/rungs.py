@@ -30,6 +30,7 @@ RUNGS = (
     Rung("machine", 60, True, "what the figures below belong to: GPU, driver, clocks, other users"),
     Rung("golden", 30, True,
          "single instructions: that the simulator and this GPU agree, bit for bit"),
+    Rung("micro", 60, True, "the constants of the timing model: latencies, intervals, rates"),
     Rung("kernels", 300, False, "each kernel, then masks, lengths and schedulers, against float64"),
 )  # fmt: skip
 

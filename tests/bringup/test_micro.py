@@ -1,0 +1,63 @@
+"""Microbenchmarks: replayed by the timing model, each must give back the constant that the model
+started from; the same kernels run without an error in the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fa4_hd256.bringup import micro, modelled
+from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from sm100_sim.timing.machine_constants import Values, load
+
+pytestmark = pytest.mark.simulator
+
+TABLE = micro._table(SIMULATOR.sms)
+#: Benchmarks whose kernels the model follows from one cluster, and how far off they may be: reads
+#: of the clock and the loop itself take up to a clock a round, 5 % of a rate.
+FOLLOWED = {
+    "exp2 interval": 0.2, "exp2 latency": 0.2, "shared load": 0.2, "shuffle": 0.2,
+    "bar.sync": 0.5, "bar.sync a warp": 0.1, "mbarrier arrive": 0.5, "mbarrier test": 0.5,
+    "wake-up": 0.5, "remote arrive": 0.5, "cluster barrier": 0.5,
+    "TMA load from L2": 1.0, "TMA rate of an SM": 0.5, "TMA store": 1.0, "TMEM load": 1.0,
+    "TMEM load rate": 0.05, "TMEM store": 1.0, "MMA latency beyond the closed form": 1.0,
+    "MMA switch": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_model_gives_its_own_constant_back(name):
+    """What a GPU's clocks are read as is the constant by which the model makes such clocks."""
+    if modelled.missing():
+        pytest.skip(modelled.missing())
+    outcome = micro.run(name, SIMULATOR, lambda text: None)
+    wanted = getattr(load(modelled.MACHINE).values(), TABLE[name].constant)
+    assert outcome.state == "measured" and outcome.text.startswith("modelled: ")
+    assert outcome.values["value"] == pytest.approx(wanted, abs=FOLLOWED[name])
+
+
+@pytest.mark.parametrize("shape", ["256x128 group 2 A SMEM", "128x256 group 2 A SMEM"])
+def test_mma_intervals_are_those_of_the_closed_form(shape):
+    if modelled.missing():
+        pytest.skip(modelled.missing())
+    outcome = micro.run(f"MMA interval {shape}", SIMULATOR, lambda text: None)
+    assert outcome.values["value"] == pytest.approx(64, abs=0.5)
+
+
+def test_every_constant_is_one_of_the_models():
+    named = [m.constant for m in TABLE.values() if m.constant]
+    assert set(named) <= set(Values._fields)
+    assert len(named) == len(set(named)), "a constant is set by one figure"
+
+
+def test_a_gpu_without_tensor_memory_is_not_asked_for_it():
+    hopper = micro.items(Target("gpu", "a Hopper GPU", (9, 0), 132))
+    assert "CLC query" not in hopper and "TMEM load" not in hopper
+    assert set(hopper) < set(micro.items(SIMULATOR))
+
+
+def test_a_figure_is_the_median_with_quartiles():
+    benchmark = TABLE["mbarrier arrive"]
+    outcome = micro._figure(benchmark, np.array([benchmark.figure(8 * x) for x in range(20, 41)]))
+    assert outcome.values["value"] == 15 and outcome.values["low"] == 10
+    assert outcome.values["high"] == 20 and "sets barrier_arrive" in outcome.text
