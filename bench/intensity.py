@@ -137,7 +137,7 @@ def table(chosen: Iterable[Case], directions: Iterable[str], machine: Machine) -
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser)
     parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
-    parser.add_argument("--machine", default="b200", help="b200 or b300")
+    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 

@@ -150,7 +150,10 @@ def printing_predictor(machine: str, draws: int) -> Predictor:
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     """Whether the model is used where there is a GPU, and its settings. draws: the default."""
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
-    parser.add_argument("--machine", default="b200", help="of the model: b200 or b300")
+    parser.add_argument(
+        "--machine", default="b200",
+        help="of the model: b200, b300, or a file such as the report of a bringup",
+    )
     parser.add_argument(
         "--draws", type=int, default=draws, help="draws of its uncertain constants"
     )

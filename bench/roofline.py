@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser, seqlen=8192)
     parser.add_argument("--freq", type=int, help="ex2_emu_freq; with --res, default: as configured")
     parser.add_argument("--res", type=int, help="ex2_emu_res")
-    parser.add_argument("--machine", default="b200", help="b200 or b300")
+    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
     parser.add_argument("--direction", choices=DIRECTIONS, help="both, if not given")
     add_output_options(parser)
 

@@ -112,7 +112,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--machine", default="b200", help="b200 or b300")
+    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 

@@ -363,7 +363,7 @@ def held_out(machine: Machine) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--machine", default="b200", help="b200 or b300")
+    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
     parser.add_argument("--no-hopper", action="store_true", help="leave `bench hopper` out")
     add_output_options(parser)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -154,11 +153,3 @@ def _modelled(micro: Micro, note: Callable[[str], None]) -> Outcome:
     figure = _figure(micro, np.array([micro.figure(*series)]))
     return Outcome("measured", f"modelled: {figure.text}", {**figure.values, "modelled": True})
 
-
-def constants(steps: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Figures by the constant that they set, from the outcomes of this rung."""
-    return {
-        outcome["values"]["constant"]: outcome["values"]
-        for outcome in steps.values()
-        if outcome["state"] == "measured" and outcome.get("values", {}).get("constant")
-    }

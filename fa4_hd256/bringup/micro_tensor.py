@@ -142,7 +142,8 @@ def table() -> tuple[Micro, ...]:
     switch = tuple(_products(2, 256, 128, False, 40, targets) for targets in (1, 2))
     return (
         Micro("TMEM load", "clocks before the first column", loads,
-              lambda a, b: a - 8 * (b - a) / 56, "tmem_load", "a load and its wait, one warp", True),
+              lambda a, b: a - 8 * (b - a) / 56, "tmem_load", "a load and its wait, one warp",
+              True),
         Micro("TMEM load rate", "columns a clock and issue slot", loads,
               lambda a, b: 56 / (b - a), "tmem_columns_per_clock",
               "what 64 columns take longer than 8", True),

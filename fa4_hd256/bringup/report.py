@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from .machine_file import machine
 from .outcome import STATES, Target
 from .rungs import HIDDEN, RUNGS
 
@@ -40,8 +41,10 @@ def content(target: Target, results: Results, stopped: str = "") -> dict[str, An
             "steps": kept,
         }
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    return {"bringup": VERSION, "date": now, "target": target.as_json(), "stopped": stopped,
-            "rungs": rungs}  # fmt: skip
+    found = {"bringup": VERSION, "date": now, "target": target.as_json(), "stopped": stopped,
+             "rungs": rungs}  # fmt: skip
+    described = machine(target, results, now)
+    return {**found, "machine": described} if described else found
 
 
 def summary_line(results: Results, stopped: str = "") -> str:

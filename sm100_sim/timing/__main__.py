@@ -12,18 +12,23 @@ import os
 import runpy
 import sys
 
-from .machine_constants import machines
+from .machine_constants import load, machines
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sm100_sim.timing", description=__doc__)
-    parser.add_argument("--machine", default="b200", choices=machines())
+    parser.add_argument("--machine", default="b200",
+                        help=f"{', '.join(machines())}, or a file: a report of a bringup, say")
     parser.add_argument("--draws", type=int, default=4, help="replays with drawn constants")
     parser.add_argument("--trace", help="write a Chrome trace of the last kernel to this file")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     choice = parser.parse_args(arguments)
+    try:
+        machine = load(choice.machine)
+    except ValueError as error:
+        parser.error(str(error))
     if not os.path.isfile(choice.script):
         print(f"{choice.script!r} is not a file", file=sys.stderr)
         return 2
@@ -33,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv = [choice.script, *choice.args]
     sys.path[0] = os.path.dirname(os.path.abspath(choice.script))
     try:
-        with attached(choice.machine, choice.draws) as found:
+        with attached(machine, choice.draws) as found:
             runpy.run_path(choice.script, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = saved

@@ -116,18 +116,22 @@ def machines() -> list[str]:
 
 
 def load(name: str = "b200") -> Machine:
-    """The machine of that name.
+    """The machine of that name, or of that file: a path that ends in .json.
 
-    Raises ValueError for a name without a data file, or a file that lacks a constant, has one too
-    many, or one whose value lies outside its range.
+    A file is what `data/*.json` are, or the report of a bringup, whose "machine" is one; constants
+    that it lacks are those of the machine that it is "like".
+
+    Raises ValueError for a name without a data file, or a file that is not there, lacks a constant,
+    has one too many, or one whose value lies outside its range.
     """
-    path = DATA / f"{name}.json"
-    if name not in machines():
-        raise ValueError(f"machine {name!r} is not known; there are {', '.join(machines())}")
-    content = json.loads(path.read_text())
-    constants = dict(content["constants"])
-    if "like" in content:
-        constants = {**load_raw(content["like"]), **constants}
+    path = Path(name) if name.endswith(".json") else DATA / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"machine {name!r} is not known; there are {', '.join(machines())}, and files whose "
+            "name ends in .json, such as the report of `python -m fa4_hd256 bringup`"
+        )
+    content = _read(path)
+    constants = content["constants"]
     missing, unknown = set(Values._fields) - set(constants), set(constants) - set(Values._fields)
     if missing or unknown:
         raise ValueError(f"{path.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
@@ -140,9 +144,16 @@ def load(name: str = "b200") -> Machine:
         found[key] = Constant(
             value, low, high, entry["unit"], entry["source"], entry.get("fitted", False)
         )
-    return Machine(name, content["basis"], found)
+    return Machine(content.get("name", path.stem), content["basis"], found)
 
 
-def load_raw(name: str) -> dict:
-    """The constants of a data file as they stand there."""
-    return json.loads((DATA / f"{name}.json").read_text())["constants"]
+def _read(path: Path) -> dict:
+    """A data file, or the machine in a report, with the constants of what it is like."""
+    content = json.loads(path.read_text())
+    content = content.get("machine", content)
+    if "constants" not in content:
+        raise ValueError(f"{path.name} describes no machine: it has no \"constants\"")
+    if "like" in content:
+        other = _read(DATA / f"{content['like']}.json")["constants"]
+        content = {**content, "constants": {**other, **content["constants"]}}
+    return content

@@ -1,0 +1,47 @@
+"""What was measured, as a machine of the timing model: `--machine FILE` of bench and
+sm100_sim.timing takes a report that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .outcome import Target
+
+#: Constants that a step of the rung `machine` tells: name -> (field, factor, unit).
+_OF_THE_DEVICE = {
+    "sms": ("SMs", 1.0, "SMs"),
+    "l2_megabytes": ("L2, bytes", 1e-6, "MB"),
+}
+
+
+def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
+    """A machine file's content; None where nothing was measured on a GPU.
+
+    Each constant has value, quartiles as its range, unit and where it was measured. Constants that
+    no figure sets are those of the machine it is like: an H200's for compute capability 9.0, else a
+    B200's.
+    """
+    measured = {
+        outcome["values"]["constant"]: (name, outcome["values"])
+        for name, outcome in results.get("micro", {}).items()
+        if outcome["state"] == "measured" and outcome["values"]["constant"]
+        and not outcome["values"].get("modelled")
+    }  # fmt: skip
+    if not target.is_gpu or not measured:
+        return None
+    where = f"measured on {target.name}, {date}: bringup"
+    constants = {
+        constant: {
+            "value": values["value"], "range": [values["low"], values["high"]],
+            "unit": values["unit"], "source": f"{where}, {name}: {values['what']}",
+        }
+        for constant, (name, values) in measured.items()
+    }  # fmt: skip
+    device = results.get("machine", {}).get("device", {}).get("values", {})
+    for constant, (field, factor, unit) in _OF_THE_DEVICE.items():
+        if field in device:
+            constants[constant] = {"value": round(device[field] * factor, 3), "unit": unit,
+                                   "source": f"{where}, the driver's answer"}
+    like = "h200" if target.capability == (9, 0) else "b200"
+    basis = f"{len(constants)} constants {where}; the others as {like.upper()}"
+    return {"name": target.name, "basis": basis, "like": like, "constants": constants}

@@ -1,0 +1,83 @@
+"""The report as a machine of the timing model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fa4_hd256.bringup import report
+from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from sm100_sim.timing.machine_constants import load
+
+pytestmark = pytest.mark.simulator
+
+
+def figure(constant: str, value: float, **more) -> dict:
+    values = {"value": value, "low": value - 1, "high": value + 2, "unit": "clocks",
+              "constant": constant, "what": "a test"}  # fmt: skip
+    return {"state": "measured", "text": "", "values": {**values, **more}}
+
+
+RESULTS = {
+    "machine": {"device": {"state": "measured", "values": {"SMs": 152, "L2, bytes": 126e6}}},
+    "micro": {"TMEM load": figure("tmem_load", 91.5), "hand-over": figure("", 60.0),
+              "CLC query": {"state": "hang", "text": "no end"}},
+}  # fmt: skip
+GPU = Target("gpu", "NVIDIA GB200", (10, 0), 152)
+
+
+@pytest.fixture
+def path(tmp_path):
+    report.write_reports(tmp_path, GPU, RESULTS)
+    return tmp_path / "report.json"
+
+
+def test_what_was_measured_replaces_the_defaults(path):
+    machine, default = load(str(path)), load("b200")
+    assert machine.name == "NVIDIA GB200" and "measured on NVIDIA GB200" in machine.basis
+    found = machine.constants["tmem_load"]
+    assert (found.value, found.low, found.high) == (91.5, 90.5, 93.5)
+    assert "TMEM load: a test" in found.source and not found.fitted
+    assert machine.values().sms == 152 and machine.values().l2_megabytes == 126
+    changed = {n for n, c in machine.constants.items() if c != default.constants[n]}
+    assert changed == {"tmem_load", "sms", "l2_megabytes"}
+
+
+def test_a_hopper_gpu_is_like_the_other_hopper_gpu(tmp_path):
+    report.write_reports(tmp_path, Target("gpu", "H100", (9, 0), 132), RESULTS)
+    machine = load(str(tmp_path / "report.json"))
+    assert machine.values().shared_load == load("h200").values().shared_load
+    assert machine.values().shared_load != load("b200").values().shared_load
+
+
+def test_the_simulator_measures_nothing():
+    """What the model says of itself must not come back as a measurement."""
+    modelled = {**RESULTS, "micro": {"TMEM load": figure("tmem_load", 75, modelled=True)}}
+    assert "machine" not in report.content(SIMULATOR, modelled)
+    assert "machine" not in report.content(GPU, modelled)
+
+
+def test_a_report_without_a_machine_is_refused(tmp_path):
+    report.write_reports(tmp_path, SIMULATOR, RESULTS)
+    with pytest.raises(ValueError, match="describes no machine"):
+        load(str(tmp_path / "report.json"))
+    with pytest.raises(ValueError, match="is not known; there are .*b200.* and files"):
+        load(str(tmp_path / "none.json"))
+
+
+def test_the_command_takes_the_file(path, tmp_path):
+    """`python -m sm100_sim.timing --machine FILE`; a wrong file is an error of the arguments."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for machine, status in ((path, 0), (tmp_path / "none.json", 2)):
+        command = [sys.executable, "-m", "sm100_sim.timing", "--machine", str(machine), str(script)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+    assert "is not known" in done.stderr
+
+
+def test_json_has_no_infinity(path):
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
