@@ -260,20 +260,20 @@ class Barrier(SharedByReference):
         The warp barrier orders what the other lanes did before the elected lane's arrival; it is
         left out after an instruction that the whole warp completes together (is_converged), as
         tcgen05.wait is.
-        An edge that hands over tensor memory only, whose order is that of the tcgen05 waits and
-        fences, is signalled by a relaxed arrival at cluster scope (9.7.16.6.4), which spares a
-        memory barrier of several hundred clocks; one that hands over shared memory releases it.
+        An arrival at cluster scope is relaxed: one that releases costs a memory barrier of the
+        whole GPU, several hundred clocks (docs/facts.md).  An edge that hands over tensor memory
+        only has the order of the tcgen05 waits and fences (9.7.16.6.4); one that hands over shared
+        memory releases that alone, by a fence that leaves global memory out (9.7.13.4).
         """
         if not is_converged:
             cute.arch.sync_warp()
         pointer = self._array.get_barrier(state.index)
         with cute.arch.elect_one():
+            if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR_RELEASE):
+                nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
             if cutlass.const_expr(self.edge.signal in PAIR_SIGNALS):
                 cute.arch.mbarrier_arrive(
-                    pointer,
-                    LEADER_RANK,
-                    relaxed=self.edge.signal is Signal.WARPS_PAIR,
-                    scope=nvvm.MemScopeKind.CLUSTER,
+                    pointer, LEADER_RANK, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
                 )
             else:
                 cute.arch.mbarrier_arrive(pointer)

@@ -105,7 +105,7 @@ class PairKernel:
         # Barriers must be initialised in both CTAs before either allocates tensor memory for the
         # pair or signals the other (PTX ISA 9.7.16.7.1).
         cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()
+        cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
         columns = self.tmem_plan.allocated_columns
         if warp == self.warps.mma:

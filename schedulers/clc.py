@@ -17,7 +17,7 @@ empty barrier    in the leader CTA; one arrival per consumer warp of BOTH CTAs a
 ===============  ====================================================================
 
 * The response is decoded from one 128-bit load; a proxy fence orders that generic read before the
-  next asynchronous write, then the warp arrives with release at cluster scope.
+  next asynchronous write, then the warp releases its shared memory at cluster scope and arrives.
 * No try_cancel follows an observed failure: a query is made only in an iteration that has a valid
   tile, and its response is read before the next.
 * Every warp takes part in every response, the failed one included; phases carry across tiles.
@@ -168,10 +168,13 @@ class ClcScheduler:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            # The hand-off crosses CTAs: release at cluster scope.
+            # The hand-off crosses CTAs and concerns shared memory alone: a release that left
+            # global memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
+            nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
             cute.arch.mbarrier_arrive(
                 channel.consumer_get_barrier(self.consumer),
                 _LEADER,
+                relaxed=True,
                 scope=nvvm.MemScopeKind.CLUSTER,
             )
         self.consumer.advance()

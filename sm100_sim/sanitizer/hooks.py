@@ -226,6 +226,8 @@ def _cluster_wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
 @_hook("fence", "membar")
 def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     name = instruction.name
+    parts = set(name.split("."))
+    restricted = {"release", "sync_restrict::shared::cta"} <= parts
     acquires = None
     if name.startswith("fence.proxy.tensormap::generic.acquire"):
         acquires = address(instruction.operands[0], 64)
@@ -236,6 +238,10 @@ def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
             sanitizer.ordering(state, "proxy")
             state.fence_proxy()
             sanitizer.fence_inits(state)
+            if restricted:
+                state.fence_shared()
+        elif restricted:
+            state.fence_shared()
         elif acquires is not None:
             sanitizer.maps.acquire(state, acquires(warp, lanes))
         elif name.startswith("fence.proxy.tensormap"):
@@ -244,8 +250,10 @@ def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
             sanitizer.fence_inits(state)
             state.fence()
         elif not name.startswith(("fence.proxy", "membar.proxy")):
-            sanitizer.flags.fence(state)
-            state.fence()
+            if "release" not in parts:
+                sanitizer.flags.fence(state)
+            if "acquire" not in parts:
+                state.fence()
         return execute(warp, lanes)
 
     return run

@@ -212,7 +212,10 @@ def _watched_name(routine: str, name: str) -> str:
     """Name of the watched routine for an instruction that has `routine`; "" for none."""
     if routine in WATCHED:
         return WATCHED[routine].name
-    found = (order.name for prefix, order in WATCHED_ORDERS.items() if name.startswith(prefix))
+    found = (
+        order.name for opcode, order in WATCHED_ORDERS.items()
+        if name == opcode or name.startswith(f"{opcode}.")
+    )
     return next(found, "")
 
 

@@ -184,6 +184,15 @@ class WarpState:
         np.maximum(self.published, self.frontier, out=self.published)
         self.advance()
 
+    def fence_shared(self) -> None:
+        """fence.release.sync_restrict::shared::cta: the same for accesses to shared memory.
+
+        Generic accesses have one clock, whatever memory they are to, so global ones count, too.
+        """
+        entries = self.sanitizer.layout.shared()
+        self.published[entries] = np.maximum(self.published[entries], self.frontier[entries])
+        self.advance()
+
     def fence_tensor(self) -> None:
         """tcgen05.fence::before_thread_sync: the same for accesses to tensor memory."""
         entries = self.sanitizer.tensor_entries

@@ -35,7 +35,7 @@ from sm100_sim.native.products import (
     tensor_mma,
 )
 
-from .clocks import AGENTS_OF_A_WARP, LOAD, MMA, STORE, WAIT
+from .clocks import AGENTS_OF_A_WARP, COPY, GENERIC, LOAD, MMA, STORE, WAIT
 from .draining import GRANULE_SHIFT, add_access, agent_of, drain
 from .records import (
     ARRIVE_KIND,
@@ -359,6 +359,13 @@ def watched_fence_after(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 
 @native
+def tell(w: ptr[WarpRecord], entry: u64) -> None:
+    """A later relaxed arrive publishes what the warp knows of an agent."""
+    if w.frontier[entry] > w.published[entry]:
+        w.published[entry] = w.frontier[entry]
+
+
+@native
 def watched_fence_before(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """tcgen05.fence::before_thread_sync."""
     w = ptr[WarpRecord](c.watch)
@@ -367,9 +374,7 @@ def watched_fence_before(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     w.recorded = u32(0)
     for i in range(w.cluster.warps):
         for which in range(LOAD, MMA + 1):
-            entry = i * AGENTS_OF_A_WARP + which
-            if w.frontier[entry] > w.published[entry]:
-                w.published[entry] = w.frontier[entry]
+            tell(w, i * AGENTS_OF_A_WARP + which)
     return DONE
 
 
@@ -382,6 +387,21 @@ def watched_fence_proxy(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     for i in range(w.cluster.warps):
         w.frontier[w.cluster.agents + i] = w.frontier[i * AGENTS_OF_A_WARP]
     w.unfenced = u32(0)
+    advance(w)
+    return DONE
+
+
+@native
+def watched_fence_shared(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
+    """fence.release.sync_restrict::shared::cta.cluster."""
+    w = ptr[WarpRecord](c.watch)
+    if not begin(c, o):
+        return PYTHON
+    for i in range(w.cluster.warps):
+        tell(w, i * AGENTS_OF_A_WARP + GENERIC)
+        tell(w, i * AGENTS_OF_A_WARP + COPY)
+    for entry in range(w.cluster.warps * AGENTS_OF_A_WARP, w.cluster.agents + w.cluster.warps):
+        tell(w, entry)
     advance(w)
     return DONE
 
@@ -532,5 +552,6 @@ WATCHED = {
 WATCHED_ORDERS = {
     "tcgen05.wait::ld": watched_wait_loads, "tcgen05.wait::st": watched_wait_stores,
     "tcgen05.fence::after_thread_sync": watched_fence_after,
+    "fence.release.sync_restrict::shared::cta": watched_fence_shared,
     "fence.proxy.async": watched_fence_proxy,
 }  # fmt: skip

@@ -162,6 +162,30 @@ add.u32 %r4, %r4, 1;  setp.lt.u32 %p3, %r4, 3;
 END:
 """
 
+# The CTAs of a pair write their own shared memory, and CTA 0 reads both: a release of shared memory
+# alone and a relaxed arrive tell it when.
+OWN_SHARED = START + """
+mov.u32 %r10, %cluster_ctarank;
+mov.u32 %r11, 0;
+mapa.shared::cluster.u32 %r12, %r3, %r11;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 64;
+fence.mbarrier_init.release.cluster;
+READY:
+/*start*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
+st.shared.b32 [%r5+256], %r0;
+/*release*/ fence.release.sync_restrict::shared::cta.cluster;
+/*arrive*/ mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r12];
+setp.ne.u32 %p1, %r10, 0;
+@%p1 bra DONE;
+/*wait*/ W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [smem], 0; @!%p2 bra W;
+mov.u32 %r11, 1;
+mapa.shared::cluster.u32 %r13, %r5, %r11;
+ld.shared::cluster.b32 %r7, [%r13+256];
+DONE:
+/*end*/ barrier.cluster.arrive.aligned;  barrier.cluster.wait.aligned;
+"""
+
 # Eight warps give registers away and eight take them.
 REGISTERS = START + """
 setp.gt.u32 %p1, %r1, 7;

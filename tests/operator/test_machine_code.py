@@ -1,8 +1,9 @@
-"""The register budgets of the warp roles: what the launch has, what the machine code takes."""
+"""Machine code of the pair kernels: registers of the roles against those of the launch, fences."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,9 +36,11 @@ PAIR_KERNELS = {
 }
 
 
-def compiled(kind: str):
+def compiled(kind: str, use_clc: bool = False):
     """(kernel, the register plan of its configuration)."""
     config, variant = PAIR_KERNELS[kind]
+    problem = replace(CAUSAL, use_clc=use_clc)
+    variant = problem if kind == "forward" else replace(variant, problem=problem)
     if kind == "forward":
         return compile_kernel(KernelSpec(kind, config, variant)), config.warps.registers
     config = config.of_kernel(kind)
@@ -84,6 +87,18 @@ def test_no_role_names_a_register_that_its_budget_lacks(kind):
             # The check can fail: no role does with eight.
             assert beyond(function, number, 8) != []
     assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@pytest.mark.parametrize("kind", PAIR_KERNELS)
+def test_no_arrival_waits_for_the_whole_gpu(kind, use_clc):
+    """MEMBAR.ALL.GPU, hundreds of clocks, stands before two cluster barriers and nowhere else: the
+    one after tensor memory is allocated and the one before the CTAs exit."""
+    kernel, _ = compiled(kind, use_clc)
+    (function,) = disassemble(kernel.cubin).values()
+    order = [i.opcode for i in function.instructions
+             if i.opcode.startswith(("MEMBAR.ALL.GPU", "UCGABAR_ARV"))]  # fmt: skip
+    assert order == ["UCGABAR_ARV", *2 * ["MEMBAR.ALL.GPU", "UCGABAR_ARV"]]
 
 
 @pytest.mark.parametrize("plan", [WarpPlan, BackwardWarpPlan])
