@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(main=demo.main)
     plan = commands.add_parser("plan", help="roles, barriers, SMEM and TMEM of the kernels")
     plan.set_defaults(main=_plan)
-    settings = commands.add_parser("env", help="environment variables and versions")
+    settings = commands.add_parser("env", help="environment variables, caches and versions")
     settings.set_defaults(main=_env)
     commands.add_parser("bringup", help="the first hour on a GPU: one command, one report")
     return parser
@@ -50,9 +50,14 @@ def _plan(_: argparse.Namespace) -> int:
 
 
 def _env(_: argparse.Namespace) -> int:
-    from .compile import versions
+    from .backends import simulator_cache
+    from .compile import disk_cache, versions
 
     print(environment.describe())
+    print()
+    for cache in (disk_cache(), simulator_cache()):
+        if cache is not None:
+            print(f"{cache.contents} in {cache.directory}: {cache.state()}")
     print()
     print("\n".join(f"{name} {version}" for name, version in versions().items()))
     return 0

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -109,6 +110,13 @@ def launch(
 
     with _progress() as report:
         sm100_sim.launch(compiled, *arguments(num_clusters(device), 0), progress=report)
+
+
+def simulator_cache() -> Any:
+    """The simulator's `NativeCache` of translated kernels, None if it keeps none."""
+    from sm100_sim.translation_cache import disk_cache
+
+    return disk_cache()
 
 
 def num_clusters(device: torch.device) -> int:

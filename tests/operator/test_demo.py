@@ -97,3 +97,19 @@ def test_env_lists_every_variable(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert all(variable.name in shown for variable in environment.VARIABLES)
     assert "torch" in shown and "nvidia-cutlass-dsl" in shown
+
+
+def test_env_says_how_the_caches_are(capsys, monkeypatch, tmp_path):
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    directory.chmod(0o777)
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(directory))
+    monkeypatch.setenv("SM100_SIM_CACHE_DIR", str(tmp_path / "absent"))
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert f"compiled kernels in {directory}: owner" in shown
+    assert "mode 0777, not used: everybody may write it" in shown
+    assert f"translated kernels in {tmp_path / 'absent'}: not there yet" in shown
+    monkeypatch.setenv("SM100_SIM_CACHE_DIR", "off")
+    assert main(["env"]) == 0
+    assert "translated kernels in" not in capsys.readouterr().out

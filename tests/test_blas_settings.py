@@ -1,0 +1,47 @@
+"""Tests of exact and of rounded products pass under other settings of the BLAS libraries, too.
+
+Which order a library sums in depends on the CPU, on the shapes and on the threads. What this
+machine takes by itself is what the whole suite runs under; here are the settings that any CPU of
+its kind can run: the oldest kernels, one order for all shapes, other numbers of threads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+#: Products on the CPU compared bit for bit, or within bounds of float64.
+SELECTION = (
+    "operator/test_reference.py::test_rows_in_parts",
+    "operator/test_reference.py::test_rows_without_a_visible_key_have_no_gradient",
+    "sim/test_tcgen05.py::test_mma_types",
+    "sim/test_tcgen05.py::test_mma_with_a_in_tmem",
+    "sim/test_native_routines.py::test_products_are_the_same_bits",
+)
+
+SETTINGS = {
+    "oldest kernels, one thread": {
+        "OPENBLAS_CORETYPE": "Prescott", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+    },
+    "other kernels, two threads": {
+        "OPENBLAS_CORETYPE": "Nehalem", "MKL_CBWR": "AUTO", "OPENBLAS_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "2", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_products(settings):
+    environment = {**os.environ, **settings}
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *SELECTION],
+        cwd=TESTS, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr
