@@ -46,7 +46,9 @@ def test_clc_is_in_the_compiled_kernel():
     assert _starting(counts, "clusterlaunchcontrol.query_cancel.get_first_ctaid") == 2
     assert counts["ld.shared.b128"] == 2, "one 128-bit load a response"
     assert counts["fence.proxy.async.shared::cta"] == 2
-    assert counts["mbarrier.arrive.release.cluster.shared::cluster.b64"] == 2
+    assert counts["fence.release.sync_restrict::shared::cta.cluster"] == 2
+    assert counts["mbarrier.arrive.relaxed.cluster.shared::cluster.b64"] == 2
+    assert _starting(counts, "mbarrier.arrive.release.cluster") == 0
     assert counts["mbarrier.arrive.expect_tx.shared::cluster.b64"] == 1
 
 
