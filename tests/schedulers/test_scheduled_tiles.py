@@ -41,7 +41,7 @@ def _compiled(scheduler_class, later_blocks_first):
     return compile_sm100(schedule, _tensor(record), sizes, cutlass.Int32(4), settings)
 
 
-def _run(scheduler_class, problem, resident, seed=None):
+def _run(scheduler_class, problem, resident, seed=None, **options):
     """The record of a run, indexed [batch, head, query block, CTA, warp, field]; the report."""
     shape = (problem.num_batches, problem.num_heads, problem.num_query_blocks)
     record = torch.zeros(*shape, CLUSTER_SIZE, NUM_WARPS, FIELDS, dtype=torch.int32)
@@ -53,6 +53,7 @@ def _run(scheduler_class, problem, resident, seed=None):
         cutlass.Int32(resident),
         clusters=resident,
         seed=seed,
+        **options,
     )
     return record.numpy(), report
 
@@ -129,3 +130,35 @@ def test_clc_with_nothing_to_steal():
     record, report = _run(ClcScheduler, problem, 64)
     _check_exactly_once(record)
     assert report.clc == {"try_cancel": 3, "stolen": 0, "refused": 0}
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3, 5])
+def test_clc_whatever_requests_get(resident):
+    """Seeds refuse requests early, hand tiles out in any order and responses over late.
+
+    Tiles: one, one less and one more than are resident, an odd number of many more.
+    """
+    refused, orders = 0, set()
+    for tiles in sorted({1, max(1, resident - 1), resident, resident + 1, 2 * resident + 9}):
+        problem = TileProblem(tiles, 1, 1)
+        for seed in range(10):
+            record, report = _run(ClcScheduler, problem, resident, seed)
+            _check_exactly_once(record)
+            refused += report.clc["refused"]
+            assert report.clc["try_cancel"] == tiles
+            launched = len(np.unique(record[..., 1]))
+            assert launched == tiles - report.clc["stolen"] <= resident + report.clc["refused"]
+            orders.add(record[0, 0, :, 0, 0, 1:3].tobytes())
+    assert refused > 0 and len(orders) > 10
+
+
+def test_a_cancel_that_arrives_very_late():
+    """Responses take effect when nothing else can go on."""
+    record, report = _run(ClcScheduler, TileProblem(9, 1, 1), 2, schedule="lazy")
+    _check_exactly_once(record)
+    assert report.clc == {"try_cancel": 9, "stolen": 7, "refused": 0}
+
+
+def test_a_problem_without_tiles_has_no_grid():
+    with pytest.raises(ValueError, match="a problem without tiles must not be launched"):
+        TileProblem(0, 1, 1)
