@@ -111,14 +111,15 @@ def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
         plan(registers_other=other + 8)
 
 
-def test_budgets_of_the_whole_register_file_hang(monkeypatch):
-    """A backward whose warpgroups together want all 65,536 registers waits for the last 1,024."""
+@pytest.mark.parametrize("kind", ["dkdv", "dq_product", "dq"])
+def test_budgets_of_the_whole_register_file_hang(kind, monkeypatch):
+    """Warpgroups that together want all 65,536 registers wait for the last 1,024."""
     monkeypatch.setattr(RegisterPlan, "__post_init__", lambda self: None)
     warps = BackwardWarpPlan(registers_other=64)
     assert warps.registers.needed == 65_536
-    config = BackwardConfig(
-        dq=DqPlan(warps=warps), dkdv=DkdvPlan(warps=warps), dq_product=DqProductPlan(warps=warps)
-    )
+    plan = {"dkdv": DkdvPlan, "dq_product": DqProductPlan, "dq": DqPlan}[kind](warps=warps)
+    memory = 0 if kind == "dq" else BackwardConfig().ds_bytes
+    config = BackwardConfig(**{kind: plan}, ds_bytes=memory)
     tensors = inputs((128, 128), (1, 1))
     with pytest.raises(Hang) as caught:
         gradients(tensors, torch.randn_like(tensors[0]), backward_config=config)
