@@ -16,7 +16,7 @@ from pathlib import Path
 from .outcome import BAD, SIMULATOR, Target
 from .report import summary_line, write_reports
 from .rungs import HIDDEN, RUNGS, named
-from .runner import Run, Stopped
+from .runner import TARGET, Run, Stopped
 
 DEFAULT_DIRECTORY = "bringup_report"
 #: Seconds that asking the driver for its GPU may take.
@@ -62,6 +62,14 @@ def find_target(simulate: bool) -> Target:
     return Target.from_json(json.loads(asked.stdout))
 
 
+def _kept_target(directory: Path) -> Target:
+    """The machine whose results a directory holds: a report may be written anywhere."""
+    path = directory / TARGET
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no results of a bringup; name another one with --out")
+    return Target.from_json(json.loads(path.read_text()))
+
+
 def _say(rung: str, item: str, outcome: dict) -> None:
     if outcome["state"] == "passed" and rung in ("golden", "answers"):
         return
@@ -71,7 +79,7 @@ def _say(rung: str, item: str, outcome: dict) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: 0, 1 if a step failed, faulted or hung, 3 if the machine stopped answering.
     """
-    target = find_target(arguments.simulate)
+    target = _kept_target(arguments.out) if arguments.report else find_target(arguments.simulate)
     run = Run(arguments.out, target, _say)
     print(f"bringup of {target.name} in {arguments.out}", flush=True)
     for name in arguments.again:

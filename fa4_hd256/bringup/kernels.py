@@ -18,7 +18,7 @@ from .outcome import Outcome, Target
 
 #: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
 LSE_TOLERANCE = 1e-3
-_SMALLEST = ("forward", "forward_combine", "backward_preprocess", "backward_dkdv",
+SMALLEST = ("forward", "forward_combine", "backward_preprocess", "backward_dkdv",
              "backward_dq", "backward_dq_product")  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def items(target: Target) -> list[str]:
     """The smallest shapes, then the ladder of forward and backward."""
     calls = [*_ladder(), *(_long() if target.is_gpu else ())]
     ladder = [f"{which} {call}" for call in calls for which in ("forward", "backward")]
-    return [*(f"smallest {kernel}" for kernel in _SMALLEST), *ladder]
+    return [*(f"smallest {kernel}" for kernel in SMALLEST), *ladder]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
@@ -101,7 +101,8 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     return _forward(call, target) if kind == "forward" else _backward(call, target, {})
 
 
-def _tensors(call: Call, device: str) -> tuple:
+def tensors(call: Call, device: str) -> tuple:
+    """q, k, v and the gradient of out, random and the same every time."""
     import torch
 
     generator = torch.Generator().manual_seed(sum(call.lengths))
@@ -116,7 +117,7 @@ def _tensors(call: Call, device: str) -> tuple:
 def _forward(call: Call, target: Target, **more: Any) -> Outcome:
     from .. import flash_attn_func, reference
 
-    q, k, v, _ = _tensors(call, target.device)
+    q, k, v, _ = tensors(call, target.device)
     out, lse = flash_attn_func(
         q, k, v, return_lse=True, use_clc=call.use_clc, **{"num_splits": 1, **more}, **call.options
     )
@@ -136,7 +137,7 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool], **config: Any
     from ..backward_config import BackwardConfig
     from ..problem import Options
 
-    q, k, v, dout = _tensors(call, target.device)
+    q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v, **call.options)
     given = BackwardCall(
         q, k, v, out.to(q.dtype).to(q.device), lse.float().to(q.device), dout, None, None, {}
@@ -185,7 +186,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     from ..backward_calling import PreprocessTensors
     from ..problem import Options
 
-    q, k, v, dout = _tensors(call, target.device)
+    q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v)
     out, lse = out.to(q.dtype).to(q.device), lse.float().to(q.device)
     given = backward.BackwardCall(q, k, v, out, lse, dout, None, None, {})

@@ -42,6 +42,11 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
         if field in device:
             constants[constant] = {"value": round(device[field] * factor, 3), "unit": unit,
                                    "source": f"{where}, the driver's answer"}
-    like = "h200" if target.capability == (9, 0) else "b200"
-    basis = f"{len(constants)} constants {where}; the others as {like.upper()}"
-    return {"name": target.name, "basis": basis, "like": like, "constants": constants}
+    other = like(target)
+    basis = f"{len(constants)} constants {where}; the others as {other.upper()}"
+    return {"name": target.name, "basis": basis, "like": other, "constants": constants}
+
+
+def like(target: Target) -> str:
+    """The machine file whose constants stand in for what is not measured."""
+    return "h200" if target.capability == (9, 0) else "b200"

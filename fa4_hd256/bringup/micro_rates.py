@@ -54,6 +54,6 @@ def table(sms: int) -> tuple[Micro, ...]:
               "launch_us", "an empty kernel in a stream of them", seconds=True),
         Micro("CTA reuse", "microseconds", (one, more), lambda a, b: (b - a) / waves * 1e6, "",
               f"each further wave of empty CTAs of {_SHARED >> 10} KiB", seconds=True),
-        Micro("SM clock under load", "GHz", (_busy(20000, sms),), lambda s: s, "clock_ghz",
-              "clocks of a kernel of about a hundred milliseconds over its seconds", seconds=True),
+        Micro("SM clock under load", "GHz", (_busy(800000, sms),), lambda s: s, "clock_ghz",
+              "clocks of a kernel of some fifty milliseconds over its seconds", seconds=True),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The report of a bringup: text and JSON, from the results."""
+"""The report of a bringup: text, JSON and a page, from the results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .machine_file import machine
+from sm100_sim.timing.machine_constants import load
+
+from .machine_file import like, machine
 from .outcome import STATES, Target
+from .page import page
 from .rungs import HIDDEN, RUNGS
 
 Results = dict[str, dict[str, dict[str, Any]]]
@@ -20,11 +23,14 @@ _COUNTED = ("golden",)
 
 
 def write_reports(directory: Path, target: Target, results: Results, stopped: str = "") -> None:
-    """report.txt and report.json in the directory. stopped: why the run ended early."""
+    """report.txt, report.json and report.html in the directory. stopped: why the run ended early.
+    """
     (directory / "report.txt").write_text(text(target, results, stopped))
-    (directory / "report.json").write_text(
-        json.dumps(content(target, results, stopped), indent=1) + "\n"
-    )
+    found = content(target, results, stopped)
+    (directory / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    model = load(like(target))
+    constants = {name: constant.value for name, constant in model.constants.items()}
+    (directory / "report.html").write_text(page(found, constants))
 
 
 def content(target: Target, results: Results, stopped: str = "") -> dict[str, Any]:

@@ -32,12 +32,16 @@ RUNGS = (
          "single instructions: that the simulator and this GPU agree, bit for bit"),
     Rung("micro", 60, True, "the constants of the timing model: latencies, intervals, rates"),
     Rung("kernels", 300, False, "each kernel, then masks, lengths and schedulers, against float64"),
+    Rung("sanitizer", 600, False, "memory errors and races that results do not show"),
+    Rung("graph", 120, False, "that calls may be captured into CUDA graphs"),
+    Rung("host", 120, False, "what a call costs the host"),
+    Rung("throughput", 1200, False, "how fast the kernels are, beside others' in one process"),
 )  # fmt: skip
 
 #: Not part of a run: whether the GPU still answers after a hang, and planted failures.
 HIDDEN = (
     Rung("answers", 60, True, "whether the machine still computes", False),
-    Rung("planted", 20, True, "that a hang, a fault and a wrong result are told apart", False),
+    Rung("planted", 10, True, "that a hang, a fault and a wrong result are told apart", False),
 )
 
 

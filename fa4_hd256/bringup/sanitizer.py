@@ -1,0 +1,105 @@
+"""The smallest shapes under a sanitizer: NVIDIA's compute-sanitizer on a GPU, the simulator's own
+in the simulator. A planted fault first shows that the tool sees one here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from . import kernels
+from .outcome import Outcome, Target
+
+TOOL = "compute-sanitizer"
+#: Exit status that the tool is asked to give where it has found something.
+FOUND = 86
+#: Seconds of one run: the tool slows a kernel down by one to three orders of magnitude.
+LIMIT = 500
+_CHECKS = ("memcheck", "racecheck")
+
+
+def missing(target: Target) -> str:
+    """The tool comes with the CUDA toolkit."""
+    if target.is_gpu and shutil.which(TOOL) is None:
+        return f"{TOOL} is not on the PATH; it comes with the CUDA toolkit"
+    return ""
+
+
+def items(target: Target) -> list[str]:
+    """What the tool must find, what it must pass, then each kernel that can run here."""
+    able = [] if kernels.missing(target) else [f"smallest {name}" for name in kernels.SMALLEST]
+    if not target.is_gpu:
+        return [f"simulator {name}" for name in able]
+    plain = ["memcheck finds a planted fault", "memcheck passes a plain kernel"]
+    return [*plain, *(f"{check} {name}" for name in able for check in _CHECKS)]
+
+
+def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
+    """One kernel under one tool."""
+    tool, _, name = item.partition(" ")
+    note(item)
+    if tool == "simulator":
+        return _simulated(name, target, note)
+    if name == "finds a planted fault":
+        outcome = _under(tool, "planted", "fault", target)
+        seen = outcome.state == "failed"
+        return Outcome("passed" if seen else "failed", outcome.text if seen else
+                       "the tool reports no error for a store to an unmapped address")
+    if name == "passes a plain kernel":
+        return _under(tool, "answers", "triples", target)
+    return _under(tool, "kernels", name, target)
+
+
+def _under(tool: str, rung: str, step: str, target: Target) -> Outcome:
+    """A step of another rung in a process under the tool."""
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+        order, progress = Path(directory, "order.json"), Path(directory, "progress.jsonl")
+        order.write_text(json.dumps({"rung": rung, "items": [step], "target": target.as_json(),
+                                     "progress": str(progress)}))
+        command = [TOOL, "--tool", tool, "--target-processes", "all", "--error-exitcode",
+                   str(FOUND), sys.executable, "-m", f"{__package__}.child", str(order)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        said = progress.read_text().splitlines() if progress.exists() else []
+    lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    summary = next((line.strip("= ") for line in reversed(lines) if "SUMMARY" in line), "")
+    if done.returncode == FOUND or "0 errors" not in summary and "0 hazards" not in summary:
+        return Outcome("failed", summary or f"status {done.returncode}, no summary",
+                       {"output": "\n".join(lines[:60]) or done.stderr[-2000:]})
+    # No error of the tool: then the step's own word counts.
+    ended = [json.loads(line) for line in said if '"end"' in line]
+    if not ended:
+        return Outcome("fault", f"the step did not end; status {done.returncode}",
+                       {"stderr": done.stderr[-2000:]})
+    own = ended[-1]["outcome"]
+    return Outcome(own["state"], f"{summary}; {own.get('text', '')}")
+
+
+@contextlib.contextmanager
+def _sanitized() -> Iterator[None]:
+    name = "SM100_SIM_SANITIZE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+def _simulated(step: str, target: Target, note: Callable[[str], None]) -> Outcome:
+    sm100_sim = importlib.import_module("sm100_sim")
+    before = len(sm100_sim.last_reports())
+    with _sanitized():
+        outcome = kernels.run(step, target, note)
+    reports = sm100_sim.last_reports()[before:]
+    findings = [str(finding) for report in reports for finding in report.findings]
+    if findings:
+        return Outcome("failed", f"{len(findings)} findings, first: {findings[0]}",
+                       {"findings": findings[:20]})
+    return Outcome(outcome.state, f"{len(reports)} launches, no finding; {outcome.text}")

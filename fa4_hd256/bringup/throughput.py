@@ -1,0 +1,51 @@
+"""Throughput beside other kernels: `python -m bench throughput`, a process for each group."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from . import kernels
+from .outcome import Outcome, Target
+
+LIMIT = 1100
+#: Groups of bench's suite, and the tokens above which a case is left out of the first hour.
+_GROUPS = ("dense", "varlen", "window", "few KV heads", "unequal")
+_TOKENS = 32768
+
+
+def missing(target: Target) -> str:
+    """A GPU that the kernels run on, and bench, which lies in a checkout."""
+    if not target.is_gpu:
+        return "needs a GPU; `python -m bench throughput --modelled` gives the model's figures"
+    if importlib.util.find_spec("bench") is None:
+        return "the package bench is not here; run it in a checkout"
+    return kernels.missing(target)
+
+
+def items(target: Target) -> list[str]:
+    """Directions and groups."""
+    return [f"{direction} {group}" for direction in ("forward", "backward") for group in _GROUPS]
+
+
+def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
+    """One group; every provider that is installed: flash-attn-4, cuDNN through PyTorch, ours."""
+    direction, _, group = item.partition(" ")
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+        path = Path(directory, "table.json")
+        command = [sys.executable, "-m", "bench", "throughput", "--direction", direction, "--group",
+                   group, "--max-tokens", str(_TOKENS), "--json", str(path)]
+        note(" ".join(command[1:7]))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        if done.returncode or not path.exists():
+            last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            return Outcome("fault", f"status {done.returncode}: {last}",
+                           {"stderr": done.stderr[-4000:]})
+        tables = json.loads(path.read_text())["tables"]
+    rows = sum(len(table["rows"]) for table in tables)
+    return Outcome("measured", f"{rows} rows", {"tables": tables})

@@ -1,0 +1,71 @@
+"""The rung of the sanitizers: compute-sanitizer's words are understood, the simulator's own runs."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from fa4_hd256.bringup import sanitizer
+from fa4_hd256.bringup.outcome import SIMULATOR, Target
+
+pytestmark = pytest.mark.simulator
+
+#: Takes the tool's place: runs what is behind its options, says what it is told to say.
+_TOOL = """#!/bin/sh
+while [ "$1" != "{python}" ]; do shift; done
+"$@"
+echo "========= {summary}"
+exit {status}
+"""
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """A function that puts a tool with a given summary and status on the PATH."""
+    import os
+    import sys
+
+    def make(summary: str, status: int) -> None:
+        path = tmp_path / sanitizer.TOOL
+        path.write_text(_TOOL.format(python=sys.executable, summary=summary, status=status))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("summary", "status", "state"),
+    [("ERROR SUMMARY: 0 errors", 0, "passed"),
+     ("ERROR SUMMARY: 3 errors", sanitizer.FOUND, "failed"),
+     ("ERROR SUMMARY: 1 error", 0, "failed"),
+     ("no summary at all", 0, "failed")],
+)  # fmt: skip
+def test_the_tools_word_counts(tool, summary, status, state):
+    tool(summary, status)
+    found = sanitizer._under("memcheck", "answers", "triples", SIMULATOR)
+    assert found.state == state, found
+
+
+def test_a_wrong_result_counts_where_the_tool_is_content(tool):
+    tool("ERROR SUMMARY: 0 errors", 0)
+    assert sanitizer._under("memcheck", "planted", "wrong", SIMULATOR).state == "failed"
+
+
+def test_a_tool_that_finds_nothing_fails_on_the_planted_fault(tool):
+    tool("ERROR SUMMARY: 0 errors", 0)
+    gpu = Target("gpu", "a GPU", (9, 0), 132)
+    found = sanitizer.run("memcheck finds a planted fault", gpu, lambda text: None)
+    assert found.state == "failed" and "reports no error" in found.text
+
+
+def test_the_simulators_sanitizer_sees_the_smallest_kernel():
+    found = sanitizer.run("simulator smallest backward_preprocess", SIMULATOR, lambda text: None)
+    assert found.state == "passed" and found.text.startswith("1 launches, no finding"), found
+
+
+def test_without_the_tool_the_rung_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "CUDA toolkit" in sanitizer.missing(Target("gpu", "a GPU", (9, 0), 132))
+    assert sanitizer.missing(SIMULATOR) == ""
