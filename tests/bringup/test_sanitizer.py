@@ -1,4 +1,4 @@
-"""The rung of the sanitizers: compute-sanitizer's words are understood, the simulator's own runs."""
+"""The rung of the sanitizers: what compute-sanitizer says is understood; the simulator's runs."""
 
 from __future__ import annotations
 
