@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.environment import cache_directory
+from fa4_hd256.environment import CACHE_DIR, cache_directory
+from fa4_hd256.native_cache import NativeCache
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
 
@@ -126,17 +126,11 @@ def kept(
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     if key in _memory:
         return _memory[key]
-    path = cache_directory() / "replays" / f"{key}.json"
-    if path.exists():
-        found = [Replayed(**{**row, "clocks": tuple(row["clocks"])})
-                 for row in json.loads(path.read_text())]  # fmt: skip
-    else:
-        found = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when complete: another process never reads half of it.
-        partial = path.with_suffix(f".{id(found):x}")
-        partial.write_text(json.dumps([asdict(row) for row in found]))
-        partial.replace(path)
+    cache = NativeCache(cache_directory() / "replays", "replays", CACHE_DIR.name)
+    header, _, _ = cache.obtain(
+        f"{key}.replays", lambda: ({"rows": [asdict(row) for row in make()]}, [])
+    )
+    found = [Replayed(**{**row, "clocks": tuple(row["clocks"])}) for row in header["rows"]]
     _memory[key] = found
     return found
 

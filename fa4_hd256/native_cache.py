@@ -159,7 +159,7 @@ class NativeCache:
         if reason is not None:
             self._warn(
                 f"{self.directory} is not used: {reason}, and native code would be loaded from it. "
-                f"Set {self.variable} to a directory of your own, or make this one yours alone "
+                f"Set {self.variable} to a directory of your own that nobody else may write "
                 "(chmod go-w)"
             )
         return reason is None
