@@ -42,6 +42,7 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
         if field in device:
             constants[constant] = {"value": round(device[field] * factor, 3), "unit": unit,
                                    "source": f"{where}, the driver's answer"}
+    _add_reuse(constants, results["micro"], where)
     other = like(target)
     basis = f"{len(constants)} constants {where}; the others as {other.upper()}"
     return {"name": target.name, "basis": basis, "like": other, "constants": constants}
@@ -50,3 +51,14 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
 def like(target: Target) -> str:
     """The machine file whose constants stand in for what is not measured."""
     return "h200" if target.capability == (9, 0) else "b200"
+
+
+def _add_reuse(constants: dict[str, Any], micro: dict[str, Any], where: str) -> None:
+    """`cta_reuse` is in clocks; its step measures time, and another one the clock."""
+    measured = micro.get("CTA reuse", {}).get("values")
+    if measured is None or "clock_ghz" not in constants:
+        return
+    value, low, high = (round(1e3 * constants["clock_ghz"]["value"] * measured[key], 1)
+                        for key in ("value", "low", "high"))
+    constants["cta_reuse"] = {"value": value, "range": [low, high], "unit": "clocks",
+                              "source": f"{where}, CTA reuse: {measured['what']}"}

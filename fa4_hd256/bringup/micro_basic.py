@@ -43,7 +43,7 @@ def _shared_loads() -> Timed:
         lines.append(f"ld.volatile.shared.v4.b32 {{{words}}}, [%addr+{8192 * (i % 4)}];")
     setup = "shl.b32 %addr, %thread, 4;\nadd.u32 %addr, %addr, %pool;\n"
     return timed("8 ld.shared.v4 of each of 16 warps", "\n".join(lines), setup=setup, warps=16,
-                 shared=_SHARED)  # fmt: skip
+                 rounds=512, shared=_SHARED)  # fmt: skip
 
 
 def _named_barrier(warps: int) -> Timed:
@@ -106,13 +106,15 @@ def _empty() -> Timed:
 
 
 def _fence(text: str, before: str = "", warps: int = 1, grid: int = 1) -> Timed:
-    """One fence a round behind `before`; the other warps run `before` alone."""
+    """Warp 0 of each CTA times one fence a round behind `before`, which all warps do."""
     name = f"{text} behind {before.count('st.')} stores of {warps} warps, {grid} CTAs"
     setup = (f"mul.wide.u32 %at, %thread, 16;\nmul.wide.u32 %d0, %cta, {32 * 16 * warps * 8};\n"
              "add.u64 %at, %at, %d0;\nadd.u64 %far, %buf, %at;\n"
              "setp.eq.u32 %mine, %warp, 0;\n")
-    body = f"{before}@!%mine bra PAST;\n{text};\nPAST:"
-    return timed(name, body, setup=setup, warps=warps, grid=grid, buffer=64 << 20)
+    body = (f"{before}@!%mine bra PAST;\nmov.u64 %d1, %clock64;\n{text};\n"
+            "mov.u64 %d2, %clock64;\nsub.u64 %d2, %d2, %d1;\nadd.u64 %d3, %d3, %d2;\nPAST:")
+    return timed(name, body, setup=setup, warps=warps, grid=grid, buffer=64 << 20, summed=True,
+                 typical=True)  # fmt: skip
 
 
 def _stores(count: int, warps: int) -> str:
@@ -121,7 +123,7 @@ def _stores(count: int, warps: int) -> str:
 
 
 def _fence_cost(name: str, text: str, constant: str, what: str, **load: int) -> Micro:
-    """The round with the fence less the round without."""
+    """The fence between its two readings of the clock, less nothing between them."""
     warps, count, grid = load.get("warps", 1), load.get("stores", 0), load.get("grid", 1)
     before = _stores(count, warps)
     other = _fence(text, before, warps, grid)
@@ -134,7 +136,7 @@ def table() -> tuple[Micro, ...]:
     release = "fence.acq_rel.gpu"
     return (
         Micro("exp2 interval", "clocks a warp", (_exp2(),), lambda a: a / 32, "mufu_interval",
-              "MUFU.EX2 of a warp on an issue slot that does nothing else"),
+              "MUFU.EX2 of a warp on an issue slot that does nothing else", around=0.1),
         Micro("exp2 latency", "clocks", (_chain("ex2", "ex2.approx.ftz.f32 %f0, %f0;"),),
               lambda a: a / 32, "mufu_latency", "dependent ex2 of one warp"),
         Micro("shared load", "clocks", (_chain("ld.shared", "ld.shared.b32 %addr, [%addr];"),),

@@ -86,7 +86,8 @@ def table() -> tuple[Micro, ...]:
               lambda a, b: 24576 / (b - a), "l2_bytes_per_clock_sm",
               "what 32 KiB take longer than 8 KiB, one SM alone"),
         Micro("TMA store", "clocks", (_store(False),), lambda a: a, "tma_store",
-              "1 KiB, until the bytes are written", around=17.0),
+              "1 KiB, until wait_group has passed: in SASS it waits for the reads alone",
+              around=17.0),
         Micro("TMA store, read", "clocks", (_store(True),), lambda a: a, "",
-              "1 KiB, until shared memory may be written again"),
+              "1 KiB, until wait_group.read has passed"),
     )  # fmt: skip

@@ -42,7 +42,7 @@ def _busy(rounds: int, sms: int) -> Timed:
 def table(sms: int) -> tuple[Micro, ...]:
     """All of this module, for a GPU of so many SMs."""
     total = _BLOCK * _BLOCKS * _ROUNDS * sms
-    waves = 20
+    waves = 200
     one = _nothing(sms, _SHARED, "a wave of empty CTAs")
     more = _nothing(sms * (waves + 1), _SHARED, f"{waves + 1} waves of empty CTAs")
     return (
@@ -51,7 +51,7 @@ def table(sms: int) -> tuple[Micro, ...]:
         Micro("HBM rate", "TB/s", (_stream(sms, True),), lambda s: total / s / 1e12,
               "hbm_terabytes", "bulk loads of all SMs from more than L2 holds", seconds=True),
         Micro("launch", "microseconds", (_nothing(1, 0, "one empty CTA"),), lambda s: s * 1e6,
-              "launch_us", "an empty kernel in a stream of them", seconds=True),
+              "launch_us", "each further empty kernel of a CUDA graph", seconds=True),
         Micro("CTA reuse", "microseconds", (one, more), lambda a, b: (b - a) / waves * 1e6, "",
               f"each further wave of empty CTAs of {_SHARED >> 10} KiB", seconds=True),
         Micro("SM clock under load", "GHz", (_busy(800000, sms),), lambda s: s, "clock_ghz",

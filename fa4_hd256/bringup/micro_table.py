@@ -14,7 +14,7 @@ class Micro:
 
     constant: the constant of the timing model that it sets, or "". what: one line for a reader.
     tcgen05: whether it needs a GPU of compute capability 10.x. seconds: `value` gets the seconds of
-    a launch, by the driver's events over `LAUNCHES` of them, in place of clocks of a round.
+    a launch, by the driver's events around a graph of `LAUNCHES`, in place of clocks of a round.
     around: what the model counts in such a round beside the constant, taken off the value; the
     tests compute it by replaying the kernels.
     """

@@ -53,10 +53,11 @@ mov.u32 %pool, pool;
 mov.u32 %bar, place;
 ld.global.u32 %zero, [%buf];
 cvt.u64.u32 %zero64, %zero;
+mov.u64 %d3, 0;
 mov.u32 %parity, 0;
 """
 _TAIL = """
-mov.u64 %end, %clock64;
+MEASURE
 SYNC
 sub.u64 %end, %end, %begin;
 mad.lo.u32 %i, %cta, WARPS, %warp;
@@ -75,11 +76,12 @@ _CLUSTER_SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 
 def timed(
     name: str, body: str, *, setup: str = "", finish: str = "", keep: str = "", rounds: int = 64,
-    **shape: int,
+    summed: bool = False, **shape: int,
 ) -> Timed:
     """A kernel: `setup`, `rounds` times `body` between the clocks, `keep`, and `finish` at the end.
 
-    shape: the other fields of `Timed`.
+    summed: the body adds what it has timed to %d3, and that is what counts. shape: the other fields
+    of `Timed`.
     """
     warps, cluster = shape.get("warps", 1), shape.get("cluster", 1)
     attributes = f".reqntid {32 * warps}, 1, 1\n"
@@ -91,8 +93,10 @@ def timed(
         if rounds > 1 else f"{body}\n")  # fmt: skip
     text = f"{_HEAD}{setup}\n{sync}\nmov.u64 %begin, %clock64;\n{loop}{keep}{_TAIL}"
     # `finish` may synchronise, too.
-    for word, value in (("FINISH", finish), ("ATTRIBUTES", attributes), ("SYNC", sync),
-                        ("WARPS", str(warps)), ("RESULTS", str(RESULTS))):
+    measure = "add.u64 %end, %begin, %d3;" if summed else "mov.u64 %end, %clock64;"
+    for word, value in (("FINISH", finish), ("MEASURE", measure),
+                        ("ATTRIBUTES", attributes), ("SYNC", sync), ("WARPS", str(warps)),
+                        ("RESULTS", str(RESULTS))):
         text = text.replace(word, value)
     return Timed(name, text, rounds=rounds, **shape)
 

@@ -46,6 +46,13 @@ def test_what_was_measured_replaces_the_defaults(path):
     assert changed == {"tmem_load", "sms", "l2_megabytes"}
 
 
+def test_the_reuse_of_a_slot_is_in_clocks(tmp_path):
+    """Half a microsecond at 2 GHz."""
+    micro = {"CTA reuse": figure("", 0.5), "SM clock under load": figure("clock_ghz", 2.0)}
+    found = report.content(GPU, {**RESULTS, "micro": micro})["machine"]["constants"]["cta_reuse"]
+    assert found["value"] == 1000 and found["unit"] == "clocks"
+
+
 def test_a_hopper_gpu_is_like_the_other_hopper_gpu(tmp_path):
     report.write_reports(tmp_path, Target("gpu", "H100", (9, 0), 132), RESULTS)
     machine = load(str(tmp_path / "report.json"))
