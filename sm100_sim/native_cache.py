@@ -155,6 +155,8 @@ class NativeCache:
             status = os.stat(self.directory)
         except OSError:
             return False
+        if not stat.S_ISDIR(status.st_mode):
+            return False
         reason = writable_by_others(status)
         if reason is not None:
             self._warn(

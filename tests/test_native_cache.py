@@ -278,6 +278,7 @@ def test_a_directory_that_can_only_be_read():
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_directory_that_cannot_be_made(tmp_path, below):
     (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o666)
     cache = NativeCache(tmp_path / "file" / below, "compiled kernels", "SOME_CACHE_DIR")
     with pytest.warns(RuntimeWarning, match="cannot be kept in .*Set SOME_CACHE_DIR") as warned:
         for _ in range(2):

@@ -7,6 +7,9 @@ the file of the caller: whoever changes this file touches engine.py, too.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 try:
     import numba
 except ImportError as error:
@@ -15,8 +18,26 @@ except ImportError as error:
         "pip install numba"
     ) from error
 
-#: No array is created in compiled code, so it needs no reference counts: nine times faster.
-compiled = numba.njit(cache=True, _nrt=False)
+
+def compiled(function: Callable) -> Callable:
+    """Compile with numba, and keep the code: beside the source, else in the user's cache.
+
+    No array is created in compiled code, so it needs no reference counts: nine times faster.
+    """
+    try:
+        return numba.njit(cache=True, _nrt=False)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        # The same text for each function, which Python then shows once.
+        warnings.warn(
+            "the timing model's replay is compiled in every process (15 s): numba finds no "
+            "directory to keep it in. Set NUMBA_CACHE_DIR to one that can be written",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+        return numba.njit(_nrt=False)(function)
+
 
 #: Rows of the heap.
 SIGNALS = 1 << 16

@@ -1,0 +1,26 @@
+"""The replay's compiled functions where numba finds no place to keep them."""
+
+import pytest
+
+pytest.importorskip("numba")
+
+from numba.core import caching
+
+from sm100_sim.timing import signals
+
+
+def double(x):
+    return 2 * x
+
+
+def test_installed_where_nothing_can_be_written(monkeypatch):
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    with pytest.warns(RuntimeWarning, match="in every process.*Set NUMBA_CACHE_DIR"):
+        found = signals.compiled(double)
+    assert found(3) == 6 and len(found.signatures) == 1
+
+
+def test_kept_where_it_can_be(monkeypatch, tmp_path):
+    monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
+    assert signals.compiled(double)(3) == 6
+    assert list(tmp_path.rglob("*.nbi"))
