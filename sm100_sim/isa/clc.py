@@ -18,6 +18,9 @@ Two sources: what ptxas 12.8 and 13.1 make of query_cancel for sm_100a, sm_103a 
 words masked and shifted, nothing else), and kernels measured on B200s that read the words without
 it (`read_clc_payload` of cuDNN's nvidia-cudnn-frontend 1.32.0). No source says what the undefined
 bits hold; here they are poison, so that whoever relies on them sees a value that fits nothing.
+
+Programs may store such words themselves, all zero for "no cluster", and have query_cancel decode
+them (`store_invalid_response` of CUTLASS's sm100_tile_scheduler.hpp).
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.warp import lane_array, predicate_writer, reader, vector_writer, writer
 
 RESPONSE_BYTES = 16
-#: The word and the bit that tell whether a cluster was cancelled.
-CANCELLED_WORD, CANCELLED = 2, 1
+#: The bit of word 2 that tells whether a cluster was cancelled.
+CANCELLED = 1
 #: Words 0 and 1 of a request that failed: no ctaid.x, ctaid.y or ctaid.z of any grid.
 CTAID_POISON = 0xFFF0_5EED, 0xFFFF_FFFF
 #: Undefined bits of words 2 and 3.
@@ -113,6 +116,16 @@ def response_words(first: tuple[int, int, int] | None) -> np.ndarray:
     return np.array((x, z << 16 | y, MARKS[0] | CANCELLED, MARKS[1]), np.uint32)
 
 
+def of_hardware(words: np.ndarray) -> np.ndarray:
+    """Whether words, uint32 (4, ...), are a response that try_cancel has written."""
+    return (words[2] & ~np.uint32(CANCELLED) == MARKS[0]) & (words[3] == MARKS[1])
+
+
+def failed(words: np.ndarray) -> np.ndarray:
+    """Whether words, uint32 (4, ...), are the response to a request that has failed."""
+    return of_hardware(words) & (words[2] & CANCELLED == 0)
+
+
 @machine_op("clusterlaunchcontrol.query_cancel", statistics="clc.query_cancel", defines=(0,))
 def bind_query_cancel(instruction, kernel):
     """clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 p, response and
@@ -137,8 +150,8 @@ def _words(halves: np.ndarray, lanes: int) -> np.ndarray:
     """The four words of each lane's response, uint32 (4, 32), from uint64 (2, 32) registers."""
     words = np.empty((4, 32), np.uint32)
     words[0::2], words[1::2] = halves & np.uint64(0xFFFFFFFF), halves >> np.uint64(32)
-    marked = (words[2] & ~np.uint32(CANCELLED) == MARKS[0]) & (words[3] == MARKS[1])
-    foreign = ~marked & lane_array(lanes)
+    of_program = (words[2] & ~np.uint32(CANCELLED) | words[3]) == 0
+    foreign = ~(of_hardware(words) | of_program) & lane_array(lanes)
     if foreign.any():
         lane = int(foreign.argmax())
         raise ClcError(
@@ -150,7 +163,7 @@ def _words(halves: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def _cancelled(words: np.ndarray, lanes: int) -> int:
-    flags = words[CANCELLED_WORD].tolist()
+    flags = words[2].tolist()
     return sum(1 << lane for lane in range(32) if lanes >> lane & flags[lane] & CANCELLED)
 
 
@@ -165,9 +178,9 @@ def _first_ctaid(halves: np.ndarray, lanes: int) -> np.ndarray:
 
 def _bind_is_canceled(write, response):
     def execute(warp, lanes: int) -> None:
-        cancelled = _cancelled(_words(response(warp), lanes), lanes)
-        if cancelled != lanes:
+        words = _words(response(warp), lanes)
+        if (failed(words) & lane_array(lanes)).any():
             warp.cta.saw_failed_cancel = True
-        write(warp, lanes, cancelled)
+        write(warp, lanes, _cancelled(words, lanes))
 
     return execute

@@ -23,6 +23,7 @@ from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, MMA, WAIT, Layout
 from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
+from .launch_control import Responses
 from .log import AccessLog
 from .shadow import Access, signal_detail
 from .state import ClusterState, CtaState, WarpState
@@ -100,6 +101,7 @@ class Sanitizer:
         self.writes = GlobalWrites(self, machine.memory)
         self.flags = Flags(self)
         self.maps = TensorMaps(self)
+        self.responses = Responses(self)
         #: By instruction: whether it is a load or store that orders others.
         self.ordered = np.array(
             [i.opcode in ("ld", "st") and bool(_ORDERED_ACCESS & set(i.modifiers))
@@ -271,6 +273,7 @@ class Sanitizer:
     def leave_cta(self, cta: Any) -> None:
         """The last warp of a CTA has exited: nobody may be at work in it any more."""
         state = self.cta(cta)
+        self.responses.leave(cta)
         for access in state.guests:
             if access.clock is None or state.last[access.agent] < access.clock:
                 text = (
@@ -522,6 +525,8 @@ class Sanitizer:
             if access is None:
                 access = accesses[signal] = Access(state, barrier.agent, None, kind, True)
                 access.detail = signal_detail(signal)
+            if kind == "clc":
+                self.responses.request(state, cta, offset, access)
             self._touch_bytes(cta, offset, size, access, state.frontier)
         for cta, offset, size in touches.reads:
             source = Access(state, -1, None, kind, False)

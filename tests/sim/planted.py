@@ -25,6 +25,7 @@ from sanitizer_kernels import (
     STAGES,
     TENSOR,
     TURNS,
+    WORDS,
     changed,
     without,
 )
@@ -116,6 +117,7 @@ KERNELS = {
     "TENSOR": Kernel(TENSOR, {"block": (128, 1, 1)}),
     "SCALES": Kernel(SCALES, {"block": (128, 1, 1)}),
     "CANCEL": Kernel(CANCEL, {"block": (64, 1, 1), "grid": (5, 1, 1), "clusters": 1}),
+    "WORDS": Kernel(WORDS, {"block": (64, 1, 1), "grid": (5, 1, 1), "clusters": 1}),
     "OUTPUT": Kernel(OUTPUT, {"grid": (2, 1, 1)}, words(128)),
     "SEMAPHORE": Kernel(SEMAPHORE, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
     "FENCED": Kernel(_FENCED, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
@@ -232,6 +234,8 @@ BUGS = [
     _omit(8, "CANCEL", "wait", "uninitialised-read"),
     _swap(9, "CANCEL", "asks on after a failure", "last",
           "add.u32 %r9, %r9, 1;  setp.lt.u32 %p2, %r9, 9;", "ClcError"),
+    _swap(9, "WORDS", "asks on after a failure", "last",
+          "add.u32 %r9, %r9, 1;  setp.lt.u32 %p2, %r9, 9;", "cancel-after-failure"),
     # Deadlocks of schedulers, of setmaxnreg; named barriers that do not exist.
     _swap(10, "RING", "work never announced", "publish", "bar.warp.sync -1;", "Hang"),
     _omit(10, "REGISTERS", "give", "Hang"),

@@ -338,3 +338,9 @@ xor.b32 %r4, %r4, 1;
 /*last*/ add.u32 %r9, %r9, 1;
 @%p2 bra LOOP;
 """
+
+# The same, the response read word by word: query_cancel does not see that a request has failed.
+WORDS = CANCEL.replace("ld.shared.b128 %q0, [smem+32];",
+                       "ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [smem+32];").replace(
+    "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q0;",
+    "and.b32 %r7, %r7, 1;  setp.ne.u32 %p2, %r7, 0;")

@@ -194,6 +194,34 @@ def test_words_of_a_failed_request_name_no_cta():
     assert words[0] > 2**31 - 2 and words[1] & 0xFFFF > 65534 and words[1] >> 16 > 65534
 
 
+@pytest.mark.parametrize("first", [None, (6, 4, 2)])
+def test_query_of_words_that_a_program_has_stored(first):
+    """All zero but for x, y | z << 16 and the lowest bit of word 2; a failure is nobody's."""
+    words = (0, 0, 0) if first is None else (first[0], first[2] << 16 | first[1], 1)
+    found = np.zeros(4, np.uint32)
+    run_kernel_text(
+        f"""
+        st.shared.v4.b32 [smem], {{{words[0]}, {words[1]}, {words[2]}, 0}};
+        ld.shared.b128 %q0, [smem];
+        clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p0, %q0;
+        clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r0, %q0;
+        clusterlaunchcontrol.query_cancel.get_first_ctaid::y.b32.b128 %r1, %q0;
+        clusterlaunchcontrol.query_cancel.get_first_ctaid::z.b32.b128 %r2, %q0;
+        selp.u32 %r3, 1, 0, %p0;
+        st.global.v4.b32 [%rd8], {{%r0, %r1, %r2, %r3}};
+        mbarrier.init.shared.b64 [smem+32], 1;
+        mov.u32 %r4, %tid.x;  setp.ne.u32 %p1, %r4, 0;
+        @!%p1 mbarrier.arrive.expect_tx.shared.b64 _, [smem+32], 16;
+        @!%p1 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128\
+ [smem+16], [smem+32];
+        W: mbarrier.try_wait.parity.shared.b64 %p2, [smem+32], 0;
+        @!%p2 bra W;
+        """,
+        [found],
+    )  # fmt: skip
+    assert found.tolist() == ([0, 0, 0, 0] if first is None else [*first, 1])
+
+
 @pytest.mark.parametrize(
     "valid",
     [
