@@ -19,6 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("FA4_HD256_CACHE_DIR", str(ROOT / ".cache" / "fa4_hd256"))
 os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 
+# What else the user has set for runs of his own does not reach the tests.
+_KEPT = ("SM100_SIM_THREADS", "SM100_SIM_CACHE_DIR")
+for _name in [name for name in os.environ if name.startswith("SM100_SIM_") and name not in _KEPT]:
+    del os.environ[_name]
+for _name in ("FA4_HD256_PROGRESS", "CUTE_DSL_ARCH"):
+    os.environ.pop(_name, None)
+
 # Both schedulers are tested: the static one here, the dynamic one by tests that ask for it and by
 # the part of `make test` that sets this variable.
 os.environ.setdefault("FA_CLC", "0")

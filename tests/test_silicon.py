@@ -65,7 +65,7 @@ def _row_problems(row: dict[str, str]) -> list[str]:
     for path, name in re.findall(r"`((?:tests|bench|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`",
                                  row["simulator"] + check):
         file = ROOT / path
-        if not file.is_file() or name and f"def {name}(" not in file.read_text():
+        if not file.is_file() or name and f"def {name}(" not in file.read_text("utf-8"):
             found.append(f"{path} {name} does not exist")
     recorded = golden.Vectors().manifest["cases"]
     for prefix in re.findall(r"golden `([^`]+)`", check):
@@ -74,7 +74,7 @@ def _row_problems(row: dict[str, str]) -> list[str]:
     return found
 
 
-PAGE = (ROOT / "docs" / "silicon.md").read_text()
+PAGE = (ROOT / "docs" / "silicon.md").read_text("utf-8")
 
 
 def test_the_page():

@@ -14,4 +14,4 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "timing.md"
 def test_digest_is_in_the_documentation(name):
     """A constant that changes changes the digest: then reprint every comparison, and the page."""
     machine, digest = modelled_machine(load(name)).split(" modelled, constants ")
-    assert f"{machine} {digest}" in " ".join(PAGE.read_text().split())
+    assert f"{machine} {digest}" in " ".join(PAGE.read_text("utf-8").split())

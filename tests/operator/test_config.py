@@ -17,8 +17,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_documented_plan_is_the_compiled_one():
-    assert ForwardConfig().describe() in (DOCS / "forward.md").read_text()
-    assert BackwardConfig().describe() in (DOCS / "backward.md").read_text()
+    assert ForwardConfig().describe() in (DOCS / "forward.md").read_text("utf-8")
+    assert BackwardConfig().describe() in (DOCS / "backward.md").read_text("utf-8")
 
 
 def test_smem_fits_and_regions_follow_each_other():

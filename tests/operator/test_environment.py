@@ -12,7 +12,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_the_readme_lists_the_same_table():
-    text = README.read_text()
+    text = README.read_text("utf-8")
     table = text[text.index("## Environment variables") :].split("\n## ")[0]
     rows = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]

@@ -73,7 +73,7 @@ def test_every_class_is_planted():
 
 
 def test_the_document_names_the_kernels():
-    rows = re.findall(r"^\| (\d+) \| .*\| ([A-Z_, ]+) \|$", DOCUMENT.read_text(), re.M)
+    rows = re.findall(r"^\| (\d+) \| .*\| ([A-Z_, ]+) \|$", DOCUMENT.read_text("utf-8"), re.M)
     named = {int(number): set(kernels.split(", ")) for number, kernels in rows}
     planted = {number: set() for number in named}
     for bug in BUGS:
