@@ -3,14 +3,16 @@
 Findings are one for each pair of instructions, and a loop that reads a buffer is many of them. They
 have one cause if they are about the same memory and their sites lie in the same stretches of the
 kernel: no synchronisation stands between the sites of one stretch, so what orders one orders all.
-Accesses that nothing orders are found in both orders, as a race and, for instance, as a read of
-bytes in flight: these are one cause, too.
+Copies of a loop's body, such as a first iteration that was peeled off, have stretches of their own:
+findings are of one cause, too, if one of their sites lies in the same stretch and at the other the
+same warps execute the same opcode. Accesses that nothing orders are found in both orders, as a race
+and, for instance, as a read of bytes in flight: these count as one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ _UNORDERED = frozenset((
 ))  # fmt: skip
 #: Runs of numbers that one line of a cause lists.
 SHOWN = 8
+_REGISTERS = re.compile(r"\{([^{},]+), (?:[^{},]+, ){6,}([^{},]+)\}")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -43,15 +46,16 @@ class Cause:
     lines: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Two lines: what and how much of it, and one finding in full."""
+        """Two lines: what and how much of it, and one finding, long register lists shortened."""
         count = len(self.findings)
         what = " and ".join(self.kinds) + (f" in {self.about}" if self.about else "")
         parts = (
-            f"{count} finding{'s' * (count > 1)}", f"seen {self.times} times" * (self.times > 1),
+            f"{count} finding{'s' * (count > 1)}",
+            f"seen {self.times} times" * (self.times > count),
             _ctas(self.ctas), _ranges("warp", self.warps), _ranges("PTX line", self.lines),
         )
         lead = "for example " if count > 1 else ""
-        return f"{what}: {', '.join(filter(None, parts))}\n{lead}{self.findings[0]}"
+        return f"{what}: {', '.join(filter(None, parts))}\n{lead}{_shortened(self.findings[0])}"
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON; findings by their text."""
@@ -68,9 +72,22 @@ def causes_of(findings: Iterable[str]) -> list[Cause]:
     Findings of several launches of one kernel may be given together. What has no sites, such as
     notes of the machine itself, is one cause if it differs in numbers alone.
     """
-    groups: dict[Any, list[str]] = {}
-    for finding in findings:
-        groups.setdefault(_key(finding), []).append(finding)
+    found = list(findings)
+    group_of = list(range(len(found)))
+    first: dict[Any, int] = {}
+
+    def root(number: int) -> int:
+        while group_of[number] != number:
+            number = group_of[number]
+        return number
+
+    for number, finding in enumerate(found):
+        for link in _links(finding):
+            low, high = sorted((root(first.setdefault(link, number)), root(number)))
+            group_of[high] = low
+    groups: dict[int, list[str]] = {}
+    for number, finding in enumerate(found):
+        groups.setdefault(root(number), []).append(finding)
     return [_cause(group) for group in groups.values()]
 
 
@@ -83,13 +100,20 @@ def listed(causes: Iterable[Cause]) -> str:
     return "\n".join(paragraphs)
 
 
-def _key(finding: str) -> Any:
+def _links(finding: str) -> Iterator[Any]:
+    """What two findings of one cause have in common, one of these at least."""
     stretches = getattr(finding, "stretches", ())
     if not stretches:
-        return _NUMBER.sub("", finding)
-    if finding.kind in _UNORDERED:
-        return "unordered", finding.about, frozenset(stretches)
-    return finding.kind, finding.about, stretches
+        yield _NUMBER.sub("", finding)
+        return
+    unordered = finding.kind in _UNORDERED
+    rule = "unordered" if unordered else finding.kind, finding.about
+    yield *rule, frozenset(stretches) if unordered else stretches
+    if len(stretches) == 2:
+        parties = [(site.opcode, frozenset(warps))
+                   for site, warps in zip(finding.sites, finding.warps, strict=True)]
+        for party, stretch in zip(parties, stretches, strict=True):
+            yield *rule, frozenset(parties), party, stretch
 
 
 def _cause(group: Sequence[str]) -> Cause:
@@ -110,6 +134,10 @@ def _cause(group: Sequence[str]) -> Cause:
         sum(getattr(finding, "times", 1) for finding in group),
         seen("ctas"), seen("warps"), tuple(sorted(lines)),
     )  # fmt: skip
+
+
+def _shortened(finding: str) -> str:
+    return _REGISTERS.sub(r"{\1, ..., \2}", finding)
 
 
 def _ctas(ctas: Sequence[tuple[int, ...]]) -> str:

@@ -10,6 +10,7 @@ from sanitizer_kernels import START, without
 
 from sm100_sim.causes import causes_of, listed
 from sm100_sim.errors import Hang
+from sm100_sim.sanitizer.findings import Finding, Site
 
 pytestmark = pytest.mark.simulator
 
@@ -88,6 +89,26 @@ def test_a_cause_shows_one_finding_in_full():
     assert f"{len(cause.findings)} findings" in head and "PTX lines" in head
     assert example == f"for example {cause.findings[0]}"
     assert listed([cause, cause]).count("for example") == 2
+
+
+def test_copies_of_a_loop_body_are_one_cause():
+    """Loads of one role, each with a stretch of its own, before one deallocation."""
+    def freed(load, warp, opcode="tcgen05.ld", stretch=9):
+        sites = (Site(load, load, opcode, (0, 0, 0), warp),
+                 Site(99, 99, "tcgen05.dealloc", (0, 0, 0), 4))
+        finding = Finding("freed-in-use", f"at {load}", sites, "tensor memory")
+        finding.stretches = (load, stretch)
+        return finding
+
+    found = [freed(1, 4), freed(2, 4), freed(3, 8), freed(4, 4), freed(5, 4, "tcgen05.st"),
+             freed(4, 4, stretch=7)]
+    assert [cause.lines for cause in causes_of(found)] == [(1, 2, 4, 99), (3, 99), (5, 99)]
+
+
+def test_long_register_lists_are_shortened():
+    registers = ", ".join(f"%r{i}" for i in range(32))
+    cause, = causes_of([f"machine: `tcgen05.ld {{{registers}}}, [%r1]`, `cp {{%r1, %r2}}`"])
+    assert str(cause).endswith("`tcgen05.ld {%r0, ..., %r31}, [%r1]`, `cp {%r1, %r2}`")
 
 
 def test_notes_that_differ_in_numbers_alone_are_one_cause():
