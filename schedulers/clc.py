@@ -20,6 +20,9 @@ empty barrier    in the leader CTA; one arrival per consumer warp of BOTH CTAs a
   next asynchronous write, then the warp releases its shared memory at cluster scope and arrives.
 * No try_cancel follows an observed failure: a query is made only in an iteration that has a valid
   tile, and its response is read before the next.
+* So one request is under way at a time: a tile granted after a failure would never be done.
+* A failure need not mean the end of the grid (CUDA Programming Guide 4.12: a kernel of higher
+  priority waits).  The cluster ends; what nobody took over is launched later and goes on asking.
 * Every warp takes part in every response, the failed one included; phases carry across tiles.
 """
 
