@@ -90,10 +90,10 @@ def main(arguments: argparse.Namespace) -> int:
         for rung in [] if arguments.report else rungs:
             print(f"rung {rung.name}: {rung.settles}", flush=True)
             run.rung(rung, arguments.only)
-            write_reports(run.directory, target, run.results)
+            write_reports(run)
     except Stopped as error:
         stopped = str(error)
-    write_reports(run.directory, target, run.results, stopped)
+    write_reports(run, stopped)
     print(summary_line(run.results, stopped), flush=True)
     if stopped:
         return 3

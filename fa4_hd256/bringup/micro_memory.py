@@ -86,7 +86,7 @@ def table() -> tuple[Micro, ...]:
               lambda a, b: 24576 / (b - a), "l2_bytes_per_clock_sm",
               "what 32 KiB take longer than 8 KiB, one SM alone"),
         Micro("TMA store", "clocks", (_store(False),), lambda a: a, "tma_store",
-              "1 KiB, until wait_group has passed: in SASS it waits for the reads alone",
+              "1 KiB, until wait_group has passed: in SASS the wait of wait_group.read",
               around=17.0),
         Micro("TMA store, read", "clocks", (_store(True),), lambda a: a, "",
               "1 KiB, until wait_group.read has passed"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from sm100_sim.timing.machine_constants import load
@@ -14,6 +12,7 @@ from .machine_file import like, machine
 from .outcome import STATES, Target
 from .page import page
 from .rungs import HIDDEN, RUNGS
+from .runner import Run
 
 Results = dict[str, dict[str, dict[str, Any]]]
 #: Format of report.json.
@@ -22,19 +21,25 @@ VERSION = 1
 _COUNTED = ("golden",)
 
 
-def write_reports(directory: Path, target: Target, results: Results, stopped: str = "") -> None:
-    """report.txt, report.json and report.html in the directory. stopped: why the run ended early.
+def write_reports(run: Run, stopped: str = "") -> None:
+    """report.txt, report.json and report.html in the run's directory. stopped: why it ended early.
     """
+    directory, target, results = run.directory, run.target, run.results
     (directory / "report.txt").write_text(text(target, results, stopped))
-    found = content(target, results, stopped)
+    found = content(target, results, run.started, stopped)
     (directory / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     model = load(like(target))
     constants = {name: constant.value for name, constant in model.constants.items()}
     (directory / "report.html").write_text(page(found, constants))
 
 
-def content(target: Target, results: Results, stopped: str = "") -> dict[str, Any]:
-    """Everything as JSON values; of counted rungs what passed only as a number."""
+def content(
+    target: Target, results: Results, started: str, stopped: str = ""
+) -> dict[str, Any]:
+    """Everything as JSON values; of counted rungs what passed only as a number.
+
+    started: date and time of the run's first step.
+    """
     rungs = {}
     for name, found in results.items():
         if name == HIDDEN[0].name:
@@ -46,10 +51,9 @@ def content(target: Target, results: Results, stopped: str = "") -> dict[str, An
             "seconds": round(sum(o.get("seconds", 0.0) for o in found.values()), 1),
             "steps": kept,
         }
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    found = {"bringup": VERSION, "date": now, "target": target.as_json(), "stopped": stopped,
+    found = {"bringup": VERSION, "date": started, "target": target.as_json(), "stopped": stopped,
              "rungs": rungs}  # fmt: skip
-    described = machine(target, results, now)
+    described = machine(target, results, started)
     return {**found, "machine": described} if described else found
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,17 @@ class Run:
         self._file = open(directory / RESULTS, "a", encoding="utf-8")
 
     def _check_target(self) -> None:
+        """The directory's machine and when its run began; it is written once."""
         path = self.directory / TARGET
-        if path.is_file() and json.loads(path.read_text()) != self.target.as_json():
-            earlier = json.loads(path.read_text())
+        if not path.is_file():
+            path.write_text(json.dumps({**self.target.as_json(), "started": now()}) + "\n")
+        kept = json.loads(path.read_text())
+        self.started = kept["started"]
+        if Target.from_json(kept) != self.target:
             raise ValueError(
-                f"{self.directory} holds results of {earlier['name']}, and this is "
+                f"{self.directory} holds results of {kept['name']}, and this is "
                 f"{self.target.name}; name another directory with --out"
             )
-        path.write_text(json.dumps(self.target.as_json()))
 
     def forget(self, rung: str) -> None:
         """Drop the results of a rung, so that it runs again."""
@@ -216,6 +220,11 @@ class Run:
             if self.results[answers.name]["triples"]["state"] == "passed":
                 return
         raise Stopped(f"{self.target.name} no longer answers; the rungs that are left did not run")
+
+
+def now() -> str:
+    """Date and time, UTC."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
 def read_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fa4_hd256.bringup import report
 from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.bringup.runner import Run
 from sm100_sim.timing.machine_constants import load
 
 pytestmark = pytest.mark.simulator
@@ -29,10 +31,17 @@ RESULTS = {
 GPU = Target("gpu", "NVIDIA GB200", (10, 0), 152)
 
 
+def write(directory, target, results) -> Path:
+    """The report of a run that has these results."""
+    run = Run(directory, target)
+    run.results = results
+    report.write_reports(run)
+    return directory / "report.json"
+
+
 @pytest.fixture
 def path(tmp_path):
-    report.write_reports(tmp_path, GPU, RESULTS)
-    return tmp_path / "report.json"
+    return write(tmp_path, GPU, RESULTS)
 
 
 def test_what_was_measured_replaces_the_defaults(path):
@@ -49,12 +58,13 @@ def test_what_was_measured_replaces_the_defaults(path):
 def test_the_reuse_of_a_slot_is_in_clocks(tmp_path):
     """Half a microsecond at 2 GHz."""
     micro = {"CTA reuse": figure("", 0.5), "SM clock under load": figure("clock_ghz", 2.0)}
-    found = report.content(GPU, {**RESULTS, "micro": micro})["machine"]["constants"]["cta_reuse"]
+    content = report.content(GPU, {**RESULTS, "micro": micro}, "")
+    found = content["machine"]["constants"]["cta_reuse"]
     assert found["value"] == 1000 and found["unit"] == "clocks"
 
 
 def test_a_hopper_gpu_is_like_the_other_hopper_gpu(tmp_path):
-    report.write_reports(tmp_path, Target("gpu", "H100", (9, 0), 132), RESULTS)
+    write(tmp_path, Target("gpu", "H100", (9, 0), 132), RESULTS)
     machine = load(str(tmp_path / "report.json"))
     assert machine.values().shared_load == load("h200").values().shared_load
     assert machine.values().shared_load != load("b200").values().shared_load
@@ -63,12 +73,12 @@ def test_a_hopper_gpu_is_like_the_other_hopper_gpu(tmp_path):
 def test_the_simulator_measures_nothing():
     """What the model says of itself must not come back as a measurement."""
     modelled = {**RESULTS, "micro": {"TMEM load": figure("tmem_load", 75, modelled=True)}}
-    assert "machine" not in report.content(SIMULATOR, modelled)
-    assert "machine" not in report.content(GPU, modelled)
+    assert "machine" not in report.content(SIMULATOR, modelled, "")
+    assert "machine" not in report.content(GPU, modelled, "")
 
 
 def test_a_report_without_a_machine_is_refused(tmp_path):
-    report.write_reports(tmp_path, SIMULATOR, RESULTS)
+    write(tmp_path, SIMULATOR, RESULTS)
     with pytest.raises(ValueError, match="describes no machine"):
         load(str(tmp_path / "report.json"))
     with pytest.raises(ValueError, match="is not known; there are .*b200.* and files"):
@@ -88,3 +98,13 @@ def test_the_command_takes_the_file(path, tmp_path):
 
 def test_json_has_no_infinity(path):
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_the_h200_of_the_docs_is_a_machine():
+    """Single instructions as other programs measured them there (bench/hopper_measured.json)."""
+    root = Path(__file__).resolve().parents[2]
+    found, other = load(str(root / "docs" / "bringup_h200.json")), load("h200").values()
+    assert found.name == "NVIDIA H200"
+    for name in ("sms", "mufu_interval", "mufu_latency", "shared_load", "shuffle",
+                 "shared_bytes_per_clock", "named_barrier", "named_barrier_warp", "clock_ghz"):
+        assert getattr(found.values(), name) == pytest.approx(getattr(other, name), rel=0.01)

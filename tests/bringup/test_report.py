@@ -9,6 +9,7 @@ import pytest
 
 from fa4_hd256.bringup import page, report
 from fa4_hd256.bringup.outcome import Target
+from fa4_hd256.bringup.runner import Run
 
 pytestmark = pytest.mark.simulator
 
@@ -37,7 +38,9 @@ def test_the_text_lists_what_needs_a_look():
 
 
 def test_the_page_is_whole(tmp_path):
-    report.write_reports(tmp_path, GPU, RESULTS)
+    run = Run(tmp_path, GPU)
+    run.results = RESULTS
+    report.write_reports(run)
     text = (tmp_path / "report.html").read_text()
     assert "Bringup of NVIDIA &lt;B200&gt;" in text and "1 &lt; 2" in text
     assert "http" not in text and "<script" not in text and "src=" not in text

@@ -56,7 +56,7 @@ def test_reports_name_every_failure(planted):
     results = read_results(planted)
     text = report.text(SIMULATOR, results)
     assert all(f"  {name}: {state}" in text for name, state in FAILURES.items())
-    content = report.content(SIMULATOR, results)
+    content = report.content(SIMULATOR, results, "")
     assert content["rungs"]["planted"]["counts"] == {
         "hang": 2, "fault": 2, "failed": 1, "passed": 5}
     json.dumps(content, allow_nan=False)
