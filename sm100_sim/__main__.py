@@ -1,6 +1,7 @@
 """`python -m sm100_sim SCRIPT.py [args...]` runs a GPU script in the simulator;
 `python -m sm100_sim mutate SCRIPT.py [args...]` measures what the sanitizer finds (see `--help`);
-`python -m sm100_sim record [--out DIR]` records golden vectors on a Hopper GPU.
+`python -m sm100_sim record [--out DIR]` records golden vectors on a Hopper GPU;
+`python -m sm100_sim fuzz` runs random PTX programs there or in the simulator (see `--help`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["record"]:
         return _record(arguments[1:])
+    if arguments[:1] == ["fuzz"]:
+        from .fuzz.command import main as fuzz
+
+        return fuzz(arguments[1:])
     if arguments[:1] != ["mutate"]:
         from .attach.runner import run_script
 
@@ -59,13 +64,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _record(arguments: list[str]) -> int:
-    from .golden import DIRECTORY
+    from .golden import DIRECTORY, all_cases, groups
     from .golden.record import record
 
     parser = argparse.ArgumentParser(prog="python -m sm100_sim record", description=_RECORD)
     parser.add_argument("--out", type=Path, default=DIRECTORY,
                         help="directory of the vectors (default: %(default)s)")
-    return 1 if record(parser.parse_args(arguments).out) else 0
+    parser.add_argument("--groups", default="",
+                        help="record these groups alone, with commas; the others stay as they are")
+    choice = parser.parse_args(arguments)
+    chosen, known = tuple(filter(None, choice.groups.split(","))), groups(all_cases())
+    if not known.keys() >= set(chosen):
+        parser.error(f"--groups {choice.groups}; accepted are {', '.join(known)}")
+    return 1 if record(choice.out, chosen) else 0
 
 
 def _mutate(choice: argparse.Namespace) -> int:

@@ -309,14 +309,16 @@ def most_registers(threads: int, ctas_per_sm: int = 1) -> int:
 class RegisterPool:
     """Registers of one CTA that setmaxnreg moves between its warps.
 
-    per_thread: registers that each thread is launched with. The pool begins empty: what the SM's
-    register file has left over belongs to nobody (measured on an H200, docs/silicon.md).
+    per_thread: registers that each thread is launched with, the kernel's own number. The pool
+    begins empty: what the SM's register file has left over belongs to nobody (measured on an H200,
+    docs/silicon.md).
     """
 
-    __slots__ = ("free", "_launched", "_warps", "_counts", "_wake")
+    __slots__ = ("free", "_own", "_launched", "_warps", "_counts", "_wake")
 
     def __init__(self, warps: int, per_thread: int, wake: Callable[[Any], None]) -> None:
         self.free = 0
+        self._own = per_thread
         self._launched = whole_granules(per_thread)
         self._warps = warps
         self._counts: dict[int, int] = {}
@@ -345,8 +347,13 @@ class RegisterPool:
     def decrease(self, warp: int, count: int) -> None:
         """Leave a warp `count` registers a thread and put the rest into the pool."""
         known = self._counts.get(warp)
-        if known is not None and count > known:
-            raise BarrierError(f"setmaxnreg.dec to {count} registers; the warp has {known}")
+        has = self._own if known is None else known
+        if count > has:
+            # Also within the granule that the launch rounds up to (measured on an H200).
+            raise BarrierError(
+                f"setmaxnreg.dec to {count} registers; the warp has {has} (the hardware ends the "
+                "kernel with an illegal instruction)"
+            )
         self.free += max(32 * ((self._launched if known is None else known) - count), 0)
         self._counts[warp] = count
         self._wake(self)

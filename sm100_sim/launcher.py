@@ -190,6 +190,13 @@ def translated_kernel(ptx: str, name: str, sanitize: bool = False) -> CompiledKe
         return _translated[key]
 
 
+def forget_kernels() -> None:
+    """Let go of the kernels that this process has parsed and translated."""
+    with _lock:
+        _parsed.clear()
+        _translated.clear()
+
+
 def run_kernel(
     config: LaunchConfig,
     parameters: np.ndarray,

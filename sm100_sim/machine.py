@@ -18,7 +18,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .barriers import REGISTER_FILE, MBarrier, RegisterPool, most_registers, whole_granules
+from .barriers import (
+    MAX_REGISTERS,
+    REGISTER_FILE,
+    MBarrier,
+    RegisterPool,
+    most_registers,
+    whole_granules,
+)
 from .errors import (
     CtaExited,
     DivergenceError,
@@ -133,7 +140,7 @@ class Machine:
             raise LaunchError(
                 f"block {config.block} for a kernel compiled for blocks of up to {kernel.maxntid}"
             )
-        if self.registers_at_launch() > most_registers(self.threads):
+        if whole_granules(self.registers_at_launch()) > most_registers(self.threads):
             raise LaunchError(
                 f"{self.threads} threads with {self.registers_at_launch()} registers each, as the "
                 f"kernel was compiled; an SM has {REGISTER_FILE}"
@@ -145,7 +152,7 @@ class Machine:
             )
 
     def registers_at_launch(self) -> int:
-        """Registers that each thread of the launch gets, in whole granules.
+        """Registers of each thread at launch; the hardware allots whole granules of them.
 
         The kernel's own number where its machine code is known; else the most that its PTX lets
         ptxas give it, which is what kernels that use setmaxnreg are compiled for.
@@ -154,9 +161,9 @@ class Machine:
         if known is None:
             known = kernel.max_registers
         if known is not None:
-            return whole_granules(known)
+            return known
         threads = math.prod(kernel.reqntid or kernel.maxntid or self.config.block)
-        return most_registers(threads, kernel.min_ctas_per_sm)
+        return min(most_registers(threads, kernel.min_ctas_per_sm), MAX_REGISTERS)
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
         """Cluster coordinates of the `number`-th cluster of the grid, x fastest."""

@@ -254,8 +254,20 @@ def _extreme(function: Reduction) -> Reduction:
     return operation
 
 
+def increment(old: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """.inc of unsigned integers: one more, 0 from `top` on."""
+    return np.where(old >= top, 0, old + 1).astype(old.dtype)
+
+
+def decrement(old: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """.dec of unsigned integers: one less, `top` behind 0 and for what lies above it."""
+    return np.where((old == 0) | (old > top), top, old - 1).astype(old.dtype)
+
+
 _REDUCTIONS: dict[str, Reduction] = {
     "add": np.add,
+    "inc": increment,
+    "dec": decrement,
     "min": _extreme(np.minimum),
     "max": _extreme(np.maximum),
     "and": np.bitwise_and,
@@ -280,7 +292,7 @@ def reduced(operation: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.
         return rounded.astype(np.uint16).view(np.uint8)
     if dtype == "f32.ftz" and operation == "add":
         function = flushing_add
-    if dtype not in _NUMPY:
+    if dtype not in _NUMPY or operation in ("inc", "dec") and dtype != "u32":
         raise SimulationError(f"a bulk reduction .{operation} on {dtype} elements is not defined")
     kind = _NUMPY[dtype]
     with np.errstate(all="ignore"):

@@ -11,6 +11,7 @@
 | warp | shuffles, votes, prmt, ldmatrix, stmatrix |
 | atomics | atomics and reductions |
 | tma, tensormaps | tensor copies; the driver's tensor maps |
+| found | what the fuzzer found |
 | cluster, asynchronous | mbarriers and shared memory of a cluster; cp.async, bulk copies |
 
 `tcgen05` and `pairs` hold cases that a Hopper GPU cannot record, each with what numpy makes of the

@@ -76,9 +76,9 @@ class Case:
 @lru_cache(maxsize=1)
 def all_cases() -> tuple[Case, ...]:
     """Every case, in a fixed order, names unique."""
-    from . import arithmetic, asynchronous, atomics, cluster, convert, tma, warp
+    from . import arithmetic, asynchronous, atomics, cluster, convert, found, tma, warp
 
-    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous)
+    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous, found)
     cases = tuple(case for module in modules for case in module.cases())
     names = [case.name for case in cases]
     if len(set(names)) != len(names):
@@ -94,15 +94,26 @@ def groups(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return found
 
 
-def save(directory: Path, results: dict[str, list[np.ndarray]], manifest: dict) -> None:
+def save(
+    directory: Path, results: dict[str, list[np.ndarray]], manifest: dict, only: Iterable[str] = ()
+) -> None:
     """Write one compressed file per group, and the manifest.
 
     results: case name -> its outputs (none of a case that faults). manifest: JSON object; "cases"
-    (name -> digest) is added.
+    (name -> digest) is added. only: the groups that were recorded; the others stay as they are.
     """
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
+    if only:
+        before = json.loads((directory / MANIFEST).read_text())
+        kept = {case.name for case in all_cases() if case.group not in only}
+        digests = {name: text for name, text in before["cases"].items() if name in kept}
+        for what in ("failed", "faults"):
+            old = {name: text for name, text in before[what].items() if name in kept}
+            manifest = {**manifest, what: {**old, **manifest[what]}}
     for group, cases in groups(all_cases()).items():
+        if only and group not in only:
+            continue
         arrays = {}
         for case in cases:
             if case.name in results:

@@ -97,7 +97,8 @@ class Gpu:
             buffers.append(self.call("cuMemAlloc", max(array.nbytes, 16)))
             host = np.ascontiguousarray(array)
             self.call("cuMemcpyHtoD", buffers[-1], host.ctypes.data, host.nbytes)
-        self._launch(function, case, [int(buffer) for buffer in buffers])
+        self.launch(function, case, [int(buffer) for buffer in buffers])
+        self.call("cuCtxSynchronize")
         results = []
         for buffer, array in zip(buffers[len(case.inputs):], case.outputs, strict=True):
             results.append(np.empty_like(array))
@@ -107,15 +108,15 @@ class Gpu:
         self.call("cuModuleUnload", module)
         return results
 
-    def _launch(self, function: Any, case: Case, addresses: list[int]) -> None:
+    def launch(self, function: Any, case: Case, addresses: list[int], stream: Any = 0) -> None:
+        """Start a case whose buffers lie at these device addresses."""
         values: list[Any] = [ctypes.c_uint64(address) for address in addresses]
         for index, tensor_map in case.tensor_maps:
             placed = replace(tensor_map, address=addresses[index] + tensor_map.address)
             values.append(ctypes.create_string_buffer(self.encode(placed), TENSORMAP_BYTES))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        self.call("cuLaunchKernel", function, case.grid, 1, 1, case.block, 1, 1, 0, 0,
+        self.call("cuLaunchKernel", function, case.grid, 1, 1, case.block, 1, 1, 0, stream,
                   ctypes.addressof(pointers), 0)
-        self.call("cuCtxSynchronize")
 
 
 def _work(connection: Any) -> None:
@@ -167,8 +168,8 @@ class _Worker:
             self._process = None
 
 
-def record(directory: Path) -> dict[str, str]:
-    """Record everything into `directory`; returns failures, case name -> reason.
+def record(directory: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Record into `directory` all groups, or `only` some; returns failures, case name -> reason.
 
     Raises DriverError without a usable GPU and RuntimeError on one that is not of compute
     capability 9.0.
@@ -182,13 +183,16 @@ def record(directory: Path) -> dict[str, str]:
             "are for sm_90a, so record on a GPU of compute capability 9.0 (H100, H200)"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    _record_tensor_maps(gpu, directory)
+    if not only:
+        _record_tensor_maps(gpu, directory)
     worker = _Worker()
     results: dict[str, list[np.ndarray]] = {}
     failed: dict[str, str] = {}
     faults: dict[str, str] = {}
     cases = all_cases()
     for number, case in enumerate(cases):
+        if only and case.group not in only:
+            continue
         state, outcome = worker.run(number)
         if case.faults and state == "failed":
             faults[case.name], results[case.name] = outcome, []
@@ -198,7 +202,7 @@ def record(directory: Path) -> dict[str, str]:
         else:
             results[case.name] = outcome
     worker.close()
-    save(directory, results, {**manifest, "failed": failed, "faults": faults})
+    save(directory, results, {**manifest, "failed": failed, "faults": faults}, only)
     print(f"{len(results)} of {len(cases)} cases recorded in {directory}", flush=True)
     return failed
 

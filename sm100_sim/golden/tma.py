@@ -7,7 +7,7 @@ was 0xEE before, so that bytes beside the tile are seen too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -193,7 +193,8 @@ def _load(name: str, t: TensorMap, seed: int) -> Case:
 _FORMATS = {"f16": "f16x2", "bf16": "bf16x2", "f32": "f32", "f32.ftz": "f32"}
 
 
-def _store(name: str, t: TensorMap, seed: int, reduction: str = "") -> Case:
+def store_case(name: str, t: TensorMap, seed: int, reduction: str = "") -> Case:
+    """Tiles stored to, or combined with, a tensor, one a CTA."""
     size = _footprint(t)
     places = _places(t, seed, True)
     tiles = _numbered(len(places) * size // 4, seed + 50)
@@ -260,7 +261,7 @@ def _faults() -> Iterator[Case]:
     t = Tensor("u16", (200, 37), (64, 12)).describe(swizzle=128)
     for name, row in (("coordinate", (4, 0, 0, 0, 0, 0)), ("offset", (0, 0, 0, 0, 0, 64)),
                       ("before", (-8, 0, 0, 0, 0, 0)), ("above", (0, -1, 0, 0, 0, 0))):
-        for make_case in (_load, _store):
+        for make_case in (_load, store_case):
             if make_case is _load and min(row) < 0:
                 continue  # filled, as other cases show
             case = make_case("2d u16", t, 390)
@@ -274,15 +275,15 @@ def _stores() -> Iterator[Case]:
     for span in (0, 32, 64, 128):
         inner = span or 48
         flat = Tensor("u16", (100, 21, 9), (inner // 2, 10, 1), padding=16)
-        yield _store(f"3d u16 swizzle {span}", flat.describe(swizzle=span), 400 + span)
+        yield store_case(f"3d u16 swizzle {span}", flat.describe(swizzle=span), 400 + span)
         deep = Tensor("u8", (150, 6, 4, 3, 9), (inner, 4, 3, 2, 1))
-        yield _store(f"5d u8 swizzle {span}", deep.describe(swizzle=span), 410 + span)
+        yield store_case(f"5d u8 swizzle {span}", deep.describe(swizzle=span), 410 + span)
     narrow = Tensor("u16", (100, 21, 9), (32, 10, 1)).describe(swizzle=128)
-    yield _store("3d u16 swizzle 128 rows 64", narrow, 418)
-    yield _store("2d u32", Tensor("u32", (90, 9), (64, 1)).describe(), 420)
-    yield _store("2d u64", Tensor("u64", (90, 9), (16, 1)).describe(), 420)
+    yield store_case("3d u16 swizzle 128 rows 64", narrow, 418)
+    yield store_case("2d u32", Tensor("u32", (90, 9), (64, 1)).describe(), 420)
+    yield store_case("2d u64", Tensor("u64", (90, 9), (16, 1)).describe(), 420)
     strided = Tensor("u16", (80, 14, 9), (32, 9, 1), (1, 3, 1))
-    yield _store("3d u16 steps 3", strided.describe(), 421)
+    yield store_case("3d u16 steps 3", strided.describe(), 421)
     for dtype, operations in (
         ("u32", ("add", "min", "max", "and", "or", "xor")), ("s32", ("add", "min", "max")),
         ("f32", ("add",)), ("f32.ftz", ("add",)), ("f16", ("add", "min", "max")),
@@ -291,7 +292,7 @@ def _stores() -> Iterator[Case]:
         for operation in operations:
             # Rows end within 16 bytes: there, plain stores and reductions differ.
             t = Tensor(dtype, (42, 7, 9), (16, 6, 1)).describe()
-            yield _store(f"3d {dtype}", t, 430, operation)
+            yield store_case(f"3d {dtype}", t, 430, operation)
 
 
 # Bulk copies: CTA i moves p0[i] = (shared offset, global offset, bytes).
@@ -345,10 +346,19 @@ def _bulk() -> Iterator[Case]:
               (".min.f16", "f16"), (".max.f16", "f16"), (".min.bf16", "bf16"),
               (".max.bf16", "bf16")]
     for form, kind in forms:
-        make_words = {"": lambda s, n: make.integers(32, s, n), "f32": make.floats}.get(
+        words = {"": lambda s, n: make.integers(32, s, n), "f32": make.floats}.get(
             kind, lambda s, n, kind=kind: make.pairs(kind, s, n))
-        tiles = make_words(501, count * _BULK_BYTES // 4).reshape(count, -1)
-        initial = make_words(502, tiles.size)
-        name = f"cp.{'reduce.' if form else ''}async.bulk.global.shared::cta.bulk_group{form}"
-        yield Case(f"tma/{name}", "tma", _bulk_ptx(name, False), (_BULK, tiles), (initial,), (),
-                   count, THREADS, floats=kind + ("x2" if kind in ("f16", "bf16") else ""))
+        yield bulk_case(form, kind, words)
+
+
+def bulk_case(form: str, kind: str, make_words: Callable[[int, int], np.ndarray]) -> Case:
+    """Bulk stores, or reductions of a form (".add.u32"); make_words: words of a seed and a count.
+
+    kind: the format of words that are floats.
+    """
+    count = len(_BULK)
+    tiles = make_words(501, count * _BULK_BYTES // 4).reshape(count, -1)
+    initial = make_words(502, tiles.size)
+    name = f"cp.{'reduce.' if form else ''}async.bulk.global.shared::cta.bulk_group{form}"
+    return Case(f"tma/{name}", "tma", _bulk_ptx(name, False), (_BULK, tiles), (initial,), (),
+                count, THREADS, floats=kind + ("x2" if kind in ("f16", "bf16") else ""))

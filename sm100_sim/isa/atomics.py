@@ -16,7 +16,7 @@ import numpy as np
 from sm100_sim.errors import MemoryFault, Misaligned
 from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.ptx import Instruction, Operand
-from sm100_sim.tiles import flushing_add
+from sm100_sim.tiles import decrement, flushing_add, increment
 from sm100_sim.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
 
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel", "")
@@ -46,8 +46,7 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 _INTEGER_COMBINE: dict[str, Callable] = {
     "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "min": np.minimum, "max": np.maximum, "exch": lambda old, new: new,
-    "inc": lambda old, top: np.where(old >= top, 0, old + 1).astype(old.dtype),
-    "dec": lambda old, top: np.where((old == 0) | (old > top), top, old - 1).astype(old.dtype)}
+    "inc": increment, "dec": decrement}
 _FLOAT_COMBINE: dict[str, Callable] = {
     "add": np.add, "min": np.fmin, "max": np.fmax, "exch": lambda old, new: new}
 

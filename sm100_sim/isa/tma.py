@@ -436,8 +436,6 @@ def _bind_shared_reduction(instruction):
     operation, *types = instruction.modifiers[3:]
     if types not in ([name] for name in _SHARED_REDUCTIONS.get(operation, ())):
         raise unknown(instruction, "operation or type of a bulk reduction in shared memory")
-    if operation in ("inc", "dec"):
-        raise unknown(instruction, "bulk reductions .inc and .dec are not modelled")
     if len(instruction.operands) != 4:
         raise unknown(instruction, "expected destination, source, size and mbarrier")
     target, source = (shared_address(op) for op in instruction.operands[:2])

@@ -13,6 +13,7 @@ import pytest
 from cuda.bindings import driver
 
 from sm100_sim import golden, host, tensormap
+from sm100_sim.__main__ import main
 from sm100_sim.errors import SimulationError
 from sm100_sim.golden import Case, record
 from sm100_sim.golden.bounds import Measure, bound_of, values
@@ -95,7 +96,7 @@ def test_trigonometry_beyond_its_bound(name):
 @pytest.mark.parametrize("case", [case for case in CASES if case.faults], ids=lambda c: c.name)
 def test_what_the_hardware_refuses(case):
     assert "CUDA_ERROR" in VECTORS.manifest["faults"][case.name]
-    with pytest.raises(SimulationError, match="coordinate|multiple of 128"):
+    with pytest.raises(SimulationError, match="coordinate|multiple of 128|setmaxnreg"):
         replay(case)
 
 
@@ -141,6 +142,25 @@ def test_host_code_that_asks_the_driver_for_tensor_maps():
             with pytest.raises(tensormap.TensorMapError):
                 encode_tiled(*arguments)
             assert not found.any()
+
+
+def test_some_groups_can_be_recorded_again(tmp_path, capsys):
+    """The other groups keep what they have, faults and failures included."""
+    before = VECTORS.manifest
+    (tmp_path / "manifest.json").write_text((golden.DIRECTORY / "manifest.json").read_text())
+    found = [case for case in CASES if case.group == "found"]
+    results = {case.name: [] if case.faults else VECTORS.outputs(case) for case in found}
+    failed = results.popitem()[0]
+    golden.save(tmp_path, results, {"failed": {failed: "why"}, "faults": {}}, ("found",))
+    assert [path.name for path in tmp_path.glob("*.npz")] == ["found.npz"]
+    again = golden.Vectors(tmp_path)
+    assert again.manifest["failed"] == {failed: "why"}
+    assert again.manifest["cases"] == {k: v for k, v in before["cases"].items() if k != failed}
+    assert again.manifest["faults"] == {
+        k: v for k, v in before["faults"].items() if not k.startswith("found/")}
+    with pytest.raises(SystemExit):
+        main(["record", "--groups", "nonsense", "--out", str(tmp_path)])
+    assert "accepted are approximate" in capsys.readouterr().err
 
 
 def test_a_changed_case_is_noticed(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kernels import run_kernel_text
 
-from sm100_sim.errors import Hang, LaunchError
+from sm100_sim.errors import BarrierError, Hang, LaunchError
 
 pytestmark = pytest.mark.simulator
 
@@ -62,7 +62,16 @@ def test_a_kernel_that_was_compiled_for_fewer_registers_has_a_smaller_pool():
     """The machine code says with how many registers a thread is launched."""
     move_registers((176, 168, 160), registers=168)
     with pytest.raises(Hang, match="the launch gave the CTA 61440, 160 a thread"):
-        move_registers((176, 168, 160), registers=160)
+        move_registers((176, 160, 160), registers=160)
+
+
+def test_no_more_than_the_kernels_own_registers_can_be_left():
+    """A launch with 86 registers gets 88 of the file, but setmaxnreg.dec must stay below 86; an
+    H200 ends the kernel (the golden case "found/dec within the granule")."""
+    body = "setmaxnreg.dec.sync.aligned.u32 {};"
+    run_kernel_text(body.format(80), block=(128, 1, 1), registers=86)
+    with pytest.raises(BarrierError, match="dec to 88 registers; the warp has 86"):
+        run_kernel_text(body.format(88), block=(128, 1, 1), registers=86)
 
 
 def test_more_registers_than_the_file_has_cannot_be_launched():

@@ -1,0 +1,218 @@
+"""The fuzzer: its programs, the simulator against an H200 on them, comparing and shrinking."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from sm100_sim import barriers, launcher
+from sm100_sim.fuzz import command, gpu, simulate
+from sm100_sim.fuzz import outcome as outcomes
+from sm100_sim.fuzz.families import FAMILIES, program
+from sm100_sim.fuzz.hangs import HANGING
+from sm100_sim.fuzz.outcome import ENDED, HANG, REFUSED, VARIES, Outcome, Variant, variant
+from sm100_sim.fuzz.shrink import shrink
+from sm100_sim.golden import DIRECTORY, KERNEL
+from sm100_sim.golden import replay as replaying
+from sm100_sim.isa import load_table, table
+
+pytestmark = pytest.mark.simulator
+
+#: What an H200 gave, a few programs of each family out of thousands (docs/golden.md).
+RECORDED, ABOUT = outcomes.load(DIRECTORY / "fuzz.json")
+
+
+def of_family(family: str) -> list[str]:
+    return [key for key in RECORDED if key.startswith(f"{family}/")]
+
+
+def simulated(variants: list[Variant]) -> dict[str, Outcome]:
+    """Outcomes in this process, so that what a test has planted is seen."""
+    return {one.key: simulate.outcome_of(one)[1] for one in variants}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_simulator_says_what_an_h200_says(family):
+    """Bit for bit and hang for hang, under every schedule; none of it depends on the schedule but
+    who comes first at a named barrier that all may complete."""
+    keys = of_family(family)
+    mine = simulated([variant(key) for key in keys])
+    assert command.differences(mine, RECORDED) == []
+    states = [outcome.state for outcome in mine.values()]
+    assert set(states) <= ({ENDED, HANG, VARIES} if family in HANGING else {ENDED})
+    assert states.count(VARIES) <= len(states) // 8
+    if family in HANGING:
+        assert len(states) // 5 < states.count(HANG) < len(states) * 4 // 5
+
+
+def test_what_was_recorded():
+    assert ABOUT["capability"] == "9.0"
+    assert {key.split("/")[0] for key in RECORDED} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_makes_one_program(family):
+    first, again, other = (FAMILIES[family](seed) for seed in (7, 7, 8))
+    assert first.case().digest() == again.case().digest()
+    assert first.case().ptx != other.case().ptx
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_program_without_any_one_piece_is_legal(family):
+    """Also those inside others; the text gets shorter, and the simulator has nothing against it."""
+    whole = program(f"{family}/4")
+    free = [number for number, piece in enumerate(whole.numbered()) if not piece.fixed]
+    for number in free[:: max(1, len(free) // 6)]:
+        one = Variant(whole.name, (number,))
+        assert len(one.case().ptx) < len(whole.case().ptx)
+        assert simulate.outcome_of(one)[1].state in (
+            (ENDED, HANG, VARIES) if whole.may_hang else (ENDED,))
+
+
+@pytest.mark.parametrize("family", ["warp", "memory", "shared", "cluster", "copies"])
+def test_the_sanitizer_finds_no_races_in_them(family, monkeypatch):
+    """It keeps four bytes of shared memory together, so programs that store less are left out, and
+    two red.async at one place count as unordered."""
+    reports = []
+    run = launcher.run_kernel
+    monkeypatch.setattr(replaying, "run_kernel",
+                        lambda *given: reports.append(run(*given)))
+    cases = [program(f"{family}/{seed}").case() for seed in range(30, 42)]
+    cases = [case for case in cases
+             if not re.search(r"\bst(\.shared)?\.[usb](8|16) \[|red\.async", case.ptx)]
+    assert len(cases) > 3
+    for case in cases:
+        replaying.replay(case, sanitize=True)
+    assert [report.findings for report in reports] == [[]] * len(cases)
+
+
+def test_a_planted_bug_is_found_and_shrunk(monkeypatch):
+    """A simulator whose bfi.b64 takes its operands the wrong way round, against one as it is."""
+    load_table()
+    right = table._ENTRIES["bfi"]
+
+    def wrong(emitter, instruction):
+        first, a, b, *rest = instruction.operands
+        instruction.operands = (first, b, a, *rest) if instruction.modifiers == ("b64",) else (
+            first, a, b, *rest)
+        right.emit(emitter, instruction)
+
+    def broken(variants):
+        with monkeypatch.context() as patch:
+            patch.setitem(table._ENTRIES, "bfi", dataclasses.replace(right, emit=wrong))
+            return simulated(variants)
+
+    programs = [Variant(f"arithmetic/{seed}") for seed in range(1, 40, 7)]
+    found = command.differences(simulated(programs), broken(programs))
+    assert 0 < len(found) < len(programs)
+    (smallest,) = shrink([variant(found[0])], simulated, broken).values()
+    whole = program(smallest.name)
+    left = [piece.before for number, piece in enumerate(whole.numbered())
+            if number not in smallest.dropped]
+    assert len(left) == 1 < len(whole.numbered())
+    assert "bfi.b64" in left[0]
+    assert command.differences(simulated([smallest]), broken([smallest])) == [smallest.key]
+
+
+def test_a_register_pool_of_the_whole_file_is_noticed(monkeypatch):
+    """The SM's file beyond what the launch has, granted to setmaxnreg, lets programs end that
+    hang on an H200."""
+    begin = barriers.RegisterPool.__init__
+
+    def generous(pool, warps, per_thread, wake):
+        begin(pool, warps, per_thread, wake)
+        pool.free = barriers.REGISTER_FILE - 32 * warps * barriers.whole_granules(per_thread)
+
+    monkeypatch.setattr(barriers.RegisterPool, "__init__", generous)
+    mine = simulated([variant(key) for key in of_family("pool")])
+    wrong = command.differences(mine, RECORDED)
+    assert wrong
+    assert {(mine[key].state, RECORDED[key].state) for key in wrong} == {(ENDED, HANG)}
+
+
+def test_a_hang_is_shrunk_to_the_warps_that_matter():
+    """Without the pieces that are left out it still hangs, and without any other one it ends."""
+    name = next(key for key in of_family("waits") if RECORDED[key].state == HANG)
+    ended = Outcome(ENDED, "")
+
+    def never(variants):
+        return {one.key: dataclasses.replace(ended, program=one.case().digest())
+                for one in variants}
+
+    (smallest,) = shrink([variant(name)], simulated, never).values()
+    assert simulated([smallest])[smallest.key].state == HANG
+    left = [number for number, piece in enumerate(program(name).numbered())
+            if not piece.fixed and number not in smallest.dropped]
+    assert len(left) < sum(not piece.fixed for piece in program(name).numbered())
+    fewer = [Variant(name, tuple(sorted({*smallest.dropped, number}))) for number in left]
+    assert {outcome.state for outcome in simulated(fewer).values()} == {ENDED}
+
+
+def test_outcomes_travel_in_files(tmp_path):
+    path = tmp_path / "outcomes.json"
+    some = {key: RECORDED[key] for key in of_family("pool")}
+    outcomes.save(path, some, ABOUT)
+    assert outcomes.load(path) == (some, ABOUT)
+    assert variant("warp/3-1-5") == Variant("warp/3", (1, 5))
+    assert variant("warp/3-1-5").key == "warp/3-1-5"
+
+
+def test_outcomes_of_different_programs_are_not_compared():
+    one, other = (RECORDED[key] for key in of_family("warp")[:2])
+    with pytest.raises(ValueError, match="the same version of sm100_sim.fuzz"):
+        one.agrees(other)
+    assert one.agrees(dataclasses.replace(one, state=VARIES))
+    assert not one.agrees(dataclasses.replace(one, output="0" * 16))
+
+
+def test_the_command_compares_with_another_run(tmp_path, capsys):
+    other, mine = tmp_path / "other.json", tmp_path / "mine.json"
+    wrong = dataclasses.replace(RECORDED["pool/1"], state=HANG, output="")
+    outcomes.save(other, {**RECORDED, "pool/1": wrong})
+    given = ["--families", "pool", "--count", "2", "--against", str(other), "--out", str(mine)]
+    assert command.main(given) == 1
+    shown = capsys.readouterr().out
+    assert "1 differ" in shown
+    assert "pool/1 differs: ended" in shown
+    assert outcomes.load(mine)[0]["pool/0"].agrees(RECORDED["pool/0"])
+    programs = tmp_path / "programs"
+    programs.write_text("pool/0\n")
+    assert command.main(["--programs", str(programs), "--against", str(other)]) == 0
+
+
+@pytest.mark.parametrize("given", [["--families", "warp,nonsense"], ["--programs", "FILE"]])
+def test_what_names_no_program_is_refused(given, tmp_path, capsys):
+    (tmp_path / "FILE").write_text("nonsense/3\n")
+    given = [str(tmp_path / "FILE") if word == "FILE" else word for word in given]
+    with pytest.raises(SystemExit):
+        command.main(given)
+    assert "arithmetic, divergence" in capsys.readouterr().err
+
+
+def test_a_module_of_many_programs_has_a_kernel_for_each():
+    cases = [program(f"{family}/1").case() for family in FAMILIES]
+    text = gpu.module_text(cases)
+    names = re.findall(rf"\.entry ({KERNEL}\w*)\(", text)
+    assert names == [f"{KERNEL}_{i}" for i in range(len(cases))]
+    assert text.count(".target") == 1
+
+
+def faulty(connection, variants, hanging, level):
+    """A batch that ends with a fault at seed 2, having sent what ran before it."""
+    for number, one in enumerate(variants):
+        if one.name.endswith("/2"):
+            connection.send((-1, "an illegal instruction", None))
+            return
+        connection.send((number, Outcome(ENDED, "", "digest"), [np.zeros(1)]))
+    connection.send(None)
+
+
+def test_a_program_that_faults_costs_nobody_else_anything():
+    programs = [Variant(f"pool/{seed}") for seed in range(5)]
+    found = gpu.run_batch(programs, False, work=faulty)
+    states = [found[one][0].state for one in programs]
+    assert states == [ENDED, ENDED, REFUSED, ENDED, ENDED]
+    assert found[programs[2]][0].text == "an illegal instruction"
