@@ -275,8 +275,15 @@ def _alignment(compiled: CompiledKernel, block: Block) -> tuple[int, int]:
 def _host() -> tuple[llvm.Target, str, str]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return (llvm.Target.from_default_triple(), llvm.get_host_cpu_name(),
-            llvm.get_host_cpu_features().flatten())
+    features = llvm.get_host_cpu_features()
+    # Without it LLVM calls functions of a compiler's library, which no process need have.
+    if not features.get("f16c", True):
+        raise RuntimeError(
+            f"this CPU ({llvm.get_host_cpu_name()}) has no instructions for half precision (F16C, "
+            "in x86 CPUs since 2012), which the simulator's code needs; for a virtual machine "
+            "choose a CPU model that has them, such as that of its host"
+        )
+    return llvm.Target.from_default_triple(), llvm.get_host_cpu_name(), features.flatten()
 
 
 @functools.cache

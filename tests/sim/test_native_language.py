@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
+from sm100_sim import codegen
 from sm100_sim.codegen import native_engine
 from sm100_sim.native.compiler import NativeError, module_text
 from sm100_sim.native.language import (
@@ -192,3 +193,12 @@ def test_refuses(routine, why):
 def test_only_compiled():
     with pytest.raises(TypeError, match="compiled"):
         arithmetic(1, 2, 3, 4)
+
+
+def test_a_cpu_without_half_precision_is_refused(monkeypatch):
+    """An old CPU, or a virtual one: an error in words where conversions would crash."""
+    features = codegen.llvm.get_host_cpu_features()
+    features["f16c"] = False
+    monkeypatch.setattr(codegen.llvm, "get_host_cpu_features", lambda: features)
+    with pytest.raises(RuntimeError, match="F16C.*for a virtual machine choose a CPU model"):
+        codegen._host.__wrapped__()
