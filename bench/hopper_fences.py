@@ -184,17 +184,35 @@ def _bulk_stores(rounds: int, nbytes: int) -> str:
 #: Name -> (warps of a CTA, before each arrival, what the other warps of the first CTA do).
 _SETTINGS = {
     "idle": (1, "", ""),
-    "1 own store": (1, _own_stores(1), ""),
-    "8 own stores": (1, _own_stores(8), ""),
+    **{f"{n} own store{'s' * (n > 1)}": (1, _own_stores(n), "") for n in (1, 2, 4, 8, 16, 32)},
     "12 warps load": (13, "", _loads(512)),
+    "bulk loads, 4 KB in flight": (2, "", _bulk_loads(1024, 4096, 1)),
     "bulk loads, 16 KB in flight": (2, "", _bulk_loads(512, 16384, 1)),
+    "bulk loads, 2 x 16 KB in flight": (2, "", _bulk_loads(512, 16384, 2)),
     "bulk loads, 96 KB in flight": (2, "", _bulk_loads(128, 32768, 3)),
+    "bulk stores, 4 KB each": (2, "", _bulk_stores(2048, 4096)),
     "bulk stores, 32 KB each": (2, "", _bulk_stores(512, 32768)),
+    "1 warp stores": (2, "", _stores(2048)),
     "4 warps store": (5, "", _stores(2048)),
+    "12 warps store": (13, "", _stores(1024)),
 }
 
 
-def _kernel(timed: str, setting: str, sets: str = "") -> Kernel:
+#: Which constant of h200.json a row gives.
+_SETS = {
+    "release arrive, peer; idle": "fence_gpu",
+    "fence.acq_rel.gpu; idle": "fence_gpu",
+    "fence.acq_rel.sys; idle": "fence_sys",
+    "release arrive, peer; bulk loads, 96 KB in flight": "fence_behind_loads",
+    "release arrive, peer; 32 own stores": "store_ack",
+    "release arrive, peer; 4 warps store": "store_ack",
+    "relaxed arrive, peer; 32 own stores": "store_bytes_per_clock",
+    "async fence and relaxed arrive, peer; idle": "async_fence",
+    "async fence and relaxed arrive, peer; 4 warps store": "store_depth",
+}
+
+
+def _kernel(timed: str, setting: str) -> Kernel:
     warps, before, others = _SETTINGS[setting]
     body = f"""
 mov.u32 %i, {ROUNDS};
@@ -213,22 +231,12 @@ OTHERS:
 """
     ptx = (_HEAD + body + _TAIL).replace("THREADS", str(32 * warps))
     ptx = ptx.replace("CLUSTER", str(CLUSTER)).replace("WARPS", str(warps))
-    return Kernel(f"{timed}; {setting}", warps, ptx, 1, "round", sets, CLUSTER)
-
-
-#: Which constant of h200.json a row gives.
-_SETS = {
-    "idle": "fence_gpu", "1 own store": "global_store", "12 warps load": "fence_behind_loads",
-    "4 warps store": "store_backlog",
-}  # fmt: skip
+    name = f"{timed}; {setting}"
+    return Kernel(name, warps, ptx, 1, "round", _SETS.get(name, ""), CLUSTER)
 
 
 def _all() -> list[Kernel]:
-    found = [
-        _kernel(timed, setting, _SETS.get(setting, "") if timed == _ARRIVALS[0] else "")
-        for setting in _SETTINGS
-        for timed in _ARRIVALS
-    ]
+    found = [_kernel(timed, setting) for setting in _SETTINGS for timed in _ARRIVALS]
     return found + [_kernel(timed, "idle") for timed in _TIMED if timed not in _ARRIVALS]
 
 

@@ -55,14 +55,16 @@ _tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
     int(a) for a in (Action.TMEM_LOAD, Action.TMEM_STORE, Action.TMEM_STORE_WAIT, Action.MMA,
                      Action.COMMIT, Action.TMA_LOAD, Action.TMA_STORE)
 )  # fmt: skip
-_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive, _fence, _g_load, _g_store = (
+(_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive, _fence, _g_load, _g_store,
+ _cta_fence) = (
     int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL,
                      Action.COPY, Action.COPY_ARRIVE, Action.FENCE, Action.GLOBAL_LOAD,
-                     Action.GLOBAL_STORE)
+                     Action.GLOBAL_STORE, Action.FENCE_CTA)
 )  # fmt: skip
-_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_GPU = (
+_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_CTA, _FENCE_GPU = (
     int(kind) for kind in (Latency.OPERAND_READ, Latency.BARRIER_TEST, Latency.TMEM_LOAD,
-                           Latency.TMEM_STORE, Latency.GLOBAL_LOAD, Latency.FENCE_GPU)
+                           Latency.TMEM_STORE, Latency.GLOBAL_LOAD, Latency.FENCE_CTA,
+                           Latency.FENCE_GPU)
 )  # fmt: skip
 
 # Columns of Model.code: the fields of `Instructions`.
@@ -71,13 +73,13 @@ _OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_GPU 
 # Entries of Model.clock: latencies by class, then these.
 (_K_MUFU_INTERVAL, _K_BRANCH, _K_ARRIVE, _K_WAKE, _K_REMOTE, _K_NAMED, _K_CLUSTER, _K_MMA_ISSUE,
  _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
- _K_NAMED_WARP, _K_FENCE_LOADS, _K_STORE, _K_BACKLOG,
- CLOCKS) = range(len(Latency), len(Latency) + 19)  # fmt: skip
+ _K_NAMED_WARP, _K_FENCE_SYS, _K_BEHIND_LOADS, _K_DEPTH, _K_ACK,
+ CLOCKS) = range(len(Latency), len(Latency) + 20)  # fmt: skip
 _SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, RATES = range(5)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
  _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
- _HELD, _COPIED, _WRITTEN, _BOARDS) = range(23)  # fmt: skip
+ _HELD, _COPIED, _FENCED, _BOARDS) = range(23)  # fmt: skip
 _LAST, _SM, _SLOT_OF = LAST, SM, SLOT_OF
 _WHYS = _BOARDS + 6
 WARP_COLUMNS = _WHYS + 6
@@ -89,9 +91,9 @@ _USED_PIPE, _ISSUED, _START, _STOP = USED_PIPE, ISSUED, START, STOP
 # Columns of Model.unit: clocks from which it is free, clocks used, the tensor core's queue:
 # operations taken and queued, when the last MMA is done, its event.
 USED_UNIT = len(BUSY)
-# Then from when the unit of named barriers takes another arrival.
-_HEAD, _TAIL, _DRAINED, _LATEST, _NAMED_UNIT, UNIT_COLUMNS = range(
-    2 * USED_UNIT, 2 * USED_UNIT + 6
+# Then from when the unit of named barriers takes another arrival, until when TMA writes and reads.
+(_HEAD, _TAIL, _DRAINED, _LATEST, _NAMED_UNIT, _TMA_WRITES, _TMA_READS, UNIT_COLUMNS) = range(
+    2 * USED_UNIT, 2 * USED_UNIT + 8
 )
 _USED_UNIT = USED_UNIT
 # Columns of Model.event.
@@ -282,7 +284,7 @@ def _issue_load(m, sm, now, event):
     m.unit[sm, _USED_UNIT + _TMA] += m.clock[_K_TMA_ISSUE]
     transfer = int(np.ceil(action[3] / m.rate[_LINK_RATE]))
     arrives = max(start + m.clock[_K_TMA_LOAD], unit[_LINK]) + transfer
-    unit[_LINK] = arrives
+    unit[_LINK] = unit[_TMA_READS] = arrives
     m.unit[sm, _USED_UNIT + _LINK] += transfer
     m.event[event, _STARTED] = start
     m.event[event, _DONE] = arrives
@@ -305,7 +307,9 @@ def _issue_store(m, warp, sm, now, event):
     unit[_TMA] = start + m.clock[_K_TMA_ISSUE]
     m.unit[sm, _USED_UNIT + _TMA] += m.clock[_K_TMA_ISSUE]
     read = _shared_access(m, sm, start, int(nbytes / m.rate[_SHARED_RATE]))
-    _write_out(m, sm, start, nbytes)
+    writing = int(nbytes / m.rate[_STORE_RATE])
+    m.unit[sm, _USED_UNIT + _UP] += writing
+    unit[_TMA_WRITES] = max(unit[_TMA_WRITES], start) + writing
     m.event[event, _STARTED] = start
     m.event[event, _DONE] = read + m.clock[_K_TMA_STORE]
     fields[_GROUP_READ] = max(fields[_GROUP_READ], read + m.clock[_K_TMA_ISSUE])
@@ -313,23 +317,16 @@ def _issue_store(m, warp, sm, now, event):
 
 
 @_compiled
-def _write_out(m, sm, now, nbytes):
-    """Bytes on their way from an SM to L2; returns when the last of them has left."""
-    work = int(np.ceil(nbytes / m.rate[_STORE_RATE]))
-    m.unit[sm, _USED_UNIT + _UP] += work
-    m.unit[sm, _UP] = max(m.unit[sm, _UP], now) + work
-    return m.unit[sm, _UP]
-
-
-@_compiled
 def _global_store(m, warp, now, number):
-    """A warp's store; returns when the warp may go on, which is later where the queue is full."""
-    sm, fields = m.warp[warp, _SM], m.warp[warp]
-    left = _write_out(m, sm, now, m.code[number, _C_BYTES])
-    fields[_WRITTEN] = max(fields[_WRITTEN], left + m.clock[_K_STORE])
-    taken = max(now, left - m.clock[_K_BACKLOG])
-    _release(m, warp, number, taken, taken + m.clock[_OPERAND_READ], _STORE_QUEUE)
-    return taken
+    """A warp's store. Its registers are read shortly before it leaves the SM, which keeps warps
+    from running ahead."""
+    sm = m.warp[warp, _SM]
+    unit = m.unit[sm]
+    work = int(np.ceil(m.code[number, _C_BYTES] / m.rate[_STORE_RATE]))
+    m.unit[sm, _USED_UNIT + _UP] += work
+    unit[_UP] = max(unit[_UP], now) + work
+    read = max(now + m.clock[_OPERAND_READ], unit[_UP] - m.clock[_K_DEPTH])
+    _release(m, warp, number, read, read, _STORE_QUEUE)
 
 
 @_compiled
@@ -345,17 +342,28 @@ def _global_load(m, warp, now, number):
 
 
 @_compiled
-def _fence_clock(m, warp, now):
-    """When a fence of GPU or system scope lets its warp go on.
+def _cta_fence_clock(m, warp, now):
+    """When a fence of the CTA is through: behind the stores queued in the SM."""
+    fields = m.warp[warp]
+    queued = m.unit[fields[_SM], _UP] - m.clock[_K_DEPTH]
+    fields[_FENCED] = max(now, queued) + m.clock[_FENCE_CTA]
+    return fields[_FENCED]
 
-    It waits until the warp's own stores are acknowledged, queues behind what the SM is writing, and
-    goes to L2 and back; on the way back it queues behind loads, of which L2 holds but so many.
-    """
+
+@_compiled
+def _fence_clock(m, warp, now, is_system):
+    """When a fence of GPU or system scope lets its warp go on: when the stores before the warp's
+    last fence of the CTA are acknowledged and the SM's loads have come, and after a round trip;
+    behind loads of TMA after a second one."""
     fields = m.warp[warp]
     unit = m.unit[fields[_SM]]
-    start = max(now, fields[_WRITTEN], min(unit[_UP], now + m.clock[_K_BACKLOG]))
-    behind = min(unit[_LINK] - now - m.clock[_K_TMA_LOAD], m.clock[_K_FENCE_LOADS])
-    return start + m.clock[_FENCE_GPU] + max(behind, 0)
+    start = max(now, fields[_FENCED], unit[_LINK])
+    left = max(min(unit[_UP], fields[_FENCED] + m.clock[_K_DEPTH]), min(now, unit[_TMA_WRITES]))
+    if left:
+        start = max(start, left + m.clock[_K_ACK])
+    if unit[_TMA_READS] > now:
+        start += m.clock[_K_BEHIND_LOADS]
+    return start + m.clock[_K_FENCE_SYS if is_system else _FENCE_GPU]
 
 
 @_compiled
@@ -534,9 +542,14 @@ def _perform(m, warp, now, number, event):
     action = m.code[number, _C_ACTION]
     sm, fields = m.warp[warp, _SM], m.warp[warp]
     if action == _g_store:
-        return _global_store(m, warp, now, number)
+        _global_store(m, warp, now, number)
+        return now
     if action == _g_load:
         _global_load(m, warp, now, number)
+        return now
+    if action == _cta_fence:
+        done = _cta_fence_clock(m, warp, now)
+        _release(m, warp, number, done, done, _FENCE_CTA)
         return now
     if event < 0:
         # A site without an event is predicated off: it sets no scoreboard.
@@ -581,19 +594,9 @@ def _perform(m, warp, now, number, event):
     elif action == _cancel:
         _send(m, now + m.clock[_K_CLC], event, sm)
     elif action == _fence:
-        m.event[event, _DONE] = _fence_clock(m, warp, now)
+        m.event[event, _DONE] = _fence_clock(m, warp, now, m.action[event, 1])
         return m.event[event, _DONE]
     return now
-
-
-@_compiled
-def _held_up_by(action):
-    """The reason to give where an instruction of this kind keeps its warp from the next one."""
-    if action == _c_wait:
-        return _CLUSTER
-    if action == _fence:
-        return _FENCE_GPU
-    return _STORE_QUEUE if action == _g_store else _BULK
 
 
 @_compiled
@@ -629,7 +632,9 @@ def _issue(m, warp, now):
     if position + 1 < m.warp[warp, _LAST] and m.path[position + 1, 0] != number + 1:
         earliest += m.clock[_K_BRANCH]
     fields[_PREVIOUS], fields[_EARLIEST] = now, earliest
-    _set_ready(m, warp, max(earliest, until), _held_up_by(m.code[number, _C_ACTION]))
+    action = m.code[number, _C_ACTION]
+    reason = _CLUSTER if action == _c_wait else _FENCE_GPU if action == _fence else _BULK
+    _set_ready(m, warp, max(earliest, until), reason)
     if position + 1 == m.warp[warp, _LAST]:
         m.counts[_RUNNING] -= 1
         _settle_cluster(m, now, event)

@@ -62,10 +62,11 @@ class Values(NamedTuple):
     clc_query: float
     power_tflops: float
     double_precision: float
+    fence_sys: float
     fence_behind_loads: float
-    global_store: float
     store_bytes_per_clock: float
-    store_backlog: float
+    store_depth: float
+    store_ack: float
 
 
 @dataclass(frozen=True)

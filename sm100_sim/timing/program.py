@@ -199,7 +199,8 @@ class _Builder:
             following = later[later >= 0]
             rows[place] = len(self.rows)
             self.entries.append(events[following[0] if len(following) else -1].entry)
-            self.rows.append((int(Action.FENCE), 0, 0, 0, 0))
+            is_system = ".SYS" in self.function.instructions[path.numbers[place]].opcode
+            self.rows.append((int(Action.FENCE), int(is_system), 0, 0, 0))
         self.numbers.append(path.numbers)
         self.event.append(rows)
 

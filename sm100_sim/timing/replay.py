@@ -79,8 +79,8 @@ def clock_vector(values: Values) -> np.ndarray:
         values.mufu_interval, values.branch_taken, values.barrier_arrive, values.barrier_wake,
         values.remote_arrive, values.named_barrier, values.cluster_barrier, values.mma_issue,
         values.mma_extra_latency, values.operand_prefetch, values.tma_issue, values.tma_load_l2,
-        values.tma_store, values.clc_query, values.named_barrier_warp, values.fence_behind_loads,
-        values.global_store, values.store_backlog,
+        values.tma_store, values.clc_query, values.named_barrier_warp, values.fence_sys,
+        values.fence_behind_loads, values.store_depth, values.store_ack,
     )  # fmt: skip
     found = [latency.get(kind, 0.0) for kind in Latency] + list(others)
     return np.rint(found).astype(np.int64)

@@ -80,6 +80,7 @@ class Action(IntEnum):
     FENCE = 21
     GLOBAL_LOAD = 22
     GLOBAL_STORE = 23
+    FENCE_CTA = 24
 
 
 ACTIONS = {
@@ -138,8 +139,7 @@ _TABLE = (
 )  # fmt: skip
 _PATTERNS = [(re.compile(pattern), *rest) for pattern, *rest in _TABLE]
 _NO_SCOREBOARD = -1
-#: Fences that wait for what lies beyond the SM. Those of a CTA cost no more than their stall count.
-_FENCE = r"MEMBAR\.\w+\.(GPU|SYS|VC)"
+_FENCES = {"CTA": Action.FENCE_CTA, "GPU": Action.FENCE, "SYS": Action.FENCE}
 _GLOBAL = {"LDG": Action.GLOBAL_LOAD, "LD": Action.GLOBAL_LOAD, "STG": Action.GLOBAL_STORE,
            "ST": Action.GLOBAL_STORE}  # fmt: skip
 _LANES = 32
@@ -192,8 +192,8 @@ def _words(instruction: SassInstruction) -> int:
 def _action(instruction: SassInstruction, kind: str | None) -> Action:
     if kind is not None:
         return ACTIONS.get(kind.split(".")[0], Action.NONE)
-    if re.match(_FENCE, instruction.opcode):
-        return Action.FENCE
+    if instruction.base == "MEMBAR":
+        return _FENCES[instruction.opcode.rsplit(".", 1)[-1]]
     if instruction.base in _GLOBAL:
         return _GLOBAL[instruction.base]
     return Action.SHARED if _wavefronts(instruction) else Action.NONE

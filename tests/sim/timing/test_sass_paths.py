@@ -9,7 +9,8 @@ import pytest
 from sm100_sim.timing.events import ptx_kind, retries, sites
 from sm100_sim.timing.mixes import FEATURES
 from sm100_sim.timing.paths import Event, PathFinder
-from sm100_sim.timing.resources import Latency, Pipe, describe
+from sm100_sim.timing.program import executed_fences
+from sm100_sim.timing.resources import Latency, Pipe, describe, instruction_arrays
 from sm100_sim.timing.sass import Control, SassFunction
 
 
@@ -166,6 +167,35 @@ def test_predicated_site_is_executed_only_with_its_event():
     path = PathFinder(code).find(events("barrier.cluster.arrive", WAIT, LOAD, ARRIVE))
     assert path.unmatched == 0
     assert [int(e) for e in path.event_of if e >= 0] == [0, 1, 2, 3]
+
+
+RELEASE = (
+    "UCGABAR_ARV",
+    "@P1 MEMBAR.ALL.CTA",
+    "@P1 MEMBAR.ALL.GPU",
+    "@P1 ERRBAR",
+    "@P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [UR5], RZ",
+    "LDTM.x32 R4, tmem[UR4]",
+    "EXIT",
+)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_fence_of_a_release_is_executed_with_its_arrival(arrives):
+    code = function(*RELEASE)
+    arrival = ["mbarrier.arrive.release.cluster.shared::cluster.b64"] * arrives
+    path = PathFinder(code).find(events("barrier.cluster.arrive", *arrival, LOAD))
+    assert path.unmatched == 0
+    found = executed_fences(path, instruction_arrays(code).action, code)
+    assert [code.instructions[path.numbers[place]].opcode for place in found] == (
+        ["MEMBAR.ALL.GPU"] * arrives
+    )
+
+
+def test_fence_without_a_predicate_is_executed():
+    code = function("UCGABAR_ARV", "MEMBAR.SC.SYS", "MEMBAR.ALL.CTA", "EXIT")
+    path = PathFinder(code).find(events("barrier.cluster.arrive"))
+    assert executed_fences(path, instruction_arrays(code).action, code) == [1]
 
 
 def test_event_without_a_site_is_counted():
