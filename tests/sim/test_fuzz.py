@@ -25,6 +25,12 @@ pytestmark = pytest.mark.simulator
 RECORDED, ABOUT = outcomes.load(DIRECTORY / "fuzz.json")
 
 
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    """Programs run once; and code kept on disk would hide what a test plants."""
+    monkeypatch.setenv("SM100_SIM_CACHE_DIR", "off")
+
+
 def of_family(family: str) -> list[str]:
     return [key for key in RECORDED if key.startswith(f"{family}/")]
 
