@@ -152,6 +152,51 @@ class FlashAttention4:
         return result[0] if isinstance(result, tuple) else result
 
 
+class Frost:
+    """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend), their forward at its defaults.
+
+    A kernel object belongs to shapes and strides; it is kept, as its users keep it.
+    """
+
+    name = "FROST"
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple, Any] = {}
+
+    def missing(self) -> str | None:
+        try:
+            from cudnn.sdpa.fwd import api_dsl  # noqa: F401
+        except ImportError as error:
+            return f"nvidia-cudnn-frontend with its SDPA kernels is not there: {error}"
+        return Ours().missing()
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD:
+            return "only its forward is called here"
+        if case.packed or case.softcap or case.window != (None, None):
+            return "called here for sequences of one length, without window and softcap"
+        if case.causal and case.seqlen_q != case.seqlen_k:
+            return "its causal mask is aligned to the top left unless asked otherwise"
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from cudnn.sdpa.fwd.api_dsl import SdpaFwdDslSm100
+
+        q, k, v = (tensor.detach().transpose(1, 2) for tensor in inputs.leaves)
+        out = torch.empty_like(q)
+        lse = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
+        tensors = q, k, v, out, lse
+        key = inputs.case.causal, *((t.shape, t.stride(), t.dtype) for t in tensors)
+        if key not in self._compiled:
+            attention = SdpaFwdDslSm100(*tensors, is_causal=inputs.case.causal)
+            if not attention.check_support():
+                raise RuntimeError("cuDNN's kernels do not support this call")
+            attention.compile()
+            self._compiled[key] = attention
+        self._compiled[key].execute(*tensors)
+        return out.transpose(1, 2)
+
+
 class PyTorchSdpa:
     """`scaled_dot_product_attention` with one back end: "CUDNN_ATTENTION" or "MATH"."""
 
@@ -202,6 +247,7 @@ def default_providers() -> list[Provider]:
     return [
         Ours(),
         FlashAttention4(),
+        Frost(),
         PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
         PyTorchSdpa("PyTorch math", "MATH"),
     ]

@@ -44,6 +44,7 @@ def _cubin(ptx: str) -> bytes:
         return target.read_bytes()
 
 
+@lru_cache(maxsize=64)
 def clocks(kernel: Timed, replayed: bool) -> float:
     """Run the kernel in the simulator; clocks of a round by the timing model, 0 if not replayed."""
     from sm100_sim.golden.replay import placed

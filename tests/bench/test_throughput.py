@@ -160,7 +160,7 @@ def test_gradients_of_keys_that_no_row_sees():
 
 
 def test_providers_say_why_they_do_not_run():
-    ours, theirs, cudnn, math = providers.default_providers()
+    ours, theirs, frost, cudnn, math = providers.default_providers()
     if not torch.cuda.is_available():
         assert {p.name: p.missing() for p in (ours, cudnn)} == {
             "ours": "no CUDA device", "cuDNN": "no CUDA device"
@@ -169,7 +169,10 @@ def test_providers_say_why_they_do_not_run():
     assert "local attention" in theirs.refuses(windowed, BACKWARD)
     assert theirs.refuses(windowed, FORWARD) is None
     assert "window only as a mask" in math.refuses(windowed, FORWARD)
+    assert "only its forward" in frost.refuses(windowed, BACKWARD)
+    assert "without window" in frost.refuses(windowed, FORWARD)
     unequal = Case("unequal", ((1, 64),), 2, 1, True)
+    assert "top left" in frost.refuses(unequal, FORWARD)
     assert "top left" in cudnn.refuses(unequal, FORWARD)
     assert providers.attempt(lambda: 3) == (3, None)
     _, reason = providers.attempt(lambda: torch.zeros(2) @ torch.zeros(3))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import sm100_sim
+from fa4_hd256 import reference
 
 pytestmark = [
     pytest.mark.simulator,
@@ -69,3 +70,21 @@ def test_forward_steals_tiles(policy, grid, causal, monkeypatch):
             assert report.clc["try_cancel"] == TILES
             stolen = TILES - resident
             assert stolen - report.clc["refused"] <= report.clc["stolen"] <= stolen
+
+
+def test_as_a_provider_of_the_benchmarks():
+    """`python -m bench throughput` calls it so; a second call takes the kernel of the first."""
+    from bench.providers import Frost, Inputs
+    from bench.suite import FORWARD, Case
+
+    case = Case("dense", ((300, 300),), HEADS, KV_HEADS, True)
+    provider = Frost()
+    assert provider.refuses(case, FORWARD) is None
+    inputs = Inputs.random(case, torch.device("cpu"), torch.bfloat16)
+    exact = reference.attention(*inputs.leaves, causal=True)[0]
+    with sm100_sim.attached():
+        found = [provider.call(inputs) for _ in range(2)]
+    assert len(provider._compiled) == 1
+    comparison = reference.same_dtype_pytorch(*inputs.leaves, causal=True).double() - exact
+    for out in found:
+        assert (out.double() - exact).abs().max() <= 2 * comparison.abs().max()

@@ -1,0 +1,104 @@
+"""The golden vectors on another GPU than the one that recorded them."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fa4_hd256.bringup import golden as rung
+from fa4_hd256.bringup import gpu
+from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from sm100_sim import golden
+from sm100_sim.golden.record import DriverError
+
+pytestmark = pytest.mark.simulator
+
+B200 = Target("gpu", "a B200", (10, 0), 148)
+#: A case that must end in an error; for sm_100a ptxas is the first to say so.
+REFUSED = {"found/dec within the granule"}
+
+
+def quiet(text: str) -> None:
+    """Takes a note."""
+
+
+def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
+    """They name sm_90a, which no other GPU loads; under the head of a B200 ptxas takes all but the
+    known ones. A hundred kernels a module."""
+    found = importlib.util.find_spec("triton")
+    home = Path(found.submodule_search_locations[0]) if found else Path("triton")
+    tool = home / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
+    if not tool.exists():
+        pytest.skip("ptxas comes with triton, which is not installed")
+    cases = [case for case in rung._recorded().values() if case.name not in REFUSED]
+    for start in range(0, len(cases), 100):
+        bodies = []
+        for number, case in enumerate(itertools.islice(cases, start, start + 100)):
+            ptx = gpu.retargeted(case.ptx, (10, 0))
+            assert ptx.startswith(gpu.head((10, 0)))
+            bodies.append(re.sub(r"\bgolden\b", f"golden{number}", ptx[len(gpu.head((10, 0))):]))
+        path = tmp_path / "cases.ptx"
+        path.write_text(gpu.head((10, 0)) + "\n".join(bodies))
+        command = [str(tool), "-arch=sm_100a", "-O0", str(path), "-o", str(tmp_path / "cubin")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (cases[start].name, done.stderr[-1000:])
+
+
+def raising(message: str):
+    def run(target, case):
+        raise DriverError(message)
+
+    return run
+
+
+def test_what_ptxas_refuses_for_this_gpu_is_skipped(monkeypatch):
+    """And is an error on the kind of GPU that recorded it; so is any other error."""
+    name = "integer/" + next(n for n in rung._recorded() if n.startswith("integer/")).split("/")[1]
+    monkeypatch.setattr(rung, "run_case", raising("cuModuleLoadData: CUDA_ERROR_INVALID_PTX"))
+    assert rung.run(name, B200, quiet).state == "skipped"
+    with pytest.raises(DriverError):
+        rung.run(name, Target("gpu", "an H200", (9, 0), 132), quiet)
+    monkeypatch.setattr(rung, "run_case", raising("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with pytest.raises(DriverError):
+        rung.run(name, B200, quiet)
+
+
+def test_a_difference_on_blackwell_shows_both_values(monkeypatch):
+    """A GPU whose accumulator is off by one word: "differs", with what the simulator has there."""
+    (probe,) = (p for p in rung._probes().values() if p.case.name == "tcgen05/cp 4x256b")
+    found = [array.copy() for array in probe.expected]
+    found[0][32, 5] ^= 0x10
+    monkeypatch.setattr(rung, "run_case", lambda target, case: found)
+    outcome = rung.run(probe.case.name, B200, quiet)
+    assert outcome.state == "differs" and "1 of" in outcome.text
+    assert outcome.values["places"] == [[32, 5]]
+    assert int(outcome.values["found"][0], 16) ^ 0x10 == int(outcome.values["predicted"][0], 16)
+
+
+def test_launch_control_reports_its_raw_words(monkeypatch):
+    """What the GPU answered and what the simulator answers, side by side."""
+    (probe,) = (p for p in rung._probes().values() if p.case.name == "pairs/launch control")
+    count = len(probe.case.outputs[0])
+    counts, words = np.ones(count, np.uint32), np.zeros((count, 4), np.uint32)
+    said = np.zeros(count, np.uint32)
+    monkeypatch.setattr(rung, "run_case", lambda target, case: [counts, words, said])
+    outcome = rung.run(probe.case.name, B200, quiet)
+    assert outcome.state == "passed"
+    assert outcome.values["here"]["refused"]["words"] == ["00000000 " * 3 + "00000000"] * 3
+    assert outcome.values["simulator"]["cancelled"]["number"] > 0
+    words[5, 2] = 1
+    assert rung.run(probe.case.name, B200, quiet).state == "differs"
+
+
+def test_a_wrong_result_of_a_recorded_case_fails(monkeypatch):
+    case = next(c for c in golden.all_cases() if c.group == "integer")
+    wrong = [array ^ 1 for array in golden.Vectors().outputs(case)]
+    monkeypatch.setattr(rung, "run_case", lambda target, case: wrong)
+    outcome = rung.run(case.name, SIMULATOR, quiet)
+    assert outcome.state == "failed" and "recorded" in outcome.text
