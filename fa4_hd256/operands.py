@@ -106,7 +106,7 @@ def load_tile(
 ) -> None:
     """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`)."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
-    tile = tma_tile(source.tensor, shape, place, packed)
+    tile = tma_tile(source.tensor, shape, place, packed, least=1)
     to_smem, from_global = cpasync.tma_partition(
         source.atom, 0, cute.make_layout(1),
         cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),

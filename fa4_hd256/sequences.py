@@ -1,4 +1,13 @@
-"""Where the rows of each batch entry lie: dense, padded or packed (varlen) sequences."""
+"""Where the rows of each batch entry lie: dense, padded or packed (varlen) sequences.
+
+NOTE [empty tiles].  A TMA load that lies wholly outside its tensor touches the tensor's first byte
+(docs/silicon.md, `outside-load`), and a `clipped_view` begins below the memory of its tensor, where
+nothing need be mapped.  So a half of a tile that is beyond the last row of its sequence loads that
+row, once, and zeros.  It is masked, or nobody stores what comes of it, as with zeros alone: its
+keys lie beyond the sequence's end, its queries have an infinite LSE in the backward.  Without any
+row in the sequence it is the row before, or the tensor's first.  Stores wholly outside touch
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -127,14 +136,15 @@ def clipped_view(tensor: cute.Tensor, rows: int) -> cute.Tensor:
 
 
 def tma_tile(
-    tensor: cute.Tensor, shape: tuple[int, int], place: tuple, packed: int = 1
+    tensor: cute.Tensor, shape: tuple[int, int], place: tuple, packed: int = 1, least: int = 0
 ) -> cute.Tensor:
     """The coordinate tensor of one tile for TMA.
 
     tensor: TMA coordinates of (seqlen, 256, heads, batch) or of a `clipped_view` with shape[0]
     rows.  shape: rows and columns of the tile.  place: (sequence, first row in it, column block,
     head).  packed: heads of which the tensor's and the tile's rows consist; the first row and the
-    head are then the first query and the group of heads.
+    head are then the first query and the group of heads.  least: rows of a `clipped_view` that a
+    tile has at least, 0 or 1 (NOTE [empty tiles]).
     """
     sequence, first_row, column_block, head = place
     rows, columns = shape
@@ -142,8 +152,11 @@ def tma_tile(
     if cutlass.const_expr(cute.rank(tensor) == 4):
         plane, start = tensor[None, None, head, sequence.batch], first_row
     else:
-        count = cutlass.max(cutlass.min(sequence.length - first_row, rows), 0)
+        count = cutlass.max(cutlass.min(sequence.length - first_row, rows), least)
         end = sequence.offset + first_row + count
+        if cutlass.const_expr(least > 0):
+            last = sequence.offset + cutlass.min(first_row + count, sequence.length)
+            end = cutlass.max(last, 1)
         plane, start = tensor[None, None, end, head, sequence.batch], rows - count
     if cutlass.const_expr(packed > 1):
         moved = cute.domain_offset(((0, start), 0), plane)

@@ -1,6 +1,7 @@
 """`python -m sm100_sim SCRIPT.py [args...]` runs a GPU script in the simulator;
 `python -m sm100_sim mutate SCRIPT.py [args...]` measures what the sanitizer finds (see `--help`);
-`python -m sm100_sim record [--out DIR]` records golden vectors on a Hopper GPU;
+`python -m sm100_sim record [--out DIR]` records golden vectors on a Hopper GPU,
+`python -m sm100_sim litmus --out FILE` counts there what may be seen out of order;
 `python -m sm100_sim fuzz` runs random PTX programs there or in the simulator (see `--help`).
 """
 
@@ -20,6 +21,8 @@ fixed schedule and then with seeds, until it is caught; the exit status is 1 if 
 no named edge shows to be redundant"""
 _RECORD = """run small PTX kernels on a GPU of compute capability 9.0 and store their results, which
 the tests replay in the simulator; needs a CUDA driver, cuda-bindings and numpy"""
+_LITMUS = """pass messages between warps millions of times on a GPU of compute capability 9.0 and
+count stale ones; measure what only a GPU can tell (time-outs, co-residence, launches)"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         from .fuzz.command import main as fuzz
 
         return fuzz(arguments[1:])
+    if arguments[:1] == ["litmus"]:
+        return _litmus(arguments[1:])
     if arguments[:1] != ["mutate"]:
         from .attach.runner import run_script
 
@@ -77,6 +82,20 @@ def _record(arguments: list[str]) -> int:
     if not known.keys() >= set(chosen):
         parser.error(f"--groups {choice.groups}; accepted are {', '.join(known)}")
     return 1 if record(choice.out, chosen) else 0
+
+
+def _litmus(arguments: list[str]) -> int:
+    from .golden.litmus_run import run
+    from .golden.probes import PROBES
+
+    parser = argparse.ArgumentParser(prog="python -m sm100_sim litmus", description=_LITMUS)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of what was found")
+    parser.add_argument("--seconds", type=float, default=1.0,
+                        help="seconds for each way to pass a message (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=list(PROBES), help="these alone")
+    choice = parser.parse_args(arguments)
+    found = run(choice.out, choice.seconds, choice.only)
+    return 1 if any("failed" in result for result in found.values()) else 0
 
 
 def _mutate(choice: argparse.Namespace) -> int:

@@ -165,11 +165,13 @@ class NamedBarrier:
     """One of the 16 barriers of a CTA: threads arrive, and those that sync also wait.
 
     `expected` is the thread count of the round in progress; None means every thread of the CTA
-    that has not exited.
+    that has not exited. A warp counts as 32 threads, once all of its lanes that have not exited
+    have come (on an H200 half a warp completes nothing until the other half exits).
     """
 
     __slots__ = (
-        "number", "arrived", "expected", "_present", "_results", "_wake", "_ayes", "_votes",
+        "number", "arrived", "expected", "partial", "_present", "_results", "_wake", "_ayes",
+        "_votes",
     )  # fmt: skip
 
     def __init__(
@@ -178,6 +180,8 @@ class NamedBarrier:
         self.number = number
         self.arrived = 0
         self.expected: int | None = None
+        #: warp -> its lanes that have come while others have not
+        self.partial: dict[Any, int] = {}
         self._present = present
         self._results: list[Callable[[int, int], None]] = []
         self._wake = wake
@@ -188,6 +192,23 @@ class NamedBarrier:
         expected = self._present() if self.expected is None else self.expected
         return f"barrier {self.number}: {self.arrived} of {expected} threads have arrived"
 
+    def come(self, warp: Any, lanes: int, expected: int | None) -> bool:
+        """Lanes of a warp arrive at a barrier of `expected`; whether that completes it."""
+        come = self.partial.get(warp, 0) | lanes
+        if come & warp.live == warp.live:
+            self.partial.pop(warp, None)
+            return self.arrive(32, expected)
+        self.arrive(0, expected)
+        self.partial[warp] = come
+        return False
+
+    def lanes_exited(self, warp: Any) -> None:
+        """Lanes of a warp have exited: it may have arrived with those that are left."""
+        come = self.partial.get(warp)
+        if come is not None and warp.live and come & warp.live == warp.live:
+            del self.partial[warp]
+            self.arrive(32, self.expected)
+
     def arrive(self, threads: int, expected: int | None) -> bool:
         """`threads` threads arrive at a barrier of `expected`; whether that completes it."""
         if expected is not None and (expected < 1 or expected % 32):
@@ -195,7 +216,7 @@ class NamedBarrier:
                 f"barrier {self.number} with a thread count of {expected}; accepted are positive "
                 "multiples of 32"
             )
-        if self.arrived and self.expected != expected:
+        if (self.arrived or self.partial) and self.expected != expected:
             raise BarrierError(
                 f"barrier {self.number} with a thread count of "
                 f"{'all threads' if expected is None else expected}, while {self.arrived} threads "
@@ -309,51 +330,60 @@ def most_registers(threads: int, ctas_per_sm: int = 1) -> int:
 class RegisterPool:
     """Registers of one CTA that setmaxnreg moves between its warps.
 
-    per_thread: registers that each thread is launched with, the kernel's own number. The pool
-    begins empty: what the SM's register file has left over belongs to nobody (measured on an H200,
-    docs/silicon.md).
+    per_thread: registers that each thread is launched with, the kernel's own number. Each of the
+    SM's four quarters has a pool of its own, for the warps whose number has its remainder by four.
+    The pools begin empty: what the SM's register file has left over belongs to nobody, and a warp
+    that exits takes its registers along (all measured on an H200, docs/silicon.md).
     """
 
     __slots__ = ("free", "_own", "_launched", "_warps", "_counts", "_wake")
 
+    QUARTERS = 4
+
     def __init__(self, warps: int, per_thread: int, wake: Callable[[Any], None]) -> None:
-        self.free = 0
-        self._own = per_thread
-        self._launched = whole_granules(per_thread)
+        self.free = [0] * self.QUARTERS
+        self._launched = per_thread
         self._warps = warps
         self._counts: dict[int, int] = {}
         self._wake = wake
 
     def describe(self) -> str:
         """State in words."""
-        total = 32 * self._warps * self._launched
+        launched = whole_granules(self._launched)
+        total = 32 * self._warps * launched
+        free = str(self.free[0]) if len(set(self.free)) == 1 else " / ".join(map(str, self.free))
         return (
-            f"{self.free} registers are free in the CTA's pool; the launch gave the CTA {total}, "
-            f"{self._launched} a thread, and setmaxnreg moves only those"
+            f"{free} registers are free in the CTA's pool of each quarter of the SM (warp number "
+            f"modulo {self.QUARTERS}); the launch gave the CTA {total}, {launched} a thread, "
+            "and setmaxnreg moves only those"
         )
+
+    def _held(self, warp: int) -> int:
+        return self._counts.get(warp, self._launched)
 
     def increase(self, warp: int, count: int) -> bool:
         """Give a warp `count` registers a thread; False while the pool lacks them."""
-        known = self._counts.get(warp)
-        if known is not None and count < known:
-            raise BarrierError(f"setmaxnreg.inc to {count} registers; the warp has {known}")
-        wanted = 32 * (count - (self._launched if known is None else known))
-        if wanted > self.free:
+        held = self._held(warp)
+        if count < held:
+            raise BarrierError(
+                f"setmaxnreg.inc to {count} registers; the warp has {held}, and must have no more "
+                "than it asks for (the hardware ends the kernel with an illegal instruction)"
+            )
+        wanted = 32 * (count - whole_granules(held))
+        if wanted > self.free[warp % self.QUARTERS]:
             return False
-        self.free -= max(wanted, 0)
+        self.free[warp % self.QUARTERS] -= wanted
         self._counts[warp] = count
         return True
 
     def decrease(self, warp: int, count: int) -> None:
         """Leave a warp `count` registers a thread and put the rest into the pool."""
-        known = self._counts.get(warp)
-        has = self._own if known is None else known
-        if count > has:
-            # Also within the granule that the launch rounds up to (measured on an H200).
+        held = self._held(warp)
+        if count > held:
             raise BarrierError(
-                f"setmaxnreg.dec to {count} registers; the warp has {has} (the hardware ends the "
-                "kernel with an illegal instruction)"
+                f"setmaxnreg.dec to {count} registers; the warp has {held}, and must have as many "
+                "or more (the hardware ends the kernel with an illegal instruction)"
             )
-        self.free += max(32 * ((self._launched if known is None else known) - count), 0)
+        self.free[warp % self.QUARTERS] += 32 * (whole_granules(held) - count)
         self._counts[warp] = count
         self._wake(self)

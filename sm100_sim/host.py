@@ -42,6 +42,10 @@ ATTRIBUTE_NAMES = {
     11: "preferred_cluster_dimension",
 }
 _CLUSTER, _PREFERRED_CLUSTER = 4, 11
+#: Bytes of dynamic shared memory of a CTA that a kernel may have, and has without an attribute.
+SHARED_OPT_IN, SHARED_AT_FIRST = 232_448, 49_152
+#: cudaFuncAttribute values: most dynamic shared memory, non-portable cluster size allowed.
+_SHARED_LIMIT, _NON_PORTABLE = 8, 14
 
 _SUCCESS, _INVALID_VALUE = 0, 1
 _CONFIG = struct.Struct("<3I3IQQQI")
@@ -63,6 +67,8 @@ class LaunchConfig:
     `cubin` its machine code, empty where the host code loads none or a compressed one;
     `registers` what a thread is launched with by that code, None where it is not known;
     `moves_registers` whether it has setmaxnreg, taken for granted where it is not known.
+    `shared_limit`: bytes of dynamic shared memory that the kernel's attributes allow;
+    `non_portable_cluster`: whether they allow clusters of more than 8 CTAs.
     """
 
     kernel_name: str
@@ -77,6 +83,8 @@ class LaunchConfig:
     cubin: bytes = field(default=b"", repr=False)
     registers: int | None = None
     moves_registers: bool = True
+    shared_limit: int = SHARED_OPT_IN
+    non_portable_cluster: bool = True
 
 
 def ptx_of(compiled: Any) -> str:
@@ -227,8 +235,9 @@ def _kernel_get_attribute(value: int, attribute: int, kernel: int, _device: int)
         )
 
 
-def _set_attribute(*_: int) -> None:
-    """Function attributes only widen limits (dynamic SMEM, cluster size): nothing to do."""
+def _set_attribute(kernel: int, attribute: int, value: int, *_: int) -> None:
+    """Function attributes widen limits of a kernel's launches."""
+    _runs.stack[-1].program.function_attributes[kernel, attribute] = value
 
 
 def _occupancy(blocks: int, *_: int) -> None:
@@ -263,6 +272,7 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         raise LaunchError(f"launch of an unknown kernel handle {kernel:#x}")
     name = _handles[kernel]
     count = run.program.parameter_counts[name]
+    allowed = run.program.function_attributes
     pointers = (ctypes.c_uint64 * count).from_address(arguments) if count else ()
     config = LaunchConfig(
         kernel_name=name,
@@ -276,6 +286,8 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         ptx=run.program.ptx,
         cubin=run.program.cubin,
         registers=run.program.registers.get(name),
+        shared_limit=allowed.get((kernel, _SHARED_LIMIT), SHARED_AT_FIRST),
+        non_portable_cluster=bool(allowed.get((kernel, _NON_PORTABLE))),
         moves_registers=name in run.program.moving or name not in run.program.registers,
     )
     if run.on_launch is not None:
@@ -387,6 +399,8 @@ class HostProgram:
         self.ptx = ptx_of(compiled) if self._launches else ""
         self.cubin = b""
         self.registers: dict[str, int] = {}
+        #: (kernel handle, cudaFuncAttribute) -> value that the host code has set.
+        self.function_attributes: dict[tuple[int, int], int] = {}
         self.moving: set[str] = set()
         self.parameter_counts = {
             name: parameters.count(".param") for name, parameters in _ENTRY.findall(self.ptx)

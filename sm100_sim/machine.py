@@ -49,6 +49,10 @@ MAX_THREADS = 1024
 #: CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute Capability").
 MAX_GRID = 2**31 - 1, 65535, 65535
 MAX_CLUSTER = 16
+#: CTAs of a cluster without a function attribute.
+PORTABLE_CLUSTER = 8
+#: Bytes of a kernel's parameters (CUDA 12.1 and later).
+MAX_PARAMETERS = 32_764
 #: Rounds of polling in which nothing else happens before a launch counts as hanging; a warp that
 #: has used up its budget of backward branches counts for many.
 POLLING_ROUNDS = 100_000
@@ -130,6 +134,16 @@ class Machine:
             )
         if not 1 <= math.prod(config.cluster) <= MAX_CLUSTER:
             raise LaunchError(f"cluster {config.cluster}; accepted are up to {MAX_CLUSTER} CTAs")
+        if math.prod(config.cluster) > PORTABLE_CLUSTER and not config.non_portable_cluster:
+            raise LaunchError(
+                f"cluster {config.cluster}; more than {PORTABLE_CLUSTER} CTAs need the function "
+                "attribute cudaFuncAttributeNonPortableClusterSizeAllowed"
+            )
+        if config.dynamic_smem > config.shared_limit:
+            raise LaunchError(
+                f"{config.dynamic_smem} bytes of dynamic shared memory; the kernel may have "
+                f"{config.shared_limit}: set cudaFuncAttributeMaxDynamicSharedMemorySize first"
+            )
         if not 1 <= self.threads <= MAX_THREADS or not math.prod(config.grid):
             raise LaunchError(f"grid {config.grid} of blocks {config.block} cannot be launched")
         if kernel.reqntid is not None and tuple(kernel.reqntid) != tuple(config.block):
@@ -144,6 +158,10 @@ class Machine:
             raise LaunchError(
                 f"{self.threads} threads with {self.registers_at_launch()} registers each, as the "
                 f"kernel was compiled; an SM has {REGISTER_FILE}"
+            )
+        if kernel.param_bytes > MAX_PARAMETERS:
+            raise LaunchError(
+                f"{kernel.param_bytes} bytes of parameters; accepted are up to {MAX_PARAMETERS}"
             )
         if self.shared_bytes > SHARED_LIMIT:
             raise LaunchError(
@@ -455,6 +473,7 @@ class Machine:
         gone = warp.present & ~warp.live
         warp.present = warp.live
         warp.cta.cluster.barrier.exit(warp, gone)
+        warp.cta.lanes_exited(warp)
 
     def _end_cluster(self, cluster: Cluster) -> None:
         left = [op for op in self.policy.pending() if op.cluster is cluster]

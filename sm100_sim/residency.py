@@ -182,6 +182,23 @@ class Cta:
             )
         target.smem[offset : offset + raw.size] = raw
 
+    def check_partial(self, barrier: NamedBarrier, warp: ResidentWarp) -> None:
+        """Raise BarrierError where some lanes of a warp come to a barrier and others have come to
+        another one."""
+        for other in self._named.values():
+            if other is not barrier and warp in other.partial:
+                raise BarrierError(
+                    f"lanes of warp {warp.index} come to barrier {barrier.number}, others of it "
+                    f"wait at barrier {other.number} (the hardware ends the kernel with an illegal "
+                    "instruction)"
+                )
+
+    def lanes_exited(self, warp: ResidentWarp) -> None:
+        """Lanes of a warp have exited: what is left of it may have arrived at a barrier."""
+        for barrier in self._named.values():
+            if barrier.partial:
+                barrier.lanes_exited(warp)
+
     def exit_warp(self) -> None:
         """A warp has exited. Raises TmemError if it was the last and TMEM is still allocated."""
         self.running -= 1

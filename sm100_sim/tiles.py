@@ -183,6 +183,8 @@ def load_tile(
     size, shape = _tile_plan(t)
     region = _shared_region(smem, offset, t.shared_bytes, what)
     inside = window(t, coordinates)
+    if inside is None:
+        _check_base(t, coordinates, memory, what)
     direct = not t.swizzle
     tile = region.reshape(shape) if direct else np.empty(shape, np.uint8)
     if inside is None or inside.where is not None:
@@ -202,6 +204,16 @@ def load_tile(
         else:
             target[index] = chunks
     return size
+
+
+def _check_base(t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: str) -> None:
+    """Raise MemoryFault unless the first byte of a tensor of which a load wants nothing is memory.
+
+    The hardware touches it, wherever the tile lies outside (measured on an H200: illegal address;
+    stores wholly outside touch nothing, and loads of which a part is inside only that part).
+    """
+    memory.check(t.address, 1, False, f"{what} at {coordinates}, wholly outside its tensor of sizes "
+                 f"{t.sizes}, of which the hardware then touches the first byte,")
 
 
 def _load_padded(

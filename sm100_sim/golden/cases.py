@@ -42,6 +42,10 @@ class Case:
     `floats` is the format of outputs whose NaN payloads the ISA leaves open ("f32", "f16x2", ...).
     `approximate`: results are bounded by the ISA, not defined bit for bit. `faults`: the hardware
     ends the kernel with an error, and no output is recorded.
+    `rule`: what of the machine the case asks, one that it keeps or one that it breaks; then how the
+    kernel ends (`Vectors.ending`) is recorded, too, and of a kernel that hangs what it had written.
+    `undefined`: which sentence of the PTX ISA leaves the case undefined; the simulator may then
+    refuse what the hardware lets pass. `dynamic_smem`: bytes.
     """
 
     name: str
@@ -56,6 +60,9 @@ class Case:
     floats: str = ""
     approximate: bool = False
     faults: bool = False
+    rule: str = ""
+    undefined: str = ""
+    dynamic_smem: int = 0
 
     def digest(self) -> str:
         """16 hexadecimal digits of everything that determines the result."""
@@ -64,6 +71,8 @@ class Case:
             state.update(f"{array.dtype}{array.shape}".encode())
             state.update(np.ascontiguousarray(array).tobytes())
         state.update(repr((self.tensor_maps, self.grid, self.block, self.cluster)).encode())
+        if self.dynamic_smem:
+            state.update(repr(self.dynamic_smem).encode())
         return state.hexdigest()[:16]
 
     def keys(self) -> list[str]:
@@ -76,9 +85,23 @@ class Case:
 @lru_cache(maxsize=1)
 def all_cases() -> tuple[Case, ...]:
     """Every case, in a fixed order, names unique."""
-    from . import arithmetic, asynchronous, atomics, cluster, convert, found, tma, warp
+    from . import (
+        arithmetic,
+        asynchronous,
+        atomics,
+        cluster,
+        convert,
+        found,
+        rules_barriers,
+        rules_cluster,
+        rules_launch,
+        rules_registers,
+        tma,
+        warp,
+    )
 
-    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous, found)
+    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous, found,
+               rules_registers, rules_barriers, rules_cluster, rules_launch)
     cases = tuple(case for module in modules for case in module.cases())
     names = [case.name for case in cases]
     if len(set(names)) != len(names):
@@ -108,8 +131,8 @@ def save(
         before = json.loads((directory / MANIFEST).read_text())
         kept = {case.name for case in all_cases() if case.group not in only}
         digests = {name: text for name, text in before["cases"].items() if name in kept}
-        for what in ("failed", "faults"):
-            old = {name: text for name, text in before[what].items() if name in kept}
+        for what in ("failed", "faults", "endings", "registers"):
+            old = {name: text for name, text in before.get(what, {}).items() if name in kept}
             manifest = {**manifest, what: {**old, **manifest[what]}}
     for group, cases in groups(all_cases()).items():
         if only and group not in only:
@@ -117,6 +140,7 @@ def save(
         arrays = {}
         for case in cases:
             if case.name in results:
+                # A case that ended with an error has no outputs.
                 arrays.update(zip(case.keys(), results[case.name]))
                 digests[case.name] = case.digest()
         np.savez_compressed(directory / f"{group}.npz", **arrays)
@@ -145,6 +169,11 @@ class Vectors:
                 self._files[name] = {key: archive[key] for key in archive.files}
         return self._files[name]
 
+    def ending(self, case: Case) -> str:
+        """How a case ended: "done", "hang", or stage and CUDA error ("run: CUDA_ERROR_..."); the
+        stage is "load" (ptxas, loading), "launch" or "run"."""
+        return self.manifest.get("endings", {}).get(case.name, "done")
+
     def outputs(self, case: Case) -> list[np.ndarray]:
         """Recorded outputs of a case; none of one that faults.
 
@@ -156,7 +185,7 @@ class Vectors:
             raise KeyError(f"no recorded vector for {case.name}: {why}")
         if self.manifest["cases"][case.name] != case.digest():
             raise ValueError(f"{case.name} has changed since its vector was recorded; record again")
-        if case.faults:
+        if case.faults or self.ending(case) not in ("done", "hang"):
             return []
         arrays = self.file(f"{case.group}.npz")
         return [arrays[key] for key in case.keys()]

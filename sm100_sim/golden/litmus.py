@@ -7,8 +7,8 @@ times, co-residence, what is lost at an exit.
 
     python -m sm100_sim litmus [--out FILE] [--seconds N]
 
-needs a GPU of compute capability 9.0, a CUDA driver, cuda-bindings and numpy. The simulator runs the
-messages, too, with few tries: its memory has one order, so it must count none.
+needs a GPU of compute capability 9.0, a CUDA driver, cuda-bindings and numpy. The simulator runs
+the messages, too, with few tries: its memory has one order, so it must count none.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Message:
     """One way to pass a message.
 
     data: where it is written: "peer" (the reader's shared memory), "own" (the writer's), "global"
-    (read past the L1), "cached" (global, read through the L1); "bulk": the reader moves the writer's
-    shared memory, which is its own CTA's, to global memory by a bulk copy, and "relayed" the same,
-    told through a warp of the other CTA. fence, last: PTX of all lanes between data and signal, before
-    and behind the warp's own barrier. arrive: semantics of
-    the arrival. wait: semantics of the wait. ordered: whether the PTX ISA promises new data.
+    (read past the L1), "cached" (global, read through the L1); "bulk": the reader moves the
+    writer's shared memory, which is its own CTA's, to global memory by a bulk copy, and "relayed"
+    the same, told through a warp of the other CTA. fence, last: PTX of all lanes between data and
+    signal, before and behind the warp's own barrier. arrive, wait: their semantics. ordered:
+    whether the PTX ISA promises new data.
     """
 
     name: str
@@ -60,7 +60,8 @@ _SHARED_RELEASE = "fence.release.sync_restrict::shared::cta.cluster;"
 MESSAGES = (
     Message("peer's memory, release", "peer", _RELEASE, ".acquire.cluster", True),
     Message("peer's memory, relaxed", "peer", _RELAXED, ".acquire.cluster", False),
-    Message("peer's memory, arrival of scope .cta", "peer", ".release.cta", ".acquire.cluster", False),
+    Message("peer's memory, arrival of scope .cta", "peer", ".release.cta", ".acquire.cluster",
+            False),
     Message("peer's memory, arrival without semantics or scope", "peer", "", ".acquire.cluster",
             False),
     Message("peer's memory, fence.acq_rel.cluster and relaxed", "peer", _RELAXED,
@@ -83,7 +84,8 @@ MESSAGES = (
             False),
     Message("global memory through L1, release", "cached", _RELEASE, ".acquire.cluster", True),
     Message("global memory through L1, wait without a scope", "cached", _RELEASE, "", False),
-    Message("global memory through L1, relaxed wait", "cached", _RELEASE, ".relaxed.cluster", False),
+    Message("global memory through L1, relaxed wait", "cached", _RELEASE, ".relaxed.cluster",
+            False),
     Message("bulk copy, proxy fence and release", "bulk", ".release.cta", "", True, _PROXY),
     Message("bulk copy, proxy fence and relaxed", "bulk", ".relaxed.cluster", "", False, _PROXY),
     Message("bulk copy, proxy fence, relaxed both", "bulk", ".relaxed.cluster", ".relaxed.cluster",
@@ -171,7 +173,8 @@ def message_ptx(message: Message) -> str:
         # The writer.
         "setp.ne.u32 %p0, %rank, 0;\n@%p0 bra PAST_WRITER;\nsetp.ne.u32 %p0, %w, 0;\n"
         "@%p0 bra PAST_WRITER;\nWRITING:\n"
-        f"shl.b32 %value, %i, 5;\nadd.u32 %value, %value, %lane;\n{_write(message)}{message.fence}\n"
+        "shl.b32 %value, %i, 5;\nadd.u32 %value, %value, %lane;\n"
+        f"{_write(message)}{message.fence}\n"
         f"{_signal('full', message.arrive, message.data != 'bulk', message.last)}"
         f"{_wait('empty', '.acquire.cluster', 'WRITER_WAIT')}{_NEXT.format(label='WRITING')}"
         f"PAST_WRITER:\n{relay}"
@@ -213,7 +216,8 @@ _NOISE_TEXT = (
     "setp.lt.u32 %p0, %w, 2;\n@%p0 bra PAST_NOISE;\nld.param.u64 %rd2, [p1];\n"
     f"mov.u32 %r2, %nclusterid.x;\nmul.wide.u32 %rd3, %r2, {SCRATCH};\nadd.u64 %rd2, %rd2, %rd3;\n"
     "mov.u32 %r3, %ctaid.x;\nmad.lo.u32 %r3, %r3, 977, %t;\nSTORING:\n"
-    "mad.lo.u32 %r3, %r3, 1664525, 1013904223;\nshr.u32 %r4, %r3, 10;\nand.b32 %r4, %r4, 0x3FFFFC;\n"
+    "mad.lo.u32 %r3, %r3, 1664525, 1013904223;\nshr.u32 %r4, %r3, 10;\n"
+    "and.b32 %r4, %r4, 0x3FFFFC;\n"
     "cvt.u64.u32 %rd3, %r4;\nadd.u64 %rd3, %rd3, %rd2;\nst.global.u32 [%rd3], %r3;\n"
     "add.u32 %i, %i, 1;\nsetp.le.u32 %more, %i, %n;\n@%more bra STORING;\nPAST_NOISE:\n"
 )

@@ -93,7 +93,8 @@ def _named_exits() -> Iterator[Case]:
                 {**{w: [everyone] for w in range(3)}, 3: [half, everyone]})
     yield _case("exited lanes, no count", _EXITED,
                 {**{w: [_sync(0)] for w in range(3)}, 3: [half, _sync(0)]})
-    yield _case("arrived, then exited", _EXITED, {0: [_arrive(2, 64), EXIT], 1: [SLEEP, _sync(2, 64)]})
+    yield _case("arrived, then exited", _EXITED,
+                {0: [_arrive(2, 64), EXIT], 1: [SLEEP, _sync(2, 64)]})
     votes = ("setp.ge.u32 %p0, %lane, 8;\n"
              "barrier.cta.red.popc.aligned.u32 %r1, 0, %p0;\n" + store(0, "%r1"))
     yield _case("votes of a block with exited lanes", _EXITED,
@@ -101,9 +102,8 @@ def _named_exits() -> Iterator[Case]:
 
 
 def _lanes() -> Iterator[Case]:
-    one_by_one = (
-        when("%lane", "lt", 16, "barrier.sync 1, 64;") + when("%lane", "ge", 16, "barrier.sync 1, 64;")
-    )
+    one_by_one = "".join(
+        when("%lane", half, 16, "barrier.sync 1, 64;") for half in ("lt", "ge"))
     yield _case("lanes come one by one", _NAMED, {0: [one_by_one], 1: ["barrier.sync 1, 64;"]})
     yield _case("half of a warp, not aligned", _NAMED,
                 {0: [when("%lane", "lt", 16, "barrier.sync 1, 64;")],
@@ -132,9 +132,9 @@ def _cluster() -> Iterator[Case]:
                         undefined=undefined)
 
     met = [_BOTH, _WAIT]
-    yield pair("all meet", _CLUSTER, {w: met * 2 for w in range(4)})
-    yield pair("one comes late", _CLUSTER, {**{w: met for w in range(3)}, 3: [SLEEP, *met]})
-    yield pair("one stays away", _CLUSTER, {**{w: met for w in range(3)}, 3: ["bar.sync 1, 64;"]})
+    yield pair("all meet", _CLUSTER, dict.fromkeys(range(4), met * 2))
+    yield pair("one comes late", _CLUSTER, {**dict.fromkeys(range(3), met), 3: [SLEEP, *met]})
+    yield pair("one stays away", _CLUSTER, {**dict.fromkeys(range(3), met), 3: ["bar.sync 1, 64;"]})
     yield pair("nobody waits", _CLUSTER, {w: [_BOTH] for w in range(4)})
     yield pair("some do not wait", _CLUSTER, {0: met, 1: [_BOTH], 2: met, 3: [_BOTH]})
     yield pair("relaxed arrivals", _CLUSTER,

@@ -21,7 +21,7 @@ def _once(text: str) -> str:
 
 
 def _start(count: int = 1) -> str:
-    """Thread 0 of each CTA initialises `bar`, tile word t becomes 1000 rank + t; the cluster meets."""
+    """Thread 0 of each CTA initialises `bar`, word t of `tile` is 1000 rank + t; all meet."""
     return (
         "setp.eq.u32 %first, %t, 0;\n"
         f"@%first mbarrier.init.shared::cta.b64 [bar], {count};\n"
@@ -70,7 +70,9 @@ def _arrivals() -> Iterator[Case]:
                 2: [lanes]}, count=31, end=MEET_CLUSTER)
 
 
-def _push(size: int, source: str = "tile", target: str = "%far", barrier: str = "%near") -> str:
+def _push(
+    size: int | str, source: str = "tile", target: str = "%far", barrier: str = "%near"
+) -> str:
     return ("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
             f"[{target}], [{source}], {size}, [{barrier}];")
 
@@ -84,7 +86,7 @@ def _seen() -> str:
 
 _EXPECT = _once("mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 128;")
 #: The peer's second half of the tile, and its barrier.
-_PLACES = (peer_address("tile") + "\nadd.u32 %far, %far, 512;\n" + peer_address("bar", "%near") + "\n"
+_PLACES = (f"{peer_address('tile')}\nadd.u32 %far, %far, 512;\n{peer_address('bar', '%near')}\n"
            "mov.u32 %r16, tile;\n")
 
 
@@ -115,12 +117,11 @@ def _copies() -> Iterator[Case]:
                 end=MEET_CLUSTER)
     yield _pair("copy of nothing", "a bulk copy of no bytes",
                 {0: [_once("mbarrier.arrive.shared::cta.b64 _, [bar];"), asked(0), _seen()],
-                 2: [_once(_PLACES + "mov.u32 %r19, 0;\n" + _push(0, "%r16").replace(", 0,", ", %r19,"))]},
+                 2: [_once(_PLACES + "mov.u32 %r19, 0;\n" + _push("%r19", "%r16"))]},
                 end=MEET_CLUSTER)
     yield _pair("copy of 24 bytes", "sizes of bulk copies are multiples of 16",
                 {0: [_EXPECT, asked(0), _seen()],
-                 2: [_once(_PLACES + "mov.u32 %r19, 24;\n"
-                           + _push(0, "%r16").replace(", 0,", ", %r19,"))]},
+                 2: [_once(_PLACES + "mov.u32 %r19, 24;\n" + _push("%r19", "%r16"))]},
                 "a size that is not a multiple of 16", end=MEET_CLUSTER)
 
 
@@ -145,7 +146,8 @@ def _exits() -> Iterator[Case]:
     push = _once(_PLACES + _push(128, "%r16"))
     yield _pair("own copy in flight", _FLIGHT, {0: [_EXPECT, asked(0), _seen()], 2: [push, EXIT],
                 3: [EXIT]}, "a CTA exits while a bulk copy reads its shared memory")
-    yield _pair("own arrival in flight", _FLIGHT, {0: [asked(0)], 2: [_remote(""), EXIT], 3: [EXIT]})
+    yield _pair("own arrival in flight", _FLIGHT,
+                {0: [asked(0)], 2: [_remote(""), EXIT], 3: [EXIT]})
     four = _once("mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 4;")
     yield _pair("own st.async in flight", _FLIGHT, {
         0: [four, asked(0), _seen()],

@@ -72,6 +72,7 @@ def _parameters() -> Iterator[Case]:
                    ((1, t),) * maps, 1, THREADS, rule=_LIMITS)
 
 
+_UNMAPPED = "a tensor map whose tensor begins where no memory is"
 _WIDE = "coordinates, sizes and offsets of tensor maps count in 64 bits"
 
 
@@ -104,15 +105,16 @@ def _wide() -> Iterator[Case]:
         yield _load(f"tma/offset beyond {name}", _WIDE, t, [(0, rows - 1)], 64)
         wide = describe((8, rows), (stride,), (8, 2), -(rows - 1) * stride)
         yield _load(f"tma/offset beyond {name}, over the end", _WIDE, wide, [(0, rows - 1)], 64)
-        yield _load(f"tma/offset beyond {name}, outside", _WIDE, wide, [(0, rows)], 64)
+        outside = _load(f"tma/offset beyond {name}, outside", _WIDE, wide, [(0, rows)], 64)
+        yield replace(outside, undefined=_UNMAPPED)
     t = describe((32, 70000, 70000), (64, 0), (32, 2, 2), -69998 * 64)
     yield _load("tma/70,000 by 70,000", _WIDE, t,
                 [(0, 69998, 65535), (0, 69999, 69999), (16, 69998, 0)], 64)
 
 
 def _clipped() -> Iterator[Case]:
-    """A tensor whose dimensions 1 and 2 both are its rows, its base one box of rows before the data:
-    a tile at (column, box - n, row) is rows [row - n, row), and nothing else moves."""
+    """A tensor whose dimensions 1 and 2 both are its rows, its base one box of rows before the
+    data: a tile at (column, box - n, row) is rows [row - n, row), and nothing else moves."""
     rule = "a tensor map that names its rows twice clips tiles at any row"
     rows, box = 40, 16
     pitch = 128

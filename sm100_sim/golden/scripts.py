@@ -1,8 +1,8 @@
 """Golden kernels in which each warp works through a script of its own, and counts its steps.
 
 Row `CTA` of the only output has for warp w of the CTA, at words 8 w and up, how many times each of
-its steps was passed; words from 128 on are for what a step finds out. A kernel that hangs leaves its
-counts, too: they say who came how far.
+its steps was passed; words from 128 on are for what a step finds out. A kernel that hangs leaves
+its counts, too: they say who came how far.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def peer_address(symbol: str, register: str = "%far") -> str:
 
 
 def asked(word: int, barrier: str = "bar", parity: int = 0) -> str:
-    """PTX that asks a barrier up to 1,000 times, some 4 ms, whether a phase is complete, and stores the
-    answer: the kernel ends in either case."""
+    """PTX that asks a barrier up to 1,000 times, some 4 ms, whether a phase is complete, and stores
+    the answer: the kernel ends in either case."""
     label = f"ASK_{word}"
     return (
         f"mov.u32 %n, 0;\n{label}:\n"

@@ -79,7 +79,8 @@ def shared(size: int) -> str:
     return f".shared .align 1024 .b8 tile[{size}];\n.shared .align 8 .b64 bar;\n"
 
 
-def _load_ptx(t: TensorMap, size: int) -> str:
+def load_ptx(t: TensorMap, size: int) -> str:
+    """Module of a load: p0 places, p1 the tensor, p2 the dumps of shared memory."""
     place = f"[%rd6, {{{', '.join(f'%c{i}' for i in range(t.rank))}}}]"
     return (
         f"{HEADER}{declare(2, 1, 1)}\n{{\n{shared(size)}{REGISTERS}{fill(size)}{start_barrier()}"
@@ -92,7 +93,8 @@ def _load_ptx(t: TensorMap, size: int) -> str:
     )
 
 
-def _store_ptx(t: TensorMap, size: int, reduction: str) -> str:
+def store_ptx(t: TensorMap, size: int, reduction: str) -> str:
+    """Module of a store or reduction: p0 places, p1 the tiles, p2 the tensor."""
     place = f"[%rd6, {{{', '.join(f'%c{i}' for i in range(t.rank))}}}]"
     opcode = f"cp.reduce.async.bulk.tensor.{t.rank}d.global.shared::cta.{reduction}.tile" \
         if reduction else f"cp.async.bulk.tensor.{t.rank}d.global.shared::cta.tile"
@@ -158,7 +160,7 @@ def _places(t: TensorMap, seed: int, is_store: bool) -> np.ndarray:
     return rows
 
 
-def _contents(t: TensorMap, seed: int) -> np.ndarray:
+def contents(t: TensorMap, seed: int) -> np.ndarray:
     """uint32 words of a tensor: floats of its type, or numbers that say where they are."""
     size = -(-t.extent()[1] // 128) * 128
     if t.dtype in ("f16", "bf16"):
@@ -174,7 +176,7 @@ def _numbered(count: int, seed: int) -> np.ndarray:
     return number * np.uint32(0x20002) + np.uint32(0x10000) + np.uint32(seed)
 
 
-def _footprint(t: TensorMap) -> int:
+def footprint(t: TensorMap) -> int:
     """Bytes of shared memory of a case: the tile, its rows as long as the swizzle, and 1 KiB."""
     inner = t.tile_shape[0] * t.element_bits // 8
     tile = t.tile_bytes // inner * max(inner, t.swizzle)
@@ -182,10 +184,10 @@ def _footprint(t: TensorMap) -> int:
 
 
 def _load(name: str, t: TensorMap, seed: int) -> Case:
-    size = _footprint(t)
+    size = footprint(t)
     places = _places(t, seed, False)
     return Case(
-        f"tma/load {name}", "tma", _load_ptx(t, size), (places, _contents(t, seed)),
+        f"tma/load {name}", "tma", load_ptx(t, size), (places, contents(t, seed)),
         (np.zeros((len(places), size // 4), np.uint32),), ((1, t),), len(places), THREADS,
     )  # fmt: skip
 
@@ -195,18 +197,18 @@ _FORMATS = {"f16": "f16x2", "bf16": "bf16x2", "f32": "f32", "f32.ftz": "f32"}
 
 def store_case(name: str, t: TensorMap, seed: int, reduction: str = "") -> Case:
     """Tiles stored to, or combined with, a tensor, one a CTA."""
-    size = _footprint(t)
+    size = footprint(t)
     places = _places(t, seed, True)
     tiles = _numbered(len(places) * size // 4, seed + 50)
     initial = np.zeros(-(-t.extent()[1] // 128) * 32, np.uint32)
     if reduction:
-        initial = _contents(t, seed + 60)[:len(initial)]
+        initial = contents(t, seed + 60)[:len(initial)]
         if t.dtype in ("f16", "bf16"):
             tiles = make.pairs(t.dtype, seed + 50, tiles.size)
         elif t.dtype.startswith("f32"):
             tiles = make.floats(seed + 50, tiles.size)
     return Case(
-        f"tma/{reduction or 'store'} {name}", "tma", _store_ptx(t, size, reduction),
+        f"tma/{reduction or 'store'} {name}", "tma", store_ptx(t, size, reduction),
         (places, tiles.reshape(len(places), -1)), (initial,), ((2, t),), len(places), THREADS,
         floats=_FORMATS.get(t.dtype, "") if reduction else "",
     )  # fmt: skip

@@ -293,16 +293,13 @@ def _bind_barrier(instruction, parts: list[str]):
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
         barrier = warp.cta.named_barrier(number(warp, lanes))
-        if barrier.arrive(_threads(warp, lanes), count(warp, lanes) if count else None):
+        if lanes != warp.live:
+            warp.cta.check_partial(barrier, warp)
+        if barrier.come(warp, lanes, count(warp, lanes) if count else None):
             return None
         return Waiting("the other threads", barrier, retry=False) if waits else None
 
     return execute
-
-
-def _threads(warp: Warp, lanes: int) -> int:
-    """Threads that these lanes count for: a barrier takes a warp as 32, whatever has exited."""
-    return 32 if lanes == warp.live else lanes.bit_count()
 
 
 def _bind_reduction(instruction, parts: list[str]):
@@ -326,7 +323,7 @@ def _bind_reduction(instruction, parts: list[str]):
                 write(warp, lanes, lanes if holds else 0)
 
         barrier.vote((vote(warp) & lanes).bit_count(), lanes.bit_count(), result)
-        if barrier.arrive(_threads(warp, lanes), count(warp, lanes) if count else None):
+        if barrier.come(warp, lanes, count(warp, lanes) if count else None):
             return None
         return Waiting("the other threads", barrier, retry=False)
 

@@ -27,6 +27,8 @@ from sm100_sim.warp import address, reader, uniform
 
 _HINTS = {"L2::cache_hint"}
 _OFFSET = 0xFFFFFF
+#: Elements of a dimension (measured on an H200).
+MAX_SIZE = 1 << 31
 
 
 # ---------------------------------------------------------------- operands
@@ -94,6 +96,11 @@ def _tensor_map(
     if tensor_map.rank != len(coordinates):
         raise SimulationError(
             f"a {len(coordinates)}d copy with a descriptor of rank {tensor_map.rank}"
+        )
+    if max(tensor_map.sizes) > MAX_SIZE:
+        raise SimulationError(
+            f"a tensor copy of a tensor of sizes {tensor_map.sizes}; accepted are up to {MAX_SIZE} "
+            "(the driver encodes more; the hardware ends the kernel with an illegal instruction)"
         )
     if coordinates[0] * tensor_map.element_bits % 128:
         raise Misaligned(

@@ -171,7 +171,7 @@ def _named(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
         state = sanitizer.begin(warp, instruction)
         which = number(warp, lanes)
         barrier, rounds = warp.cta.named_barrier(which), sanitizer.cta(warp.cta).named
-        if not barrier.arrived or which not in rounds:
+        if not (barrier.arrived or barrier.partial) or which not in rounds:
             rounds[which] = Round(sanitizer.layout)
         current = rounds[which]
         sanitizer.flush(state)

@@ -198,17 +198,19 @@ def test_cluster_barrier_forgets_arrivals_of_exited_lanes():
 
 
 def test_register_pool():
-    """512 threads with 128 registers each: what two warps give up serves a third."""
+    """512 threads with 128 registers each: what two warps of a quarter give up serves a third."""
     woken = []
     pool = RegisterPool(16, 128, woken.append)
     assert not pool.increase(0, 256)
-    pool.decrease(1, 48)
+    pool.decrease(4, 48)
     assert not pool.increase(0, 256)
-    pool.decrease(2, 48)
+    pool.decrease(9, 48)
+    assert not pool.increase(0, 256)  # warp 9 is of another quarter
+    pool.decrease(12, 48)
     assert pool.increase(0, 256)
-    assert len(woken) == 2
-    assert pool.free == 32 * (80 + 80 - 128)
+    assert len(woken) == 3
+    assert pool.free == [32 * (80 + 80 - 128), 32 * 80, 0, 0]
     with pytest.raises(BarrierError, match="dec to 56 registers; the warp has 48"):
-        pool.decrease(1, 56)
+        pool.decrease(4, 56)
     with pytest.raises(BarrierError, match="inc to 128 registers; the warp has 256"):
         pool.increase(0, 128)

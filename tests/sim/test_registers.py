@@ -60,9 +60,9 @@ def test_the_register_pool_is_that_of_the_launch(budgets, ends):
 
 def test_a_kernel_that_was_compiled_for_fewer_registers_has_a_smaller_pool():
     """The machine code says with how many registers a thread is launched."""
-    move_registers((176, 168, 160), registers=168)
+    move_registers((176, 176, 152), registers=168)
     with pytest.raises(Hang, match="the launch gave the CTA 61440, 160 a thread"):
-        move_registers((176, 160, 160), registers=160)
+        move_registers((176, 176, 152), registers=160)
 
 
 def test_no_more_than_the_kernels_own_registers_can_be_left():
@@ -72,6 +72,11 @@ def test_no_more_than_the_kernels_own_registers_can_be_left():
     run_kernel_text(body.format(80), block=(128, 1, 1), registers=86)
     with pytest.raises(BarrierError, match="dec to 88 registers; the warp has 86"):
         run_kernel_text(body.format(88), block=(128, 1, 1), registers=86)
+
+
+def test_an_increase_to_less_is_refused():
+    with pytest.raises(BarrierError, match="setmaxnreg.inc to 168 registers; the warp has 176"):
+        run_kernel_text("setmaxnreg.inc.sync.aligned.u32 168;", block=(128, 1, 1), registers=176)
 
 
 def test_more_registers_than_the_file_has_cannot_be_launched():
