@@ -212,8 +212,9 @@ def _check_base(t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: s
     The hardware touches it, wherever the tile lies outside (measured on an H200: illegal address;
     stores wholly outside touch nothing, and loads of which a part is inside only that part).
     """
-    memory.check(t.address, 1, False, f"{what} at {coordinates}, wholly outside its tensor of sizes "
-                 f"{t.sizes}, of which the hardware then touches the first byte,")
+    what += (f" at {coordinates}, wholly outside its tensor of sizes {t.sizes}, of which the "
+             "hardware then touches the first byte,")
+    memory.check(t.address, 1, False, what)
 
 
 def _load_padded(

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fa4_hd256.bringup import rungs as bringup
 from sm100_sim import golden
 
+RUNGS = {rung.name for rung in bringup.RUNGS}
 ROOT = Path(__file__).parent.parent
 STATES = ("checked on silicon", "two independent sources", "unverified")
 COLUMNS = ["rule", "if false", "source", "simulator", "relied on by", "check", "state"]
@@ -60,8 +62,10 @@ def _row_problems(row: dict[str, str]) -> list[str]:
         found.append("names no golden vector and no measurement of docs/facts.md")
     if state == "two independent sources" and ";" not in row["source"]:
         found.append("names one source")
-    if state == "unverified" and not re.search(r"rung `[a-z0-9-]+`", check):
-        found.append("names no rung of bringup")
+    rungs = re.findall(r"rung `([a-z0-9-]+)`", check)
+    if state == "unverified" and not rungs and not re.search(r"no rung: \w", check):
+        found.append("names no rung of bringup and does not say what would settle it")
+    found += [f"no rung is called {rung!r}" for rung in rungs if rung not in RUNGS]
     for path, name in re.findall(r"`((?:tests|bench|sm100_sim|fa4_hd256)/[\w/]+\.py)(?:::(\w+))?`",
                                  row["simulator"] + check):
         file = ROOT / path
@@ -84,8 +88,10 @@ def test_the_page():
 @pytest.mark.parametrize("old, new, complaint", [
     ("| unverified |\n", "| believed |\n", "is none of"),
     ("golden `tma/`", "golden `no such case/`", "no golden case"),
+    ("docs/facts.md; ", "", "names no golden vector and no measurement"),
     ("tests/sim/test_tma.py", "tests/sim/test_none.py", "does not exist"),
-    ("rung `busy-sms`", "", "names no rung"),
+    ("rung `micro`", "", "names no rung"),
+    ("rung `micro`", "rung `macro`", "no rung is called"),
     ("| slow: dK/dV", "| quick: dK/dV", "sorted"),
     ("| `m128-rate`", "| `mma-order`", "name of its own"),
 ])

@@ -12,6 +12,8 @@
 | atomics | atomics and reductions |
 | tma, tensormaps | tensor copies; the driver's tensor maps |
 | found | what the fuzzer found |
+| scripts, rules_* | rules of the machine, kept and broken, and how each kernel ends |
+| litmus, probes, litmus_run | what only a GPU can answer: `python -m sm100_sim litmus` |
 | cluster, asynchronous | mbarriers and shared memory of a cluster; cp.async, bulk copies |
 
 `tcgen05` and `pairs` hold cases that a Hopper GPU cannot record, each with what numpy makes of the
