@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import threading
@@ -38,6 +39,9 @@ from .problem import ProblemClass
 FORMAT = 3
 
 _SOURCE_PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu")
+
+#: Room for what the compiler writes, several times what any kernel takes.
+_SCRATCH_BYTES = 16 << 20
 
 #: How often this process compiled, loaded from disk, and found in memory.
 counters: Counter[str] = Counter()
@@ -204,12 +208,13 @@ def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[byt
     """Compile; (header, parts) of the entry, the parts being host object, PTX and cubin."""
     prefix = f"fa4_hd256_{key}"
     start = time.perf_counter()
-    compiled = trace_and_compile(spec)
-    parts = [
-        compiled.dump_to_object(prefix),
-        _as_bytes(compiled.artifacts.PTX),
-        compiled.artifacts.CUBIN,
-    ]
+    with room_for_files():
+        compiled = trace_and_compile(spec)
+        parts = [
+            compiled.dump_to_object(prefix),
+            _as_bytes(compiled.artifacts.PTX),
+            compiled.artifacts.CUBIN,
+        ]
     header = {
         "function_name": compiled.function_name,
         "object_prefix": prefix,
@@ -219,6 +224,33 @@ def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[byt
         "problem": repr(spec.problem_class),
     }
     return header, parts
+
+
+@contextlib.contextmanager
+def room_for_files() -> Iterator[None]:
+    """Inside, temporary files go to memory if the temporary directory is full.
+
+    CuTe DSL writes what it compiles to such files, and LLVM ends the process where a write fails.
+    Raises RuntimeError if there is no room at all.
+    """
+    before = tempfile.tempdir
+    places = ["/dev/shm"]
+    with contextlib.suppress(OSError):  # raised where not even one small file fits
+        places.insert(0, tempfile.gettempdir())
+    for place in places:
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(place).free >= _SCRATCH_BYTES:
+                break
+    else:
+        raise RuntimeError(
+            f"compiling a kernel takes {_SCRATCH_BYTES >> 20} MiB of disk, which none of "
+            f"{', '.join(places)} has; free some, or set TMPDIR to a directory with room"
+        )
+    tempfile.tempdir = place
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _as_bytes(text: str | bytes) -> bytes:

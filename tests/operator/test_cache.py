@@ -7,6 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +158,27 @@ def test_a_directory_that_cannot_be_used(tmp_path, monkeypatch, stand_in, state)
     assert len(warned) == 1 and callable(found.function)
     assert compile.compile_forward(ForwardConfig(), CLASS) is found
     assert len(stand_in) == 1 and not found.from_disk
+
+
+@pytest.mark.parametrize("full", [(), ("tmp",), ("tmp", "shm")], ids=str)
+def test_a_full_temporary_directory(tmp_path, monkeypatch, full):
+    """LLVM would end the process; memory serves, and where that is full, too, an error says so."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setattr(
+        compile.shutil,
+        "disk_usage",
+        lambda place: SimpleNamespace(free=4096 if Path(place).name in full else 1 << 30),
+    )
+    if "shm" in full:
+        with pytest.raises(RuntimeError, match="takes 16 MiB of disk.*set TMPDIR"):
+            with compile.room_for_files():
+                pass
+    else:
+        with compile.room_for_files():
+            assert tempfile.gettempdir() == ("/dev/shm" if full else str(directory))
+    assert tempfile.gettempdir() == str(directory)
 
 
 def test_what_the_key_covers(monkeypatch):
