@@ -8,6 +8,7 @@
 | memory | a thread's own loads, stores and atomics |
 | shared, cluster | phases between barriers of a CTA or a cluster |
 | copies | tensor copies, bulk copies, cp.async |
+| mbarriers | sequences of operations on mbarriers, asynchronous arrivals |
 | hangs | barriers and register pools that may not balance |
 | families | all of them, by name |
 | outcome | what a run of a program gave, and the files of such outcomes |

@@ -9,6 +9,7 @@ from .cluster import cluster
 from .control import divergence, warp
 from .copies import copies
 from .hangs import HANGING
+from .mbarriers import arrivals, sequences
 from .memory import memory
 from .program import Program
 from .shared import shared
@@ -16,7 +17,8 @@ from .straight import arithmetic
 
 FAMILIES: dict[str, Callable[[int], Program]] = {
     "arithmetic": arithmetic, "divergence": divergence, "warp": warp, "memory": memory,
-    "shared": shared, "cluster": cluster, "copies": copies, **HANGING,
+    "shared": shared, "cluster": cluster, "copies": copies,
+    "sequences": sequences, "arrivals": arrivals, **HANGING,
 }  # fmt: skip
 
 

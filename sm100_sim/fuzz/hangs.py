@@ -7,6 +7,7 @@ it does not; the simulator must say the same. Each thread that gets to its end s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -205,5 +206,59 @@ def _moves(w: Writer, launched: int, budget: int, most: int) -> list[str]:
     return [f"setmaxnreg.{name}.sync.aligned.u32 {count};\n" for name, count in steps]
 
 
+def parts(seed: int) -> Program:
+    """The lanes of a warp come to a barrier at several sites; perhaps one warp does not come."""
+    w = writer("parts", seed)
+    warps = w.random.randrange(1, 5)
+    threads = 32 * (warps + w.chance(0.25))
+    number = w.random.randrange(1, 16)
+    lists = []
+    for _ in range(warps):
+        cuts = sorted(w.random.sample(range(1, 32), w.random.randrange(1, 3)))
+        steps = []
+        for _ in range(w.random.randrange(1, 3)):
+            steps.append(_sites(w, cuts, f"barrier.sync {number}, {threads};\n"))
+        lists.append(steps)
+    rounds = min(len(steps) for steps in lists)
+    return _program("parts", seed, w, "",
+                    _sections(w, [steps[:rounds] for steps in lists], 32), Launch(1, 32 * warps))
+
+
+def _sites(w: Writer, cuts: list[int], barrier: str) -> str:
+    """Lanes below each cut, and the rest, execute a barrier each at a place of their own."""
+    lane, end = w.register("b32"), w.label()
+    text = f"and.b32 {lane}, %thread, 31;\n"
+    for cut in cuts:
+        other, inside = w.label(), w.register("pred")
+        text += (f"setp.ge.u32 {inside}, {lane}, {cut};\n@{inside} bra {other};\n{barrier}"
+                 f"bra {end};\n{other}:\n")
+    return f"{text}{barrier}{end}:\nbar.warp.sync 0xffffffff;\n"
+
+
+def sizes(seed: int) -> Program:
+    """Bulk copies whose barriers expect as many bytes, or more.
+
+    With fewer the end is open: the hardware completes a copy's bytes in several pieces.
+    """
+    w = writer("sizes", seed)
+    places = [(16 * w.random.randrange(1, 65), w.random.choice((0, 0, 0, 0, 16, 16)))
+              for _ in range(w.random.randrange(1, 4))]
+    operations = []
+    for number, (size, more) in enumerate(places):
+        operations.append(
+            f"setp.ne.u32 %other, %thread, 0;\n@!%other mbarrier.arrive.expect_tx.shared::cta.b64 "
+            f"%state, [bars+{8 * number}], {size + more};\n"
+            "@!%other cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            f"[tile], [%in], {size}, [bars+{8 * number}];\n" + _spin(w, number, 0))
+    head = (".shared .align 128 .b8 tile[1024];\n.shared .align 8 .b64 bars[4];\n.reg .b64 %in;\n"
+            "ld.param.u64 %in, [p0];\nsetp.ne.u32 %other, %thread, 0;\n"
+            + "".join(f"@!%other mbarrier.init.shared::cta.b64 [bars+{8 * i}], 1;\n"
+                      for i in range(4)) + "fence.proxy.async;\nbar.sync 0;\n")
+    made = _program("sizes", seed, w, head, _sections(w, [operations], 64), Launch(1, 64))
+    return replace(made, inputs=(random_words(w.random, 256),))
+
+
 HANGING: dict[str, Callable[[int], Program]] = {
-    "named": named, "waits": waits, "crowds": crowds, "pool": pool}
+    "named": named, "parts": parts, "waits": waits, "sizes": sizes, "crowds": crowds,
+    "pool": pool,
+}  # fmt: skip
