@@ -83,6 +83,18 @@ def test_results_do_not_depend_on_the_schedule(config, monkeypatch):
         assert all(torch.equal(results[0][name], other[name]) for name in "qkv")
 
 
+def test_launch_control_may_refuse_and_reorder(monkeypatch):
+    """Requests that fail although tiles are left, and tiles in any order: the same bits."""
+    torch.manual_seed(0)
+    expected, _ = run((520, 260), use_clc=False)
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
+    monkeypatch.setenv("SM100_SIM_SEED", "22")
+    torch.manual_seed(0)
+    found, reports = run((520, 260), use_clc=True)
+    assert all(torch.equal(found[name], expected[name]) for name in "qkv")
+    assert all(report.clc["refused"] and report.clc["stolen"] for report in reports[1:])
+
+
 def steps(lengths, causal):
     """(steps of dQ, steps of dK and dV) of one head, from the definition of the mask."""
     seqlen_q, seqlen_k = lengths
