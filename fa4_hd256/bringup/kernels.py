@@ -24,10 +24,7 @@ SMALLEST = ("forward", "forward_combine", "backward_preprocess", "backward_dkdv"
 
 @dataclass(frozen=True)
 class Call:
-    """One call: (seqlen_q, seqlen_k), (heads, heads_kv), the operator's options, the scheduler.
-
-    lengths holds the sequences of a packed call in `packed`, (queries, keys) each.
-    """
+    """One call: (seqlen_q, seqlen_k), (heads, heads_kv), the operator's options, the scheduler."""
 
     lengths: tuple[int, int]
     heads: tuple[int, int] = (2, 1)
@@ -40,21 +37,24 @@ class Call:
 #: Rows of the ladder. A tile is 256 queries of a CTA pair and a step 128 keys: one row; a rest on
 #: either side of a tile; a whole tile; several tiles; fewer keys than queries.
 _LENGTHS = ((1, 1), (129, 129), (256, 384), (257, 255), (515, 131), (600, 1100))
-_MASKS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
+_MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}}
+#: Windows change what happens at a tile's edge: two lengths with rests show it.
+_WINDOWS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (100, 30)},
     "causal window": {"causal": True, "window_size": (200, 0)},
 }
-#: Longer ones, for a GPU alone: many tiles a CTA pair, and more than L2 holds.
-_LONG = ((2048, 2048), (4096, 4096), (8192, 8192))
+_WINDOWED = ((257, 255), (600, 1100))
+#: Longer ones, for a GPU alone: many tiles a CTA pair.
+_LONG = ((2048, 2048), (4096, 4096))
 
 
 def _ladder() -> dict[str, Call]:
     found: dict[str, Call] = {}
-    for lengths, (mask, options), use_clc in itertools.product(
-        _LENGTHS, _MASKS.items(), (False, True)
-    ):
+    for (lengths, (mask, options)), use_clc in itertools.product(
+        (*itertools.product(_LENGTHS, _MASKS.items()),
+         *itertools.product(_WINDOWED, _WINDOWS.items())),
+        (False, True),
+    ):  # fmt: skip
         scheduler = "clc" if use_clc else "static"
         found[f"{mask} {lengths[0]}x{lengths[1]} {scheduler}"] = Call(
             lengths, options=options, use_clc=use_clc
@@ -69,8 +69,8 @@ def _ladder() -> dict[str, Call]:
 def _long() -> dict[str, Call]:
     return {
         f"{mask} {lengths[0]}x{lengths[1]} {'clc' if use_clc else 'static'}": Call(
-            lengths, (4, 2), _MASKS[mask], use_clc)
-        for lengths, mask, use_clc in itertools.product(_LONG, ("full", "causal"), (False, True))
+            lengths, options=_MASKS[mask], use_clc=use_clc)
+        for lengths, mask, use_clc in itertools.product(_LONG, _MASKS, (False, True))
     }
 
 

@@ -31,7 +31,7 @@ RUNGS = (
     Rung("golden", 30, True,
          "single instructions: that the simulator and this GPU agree, bit for bit"),
     Rung("micro", 60, True, "the constants of the timing model: latencies, intervals, rates"),
-    Rung("kernels", 300, False, "each kernel, then masks, lengths and schedulers, against float64"),
+    Rung("kernels", 600, False, "each kernel, then masks, lengths and schedulers, against float64"),
     Rung("sanitizer", 600, False, "memory errors and races that results do not show"),
     Rung("graph", 120, False, "that calls may be captured into CUDA graphs"),
     Rung("host", 120, False, "what a call costs the host"),

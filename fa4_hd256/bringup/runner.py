@@ -69,17 +69,16 @@ class Child:
         """Exit status, None while it runs."""
         return self._process.poll()
 
-    def kill(self) -> None:
-        """End the process and all that it started; raises Stopped if it does not go."""
+    def kill(self) -> str:
+        """End the process and all that it started; what to say if it does not go, or nothing."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
             self._process.wait(KILL_LIMIT)
         except subprocess.TimeoutExpired:
-            raise Stopped(
-                f"process {self._process.pid} was killed and is still there after "
-                f"{KILL_LIMIT:.0f} s: the driver does not let go of it"
-            ) from None
+            return (f"process {self._process.pid} was killed and is still there after "
+                    f"{KILL_LIMIT:.0f} s: the driver does not let go of it")
+        return ""
 
     def last_words(self) -> str:
         """The end of what it wrote to stderr."""
@@ -138,7 +137,8 @@ class Run:
             pending = [item for item in wanted if item not in done]
             if not pending:
                 return
-            self._some(rung, pending if rung.batch else pending[:1])
+            if not self._some(rung, pending if rung.batch else pending[:1]):
+                return
 
     def _items(self, rung: Rung) -> list[str] | None:
         """Names of the steps; None, and an outcome for all of it, where there are none."""
@@ -168,16 +168,16 @@ class Run:
         lines = child.lines()
         return lines[0] if lines else None
 
-    def _some(self, rung: Rung, items: list[str]) -> None:
-        """One process: until it has ended, or a step of it has hung."""
+    def _some(self, rung: Rung, items: list[str]) -> bool:
+        """One process: until it has ended, or a step of it has hung. False if no step began."""
         child = self._start(rung, items)
-        current, note, limit = items[0], "", START_LIMIT
+        current, note, limit, begun = "", "", START_LIMIT, False
         last = time.monotonic()
         try:
             while True:
                 ended = child.status is not None
                 for line in child.lines():
-                    last, limit = time.monotonic(), rung.limit
+                    last, limit, begun = time.monotonic(), rung.limit, True
                     if "begin" in line:
                         current, note = line["begin"], ""
                     elif "note" in line:
@@ -189,26 +189,15 @@ class Run:
                     break
                 time.sleep(POLL)
         finally:
-            child.kill()
-        self._conclude(rung, current, note, child if ended else None, limit)
-
-    def _conclude(
-        self, rung: Rung, current: str, note: str, ended: Child | None, limit: float
-    ) -> None:
-        """Give the step that was under way its outcome; ask the machine after anything bad."""
-        if current:
-            where = f"; last it said: {note}" if note else ""
-            if ended is None:
-                outcome = Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})
-            else:
-                outcome = Outcome(
-                    "fault", f"its process ended with status {ended.status}{where}",
-                    {"step": note, "stderr": ended.last_words()},
-                )
-            self._keep(rung, current, outcome.as_json())
-        if rung.in_order and (current or (ended is not None and ended.status)):
-            # Also behind a fault that was expected: what comes next needs a machine that answers.
+            stays = child.kill()
+        if current or not begun:
+            self._keep(rung, current or "*", _ending(child, ended, note, limit).as_json())
+        if stays:
+            raise Stopped(stays)
+        if rung.in_order and (current or not begun or child.status):
+            # Also behind an error that was expected: what comes next needs a machine that answers.
             self._check_answers()
+        return begun
 
     def _check_answers(self) -> None:
         """Raise Stopped unless the machine still computes; it is asked twice."""
@@ -217,9 +206,19 @@ class Run:
             time.sleep(pause)
             self.results.pop(answers.name, None)
             self._some(answers, ["triples"])
-            if self.results[answers.name]["triples"]["state"] == "passed":
+            said = self.results.get(answers.name, {}).get("triples", {})
+            if said.get("state") == "passed":
                 return
         raise Stopped(f"{self.target.name} no longer answers; the rungs that are left did not run")
+
+
+def _ending(child: Child, ended: bool, note: str, limit: float) -> Outcome:
+    """Of a step that was under way when its process ended, or was killed."""
+    where = f"; last it said: {note}" if note else ""
+    if not ended:
+        return Outcome("hang", f"no end within {limit:.0f} s{where}", {"step": note})
+    return Outcome("fault", f"its process ended with status {child.status}{where}",
+                   {"step": note, "stderr": child.last_words()})
 
 
 def now() -> str:

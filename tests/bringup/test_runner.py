@@ -99,6 +99,27 @@ def test_nothing_more_is_started_on_a_machine_that_does_not_answer(tmp_path, mon
     assert len(steps) == 1 and next(iter(steps.values()))["state"] == "fault"
 
 
+def test_a_process_in_which_no_step_begins_ends_the_rung(tmp_path, monkeypatch):
+    """A broken installation, say: one fault for the rung, not one for each of its steps."""
+    run = Run(tmp_path, SIMULATOR)
+    monkeypatch.setattr(run, "_items", lambda rung: ["one", "two", "three"])
+    monkeypatch.setattr(run, "_check_answers", lambda: None)
+    run.rung(replace(rungs.named("machine"), name="no such rung"))
+    (found,) = read_results(tmp_path)["no such rung"].items()
+    assert found[0] == "*" and found[1]["state"] == "fault"
+    assert "is not known" in found[1]["values"]["stderr"]
+
+
+def test_a_process_that_does_not_go_stops_the_run(tmp_path, monkeypatch):
+    """As when the driver holds it; the step that hung is in the results all the same."""
+    kill = runner.Child.kill
+    monkeypatch.setattr(runner.Child, "kill", lambda self: kill(self) or "it is still there")
+    run = Run(tmp_path, SIMULATOR)
+    with pytest.raises(Stopped, match="still there"):
+        run._some(replace(PLANTED, limit=1.0), ["stuck"])
+    assert read_results(tmp_path)["planted"]["stuck"]["state"] == "hang"
+
+
 def test_a_rung_that_cannot_run_says_why(tmp_path):
     """Kernels of compute capability 10.x on a GPU of 9.0."""
     run = Run(tmp_path, Target("gpu", "a Hopper GPU", (9, 0), 132))
