@@ -11,6 +11,7 @@ import torch
 from fa4_hd256 import portions
 from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.devices import Gpu
 from fa4_hd256.problem import Options, Problem
 
 from .suite import Case
@@ -37,14 +38,14 @@ class Portion:
         return self.splits > 1 or self.adds
 
 
-def plan(case: Case, ds_bytes: int, clusters: int) -> list[Portion]:
+def plan(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
     """As `fa4_hd256.backward.run_backward` decides where all gradients are asked for.
 
-    ds_bytes: memory that dS may take at a time. clusters: CTA pairs that the device holds at once.
+    ds_bytes: memory that dS may take at a time.
     """
     problem = _problem(case)
-    splits = problem.splits_for(case.heads_kv, case.batch, clusters)
-    division = portions.divide(replace(problem, splits=splits), ds_bytes, clusters)
+    splits = problem.splits_for(case.heads_kv, case.batch, gpu)
+    division = portions.divide(replace(problem, splits=splits), ds_bytes, gpu)
     whole = division.problem
     counts = Counter(_case(case, part) for part in division.portions if part.keys)
     return [

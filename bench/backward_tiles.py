@@ -16,7 +16,7 @@ from fa4_hd256.portions import visible_keys
 from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim.timing.problem import Tile
 
-from .modelled import L2_FOR_KV
+from .modelled import B200
 from .suite import Case
 from .workload import key_steps
 
@@ -147,7 +147,8 @@ def _section(
         return None
     return section_heads_for(
         num_heads_per_kv=group, num_pairs=grid[1] * grid[2], kv_bytes_per_head=int(nbytes),
-        l2_bytes=L2_FOR_KV, unequal_lengths=case.packed or case.bounds != (None, None),
+        l2_bytes=B200.l2_bytes_for_tiles,
+        unequal_lengths=case.packed or case.bounds != (None, None),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 from fa4_hd256.backward_config import BLOCK_KV, BLOCK_Q, TILE_BYTES, BackwardConfig
 from fa4_hd256.config import BF16_BYTES, CTAS, HEAD_DIM, ForwardConfig
+from fa4_hd256.devices import Gpu
 from fa4_hd256.portions import visible_keys
 from fa4_hd256.problem import packed_heads
 from sm100_sim.timing.machine_constants import Machine, Values
@@ -22,6 +23,7 @@ from sm100_sim.timing.tensor import mma_cost
 from softmax_emu.pattern import Ex2Pattern
 
 from .backward_plan import plan
+from .modelled import B200
 from .suite import BACKWARD, FORWARD, Case
 
 #: K of one tcgen05.mma of 16-bit operands.
@@ -204,11 +206,11 @@ class Total:
 
 def totals(
     case: Case, direction: str, config: ForwardConfig | BackwardConfig | None = None,
-    clusters: int = 74,
+    gpu: Gpu = B200,
 ) -> list[Total]:
     """The kernels of one direction on a case, in the order in which they run.
 
-    clusters: CTA pairs of the machine, which decide how far query heads of dK and dV are split.
+    gpu: decides how far query heads of dK and dV are split.
     Raises ValueError for another direction.
     """
     tokens_q, tokens_k = (sum(lengths) for lengths in zip(*case.lengths))
@@ -221,7 +223,7 @@ def totals(
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
-        portions = plan(case, config.ds_bytes, clusters)
+        portions = plan(case, config.ds_bytes, gpu)
         partial, keeps_ds = portions[0].partial, portions[0].keeps_ds
         kv_tiles = sum(one.count * _counts(one.case)[2] * one.splits for one in portions)
         rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fa4_hd256.config import CTAS
 from sm100_sim.timing.machine_constants import Machine, Values, load
 
 from . import demand
 from .demand import Total
-from .modelled import FLOP_PER_CLOCK
+from .modelled import FLOP_PER_CLOCK, gpu_of
 from .results import (
     BASIS,
     MACHINE,
@@ -82,7 +81,7 @@ def rows(case: Case, direction: str, machine: Machine) -> list[dict[str, Any]]:
     constants; below 1 the level limits.
     """
     found = []
-    totals = demand.totals(case, direction, clusters=int(machine.values().sms) // CTAS)
+    totals = demand.totals(case, direction, gpu=gpu_of(machine))
     products = sum(total.demand.flop for total in totals)
     for total in totals:
         flop = total.demand.flop

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from fa4_hd256.backends import simulated_gpu
+from fa4_hd256.devices import Gpu
 from schedulers import TileProblem, section_heads_for, tile_coordinates
-from sm100_sim import timing
+from sm100_sim import devices, timing
 from sm100_sim.timing.machine_constants import Machine, Values, load
 from sm100_sim.timing.problem import Sample, Schedule, Tile, TileCosts, fit, schedule
 
@@ -27,7 +29,21 @@ STEP = 128
 FLOP_PER_CLOCK = 8192
 #: (seqlen, heads) that costs of flash-attn-4's persistent kernel are fitted to.
 SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (2048, 1))
-L2_FOR_KV = 64 << 20
+#: A B200 as the operator sees it, and one with a single CTA pair, for replays.
+B200 = simulated_gpu(devices.named("b200"))
+ONE_PAIR = replace(B200, pairs=1)
+
+
+def gpu_of(machine: Machine) -> Gpu:
+    """A modelled machine as the operator would see it."""
+    values = machine.values()
+    sms = int(values.sms)
+    if machine.name in devices.DEVICES:
+        return simulated_gpu(replace(devices.DEVICES[machine.name], sms=sms))
+    return replace(
+        B200, sms=sms, pairs=sms // 2, l2_bytes=int(values.l2_megabytes * 1e6),
+        hbm_bytes_per_second=values.hbm_terabytes * 1e12,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,7 @@ class Kernel:
         own = 4.0 * self.rows * self.head_dim
         section = 1 if not self.ordered else section_heads_for(
             num_heads_per_kv=ratio, num_pairs=pairs, kv_bytes_per_head=int(kv_bytes),
-            l2_bytes=L2_FOR_KV, unequal_lengths=shape.causal,
+            l2_bytes=B200.l2_bytes_for_tiles, unequal_lengths=shape.causal,
         )  # fmt: skip
         longest_first = self.ordered and shape.causal
         order = TileProblem(blocks, heads, shape.batch, section, longest_first).order()

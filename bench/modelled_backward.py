@@ -21,6 +21,7 @@ from fa4_hd256.backward_calling import GradientTensors, gradient_call_arguments
 from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.compile import compile_kernel
 from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.devices import Gpu
 from fa4_hd256.problem import Options, Problem
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, Values
@@ -40,7 +41,7 @@ from .backward_tiles import (
     dq_tiles,
     dq_units,
 )
-from .modelled import fitted, memory_seconds, one_cluster, their_versions
+from .modelled import B200, ONE_PAIR, fitted, gpu_of, memory_seconds, one_cluster, their_versions
 from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
 from .suite import BACKWARD, Case
 from .workload import SAMPLE_SOFTCAP, Kind, Samples
@@ -64,7 +65,8 @@ class Backward:
     """Both kernels of a kind. costs: kernel -> tile costs for each of the drawn machines; a
     function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", "dkdv
     partial", and where dS is kept the same with "kept " before. ds_bytes: memory that dS may take,
-    0: it is not kept. paths: of the replays of each kernel that was asked for.
+    0: it is not kept. paths: of the replays of each kernel that was asked for. gpu: what the
+    division of a call follows.
     """
 
     name: str
@@ -73,10 +75,11 @@ class Backward:
     costs: Callable[[str], list[TileCosts]]
     ds_bytes: int = 0
     paths: dict[str, Paths] = field(default_factory=dict)
+    gpu: Gpu = B200
 
     def plan(self, case: Case) -> list[Portion]:
         """The launches of a case."""
-        found = plan(case, self.ds_bytes, int(self.values[0].sms) // 2)
+        found = plan(case, self.ds_bytes, self.gpu)
         return found if self.order.splits else [replace(one, splits=1) for one in found]
 
     def run(self, portion: Portion) -> dict[str, list[Schedule]]:
@@ -179,7 +182,9 @@ def our_backward(variant: Variant, machine: Machine, draws: int) -> Backward:
 
     order, paths = Order(policy, True, True, UNIT_Q), {}
     config = variant.config or BackwardConfig()
-    return Backward("ours", order, machine.sampled(draws), costs, config.ds_bytes, paths)
+    return Backward(
+        "ours", order, machine.sampled(draws), costs, config.ds_bytes, paths, gpu_of(machine)
+    )
 
 
 def our_replays(
@@ -280,7 +285,7 @@ def _our_call(
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
     tensors = GradientTensors((q, k, v, dout), stats, results, tuple(ragged.values()), ds)
-    return compile_kernel(spec), gradient_call_arguments(tensors, problem, 1, 0)
+    return compile_kernel(spec), gradient_call_arguments(tensors, problem, ONE_PAIR, 0)
 
 
 def their_backward(kind: Kind, machine: Machine, draws: int) -> Backward:

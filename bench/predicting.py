@@ -113,7 +113,7 @@ class Predictor:
             return Predicted(backward.seconds(case), None, backward.paths_of(case))
         splits = 1
         if provider == OURS:
-            splits = workload.default_splits(case, int(self.machine.values().sms) // 2)
+            splits = workload.default_splits(case, modelled.gpu_of(self.machine))
         return self.predict_forward(provider, case, use_clc, splits)
 
     def predict_forward(

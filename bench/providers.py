@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
-from fa4_hd256.devices import describe_family, in_family
+from fa4_hd256.family import describe_family, in_family
 
 from . import flash_attn_4
 from .suite import BACKWARD, Case

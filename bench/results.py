@@ -239,7 +239,7 @@ def simulator_machine() -> str:
 
 def compiler_machine() -> str:
     """For `machine`: figures read from compiled code."""
-    from fa4_hd256.devices import TARGET
+    from fa4_hd256.family import TARGET
 
     return f"{TARGET}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
 

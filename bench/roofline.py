@@ -16,6 +16,7 @@ from sm100_sim.timing.machine_constants import Machine, load
 from softmax_emu.pattern import Ex2Pattern
 
 from . import demand
+from .modelled import gpu_of
 from .results import (
     BASIS,
     MACHINE,
@@ -55,9 +56,7 @@ def rows(
     that its products are of all products.
     """
     values, found = machine.values(), []
-    kernels = demand.totals(
-        case, direction, configuration(direction, pattern), int(values.sms) // CTAS
-    )
+    kernels = demand.totals(case, direction, configuration(direction, pattern), gpu_of(machine))
     products = sum(total.demand.flop for total in kernels)
     for total in kernels:
         clocks = {

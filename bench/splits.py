@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from fa4_hd256.backends import gpu_of
+from fa4_hd256.devices import Gpu
 from fa4_hd256.splits import LARGEST
 
-from . import flash_attn_4, suite, workload
+from . import flash_attn_4, modelled, suite, workload
 from .measuring import CudaTimer, Sampling, Timer, add_sampling_options
 from .predicting import Predictor, add_model_options, defaults_to_clc, printing_predictor
 from .providers import OURS, FlashAttention4, Ours
@@ -54,13 +57,12 @@ def default_cases() -> list[Case]:
 
 def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Every number of parts on one case, for each of the drawn machines."""
-    clusters = int(predictor.machine.values().sms) // 2
     use_clc = defaults_to_clc(case, FORWARD)
     found = {
         n: predictor.predict_forward(OURS, case, use_clc, n) for n in range(1, LARGEST + 1)
     }
     seconds = {n: one.seconds for n, one in found.items()}
-    chosen = workload.default_splits(case, clusters)
+    chosen = workload.default_splits(case, modelled.gpu_of(predictor.machine))
     theirs = None
     if predictor.refuses(THEIRS, case, FORWARD) is None:
         theirs = predictor.predict(THEIRS, case, FORWARD).seconds
@@ -93,16 +95,22 @@ def _row(
     return row
 
 
+def _gpu_of(timer: Timer) -> Gpu:
+    """What the operator takes the timer's GPU for."""
+    if torch.cuda.is_available():
+        return gpu_of(torch.device("cuda"))
+    return replace(modelled.B200, sms=timer.gpu.sms, pairs=timer.gpu.sms // 2)
+
+
 def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
     """Rows on the timer's GPU, results checked before."""
     rows = []
     for case in cases:
-        clusters = timer.gpu.sms // 2
-        numbers = sorted({*NUMBERS, workload.default_splits(case, clusters)})
+        chosen = workload.default_splits(case, _gpu_of(timer))
+        numbers = sorted({*NUMBERS, chosen})
         providers = [*(Ours(str(n), num_splits=n) for n in numbers), FlashAttention4()]
         (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
         times = times_of(case, row, map(str, numbers))
-        chosen = workload.default_splits(case, clusters)
         seconds = {n: times[str(n)] for n in numbers}
         rows.append(
             _row(case, chosen, seconds, times.get(THEIRS))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.backends import empty_results, num_clusters
+from fa4_hd256.backends import empty_results, gpu_of
 from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
@@ -195,7 +195,7 @@ def our_report(causal: bool, mix: Ex2Pattern) -> KernelReport:
     problem = Problem.describe((q, k, v), options)
     compiled = compile_forward(config, problem.problem_class)
     tensors = CallTensors(q, k, v, *empty_results(problem))
-    arguments = call_arguments(tensors, problem, num_clusters(q.device), 0)
+    arguments = call_arguments(tensors, problem, gpu_of(q.device), 0)
     smem = _launched_smem(compiled, arguments, {})
     is_default = mix == ForwardConfig().ex2_pattern
     return _report((OURS, _mask(causal), is_default), mix, compiled.cubin, smem)

@@ -15,7 +15,7 @@ import torch
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig, flash_attn_func
-from fa4_hd256.backends import num_clusters
+from fa4_hd256.backends import gpu_of
 from fa4_hd256.backward import BackwardCall, Wanted, kernel_specs, run_backward
 from fa4_hd256.compile import compile_kernel
 from fa4_hd256.config import HEAD_DIM
@@ -125,7 +125,7 @@ def our_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     found = {}
     for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
         run_backward(call, problem, Wanted(), config)
-        kept = divide(problem, config.ds_bytes, num_clusters(q.device)).problem
+        kept = divide(problem, config.ds_bytes, gpu_of(q.device)).problem
         specs = kernel_specs(kept, config).values()
         reports = sm100_sim.last_reports()[-len(specs) :]
         for spec, report in zip(specs, reports, strict=True):

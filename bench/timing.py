@@ -16,6 +16,7 @@ from sm100_sim import timing
 from sm100_sim.timing.prediction import tensor_core_clocks
 
 from . import flash_attn_4
+from .modelled import ONE_PAIR
 from .results import (
     BASIS,
     MACHINE,
@@ -40,7 +41,8 @@ def our_forward(
     problem = Problem.describe((q, k, v), Options.check(None, causal, (None, None), 0.0, False))
     compiled = compile_forward(config or ForwardConfig(), problem.problem_class)
     tensors = CallTensors(q, k, v, *empty_results(problem))
-    return timing.predict(compiled, *call_arguments(tensors, problem, 1, 0), machine=machine)[-1]
+    arguments = call_arguments(tensors, problem, ONE_PAIR, 0)
+    return timing.predict(compiled, *arguments, machine=machine)[-1]
 
 
 def their_forward(seqlen: int, causal: bool, machine: str = "b200") -> timing.Prediction:

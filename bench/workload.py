@@ -16,6 +16,7 @@ from fa4_hd256.backends import empty_results
 from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.devices import Gpu
 from fa4_hd256.portions import visible_keys
 from fa4_hd256.problem import Options, Problem, packed_heads
 from fa4_hd256.splits import divided, splits_for
@@ -29,6 +30,7 @@ from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
 from .suite import Case
 
 STEP, ROWS = modelled.STEP, 256
+ONE_PAIR = modelled.ONE_PAIR
 #: Clocks of the tensor core in a step of 256 queries, of each CTA of a pair.
 STEP_WORK = 4 * ROWS * STEP * HEAD_DIM / modelled.FLOP_PER_CLOCK / 2
 #: (seqlen, heads) that the costs of a kernel are fitted to, and one tile of many steps: causal ones
@@ -173,11 +175,11 @@ def _our_call(variant: Variant, sample: tuple[int | None, ...]) -> tuple[Any, tu
         }
     longest = (queries, keys) if kind.packed else (None, None)
     problem = Problem.describe((q, k, v), options, None, ragged, *longest)
-    problem = divided(problem, variant.num_splits, clusters=1)
+    problem = divided(problem, variant.num_splits, ONE_PAIR)
     compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
     results = empty_results(problem, parts=problem.num_splits > 1)
     tensors = CallTensors(q, k, v, *results, tuple(ragged.values()))
-    return compiled, call_arguments(tensors, problem, 1, 0)
+    return compiled, call_arguments(tensors, problem, ONE_PAIR, 0)
 
 
 def their_kernel(kind: Kind, machine: Machine, draws: int) -> modelled.Kernel:
@@ -249,7 +251,7 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     section = section_heads_for(
         num_heads_per_kv=ratio, num_pairs=case.batch * kernel.num_splits * heads,
-        kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.L2_FOR_KV,
+        kv_bytes_per_head=4 * HEAD_DIM * keys, l2_bytes=modelled.B200.l2_bytes_for_tiles,
         unequal_lengths=unequal,
     )  # fmt: skip
     splits = kernel.num_splits
@@ -321,9 +323,9 @@ def problem_of(case: Case) -> Problem:
     )  # fmt: skip
 
 
-def default_splits(case: Case, clusters: int) -> int:
+def default_splits(case: Case, gpu: Gpu) -> int:
     """Parts into which a call of ours divides the keys by default."""
-    return splits_for(problem_of(case), clusters)
+    return splits_for(problem_of(case), gpu)
 
 
 def combine_seconds(case: Case, splits: int, values: Values) -> float:

@@ -1,4 +1,4 @@
-"""Where a compiled kernel runs: on an SM100 GPU, or in the simulator for CPU tensors."""
+"""Where a compiled kernel runs: on a GPU of the family, or in the simulator for CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from . import environment
 from .calling import CallTensors, call_arguments, combine_call_arguments
 from .compile import CompiledKernel, compile_kernel
 from .config import CTAS
+from .devices import Gpu, cuda_gpu
 from .forward_combine import CombineConfig
 from .kernels import KernelSpec
 from .problem import Problem, as_kernel_operand
@@ -47,7 +48,7 @@ def run_forward(
     launch(
         compiled,
         problem.device,
-        lambda clusters, stream: call_arguments(tensors, problem, clusters, stream),
+        lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
     )
     if is_split:
         combine(problem, parts, results)
@@ -63,7 +64,7 @@ def combine(
     launch(
         compile_kernel(_combine_spec(problem)),
         problem.device,
-        lambda clusters, stream: combine_call_arguments(parts, results, stream),
+        lambda gpu, stream: combine_call_arguments(parts, results, stream),
     )
 
 
@@ -95,21 +96,21 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
 
 
 def launch(
-    compiled: CompiledKernel, device: torch.device, arguments: Callable[[int, int], tuple]
+    compiled: CompiledKernel, device: torch.device, arguments: Callable[[Gpu, int], tuple]
 ) -> None:
     """Run a kernel on `device`: on PyTorch's current stream, or in the simulator for the CPU.
 
-    arguments: (CTA pairs that the device holds at once, CUDA stream) -> the kernel's arguments.
+    arguments: (the GPU, CUDA stream) -> the kernel's arguments.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream().cuda_stream
-            compiled.function(*arguments(num_clusters(device), stream))
+            compiled.function(*arguments(gpu_of(device), stream))
         return
     import sm100_sim
 
     with _progress() as report:
-        sm100_sim.launch(compiled, *arguments(num_clusters(device), 0), progress=report)
+        sm100_sim.launch(compiled, *arguments(gpu_of(device), 0), progress=report)
 
 
 def simulator_cache() -> Any:
@@ -119,13 +120,21 @@ def simulator_cache() -> Any:
     return disk_cache()
 
 
-def num_clusters(device: torch.device) -> int:
-    """CTA pairs that the device holds at once; those of the simulator's device for the CPU."""
-    if device.type == "cpu":
-        from sm100_sim import devices
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that tensors on this device are worked on by; the simulator's for the CPU."""
+    if device.type == "cuda":
+        return cuda_gpu(device)
+    from sm100_sim import devices
 
-        return devices.current().clusters(CTAS)
-    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+    return simulated_gpu(devices.current())
+
+
+def simulated_gpu(device: Any) -> Gpu:
+    """A `sm100_sim.devices.SimulatedDevice` as the operator sees it."""
+    return Gpu(
+        device.capability, device.sms, device.clusters(CTAS), device.l2_bytes,
+        device.hbm_bytes_per_second,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .backends import launch, num_clusters
+from .backends import gpu_of, launch
 from .backward_calling import (
     GradientTensors,
     PreprocessTensors,
@@ -91,8 +91,7 @@ class BackwardCall:
         copies = self.k.shape[2] // k.shape[2]
         lse_gradient = self.dlse is not None
         problem = BackwardProblem(forward, tuple(k.shape), lse_gradient, copies, copies)
-        clusters = num_clusters(self.q.device)
-        splits = problem.splits_for(k.shape[2], forward.sequences, clusters)
+        splits = problem.splits_for(k.shape[2], forward.sequences, gpu_of(self.q.device))
         return replace(problem, splits=splits)
 
 
@@ -101,7 +100,7 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for."""
     ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
-    division = divide(problem, ds_bytes, num_clusters(call.q.device))
+    division = divide(problem, ds_bytes, gpu_of(call.q.device))
     problem = division.problem
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     q, k, v, dout = (
@@ -156,7 +155,7 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
     launch(
         compile_kernel(_preprocess_spec(problem)),
         problem.forward.device,
-        lambda clusters, stream: preprocess_call_arguments(tensors, problem, stream),
+        lambda gpu, stream: preprocess_call_arguments(tensors, problem, stream),
     )
 
 
@@ -244,7 +243,7 @@ def _launch(spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors
     launch(
         compile_kernel(spec),
         problem.forward.device,
-        lambda clusters, stream: gradient_call_arguments(tensors, problem, clusters, stream),
+        lambda gpu, stream: gradient_call_arguments(tensors, problem, gpu, stream),
     )
 
 

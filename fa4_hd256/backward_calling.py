@@ -36,6 +36,7 @@ from .calling import (
     tensor_type,
     vector_type,
 )
+from .devices import Gpu
 from .portions import Portion
 from .problem import TMA_ALIGNMENT
 from .sequences import padded_rows
@@ -158,16 +159,16 @@ def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     scalars = BackwardScalars(
-        *map(cutlass.Float32, (1, 1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1, 1))
+        *map(cutlass.Float32, (1, 1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1, 1, 1))
     )
     ds = tensor_type(element, 4, TMA_ALIGNMENT) if problem_class.stores_ds else None
     return operands, stats, results, ds, ragged, scalars, cuda.CUstream(0)
 
 
 def gradient_call_arguments(
-    tensors: GradientTensors, problem: BackwardProblem, clusters: int, stream: int
+    tensors: GradientTensors, problem: BackwardProblem, gpu: Gpu, stream: int
 ) -> tuple:
-    """The values of one call of such a kernel; clusters: CTA pairs at once."""
+    """The values of one call of such a kernel on a GPU."""
     return (
         tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
         dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
@@ -177,15 +178,15 @@ def gradient_call_arguments(
         ),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
-        backward_scalars(problem, clusters),
+        backward_scalars(problem, gpu),
         cuda.CUstream(stream),
     )
 
 
-def backward_scalars(problem: BackwardProblem, clusters: int) -> BackwardScalars:
+def backward_scalars(problem: BackwardProblem, gpu: Gpu) -> BackwardScalars:
     """The scalars of one call."""
     forward = problem.forward
-    common = forward_scalars(forward, clusters)
+    common = forward_scalars(forward, gpu)
     return BackwardScalars(
         scale_log2=common.scale_log2,
         cap_scale=common.cap_scale,
@@ -196,4 +197,5 @@ def backward_scalars(problem: BackwardProblem, clusters: int) -> BackwardScalars
         max_seqlen_k=cutlass.Int32(forward.max_seqlen_k),
         splits=cutlass.Int32(problem.splits),
         clusters=common.clusters,
+        l2_bytes=common.l2_bytes,
     )

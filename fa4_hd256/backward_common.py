@@ -68,7 +68,7 @@ class BackwardVariant:
 class BackwardScalars(NamedTuple):
     """Scalars of one call.
 
-    scale_log2, cap_scale, window_left, window_right, max_seqlen_q, clusters: as in
+    scale_log2, cap_scale, window_left, window_right, max_seqlen_q, clusters, l2_bytes: as in
     `ForwardScalars`.  softmax_scale: with its sign.  max_seqlen_k: the longest key sequence, or
     more.  splits: parts into which the query heads of a KV head are split.
     """
@@ -82,6 +82,7 @@ class BackwardScalars(NamedTuple):
     max_seqlen_k: Int32
     splits: Int32
     clusters: Int32
+    l2_bytes: Int32
 
 
 class BackwardTensors(NamedTuple):

@@ -44,7 +44,6 @@ from .instructions import (
 )
 from .masking import MaskKind
 from .operands import TmaTensor, k_major_operand, mn_major_operand, smem_layout
-from .pair_kernel import L2_BYTES_FOR_TILES
 from .ranges import traced
 from .sequences import Sequence, tma_tile
 from .tmem_access import multiply, tmem_load
@@ -133,7 +132,7 @@ class DkdvKernel(BackwardKernel):
                 num_heads_per_kv=1,
                 num_pairs=heads * scalars.splits * batch,
                 kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
-                l2_bytes=L2_BYTES_FOR_TILES,
+                l2_bytes=scalars.l2_bytes,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
             # The transposed mask: its bounds change sides.

@@ -47,7 +47,6 @@ from .instructions import (
 )
 from .masking import MaskKind
 from .operands import k_major_operand, mn_major_operand
-from .pair_kernel import L2_BYTES_FOR_TILES
 from .ranges import traced
 from .tmem_access import multiply, tmem_load, tmem_store
 
@@ -95,7 +94,7 @@ class DqKernel(BackwardKernel):
                 num_heads_per_kv=heads // cute.size(k, mode=[2]),
                 num_pairs=heads * batch,
                 kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (4 * HEAD_DIM),
-                l2_bytes=L2_BYTES_FOR_TILES,
+                l2_bytes=scalars.l2_bytes,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             ),
             later_blocks_first=mask.bounded_right,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .devices import Gpu
 from .problem import Problem, ProblemClass
 from .sequences import PADDING
 
@@ -110,7 +111,7 @@ class BackwardProblem:
         """Memory that dS of one key/value head takes, of all sequences."""
         return math.prod(self.ds_shape) * self.forward.dtype.itemsize // self.k_shape[2]
 
-    def splits_for(self, heads_kv: int, sequences: int, clusters: int) -> int:
+    def splits_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
         """`choose_splits` for a launch with so many key/value heads and sequences."""
         if self.copies > 1:
             return self.copies
@@ -121,7 +122,7 @@ class BackwardProblem:
         bounded = left is not None or right is not None
         unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
         tiles = heads_kv * count_key_tiles(replace(forward, sequences=sequences), self.k_shape)
-        return choose_splits(tiles, -(-seen // PADDING), self.group, clusters, unequal)
+        return choose_splits(tiles, -(-seen // PADDING), self.group, gpu, unequal)
 
     @property
     def has_no_queries(self) -> bool:
@@ -163,29 +164,31 @@ def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:
     return min(padded, k_shape[1] // TILE_KEYS + problem.sequences)
 
 
-#: In the time of a unit: what a tile takes beside its units, and what writing and summing the parts
-#: of 128 keys in float32 takes of the whole device's bandwidth (docs/backward.md).
-_TILE_OVERHEAD, _PART_COST = 1.0, 0.03
+#: What a tile takes beside its units, in the time of a unit; that time, modelled; and the bytes of
+#: writing and summing the parts of 128 keys in float32 (docs/backward.md).
+_TILE_OVERHEAD, _UNIT_SECONDS, _PART_BYTES = 1.0, 4.16e-6, 1e6
 
 
-def choose_splits(tiles: int, units: int, group: int, clusters: int, unequal: bool) -> int:
+def choose_splits(tiles: int, units: int, group: int, gpu: Gpu, unequal: bool) -> int:
     """Parts of the group of query heads: those that end soonest, by an estimate.
 
     More parts fill the CTA pairs better, but each writes its own dK and dV. tiles: of 128 keys, of
     all key/value heads and sequences. units: of 256 queries, at most, that a tile passes for each
-    query head. group: query heads of one key/value head. clusters: CTA pairs that the device holds
-    at once. unequal: tiles differ in their units, by a mask or by the sequences' lengths. Returns
-    1 .. group; no part is empty when each but the last has ceil(group / parts) heads.
+    query head. group: query heads of one key/value head. unequal: tiles differ in their units, by a
+    mask or by the sequences' lengths. Returns 1 .. group; no part is empty when each but the last
+    has ceil(group / parts) heads.
     """
+    # Of the whole GPU's bandwidth, in the time of a unit.
+    part_cost = _PART_BYTES / (gpu.hbm_bytes_per_second * _UNIT_SECONDS)
 
     def estimate(parts: int) -> float:
         count, longest = tiles * parts, -(-group // parts) * units
         if unequal:
             # Half of the longest on average; who draws a long one last ends half of one later.
-            ends = count / clusters * (longest / 2 + _TILE_OVERHEAD) + longest / 2
+            ends = count / gpu.pairs * (longest / 2 + _TILE_OVERHEAD) + longest / 2
         else:
-            ends = -(-count // clusters) * (longest + _TILE_OVERHEAD)
-        return ends + _PART_COST * count * (parts > 1)
+            ends = -(-count // gpu.pairs) * (longest + _TILE_OVERHEAD)
+        return ends + part_cost * count * (parts > 1)
 
     parts = min(range(1, group + 1), key=estimate)
     return -(-group // -(-group // parts))

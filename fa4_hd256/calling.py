@@ -28,6 +28,7 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
+from .devices import Gpu
 from .forward import ForwardScalars
 from .problem import TMA_ALIGNMENT, Problem, ProblemClass
 
@@ -55,7 +56,7 @@ def compile_arguments(problem_class: ProblemClass) -> tuple:
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += [vector_type(cutlass.Int32) for _ in problem_class.ragged]
-    scalars = ForwardScalars(*map(cutlass.Float32, (1, 1)), *map(cutlass.Int32, (0, 0, 1, 1)))
+    scalars = ForwardScalars(*map(cutlass.Float32, (1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1)))
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
 
@@ -82,12 +83,12 @@ class CallTensors:
     optional: tuple[torch.Tensor, ...] = ()
 
 
-def call_arguments(tensors: CallTensors, problem: Problem, clusters: int, stream: int) -> tuple:
-    """The values of one call; clusters: CTA pairs that the device holds at once."""
+def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int) -> tuple:
+    """The values of one call on a GPU."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
     optional = tuple(dynamic_tensor(tensor, 4) for tensor in tensors.optional) or None
-    scalars = forward_scalars(problem, clusters)
+    scalars = forward_scalars(problem, gpu)
     return q, k, v, results, optional, scalars, cuda.CUstream(stream)
 
 
@@ -110,7 +111,7 @@ def row_alignment(bits: int) -> int:
     return bits
 
 
-def forward_scalars(problem: Problem, clusters: int) -> ForwardScalars:
+def forward_scalars(problem: Problem, gpu: Gpu) -> ForwardScalars:
     """The scalars of one call."""
     options = problem.options
     scale, softcap = abs(options.softmax_scale), options.softcap
@@ -123,7 +124,8 @@ def forward_scalars(problem: Problem, clusters: int) -> ForwardScalars:
         cutlass.Int32(left),
         cutlass.Int32(right),
         cutlass.Int32(problem.max_seqlen_q),
-        cutlass.Int32(clusters),
+        cutlass.Int32(gpu.grid_pairs),
+        cutlass.Int32(gpu.l2_bytes_for_tiles),
     )
 
 

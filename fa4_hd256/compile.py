@@ -1,4 +1,4 @@
-"""Compile kernels for `devices.TARGET`, each once per configuration: in memory and on disk.
+"""Compile kernels for `family.TARGET`, each once per configuration: in memory and on disk.
 
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from . import devices, environment
+from . import environment, family
 from .config import ForwardConfig
 from .kernels import KernelSpec, build
 from .native_cache import NativeCache
@@ -137,7 +137,7 @@ def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
     parts = {
         "format": FORMAT,
-        "architecture": devices.TARGET,
+        "architecture": family.TARGET,
         "kind": spec.kind,
         "problem": repr(spec.problem_class),
         "config": repr(spec.config),
@@ -266,9 +266,9 @@ def trace_and_compile(spec: KernelSpec) -> Any:
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
     kernel, arguments = build(spec)
-    with targeting(devices.TARGET), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+    with targeting(family.TARGET), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
-            GPUArch(devices.TARGET), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
+            GPUArch(family.TARGET), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
             DumpDir(scratch),
         )  # fmt: skip
         compiled = cute.compile[options](kernel, *arguments)
@@ -290,7 +290,7 @@ def targeting(architecture: str) -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
 
     requested = environment.requested_architecture()
-    accepted = devices.TARGETS if architecture in devices.TARGETS else (architecture,)
+    accepted = family.TARGETS if architecture in family.TARGETS else (architecture,)
     if requested not in (None, *accepted):
         raise RuntimeError(
             f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {architecture}; "

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from . import reference
-from .backends import num_clusters, run_forward
+from .backends import gpu_of, run_forward
 from .backward import BackwardCall, Wanted, kernel_specs, run_backward
 from .backward_config import BackwardConfig
 from .compile import CompiledKernel, compile_forward, compile_kernel
 from .config import HEAD_DIM, ForwardConfig
-from .devices import TARGET
+from .family import TARGET
 from .portions import divide
 from .problem import Options, Problem
 from .resources import resource_usage
@@ -115,7 +115,7 @@ def _run_backward(
     call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
     problem = call.describe(_options(), None, None)
     config = BackwardConfig()
-    division = divide(problem, config.ds_bytes, num_clusters(out.device))
+    division = divide(problem, config.ds_bytes, gpu_of(out.device))
     problem = division.problem
     specs = kernel_specs(problem, config)
     kernels = [compile_kernel(spec) for spec in specs.values()]

@@ -1,35 +1,93 @@
-"""The GPUs that the kernels run on: their family, and what the operator wants to know of one.
+"""What the operator wants to know of the GPU that tensors lie on.
 
-NOTE [one binary for the family].  ptxas makes the same instructions for sm_100f as for sm_100a, one
-by one (tests/operator/test_devices.py), and refuses on sm_100f what is not in all of the family
-(PTX ISA 11.1.2, .target).  A cubin of sm_100f runs on every GPU of the family (CUDA programming
-guide, family-specific features), so one entry in the cache serves a process with both capabilities:
-CuTe DSL loads a kernel into every GPU that the process sees.
+NOTE [pairs that fit].  CTA pairs resident at once are what the driver says: SMs come in groups, and
+one that is odd, or a slice of a GPU (MIG), leaves an SM without a peer.
 """
 
 from __future__ import annotations
 
-__all__ = ["FAMILY", "TARGET", "TARGETS", "describe_family", "in_family"]
+import functools
+import warnings
+from dataclasses import dataclass
 
-#: What kernels are compiled for.
-TARGET = "sm_100f"
+import torch
 
-#: What CUTE_DSL_ARCH may say: targets of GPUs that binaries of `TARGET` run on.
-TARGETS = (TARGET, "sm_100a", "sm_103a", "sm_103f")
+from . import driver, environment
+from .family import FAMILY
 
-#: Compute capability -> the GPUs that have it.  Others of the same major number (10.7, and 10.1,
-#: which became 11.0) are no members, or nobody has checked the kernels' plans against them.
-FAMILY = {(10, 0): ("B200", "GB200"), (10, 3): ("B300", "GB300")}
+__all__ = ["Gpu", "cuda_gpu"]
 
-
-def in_family(capability: tuple[int, int]) -> bool:
-    """Whether the kernels run on GPUs of this compute capability."""
-    return tuple(capability) in FAMILY
+#: Bytes a second of HBM for an SM where the driver does not say: 8 TB/s for 148 to 160 SMs in every
+#: GPU of the family, and slices have about their share of both.
+_HBM_OF_SM = 54e9
 
 
-def describe_family() -> str:
-    """What is accepted, for errors: "B200 or GB200 (10.0), ..."."""
-    return ", ".join(
-        f"{' or '.join(names)} (compute capability {major}.{minor})"
-        for (major, minor), names in FAMILY.items()
-    )
+@dataclass(frozen=True)
+class Gpu:
+    """What the operator asks of a GPU.
+
+    capability: compute capability.  pairs: CTA pairs, one CTA an SM, that it holds at once.
+    """
+
+    capability: tuple[int, int]
+    sms: int
+    pairs: int
+    l2_bytes: int
+    hbm_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1:
+            raise ValueError(
+                f"the device holds no CTA pair: it has {self.sms} SMs, of which no two are peers; "
+                "accepted are GPUs and slices with a pair of SMs or more"
+            )
+
+    @property
+    def tuning_name(self) -> str:
+        """Its rows in the tuning table are those of the first GPU of its compute capability."""
+        return FAMILY[self.capability][0]
+
+    @property
+    def l2_bytes_for_tiles(self) -> int:
+        """Half of L2, for what the tiles of a section share. To the nearest 4 MiB: lengths that are
+        powers of two then fill it, though a GPU has somewhat less than one (126.5 MB)."""
+        step = 4 << 20
+        return max(1, round(self.l2_bytes / 2 / step)) * step
+
+    @property
+    def grid_pairs(self) -> int:
+        """CTA pairs of a static grid: all but those left to other kernels (RESERVED_SMS)."""
+        reserved = environment.reserved_sms()
+        if reserved >= self.sms:
+            raise ValueError(
+                f"{environment.RESERVED_SMS.name} is {reserved}; accepted here: 0 to "
+                f"{self.sms - 1}, as the device has {self.sms} SMs"
+            )
+        return max(1, self.pairs - -(-reserved // 2))
+
+
+def cuda_gpu(device: torch.device) -> Gpu:
+    """The GPU that a CUDA device is, asked once for each of the process's devices.
+
+    Raises ValueError for one that holds no CTA pair.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _cuda_gpu(index)
+
+
+@functools.cache
+def _cuda_gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    sms = properties.multi_processor_count
+    try:
+        pairs, hbm = driver.resident_pairs(index), driver.hbm_bytes_per_second(index)
+    except driver.DriverError as error:
+        warnings.warn(
+            f"the driver does not say how many CTA pairs cuda:{index} holds ({error}); half of its "
+            f"{sms} SMs are taken",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        pairs, hbm = sms // 2, 0.0
+    capability = properties.major, properties.minor
+    return Gpu(capability, sms, pairs, properties.L2_cache_size, hbm or sms * _HBM_OF_SM)

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import devices
+from . import family
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,17 @@ PROGRESS = Variable(
     "on where stderr is a terminal",
     "1 or 0: progress bar of a simulated run that takes longer than a few seconds",
 )
+RESERVED_SMS = Variable(
+    "FA4_HD256_RESERVED_SMS",
+    "0",
+    "SMs that grids of the static tile scheduler leave to other kernels (NCCL's, say); same bits",
+)
 
 #: Every variable that this project reads, for the README and `python -m fa4_hd256 env`.
 VARIABLES = (
     CACHE_DIR,
     PROGRESS,
+    RESERVED_SMS,
     Variable(
         "FA_CLC",
         "by mask and lengths",
@@ -76,9 +82,9 @@ VARIABLES = (
     ),
     Variable(
         "CUTE_DSL_ARCH",
-        f"{devices.TARGET}, for this package's kernels",
-        f"target of CuTe DSL; accepted here, where {devices.TARGET} is compiled in any case: "
-        f"{', '.join(devices.TARGETS)}",
+        f"{family.TARGET}, for this package's kernels",
+        f"target of CuTe DSL; accepted here, where {family.TARGET} is compiled in any case: "
+        f"{', '.join(family.TARGETS)}",
     ),
 )
 
@@ -111,6 +117,16 @@ def progress_wanted() -> bool:
     if given not in ("0", "1"):
         raise ValueError(f"{PROGRESS.name} is {given!r}; accepted: 0 or 1")
     return given == "1"
+
+
+def reserved_sms() -> int:
+    """SMs that static grids leave free. Raises ValueError for anything but a whole number."""
+    given = os.environ.get(RESERVED_SMS.name) or "0"
+    if not re.fullmatch(r"\d+", given):
+        raise ValueError(
+            f"{RESERVED_SMS.name} is {given!r}; accepted: a whole number of SMs from 0 on"
+        )
+    return int(given)
 
 
 def requested_architecture() -> str | None:

@@ -67,7 +67,7 @@ from .operands import (
     mn_major_operand,
     smem_layout,
 )
-from .pair_kernel import CLUSTER, L2_BYTES_FOR_TILES, PairContext, PairKernel, SharedMemory
+from .pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
 from .sequences import Sequence, Sequences, SequenceTensors, clipped_view
 
 __all__ = ["ForwardKernel", "ForwardScalars", "ForwardVariant"]
@@ -101,7 +101,7 @@ class ForwardScalars(NamedTuple):
     scale_log2: factor of the scores in the exponent of 2: |softmax_scale| * log2(e), or with a
     softcap softcap * log2(e).  cap_scale: |softmax_scale| / softcap.  window_left, window_right:
     0 or more; 0 on an unbounded side.  max_seqlen_q: the longest query sequence.  clusters: CTA
-    pairs the device holds at once.
+    pairs of a static grid.  l2_bytes: of L2, for what the tiles of a section share.
     """
 
     scale_log2: Float32
@@ -110,6 +110,7 @@ class ForwardScalars(NamedTuple):
     window_right: Int32
     max_seqlen_q: Int32
     clusters: Int32
+    l2_bytes: Int32
 
 
 class KernelTensors(NamedTuple):
@@ -247,7 +248,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
                 kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
-                l2_bytes=L2_BYTES_FOR_TILES,
+                l2_bytes=scalars.l2_bytes,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
             )
             later_blocks_first = mask.bounded_right

@@ -8,6 +8,7 @@ from . import named_configs
 from .autograd import gradients, save_for_backward
 from .backward_config import BackwardConfig
 from .config import ForwardConfig
+from .devices import Gpu
 from .problem import (
     RAGGED,
     Options,
@@ -215,7 +216,7 @@ def forward(
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
     is the backward's is used by autograd alone.
     """
-    from .backends import empty_results, num_clusters, run_forward
+    from .backends import empty_results, gpu_of, run_forward
     from .compile import compile_forward
 
     options = Options.check(
@@ -229,18 +230,19 @@ def forward(
     if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
         # How long a tile is, is not known.
         num_splits = 1
-    problem = divided(problem, num_splits, num_clusters(problem.device))
+    gpu = gpu_of(problem.device)
+    problem = divided(problem, num_splits, gpu)
     optional = () if sink is None else (sink.detach().float().contiguous(),)
     optional += tuple(ragged[name] for name in problem.ragged)
-    chosen = named_configs.decode(config, ForwardConfig) if config else _tuned(problem)
+    chosen = named_configs.decode(config, ForwardConfig) if config else _tuned(problem, gpu)
     compiled = compile_forward(chosen, problem.problem_class)
     return run_forward(compiled, problem, (q, k, v), optional)
 
 
-def _tuned(problem: Problem) -> ForwardConfig:
-    """The default configuration on the GPU that SM100 binaries run on, or that is simulated."""
+def _tuned(problem: Problem, gpu: Gpu) -> ForwardConfig:
+    """The default configuration of a call on a GPU."""
     causal = problem.options.window[1] is not None
-    return ForwardConfig.tuned(causal, problem.max_seqlen_k, "B200")
+    return ForwardConfig.tuned(causal, problem.max_seqlen_k, gpu.tuning_name)
 
 
 @forward.register_fake

@@ -16,10 +16,9 @@ from .masking import MaskKind, Visibility
 from .operands import smem_layout
 from .sequences import Sequences
 
-__all__ = ["CLUSTER", "L2_BYTES_FOR_TILES", "PairContext", "PairKernel", "SharedMemory"]
+__all__ = ["CLUSTER", "PairContext", "PairKernel", "SharedMemory"]
 
 CLUSTER = (2, 1, 1)
-L2_BYTES_FOR_TILES = 64 << 20  # half of a B200's L2, for what the tiles of a section share
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .backward_problem import BackwardProblem
+from .devices import Gpu
 from .sequences import PADDING
 
 __all__ = ["Division", "Portion", "divide", "visible_keys"]
@@ -42,28 +43,27 @@ class Division:
     portions: tuple[Portion, ...]
 
 
-def divide(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Division:
+def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """Portions whose dS takes at most `ds_bytes`; one that keeps no dS if none is small enough.
 
-    clusters: CTA pairs that the device holds at once.
     """
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
     of_head = problem.ds_bytes_of_head
     if not of_head or not ds_bytes:
         return _undivided(problem)
     if ds_bytes >= of_head:
-        return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, clusters)
+        return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, gpu)
     if problem.forward.ragged:
         return _undivided(problem)
     fitting = ds_bytes // (of_head // sequences)
     if fitting:
         heads = min(fitting, heads_kv)
-        return _by_heads(problem, heads, fitting // heads, clusters)
+        return _by_heads(problem, heads, fitting // heads, gpu)
     if None not in problem.forward.options.window:
         # dS of a window is a band: ranges would be many and short, and mostly empty memory, where
         # dQ has little to compute anew.
         return _undivided(problem)
-    return _by_queries(problem, ds_bytes, clusters)
+    return _by_queries(problem, ds_bytes, gpu)
 
 
 def _undivided(problem: BackwardProblem) -> Division:
@@ -77,13 +77,13 @@ def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
 
 
 def _by_heads(
-    problem: BackwardProblem, heads_kv: int, sequences: int, clusters: int
+    problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu
 ) -> Division:
     """So many key/value heads of so many sequences at a time; all sequences if there are any but
     dense ones."""
     some = heads_kv < problem.k_shape[2] or sequences < problem.forward.sequences
     # Each launch has the tiles of these only.
-    splits = problem.splits_for(heads_kv, sequences, clusters) if some else problem.splits
+    splits = problem.splits_for(heads_kv, sequences, gpu) if some else problem.splits
     whole = replace(problem, keeps_ds=True, splits=splits)
     all_heads, all_sequences, *rows = _lengths(problem)
     portions = [
@@ -94,14 +94,14 @@ def _by_heads(
     return Division(whole, tuple(portions))
 
 
-def _by_queries(problem: BackwardProblem, ds_bytes: int, clusters: int) -> Division:
+def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """One range of queries of one key/value head of one sequence at a time."""
     ranges = _query_ranges(problem, ds_bytes)
     if not ranges:
         return _undivided(problem)
     longest = max(len(queries) for queries, _ in ranges)
     of_range = replace(problem.forward, max_seqlen_q=longest)
-    splits = replace(problem, forward=of_range).splits_for(1, 1, clusters)
+    splits = replace(problem, forward=of_range).splits_for(1, 1, gpu)
     whole = replace(problem, keeps_ds=True, splits=splits, adds=True)
     heads_kv, sequences, *_ = _lengths(problem)
     portions = [

@@ -16,7 +16,7 @@ import torch
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
 from .config import CTAS, HEAD_DIM, ForwardConfig
-from .devices import describe_family, in_family
+from .family import describe_family, in_family
 
 DTYPES = (torch.bfloat16, torch.float16)
 

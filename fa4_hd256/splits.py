@@ -11,7 +11,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from .config import ForwardConfig
+from .config import HEAD_DIM, ForwardConfig
+from .devices import Gpu
 from .plans import WARP_SIZE
 from .problem import Problem
 
@@ -24,8 +25,10 @@ LARGEST = WARP_SIZE
 #: Steps of 128 keys that dividing must save: by the timing model (docs/bench.md) the second kernel
 #: costs two or three, four where a launch takes as long as it may.
 LEAST_SAVED = 5
-#: Rows of 256 float32 that HBM takes in and gives back in the time of a step, by the same model.
-ROWS_A_STEP = 4500
+#: Of a step of 128 keys, by the same model.
+STEP_SECONDS = 1.152e-6
+#: That HBM takes in and gives back for a row of a part, in float32.
+ROW_BYTES = 2 * 4 * HEAD_DIM
 
 
 def check_num_splits(num_splits: Any) -> int:
@@ -40,35 +43,36 @@ def check_num_splits(num_splits: Any) -> int:
     return num_splits
 
 
-def divided(problem: Problem, num_splits: int, clusters: int) -> Problem:
+def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
     """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`.
 
-    clusters: CTA pairs that the device holds at once. Raises as `check_num_splits` does.
+    Raises as `check_num_splits` does.
     """
-    chosen = check_num_splits(num_splits) or splits_for(problem, clusters)
+    chosen = check_num_splits(num_splits) or splits_for(problem, gpu)
     return replace(problem, num_splits=chosen)
 
 
-def splits_for(problem: Problem, clusters: int) -> int:
+def splits_for(problem: Problem, gpu: Gpu) -> int:
     """The number of parts with which a call is done first, the fewest of several; 1 where no CTA
     pair would be idle, or less than `LEAST_SAVED` steps are saved.
 
-    The same for every call of the same shapes and bounds on the same device, whatever the tensors
+    The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
     hold.
     """
     keys, (left, right) = problem.max_seqlen_k, problem.options.window
     if left is not None and right is not None:
         keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
     rows = math.prod(problem.lse_shape)
+    rows_a_step = gpu.hbm_bytes_per_second * STEP_SECONDS / ROW_BYTES
     tiles, steps = problem.num_tiles, -(-keys // ForwardConfig.block_kv)
-    if tiles >= clusters:
+    if tiles >= gpu.pairs:
         return 1
 
     def span(parts: int) -> float:
         """Steps of the CTA pair with the most parts, one beside for each of these, and what the
         results of all parts take."""
-        turns = -(-tiles * parts // clusters)
-        results = parts * rows / ROWS_A_STEP if parts > 1 else 0.0
+        turns = -(-tiles * parts // gpu.pairs)
+        results = parts * rows / rows_a_step if parts > 1 else 0.0
         return turns * (-(-steps // parts) + 1) + results
 
     best = min(range(1, min(steps, LARGEST) + 1), key=span)

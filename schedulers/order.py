@@ -191,7 +191,7 @@ def section_heads_for(
     num_heads_per_kv: int,
     num_pairs: Any,
     kv_bytes_per_head: Any,
-    l2_bytes: int,
+    l2_bytes: Any,
     unequal_lengths: bool,
 ) -> Any:
     """How many (batch, head) pairs to put into one section.

@@ -38,21 +38,25 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """One GPU. capability: compute capability. memory_clock_khz, memory_bus_bits: of its HBM, whose
-    rate is two transfers a clock."""
+    """One GPU. capability: compute capability. memory_clock_khz, memory_bus_bits: of its HBM, two
+    transfers a clock; together the 8 TB/s of the data sheets."""
 
     name: str
     capability: tuple[int, int]
     sms: int
     memory_bytes: int
-    memory_bus_bits: int
-    memory_clock_khz: int = 3_996_000
+    memory_bus_bits: int = 8192
+    memory_clock_khz: int = 3_906_250
     l2_bytes: int = 132_644_864
 
     @property
     def product(self) -> str:
         """What it calls itself."""
         return f"NVIDIA {self.name.upper()} (sm100_sim)"
+
+    @property
+    def hbm_bytes_per_second(self) -> float:
+        return 2e3 * self.memory_clock_khz * self.memory_bus_bits / 8
 
     @property
     def target(self) -> str:
@@ -77,10 +81,10 @@ _GB = 10**9
 DEVICES = {
     device.name: device
     for device in (
-        SimulatedDevice("b200", (10, 0), 148, 192 * _GB, 8192),
-        SimulatedDevice("gb200", (10, 0), 152, 192 * _GB, 8192),
-        SimulatedDevice("b300", (10, 3), 148, 288 * _GB, 7680),
-        SimulatedDevice("gb300", (10, 3), 152, 288 * _GB, 8192),
+        SimulatedDevice("b200", (10, 0), 148, 192 * _GB),
+        SimulatedDevice("gb200", (10, 0), 152, 192 * _GB),
+        SimulatedDevice("b300", (10, 3), 148, 288 * _GB),
+        SimulatedDevice("gb300", (10, 3), 152, 288 * _GB),
     )
 }
 

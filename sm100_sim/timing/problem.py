@@ -11,8 +11,9 @@ no longer finds its common operands in L2, and the power limit bound the result 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,42 +145,66 @@ class Schedule:
 POLICIES = ("static", "dynamic", "single")
 
 
+@dataclass(frozen=True)
+class Room:
+    """What of a machine a launch gets.
+
+    held: clusters whose SMs another kernel holds, until clock `until`. grid: clusters of a static
+    grid; None for as many as the machine has, whether it may hold them all or not.
+    """
+
+    held: int = 0
+    until: float = math.inf
+    grid: int | None = None
+
+    def slots(self, clusters: int) -> list[tuple[float, int]]:
+        """(clock from which it is free, number) of each of the machine's places: a heap. Raises
+        ValueError if all are held for ever."""
+        free = clusters - self.held
+        if free < 1 and self.until == math.inf:
+            raise ValueError(f"{self.held} of {clusters} clusters' SMs are held: nothing can run")
+        late = [] if self.until == math.inf else [(self.until, n) for n in range(free, clusters)]
+        return [(0.0, number) for number in range(free)] + late
+
+
 def schedule(
-    tiles: Sequence[Tile], costs: TileCosts, values: Values, cluster: int, policy: str
+    tiles: Sequence[Tile], costs: TileCosts, values: Values, cluster: int, policy: str,
+    room: Room = Room(),
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
-    cluster: CTAs of a cluster, one an SM. Raises ValueError for an unknown policy or no tile.
+    cluster: CTAs of a cluster, one an SM. A cluster of a static grid that finds no place starts
+    where another has ended. Raises ValueError for an unknown policy or no tile.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r}; accepted are {', '.join(POLICIES)}")
     if not tiles:
         raise ValueError("a problem without a tile takes no time to predict")
     clusters = int(values.sms) // cluster
-    starts, ends, cluster_of = np.zeros(len(tiles)), np.zeros(len(tiles)), []
+    starts, ends, cluster_of = np.zeros(len(tiles)), np.zeros(len(tiles)), np.zeros(len(tiles), int)
     busy = np.zeros(clusters)
-    free = [(0.0, number) for number in range(clusters)]
+    free = room.slots(clusters)
     used: set[int] = set()
-    for number, tile in enumerate(tiles):
-        if policy == "static":
-            place = number % clusters
-            begin = ends[number - clusters] if number >= clusters else 0.0
-        else:
-            begin, place = heapq.heappop(free)
-        clocks = costs.of(tile)
-        if tile.skipped:
-            clocks = _skipped(costs, values, policy)
-        elif place not in used:
-            clocks += costs.begin
-        elif policy == "single":
-            begin += values.cta_reuse
-        if not tile.skipped:
-            used.add(place)
-        starts[number], ends[number] = begin, begin + clocks
-        busy[place] += clocks
-        cluster_of.append(place)
-        if policy != "static":
-            heapq.heappush(free, (ends[number], place))
+    for mine in _turns(len(tiles), policy, room.grid or clusters):
+        clock, place = heapq.heappop(free)
+        fresh = policy == "static" or place not in used
+        for number in mine:
+            tile = tiles[number]
+            clocks = costs.of(tile)
+            if tile.skipped:
+                clocks = _skipped(costs, values, policy)
+            else:
+                # A cluster of its own, after another one or the first in its place.
+                if place in used and (fresh or policy == "single"):
+                    clock += values.cta_reuse
+                if fresh:
+                    clocks += costs.begin
+                fresh = False
+                used.add(place)
+            starts[number], ends[number], cluster_of[number] = clock, clock + clocks, place
+            busy[place] += clocks
+            clock += clocks
+        heapq.heappush(free, (clock, place))
     hbm = hbm_bytes(tiles, starts, values)
     total = float(ends.max())
     work = sum(tile.work for tile in tiles) * cluster
@@ -189,7 +214,15 @@ def schedule(
         "power": work * 8192 / (values.power_tflops * 1e12),
     }
     launch = values.launch_us * 1e-6
-    return Schedule(total, busy, bounds, launch, hbm, starts, np.array(cluster_of))
+    return Schedule(total, busy, bounds, launch, hbm, starts, cluster_of)
+
+
+def _turns(tiles: int, policy: str, grid: int) -> Iterable[Sequence[int]]:
+    """The tiles that a place is given at once, in the order in which places are asked for: those of
+    a static cluster, else one at a time."""
+    if policy == "static":
+        return (range(cluster, tiles, grid) for cluster in range(min(grid, tiles)))
+    return ((number,) for number in range(tiles))
 
 
 def _skipped(costs: TileCosts, values: Values, policy: str) -> float:

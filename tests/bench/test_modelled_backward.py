@@ -210,7 +210,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_plan_of_a_backward_is_the_operators(case, ds_bytes, expected):
-    found = plan(case, ds_bytes, 74)
+    found = plan(case, ds_bytes, modelled_backward.B200)
     assert [(p.case.heads_kv, p.splits, p.keeps_ds, p.count) for p in found] == expected
     assert all(p.case.heads == p.case.heads_kv * case.heads // case.heads_kv for p in found)
 

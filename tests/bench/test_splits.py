@@ -90,7 +90,7 @@ def test_a_modelled_row():
 
 
 def test_the_default_cases_reach_both_sides_of_the_rule():
-    chosen = {workload.default_splits(case, 74) for case in splits.default_cases()}
+    chosen = {workload.default_splits(case, modelled.B200) for case in splits.default_cases()}
     assert {1, 32} < chosen
     assert {case.group for case in splits.default_cases()} == {"decoding", "chunk", "window"}
 

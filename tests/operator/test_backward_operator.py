@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backward_cases import accurate, gradients, inputs
+from gpus import gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4_hd256 import BackwardConfig, backward, flash_attn_func, flash_attn_varlen_func
@@ -284,7 +285,7 @@ def test_arguments_that_are_not_accepted(changes, error, message):
 )
 def test_parts_of_a_group(tiles, units, group, unequal, parts):
     """Those that end soonest on 74 CTA pairs, and none without a head."""
-    assert choose_splits(tiles, units, group, 74, unequal) == parts
+    assert choose_splits(tiles, units, group, gpu(), unequal) == parts
     largest = -(-group // parts)
     assert (parts - 1) * largest < group <= parts * largest
 

@@ -1,66 +1,170 @@
-"""One binary for every GPU of the family."""
+"""What the operator takes from the GPU: pairs that fit, L2, HBM, rows of the tuning table."""
 
 from __future__ import annotations
 
-import struct
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, compile, devices
-from fa4_hd256.compile import compile_forward
-from fa4_hd256.forward_combine import CombineConfig
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import ProblemClass
+from fa4_hd256 import ForwardConfig, backends, devices, driver, flash_attn_func, interface, tuning
+from fa4_hd256.backward_problem import choose_splits
+from fa4_hd256.calling import forward_scalars
+from fa4_hd256.problem import Options, Problem
+from fa4_hd256.splits import splits_for
+from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
 
 
-def machine_code(cubin: bytes) -> bytes:
-    """The sections .text.* of a 64-bit ELF file, one after the other."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    base = sections[names][4]
-    return b"".join(
-        cubin[offset : offset + length]
-        for name, _, _, _, offset, length in sections
-        if cubin[base + name :].startswith(b".text.")
+def properties(sms, capability=(10, 0), l2=126 * MIB):
+    major, minor = capability
+    return SimpleNamespace(
+        multi_processor_count=sms, major=major, minor=minor, L2_cache_size=l2, name="Some GPU"
     )
 
 
-def elf_flags(cubin: bytes) -> int:
-    return struct.unpack_from("<I", cubin, 48)[0]
+@pytest.fixture
+def machine(monkeypatch):
+    """Two GPUs: a B200 as cuda:0, which is current, and a slice of a B300 as cuda:1."""
+    gpus = [properties(148), properties(19, (10, 3), 16 * MIB)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+    monkeypatch.setattr(driver, "resident_pairs", lambda index: (74, 8)[index])
+    monkeypatch.setattr(driver, "hbm_bytes_per_second", lambda index: (8e12, 1e12)[index])
+    devices._cuda_gpu.cache_clear()
+    yield gpus
+    devices._cuda_gpu.cache_clear()
 
 
-def compiled_for(target: str, spec: KernelSpec, monkeypatch) -> bytes:
-    monkeypatch.setattr(devices, "TARGET", target)
-    return compile.trace_and_compile(spec).artifacts.CUBIN
+def test_the_device_of_the_tensors_decides(machine):
+    """Not the current one; nor does what was asked before."""
+    first, second = (backends.gpu_of(torch.device("cuda", index)) for index in (0, 1))
+    assert (first.sms, first.pairs, first.l2_bytes_for_tiles) == (148, 74, 64 * MIB)
+    # An SM without a peer, and one more that lies alone in its group.
+    assert (second.sms, second.pairs, second.l2_bytes_for_tiles) == (19, 8, 8 * MIB)
+    assert (first.tuning_name, second.tuning_name) == ("B200", "B300")
+    assert backends.gpu_of(torch.device("cuda")) is first
+    assert backends.gpu_of(torch.device("cuda", 1)) is second
 
 
-def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
-    """What was checked and modelled for sm_100a holds for what is shipped."""
-    problem_class = ProblemClass(torch.bfloat16)
-    shipped = compile_forward(ForwardConfig(), problem_class).cubin
-    spec = KernelSpec("forward", ForwardConfig(), problem_class)
-    alone = compiled_for("sm_100a", spec, monkeypatch)
-    assert machine_code(shipped) == machine_code(alone)
-    assert len(machine_code(shipped)) > 50_000
+def test_each_gpu_is_asked_once(machine, monkeypatch):
+    found = backends.gpu_of(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert backends.gpu_of(torch.device("cuda", 1)) is found
 
 
-def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
-    """The bit of the ELF header that ties a cubin to one compute capability is not set."""
-    one_gpu, shipped = 8, devices.TARGET
-    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
-    flags = {
-        target: elf_flags(compiled_for(target, spec, monkeypatch))
-        for target in ("sm_100a", "sm_103a", shipped)
-    }
-    assert flags["sm_100a"] & one_gpu and flags["sm_103a"] & one_gpu
-    assert flags[shipped] == flags["sm_100a"] & ~one_gpu
+def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
+    """Parts of the keys, mix of exp2 and grid follow each one's own GPU."""
+    table = tmp_path / "tuning.json"
+    mixes = {"B200": Ex2Pattern(16, 4), "B300": Ex2Pattern(8, 2)}
+    rows = [tuning.Entry(n, True, "medium", mix, "modelled", "none") for n, mix in mixes.items()]
+    tuning.write(rows, table)
+    q, k = torch.zeros(1, 1, 16, 256).bfloat16(), torch.zeros(1, 8192, 2, 256).bfloat16()
+    problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))
+    found = {}
+    for index in (0, 1):
+        one = backends.gpu_of(torch.device("cuda", index))
+        scalars = forward_scalars(problem, one)
+        mix = tuning.pattern_for(True, 8192, one.tuning_name, table)
+        found[index] = (splits_for(problem, one), mix, scalars.clusters, scalars.l2_bytes)
+    assert found[0] == (32, mixes["B200"], 74, 64 * MIB)
+    assert found[1] == (4, mixes["B300"], 8, 8 * MIB)
 
 
+def test_without_an_answer_of_the_driver(machine, monkeypatch):
+    def fails(index):
+        raise driver.DriverError("cuModuleLoadData: CUDA_ERROR_JIT_COMPILER_NOT_FOUND")
 
-@pytest.mark.parametrize("target", devices.TARGETS)
-def test_targets_of_the_family_may_be_set(monkeypatch, target):
-    monkeypatch.setenv("CUTE_DSL_ARCH", target)
-    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
-    assert f".target {devices.TARGET}" in str(compile.trace_and_compile(spec).artifacts.PTX)
+    monkeypatch.setattr(driver, "resident_pairs", fails)
+    with pytest.warns(RuntimeWarning, match="cuda:1 holds .*JIT_COMPILER.*half of its 19 SMs"):
+        assert backends.gpu_of(torch.device("cuda", 1)).pairs == 9
+
+
+def test_without_the_clock_of_the_memory(machine, monkeypatch):
+    """Then as much for an SM as the family has."""
+    monkeypatch.setattr(driver, "hbm_bytes_per_second", lambda index: 0.0)
+    rates = [backends.gpu_of(torch.device("cuda", i)).hbm_bytes_per_second for i in (0, 1)]
+    assert 7.5e12 < rates[0] < 8.5e12 and rates[1] == pytest.approx(rates[0] * 19 / 148)
+
+
+def test_a_device_without_a_pair(monkeypatch):
+    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:1")
+    with pytest.raises(ValueError, match="holds no CTA pair: it has 1 SMs.*accepted"):
+        flash_attn_func(*(torch.zeros(1, 4, 1, 256).bfloat16() for _ in range(3)))
+
+
+def test_the_driver_says_why_it_fails():
+    """On a machine without a driver: an error that names the call."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    with pytest.raises(driver.DriverError, match="cuInit"):
+        driver.resident_pairs(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "pairs"), [("b200", 148, 74), ("gb200", 152, 76), ("gb300", 152, 76)]
+)
+def test_tensors_on_the_cpu_have_the_simulators_gpu(monkeypatch, name, sms, pairs):
+    monkeypatch.setenv("SM100_SIM_DEVICE", name)
+    found = backends.gpu_of(CPU)
+    assert (found.sms, found.pairs, found.l2_bytes_for_tiles) == (sms, pairs, 64 * MIB)
+    assert found.hbm_bytes_per_second == 8e12
+    assert found.tuning_name == ("B300" if name == "gb300" else "B200")
+
+
+def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
+    """The row of the GPU's compute capability, and hardware alone where the table has none."""
+    listed = json.loads(tuning.TABLE.read_text())["exp2"]
+    assert all(entry["gpu"] in ("B200", "B300") for entry in listed)
+    asked = []
+
+    def tuned(causal, seqlen_k, name):
+        asked.append(name)
+        return ForwardConfig()
+
+    monkeypatch.setattr(ForwardConfig, "tuned", tuned)
+    problem = SimpleNamespace(options=SimpleNamespace(window=(None, 0)), max_seqlen_k=4)
+    for name in ("b200", "gb200", "b300", "gb300"):
+        interface._tuned(problem, gpu(name=name))
+    assert asked == ["B200", "B200", "B300", "B300"]
+    monkeypatch.undo()
+    if "B300" not in {entry["gpu"] for entry in listed}:
+        assert ForwardConfig.tuned(True, 4096, "B300").ex2_pattern == HARDWARE_ONLY
+
+
+# Pairs of a static grid: all, all but one, odd numbers, never none.
+@pytest.mark.parametrize(
+    ("reserved", "pairs"), [("0", 74), ("", 74), ("1", 73), ("16", 66), ("33", 57), ("147", 1)]
+)
+def test_sms_left_to_other_kernels(monkeypatch, reserved, pairs):
+    monkeypatch.setenv("FA4_HD256_RESERVED_SMS", reserved)
+    assert gpu().grid_pairs == pairs
+    # How a call is divided stays, so that the bits do.
+    assert gpu().pairs == 74
+
+
+@pytest.mark.parametrize(
+    ("reserved", "message"), [("148", "accepted here: 0 to 147"), ("-1", "a whole number"),
+                              ("half", "a whole number")],
+)  # fmt: skip
+def test_sms_that_cannot_be_left(monkeypatch, reserved, message):
+    monkeypatch.setenv("FA4_HD256_RESERVED_SMS", reserved)
+    with pytest.raises(ValueError, match=f"FA4_HD256_RESERVED_SMS is .*{message}"):
+        _ = gpu().grid_pairs
+
+
+def test_parts_cost_more_where_memory_is_slow():
+    """A slice with a seventh of everything divides as the whole does for a seventh of the tiles."""
+    from dataclasses import replace
+
+    whole = gpu(70)
+    part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
+    for tiles in (7, 49, 140, 700):
+        assert choose_splits(tiles, 2, 16, whole, True) == choose_splits(
+            tiles // 7, 2, 16, part, True
+        )
+    assert choose_splits(1, 2, 16, replace(part, hbm_bytes_per_second=1e9), True) == 1

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from gpus import gpu
 
 import sm100_sim
 from fa4_hd256.calling import CallTensors, call_arguments
@@ -26,7 +27,7 @@ def launch(operands, causal=False, clusters=74, config=CONFIG, **options):
     """Launch on (q, k, v, out, lse); returns the report."""
     problem = Problem.describe(operands[:3], Options.check(None, causal, (None, None), 0.0, False))
     compiled = compile_forward(config, problem.problem_class)
-    arguments = call_arguments(CallTensors(*operands), problem, clusters, 0)
+    arguments = call_arguments(CallTensors(*operands), problem, gpu(clusters), 0)
     return sm100_sim.launch(compiled, *arguments, **options)
 
 

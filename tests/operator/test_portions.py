@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from backward_cases import check, gradients, inputs
+from gpus import gpu
 
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.backward_problem import BackwardProblem
 from fa4_hd256.portions import Portion, divide
 from fa4_hd256.problem import Options, Problem
 
-CLUSTERS = 74
+GPU = gpu()
 FULL, CAUSAL = (None, None), (None, 0)
 
 
@@ -70,7 +71,7 @@ def test_every_visible_pair_is_in_one_portion(lengths, window, size):
     """size: of what dS may take, over that of one key/value head of one sequence."""
     whole = problem(lengths, (4, 2), 2, window)
     ds_bytes = int(whole.ds_bytes_of_head // 2 * size)
-    division = divide(whole, ds_bytes, CLUSTERS)
+    division = divide(whole, ds_bytes, GPU)
     is_window = None not in window
     assert division.problem.keeps_ds == (size > 1 or not is_window)
     assert division.problem.adds == (size < 1 and not is_window)
@@ -82,7 +83,7 @@ def test_every_visible_pair_is_in_one_portion(lengths, window, size):
 
 def test_every_query_is_in_one_range():
     """dQ of a query is written once, even if it sees no key."""
-    division = divide(problem((1100, 300), (2, 1), 1, CAUSAL), 2 * 2 * 1024 * 224, CLUSTERS)
+    division = divide(problem((1100, 300), (2, 1), 1, CAUSAL), 2 * 2 * 1024 * 224, GPU)
     assert [p.queries for p in division.portions] == [range(1024), range(1024, 1100)]
     assert [p.keys for p in division.portions] == [range(224), range(300)]
 
@@ -90,7 +91,7 @@ def test_every_query_is_in_one_range():
 def test_keys_of_a_bound_on_the_left():
     """So many keys to the left of a range's first query; the bound is one from the ranges' ends."""
     whole = problem((4096, 4096), (1, 1), 1, (300, None))
-    portions = divide(whole, 2 * 1024 * 4096, CLUSTERS).portions
+    portions = divide(whole, 2 * 1024 * 4096, GPU).portions
     assert [p.queries for p in portions[:2]] == [range(1024), range(1024, 2048)]
     assert [p.keys for p in portions[:2]] == [range(4096), range(724, 4096)]
     windows = [p.problem.forward.options.window for p in portions[:2]]
@@ -99,14 +100,14 @@ def test_keys_of_a_bound_on_the_left():
 
 def test_windows_are_not_divided_into_ranges():
     whole = problem((4096, 4096), (1, 1), 1, (300, 0))
-    assert not divide(whole, whole.ds_bytes_of_head - 1, CLUSTERS).problem.keeps_ds
+    assert not divide(whole, whole.ds_bytes_of_head - 1, GPU).problem.keeps_ds
 
 
 def test_ranges_without_a_mask_are_equal():
     """Seven units of which four fit: 4 and 3, not more of one length and a rest."""
     whole = problem((1700, 100), (1, 1), 1)
     for fitting, expected in ((6, [1024, 676]), (4, [1024, 676]), (3, [768, 768, 164])):
-        found = divide(whole, 2 * fitting * 256 * 100, CLUSTERS).portions
+        found = divide(whole, 2 * fitting * 256 * 100, GPU).portions
         assert [len(p.queries) for p in found] == expected
 
 
@@ -115,7 +116,7 @@ def test_portions_are_as_large_as_fits():
     of_head = whole.ds_bytes_of_head
 
     def shapes(num_bytes: int) -> list[tuple[int, int, int]]:
-        found = divide(whole, num_bytes, CLUSTERS).portions
+        found = divide(whole, num_bytes, GPU).portions
         return [(len(p.heads_kv), len(p.sequences), len(p.queries)) for p in found]
 
     assert shapes(4 * of_head) == [(4, 6, 512)]
@@ -128,14 +129,14 @@ def test_portions_are_as_large_as_fits():
     # Not a single unit of queries; nothing.
     for num_bytes in (of_head // 12 - 1, 0):
         assert shapes(num_bytes) == [(4, 6, 512)]
-        assert not divide(whole, num_bytes, CLUSTERS).problem.keeps_ds
+        assert not divide(whole, num_bytes, GPU).problem.keeps_ds
 
 
 def test_ragged_sequences_are_divided_by_heads_only():
     whole = problem((512, 512), (2, 2), 4)
     ragged = replace(whole, forward=replace(whole.forward, ragged=("seqused_k",)))
-    assert len(divide(ragged, whole.ds_bytes_of_head, CLUSTERS).portions) == 2
-    assert not divide(ragged, whole.ds_bytes_of_head - 1, CLUSTERS).problem.keeps_ds
+    assert len(divide(ragged, whole.ds_bytes_of_head, GPU).portions) == 2
+    assert not divide(ragged, whole.ds_bytes_of_head - 1, GPU).problem.keeps_ds
 
 
 def test_parts_of_a_portion():
@@ -144,11 +145,11 @@ def test_parts_of_a_portion():
     whole = problem((4096, 4096), (16, 2), 4)
     of_sequence = whole.ds_bytes_of_head // 4
     sizes = 4, 2, 1, 0.5
-    splits = [divide(whole, int(size * of_sequence), CLUSTERS).problem.splits for size in sizes]
+    splits = [divide(whole, int(size * of_sequence), GPU).problem.splits for size in sizes]
     assert splits == [4, 1, 2, 2]
     copied = problem((4096, 4096), (16, 1), 4, copies=4)
     for size in (4, 1, 0.5):
-        assert divide(copied, int(size * copied.ds_bytes_of_head / 4), 74).problem.splits == 4
+        assert divide(copied, int(size * copied.ds_bytes_of_head / 4), GPU).problem.splits == 4
 
 
 OPTIONS = {

@@ -14,6 +14,7 @@ import pytest
 import torch
 from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
+from gpus import gpu
 
 from fa4_hd256 import compile, flash_attn_func, flash_attn_varlen_func, reference
 from fa4_hd256.forward_consumers import ForwardConsumers
@@ -362,9 +363,9 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
 )  # fmt: skip
 def test_the_rule(lengths, options, clusters, splits):
     problem = describe(lengths, **options)
-    assert splits_for(problem, clusters) == splits
-    assert divided(problem, BY_RULE, clusters).num_splits == splits
-    assert divided(problem, 7, clusters).num_splits == 7
+    assert splits_for(problem, gpu(clusters)) == splits
+    assert divided(problem, BY_RULE, gpu(clusters)).num_splits == splits
+    assert divided(problem, 7, gpu(clusters)).num_splits == 7
 
 
 def test_the_rule_for_packed_and_padded_sequences():
@@ -375,23 +376,23 @@ def test_the_rule_for_packed_and_padded_sequences():
             (4, ends_k[-1]), (8, 1), cu_seqlens_q=ints((0, *ends_q), "cpu"),
             cu_seqlens_k=ints((0, *ends_k), "cpu"), max_seqlen_q=4, max_seqlen_k=4096,
         )  # fmt: skip
-        found.add(splits_for(problem, 74))
+        found.add(splits_for(problem, gpu()))
     # 4 tiles, 18 pairs for each: 2 of 32 steps, for which 16 are enough.
     assert found == {16}
     # Heads of sequences that have a length in use share no tile: 16 tiles of 2 sequences.
     for used in ((1, 1), (0, 0)):
         problem = describe((1, 4096), (8, 1), batch=2, seqused_q=ints(used, "cpu"))
-        assert splits_for(problem, 74) == 4
+        assert splits_for(problem, gpu()) == 4
     for used in ((4096, 4096), (0, 3)):
         problem = describe((1, 4096), (8, 1), batch=2, seqused_k=ints(used, "cpu"))
-        assert splits_for(problem, 74) == 32
+        assert splits_for(problem, gpu()) == 32
 
 
 @pytest.mark.simulator
 def test_calls_follow_the_rule(combined):
     """Both functions, where nothing is said and where 0 is; the same bits as with that number."""
     q, k, v = inputs((1, 1300), HEADS)
-    expected = splits_for(describe((1, 1300), HEADS), 74)
+    expected = splits_for(describe((1, 1300), HEADS), gpu())
     assert expected == 11
     results = [
         flash_attn_func(q, k, v, use_clc=False),

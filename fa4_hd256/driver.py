@@ -1,0 +1,90 @@
+"""What PyTorch does not tell of a GPU, asked of the CUDA driver."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import cuda.bindings.driver as cuda
+
+__all__ = ["DriverError", "hbm_bytes_per_second", "resident_pairs"]
+
+CTAS_OF_PAIR = 2
+
+# A kernel that does nothing, in PTX of no special target: what fits depends on the shared memory
+# that it is launched with. The driver compiles it.
+_PROBE = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry probe() { ret; }\n\0"
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed; says which and how."""
+
+
+def _checked(name: str, *arguments: Any) -> Any:
+    """The results of a driver call. Raises DriverError if it fails."""
+    try:
+        status, *results = getattr(cuda, name)(*arguments)
+    except RuntimeError as error:  # no driver at all
+        raise DriverError(f"{name}: {error}") from error
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        raise DriverError(f"{name}: {status.name}")
+    return results[0] if results else None
+
+
+@contextlib.contextmanager
+def _context(index: int) -> Iterator[Any]:
+    """The device's primary context, current in this thread meanwhile whatever is current else."""
+    _checked("cuInit", 0)
+    device = _checked("cuDeviceGet", index)
+    _checked("cuCtxPushCurrent", _checked("cuDevicePrimaryCtxRetain", device))
+    try:
+        yield device
+    finally:
+        _checked("cuCtxPopCurrent")
+        _checked("cuDevicePrimaryCtxRelease", device)
+
+
+def _attribute(device: Any, name: str) -> int:
+    number = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return _checked("cuDeviceGetAttribute", number, device)
+
+
+def resident_pairs(index: int) -> int:
+    """CTA pairs that a device runs at once where each CTA takes all shared memory of its SM.
+
+    index: among the process's CUDA devices. Of the context: its limits (MPS) count.
+    CUDA driver API, cuOccupancyMaxActiveClusters. Raises DriverError.
+    """
+    with _context(index) as device:
+        module = _checked("cuModuleLoadData", _PROBE)
+        try:
+            probe = _checked("cuModuleGetFunction", module, b"probe")
+            shared = _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+            kind = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked("cuFuncSetAttribute", probe, kind, shared)
+            return _checked("cuOccupancyMaxActiveClusters", probe, _launch(shared))
+        finally:
+            _checked("cuModuleUnload", module)
+
+
+def _launch(shared: int) -> Any:
+    """One pair of CTAs, each with so much shared memory."""
+    pair = cuda.CUlaunchAttribute()
+    pair.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    value = cuda.CUlaunchAttributeValue()
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = CTAS_OF_PAIR, 1, 1
+    pair.value = value
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = CTAS_OF_PAIR, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32, 1, 1
+    config.sharedMemBytes, config.numAttrs, config.attrs = shared, 1, [pair]
+    return config
+
+
+def hbm_bytes_per_second(index: int) -> float:
+    """Rate of the device's memory: two transfers a clock over its bus. 0 where the driver does not
+    tell the clock. Raises DriverError."""
+    with _context(index) as device:
+        kilohertz = _attribute(device, "MEMORY_CLOCK_RATE")
+        return 2e3 * kilohertz * _attribute(device, "GLOBAL_MEMORY_BUS_WIDTH") / 8

@@ -1,0 +1,14 @@
+"""GPUs of any size for tests of the operator's rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa4_hd256.backends import simulated_gpu
+from fa4_hd256.devices import Gpu
+from sm100_sim.devices import named
+
+
+def gpu(pairs: int = 74, name: str = "b200") -> Gpu:
+    """A GPU that holds so many CTA pairs, otherwise as the one of that name."""
+    return replace(simulated_gpu(named(name)), pairs=pairs)

@@ -1,0 +1,66 @@
+"""One binary for every GPU of the family."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from fa4_hd256 import ForwardConfig, compile, family
+from fa4_hd256.compile import compile_forward
+from fa4_hd256.forward_combine import CombineConfig
+from fa4_hd256.kernels import KernelSpec
+from fa4_hd256.problem import ProblemClass
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The sections .text.* of a 64-bit ELF file, one after the other."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    base = sections[names][4]
+    return b"".join(
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in sections
+        if cubin[base + name :].startswith(b".text.")
+    )
+
+
+def elf_flags(cubin: bytes) -> int:
+    return struct.unpack_from("<I", cubin, 48)[0]
+
+
+def compiled_for(target: str, spec: KernelSpec, monkeypatch) -> bytes:
+    monkeypatch.setattr(family, "TARGET", target)
+    return compile.trace_and_compile(spec).artifacts.CUBIN
+
+
+def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
+    """What was checked and modelled for sm_100a holds for what is shipped."""
+    problem_class = ProblemClass(torch.bfloat16)
+    shipped = compile_forward(ForwardConfig(), problem_class).cubin
+    spec = KernelSpec("forward", ForwardConfig(), problem_class)
+    alone = compiled_for("sm_100a", spec, monkeypatch)
+    assert machine_code(shipped) == machine_code(alone)
+    assert len(machine_code(shipped)) > 50_000
+
+
+def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
+    """The bit of the ELF header that ties a cubin to one compute capability is not set."""
+    one_gpu, shipped = 8, family.TARGET
+    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+    flags = {
+        target: elf_flags(compiled_for(target, spec, monkeypatch))
+        for target in ("sm_100a", "sm_103a", shipped)
+    }
+    assert flags["sm_100a"] & one_gpu and flags["sm_103a"] & one_gpu
+    assert flags[shipped] == flags["sm_100a"] & ~one_gpu
+
+
+
+@pytest.mark.parametrize("target", family.TARGETS)
+def test_targets_of_the_family_may_be_set(monkeypatch, target):
+    monkeypatch.setenv("CUTE_DSL_ARCH", target)
+    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+    assert f".target {family.TARGET}" in str(compile.trace_and_compile(spec).artifacts.PTX)
