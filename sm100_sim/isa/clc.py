@@ -65,7 +65,7 @@ def bind_try_cancel(instruction, kernel):
         _check(cta, lanes, response, barrier)
         machine.counters["clc.try_cancel"] += 1
         response, barrier = response & 0xFFFFFF, barrier & 0xFFFFFF
-        #: One cluster for all copies of the response, which arrive on their own.
+        # One cluster for all copies of the response, which arrive on their own.
         words = functools.cache(lambda: response_words(machine.cancel_cluster()))
         for target in cluster.ctas if multicast else (cta,):
             place = target.rank << 24 | barrier
@@ -156,7 +156,8 @@ def _words(halves: np.ndarray, lanes: int) -> np.ndarray:
         lane = int(foreign.argmax())
         raise ClcError(
             f"query_cancel of {' '.join(f'{int(word):08x}' for word in words[:, lane])}, which is "
-            "no response of try_cancel: it was read before it arrived, or from a wrong address",
+            "no response of try_cancel: it was read before it arrived, or from a wrong address; "
+            "words that a program stores itself have zeros in the undefined bits",
             lane=lane,
         )
     return words
