@@ -15,7 +15,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import sys
@@ -75,12 +74,11 @@ class CompiledKernel:
         """CuTe DSL's callable, linked from the host object."""
         import cutlass.cute as cute
 
-        # A file that has no name: the bytes that were checked are those that run.
-        file = os.memfd_create(self.object_prefix, os.MFD_CLOEXEC)
-        with open(file, "wb") as opened:
-            opened.write(self.host_object)
-            opened.flush()
-            module = cute.runtime.load_module(f"/proc/self/fd/{file}")
+        # A file of this process alone: the bytes that were checked are those that run.
+        with room_for_files(), tempfile.NamedTemporaryFile(suffix=".o") as file:
+            file.write(self.host_object)
+            file.flush()
+            module = cute.runtime.load_module(file.name)
         return module[self.object_prefix]
 
     @property
@@ -228,7 +226,7 @@ def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[byt
 
 @contextlib.contextmanager
 def room_for_files() -> Iterator[None]:
-    """Inside, temporary files go to memory if the temporary directory is full.
+    """Inside, temporary files go to memory if the temporary directory is full or missing.
 
     CuTe DSL writes what it compiles to such files, and LLVM ends the process where a write fails.
     Raises RuntimeError if there is no room at all.
@@ -243,8 +241,8 @@ def room_for_files() -> Iterator[None]:
                 break
     else:
         raise RuntimeError(
-            f"compiling a kernel takes {_SCRATCH_BYTES >> 20} MiB of disk, which none of "
-            f"{', '.join(places)} has; free some, or set TMPDIR to a directory with room"
+            f"compiling or loading a kernel takes {_SCRATCH_BYTES >> 20} MiB of disk; none of "
+            f"{', '.join(places)} has that. Free some, or set TMPDIR to a directory with room"
         )
     tempfile.tempdir = place
     try:

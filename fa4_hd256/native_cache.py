@@ -161,8 +161,8 @@ class NativeCache:
         if reason is not None:
             self._warn(
                 f"{self.directory} is not used: {reason}, and native code would be loaded from it. "
-                f"Set {self.variable} to a directory of your own that nobody else may write "
-                "(chmod go-w)"
+                f"Set {self.variable} to a directory of your own, for instance a new one in it, or "
+                "let nobody else write it (chmod go-w)"
             )
         return reason is None
 

@@ -172,7 +172,7 @@ def test_a_full_temporary_directory(tmp_path, monkeypatch, full):
         lambda place: SimpleNamespace(free=4096 if Path(place).name in full else 1 << 30),
     )
     if "shm" in full:
-        with pytest.raises(RuntimeError, match="takes 16 MiB of disk.*set TMPDIR"):
+        with pytest.raises(RuntimeError, match="a kernel takes 16 MiB of disk.*set TMPDIR"):
             with compile.room_for_files():
                 pass
     else:
