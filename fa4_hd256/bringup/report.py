@@ -18,7 +18,7 @@ Results = dict[str, dict[str, dict[str, Any]]]
 #: Format of report.json.
 VERSION = 1
 #: Rungs whose passed steps are counted, not listed.
-_COUNTED = ("golden",)
+_COUNTED = ("golden", "rules")
 
 
 def write_reports(run: Run, stopped: str = "") -> None:

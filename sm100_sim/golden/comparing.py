@@ -6,6 +6,10 @@ import numpy as np
 
 from .bounds import FORMATS, bound_of, values
 from .cases import Case
+from .scripts import FREE, STEPS
+
+#: Quarters of an SM, each with a register file: warp w belongs to number w % 4.
+_QUARTERS = 4
 
 #: Cases whose results lie on the other side of a flush to zero in the simulator: it rounds first,
 #: and so keeps 2^-126 where the hardware gives zero (`isa.arith_float`).
@@ -49,3 +53,33 @@ def out_of_bound(case: Case, got: list[np.ndarray]) -> str:
     (mine,) = got
     inputs = [values(array, case.floats) for array in case.inputs]
     return bound_of(case).measure(inputs, values(mine, case.floats)).wrong
+
+
+def rule_difference(
+    case: Case, found: tuple[str, list[np.ndarray]], recorded: tuple[str, list[np.ndarray]]
+) -> str:
+    """How a case with a rule departs from its recording, or nothing.
+
+    found, recorded: ending and outputs. An ending other than "done" and "hang" names the error; of
+    one found "error" (the simulator's) it is enough that there was one, or that the case is
+    undefined.
+    """
+    (ending, outputs), (wanted, expected) = found, recorded
+    if ending == "error" and (wanted not in ("done", "hang") or case.undefined):
+        return ""
+    if ending != wanted:
+        return f"{case.name}: {ending}, recorded {wanted}"
+    if ending == "hang":
+        return _progress_difference(case, outputs, expected)
+    return difference(case, outputs, expected) if ending == "done" else ""
+
+
+def _progress_difference(case: Case, mine: list[np.ndarray], recorded: list[np.ndarray]) -> str:
+    """Which of two warps of a quarter gets its registers first is open: their counts add up."""
+    found = [
+        array[0][:, :FREE].reshape(case.grid, -1, _QUARTERS, STEPS).sum(axis=1)
+        for array in (mine, recorded)
+    ]
+    if (found[0] == found[1]).all():
+        return ""
+    return f"{case.name}: steps passed by quarter {found[0].tolist()}, recorded {found[1].tolist()}"
