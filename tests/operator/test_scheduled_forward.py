@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from cross_compile import compile_sm100
+from gpus import gpu
 
 import sm100_sim
 from fa4_hd256 import compile as compiling
@@ -62,7 +63,7 @@ def expected():
     """Results under the default scheduler."""
     problem, tensors = call()
     compiled = compiling.compile_forward(ForwardConfig(), problem.problem_class)
-    sm100_sim.launch(compiled, *call_arguments(tensors, problem, 74, 0))
+    sm100_sim.launch(compiled, *call_arguments(tensors, problem, gpu(), 0))
     assert not tensors.out.isnan().any() and not tensors.lse.isnan().any()
     return tensors.out, tensors.lse
 
@@ -77,7 +78,7 @@ def expected():
 def test_the_same_bits_under_every_scheduler(kernel, options, expected):
     scheduler, compiled = kernel
     problem, tensors = call()
-    report = sm100_sim.launch(compiled, *call_arguments(tensors, problem, 7, 0), **options)
+    report = sm100_sim.launch(compiled, *call_arguments(tensors, problem, gpu(7), 0), **options)
     assert torch.equal(tensors.out, expected[0]) and torch.equal(tensors.lse, expected[1])
     tiles = 3 * 3 * len(LENGTHS_Q)
     stolen = max(0, tiles - options["clusters"]) if scheduler is ClcScheduler else 0
@@ -104,6 +105,6 @@ def test_one_tile(kernel):
         ragged={"cu_seqlens_q": cu, "cu_seqlens_k": cu}, max_seqlen_q=9,
     )  # fmt: skip
     tensors = CallTensors(q, k, v, torch.full_like(q, math.nan), torch.empty(1, 1, 9), (cu, cu))
-    report = sm100_sim.launch(compiled, *call_arguments(tensors, problem, 74, 0))
+    report = sm100_sim.launch(compiled, *call_arguments(tensors, problem, gpu(), 0))
     assert report.grid == (2, 1, 1) and report.clc["stolen"] == 0
     assert not tensors.out.isnan().any()
