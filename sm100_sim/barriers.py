@@ -336,7 +336,7 @@ class RegisterPool:
     that exits takes its registers along (all measured on an H200, docs/silicon.md).
     """
 
-    __slots__ = ("free", "_own", "_launched", "_warps", "_counts", "_wake")
+    __slots__ = ("free", "_launched", "_warps", "_counts", "_wake")
 
     QUARTERS = 4
 

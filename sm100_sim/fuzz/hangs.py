@@ -203,7 +203,9 @@ def _moves(w: Writer, launched: int, budget: int, most: int) -> list[str]:
         now = low
     if budget != now:
         steps.append(("dec" if budget < now else "inc", budget))
-    return [f"setmaxnreg.{name}.sync.aligned.u32 {count};\n" for name, count in steps]
+    # One operation: without the step down the step up might be the wrong way.
+    text = "".join(f"setmaxnreg.{name}.sync.aligned.u32 {count};\n" for name, count in steps)
+    return [text] if text else []
 
 
 def parts(seed: int) -> Program:

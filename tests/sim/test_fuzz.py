@@ -139,7 +139,8 @@ def test_a_register_pool_of_the_whole_file_is_noticed(monkeypatch):
 
     def generous(pool, warps, per_thread, wake):
         begin(pool, warps, per_thread, wake)
-        pool.free = barriers.REGISTER_FILE - 32 * warps * barriers.whole_granules(per_thread)
+        rest = barriers.REGISTER_FILE - 32 * warps * barriers.whole_granules(per_thread)
+        pool.free = [rest // pool.QUARTERS] * pool.QUARTERS
 
     monkeypatch.setattr(barriers.RegisterPool, "__init__", generous)
     mine = simulated([variant(key) for key in of_family("pool")])
