@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .outcome import Outcome, Target
+from .outcome import BAD, Outcome, Target
 from .rungs import HIDDEN, Rung
 
 #: Seconds until the first step of a process begins: imports, and a context on the GPU.
@@ -171,7 +171,7 @@ class Run:
     def _some(self, rung: Rung, items: list[str]) -> bool:
         """One process: until it has ended, or a step of it has hung. False if no step began."""
         child = self._start(rung, items)
-        current, note, limit, begun = "", "", START_LIMIT, False
+        current, note, limit, begun, bad = "", "", START_LIMIT, False, False
         last = time.monotonic()
         try:
             while True:
@@ -184,7 +184,7 @@ class Run:
                         note = line["note"]
                     else:
                         self._keep(rung, line["end"], line["outcome"])
-                        current = ""
+                        current, bad = "", bad or line["outcome"]["state"] in BAD
                 if ended or time.monotonic() - last > limit:
                     break
                 time.sleep(POLL)
@@ -194,8 +194,7 @@ class Run:
             self._keep(rung, current or "*", _ending(child, ended, note, limit).as_json())
         if stays:
             raise Stopped(stays)
-        if rung.in_order and (current or not begun or child.status):
-            # Also behind an error that was expected: what comes next needs a machine that answers.
+        if rung.in_order and (current or not begun or bad):
             self._check_answers()
         return begun
 
