@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,27 +79,30 @@ def _loads() -> Iterator[Probe]:
 _GRID = 1024
 
 
-def _clc_ptx() -> str:
-    """Each CTA counts its tile, asks for another, notes the response and goes on with that.
+def _clc_ptx(cluster: int) -> str:
+    """Each CTA, of one thread, counts its tile, notes the response to a request for another, which
+    the first CTA of its cluster makes for all, and goes on with that.
 
     p0: how often each tile was worked on. p1: the response to the request made there, as words.
     p2: what query_cancel says of it: 1 + ctaid.x, or 0 where nothing was cancelled.
     """
+    sync, multicast = (SYNC, ".multicast::cluster::all") if cluster > 1 else ("", "")
     return (
-        f"{HEADER}{declare(0, 3)}\n{{\n.shared .align 16 .b8 response[16];\n"
-        ".shared .align 8 .b64 bar;\n.shared .align 16 .b8 ballast[47000];\n"
+        f"{HEADER}{declare(0, 3)}\n.reqnctapercluster {cluster}, 1, 1\n{{\n"
+        ".shared .align 16 .b8 response[16];\n.shared .align 8 .b64 bar;\n"
+        ".shared .align 16 .b8 ballast[47000];\n"
         ".reg .b128 %words;\n.reg .b32 %tile, %parity, %r<8>;\n.reg .b64 %rd<8>, %state;\n"
-        ".reg .pred %done, %more, %got;\n"
-        "mov.u32 %r0, %tid.x;\nsetp.ne.u32 %more, %r0, 0;\n@%more bra LEAVE;\n"
+        ".reg .pred %done, %leads, %got;\n"
+        "mov.u32 %r0, %cluster_ctarank;\nsetp.eq.u32 %leads, %r0, 0;\n"
         "mbarrier.init.shared::cta.b64 [bar], 1;\nfence.mbarrier_init.release.cluster;\n"
         "mov.u32 %tile, %ctaid.x;\nmov.u32 %parity, 0;\nmov.u32 %r7, ballast;\n"
         "ld.param.u64 %rd1, [p0];\nld.param.u64 %rd2, [p1];\nld.param.u64 %rd3, [p2];\n"
         "NEXT:\nmul.wide.u32 %rd4, %tile, 4;\nadd.u64 %rd5, %rd1, %rd4;\n"
         "atom.global.add.u32 %r1, [%rd5], 1;\n"
         "fence.proxy.async;\n"
-        "mbarrier.arrive.expect_tx.shared::cta.b64 %state, [bar], 16;\n"
-        "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 "
-        "[response], [bar];\n"
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 %state, [bar], 16;\n{sync}"
+        "@%leads clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
+        f"{multicast}.b128 [response], [bar];\n"
         "WAITING:\nmbarrier.try_wait.parity.shared::cta.b64 %done, [bar], %parity;\n"
         "@!%done bra WAITING;\nxor.b32 %parity, %parity, 1;\n"
         "ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [response];\nld.shared.b128 %words, [response];\n"
@@ -107,13 +111,13 @@ def _clc_ptx() -> str:
         "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %got, %words;\n"
         "mov.u32 %r5, 0;\n@!%got st.global.u32 [%rd7], %r5;\n@!%got bra LEAVE;\n"
         "clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %tile, %words;\n"
-        "add.u32 %r5, %tile, 1;\nst.global.u32 [%rd7], %r5;\nbra NEXT;\n"
-        "LEAVE:\nret;\n}\n"
+        "add.u32 %r5, %tile, 1;\nst.global.u32 [%rd7], %r5;\nadd.u32 %tile, %tile, %r0;\n"
+        f"bra NEXT;\nLEAVE:\n{sync}ret;\n}}\n"
     )
 
 
-def _judge_clc(found: list[np.ndarray]) -> str:
-    """Every tile once; words 0 to 2 as kernels that read them raw expect them."""
+def _judge_clc(cluster: int, found: list[np.ndarray]) -> str:
+    """Every tile once; words 0 to 2 as kernels that read them raw expect them, in every CTA."""
     counts, words, said = found
     if (counts != 1).any():
         at = int(np.argmax(counts != 1))
@@ -129,6 +133,13 @@ def _judge_clc(found: list[np.ndarray]) -> str:
     if wrong.any():
         row = " ".join(f"{int(w):08x}" for w in words[int(np.argmax(wrong))])
         return f"words 0 and 1 are not x and y | z << 16: {row}, ctaid.x {int(said[wrong][0]) - 1}"
+    told = said.reshape(-1, cluster)
+    apart = (told != told[:, :1]).any(1)
+    if apart.any():
+        at = int(np.argmax(apart))
+        return f"CTAs of cluster {at} were told different things: 1 + ctaid.x {told[at].tolist()}"
+    if ((said[got] - 1) % cluster).any():
+        return f"not the first CTA of a cluster of {cluster}: {sorted(set(said[got] - 1))[:4]}"
     return ""
 
 
@@ -142,15 +153,16 @@ def show_clc(found: list[np.ndarray]) -> dict[str, Any]:
     return rows
 
 
-def _launch_control() -> Probe:
+def _launch_control(cluster: int) -> Probe:
     outputs = (np.zeros(_GRID, np.uint32), np.zeros((_GRID, 4), np.uint32),
                np.zeros(_GRID, np.uint32))  # fmt: skip
-    case = Case("pairs/launch control", "pairs", _clc_ptx(), (), outputs, (), _GRID, 32)
-    return Probe(case, "raw words of the response; every tile is worked on once", None, _judge_clc,
-                 show_clc)
+    name = f"pairs/launch control{f' cluster {cluster}' if cluster > 1 else ''}"
+    case = Case(name, "pairs", _clc_ptx(cluster), (), outputs, (), _GRID, 1, cluster)
+    return Probe(case, "raw words of the response; every tile is worked on once", None,
+                 functools.partial(_judge_clc, cluster), show_clc)
 
 
 def probes() -> Iterator[Probe]:
     """All of this module."""
     yield from _loads()
-    yield _launch_control()
+    yield from map(_launch_control, (1, 2))

@@ -96,6 +96,19 @@ def test_launch_control_reports_its_raw_words(monkeypatch):
     assert rung.run(probe.case.name, B200, quiet).state == "differs"
 
 
+def test_launch_control_tells_both_ctas_of_a_pair_the_same():
+    probe = rung._probes()["pairs/launch control cluster 2"]
+    count = len(probe.case.outputs[0])
+    counts, words = np.ones(count, np.uint32), np.zeros((count, 4), np.uint32)
+    said = np.zeros(count, np.uint32)
+    said[4:6], words[4:6, 0], words[4:6, 2] = 1 + 8, 8, 1
+    assert probe.judge([counts, words, said]) == ""
+    said[4:6], words[4:6, 0] = 1 + 9, 9
+    assert "not the first CTA" in probe.judge([counts, words, said])
+    said[5], words[5] = 0, 0
+    assert "CTAs of cluster 2 were told different things" in probe.judge([counts, words, said])
+
+
 def test_a_wrong_result_of_a_recorded_case_fails(monkeypatch):
     case = next(c for c in golden.all_cases() if c.group == "integer")
     wrong = [array ^ 1 for array in golden.Vectors().outputs(case)]
