@@ -30,6 +30,12 @@ _MODULE = "flash_attn.cute.flash_fwd_sm100"
 #: Its softmax's own default, which its tuning table cannot change.
 _EX2_EMU_RES = 4
 
+#: `num_splits_heuristic`: steps that are never divided, and the parts it stops at.
+_FEWEST_STEPS, _MOST_SPLITS = 4, 128
+
+#: Rows of a tile of its kernel of one CTA.
+SINGLE_ROWS = 128
+
 #: Query heads per key/value head of the compiled kernel, a compile-time constant there.
 GROUP = 2
 
@@ -72,6 +78,18 @@ def backward_refusal(window: bool, softcap: bool) -> str | None:
     if window:
         return "SM100 backward with head_dim=256 does not support local attention"
     return None
+
+
+def split_numbers(tiles: int, steps: int, sms: int) -> range:
+    """Parts above 1 into which its rule may divide the keys; the last is what num_splits=0 takes.
+
+    tiles: of 128 packed rows, over all KV heads and sequences. steps: of 128 keys that the longest
+    one has. Any number up to 256 can be asked for (its second kernel adds up no more); above 1 a
+    call takes the path of one CTA a tile, whatever it takes else.
+    """
+    if steps <= _FEWEST_STEPS or not tiles:
+        return range(2, 2)
+    return range(2, min(sms // tiles, _MOST_SPLITS, steps) + 1)
 
 
 def tuned_pattern(causal: bool) -> Ex2Pattern:

@@ -71,7 +71,8 @@ class Kernel:
     packs_heads: whether a tile's rows are those of all query heads of a KV head, see
     `tile_of_queries`; the costs stay those of replays with one query head. exact_grid: whether the
     grid of packed sequences follows their queries; otherwise each has blocks for the longest one.
-    paths: of the replays. num_splits: parts into which the keys of a tile are divided.
+    paths: of the replays. num_splits: parts into which the keys of a tile are divided; equal_parts:
+    of equal size but for the last ones, which may be empty, else as even as can be.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Kernel:
     exact_grid: bool = False
     paths: Paths = Paths()
     num_splits: int = 1
+    equal_parts: bool = False
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).

@@ -122,9 +122,10 @@ class Ours:
 
 
 class FlashAttention4:
-    """The public flash-attn-4 through its own interface."""
+    """The public flash-attn-4 through its own interface. num_splits: None for its default, 1."""
 
-    name = flash_attn_4.PACKAGE
+    def __init__(self, name: str = flash_attn_4.PACKAGE, num_splits: int | None = None) -> None:
+        self.name, self._num_splits = name, num_splits
 
     def missing(self) -> str | None:
         return flash_attn_4.unavailable() or Ours().missing()
@@ -139,6 +140,8 @@ class FlashAttention4:
 
         case = inputs.case
         options = {"causal": case.causal, "window_size": case.window}
+        if self._num_splits is not None:
+            options["num_splits"] = self._num_splits
         if case.softcap:
             options["softcap"] = case.softcap
         if inputs.cu_seqlens is None:

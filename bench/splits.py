@@ -2,7 +2,8 @@
 
 Decoding, a few queries at once, and a chunk of a long prompt. On a GPU that runs the kernels some
 numbers of parts are timed by turns; without one the tiles of every number are placed on the
-clusters of the machine, with costs from replays of the compiled kernel.
+clusters of the machine, with costs from replays of the compiled kernel. flash-attn-4 stands beside
+it with its best call: undivided, or divided into any number of parts that its rule picks from.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from fa4_hd256.backends import gpu_of
 from fa4_hd256.devices import Gpu
 from fa4_hd256.splits import LARGEST
 
-from . import flash_attn_4, modelled, suite, workload
+from . import flash_attn_4, modelled, suite, their_splits, workload
 from .measuring import CudaTimer, Sampling, Timer, add_sampling_options
-from .predicting import Predictor, add_model_options, defaults_to_clc, printing_predictor
+from .predicting import (
+    Predicted,
+    Predictor,
+    add_model_options,
+    defaults_to_clc,
+    printing_predictor,
+)
 from .providers import OURS, FlashAttention4, Ours
 from .replays import PATH_COLUMNS, path_figures, path_note
 from .results import (
@@ -40,6 +47,8 @@ from .throughput import RESOLUTION, measured_rows, times_of
 #: Parts of a tile's keys that the table shows; 1: not divided.
 NUMBERS = (1, 2, 4, 8, 16, 32)
 THEIRS = flash_attn_4.PACKAGE
+#: Columns of its calls: num_splits=1, its default, and 0, where its rule decides.
+THEIR_DEFAULT, THEIR_RULE = "theirs, num_splits=1", "theirs, num_splits=0"
 
 
 def default_cases() -> list[Case]:
@@ -63,34 +72,56 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     }
     seconds = {n: one.seconds for n, one in found.items()}
     chosen = workload.default_splits(case, modelled.gpu_of(predictor.machine))
-    theirs = None
+    theirs = {}
     if predictor.refuses(THEIRS, case, FORWARD) is None:
-        theirs = predictor.predict(THEIRS, case, FORWARD).seconds
-    paths = path_figures(found[chosen].paths)
+        theirs = their_predictions(case, predictor)
+    calls = {n: one.seconds for n, one in theirs.items()}
+    best = theirs[_fastest(calls)].paths if calls else None
+    paths = path_figures(found[chosen].paths, best)
     origin = {BASIS: "modelled", MACHINE: modelled_machine(predictor.machine)}
-    return _row(case, chosen, seconds, theirs) | paths | origin
+    return _row(case, chosen, seconds, calls) | paths | origin
+
+
+def their_predictions(case: Case, predictor: Predictor) -> dict[int, Predicted]:
+    """flash-attn-4's calls by number of parts, undivided first."""
+    found = {1: predictor.predict(THEIRS, case, FORWARD)}
+    numbers = their_splits.numbers(case, int(predictor.machine.values().sms))
+    if numbers:
+        predictor.note(f"replaying {THEIRS}, {case}, keys divided")
+        kernel = their_splits.kernel(case, predictor.machine, predictor.draws)
+        found |= {n: their_splits.predict(case, kernel, n) for n in numbers}
+    return found
+
+
+def _fastest(seconds: dict[int, np.ndarray]) -> int:
+    """The number of parts whose central time is the least, the smallest of equal ones."""
+    return min(sorted(seconds), key=lambda n: seconds[n][0])
 
 
 def _row(
-    case: Case, chosen: int, seconds: dict[int, np.ndarray], theirs: np.ndarray | None
+    case: Case, chosen: int, seconds: dict[int, np.ndarray], theirs: dict[int, np.ndarray]
 ) -> dict[str, Any]:
-    """seconds: by number of parts, the central figure first; ranges are over pairs of figures at
-    the same place."""
+    """seconds, theirs: by number of parts, the central figure first; ranges are over pairs of
+    figures at the same place. The largest number of theirs is what its rule takes."""
     gains = seconds[1] / seconds[chosen]
-    best = min(sorted(seconds), key=lambda n: seconds[n][0])
+    best = _fastest(seconds)
     row = {
         "group": case.group, "shape": case.shape, "heads": case.heads_text, "mask": case.mask,
         "parts": chosen, **{str(n): seconds[n][0] * 1e6 if n in seconds else None for n in NUMBERS},
         "chosen": seconds[chosen][0] * 1e6,
         "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
         "best": best, "behind": float(seconds[chosen][0] / seconds[best][0] - 1),
-        THEIRS: None, "ratio": None, "ratio_low": None, "ratio_high": None,
+        THEIR_DEFAULT: None, THEIR_RULE: None, THEIRS: None, "their_parts": None,
+        "ratio": None, "ratio_low": None, "ratio_high": None,
     }  # fmt: skip
-    if theirs is not None:
-        ratios = theirs / seconds[chosen]
+    if theirs:
+        their_best = _fastest(theirs)
+        ratios = theirs[their_best] / seconds[chosen]
         row |= {
-            THEIRS: theirs[0] * 1e6, "ratio": float(ratios[0]),
-            "ratio_low": float(ratios.min()), "ratio_high": float(ratios.max()),
+            THEIR_DEFAULT: theirs[1][0] * 1e6, THEIR_RULE: theirs[max(theirs)][0] * 1e6,
+            THEIRS: theirs[their_best][0] * 1e6, "their_parts": their_best,
+            "ratio": float(ratios[0]), "ratio_low": float(ratios.min()),
+            "ratio_high": float(ratios.max()),
         }  # fmt: skip
     return row
 
@@ -108,15 +139,26 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
     for case in cases:
         chosen = workload.default_splits(case, _gpu_of(timer))
         numbers = sorted({*NUMBERS, chosen})
-        providers = [*(Ours(str(n), num_splits=n) for n in numbers), FlashAttention4()]
+        theirs = {n: f"{THEIRS} {n}" for n in _their_measured(case, timer.gpu.sms)}
+        providers = [
+            *(Ours(str(n), num_splits=n) for n in numbers),
+            *(FlashAttention4(name, num_splits=n) for n, name in theirs.items()),
+        ]
         (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
         times = times_of(case, row, map(str, numbers))
         seconds = {n: times[str(n)] for n in numbers}
+        calls = {n: times[name] for n, name in theirs.items() if name in times}
         rows.append(
-            _row(case, chosen, seconds, times.get(THEIRS))
+            _row(case, chosen, seconds, calls)
             | {"details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
         )
     return rows
+
+
+def _their_measured(case: Case, sms: int) -> list[int]:
+    """Parts that flash-attn-4 is timed with: `NUMBERS` among those of its rule, and the last."""
+    allowed = their_splits.numbers(case, sms)
+    return [1, *sorted({*(n for n in NUMBERS if n in allowed), *allowed[-1:]})]
 
 
 COLUMNS = (
@@ -126,7 +168,9 @@ COLUMNS = (
     Column("gain", format=".2f", title="over not divided"),
     Column("gain_low", format=".2f", title="low"), Column("gain_high", format=".2f", title="high"),
     Column("best"), Column("behind", format="+.1%", title="choice over best"),
-    Column(THEIRS, "us", ".1f"), Column("ratio", format=".2f", title=f"{THEIRS} / choice"),
+    Column(THEIR_DEFAULT, "us", ".1f"), Column(THEIR_RULE, "us", ".1f"),
+    Column(THEIRS, "us", ".1f", f"{THEIRS} at best"), Column("their_parts", title="its parts"),
+    Column("ratio", format=".2f", title=f"{THEIRS} at best / choice"),
     Column("ratio_low", format=".2f", title="ratio, low"),
     Column("ratio_high", format=".2f", title="ratio, high"),
 )  # fmt: skip
@@ -136,14 +180,15 @@ def table(rows: list[dict[str, Any]]) -> Table:
     columns = COLUMNS
     notes = (
         f"The number of parts that a call without num_splits= takes stands under \"chosen\"; "
-        f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} does not divide keys at "
-        "head_dim 256.",
+        f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} at best: the fastest of "
+        "num_splits=1, two CTAs a tile of 256 rows, and of the numbers its rule picks from, one "
+        "CTA a tile of 128, the last of which num_splits=0 takes.",
     )
     if rows[0][BASIS] == "modelled":
         columns += PATH_COLUMNS
         notes += (
-            "The kernel that makes one result of the parts is taken at a launch and HBM's rate.",
-            path_note("the replays behind the choice"),
+            "The kernels that make one result of the parts are taken at a launch and HBM's rate.",
+            path_note(f"the replays behind the choice, and behind {THEIRS} at best"),
         )
     plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS), panel="group")
     title = "Keys divided among CTA pairs, forward, bf16"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -267,7 +267,7 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
         begin, end = block * queries, min((block + 1) * queries, lengths[0])
         if begin >= lengths[0]:
             return 0.0, 0.0, 0.0
-        parts = part, splits
+        parts = Parts(part, splits, kernel.equal_parts)
         steps, masked = key_steps(begin, end, lengths, (left, right), parts=parts)
         return step * steps, own_bytes, step * masked * (left is not None)
 
@@ -289,13 +289,32 @@ def tiles(case: Case, kernel: modelled.Kernel) -> list[Tile]:
     return found
 
 
+class Parts(NamedTuple):
+    """Which part of how many; equal: see `modelled.Kernel`."""
+
+    which: int = 0
+    count: int = 1
+    equal: bool = False
+
+    def of(self, first: int, limit: int) -> tuple[int, int]:
+        """Of the KV tiles first .. limit - 1 the first and the one behind the last."""
+        whole = limit - first
+        if self.equal:
+            each = -(-whole // self.count)
+            return tuple(first + min(n * each, whole) for n in (self.which, self.which + 1))
+        return tuple(first + whole * n // self.count for n in (self.which, self.which + 1))
+
+
+WHOLE = Parts()
+
+
 def key_steps(
     begin: int, end: int, lengths: tuple[int, int], bounds: tuple[int | None, int | None],
-    keys: int = STEP, parts: tuple[int, int] = (0, 1),
+    keys: int = STEP, parts: Parts = WHOLE,
 ) -> tuple[int, int]:
     """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
-    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile. parts: (which, of
-    how many) of these KV tiles."""
+    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile. parts: of these KV
+    tiles."""
     seen = visible_keys(begin, end, lengths, bounds)
     if not seen:
         return 0, 0
@@ -306,8 +325,7 @@ def key_steps(
     common_first = 0 if left is None else max(0, end - 1 + offset - left)
     common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
     first, limit = seen.start // keys, -(-seen.stop // keys)
-    part, count = parts
-    first, limit = (first + (limit - first) * n // count for n in (part, part + 1))
+    first, limit = parts.of(first, limit)
     unmasked = min(common_limit // keys, limit) - max(-(-common_first // keys), first)
     return limit - first, limit - first - max(0, unmasked)
 

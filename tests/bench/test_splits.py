@@ -63,7 +63,10 @@ def test_the_second_kernel_is_a_launch_and_its_bytes():
 class FakePredictor:
     """A step takes a microsecond, the second kernel four; there are 16 tiles."""
 
-    machine = MACHINE
+    machine, draws = MACHINE, 1
+
+    def note(self, text):
+        pass
 
     def refuses(self, provider, case, direction):
         return None
@@ -78,21 +81,102 @@ class FakePredictor:
         return Predicted(np.array([8.0 + steps, 9.0 + steps]) * 1e-6, None, Paths(0, number))
 
 
-def test_a_modelled_row():
+@pytest.fixture
+def divided_by_them(monkeypatch):
+    """flash-attn-4's 16 tiles of 128 rows: 20 microseconds more than ours, least at 5 parts."""
+
+    def predict(case, kernel, number):
+        seconds = 20.0 + 4 * abs(number - 5)
+        return Predicted(np.array([seconds, seconds + 2]) * 1e-6, None, Paths(number, 0))
+
+    monkeypatch.setattr(splits.their_splits, "kernel", lambda case, machine, draws: None)
+    monkeypatch.setattr(splits.their_splits, "predict", predict)
+
+
+def test_a_modelled_row(divided_by_them):
     row = splits.modelled_row(DECODING, FakePredictor())
     assert row["parts"] == 4 and row["best"] == 4 and row["behind"] == 0
     assert row["1"] == pytest.approx(24) and row["4"] == pytest.approx(16)
     assert row["2"] == pytest.approx(20) and row["32"] == pytest.approx(19)
     assert row["gain"] == pytest.approx(1.5) and row["gain_low"] == pytest.approx(25 / 17)
-    assert row["ratio"] == pytest.approx(2.5) and row["ambiguous"] == 4
+    assert row["theirs, num_splits=1"] == pytest.approx(40)
+    # 148 SMs for 16 tiles: 9 parts.
+    assert row["theirs, num_splits=0"] == pytest.approx(36)
+    assert row[splits.THEIRS] == pytest.approx(20) and row["their_parts"] == 5
+    assert row["ratio"] == pytest.approx(20 / 16) and row["ratio_high"] == pytest.approx(22 / 17)
+    assert row["unmatched"] == "0 / 5" and row["ambiguous"] == "4 / 0"
     text = splits.table([row]).as_markdown()
-    assert "not divided (us)" in text and "does not divide keys" in text
+    assert "not divided (us)" in text and "flash-attn-4 at best" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers"),
+    [
+        (DECODING, range(2, 10)),
+        # Tiles of 128 packed rows: 2 queries' blocks of 16 on 8 heads each, too many for 148 SMs.
+        (Case("chunk", ((128, 4096),) * 8, 16, 2, True), range(2, 2)),
+        # More SMs than blocks of keys; and 4 of them are never divided.
+        (Case("decoding", ((1, 1024),), 16, 2, True), range(2, 9)),
+        (Case("decoding", ((1, 512),), 16, 2, True), range(2, 2)),
+        # The blocks that a window of 1024 keys and 128 rows may touch.
+        (Case("window", ((1, 65536),), 8, 4, True, (1023, None)), range(2, 10)),
+        (Case("decoding", ((1, 131072),), 16, 2, True), range(2, 75)),
+    ],
+)
+def test_their_rule(case, numbers):
+    assert splits.their_splits.numbers(case, 148) == numbers
+
+
+def test_their_rule_is_what_their_interface_does():
+    interface = pytest.importorskip("flash_attn.cute.interface")
+    for tiles in (1, 2, 3, 16, 40, 74, 75, 148, 149):
+        for steps in (1, 4, 5, 8, 64, 1024):
+            found = splits.flash_attn_4.split_numbers(tiles, steps, 148)
+            chosen = interface.num_splits_heuristic(tiles, 148, steps, 128)
+            assert max(found, default=1) == chosen
+
+
+def test_their_parts_are_equal_but_for_the_last():
+    """16 steps in 5 parts: 4, 4, 4, 4, none."""
+    kernel = replace(KERNEL, rows=128, cluster=1, policy="single", num_splits=5, equal_parts=True)
+    tiles = workload.tiles(DECODING, kernel)
+    assert sorted(tile.work for tile in tiles) == [0] * 16 + [4 * STEP_CLOCKS] * 64
 
 
 def test_the_default_cases_reach_both_sides_of_the_rule():
     chosen = {workload.default_splits(case, modelled.B200) for case in splits.default_cases()}
     assert {1, 32} < chosen
     assert {case.group for case in splits.default_cases()} == {"decoding", "chunk", "window"}
+
+
+def test_measured_beside_each_of_their_calls(monkeypatch):
+    """Their numbers of parts, a timed call each, handed on under their own names."""
+    asked = []
+
+    class Theirs(splits.FlashAttention4):
+        def missing(self):
+            return None
+
+        def call(self, inputs):
+            asked.append(self._num_splits)
+            return Reference("reference").call(inputs)
+
+    class Reference(splits.Ours):
+        def missing(self):
+            return None
+
+        def call(self, inputs):
+            q, k, v = (t.transpose(1, 2) for t in inputs.leaves)
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, enable_gqa=True
+            ).transpose(1, 2)
+
+    monkeypatch.setattr(splits, "Ours", Reference)
+    monkeypatch.setattr(splits, "FlashAttention4", Theirs)
+    case = Case("decoding", ((1, 1024),), 2, 1, True)
+    (row,) = splits.measured([case], FakeTimer(), splits.Sampling(0, 2))
+    assert set(asked) == {1, 2, 4, 8}
+    assert row["their_parts"] in (1, 2, 4, 8) and row["ratio"] is not None
 
 
 def test_measured_with_every_number(monkeypatch):
