@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fa4_hd256.config import HEAD_DIM, ForwardConfig
 from fa4_hd256.problem import Options, Problem
 from sm100_sim import timing
 from sm100_sim.timing.prediction import tensor_core_clocks
+from softmax_emu.pattern import Ex2Pattern
 
 from . import flash_attn_4
 from .modelled import ONE_PAIR
@@ -45,11 +47,15 @@ def our_forward(
     return timing.predict(compiled, *arguments, machine=machine)[-1]
 
 
-def their_forward(seqlen: int, causal: bool, machine: str = "b200") -> timing.Prediction:
-    """flash-attn-4's forward, as it tunes it, on the first CTA pair of its grid."""
+def their_forward(
+    seqlen: int, causal: bool, machine: str = "b200", mix: Ex2Pattern | None = None
+) -> timing.Prediction:
+    """flash-attn-4's forward on the first CTA pair of its grid. mix: of exp2, None as it tunes
+    it."""
     import cuda.bindings.driver as cuda
 
-    compiled = flash_attn_4.compile_forward(causal, flash_attn_4.tuned_pattern(causal))
+    mix = mix or flash_attn_4.tuned_pattern(causal)
+    compiled = flash_attn_4.compile_forward(causal, mix)
     arguments: tuple[Any, ...] = flash_attn_4.arguments(seqlen)
     return timing.predict(compiled, *arguments, stream=cuda.CUstream(0), machine=machine)[-1]
 
@@ -92,12 +98,16 @@ def _tensor_core_share(found: timing.Prediction) -> float:
     return tensor_core_clocks(found.compiled, found.central, 0, total) / total
 
 
-def measure(seqlen: int, causal: bool, machine: str) -> list[dict[str, Any]]:
-    """Rows of both projects; flash-attn-4's only where it is installed."""
+def measure(
+    seqlen: int, causal: bool, machine: str, frequencies: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """Rows of both projects; flash-attn-4's only where it is installed: as it tunes itself, or with
+    each of the frequencies of emulated exp2."""
     rows = [row("ours", seqlen, causal, our_forward(seqlen, causal, machine))]
     if flash_attn_4.unavailable() is None:
-        theirs = their_forward(seqlen, causal, machine)
-        rows.append(row(flash_attn_4.PACKAGE, seqlen, causal, theirs))
+        mixes = {f"{flash_attn_4.PACKAGE}, freq {n}": flash_attn_4.pattern(n) for n in frequencies}
+        for name, mix in (mixes or {flash_attn_4.PACKAGE: None}).items():
+            rows.append(row(name, seqlen, causal, their_forward(seqlen, causal, machine, mix)))
     return rows
 
 
@@ -115,9 +125,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument(
+        "--freq", type=int, nargs="+", default=(), help="of exp2 emulated by flash-attn-4, 0: none"
+    )
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    emit(table(measure(arguments.seqlen, arguments.causal, arguments.machine)), arguments)
+    rows = measure(arguments.seqlen, arguments.causal, arguments.machine, arguments.freq)
+    emit(table(rows), arguments)
     return 0
