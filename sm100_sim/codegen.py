@@ -46,7 +46,9 @@ from sm100_sim.ptx import Instruction, Kernel, Register
 from sm100_sim.warp import ALL_LANES, Environment, Warp
 
 _CONTROL = ("bra", "brx", "ret", "exit")
-_ADDRESS_FUNCTIONS = ("address_shared", "address_local", "address_global", "address_generic")
+_ADDRESS_FUNCTIONS = (
+    "address_shared", "address_own_shared", "address_local", "address_global", "address_generic",
+)  # fmt: skip
 _KERNEL_SYMBOLS = (*_ADDRESS_FUNCTIONS, "log_access")
 _RUNTIME_FUNCTIONS = (
     "run", *_KERNEL_SYMBOLS, *(routine.name for routine in exported()),

@@ -549,6 +549,11 @@ class Machine:
         text = f"{fault.reason}: {fault.width} bytes at address {fault.address:#x}"
         if "global" in fault.reason:
             text += f". {self.memory.nearest(fault.address)}"
+        elif "shared::cta" in fault.reason:
+            text += (
+                f" (CTA rank {fault.address >> 24 & 0xFF}, executed in CTA rank {warp.cta.rank}); "
+                "only .shared::cluster and generic addresses reach other CTAs"
+            )
         elif "shared" in fault.reason:
             text += (
                 f" (CTA rank {fault.address >> 24 & 0xFF}, offset {fault.address & 0xFFFFFF:#x}; "

@@ -104,7 +104,7 @@ class Cta:
         """What to say of something that happens to this CTA after its exit."""
         return (
             f"CTA {self.ctaid}, rank {self.rank}, has exited: {what}. A CTA must stay until its "
-            "peers are done with it (a trailing cluster barrier)"
+            "own copies are complete and its peers are done with it (a trailing cluster barrier)"
         )
 
     def require_present(self, what: str) -> None:

@@ -42,7 +42,8 @@ FAULT_KINDS = ("", "shared access outside the allocated bytes", "misaligned shar
                "global access outside the tensors of the launch", "misaligned global access",
                "write to read-only memory", "local access outside the stack",
                "parameter access outside the parameter buffer",
-               "shared access to a CTA rank outside the cluster")
+               "shared access to a CTA rank outside the cluster",
+               "shared::cta access outside the CTA's own shared memory")
 
 
 @dataclass(frozen=True, slots=True)

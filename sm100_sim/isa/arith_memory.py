@@ -23,7 +23,7 @@ _PREFETCH = ("L2::64B", "L2::128B", "L2::256B", "")
 _VECTORS = ("v2", "v4", "v8", "")
 _TYPES = tuple(name for name in TYPE_BYTES if name[:1] in "bsuf" and name not in (
     "f16", "bf16", "f16x2", "bf16x2", "f32x2"))
-_FUNCTIONS = {"shared": "address_shared", "shared::cta": "address_shared",
+_FUNCTIONS = {"shared": "address_own_shared", "shared::cta": "address_own_shared",
               "shared::cluster": "address_shared", "global": "address_global",
               "local": "address_local", "": "address_generic", "param": "address_global",
               "param::entry": "address_global"}

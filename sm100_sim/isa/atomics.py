@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned
+from sm100_sim.isa.shared import require_own
 from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.ptx import Instruction, Operand
 from sm100_sim.tiles import decrement, flushing_add, increment
@@ -75,6 +76,8 @@ def host_bytes(warp: Warp, address: int, nbytes: int, space: str) -> np.ndarray:
         raise Misaligned(f"atomic operation of {nbytes} bytes at address {address:#x}")
     top = address >> 56
     if space.startswith("shared") or not space and top == SHARED_WINDOW >> 56:
+        if space in ("shared", "shared::cta"):
+            require_own(warp, address & 0xFFFFFFFF, "an atomic operation")
         return _shared_bytes(warp, address & 0xFFFFFFFF, nbytes)
     if not space and top == LOCAL_WINDOW >> 56:
         raise MemoryFault(f"atomic operation on local memory at {address:#x}")

@@ -35,6 +35,20 @@ def shared_address(operand, generic: bool = False) -> Callable[[Warp, int], int]
     return from_generic
 
 
+def require_own(warp: Warp, shared: int, what: str) -> None:
+    """Raise MemoryFault if a shared address is not in the CTA's own memory.
+
+    What names the state space .shared or .shared::cta reaches that alone (PTX ISA, "State spaces:
+    shared"): ptxas makes other instructions of it than of .shared::cluster.
+    """
+    if shared >> 24 != warp.cta.rank:
+        raise MemoryFault(
+            f"{what} in .shared::cta at the address {shared:#x} of CTA rank {shared >> 24}, "
+            f"executed in CTA rank {warp.cta.rank}; only .shared::cluster and generic addresses "
+            "reach other CTAs"
+        )
+
+
 def submit(
     warp: Warp, instruction, kind: str, perform: Callable[[], None],
     queue: Hashable | None = None, **touched,

@@ -13,7 +13,7 @@ from sm100_sim import barriers
 from sm100_sim.barriers import MBarrier
 from sm100_sim.errors import MemoryFault
 from sm100_sim.events import YIELD, Waiting
-from sm100_sim.isa.shared import shared_address
+from sm100_sim.isa.shared import require_own, shared_address
 from sm100_sim.isa.table import machine_op, split_modifiers, unknown
 from sm100_sim.warp import (
     SHARED_WINDOW,
@@ -77,8 +77,12 @@ def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]
     return groups
 
 
-def barrier_groups(operand, space: str) -> Callable[[Warp, int], Groups]:
-    """Accessor of the mbarriers that the lanes name, each with the mask of its lanes."""
+def barrier_groups(operand, space: str, own: bool = False) -> Callable[[Warp, int], Groups]:
+    """Accessor of the mbarriers that the lanes name, each with the mask of its lanes.
+
+    own: whether they must be the CTA's own, as those in .shared and .shared::cta.
+    """
+    own = own or space in ("shared", "shared::cta")
     base = operand.base if operand.kind == "mem" else operand
     wide = base.kind == "reg" and base.register.file == "r64"
     common = _common(operand, 64 if wide else 32)
@@ -89,6 +93,8 @@ def barrier_groups(operand, space: str) -> Callable[[Warp, int], Groups]:
         address = value - SHARED_WINDOW if generic else value & 0xFFFFFFFF
         if not 0 <= address < 1 << 32:
             raise MemoryFault(f"generic address {value:#x} of an mbarrier is not shared memory")
+        if own:
+            require_own(warp, address, "an mbarrier")
         cluster = warp.cta.cluster
         return cluster.mbarriers.get(address) or cluster.mbarrier(address)
 
@@ -222,7 +228,7 @@ def bind_wait(instruction, kernel):
     if len(hint) > 1:
         raise unknown(instruction, "operands of a wait")
     write = predicate_writer(done_op)
-    groups = barrier_groups(barrier_op, space)
+    groups = barrier_groups(barrier_op, space, own=True)
     bits = 32 if by_parity else 64
     common, phases = _common(phase_op, bits), _grouped(phase_op, bits)
     complete = MBarrier.parity_complete if by_parity else MBarrier.state_complete

@@ -84,17 +84,24 @@ def change(b: ptr[Barrier], count: u64, transactions: i64) -> None:
 
 
 @native
+def is_own(c: ptr[Context], address: u64) -> boolean:
+    """Whether a shared address is in the memory of the executing CTA."""
+    return address >> 24 == u64(c.shared_base) >> 24
+
+
+@native
 def mbarrier_arrive(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """mbarrier.arrive [0], count [1] or with .expect_tx (form[0] = 1) bytes [1].
 
-    form[1]: 1 + slot of the 64-bit register for the state, 0 for none.
+    form[1]: 1 + slot of the 64-bit register for the state, 0 for none. form[2]: 1 if the barrier
+    must be the CTA's own.
     """
     address = o.operands[0]
     number = o.operands[1]
     if not shared_by_lanes(c, lanes, address) or not shared_by_lanes(c, lanes, number):
         return PYTHON
     b = barrier_at(c.cluster, operand(c, lanes, address))
-    if not b:
+    if not b or o.form[2] == 1 and not is_own(c, operand(c, lanes, address)):
         return PYTHON
     total = lane_count(lanes) * operand(c, lanes, number)
     if total > TRANSACTION_LIMIT:
@@ -125,7 +132,7 @@ def mbarrier_wait(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     if not shared_by_lanes(c, lanes, o.operands[0]) or not shared_by_lanes(c, lanes, o.operands[1]):
         return PYTHON
     b = barrier_at(c.cluster, operand(c, lanes, o.operands[0]))
-    if not b:
+    if not b or not is_own(c, operand(c, lanes, o.operands[0])):
         return PYTHON
     if (b.phase ^ operand(c, lanes, o.operands[1])) & 1 == 1:
         c.preds[o.form[0]] |= lanes

@@ -119,7 +119,8 @@ def _arrive(instruction: Any) -> Form | None:
         operands.pop(0)
     count = value_operand(operands[1]) if len(operands) > 1 else Operand(CONSTANT, 0, 1)
     address = shared_operand(operands[0], modifiers)
-    return _complete(mbarrier_arrive, [address, count], [int("expect_tx" in modifiers), state])
+    own = int("shared" in modifiers or "shared::cta" in modifiers)
+    return _complete(mbarrier_arrive, [address, count], [int("expect_tx" in modifiers), state, own])
 
 
 @_form("mbarrier.try_wait", "mbarrier.test_wait")

@@ -438,6 +438,44 @@ def test_reaching_into_a_cta_that_has_exited(access, options):
     assert raised.value.cta in ((0, 0, 0), (2, 0, 0)) and raised.value.instruction.text in access
 
 
+PEER = """
+    mov.u32 %r0, %tid.x;  mov.u32 %r1, %cluster_ctarank;  setp.eq.u32 %p0, %r0, 0;
+    @%p0 mbarrier.init.shared.b64 [smem], 2;
+    st.shared.b32 [smem+16], %r1;
+    fence.mbarrier_init.release.cluster;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    xor.b32 %r2, %r1, 1;  mov.u32 %r3, smem;  mapa.shared::cluster.u32 %r4, %r3, %r2;
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"sanitize": True}])
+@pytest.mark.parametrize(
+    ("access", "accepted"),
+    [
+        ("ld.shared.b32 %r5, [%r4+16];", "ld.shared::cluster.b32 %r5, [%r4+16];"),
+        ("st.shared::cta.b32 [%r4+16], %r1;", "st.shared::cluster.b32 [%r4+16], %r1;"),
+        ("atom.shared.add.u32 %r5, [%r4+16], 1;",
+         "atom.shared::cluster.add.u32 %r5, [%r4+16], 1;"),
+        ("@%p0 mbarrier.arrive.shared.b64 %rd1, [%r4];",
+         "@%p0 mbarrier.arrive.shared::cluster.b64 _, [%r4];"),
+        ("@%p0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r4], 16;",
+         "@%p0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r3], 16;"),
+        ("mbarrier.try_wait.parity.shared.b64 %p1, [%r4], 1;",
+         "mbarrier.try_wait.parity.shared.b64 %p1, [%r3], 1;"),
+        ("mbarrier.test_wait.parity.shared.b64 %p1, [%r4], 1;",
+         "mbarrier.test_wait.parity.shared.b64 %p1, [%r3], 1;"),
+    ],
+)
+def test_shared_without_cluster_is_the_own_memory(access, accepted, options):
+    """What ptxas makes of it (LDS, STS, ATOMS) has no way to another CTA; waits never have."""
+    launch = {"grid": (2, 1, 1), "cluster": (2, 1, 1), **options}
+    end = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+    with pytest.raises(MemoryFault, match="only .shared::cluster and generic addresses reach"):
+        run_kernel_text(f"{PEER} {access} {end}", **launch)
+    run_kernel_text(f"{PEER} {accepted} {end}", **launch)
+
+
 # ---------------------------------------------------------------- special values
 
 
