@@ -133,7 +133,7 @@ def save(
         digests = {name: text for name, text in before["cases"].items() if name in kept}
         for what in ("failed", "faults", "endings", "registers"):
             old = {name: text for name, text in before.get(what, {}).items() if name in kept}
-            manifest = {**manifest, what: {**old, **manifest[what]}}
+            manifest = {**manifest, what: {**old, **manifest.get(what, {})}}
     for group, cases in groups(all_cases()).items():
         if only and group not in only:
             continue
