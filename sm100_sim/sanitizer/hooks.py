@@ -89,7 +89,10 @@ def loads_used(instruction: Any, watched: dict) -> list[int]:
     return sorted(found)
 
 
+@_hook("red.async")
 def _ordinary(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    """Nothing to add: what the operation submits is recorded there, red.async included."""
+
     def run(warp: Any, lanes: int) -> Any:
         sanitizer.begin(warp, instruction)
         return execute(warp, lanes)

@@ -146,6 +146,34 @@ def test_red_async_adds_at_the_peer(options):
     assert (out[:, :, 0] == 2 * VALUES + 7).all() and (out[:, :, 1] == 0).all()
 
 
+def test_red_async_of_two_warps_on_one_word_is_no_race():
+    """Reductions are atomic among themselves; a plain store between them is a finding."""
+    body = f"""
+    mov.u32 %r0, %tid.x;  and.b32 %r1, %r0, 31;  mov.u32 %r3, smem;
+    shl.b32 %r4, %r1, 2;  add.u32 %r4, %r4, %r3;
+    setp.ne.u32 %p0, %r0, 0;  setp.ge.u32 %p2, %r0, 32;
+    @!%p2 st.shared.b32 [%r4+16], 0;
+    @!%p0 mbarrier.init.shared.b64 [smem], 1;
+    @!%p0 mbarrier.arrive.expect_tx.shared.b64 _, [smem], 256;
+    fence.mbarrier_init.release.cluster;
+    bar.sync 0;
+    red.async.relaxed.cluster.{TO_PEER}.add.u32 [%r4+16], %r0, [%r3];
+    STORE
+    W: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p1, [smem], 0;
+    @!%p1 bra W;
+    ld.shared.b32 %r9, [%r4+16];
+    mul.wide.u32 %rd0, %r0, 4;  add.s64 %rd0, %rd0, %rd8;
+    st.global.b32 [%rd0], %r9;
+    """
+    out = np.zeros(64, np.uint32)
+    report = run_kernel_text(body.replace("STORE", ""), [out], block=(64, 1, 1), sanitize=True)
+    assert report.findings == []
+    assert (out == np.tile(2 * np.arange(32) + 32, 2)).all()
+    report = run_kernel_text(body.replace("STORE", "@!%p2 st.shared.b32 [%r4+16], 0;"), [out],
+                             block=(64, 1, 1), sanitize=True)
+    assert {finding.kind for finding in report.findings} == {"copy-in-flight", "race"}
+
+
 def test_st_async_barrier_must_be_in_the_destination():
     store = f"st.async.{TO_PEER}.b32 [%r5+16], %r7, [%r3];"
     body = STORE.replace("INSTRUCTION", store).replace("BYTES", "128")
