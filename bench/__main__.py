@@ -13,6 +13,7 @@ import sys
 #: Command and its line of help; the module has the command's name, with _ for -.
 COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
+    "contention": "the tile schedulers while another kernel (NCCL's) holds SMs, modelled",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",

@@ -25,7 +25,7 @@ from fa4_hd256.devices import Gpu
 from fa4_hd256.problem import Options, Problem
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, Values
-from sm100_sim.timing.problem import Schedule, TileCosts, schedule
+from sm100_sim.timing.problem import ALONE, Room, Schedule, TileCosts, schedule
 
 from . import flash_attn_4
 from .backward_plan import Portion, plan
@@ -82,9 +82,9 @@ class Backward:
         found = plan(case, self.ds_bytes, self.gpu)
         return found if self.order.splits else [replace(one, splits=1) for one in found]
 
-    def run(self, portion: Portion) -> dict[str, list[Schedule]]:
+    def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
         """dQ and dK/dV of a portion, once, under each of the drawn machines, the central one
-        first."""
+        first. room: of the machine that each launch gets."""
         case, keeps, (dq, dkdv) = portion.case, portion.keeps_ds, _names(portion)
         kernels = {
             "dq": (dq_tiles(case, self.order, keeps), dq),
@@ -94,7 +94,7 @@ class Backward:
         }
         return {
             kernel: [
-                schedule(tiles, costs, values, 2, self.order.policy)
+                schedule(tiles, costs, values, 2, self.order.policy, room)
                 for costs, values in zip(self.costs(which), self.values)
             ]
             for kernel, (tiles, which) in kernels.items()
@@ -105,12 +105,13 @@ class Backward:
         names = {name: None for portion in self.plan(case) for name in _names(portion)}
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
-    def seconds(self, case: Case) -> np.ndarray:
-        """float64, all kernels one after the other, for each of the drawn machines."""
+    def seconds(self, case: Case, room: Room = ALONE) -> np.ndarray:
+        """float64, all kernels one after the other, for each of the drawn machines. room: that
+        those of CTA pairs get."""
         portions = self.plan(case)
         total = np.array([self._beside(case, portions, values) for values in self.values])
         for portion in portions:
-            runs = self.run(portion).values()
+            runs = self.run(portion, room).values()
             total += portion.count * np.sum([[one.seconds for one in run] for run in runs], axis=0)
         return total
 

@@ -23,7 +23,7 @@ from fa4_hd256.splits import divided, splits_for
 from schedulers import TileProblem, section_heads_for, tile_coordinates
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, Values
-from sm100_sim.timing.problem import Schedule, Tile, schedule
+from sm100_sim.timing.problem import ALONE, Room, Schedule, Tile, schedule
 
 from . import flash_attn_4, modelled
 from .replays import SEED, Paths, Replayed, digest, kept, replayed, seeded
@@ -353,10 +353,11 @@ def combine_seconds(case: Case, splits: int, values: Values) -> float:
     return modelled.memory_seconds(nbytes, values)
 
 
-def run(case: Case, kernel: modelled.Kernel) -> list[Schedule]:
-    """The case under each of the drawn machines, the central one first."""
+def run(case: Case, kernel: modelled.Kernel, room: Room = ALONE) -> list[Schedule]:
+    """The case under each of the drawn machines, the central one first. room: of the machine that
+    the launch gets."""
     listed = tiles(case, kernel)
     return [
-        schedule(listed, costs, values, kernel.cluster, kernel.policy)
+        schedule(listed, costs, values, kernel.cluster, kernel.policy, room)
         for costs, values in zip(kernel.costs, kernel.values)
     ]

@@ -50,10 +50,12 @@ def _plan(_: argparse.Namespace) -> int:
 
 
 def _env(_: argparse.Namespace) -> int:
-    from .backends import simulator_cache
+    from .backends import describe_gpus, simulator_cache
     from .compile import disk_cache, versions
 
     print(environment.describe())
+    print()
+    print(describe_gpus())
     print()
     for cache in (disk_cache(), simulator_cache()):
         if cache is not None:

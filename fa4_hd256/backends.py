@@ -15,6 +15,7 @@ from .calling import CallTensors, call_arguments, combine_call_arguments
 from .compile import CompiledKernel, compile_kernel
 from .config import CTAS
 from .devices import Gpu, cuda_gpu
+from .family import TARGET, describe_family, in_family
 from .forward_combine import CombineConfig
 from .kernels import KernelSpec
 from .problem import Problem, as_kernel_operand
@@ -103,7 +104,7 @@ def launch(
     arguments: (the GPU, CUDA stream) -> the kernel's arguments.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _every_gpu_can_take_it():
             stream = torch.cuda.current_stream().cuda_stream
             compiled.function(*arguments(gpu_of(device), stream))
         return
@@ -111,6 +112,41 @@ def launch(
 
     with _progress() as report:
         sm100_sim.launch(compiled, *arguments(gpu_of(device), 0), progress=report)
+
+
+@contextlib.contextmanager
+def _every_gpu_can_take_it() -> Iterator[None]:
+    """Say so where a launch may have failed for a GPU that it was not for: CuTe DSL loads a kernel
+    into every GPU that the process sees."""
+    try:
+        yield
+    except Exception as error:
+        others = {i: _capability(i) for i in range(torch.cuda.device_count())}
+        others = [f"cuda:{i} ({a}.{b})" for i, (a, b) in others.items() if not in_family((a, b))]
+        if not others:
+            raise
+        raise RuntimeError(
+            f"{error}\nCuTe DSL loads a kernel into every GPU that the process sees, also into "
+            f"{', '.join(others)}, which cannot take it; hide such GPUs by CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def describe_gpus() -> str:
+    """For a bug report: what kernels are compiled for, and the GPUs of the process, a line each."""
+    lines = [f"kernels are compiled for {TARGET}: {describe_family()}"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        name, capability = torch.cuda.get_device_name(index), _capability(index)
+        found = "not in the family"
+        if in_family(capability):
+            found = cuda_gpu(torch.device("cuda", index)).describe()
+        lines.append(f"cuda:{index}: {name}, {'.'.join(map(str, capability))}: {found}")
+    simulated = gpu_of(torch.device("cpu"))
+    lines.append(f"cpu: the simulator's: {simulated.describe()}")
+    return "\n".join(lines)
 
 
 def simulator_cache() -> Any:

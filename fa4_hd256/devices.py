@@ -15,7 +15,7 @@ import torch
 from . import driver, environment
 from .family import FAMILY
 
-__all__ = ["Gpu", "cuda_gpu"]
+__all__ = ["Gpu", "cuda_gpu", "sms_are_shared"]
 
 #: Bytes a second of HBM for an SM where the driver does not say: 8 TB/s for 148 to 160 SMs in every
 #: GPU of the family, and slices have about their share of both.
@@ -41,6 +41,14 @@ class Gpu:
                 f"the device holds no CTA pair: it has {self.sms} SMs, of which no two are peers; "
                 "accepted are GPUs and slices with a pair of SMs or more"
             )
+
+    def describe(self) -> str:
+        """All of it in a line."""
+        return (
+            f"{self.sms} SMs, {self.pairs} CTA pairs at once, {self.grid_pairs} in a static grid, "
+            f"L2 {self.l2_bytes / 1e6:.1f} MB, HBM {self.hbm_bytes_per_second / 1e12:.2f} TB/s, "
+            f"tuned as {self.tuning_name}"
+        )
 
     @property
     def tuning_name(self) -> str:
@@ -91,3 +99,16 @@ def _cuda_gpu(index: int) -> Gpu:
         pairs, hbm = sms // 2, 0.0
     capability = properties.major, properties.minor
     return Gpu(capability, sms, pairs, properties.L2_cache_size, hbm or sms * _HBM_OF_SM)
+
+
+def sms_are_shared() -> bool:
+    """Whether kernels of other streams may hold SMs while ours run: in a process that is one of
+    several of torch.distributed, whose communication (NCCL) overlaps with computing, unless SMs
+    are left to them (RESERVED_SMS). It selects a scheduler, never a result."""
+    group = torch.distributed
+    return (
+        group.is_available()
+        and group.is_initialized()
+        and group.get_world_size() > 1
+        and not environment.reserved_sms()
+    )

@@ -122,7 +122,7 @@ def progress_wanted() -> bool:
 def reserved_sms() -> int:
     """SMs that static grids leave free. Raises ValueError for anything but a whole number."""
     given = os.environ.get(RESERVED_SMS.name) or "0"
-    if not re.fullmatch(r"\d+", given):
+    if not given.isdecimal():
         raise ValueError(
             f"{RESERVED_SMS.name} is {given!r}; accepted: a whole number of SMs from 0 on"
         )

@@ -16,6 +16,7 @@ import torch
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
 from .config import CTAS, HEAD_DIM, ForwardConfig
+from .devices import sms_are_shared
 from .family import describe_family, in_family
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -93,7 +94,7 @@ class Options:
         Raises as `clc_requested` does.
         """
         filling = (1, 1) if offsets is None else (rows, (offsets.numel() - 1) * longest)
-        default = prefers_clc(self.window != (None, None), *filling)
+        default = prefers_clc(self.window != (None, None), *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))
 
     def backward_use_clc(self, use_clc: bool | None, ragged: bool) -> bool:
@@ -101,7 +102,7 @@ class Options:
 
         ragged: whether sequences have lengths of their own. Raises as `clc_requested` does.
         """
-        default = backward_prefers_clc(self.window != (None, None), ragged)
+        default = backward_prefers_clc(self.window != (None, None), ragged, sms_are_shared())
         return clc_requested(use_clc, default)
 
 

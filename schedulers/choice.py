@@ -14,25 +14,30 @@ VARIABLE = "FA_CLC"
 MOST_EMPTY = 6
 
 
-def prefers_clc(bounded: bool, rows: int, capacity: int) -> bool:
-    """The default: the dynamic scheduler where tiles differ in length and most of them are there.
+def prefers_clc(bounded: bool, rows: int, capacity: int, shared: bool = False) -> bool:
+    """The default: the dynamic scheduler where tiles differ in length and most of them are there,
+    and wherever SMs are shared.
 
     bounded: whether the mask bounds the keys on either side, so that tiles differ. rows, capacity:
     query rows of all sequences, and of as many sequences of the longest one's length: the grid
     follows that, a static scheduler counts past empty tiles, and the dynamic one asks for each.
+    shared: kernels of other streams may hold SMs meanwhile. Of a static grid the clusters that then
+    find no place start when others have done all their tiles, which takes up to twice as long; the
+    dynamic scheduler gives their tiles to those that run.
     By the timing model for a B200 (docs/bench.md); nobody has measured it.
     """
-    return bounded and rows * MOST_EMPTY >= capacity
+    return shared or (bounded and rows * MOST_EMPTY >= capacity)
 
 
-def backward_prefers_clc(bounded: bool, ragged: bool) -> bool:
-    """The default of the backward: the dynamic scheduler where tiles may differ in length.
+def backward_prefers_clc(bounded: bool, ragged: bool, shared: bool = False) -> bool:
+    """The default of the backward: the dynamic scheduler where tiles may differ in length, and
+    wherever SMs are shared.
 
-    bounded: as for `prefers_clc`. ragged: whether sequences have lengths of their own. A launch of
-    dK/dV has few tiles for each CTA pair: a bad order costs more than asking for empty ones. By the
-    same model.
+    bounded, shared: as for `prefers_clc`. ragged: whether sequences have lengths of their own. A
+    launch of dK/dV has few tiles for each CTA pair: a bad order costs more than asking for empty
+    ones. By the same model.
     """
-    return bounded or ragged
+    return shared or bounded or ragged
 
 
 def clc_requested(

@@ -167,9 +167,13 @@ class Room:
         return [(0.0, number) for number in range(free)] + late
 
 
+#: The machine to itself.
+ALONE = Room()
+
+
 def schedule(
     tiles: Sequence[Tile], costs: TileCosts, values: Values, cluster: int, policy: str,
-    room: Room = Room(),
+    room: Room = ALONE,
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, demo, environment
+from fa4_hd256 import ForwardConfig, backends, demo, environment
 from fa4_hd256.__main__ import main
 from fa4_hd256.backward_config import BackwardConfig
 
@@ -97,6 +99,23 @@ def test_env_lists_every_variable(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert all(variable.name in shown for variable in environment.VARIABLES)
     assert "torch" in shown and "nvidia-cutlass-dsl" in shown
+    assert "kernels are compiled for sm_100f: B200 or GB200 (compute capability 10.0)" in shown
+
+
+def test_env_lists_the_gpus(capsys, monkeypatch):
+    """Those of the process, also one that the kernels do not run on, and the simulator's."""
+    capabilities = [(10, 3), (8, 9)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(backends, "cuda_gpu", lambda device: gpu(76, "gb300"))
+    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:19")
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "cuda:0: GPU 0, 10.3: 152 SMs, 76 CTA pairs at once" in shown and "as B300" in shown
+    assert "cuda:1: GPU 1, 8.9: not in the family" in shown
+    assert "cpu: the simulator's: 19 SMs, 9 CTA pairs at once, 9 in a static grid" in shown
 
 
 def test_env_says_how_the_caches_are(capsys, monkeypatch, tmp_path):

@@ -168,3 +168,30 @@ def test_parts_cost_more_where_memory_is_slow():
             tiles // 7, 2, 16, part, True
         )
     assert choose_splits(1, 2, 16, replace(part, hbm_bytes_per_second=1e9), True) == 1
+
+
+class Failing:
+    """A compiled kernel whose loading fails, as CuTe DSL reports it."""
+
+    @staticmethod
+    def function(*arguments):
+        raise OSError("cudaErrorNoKernelImageForDevice")
+
+
+@pytest.mark.parametrize("other", [(10, 3), (8, 6)])
+def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
+    """Named where one of the process's GPUs is outside the family; else the error is the error."""
+    import contextlib
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((10, 0), other)[i])
+    monkeypatch.setattr(backends, "cuda_gpu", lambda device: gpu())
+    kind, message = OSError, "^cudaErrorNoKernelImageForDevice$"
+    if other == (8, 6):
+        kind, message = RuntimeError, r"NoKernelImage.*\n.*cuda:1 \(8.6\).*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(kind, match=message):
+        backends.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: ())

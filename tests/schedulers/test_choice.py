@@ -58,6 +58,13 @@ def test_the_default_of_the_backward(bounded, ragged, expected):
     assert backward_prefers_clc(bounded, ragged) is expected
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_shared_sms_are_the_dynamic_schedulers(bounded):
+    """Many empty tiles cost less than a static grid that does not fit."""
+    assert prefers_clc(bounded, 1, 100, shared=True)
+    assert backward_prefers_clc(bounded, False, shared=True)
+
+
 def test_the_process_environment_is_read_at_each_call(monkeypatch):
     monkeypatch.setenv("FA_CLC", "1")
     assert clc_requested() is True

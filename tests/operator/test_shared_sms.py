@@ -1,0 +1,104 @@
+"""Processes whose SMs other kernels, NCCL's mostly, may hold while ours run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_cases import gradients, inputs
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sm100_sim
+from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
+from fa4_hd256.backward_preprocess import PreprocessConfig
+from fa4_hd256.backward_problem import GradientClass, PreprocessClass
+from fa4_hd256.compile import compile_kernel
+from fa4_hd256.devices import sms_are_shared
+from fa4_hd256.forward_combine import CombineConfig
+from fa4_hd256.kernels import KernelSpec
+from fa4_hd256.problem import Options, ProblemClass
+from sm100_sim.grid import clusters_are_independent
+from sm100_sim.ptx import parse_module
+
+FULL = Options.check(None, False, (None, None), 0.0)
+
+
+def ranks(count: int):
+    """A process group of so many ranks that never communicates; ends with the test."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_by_the_environment(monkeypatch):
+    monkeypatch.delenv("FA_CLC", raising=False)
+    monkeypatch.delenv("FA4_HD256_RESERVED_SMS", raising=False)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def choices(use_clc=None):
+    """(forward, backward) of full attention, whose tiles are equal."""
+    return FULL.scheduled(use_clc).use_clc, FULL.backward_use_clc(use_clc, False)
+
+
+def test_one_process_keeps_the_static_scheduler():
+    assert not sms_are_shared() and choices() == (False, False)
+    ranks(1)
+    assert not sms_are_shared() and choices() == (False, False)
+
+
+def test_one_of_several_processes_takes_the_dynamic_one():
+    ranks(2)
+    assert sms_are_shared() and choices() == (True, True)
+
+
+def test_who_decides_otherwise(monkeypatch):
+    """An argument, FA_CLC, or SMs that are left to the others: then a static grid fits."""
+    ranks(2)
+    assert choices(use_clc=False) == (False, False)
+    monkeypatch.setenv("FA_CLC", "0")
+    assert choices() == (False, False)
+    monkeypatch.delenv("FA_CLC")
+    monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "16")
+    assert choices() == (False, False)
+
+
+@pytest.mark.simulator
+def test_the_same_bits():
+    """Alone and as one of several, plain and in a graph of torch.compile."""
+    tensors = inputs((40, 200), (2, 2))
+    dout = torch.randn_like(tensors[0])
+    expected = gradients(tensors, dout)
+    assert sm100_sim.last_reports()[-1].clc["try_cancel"] == 0
+    ranks(2)
+    found = gradients(tensors, dout)
+    assert sm100_sim.last_reports()[-1].clc["try_cancel"] > 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    layer = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    assert torch.equal(layer(*tensors), flash_attn_func(*tensors))
+    assert sm100_sim.last_reports()[-1].clc["try_cancel"] > 0
+
+
+def kernels(use_clc: bool):
+    problem = ProblemClass(torch.bfloat16, bounded_right=True, use_clc=use_clc)
+    config = BackwardConfig()
+    yield KernelSpec("forward", ForwardConfig(), problem)
+    for kind, keeps in (("backward_dkdv", True), ("backward_dq_product", True),
+                        ("backward_dq", False)):  # fmt: skip
+        yield KernelSpec(kind, config.of_kernel(kind), GradientClass(problem, stores_ds=keeps))
+    if not use_clc:
+        yield KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+        yield KernelSpec("backward_preprocess", PreprocessConfig(), PreprocessClass(torch.bfloat16))
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "CLC"])
+def test_no_cluster_waits_for_another(use_clc):
+    """So a grid of which only some clusters are resident ends, whatever holds the other SMs: of a
+    kernel nothing communicates beyond its cluster but requests of launch control, which the
+    hardware answers."""
+    for spec in kernels(use_clc):
+        (kernel,) = parse_module(compile_kernel(spec).ptx).values()
+        launch_control = [i for i in kernel.instructions if i.name.startswith("clusterlaunch")]
+        others = [i for i in kernel.instructions if i not in launch_control]
+        assert bool(launch_control) == use_clc, spec.kind
+        assert clusters_are_independent(others), spec.kind
