@@ -46,7 +46,9 @@ from .warp import DEFAULT_BUDGET
 #: Shared memory of a CTA, the system's first KiB included (compute capability 10.0).
 SHARED_LIMIT = 233_472
 MAX_THREADS = 1024
-#: CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute Capability").
+#: Threads in z; CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute
+#: Capability").
+MAX_BLOCK_Z = 64
 MAX_GRID = 2**31 - 1, 65535, 65535
 MAX_CLUSTER = 16
 #: CTAs of a cluster without a function attribute.
@@ -146,6 +148,8 @@ class Machine:
             )
         if not 1 <= self.threads <= MAX_THREADS or not math.prod(config.grid):
             raise LaunchError(f"grid {config.grid} of blocks {config.block} cannot be launched")
+        if config.block[2] > MAX_BLOCK_Z:
+            raise LaunchError(f"block {config.block}; threads in z: up to {MAX_BLOCK_Z}")
         if kernel.reqntid is not None and tuple(kernel.reqntid) != tuple(config.block):
             raise LaunchError(
                 f"block {config.block} for a kernel compiled for blocks of {kernel.reqntid}"

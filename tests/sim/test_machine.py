@@ -341,6 +341,7 @@ def test_diverged_aligned_barrier():
     [({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "not a multiple of cluster"),
      ({"cluster": (17, 1, 1), "grid": (17, 1, 1)}, "up to 16 CTAs"),
      ({"block": (1025, 1, 1)}, "cannot be launched"),
+     ({"block": (1, 1, 65)}, "threads in z: up to 64"),
      ({"dynamic_smem": 233_000}, "the kernel may have 232448")],
 )  # fmt: skip
 def test_impossible_launches(launch, text):
