@@ -15,6 +15,7 @@ COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
     "contention": "the tile schedulers while another kernel (NCCL's) holds SMs, modelled",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
+    "fences": "clocks that fences of GPU scope cost our kernels, by the timing model",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "ladder": "what each optimisation of the forward brings, one switch at a time",

@@ -198,13 +198,13 @@ def our_replays(
     def make() -> list[Replayed]:
         found = []
         for sample in chosen:
-            compiled, arguments = _our_call(variant, which, sample)
+            compiled, arguments = our_call(variant, which, sample)
             prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)
             tiles, masked = _sample_tiles(which, sample)
             found.append(replayed(prediction[-1], tiles, masked))
         return found
 
-    compiled, _ = _our_call(variant, which, chosen[0])
+    compiled, _ = our_call(variant, which, chosen[0])
     return kept((digest(compiled.cubin), which, chosen), machine, draws, make)
 
 
@@ -217,7 +217,7 @@ def _our_empty_replays(
         prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
         return [replayed(prediction, _sample_tiles(which, (LONGEST, 1))[0])]
 
-    compiled, arguments = _our_call(variant, which, EMPTY_SAMPLE, LONGEST)
+    compiled, arguments = our_call(variant, which, EMPTY_SAMPLE, LONGEST)
     return kept((digest(compiled.cubin), which, EMPTY_SAMPLE, LONGEST), machine, draws, make)
 
 
@@ -250,7 +250,7 @@ def _sample_tiles(which: str, sample: tuple[int, ...]) -> tuple[int, float]:
     return blocks, DKDV * heads * sum(masked for _, masked in units)
 
 
-def _our_call(
+def our_call(
     variant: Variant, which: str, sample: tuple[int, ...], longest: int | None = None
 ) -> tuple:
     """(compiled kernel, arguments of a call on one CTA pair). longest: length that packed sequences

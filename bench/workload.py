@@ -125,14 +125,14 @@ def our_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed
     def make() -> list[Replayed]:
         found = []
         for sample in samples:
-            compiled, arguments = _our_call(variant, sample)
+            compiled, arguments = our_call(variant, sample)
             prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
             masked = sum(masked for _, masked in _sample_work(sample))
             tiles = -(-sample[0] // ROWS) * sample[1] * variant.num_splits
             found.append(replayed(prediction, tiles, masked))
         return found
 
-    compiled, _ = _our_call(variant, samples[0])
+    compiled, _ = our_call(variant, samples[0])
     what = digest(compiled.cubin), variant.kind, samples
     return kept(what, machine, draws, make)
 
@@ -156,7 +156,7 @@ def _sample_work(sample: tuple[int | None, ...]) -> list[tuple[float, float]]:
     return found * heads
 
 
-def _our_call(variant: Variant, sample: tuple[int | None, ...]) -> tuple[Any, tuple]:
+def our_call(variant: Variant, sample: tuple[int | None, ...]) -> tuple[Any, tuple]:
     """(compiled kernel, arguments of a call on one CTA pair)."""
     queries, heads, left, keys = _parts(*sample)
     kind, generator = variant.kind, torch.Generator().manual_seed(SEED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,17 @@ class Compiled:
     def ambiguous(self) -> int:
         """Choices of a way that neither events nor instruction mixes decide."""
         return sum(path.ambiguous for path in self.paths)
+
+    @property
+    def fences(self) -> np.ndarray:
+        """bool, by element of the paths: a fence of GPU or system scope that is executed."""
+        event, action = self.program.event, self.program.action
+        return (event >= 0) & (action[event, 0] == Action.FENCE)
+
+    def without_fences(self) -> Compiled:
+        """The same as if these fences took no longer than their issue."""
+        event = np.where(self.fences, -1, self.program.event).astype(np.int32)
+        return replace(self, program=self.program._replace(event=event))
 
 
 def build(

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("numba")
 pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
 
-from bench import hopper
+from bench import fences, hopper
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.replay import replay
 
@@ -35,3 +35,28 @@ def test_modelled_within_a_tenth_of_measured(name):
     assert compiled.unmatched == 0
     clocks = hopper.round_clocks(compiled, replay(compiled, VALUES))
     assert clocks == pytest.approx(MEASURED["rounds"][kernel.name], rel=0.1)
+
+
+def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
+    release, relaxed = (
+        next(k for k in hopper.kernels() if k.name == f"{kind} arrive, peer; 8 own stores")
+        for kind in ("release", "relaxed")
+    )
+    compiled, other = hopper.program_of(release), hopper.program_of(relaxed)
+    fenceless = compiled.without_fences()
+    # One a round, and those of the two cluster barriers in each warp.
+    assert compiled.fences.sum() == hopper.hopper_kernels.ROUNDS + 4 and not fenceless.fences.any()
+    found, expected = (
+        hopper.round_clocks(one, replay(one, VALUES)) for one in (fenceless, other)
+    )
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_fences_of_our_kernels():
+    """All are those of the cluster barrier, once or twice a warp; in a loop they would be many."""
+    compiled, arguments = fences.calls(256)["dQ from stored dS, full"]()
+    found = fences.row("dQ", fences.timing.predict(compiled, *arguments, draws=0)[-1])
+    assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
+    assert found["clocks"] > found["without"] and found["unmatched"] == 0
+    with pytest.raises(ValueError, match="'dP' in its name; there are dK/dV, dS stored, full"):
+        fences.measure(256, load("b200"), "dP")
