@@ -23,7 +23,7 @@ os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 _KEPT = ("SM100_SIM_THREADS", "SM100_SIM_CACHE_DIR")
 for _name in [name for name in os.environ if name.startswith("SM100_SIM_") and name not in _KEPT]:
     del os.environ[_name]
-for _name in ("FA4_HD256_PROGRESS", "CUTE_DSL_ARCH"):
+for _name in ("FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS", "CUTE_DSL_ARCH"):
     os.environ.pop(_name, None)
 
 # Both schedulers are tested: the static one here, the dynamic one by tests that ask for it and by

@@ -6,12 +6,15 @@ import struct
 
 import pytest
 import torch
+from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, compile, family
+import sm100_sim
+from fa4_hd256 import ForwardConfig, backends, compile, family
+from fa4_hd256.calling import CallTensors, call_arguments
 from fa4_hd256.compile import compile_forward
 from fa4_hd256.forward_combine import CombineConfig
 from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import ProblemClass
+from fa4_hd256.problem import Options, Problem, ProblemClass
 
 
 def machine_code(cubin: bytes) -> bytes:
@@ -57,6 +60,26 @@ def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
     assert flags["sm_100a"] & one_gpu and flags["sm_103a"] & one_gpu
     assert flags[shipped] == flags["sm_100a"] & ~one_gpu
 
+
+
+@pytest.mark.simulator
+def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
+    """Its PTX for sm_103a, which ptxas schedules in another way, gives the same bits."""
+    q, k, v = (torch.randn(1, n, 1, 256).bfloat16() for n in (200, 130, 130))
+    problem = Problem.describe((q, k, v), Options.check(None, True, (None, None), 0.0))
+    spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)
+    shipped = compile_forward(ForwardConfig(), problem.problem_class)
+    monkeypatch.setattr(family, "TARGET", "sm_103a")
+    alone = compile.trace_and_compile(spec)
+    results = []
+    for compiled in (shipped, alone):
+        out, lse = backends.empty_results(problem)
+        arguments = call_arguments(CallTensors(q, k, v, out, lse), problem, gpu(), 0)
+        sm100_sim.launch(compiled, *arguments)
+        results.append((out, lse))
+    assert ".target sm_103a" in str(alone.artifacts.PTX)
+    assert all(torch.equal(*pair) for pair in zip(*results))
+    assert not results[0][0].isnan().any()
 
 
 @pytest.mark.parametrize("target", family.TARGETS)
