@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -98,10 +99,12 @@ def environment(params: np.ndarray | None = None, shared: np.ndarray | None = No
 def run_compiled(compiled: CompiledKernel, inputs: dict, environment: Environment,
                  specials: dict[str, int] | None = None, executor: Callable | None = None,
                  index: int = 0) -> WarpRun:
-    """Run one warp of an already translated kernel, of a block of 32 threads."""
+    """Run one warp of an already translated kernel, of a block of 32 threads of the CTA of rank 0,
+    of which there is no more."""
     specials = {"%ntid.x": 32, **(specials or {})}
     counters = compiled.new_counters()
-    warp = compiled.new_warp_state(None, index, environment, specials, counters)
+    warp = compiled.new_warp_state(SimpleNamespace(rank=0), index, environment, specials,
+                                   counters)
     registers = {register.name: register for register in compiled.kernel.registers}
     for name, value in inputs.items():
         _set(warp, registers[name], value)
