@@ -13,6 +13,7 @@ of any resident cluster.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -158,9 +159,9 @@ class Machine:
             raise LaunchError(
                 f"block {config.block} for a kernel compiled for blocks of up to {kernel.maxntid}"
             )
-        if whole_granules(self.registers_at_launch()) > most_registers(self.threads):
+        if whole_granules(self.registers_at_launch) > most_registers(self.threads):
             raise LaunchError(
-                f"{self.threads} threads with {self.registers_at_launch()} registers each, as the "
+                f"{self.threads} threads with {self.registers_at_launch} registers each, as the "
                 f"kernel was compiled; an SM has {REGISTER_FILE}"
             )
         if kernel.param_bytes > MAX_PARAMETERS:
@@ -173,19 +174,24 @@ class Machine:
                 f"the limit is {SHARED_LIMIT}"
             )
 
+    @functools.cached_property
     def registers_at_launch(self) -> int:
         """Registers of each thread at launch; the hardware allots whole granules of them.
 
         The kernel's own number where its machine code is known; else the most that its PTX lets
-        ptxas give it, which is what kernels that use setmaxnreg are compiled for.
+        ptxas give it, which is what kernels that use setmaxnreg are compiled for. That is no more
+        than the largest setmaxnreg.inc asks for (seen of ptxas 13.0 and on an H200).
         """
         kernel, known = self.compiled.kernel, self.config.registers
-        if known is None:
-            known = kernel.max_registers
         if known is not None:
             return known
         threads = math.prod(kernel.reqntid or kernel.maxntid or self.config.block)
-        return min(most_registers(threads, kernel.min_ctas_per_sm), MAX_REGISTERS)
+        most = min(most_registers(threads, kernel.min_ctas_per_sm), MAX_REGISTERS)
+        asked = [
+            instruction.operands[0].value for instruction in self.compiled.instructions
+            if instruction.opcode == "setmaxnreg" and instruction.modifiers[0] == "inc"
+        ]
+        return min(kernel.max_registers or most, max(asked, default=MAX_REGISTERS))
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
         """Cluster coordinates of the `number`-th cluster of the grid, x fastest."""

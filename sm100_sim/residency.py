@@ -97,7 +97,7 @@ class Cta:
         self.bulk_groups: dict = {}
         #: query_cancel has told a warp of this CTA that its request failed.
         self.saw_failed_cancel = False
-        self.registers = RegisterPool(self.running, machine.registers_at_launch(), machine.wake)
+        self.registers = RegisterPool(self.running, machine.registers_at_launch, machine.wake)
         self._named: dict[int, NamedBarrier] = {}
 
     def gone(self, what: str) -> str:

@@ -29,14 +29,18 @@ add.u64 %out, %out, %step;
 DONE = 0x600D
 
 
-def _sections(w: Writer, lists: list[list[str]], per_unit: int, last: str = "") -> list[Piece]:
-    """One section a unit of `per_unit` threads: its operations, `last`, the mark, exit."""
+def _sections(w: Writer, lists: list[list[str]], per_unit: int, last: str = "",
+              fixed: bool = False) -> list[Piece]:
+    """One section a unit of `per_unit` threads: its operations, `last`, the mark, exit.
+
+    fixed: no operation can be left out.
+    """
     pieces = []
     for unit, operations in enumerate(lists):
         following = w.label()
         pieces.append(Piece(
             f"div.u32 %unit, %thread, {per_unit};\nsetp.ne.u32 %other, %unit, {unit};\n"
-            f"@%other bra {following};\n", tuple(Piece(text) for text in operations),
+            f"@%other bra {following};\n", tuple(Piece(text, fixed=fixed) for text in operations),
             f"{last}mov.u32 %mark, {DONE};\nst.global.u32 [%out], %mark;\nexit;\n{following}:\n",
             fixed=True))
     return pieces
@@ -182,7 +186,8 @@ def pool(seed: int) -> Program:
     lists = [_moves(w, launched, budget, launched - 8 if fewer or launched == 256
                    else launched) for budget in budgets]
     last = "bar.sync 0;\n" if w.chance(0.6) else ""
-    return _program("pool", seed, w, "", _sections(w, lists, 128, last),
+    # The largest step up is what the kernel is launched with at most, so none may go.
+    return _program("pool", seed, w, "", _sections(w, lists, 128, last, fixed=True),
                     Launch(1, threads, 1, directive))
 
 
@@ -203,9 +208,7 @@ def _moves(w: Writer, launched: int, budget: int, most: int) -> list[str]:
         now = low
     if budget != now:
         steps.append(("dec" if budget < now else "inc", budget))
-    # One operation: without the step down the step up might be the wrong way.
-    text = "".join(f"setmaxnreg.{name}.sync.aligned.u32 {count};\n" for name, count in steps)
-    return [text] if text else []
+    return [f"setmaxnreg.{name}.sync.aligned.u32 {count};\n" for name, count in steps]
 
 
 def parts(seed: int) -> Program:

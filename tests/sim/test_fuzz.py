@@ -148,6 +148,20 @@ def test_a_register_pool_of_the_whole_file_is_noticed(monkeypatch):
     assert {(mine[key].state, RECORDED[key].state) for key in wrong} == {(ENDED, HANG)}
 
 
+def test_kernels_have_the_registers_that_the_driver_gives_them(monkeypatch):
+    """Where setmaxnreg is used the simulator needs no machine code to know them."""
+    begin, given = barriers.RegisterPool.__init__, []
+    monkeypatch.setattr(barriers.RegisterPool, "__init__",
+                        lambda pool, warps, count, wake: (given.append(count),
+                                                          begin(pool, warps, count, wake))[1])
+    keys = [key for key in of_family("pool") if "setmaxnreg" in variant(key).case().ptx]
+    assert len(keys) > 8
+    for key in keys:
+        given.clear()
+        simulated([variant(key)])
+        assert set(given) == {RECORDED[key].registers}, key
+
+
 def test_a_hang_is_shrunk_to_the_warps_that_matter():
     """Without the pieces that are left out it still hangs, and without any other one it ends."""
     name = next(key for key in of_family("waits") if RECORDED[key].state == HANG)

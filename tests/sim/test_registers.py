@@ -82,3 +82,19 @@ def test_an_increase_to_less_is_refused():
 def test_more_registers_than_the_file_has_cannot_be_launched():
     with pytest.raises(LaunchError, match="384 threads with 176 registers each"):
         run_kernel_text("", block=(384, 1, 1), registers=176)
+
+
+def test_a_launch_has_no_more_registers_than_the_largest_increase():
+    """256 threads would fit with 255 each; ptxas then compiles this for 240, so the increase is
+    none (recorded of an H200: pool/35 of `sm100_sim.fuzz`)."""
+    body = """
+    mov.u32 %r0, %tid.x;  setp.ge.u32 %p0, %r0, 128;
+    @%p0 bra GIVE;
+    setmaxnreg.inc.sync.aligned.u32 240;
+    bra END;
+    GIVE: setmaxnreg.dec.sync.aligned.u32 TO;
+    END:
+    """
+    run_kernel_text(body.replace("TO", "40"), block=(256, 1, 1))
+    with pytest.raises(BarrierError, match="dec to 248 registers; the warp has 240"):
+        run_kernel_text(body.replace("TO", "248"), block=(256, 1, 1))
