@@ -48,6 +48,10 @@ _WINDOWED = ((257, 255), (600, 1100))
 _LONG = ((2048, 2048), (4096, 4096))
 
 
+#: (queries, keys) of the sequences of a packed call: rests of tiles, whole ones, one row, none.
+_PACKED = ((70, 70), (300, 300), (1, 1), (0, 40), (129, 260), (256, 128))
+
+
 def _ladder() -> dict[str, Call]:
     found: dict[str, Call] = {}
     for (lengths, (mask, options)), use_clc in itertools.product(
@@ -87,6 +91,7 @@ def missing(target: Target) -> str:
 def items(target: Target) -> list[str]:
     """The smallest shapes, then the ladder of forward and backward."""
     calls = [*_ladder(), *(_long() if target.is_gpu else ())]
+    calls += [f"packed causal {scheduler}" for scheduler in ("static", "clc")]
     ladder = [f"{which} {call}" for call in calls for which in ("forward", "backward")]
     return [*(f"smallest {kernel}" for kernel in SMALLEST), *ladder]
 
@@ -96,6 +101,9 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     kind, _, name = item.partition(" ")
     if kind == "smallest":
         return _smallest(name, target, note)
+    if name.startswith("packed"):
+        note(f"{kind}, sequences of {_PACKED}")
+        return _packed(kind == "backward", name.endswith("clc"), target)
     call = {**_ladder(), **_long()}[name]
     note(f"{kind} {call}")
     return _forward(call, target) if kind == "forward" else _backward(call, target, {})
@@ -142,8 +150,10 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool], **config: Any
     given = BackwardCall(
         q, k, v, out.to(q.dtype).to(q.device), lse.float().to(q.device), dout, None, None, {}
     )
-    given_options = {"causal": False, "window_size": (None, None), "softcap": 0.0, **call.options}
-    options = Options.check(None, *given_options.values(), call.use_clc)
+    chosen = reference.AttentionOptions(**call.options)
+    options = Options.check(
+        None, chosen.causal, chosen.window_size, chosen.softcap, call.use_clc
+    )
     problem = given.describe(options, None, None)
     results = run_backward(given, problem, Wanted(**wanted), BackwardConfig(**config))
     made = {"q": wanted.get("dq", True)} | dict.fromkeys("kv", wanted.get("dkdv", True))
@@ -153,6 +163,44 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool], **config: Any
     text = ", ".join(f"d{n} {c.max_error:.2e} of {c.tolerance:.2e}" for n, c in compared.items())
     values = {f"d{n} error": c.max_error for n, c in compared.items()}
     return Outcome("passed" if right else "failed", text, _finite(values))
+
+
+def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
+    """`flash_attn_varlen_func`, causal; each sequence against the reference, the worst one told."""
+    import torch
+
+    from .. import flash_attn_varlen_func, reference
+
+    totals = tuple(sum(side) for side in zip(*_PACKED))
+    q, k, v, dout = (t[0] for t in tensors(Call(totals), target.device))
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    ends = [list(itertools.accumulate(side, initial=0)) for side in zip(*_PACKED)]
+    offsets = [torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends]
+    longest = [max(side) for side in zip(*_PACKED)]
+    out, lse = flash_attn_varlen_func(
+        *leaves, *offsets, *longest, causal=True, return_lse=True, use_clc=use_clc
+    )
+    gradients = torch.autograd.grad(out, leaves, dout) if is_backward else ()
+    worst, right = 0.0, True
+    for (a, b), (c, d) in zip(*(itertools.pairwise(e) for e in ends)):
+        if a == b:
+            continue
+        one = tuple(t[None] for t in (q[a:b], k[c:d], v[c:d]))
+        if is_backward:
+            parts = {n: g[i:j][None]
+                     for n, g, i, j in zip("qkv", gradients, (a, c, c), (b, d, d))}
+            found = list(reference.compare_gradients(parts, one, dout[a:b][None],
+                                                     causal=True).values())
+        else:
+            found = [reference.compare(out[a:b][None].detach(), lse[None, :, a:b].detach(), one,
+                                       causal=True)]
+            right &= found[0].lse_max_error <= LSE_TOLERANCE
+        right &= all(f.max_error <= f.tolerance for f in found)
+        # One key alone leaves out = v, with no tolerance.
+        worst = max([worst, *(f.max_error / f.tolerance for f in found if f.tolerance)])
+    return Outcome("passed" if right else "failed",
+                   f"{len(_PACKED)} sequences, largest error {worst:.0%} of the tolerance",
+                   _finite({"error over tolerance": worst}))
 
 
 def _finite(values: dict[str, float]) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""The rung of the kernels judges: right results pass, wrong ones fail. The operator is replaced."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import fa4_hd256
+from fa4_hd256 import reference
+from fa4_hd256.bringup import kernels
+from fa4_hd256.bringup.kernels import Call
+from fa4_hd256.bringup.outcome import SIMULATOR, Target
+
+pytestmark = pytest.mark.simulator
+
+CALL = Call((40, 70), options={"causal": True})
+
+
+def operator(change):
+    """In the place of `flash_attn_func`: the reference's result after `change(out, lse)`."""
+
+    def attention(q, k, v, return_lse, use_clc, num_splits, **options):
+        out, lse = reference.attention(q, k, v, **options)
+        out, lse = out.to(q.dtype), lse.float()
+        change(out, lse)
+        return out, lse
+
+    return attention
+
+
+def one_wrong_element(out, lse):
+    out[0, 7, 1, 200] += 0.5
+
+
+def one_nan(out, lse):
+    out[0, 7, 1, 200] = math.nan
+
+
+def wrong_lse(out, lse):
+    lse[0, 1, 30] += 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [(lambda out, lse: None, "passed"), (one_wrong_element, "failed"), (one_nan, "failed"),
+     (wrong_lse, "failed")],
+)  # fmt: skip
+def test_a_forward_is_judged(change, state, monkeypatch):
+    monkeypatch.setattr(fa4_hd256, "flash_attn_func", operator(change), raising=False)
+    outcome = kernels._forward(CALL, SIMULATOR)
+    assert outcome.state == state, outcome
+    json.dumps(outcome.as_json(), allow_nan=False)
+
+
+def packed_operator(swap: bool):
+    """In the place of `flash_attn_varlen_func`; swap: two rows of the second sequence change
+    places."""
+
+    def attention(q, k, v, *offsets_and_longest, causal, **_):
+        outs, lses = [], []
+        for (a, b), (c, d) in zip(
+            *(itertools.pairwise(offsets.tolist()) for offsets in offsets_and_longest[:2])
+        ):
+            out, lse = reference.attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=causal)
+            outs.append(out[0].to(q.dtype))
+            lses.append(lse[0].float())
+        out = torch.cat(outs)
+        if swap:
+            out = out.clone()
+            out[[80, 81]] = out[[81, 80]]
+        return out, torch.cat(lses, dim=1)
+
+    return attention
+
+
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("swap", "state"), [(False, "passed"), (True, "failed")])
+def test_packed_sequences_are_judged(swap, state, is_backward, monkeypatch):
+    monkeypatch.setattr(fa4_hd256, "flash_attn_varlen_func", packed_operator(swap), raising=False)
+    outcome = kernels._packed(is_backward, False, SIMULATOR)
+    assert outcome.state == state, outcome
+
+
+def test_the_ladder_has_both_schedulers_and_directions():
+    items = kernels.items(SIMULATOR)
+    assert len(items) == len(set(items))
+    for which in ("forward", "backward"):
+        for scheduler in ("static", "clc"):
+            for mask in ("full 257x255", "causal 257x255", "window 257x255", "packed causal"):
+                assert f"{which} {mask} {scheduler}" in items
+    assert set(items) < set(kernels.items(Target("gpu", "a B200", (10, 0), 148)))
