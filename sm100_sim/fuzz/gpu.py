@@ -23,9 +23,10 @@ from .outcome import ENDED, HANG, REFUSED, Outcome, Variant, digest
 #: Programs of a module; of those that may hang, as many as have a hardware queue each.
 BATCH = 32
 HANG_BATCH = 24
-#: Seconds after which a program hangs, and within which a batch must be done.
+#: Seconds after which a program hangs, and most of them without a result of a batch.
 PATIENCE = 1.0
-LIMIT = 60.0
+LIMIT = 30.0
+_STUCK = f"no result within {LIMIT:.0f} s"
 #: Optimisation that the driver's compiler does by itself.
 LEVEL = 4
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -138,14 +139,41 @@ Found = dict[Variant, tuple[Outcome, list[np.ndarray] | None]]
 def run_batch(
     variants: list[Variant], hanging: bool, level: int = LEVEL, work: Callable = _work
 ) -> Found:
-    """Outcomes and outputs of a batch; smaller batches after an error, until it has one program."""
+    """Outcomes and outputs of a batch.
+
+    After an error what is left runs in smaller batches, until one has a single program; after
+    LIMIT seconds without a result, as programs that may hang.
+    """
+    found, trouble = _run_once(variants, hanging, level, work)
+    left = [variant for variant in variants if variant not in found]
+    if not left:
+        return found
+    if trouble == _STUCK and not hanging:
+        parts, hanging = _cut(left, HANG_BATCH), True
+    elif len(variants) == 1:
+        return {left[0]: (Outcome(REFUSED, left[0].case().digest(), text=trouble), None)}
+    else:
+        parts = _cut(left, (len(left) + 1) // 2 if len(left) == len(variants) else len(left))
+    for part in parts:
+        found |= run_batch(part, hanging, level, work)
+    return found
+
+
+def _cut(variants: list[Variant], size: int) -> list[list[Variant]]:
+    return [variants[start:start + size] for start in range(0, len(variants), size)]
+
+
+def _run_once(
+    variants: list[Variant], hanging: bool, level: int, work: Callable
+) -> tuple[Found, str]:
+    """What a process that runs a batch has found, and what went wrong in it."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(False)
     process = context.Process(target=work, args=(sender, variants, hanging, level), daemon=True)
     process.start()
     sender.close()
     found: Found = {}
-    trouble = f"no result within {LIMIT:.0f} s"
+    trouble = _STUCK
     try:
         while receiver.poll(LIMIT):
             message = receiver.recv()
@@ -161,17 +189,7 @@ def run_batch(
         trouble = "its process ended"
     process.kill()
     process.join()
-    left = [variant for variant in variants if variant not in found]
-    if not left:
-        return found
-    if len(variants) == 1:
-        refused = Outcome(REFUSED, left[0].case().digest(), text=trouble)
-        return {left[0]: (refused, None)}
-    half = (len(left) + 1) // 2 if len(left) == len(variants) else len(left)
-    for part in (left[:half], left[half:]):
-        if part:
-            found |= run_batch(part, hanging, level, work)
-    return found
+    return found, trouble
 
 
 def run(variants: Iterable[Variant], processes: int = 16, level: int = LEVEL) -> Iterator[
@@ -185,7 +203,7 @@ def run(variants: Iterable[Variant], processes: int = 16, level: int = LEVEL) ->
     hanging = [variant for variant in variants if variant.may_hang]
     for some, size, workers, flag in (
             (plain, BATCH, processes, False), (hanging, HANG_BATCH, max(1, processes // 2), True)):
-        batches = [some[start:start + size] for start in range(0, len(some), size)]
+        batches = _cut(some, size)
         with ThreadPoolExecutor(workers) as threads:
             for found in threads.map(lambda batch, flag=flag: run_batch(batch, flag, level),
                                      batches):

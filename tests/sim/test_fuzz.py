@@ -276,3 +276,24 @@ def test_a_program_that_faults_costs_nobody_else_anything():
     states = [found[one][0].state for one in programs]
     assert states == [ENDED, ENDED, REFUSED, ENDED, ENDED]
     assert found[programs[2]][0].text == "an illegal instruction"
+
+
+def test_a_program_that_hangs_unexpectedly_is_told_apart(monkeypatch):
+    """Seed 2 never ends; only a batch of programs that may hang can say so."""
+    batches = []
+
+    def once(variants, hanging, level, work):
+        batches.append((len(variants), hanging))
+        ends = [one for one in variants if not one.name.endswith("/2")]
+        found = {one: (Outcome(ENDED, "", "digest"), [np.zeros(1)]) for one in ends}
+        if hanging:
+            found |= {one: (Outcome(HANG, ""), None) for one in set(variants) - set(ends)}
+            return found, ""
+        before = variants.index(programs[2])
+        return {one: found[one] for one in variants[:before]}, gpu._STUCK
+
+    monkeypatch.setattr(gpu, "_run_once", once)
+    programs = [Variant(f"warp/{seed}") for seed in range(5)]
+    found = gpu.run_batch(programs, False)
+    assert [found[one][0].state for one in programs] == [ENDED, ENDED, HANG, ENDED, ENDED]
+    assert batches == [(5, False), (3, True)]
