@@ -149,7 +149,9 @@ class Run:
         elif said["missing"]:
             outcome = Outcome("skipped", said["missing"])
         else:
-            self.results.get(rung.name, {}).pop("*", None)
+            if self.results.get(rung.name, {}).pop("*", None) is not None:
+                # What was missing is there now.
+                self._write({"rung": rung.name, "item": "*", "outcome": None})
             return said["items"]
         self._keep(rung, "*", outcome.as_json())
         return None
@@ -194,7 +196,7 @@ class Run:
             self._keep(rung, current or "*", _ending(child, ended, note, limit).as_json())
         if stays:
             raise Stopped(stays)
-        if rung.in_order and (current or not begun or bad):
+        if rung.checked and (current or not begun or bad):
             self._check_answers()
         return begun
 
@@ -239,6 +241,8 @@ def read_results(directory: Path) -> dict[str, dict[str, dict[str, Any]]]:
         line = json.loads(raw)
         if line.get("again"):
             found.pop(line["rung"], None)
+        elif line["outcome"] is None:
+            found[line["rung"]].pop(line["item"], None)
         else:
             found.setdefault(line["rung"], {})[line["item"]] = line["outcome"]
     return found

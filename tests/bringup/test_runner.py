@@ -128,6 +128,16 @@ def test_a_rung_that_cannot_run_says_why(tmp_path):
     assert found["state"] == "skipped" and "compute capability 10.x" in found["text"]
 
 
+def test_what_was_missing_may_come_later(tmp_path):
+    """The rung's own outcome is dropped once its steps can be listed."""
+    rung = rungs.named("machine")
+    run = Run(tmp_path, SIMULATOR)
+    run._keep(rung, "*", Outcome("skipped", "not installed").as_json())
+    assert set(read_results(tmp_path)["machine"]) == {"*"}
+    run.rung(rung, ["machine/host"])
+    assert set(read_results(tmp_path)["machine"]) == {"host"}
+
+
 def test_a_killed_child_takes_its_own_children_along(tmp_path):
     """What a step has started (compute-sanitizer, a benchmark) does not outlive it."""
     child = runner.Child(tmp_path, {
