@@ -24,7 +24,7 @@ REPETITIONS, WARM_UP = 15, 3
 
 @lru_cache(maxsize=4)
 def _table(sms: int) -> dict[str, Micro]:
-    found = (*micro_basic.table(), *micro_memory.table(), *micro_tensor.table(),
+    found = (*micro_basic.table(), *micro_memory.table(), *micro_tensor.table(sms),
              *micro_rates.table(sms))
     return {micro.name: micro for micro in found}
 

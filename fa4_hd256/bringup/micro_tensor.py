@@ -74,12 +74,37 @@ def _store(columns: int) -> Timed:
     return timed(f"tcgen05.st of {columns} columns", body, setup=_allocate(), finish=_free())
 
 
-def _products(group: int, m: int, n: int, in_tmem: bool, count: int, targets: int = 1) -> Timed:
-    """`count` tcgen05.mma one behind the other into `targets` accumulators, a commit, a wait."""
+def _random_operands() -> str:
+    """Shared memory := bf16 numbers of random sign and mantissa, 0.5 to 1; zeros would draw less
+    power."""
+    return f"""shl.b32 %w7, %lane, 2;
+add.u32 %w6, %pool, %w7;
+mad.lo.u32 %w7, %cta, 7919, %lane;
+FILL:
+mad.lo.u32 %w7, %w7, 1664525, 1013904223;
+and.b32 %w8, %w7, 0x807F807F;
+or.b32 %w8, %w8, 0x3F003F00;
+st.shared.u32 [%w6], %w8;
+add.u32 %w6, %w6, 128;
+sub.u32 %w9, %w6, %pool;
+setp.lt.u32 %more, %w9, {64 << 10};
+@%more bra FILL;
+fence.proxy.async;
+"""
+
+
+def _products(
+    group: int, m: int, n: int, in_tmem: bool, count: int, targets: int = 1, ctas: int = 0,
+    rounds: int = 16,
+) -> Timed:
+    """`count` tcgen05.mma one behind the other into `targets` accumulators, a commit, a wait.
+
+    ctas: of the grid, on random operands; 0: one CTA or pair, on whatever is there.
+    """
     types = InstructionDescriptor(KINDS["f16"], m, n, "bf16", "bf16", "f32", False, False, False,
                                   False)  # fmt: skip
     raw = encode_matrix(MatrixDescriptor(0, 16, 1024, 128))
-    setup = init_barriers() + _allocate(group) + (
+    setup = (_random_operands() if ctas else "") + init_barriers() + _allocate(group) + (
         f"mov.u32 %rank, {'%cluster_ctarank' if group == 2 else '0'};\n"
         "setp.eq.u32 %mine, %rank, 0;\nand.pred %mine, %mine, %first;\n"
         "setp.eq.u32 %accumulate, %zero, 0;\n"
@@ -102,9 +127,9 @@ mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], %parity;
 xor.b32 %parity, %parity, 1;
 PAST:"""
     where = "tmem" if in_tmem else "smem"
-    return timed(f"{count} mma {m}x{n} group {group} A {where}, {targets} accumulators", body,
-                 setup=setup, finish=_free(group), rounds=16, grid=group, cluster=group,
-                 shared=_SHARED)  # fmt: skip
+    name = f"{count} mma {m}x{n} group {group} A {where}, {targets} accumulators"
+    return timed(f"{name}, {ctas} CTAs" if ctas else name, body, setup=setup, finish=_free(group),
+                 rounds=rounds, grid=ctas or group, cluster=group, shared=_SHARED)
 
 
 def _query() -> Timed:
@@ -134,8 +159,18 @@ def _mma(group: int, m: int, n: int, in_tmem: bool) -> tuple[Micro, Micro]:
     )  # fmt: skip
 
 
-def table() -> tuple[Micro, ...]:
-    """All of this module."""
+def _sustained(sms: int) -> Micro:
+    """Every SM's tensor core for as long as the power limit takes to act."""
+    count, rounds, ctas = 160, 4000, sms // 2 * 2
+    flop = 2.0 * 256 * 256 * 16 * count * rounds * ctas / 2
+    return Micro("MMA at full load", "TFLOPS of dense bf16 MMA",
+                 (_products(2, 256, 256, False, count, 1, ctas, rounds),),
+                 lambda s: flop / s / 1e12, "power_tflops",
+                 "256x256 of every pair for some seconds, random operands", True, True)
+
+
+def table(sms: int) -> tuple[Micro, ...]:
+    """All of this module, for a GPU of so many SMs."""
     pair = mma_cost(256, 128, 2, False).latency
     loads = (_load(8, 1, 1), _load(64, 1, 1))
     stores = (_store(8), _store(64))
@@ -160,6 +195,7 @@ def table() -> tuple[Micro, ...]:
               "256x128 of a pair", True, around=51.5),
         Micro("MMA switch", "clocks", switch, lambda a, b: (b - a) / 40, "mma_switch",
               "two accumulators in turn less one alone", True),
+        _sustained(sms),
         Micro("CLC query", "clocks", (_query(),), lambda a: a, "clc_query",
               "try_cancel until its wait has passed; the median of CTAs", True),
     )  # fmt: skip

@@ -3,10 +3,12 @@ started from; the same kernels run without an error in the simulator."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from fa4_hd256.bringup import micro, modelled
+from fa4_hd256.bringup import micro, micro_memory, micro_rates, micro_tensor, modelled
 from fa4_hd256.bringup.outcome import SIMULATOR, Target
 from sm100_sim.timing.machine_constants import Values, load
 
@@ -42,6 +44,17 @@ def test_mma_intervals_are_those_of_the_closed_form(shape):
         pytest.skip(modelled.missing())
     outcome = micro.run(f"MMA interval {shape}", SIMULATOR, lambda text: None)
     assert outcome.values["value"] == pytest.approx(64, abs=0.5)
+
+
+@pytest.mark.parametrize("kernel", [
+    micro_tensor._products(2, 256, 256, False, 8, 1, 4, 2), replace(micro_tensor._query(), grid=64),
+    micro_rates._stream(2, True), micro_rates._stream(2, False), micro_rates._busy(20, 2),
+    micro_memory._cold_load(),
+], ids=lambda kernel: kernel.name)  # fmt: skip
+def test_kernels_that_the_model_does_not_follow_run(kernel):
+    """Those of the whole GPU, on fewer SMs, and one that reads a gigabyte: no error, no hang."""
+    smaller = replace(kernel, buffer=min(kernel.buffer, 1 << 27))
+    assert modelled.clocks(smaller, replayed=False) == 0
 
 
 def test_every_constant_is_one_of_the_models():
