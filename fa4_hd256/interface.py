@@ -64,7 +64,8 @@ def flash_attn_func(
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
         None the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
-        FA_CLC says, and where it is not set a rule of mask and lengths for each direction.
+        FA_CLC says, and where it is not set a rule of mask and lengths for each direction, or True
+        where the process is one of several ranks, whose communication may hold SMs meanwhile.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and

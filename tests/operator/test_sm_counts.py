@@ -7,7 +7,7 @@ import torch
 from backward_cases import gradients, inputs
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import compile, flash_attn_func
 
 pytestmark = pytest.mark.simulator
 
@@ -29,11 +29,15 @@ def grids():
 
 
 def test_forward(tensors, monkeypatch):
-    results = []
+    results, kernels, compiled = [], set(), set()
     for sms in COUNTS:
         monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{sms}")
         results.append(flash_attn_func(*tensors, num_splits=1, use_clc=False, return_lse=True))
         assert grids()[-1] == 2 * min(TILES, sms // 2)
+        kernels.add(sm100_sim.last_reports()[-1].kernel)
+        compiled.add(compile.counters["compiled"])
+    # One kernel for all of them: what the GPU is, it is told at the launch.
+    assert len(kernels) == len(compiled) == 1
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
