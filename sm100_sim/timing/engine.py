@@ -91,10 +91,10 @@ _USED_PIPE, _ISSUED, _START, _STOP = USED_PIPE, ISSUED, START, STOP
 # Columns of Model.unit: clocks from which it is free, clocks used, the tensor core's queue:
 # operations taken and queued, when the last MMA is done, its event.
 USED_UNIT = len(BUSY)
-# Then from when the unit of named barriers takes another arrival, until when TMA writes and reads.
-(_HEAD, _TAIL, _DRAINED, _LATEST, _NAMED_UNIT, _TMA_WRITES, _TMA_READS, UNIT_COLUMNS) = range(
-    2 * USED_UNIT, 2 * USED_UNIT + 8
-)
+# Then from when the unit of named barriers takes another arrival, until when TMA writes and reads,
+# and warps load.
+(_HEAD, _TAIL, _DRAINED, _LATEST, _NAMED_UNIT, _TMA_WRITES, _TMA_READS, _LOADED,
+ UNIT_COLUMNS) = range(2 * USED_UNIT, 2 * USED_UNIT + 9)  # fmt: skip
 _USED_UNIT = USED_UNIT
 # Columns of Model.event.
 STARTED, DONE, CAUSE = range(3)
@@ -331,13 +331,14 @@ def _global_store(m, warp, now, number):
 
 @_compiled
 def _global_load(m, warp, now, number):
-    """A warp's load shares the link from L2 with TMA loads; its own latency may be longer."""
-    sm = m.warp[warp, _SM]
-    unit = m.unit[sm]
+    """A warp's load takes its share of the link from L2, behind other warps' loads, not behind what
+    TMA has asked for: that is a queue of TMA's own."""
+    unit = m.unit[m.warp[warp, _SM]]
     transfer = int(np.ceil(m.code[number, _C_BYTES] / m.rate[_LINK_RATE]))
-    unit[_LINK] = max(now + m.clock[_K_TMA_LOAD], unit[_LINK]) + transfer
-    m.unit[sm, _USED_UNIT + _LINK] += transfer
-    done = max(now + m.clock[_GLOBAL_LOAD], unit[_LINK])
+    unit[_LOADED] = max(now + m.clock[_K_TMA_LOAD], unit[_LOADED]) + transfer
+    unit[_LINK] += transfer
+    unit[_USED_UNIT + _LINK] += transfer
+    done = max(now + m.clock[_GLOBAL_LOAD], unit[_LOADED])
     _release(m, warp, number, done, now + m.clock[_OPERAND_READ], _GLOBAL_LOAD)
 
 
@@ -357,7 +358,7 @@ def _fence_clock(m, warp, now, is_system):
     behind loads of TMA after a second one."""
     fields = m.warp[warp]
     unit = m.unit[fields[_SM]]
-    start = max(now, fields[_FENCED], unit[_LINK])
+    start = max(now, fields[_FENCED], unit[_LINK], unit[_LOADED])
     left = max(min(unit[_UP], fields[_FENCED] + m.clock[_K_DEPTH]), min(now, unit[_TMA_WRITES]))
     if left:
         start = max(start, left + m.clock[_K_ACK])
