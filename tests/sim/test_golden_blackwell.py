@@ -50,9 +50,9 @@ def test_wrong_responses_of_launch_control_are_seen(change, what):
     said[-1] = 0
     words = np.zeros((count, 4), np.uint32)
     words[:, 0], words[:, 2] = said - 1, said > 0
-    assert pairs._judge_clc([counts, words, said]) == ""
+    assert pairs._judge_clc(1, [counts, words, said]) == ""
     change(counts, words, said)
-    assert what in pairs._judge_clc([counts, words, said])
+    assert what in pairs._judge_clc(1, [counts, words, said])
 
 
 def test_products_cover_the_kernels_shapes():
