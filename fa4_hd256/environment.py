@@ -24,7 +24,7 @@ class Variable:
 CACHE_DIR = Variable(
     "FA4_HD256_CACHE_DIR",
     "$XDG_CACHE_HOME/fa4_hd256 or ~/.cache/fa4_hd256",
-    "directory of the compiled kernels; safe to delete",
+    "directory of the compiled kernels; safe to delete; not used where others may write it",
 )
 PROGRESS = Variable(
     "FA4_HD256_PROGRESS",
@@ -78,7 +78,8 @@ VARIABLES = (
     Variable(
         "SM100_SIM_CACHE_DIR",
         "$XDG_CACHE_HOME/sm100_sim or ~/.cache/sm100_sim",
-        "directory of the simulator's translated kernels; off keeps none",
+        "directory of the simulator's translated kernels; off keeps none; not used where others "
+        "may write it",
     ),
     Variable(
         "CUTE_DSL_ARCH",
