@@ -79,6 +79,12 @@ def test_every_room_has_sources():
     assert {source.split("/")[0] for source in SOURCES} == {*ROOMS, "tests"}
 
 
+def test_no_two_test_modules_share_a_name():
+    """pytest imports them by their names alone: the second of a pair cannot be collected."""
+    names = sorted(Path(source).name for source in SOURCES if source.startswith("tests/"))
+    assert names == sorted(set(names))
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_sizes(source):
     lines = (ROOT / source).read_text().count("\n")
