@@ -40,6 +40,9 @@ def tool(tmp_path, monkeypatch):
     [("ERROR SUMMARY: 0 errors", 0, "passed"),
      ("ERROR SUMMARY: 3 errors", sanitizer.FOUND, "failed"),
      ("ERROR SUMMARY: 1 error", 0, "failed"),
+     ("ERROR SUMMARY: 10 errors", 0, "failed"),
+     ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, "passed"),
+     ("RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)", 0, "failed"),
      ("no summary at all", 0, "failed")],
 )  # fmt: skip
 def test_the_tools_word_counts(tool, summary, status, state):
