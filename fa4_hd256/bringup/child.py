@@ -40,12 +40,13 @@ class Progress:
 
 
 def attempt(module: Any, item: str, target: Target, progress: Progress) -> Outcome:
-    """Run one step; an exception is a fault, or a hang that the simulator has proved."""
+    """Run one step; an exception is a fault, or a hang: one that the simulator has proved, or a
+    command that took too long."""
     begin = time.perf_counter()
     try:
         outcome = module.run(item, target, lambda text: progress.write(note=text))
     except Exception as error:  # whatever went wrong belongs into the report
-        is_hang = type(error).__name__ == "Hang"
+        is_hang = type(error).__name__ in ("Hang", "TimeoutExpired")
         place = traceback.extract_tb(error.__traceback__)[-1]
         outcome = Outcome(
             "hang" if is_hang else "fault",

@@ -9,10 +9,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fa4_hd256.bringup import outcome, report, rungs, runner
+from fa4_hd256.bringup import child, outcome, report, rungs, runner
 from fa4_hd256.bringup.outcome import SIMULATOR, Outcome, Target
 from fa4_hd256.bringup.runner import Run, Stopped, read_results
 from sm100_sim import codegen
@@ -185,3 +186,11 @@ def test_modules_load_without_compiler_and_simulator():
                           cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len(rungs.RUNGS) + len(rungs.HIDDEN)
+
+
+def test_a_command_that_takes_too_long_is_a_hang():
+    def sleeps(item, target, note):
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.1)
+
+    outcome = child.attempt(SimpleNamespace(run=sleeps), "", SIMULATOR, None)
+    assert outcome.state == "hang" and "timed out" in outcome.text
