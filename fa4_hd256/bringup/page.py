@@ -98,13 +98,14 @@ def _against_model(steps: dict[str, Any], constants: dict[str, float]) -> str:
 
 
 def _throughput(steps: dict[str, Any]) -> str:
-    """TFLOPS of each provider, a group of bars for each case of bench's tables."""
+    """TFLOPS of each provider, a group of bars for each case; bench's tables of ratios have none.
+    """
     tables = [t for o in steps.values() for t in o.get("values", {}).get("tables", ())]
     parts = []
     for table in tables:
         bars = [
             (f"{row['shape']} {row['heads']} {row['mask']} {name}", name, found["tflops"])
-            for row in table["rows"] for name, found in row["details"].items()
+            for row in table["rows"] for name, found in row.get("details", {}).items()
             if "tflops" in found
         ]
         if not bars:

@@ -42,10 +42,20 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
                    group, "--max-tokens", str(_TOKENS), "--json", str(path)]
         note(" ".join(command[1:7]))
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-        if done.returncode or not path.exists():
+        if not path.exists():
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             return Outcome("fault", f"status {done.returncode}: {last}",
                            {"stderr": done.stderr[-4000:]})
-        tables = json.loads(path.read_text())["tables"]
-    rows = sum(len(table["rows"]) for table in tables)
-    return Outcome("measured", f"{rows} rows", {"tables": tables})
+        return judged(json.loads(path.read_text())["tables"])
+
+
+def judged(tables: list[dict]) -> Outcome:
+    """What bench's tables say of ours. The first has a row for each case, another one ratios."""
+    rows = tables[0]["rows"]
+    broken = [(row, row["details"]["ours"]["status"]) for row in rows
+              if row["details"]["ours"].get("failed")]
+    if not broken:
+        return Outcome("measured", f"{len(rows)} rows", {"tables": tables})
+    row, status = broken[0]
+    return Outcome("failed", f"{len(broken)} of {len(rows)} rows of ours, first {row['shape']} "
+                   f"{row['heads']} {row['mask']}: {status}", {"tables": tables})

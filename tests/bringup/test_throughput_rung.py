@@ -1,0 +1,70 @@
+"""The rung of the throughput: bench's tables are judged, and drawn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from bench.flash_attn_4 import PACKAGE
+from bench.providers import OURS
+from bench.results import BASIS, MACHINE, json_text
+from bench.suite import cases
+from bench.throughput import _row, summary, table
+from fa4_hd256.bringup import page, throughput
+from fa4_hd256.bringup.outcome import Target
+
+GPU = Target("gpu", "a B200", (10, 0), 148)
+FAST = {"status": "ok", "tflops": 1500.0, "tflops_low": 1490.0, "tflops_high": 1510.0}
+
+
+def tables(ours: dict) -> str:
+    """What bench writes of two cases, flash-attn-4 beside ours."""
+    rows = [_row(case, "forward", {OURS: ours, PACKAGE: FAST}) for case in cases(["dense"])[:2]]
+    rows = [row | {BASIS: "measured", MACHINE: "a B200"} for row in rows]
+    return json_text([found for found in (table(rows), summary(rows)) if found])
+
+
+def run(monkeypatch, ours: dict, status: int):
+    """The rung where bench writes these tables and ends with this status."""
+    written = tables(ours)
+
+    def bench(command, **_):
+        with open(command[command.index("--json") + 1], "w") as file:
+            file.write(written)
+        return SimpleNamespace(returncode=status, stderr="forward, the last case")
+
+    monkeypatch.setattr(subprocess, "run", bench)
+    return throughput.run("forward dense", GPU, lambda text: None)
+
+
+def test_rates_of_both_are_drawn(monkeypatch):
+    """With rates of both, bench adds a table of their ratios."""
+    outcome = run(monkeypatch, FAST, 0)
+    assert (outcome.state, outcome.text) == ("measured", "2 rows")
+    assert len(outcome.values["tables"]) == 2
+    drawn = page._throughput({"forward dense": outcome.as_json()})
+    assert drawn.count("<rect") == 4 and drawn.count("<h2>") == 1
+
+
+def test_a_wrong_result_of_ours_is_told(monkeypatch):
+    wrong = {"status": "wrong: error 1, accepted 0.1", "failed": True}
+    outcome = run(monkeypatch, wrong, 1)
+    assert outcome.state == "failed"
+    assert "2 of 2 rows of ours, first " in outcome.text and wrong["status"] in outcome.text
+    json.dumps(outcome.as_json(), allow_nan=False)
+
+
+def test_without_tables_the_last_words_are_told(monkeypatch):
+    dead = SimpleNamespace(returncode=-9, stderr="no memory\nkilled")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: dead)
+    outcome = throughput.run("forward dense", GPU, lambda text: None)
+    assert (outcome.state, outcome.text) == ("fault", "status -9: killed")
+
+
+@pytest.mark.parametrize("name", throughput._GROUPS)
+def test_every_group_has_cases_that_are_short_enough(name):
+    lengths = [sum(q for q, _ in case.lengths) for case in cases([name])]
+    assert min(lengths) <= throughput._TOKENS
