@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..family import describe_family, in_family
 from .outcome import Outcome, Target
 
 #: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
@@ -79,12 +80,24 @@ def _long() -> dict[str, Call]:
 
 
 def missing(target: Target) -> str:
-    """The kernels are compiled by CuTe DSL, for GPUs with tcgen05."""
+    """The kernels are compiled by CuTe DSL for the GPUs of a family, and PyTorch holds the tensors.
+    """
     if importlib.util.find_spec("cutlass") is None:
         return "CuTe DSL is not installed (pip install nvidia-cutlass-dsl), and it compiles them"
-    if not target.has_tcgen05:
+    if not in_family(target.capability):
         major, minor = target.capability
-        return f"the kernels need compute capability 10.x; this GPU has {major}.{minor}"
+        return f"the kernels need a {describe_family()}; this GPU has {major}.{minor}"
+    return _torch_missing() if target.is_gpu else ""
+
+
+def _torch_missing() -> str:
+    """Why PyTorch cannot put tensors on the GPU, or nothing."""
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed (pip install torch), and it holds the tensors"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU; install a build for this driver's CUDA"
     return ""
 
 

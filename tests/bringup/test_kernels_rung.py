@@ -85,6 +85,22 @@ def test_packed_sequences_are_judged(swap, state, is_backward, monkeypatch):
     assert outcome.state == state, outcome
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 1), (12, 0)])
+def test_gpus_outside_the_family_are_skipped(capability):
+    said = kernels.missing(Target("gpu", "a GPU", capability, 100))
+    assert "B200 or GB200 (compute capability 10.0)" in said
+    assert said.endswith(f"this GPU has {capability[0]}.{capability[1]}")
+
+
+def test_without_a_gpu_in_pytorch_the_kernels_are_skipped(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = kernels.missing(Target("gpu", "a B300", (10, 3), 148))
+    assert torch.__version__ in said and "sees no GPU" in said
+    assert kernels.missing(SIMULATOR) == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels.missing(Target("gpu", "a B300", (10, 3), 148)) == ""
+
+
 def test_the_ladder_has_both_schedulers_and_directions():
     items = kernels.items(SIMULATOR)
     assert len(items) == len(set(items))
