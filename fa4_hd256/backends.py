@@ -104,9 +104,10 @@ def launch(
     arguments: (the GPU, CUDA stream) -> the kernel's arguments.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device), _every_gpu_can_take_it():
-            stream = torch.cuda.current_stream().cuda_stream
-            compiled.function(*arguments(gpu_of(device), stream))
+        with torch.cuda.device(device):
+            values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
+            with _every_gpu_can_take_it():
+                compiled.function(*values)
         return
     import sm100_sim
 

@@ -178,9 +178,8 @@ class Failing:
         raise OSError("cudaErrorNoKernelImageForDevice")
 
 
-@pytest.mark.parametrize("other", [(10, 3), (8, 6)])
-def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
-    """Named where one of the process's GPUs is outside the family; else the error is the error."""
+def two_gpus(monkeypatch, other: tuple[int, int]) -> None:
+    """A process with a B200 and a GPU of another compute capability."""
     import contextlib
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -190,8 +189,21 @@ def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((10, 0), other)[i])
     monkeypatch.setattr(backends, "cuda_gpu", lambda device: gpu())
+
+
+@pytest.mark.parametrize("other", [(10, 3), (8, 6)])
+def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
+    """Named where one of the process's GPUs is outside the family; else the error is the error."""
+    two_gpus(monkeypatch, other)
     kind, message = OSError, "^cudaErrorNoKernelImageForDevice$"
     if other == (8, 6):
         kind, message = RuntimeError, r"NoKernelImage.*\n.*cuda:1 \(8.6\).*CUDA_VISIBLE_DEVICES"
     with pytest.raises(kind, match=message):
         backends.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: ())
+
+
+def test_a_setting_that_is_refused_is_not_laid_to_another_gpu(monkeypatch):
+    two_gpus(monkeypatch, (8, 6))
+    monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "148")
+    with pytest.raises(ValueError, match="^FA4_HD256_RESERVED_SMS is 148"):
+        backends.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_pairs,))
