@@ -13,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .outcome import BAD, SIMULATOR, Target
+from sm100_sim import devices
+
+from .outcome import BAD, Target, simulated
 from .report import summary_line, write_reports
 from .rungs import HIDDEN, RUNGS, named
 from .runner import TARGET, Run, Stopped
@@ -44,9 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_target(simulate: bool) -> Target:
-    """The GPU of this machine, or the simulator; a process of its own asks the driver."""
+    """The GPU of this machine, or the simulator; a process of its own asks the driver.
+
+    Raises ValueError for a driver that does not answer, or a GPU that the simulator does not know.
+    """
     if simulate:
-        return SIMULATOR
+        return simulated(devices.current())
     try:
         asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True,
                                timeout=ASK_LIMIT)  # fmt: skip
@@ -58,7 +63,7 @@ def find_target(simulate: bool) -> Target:
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
         print(f"no usable GPU ({last}); running in the simulator", file=sys.stderr)
-        return SIMULATOR
+        return simulated(devices.current())
     return Target.from_json(json.loads(asked.stdout))
 
 

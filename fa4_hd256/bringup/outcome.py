@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sm100_sim import devices
+
 #: Every state of an outcome, and what it means.
 STATES = {
     "passed": "compared, and equal or within the tolerance",
@@ -41,8 +43,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Target:
-    """What the steps run on. backend: "gpu" or "simulator". capability: compute capability, (10, 0)
-    of the simulator. sms: streaming multiprocessors."""
+    """What the steps run on. backend: "gpu" or "simulator". capability: compute capability. sms:
+    streaming multiprocessors."""
 
     backend: str
     name: str
@@ -73,5 +75,11 @@ class Target:
         return "cuda" if self.is_gpu else "cpu"
 
 
-#: What the simulator answers as.
-SIMULATOR = Target("simulator", "sm100_sim, answering as a B200", (10, 0), 148)
+def simulated(device: devices.SimulatedDevice) -> Target:
+    """The simulator, as the GPU that it passes for."""
+    name = f"sm100_sim, answering as a {device.name.upper()}"
+    return Target("simulator", name, device.capability, device.sms)
+
+
+#: The simulator where nobody names another GPU.
+SIMULATOR = simulated(devices.named("b200"))

@@ -47,3 +47,14 @@ def test_a_planted_failure_is_not_the_exit_status(tmp_path):
     """Failures that were asked for are not held against the machine."""
     assert bringup(tmp_path, "--rungs", "machine", "--plant", "--only", "planted/wrong") == 0
     assert report_of(tmp_path)["planted"]["steps"]["wrong"]["state"] == "failed"
+
+
+def test_the_simulator_is_called_what_it_passes_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SM100_SIM_DEVICE", "gb300:20")
+    assert bringup(tmp_path, "--rungs", "machine", "--only", "machine/host") == 0
+    target = json.loads((tmp_path / "report.json").read_text())["target"]
+    assert target["name"] == "sm100_sim, answering as a GB300"
+    assert (target["capability"], target["sms"]) == ([10, 3], 20)
+    monkeypatch.setenv("SM100_SIM_DEVICE", "h100")
+    assert bringup(tmp_path, "--rungs", "machine") == 2
+    assert "SM100_SIM_DEVICE is 'h100'; accepted are b200" in capsys.readouterr().err
