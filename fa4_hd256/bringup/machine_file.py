@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..family import FAMILY
 from .outcome import Target
 
 #: Constants that a step of the rung `machine` tells: name -> (field, factor, unit).
@@ -18,8 +19,8 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
     """A machine file's content; None where nothing was measured on a GPU.
 
     Each constant has value, quartiles as its range, unit and where it was measured. Constants that
-    no figure sets are those of the machine it is like: an H200's for compute capability 9.0, else a
-    B200's.
+    no figure sets are those of the machine it is like: an H200's for compute capability 9.0, a
+    B300's for 10.3, else a B200's.
     """
     measured = {
         outcome["values"]["constant"]: (name, outcome["values"])
@@ -50,7 +51,9 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
 
 def like(target: Target) -> str:
     """The machine file whose constants stand in for what is not measured."""
-    return "h200" if target.capability == (9, 0) else "b200"
+    if target.capability == (9, 0):
+        return "h200"
+    return FAMILY.get(target.capability, ("B200",))[0].lower()
 
 
 def _add_reuse(constants: dict[str, Any], micro: dict[str, Any], where: str) -> None:
