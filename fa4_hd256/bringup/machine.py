@@ -101,9 +101,11 @@ def _ask(*arguments: str) -> str | None:
 
 def _smi() -> Outcome:
     values = {}
+    # By its place: nvidia-smi knows nothing of CUDA_VISIBLE_DEVICES, and counts in another order.
+    place = gpu().call("cuDeviceGetPCIBusId", 32, gpu().device).split(b"\0")[0].decode()
     for field in _QUERY:
         # One at a time: a field that this driver does not know would spoil the others.
-        answer = _ask(f"--query-gpu={field}", "--format=csv,noheader", "--id=0")
+        answer = _ask(f"--query-gpu={field}", "--format=csv,noheader", f"--id={place}")
         if answer is not None:
             values[field] = answer.splitlines()[0].strip()
     if not values:
