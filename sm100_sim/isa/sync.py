@@ -298,14 +298,20 @@ def _bind_barrier(instruction, parts: list[str]):
     waits = kind == "sync"
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
-        barrier = warp.cta.named_barrier(number(warp, lanes))
-        if lanes != warp.live:
-            warp.cta.check_partial(barrier, warp)
+        barrier = _named_barrier(warp, lanes, number(warp, lanes))
         if barrier.come(warp, lanes, count(warp, lanes) if count else None):
             return None
         return Waiting("the other threads", barrier, retry=False) if waits else None
 
     return execute
+
+
+def _named_barrier(warp: Warp, lanes: int, number: int) -> barriers.NamedBarrier:
+    """The barrier to which lanes of a warp come; BarrierError where others are at another one."""
+    barrier = warp.cta.named_barrier(number)
+    if lanes != warp.live:
+        warp.cta.check_partial(barrier, warp)
+    return barrier
 
 
 def _bind_reduction(instruction, parts: list[str]):
@@ -319,7 +325,7 @@ def _bind_reduction(instruction, parts: list[str]):
     write = writer(target, 32) if operation == "popc" else predicate_writer(target)
 
     def execute(warp: Warp, lanes: int) -> Waiting | None:
-        barrier = warp.cta.named_barrier(number(warp, lanes))
+        barrier = _named_barrier(warp, lanes, number(warp, lanes))
 
         def result(ayes: int, votes: int) -> None:
             if operation == "popc":

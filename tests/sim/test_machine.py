@@ -336,6 +336,24 @@ def test_diverged_aligned_barrier():
         run_kernel_text(body)
 
 
+@pytest.mark.parametrize("low", ["sync 1, 64", "red.popc.u32 %r2, 1, 64, %p0"])
+@pytest.mark.parametrize("high", ["sync 2, 64", "red.popc.u32 %r2, 2, 64, %p0"])
+def test_halves_of_a_warp_at_two_barriers(low, high):
+    """An H200 ends the kernel: the golden case "halves of a warp at two barriers", with sync."""
+    body = f"""
+    mov.u32 %r0, %tid.x;  setp.lt.u32 %p0, %r0, 16;
+    setp.ge.u32 %p1, %r0, 32;
+    @%p1 bra END;
+    @%p0 bra LOW;
+    barrier.cta.{high};
+    bra END;
+    LOW: barrier.cta.{low};
+    END:
+    """
+    with pytest.raises(BarrierError, match="lanes of warp 0 come to barrier"):
+        run_kernel_text(body, block=(64, 1, 1))
+
+
 @pytest.mark.parametrize(
     ("launch", "text"),
     [({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "not a multiple of cluster"),
