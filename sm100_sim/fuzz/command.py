@@ -117,6 +117,8 @@ def main(given: list[str]) -> int:
     except ValueError as error:
         p.error(str(error))
     if arguments.on == "both":
+        if arguments.against or arguments.outputs:
+            p.error("--on both compares the two machines; --against and --outputs are for one")
         return _on_both(programs, arguments)
     theirs = outcomes_of.load(arguments.against)[0] if arguments.against else {}
     run, about = _runner(arguments, arguments.on)

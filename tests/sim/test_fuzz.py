@@ -243,6 +243,13 @@ def test_on_both_machines_what_differs_is_shrunk(monkeypatch, capsys):
         assert len(left) == 1 and "popc" in left[0].before
 
 
+@pytest.mark.parametrize("option", ["--against", "--outputs"])
+def test_what_both_machines_do_not_do_is_refused(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--on", "both", option, str(tmp_path / "FILE")])
+    assert "--against and --outputs are for one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", [["--families", "warp,nonsense"], ["--programs", "FILE"]])
 def test_what_names_no_program_is_refused(given, tmp_path, capsys):
     (tmp_path / "FILE").write_text("nonsense/3\n")
