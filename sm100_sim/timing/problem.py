@@ -159,9 +159,9 @@ class Room:
 
     def slots(self, clusters: int) -> list[tuple[float, int]]:
         """(clock from which it is free, number) of each of the machine's places: a heap. Raises
-        ValueError if all are held for ever."""
+        ValueError if all are held for ever, or more than there are."""
         free = clusters - self.held
-        if free < 1 and self.until == math.inf:
+        if free < 0 or free == 0 and self.until == math.inf:
             raise ValueError(f"{self.held} of {clusters} clusters' SMs are held: nothing can run")
         late = [] if self.until == math.inf else [(self.until, n) for n in range(free, clusters)]
         return [(0.0, number) for number in range(free)] + late

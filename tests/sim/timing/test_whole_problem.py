@@ -171,3 +171,5 @@ def test_sms_that_are_given_back():
 def test_nothing_is_left():
     with pytest.raises(ValueError, match="4 of 4 clusters' SMs are held"):
         schedule([Tile(1.0)], COSTS, VALUES, 2, "dynamic", Room(held=4))
+    with pytest.raises(ValueError, match="5 of 4 clusters' SMs are held"):
+        schedule([Tile(1.0)], COSTS, VALUES, 2, "dynamic", Room(held=5, until=10.0))
