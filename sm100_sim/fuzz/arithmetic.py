@@ -18,11 +18,6 @@ from .program import WORDS, Piece, Writer
 FILES = {"r": ("b32", 1), "w": ("b64", 2), "h": ("b16", 1), "f": ("b32", 1), "d": ("b64", 2),
          "e": ("b16", 1), "g": ("b16", 1), "x": ("b32", 1), "y": ("b32", 1), "p": ("pred", 1)}
 
-_FLOAT_COMPARE = "{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}"
-_COMPARE = "{eq,ne,lt,le,gt,ge}"
-_R4 = "{rn,rz,rm,rp}"
-_TO_INT = "{rni,rzi,rmi,rpi}"
-
 # Each line: opcode (braces hold alternatives), destination, sources. # is an immediate of 8 bits; %
 # and ^ are one of 0 to 40 and of 0 to 31, or a register; | is odd, as divisors and what is negated
 # must be; & is a register's low five bits. docs/golden.md says what ptxas makes of other operands.

@@ -122,7 +122,7 @@ def _work(connection: Any, variants: list[Variant], hanging: bool, level: int) -
         for number, case in enumerate(cases):
             outputs = together[number] if together else batch.run(number)
             state = HANG if outputs is None else ENDED
-            outcome = Outcome(state, case.digest(), digest(outputs or ()) if outputs else "",
+            outcome = Outcome(state, case.digest(), digest(outputs) if outputs else "",
                               registers=batch.registers(number))
             connection.send((number, outcome, outputs))
         connection.send(None)

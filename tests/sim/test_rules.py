@@ -23,7 +23,6 @@ pytestmark = pytest.mark.simulator
 
 VECTORS = golden.Vectors()
 RULES = [case for case in golden.all_cases() if case.rule]
-UNDEFINED = [case for case in RULES if case.undefined]
 
 
 def problem(case: Case, **options) -> str:
