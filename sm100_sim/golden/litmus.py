@@ -2,10 +2,10 @@
 
 A message passes between two warps: data are written, a barrier is signalled, the waiter reads. Each
 `Message` says how; the kernel counts how often the reader found old data. "Never" is no proof; a
-count above zero is one that the rule does not hold. Further kernels ask what only a GPU can answer:
-times, co-residence, what is lost at an exit.
+count above zero is one that the rule does not hold. `probes` has kernels that ask what else only a
+GPU can answer.
 
-    python -m sm100_sim litmus [--out FILE] [--seconds N]
+    python -m sm100_sim litmus --out FILE [--seconds N]
 
 needs a GPU of compute capability 9.0, a CUDA driver, cuda-bindings and numpy. The simulator runs
 the messages, too, with few tries: its memory has one order, so it must count none.

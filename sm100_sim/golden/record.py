@@ -255,9 +255,8 @@ class _Workers:
 def record(directory: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
     """Record into `directory` all groups, or `only` some; returns failures, case name -> reason.
 
-    The others stay as they are. Raises
-    DriverError without a usable GPU, RuntimeError on one that is not of compute capability 9.0 and
-    ValueError for a group that does not exist.
+    The others stay as they are. Raises DriverError without a usable GPU, RuntimeError on one that
+    is not of compute capability 9.0 and ValueError for a group that does not exist.
     """
     unknown = set(only) - set(groups(all_cases()))
     if unknown:
