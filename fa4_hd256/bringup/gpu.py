@@ -15,10 +15,13 @@ from .outcome import Target
 
 def head(capability: tuple[int, int]) -> str:
     """Version, target and address size of a module for a GPU. Architecture-specific features
-    (tcgen05, TMA of pairs, setmaxnreg) exist for one compute capability alone, hence the `a`."""
+    (tcgen05, TMA of pairs, setmaxnreg) exist for one compute capability alone, hence the `a`, which
+    there is from 9.0 on. The oldest version that has the target: drivers refuse newer ones than
+    they know, and the first for a B200 know 8.7."""
     major, minor = capability
-    version = "8.8" if major >= 10 else "8.6"
-    return f".version {version}\n.target sm_{major}{minor}a\n.address_size 64\n"
+    version = "8.6" if capability <= (10, 0) else "8.8"
+    target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return f".version {version}\n.target {target}\n.address_size 64\n"
 
 
 def retargeted(ptx: str, capability: tuple[int, int]) -> str:

@@ -50,6 +50,16 @@ def test_the_recorded_cases_assemble_for_blackwell(tmp_path):
         assert done.returncode == 0, (cases[start].name, done.stderr[-1000:])
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "name"),
+    [((8, 9), "8.6", "sm_89"), ((9, 0), "8.6", "sm_90a"), ((10, 0), "8.6", "sm_100a"),
+     ((10, 3), "8.8", "sm_103a"), ((12, 0), "8.8", "sm_120a")],
+)  # fmt: skip
+def test_a_module_names_a_target_that_there_is(capability, version, name):
+    """In the oldest version of PTX that has it: drivers refuse those that they do not know."""
+    assert gpu.head(capability).splitlines()[:2] == [f".version {version}", f".target {name}"]
+
+
 def raising(message: str):
     def run(target, case):
         raise DriverError(message)
