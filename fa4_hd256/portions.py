@@ -44,9 +44,7 @@ class Division:
 
 
 def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
-    """Portions whose dS takes at most `ds_bytes`; one that keeps no dS if none is small enough.
-
-    """
+    """Portions whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
     of_head = problem.ds_bytes_of_head
     if not of_head or not ds_bytes:

@@ -421,7 +421,7 @@ def check_causal(causal: bool) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """CPU tensors run in the simulator, CUDA tensors on a GPU of the family (`devices.FAMILY`);
+    """CPU tensors run in the simulator, CUDA tensors on a GPU of the family (`family.FAMILY`);
     nothing else is offered."""
     if device.type == "cpu":
         return
