@@ -36,9 +36,11 @@ def shared_targets(operand, named: bool):
     return lambda warp: read(warp).astype(np.int64) - window
 
 
-def _source_bytes(instruction, size: int):
-    """Accessor of the bytes that each lane reads, int64 (32,), from src-size or ignore-src."""
-    extra = instruction.operands[3:]
+def _source_bytes(instruction, extra: list, size: int):
+    """Accessor of the bytes that each lane reads, int64 (32,), from src-size or ignore-src.
+
+    extra: operands behind the size, without a cache policy.
+    """
     if len(extra) > 1 or extra and extra[0].kind not in ("reg", "imm", "pred"):
         raise unknown(instruction, "operands of cp.async")
     if not extra:
@@ -57,13 +59,14 @@ def bind_copy(instruction, kernel):
     space, _, hint, _ = split_modifiers(
         instruction, ("shared", "shared::cta"), ("global",), ("L2::cache_hint", ""), _PREFETCH
     )
-    if hint:
-        instruction.operands = instruction.operands[:-1]
-    size = instruction.operands[2].value
+    # The instruction stays as it is: it is bound once for each variant of the kernel.
+    operands = instruction.operands[:-1] if hint else instruction.operands
+    to, origin, size, *extra = operands
+    size = size.value
     if size not in ((16,) if instruction.opcode == "cp.async.cg" else (4, 8, 16)):
         raise unknown(instruction, "cp-size is 4, 8 or 16, with .cg 16")
-    target = shared_targets(instruction.operands[0], bool(space))
-    source, given = reader(instruction.operands[1], 64), _source_bytes(instruction, size)
+    target = shared_targets(to, bool(space))
+    source, given = reader(origin, 64), _source_bytes(instruction, extra, size)
 
     def execute(warp: Warp, lanes: int) -> None:
         active = [lane for lane in range(32) if lanes >> lane & 1]

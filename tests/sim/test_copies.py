@@ -86,6 +86,18 @@ def test_cp_async_arrives_at_an_mbarrier(count, noinc, plain, options):
     assert (out == source).all()
 
 
+def test_cp_async_with_a_cache_policy_in_both_variants_of_a_kernel():
+    """Plain and logged code share the parsed instructions."""
+    body = cp_async(16, ", 8, %rd0").replace(".global [%r1]", ".global.L2::cache_hint [%r1]")
+    assert "cache_hint" in body
+    source = np.arange(1, 32 * 16 + 1).astype(np.uint8)
+    for sanitize in (False, True, False):
+        out = np.zeros_like(source)
+        run_kernel_text(body, [source, out], sanitize=sanitize)
+        rows = out.reshape(-1, 16)
+        assert (rows[:, :8] == source.reshape(-1, 16)[:, :8]).all() and not rows[:, 8:].any()
+
+
 def test_cp_async_errors():
     arrays = [np.zeros(32 * 16, np.uint8), np.zeros(32 * 16, np.uint8)]
     with pytest.raises(MemoryFault, match="cp.async reads 16 bytes"):
