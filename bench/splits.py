@@ -99,10 +99,11 @@ def _fastest(seconds: dict[int, np.ndarray]) -> int:
 
 
 def _row(
-    case: Case, chosen: int, seconds: dict[int, np.ndarray], theirs: dict[int, np.ndarray]
+    case: Case, chosen: int, seconds: dict[int, np.ndarray], theirs: dict[int, np.ndarray | None]
 ) -> dict[str, Any]:
     """seconds, theirs: by number of parts, the central figure first; ranges are over pairs of
-    figures at the same place. The largest number of theirs is what its rule takes."""
+    figures at the same place. The largest number of theirs is what its rule takes; None: that call
+    did not run."""
     gains = seconds[1] / seconds[chosen]
     best = _fastest(seconds)
     row = {
@@ -114,12 +115,15 @@ def _row(
         THEIR_DEFAULT: None, THEIR_RULE: None, THEIRS: None, "their_parts": None,
         "ratio": None, "ratio_low": None, "ratio_high": None,
     }  # fmt: skip
-    if theirs:
-        their_best = _fastest(theirs)
-        ratios = theirs[their_best] / seconds[chosen]
+    ran = {n: found for n, found in theirs.items() if found is not None}
+    if ran:
+        their_best = _fastest(ran)
+        ratios = ran[their_best] / seconds[chosen]
+        default, rule = (None if found is None else found[0] * 1e6
+                         for found in (theirs[1], theirs[max(theirs)]))
         row |= {
-            THEIR_DEFAULT: theirs[1][0] * 1e6, THEIR_RULE: theirs[max(theirs)][0] * 1e6,
-            THEIRS: theirs[their_best][0] * 1e6, "their_parts": their_best,
+            THEIR_DEFAULT: default, THEIR_RULE: rule,
+            THEIRS: ran[their_best][0] * 1e6, "their_parts": their_best,
             "ratio": float(ratios[0]), "ratio_low": float(ratios.min()),
             "ratio_high": float(ratios.max()),
         }  # fmt: skip
@@ -147,7 +151,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
         times = times_of(case, row, map(str, numbers))
         seconds = {n: times[str(n)] for n in numbers}
-        calls = {n: times[name] for n, name in theirs.items() if name in times}
+        calls = {n: times.get(name) for n, name in theirs.items()}
         rows.append(
             _row(case, chosen, seconds, calls)
             | {"details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}

@@ -149,8 +149,10 @@ def test_the_default_cases_reach_both_sides_of_the_rule():
     assert {case.group for case in splits.default_cases()} == {"decoding", "chunk", "window"}
 
 
-def test_measured_beside_each_of_their_calls(monkeypatch):
-    """Their numbers of parts, a timed call each, handed on under their own names."""
+@pytest.mark.parametrize("broken", [None, 1, 8])
+def test_measured_beside_each_of_their_calls(monkeypatch, broken):
+    """Their numbers of parts, a timed call each, handed on under their own names; one that does not
+    run leaves its own column empty."""
     asked = []
 
     class Theirs(splits.FlashAttention4):
@@ -159,6 +161,8 @@ def test_measured_beside_each_of_their_calls(monkeypatch):
 
         def call(self, inputs):
             asked.append(self._num_splits)
+            if self._num_splits == broken:
+                raise RuntimeError("does not compile")
             return Reference("reference").call(inputs)
 
     class Reference(splits.Ours):
@@ -176,7 +180,9 @@ def test_measured_beside_each_of_their_calls(monkeypatch):
     case = Case("decoding", ((1, 1024),), 2, 1, True)
     (row,) = splits.measured([case], FakeTimer(), splits.Sampling(0, 2))
     assert set(asked) == {1, 2, 4, 8}
-    assert row["their_parts"] in (1, 2, 4, 8) and row["ratio"] is not None
+    assert row["their_parts"] in {1, 2, 4, 8} - {broken} and row["ratio"] is not None
+    assert (row[splits.THEIR_DEFAULT] is None) == (broken == 1)
+    assert (row[splits.THEIR_RULE] is None) == (broken == 8)
 
 
 def test_measured_with_every_number(monkeypatch):
