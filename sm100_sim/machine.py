@@ -589,7 +589,7 @@ class Machine:
         """The error that says what these clusters, the only ones left, wait for."""
         left = sorted(clusters, key=lambda cluster: cluster.id)
         warps = [warp for cluster in left for warp in cluster.warps]
-        # Who waits for registers comes first: nobody else can be what the launch hangs on.
+        # Who waits for registers comes first: the others often wait for such a warp.
         warps.sort(key=lambda warp: not _waits_for_registers(warp))
         lines = [line for warp in warps for line in _waiting_lines(warp)]
         shown = lines[:LISTED_WARPS]

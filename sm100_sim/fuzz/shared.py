@@ -140,10 +140,10 @@ class Phases:
 
         def group(number: int, count: int) -> str:
             one = (f"st.shared.b32 [{slot}], {value};\n{sync} {number}, {32 * count};\n"
-                   f"xor.b32 {slot}, {slot}, 32;\nld.shared.b32 {value}, [{slot}+4096];\n"
+                   f"xor.b32 {slot}, {slot}, 32;\nld.shared.b32 {value}, [{slot}];\n"
                    f"add.u32 {value}, {value}, %thread;\nxor.b32 {slot}, {slot}, 32;\n"
                    f"{sync} {number}, {32 * count};\n")
-            return one.replace("+4096", "") * rounds
+            return one * rounds
 
         return (f"{text}mov.b32 {value}, {self.registers.pick('r')};\n"
                 f"mad.lo.u32 {slot}, %thread, 4, %tile;\n@!{inside} bra {other};\n"
