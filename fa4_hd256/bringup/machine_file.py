@@ -20,20 +20,20 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
 
     Each constant has value, quartiles as its range, unit and where it was measured. Constants that
     no figure sets are those of the machine it is like: an H200's for compute capability 9.0, a
-    B300's for 10.3, else a B200's.
+    B300's for 10.3, else a B200's. A difference of clocks that came out below 0 sets none.
     """
     measured = {
         outcome["values"]["constant"]: (name, outcome["values"])
         for name, outcome in results.get("micro", {}).items()
         if outcome["state"] == "measured" and outcome["values"]["constant"]
-        and not outcome["values"].get("modelled")
+        and not outcome["values"].get("modelled") and outcome["values"]["value"] >= 0
     }  # fmt: skip
     if not target.is_gpu or not measured:
         return None
     where = f"measured on {target.name}, {date}: bringup"
     constants = {
         constant: {
-            "value": values["value"], "range": [values["low"], values["high"]],
+            "value": values["value"], "range": [max(values["low"], 0.0), values["high"]],
             "unit": values["unit"], "source": f"{where}, {name}: {values['what']}",
         }
         for constant, (name, values) in measured.items()

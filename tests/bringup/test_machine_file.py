@@ -55,6 +55,14 @@ def test_what_was_measured_replaces_the_defaults(path):
     assert changed == {"tmem_load", "sms", "l2_megabytes"}
 
 
+def test_no_constant_is_below_nothing():
+    """A difference of two launches may be: then the default stays, and no draw is negative."""
+    micro = {"MMA switch": figure("mma_switch", -0.3), "fence.cta": figure("fence_cta", 0.5)}
+    found = report.content(GPU, {**RESULTS, "micro": micro}, "")["machine"]["constants"]
+    assert "mma_switch" not in found
+    assert (found["fence_cta"]["value"], found["fence_cta"]["range"]) == (0.5, [0.0, 2.5])
+
+
 def test_the_reuse_of_a_slot_is_in_clocks(tmp_path):
     """Half a microsecond at 2 GHz."""
     micro = {"CTA reuse": figure("", 0.5), "SM clock under load": figure("clock_ghz", 2.0)}
