@@ -127,5 +127,7 @@ def _expect_fault(case: Case, target: Target) -> Outcome:
         if not is_fault(error):
             raise
         # The context is broken: the runner starts a new process behind this one.
-        return Outcome("passed", f"refused, as recorded: {type(error).__name__}", {"broken": True})
+        # Its words stand there: refused by ptxas, or by the GPU.
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Outcome("passed", f"refused, as recorded: {said}", {"broken": True})
     return Outcome("failed", "no error, where the recording has one")

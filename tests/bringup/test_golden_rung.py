@@ -125,3 +125,13 @@ def test_a_wrong_result_of_a_recorded_case_fails(monkeypatch):
     monkeypatch.setattr(rung, "run_case", lambda target, case: wrong)
     outcome = rung.run(case.name, SIMULATOR, quiet)
     assert outcome.state == "failed" and "recorded" in outcome.text
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuCtxSynchronize"])
+def test_a_case_that_is_refused_says_by_whom(call, monkeypatch):
+    """A module that did not load is told apart from a kernel that ended with an error."""
+    case = next(case for case in rung._recorded().values() if case.faults)
+    monkeypatch.setattr(rung, "run_case", raising(f"{call}: CUDA_ERROR_INVALID_PTX\nmore"))
+    outcome = rung.run(case.name, B200, quiet)
+    assert outcome.state == "passed" and outcome.values["broken"]
+    assert outcome.text == f"refused, as recorded: DriverError: {call}: CUDA_ERROR_INVALID_PTX"
