@@ -322,8 +322,13 @@ def whole_granules(registers: int) -> int:
 
 
 def most_registers(threads: int, ctas_per_sm: int = 1) -> int:
-    """Registers that each of a CTA's threads can be launched with at most, in whole granules."""
-    share = REGISTER_FILE // (ctas_per_sm * 32 * -(-threads // 32))
+    """Registers that each of a CTA's threads can be launched with at most, in whole granules.
+
+    The warps are dealt out to the quarters of the SM, each of which has a quarter of the file.
+    """
+    warps = ctas_per_sm * -(-threads // 32)
+    of_a_quarter = -(-warps // RegisterPool.QUARTERS)
+    share = REGISTER_FILE // RegisterPool.QUARTERS // (32 * of_a_quarter)
     return min(share, MAX_REGISTERS + 1) // REGISTER_GRANULE * REGISTER_GRANULE
 
 

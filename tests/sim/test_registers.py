@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kernels import run_kernel_text
 
+from sm100_sim.barriers import most_registers
 from sm100_sim.errors import BarrierError, Hang, LaunchError
 
 pytestmark = pytest.mark.simulator
@@ -79,9 +80,23 @@ def test_an_increase_to_less_is_refused():
         run_kernel_text("setmaxnreg.inc.sync.aligned.u32 168;", block=(128, 1, 1), registers=176)
 
 
-def test_more_registers_than_the_file_has_cannot_be_launched():
-    with pytest.raises(LaunchError, match="384 threads with 176 registers each"):
-        run_kernel_text("", block=(384, 1, 1), registers=176)
+@pytest.mark.parametrize("threads", [384, 288])
+def test_more_registers_than_the_file_has_cannot_be_launched(threads):
+    """The ninth warp of 288 threads is the third of its quarter of the SM, as in 384."""
+    run_kernel_text("", block=(threads, 1, 1), registers=168)
+    with pytest.raises(LaunchError, match=f"{threads} threads with 176 registers each"):
+        run_kernel_text("", block=(threads, 1, 1), registers=176)
+
+
+@pytest.mark.parametrize(
+    ("threads", "ctas", "registers"),
+    [(160, 1, 256), (288, 1, 168), (320, 1, 168), (416, 1, 128), (544, 1, 96), (672, 1, 80),
+     (160, 2, 168), (288, 2, 96), (96, 3, 168), (160, 3, 128), (288, 3, 72), (96, 4, 168)],
+)
+def test_registers_that_fit_a_launch(threads, ctas, registers):
+    """What ptxas 13.1 gives a kernel of .reqntid and .minnctapersm whose setmaxnreg.inc asks for
+    256 (255 of 256: so many can be named)."""
+    assert most_registers(threads, ctas) == registers
 
 
 def test_a_launch_has_no_more_registers_than_the_largest_increase():
