@@ -143,7 +143,10 @@ def describe_gpus() -> str:
         name, capability = torch.cuda.get_device_name(index), _capability(index)
         found = "not in the family"
         if in_family(capability):
-            found = cuda_gpu(torch.device("cuda", index)).describe()
+            try:
+                found = cuda_gpu(torch.device("cuda", index)).describe()
+            except (RuntimeError, ValueError) as error:
+                found = f"cannot be used: {error}"
         lines.append(f"cuda:{index}: {name}, {'.'.join(map(str, capability))}: {found}")
     simulated = gpu_of(torch.device("cpu"))
     lines.append(f"cpu: the simulator's: {simulated.describe()}")

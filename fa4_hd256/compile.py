@@ -48,6 +48,7 @@ counters: Counter[str] = Counter()
 #: By what is asked for and CuTe DSL's settings; all else that a key depends on is fixed.
 _memory: dict[tuple[KernelSpec, tuple], CompiledKernel] = {}
 _lock = threading.RLock()
+_files_lock = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,8 +230,14 @@ def room_for_files() -> Iterator[None]:
     """Inside, temporary files go to memory if the temporary directory is full or missing.
 
     CuTe DSL writes what it compiles to such files, and LLVM ends the process where a write fails.
-    Raises RuntimeError if there is no room at all.
+    One thread at a time: the place is the whole process's. Raises RuntimeError if there is no room
+    at all.
     """
+    with _files_lock:
+        yield from _room_for_files()
+
+
+def _room_for_files() -> Iterator[None]:
     before = tempfile.tempdir
     places = ["/dev/shm"]
     with contextlib.suppress(OSError):  # raised where not even one small file fits

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .devices import REGISTER_FILE
 from .errors import BarrierError
 from .native.layout import Barrier
 
 #: Largest expected arrival count, and largest magnitude of the tx-count (mbarrier contents).
 MAX_COUNT = (1 << 20) - 1
 NAMED_BARRIERS = 16
-#: Registers of an SM, of which a CTA gets whole granules a thread, at most 255 of them named.
-REGISTER_FILE = 65_536
+#: A CTA gets whole granules of registers a thread, of which at most 255 are named.
 REGISTER_GRANULE = 8
 MAX_REGISTERS = 255
 _STATE_MARK = 0x5B

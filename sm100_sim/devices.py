@@ -19,17 +19,23 @@ __all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "named"]
 
 VARIABLE = "SM100_SIM_DEVICE"
 
+#: Of an SM, and of a CTA (CUDA programming guide, compute capabilities 9.0 and 10.x): registers;
+#: threads; bytes of shared memory, of an SM, of a CTA with and without opting in.
+REGISTER_FILE = 65_536
+MAX_THREADS = 1024
+SHARED_OF_AN_SM, SHARED_OPT_IN, SHARED_AT_FIRST = 233_472, 232_448, 49_152
+
 #: cudaDeviceAttr -> value, of those that all devices here share (CUDA runtime API).
 _COMMON = {
-    1: 1024,  # max threads per block
-    8: 49152,  # max shared memory per block without opt-in
+    1: MAX_THREADS,  # max threads per block
+    8: SHARED_AT_FIRST,  # max shared memory per block without opt-in
     10: 32,  # warp size
-    12: 65536,  # registers per block
+    12: REGISTER_FILE,  # registers per block
     39: 2048,  # threads per multiprocessor
-    81: 233472,  # shared memory per multiprocessor
-    82: 65536,  # registers per multiprocessor
+    81: SHARED_OF_AN_SM,  # shared memory per multiprocessor
+    82: REGISTER_FILE,  # registers per multiprocessor
     95: 1,  # cooperative launch
-    97: 232448,  # shared memory per block, opt-in
+    97: SHARED_OPT_IN,  # shared memory per block, opt-in
     106: 32,  # blocks per multiprocessor
     111: 1024,  # shared memory reserved by the system per block
     120: 1,  # cluster launch

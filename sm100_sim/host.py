@@ -29,6 +29,7 @@ import llvmlite.binding as llvm
 from . import devices
 from .arguments import tensor_ranges as tensor_ranges
 from .cubin import launch_registers, loaded_cubin, moving_registers
+from .devices import SHARED_AT_FIRST, SHARED_OPT_IN
 from .errors import LaunchError
 from .tensormap import encode, from_driver
 
@@ -42,8 +43,6 @@ ATTRIBUTE_NAMES = {
     11: "preferred_cluster_dimension",
 }
 _CLUSTER, _PREFERRED_CLUSTER = 4, 11
-#: Bytes of dynamic shared memory of a CTA that a kernel may have, and has without an attribute.
-SHARED_OPT_IN, SHARED_AT_FIRST = 232_448, 49_152
 #: cudaFuncAttribute values: most dynamic shared memory, non-portable cluster size allowed.
 _SHARED_LIMIT, _NON_PORTABLE = 8, 14
 

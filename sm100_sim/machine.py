@@ -21,12 +21,12 @@ from typing import Any
 
 from .barriers import (
     MAX_REGISTERS,
-    REGISTER_FILE,
     MBarrier,
     RegisterPool,
     most_registers,
     whole_granules,
 )
+from .devices import MAX_THREADS, REGISTER_FILE, SHARED_OF_AN_SM
 from .errors import (
     CtaExited,
     DivergenceError,
@@ -44,9 +44,6 @@ from .residency import Cluster, Cta, ResidentWarp
 from .trace import Trace
 from .warp import DEFAULT_BUDGET
 
-#: Shared memory of a CTA, the system's first KiB included (compute capability 10.0).
-SHARED_LIMIT = 233_472
-MAX_THREADS = 1024
 #: Threads in z; CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute
 #: Capability").
 MAX_BLOCK_Z = 64
@@ -168,10 +165,10 @@ class Machine:
             raise LaunchError(
                 f"{kernel.param_bytes} bytes of parameters; accepted are up to {MAX_PARAMETERS}"
             )
-        if self.shared_bytes > SHARED_LIMIT:
+        if self.shared_bytes > SHARED_OF_AN_SM:
             raise LaunchError(
                 f"{self.shared_bytes} bytes of shared memory a CTA, the system's 1024 included; "
-                f"the limit is {SHARED_LIMIT}"
+                f"the limit is {SHARED_OF_AN_SM}"
             )
 
     @functools.cached_property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def find_target(simulate: bool) -> Target:
     """The GPU of this machine, or the simulator; a process of its own asks the driver.
 
-    Raises ValueError for a driver that does not answer, or a GPU that the simulator does not know.
+    Raises ValueError for a driver that does not answer, one whose GPU cannot be used, or a GPU that
+    the simulator does not know.
     """
     if simulate:
         return simulated(devices.current())
@@ -62,9 +64,19 @@ def find_target(simulate: bool) -> Target:
         ) from None
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
-        print(f"no usable GPU ({last}); running in the simulator", file=sys.stderr)
+        if _has_driver():
+            raise ValueError(
+                f"this machine has NVIDIA's driver, but its GPU cannot be used: {last}; mend that "
+                "(cuda-bindings and numpy must be installed), or pass --simulate"
+            )
+        print(f"no GPU here ({last}); running in the simulator", file=sys.stderr)
         return simulated(devices.current())
     return Target.from_json(json.loads(asked.stdout))
+
+
+def _has_driver() -> bool:
+    """Whether this machine has, or should have, an NVIDIA GPU."""
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _kept_target(directory: Path) -> Target:

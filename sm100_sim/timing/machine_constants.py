@@ -145,6 +145,8 @@ def load(name: str = "b200") -> Machine:
         found[key] = Constant(
             value, low, high, entry["unit"], entry["source"], entry.get("fitted", False)
         )
+    if "basis" not in content:
+        raise ValueError(f"{path.name} does not say what its constants rest on: no \"basis\"")
     return Machine(content.get("name", path.stem), content["basis"], found)
 
 
@@ -155,6 +157,10 @@ def _read(path: Path) -> dict:
     if "constants" not in content:
         raise ValueError(f"{path.name} describes no machine: it has no \"constants\"")
     if "like" in content:
+        if content["like"] not in machines():
+            raise ValueError(
+                f"{path.name} is like {content['like']!r}; accepted: {', '.join(machines())}"
+            )
         other = _read(DATA / f"{content['like']}.json")["constants"]
         content = {**content, "constants": {**other, **content["constants"]}}
     return content

@@ -193,7 +193,12 @@ def _action(instruction: SassInstruction, kind: str | None) -> Action:
     if kind is not None:
         return ACTIONS.get(kind.split(".")[0], Action.NONE)
     if instruction.base == "MEMBAR":
-        return _FENCES[instruction.opcode.rsplit(".", 1)[-1]]
+        scope = instruction.opcode.rsplit(".", 1)[-1]
+        if scope not in _FENCES:
+            raise ValueError(
+                f"{instruction.text}: the model knows fences of {', '.join(_FENCES)} scope"
+            )
+        return _FENCES[scope]
     if instruction.base in _GLOBAL:
         return _GLOBAL[instruction.base]
     return Action.SHARED if _wavefronts(instruction) else Action.NONE

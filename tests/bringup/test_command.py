@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from fa4_hd256.__main__ import main
+from fa4_hd256.bringup import command
 
 pytestmark = pytest.mark.simulator
 
@@ -58,3 +60,17 @@ def test_the_simulator_is_called_what_it_passes_for(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("SM100_SIM_DEVICE", "h100")
     assert bringup(tmp_path, "--rungs", "machine") == 2
     assert "SM100_SIM_DEVICE is 'h100'; accepted are b200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("driver", [False, True], ids=["no driver", "driver"])
+def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(driver, monkeypatch, capsys):
+    """The simulator steps in only where there is no GPU at all."""
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: cuda.bindings")
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(command, "_has_driver", lambda: driver)
+    if driver:
+        with pytest.raises(ValueError, match="cannot be used: ModuleNotFoundError.*--simulate"):
+            command.find_target(simulate=False)
+        return
+    assert not command.find_target(simulate=False).is_gpu
+    assert "no GPU here (ModuleNotFoundError" in capsys.readouterr().err

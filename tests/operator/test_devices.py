@@ -207,3 +207,20 @@ def test_a_setting_that_is_refused_is_not_laid_to_another_gpu(monkeypatch):
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "148")
     with pytest.raises(ValueError, match="^FA4_HD256_RESERVED_SMS is 148"):
         backends.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_pairs,))
+
+
+def test_a_gpu_that_cannot_be_used_does_not_end_the_report(monkeypatch):
+    """`env` is for bug reports: each GPU has its line, whatever is wrong with one."""
+    two_gpus(monkeypatch, (10, 3))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: ("B200", "B300")[i])
+
+    def described(device):
+        if device.index == 1:
+            raise RuntimeError("it holds no CTA pair")
+        return gpu()
+
+    monkeypatch.setattr(backends, "cuda_gpu", described)
+    lines = backends.describe_gpus().splitlines()
+    assert "cuda:0: B200, 10.0: " in lines[1] and "cannot" not in lines[1]
+    assert lines[2] == "cuda:1: B300, 10.3: cannot be used: it holds no CTA pair"

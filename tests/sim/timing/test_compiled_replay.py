@@ -24,3 +24,13 @@ def test_kept_where_it_can_be(monkeypatch, tmp_path):
     monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
     assert signals.compiled(double)(3) == 6
     assert list(tmp_path.rglob("*.nbi"))
+
+
+def test_another_version_of_a_file_keeps_its_code_elsewhere(monkeypatch, tmp_path):
+    """numba itself would take the old code where a called function's file alone has changed."""
+    monkeypatch.setattr(caching.config, "CACHE_DIR", str(tmp_path))
+    for version in ("first", "second"):
+        monkeypatch.setattr(signals, "_version", lambda version=version: version)
+        signals.compiled(double)(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["replay-first", "replay-second"]
+    assert caching.config.CACHE_DIR == str(tmp_path)

@@ -1,5 +1,7 @@
 """Constants, and the closed forms of the tensor core against the published measurements."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -46,3 +48,15 @@ def test_draws_stay_in_range_and_repeat():
 def test_unknown_machine():
     with pytest.raises(ValueError, match="there are"):
         load("b100")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [({"like": "b200", "constants": {}}, "no \"basis\""),
+     ({"like": "b400", "basis": "a guess", "constants": {}}, "like 'b400'; accepted: b200")],
+)  # fmt: skip
+def test_a_file_that_describes_no_machine(content, complaint, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=complaint):
+        load(str(path))
