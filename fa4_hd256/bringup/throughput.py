@@ -1,4 +1,5 @@
-"""Throughput beside other kernels: `python -m bench throughput`, a process for each group."""
+"""Throughput beside other kernels: `python -m bench throughput`, a process for each group of cases,
+and of the dense ones, which are most, for each pair of heads: what a hang costs is one process."""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ from . import kernels
 from .outcome import Outcome, Target
 
 LIMIT = 1100
-#: Groups of bench's suite, and the tokens above which a case is left out of the first hour.
-_GROUPS = ("dense", "varlen", "window", "few KV heads", "unequal")
+#: Groups of bench's suite, with heads where a group is divided; the tokens above which a case is
+#: left out of the first hour.
+GROUPS = (
+    *(f"dense {heads}" for heads in ("32/2", "16/2", "24/4", "16/16", "8/8")),
+    "varlen", "window", "few KV heads", "unequal",
+)  # fmt: skip
 _TOKENS = 32768
 
 
@@ -30,23 +35,32 @@ def missing(target: Target) -> str:
 
 def items(target: Target) -> list[str]:
     """Directions and groups."""
-    return [f"{direction} {group}" for direction in ("forward", "backward") for group in _GROUPS]
+    return [f"{direction} {group}" for direction in ("forward", "backward") for group in GROUPS]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """One group; every provider that is installed: flash-attn-4, cuDNN through PyTorch, ours."""
-    direction, _, group = item.partition(" ")
+    direction, group, heads = selection(item)
     with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
         path = Path(directory, "table.json")
         command = [sys.executable, "-m", "bench", "throughput", "--direction", direction, "--group",
-                   group, "--max-tokens", str(_TOKENS), "--json", str(path)]
-        note(" ".join(command[1:7]))
+                   group, *heads, "--max-tokens", str(_TOKENS), "--json", str(path)]
+        note(" ".join(command[1:-4]))
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         if not path.exists():
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             return Outcome("fault", f"status {done.returncode}: {last}",
                            {"stderr": done.stderr[-4000:]})
         return judged(json.loads(path.read_text())["tables"])
+
+
+def selection(item: str) -> tuple[str, str, list[str]]:
+    """(direction, group, options of bench that choose the heads) of an item."""
+    direction, _, group = item.partition(" ")
+    if "/" not in group:
+        return direction, group, []
+    group, heads = group.rsplit(" ", 1)
+    return direction, group, ["--heads", heads]
 
 
 def judged(tables: list[dict]) -> Outcome:

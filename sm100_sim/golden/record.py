@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..tensormap import TENSORMAP_BYTES, TensorMap
-from .cases import KERNEL, TENSOR_MAPS, Case, all_cases, groups, save
+from .cases import KERNEL, TENSOR_MAPS, Case, Vectors, all_cases, groups, save
 from .tensormaps import requests
 
 #: Seconds a case may take, the start of its process included.
@@ -256,7 +256,8 @@ def record(directory: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
     """Record into `directory` all groups, or `only` some; returns failures, case name -> reason.
 
     The others stay as they are. Raises DriverError without a usable GPU, RuntimeError on one that
-    is not of compute capability 9.0 and ValueError for a group that does not exist.
+    is not of compute capability 9.0 and ValueError for a group that does not exist, or some groups
+    beside others that another GPU or driver recorded.
     """
     unknown = set(only) - set(groups(all_cases()))
     if unknown:
@@ -269,6 +270,8 @@ def record(directory: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
             f"{manifest['device']} has compute capability {manifest['capability']}; the kernels "
             "are for sm_90a, so record on a GPU of compute capability 9.0 (H100, H200)"
         )
+    if only:
+        same_origin(manifest, Vectors(directory).manifest)
     directory.mkdir(parents=True, exist_ok=True)
     if not only:
         _record_tensor_maps(gpu, directory)
@@ -280,6 +283,16 @@ def record(directory: Path, only: tuple[str, ...] = ()) -> dict[str, str]:
     count = len(recording.results)
     print(f"{count} of {len(recording.numbers)} cases recorded in {directory}", flush=True)
     return recording.failed
+
+
+def same_origin(manifest: dict, before: dict) -> None:
+    """ValueError where two manifests name different GPUs or drivers: one names all its vectors'."""
+    for what in ("device", "driver_cuda"):
+        if manifest[what] != before[what]:
+            raise ValueError(
+                f"the other groups were recorded with {what} {before[what]!r}, and here it is "
+                f"{manifest[what]!r}; record all groups, or these into another directory"
+            )
 
 
 class _Recording:

@@ -6,8 +6,6 @@ import json
 import subprocess
 from types import SimpleNamespace
 
-import pytest
-
 from bench.flash_attn_4 import PACKAGE
 from bench.providers import OURS
 from bench.results import BASIS, MACHINE, json_text
@@ -37,7 +35,7 @@ def run(monkeypatch, ours: dict, status: int):
         return SimpleNamespace(returncode=status, stderr="forward, the last case")
 
     monkeypatch.setattr(subprocess, "run", bench)
-    return throughput.run("forward dense", GPU, lambda text: None)
+    return throughput.run("forward dense 32/2", GPU, lambda text: None)
 
 
 def test_rates_of_both_are_drawn(monkeypatch):
@@ -47,6 +45,18 @@ def test_rates_of_both_are_drawn(monkeypatch):
     assert len(outcome.values["tables"]) == 2
     drawn = page._throughput({"forward dense": outcome.as_json()})
     assert drawn.count("<rect") == 4 and drawn.count("<h2>") == 1
+
+
+def test_the_items_are_the_suite():
+    """Every case is in exactly one item of a direction, and none has many."""
+    found = []
+    for item in throughput.items(GPU):
+        direction, group, heads = throughput.selection(item)
+        chosen = [case for case in cases([group]) if not heads or case.heads_text == heads[1]]
+        assert 0 < len(chosen) <= 20
+        assert min(sum(q for q, _ in case.lengths) for case in chosen) <= throughput._TOKENS
+        found += [(direction, case) for case in chosen]
+    assert len(found) == len(set(found)) == 2 * len(cases())
 
 
 def test_a_wrong_result_of_ours_is_told(monkeypatch):
@@ -62,9 +72,3 @@ def test_without_tables_the_last_words_are_told(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: dead)
     outcome = throughput.run("forward dense", GPU, lambda text: None)
     assert (outcome.state, outcome.text) == ("fault", "status -9: killed")
-
-
-@pytest.mark.parametrize("name", throughput._GROUPS)
-def test_every_group_has_cases_that_are_short_enough(name):
-    lengths = [sum(q for q, _ in case.lengths) for case in cases([name])]
-    assert min(lengths) <= throughput._TOKENS

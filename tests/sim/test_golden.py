@@ -163,6 +163,14 @@ def test_some_groups_can_be_recorded_again(tmp_path, capsys):
     assert "accepted are approximate" in capsys.readouterr().err
 
 
+def test_groups_of_another_gpu_are_not_put_beside_these():
+    """The manifest names one GPU and one driver for all vectors."""
+    here = VECTORS.manifest
+    record.same_origin({"device": here["device"], "driver_cuda": here["driver_cuda"]}, here)
+    with pytest.raises(ValueError, match="device 'NVIDIA H200', and here it is 'NVIDIA H100'"):
+        record.same_origin({**here, "device": "NVIDIA H100"}, here)
+
+
 def test_a_changed_case_is_noticed(tmp_path):
     case = CASES[0]
     other = Case(case.name, case.group, case.ptx + "\n", case.inputs, case.outputs)
