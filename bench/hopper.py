@@ -25,7 +25,7 @@ from sm100_sim.host import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.program import Compiled, build
-from sm100_sim.timing.replay import Replay, replay
+from sm100_sim.timing.replay import Replay, clocks_measured, replay
 from sm100_sim.timing.sass import disassemble
 
 from . import hopper_fences, hopper_kernels, hopper_pipeline
@@ -125,15 +125,8 @@ def program_of(kernel: Kernel) -> Compiled:
 
 
 def round_clocks(compiled: Compiled, run: Replay) -> float:
-    """Clocks between a warp's two readings of the clock, over the rounds; the slowest warp's."""
-    program = compiled.program
-    reads = np.array(["SR_CLOCK" in i.operands for i in compiled.function.instructions])
-    slowest = 0
-    for first, last in zip(program.first, program.last):
-        clocks = run.issued[first:last][reads[program.numbers[first:last]]]
-        if len(clocks):
-            slowest = max(slowest, int(clocks[-1] - clocks[0]))
-    return slowest / hopper_kernels.ROUNDS
+    """Clocks that a kernel measures, over its rounds."""
+    return clocks_measured(compiled, run) / hopper_kernels.ROUNDS
 
 
 COLUMNS = (

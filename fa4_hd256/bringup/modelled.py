@@ -69,7 +69,7 @@ def _replayed(ptx: str, kernel: Timed, report) -> float:
     from sm100_sim.launcher import translated_kernel
     from sm100_sim.timing.machine_constants import load
     from sm100_sim.timing.program import build
-    from sm100_sim.timing.replay import replay
+    from sm100_sim.timing.replay import clocks_measured, replay
     from sm100_sim.timing.sass import disassemble
 
     function = disassemble(_cubin(ptx))[ENTRY]
@@ -78,11 +78,4 @@ def _replayed(ptx: str, kernel: Timed, report) -> float:
                      report.shared_accesses)
     # One CTA or pair has L2 to itself.
     run = replay(compiled, load(MACHINE).values()._replace(sms=1.0))
-    program = compiled.program
-    reads = np.array(["SR_CLOCK" in i.operands for i in compiled.function.instructions])
-    slowest = 0
-    for first, last in zip(program.first, program.last):
-        times = run.issued[first:last][reads[program.numbers[first:last]]]
-        if len(times):
-            slowest = max(slowest, int(times[-1] - times[0]))
-    return slowest / kernel.rounds
+    return clocks_measured(compiled, run) / kernel.rounds

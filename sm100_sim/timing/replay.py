@@ -155,6 +155,19 @@ def replay(compiled: Compiled, values: Values, limit: int = LIMIT) -> Replay:
     )  # fmt: skip
 
 
+def clocks_measured(compiled: Compiled, run: Replay) -> int:
+    """Clocks between a warp's first and last reading of the clock, as a kernel that times itself
+    has them; the slowest warp's, 0 if none reads it."""
+    program = compiled.program
+    reads = np.array(["SR_CLOCK" in i.operands for i in compiled.function.instructions])
+    slowest = 0
+    for first, last in zip(program.first, program.last):
+        clocks = run.issued[first:last][reads[program.numbers[first:last]]]
+        if len(clocks):
+            slowest = max(slowest, int(clocks[-1] - clocks[0]))
+    return slowest
+
+
 def _stuck(compiled: Compiled, model: Model) -> list[str]:
     found = []
     for name, row in zip(compiled.warps, model.warp):
