@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:
-            module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+            module = importlib.import_module(f"{__package__}.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(main=module.main)
     parsed = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa4_hd256.config import HEAD_DIM
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)

@@ -10,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backward_config import BackwardConfig
-    from .config import ForwardConfig
     from .interface import flash_attn_func, flash_attn_varlen_func
+    from .kernels.blackwell.backward.config import BackwardConfig
+    from .kernels.blackwell.forward.config import ForwardConfig
 
 __all__ = ["BackwardConfig", "ForwardConfig", "flash_attn_func", "flash_attn_varlen_func"]
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
-_HOMES = {"BackwardConfig": "backward_config", "ForwardConfig": "config",
+_HOMES = {"BackwardConfig": "kernels.blackwell.backward.config",
+          "ForwardConfig": "kernels.blackwell.forward.config",
           "flash_attn_func": "interface", "flash_attn_varlen_func": "interface"}  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from . import environment
 
 
 def _parser() -> argparse.ArgumentParser:
-    from . import demo
+    from .check import demo
 
     parser = argparse.ArgumentParser(prog="python -m fa4_hd256", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bringup_parser() -> argparse.ArgumentParser:
     """A parser of its own: bringup also runs where CuTe DSL, which the others need, is missing."""
-    from .bringup import command
+    from .check.bringup import command
 
     parser = argparse.ArgumentParser(
         prog="python -m fa4_hd256 bringup", description=command.__doc__
@@ -40,8 +40,8 @@ def _bringup_parser() -> argparse.ArgumentParser:
 
 
 def _plan(_: argparse.Namespace) -> int:
-    from .backward_config import BackwardConfig
-    from .config import ForwardConfig
+    from .kernels.blackwell.backward.config import BackwardConfig
+    from .kernels.blackwell.forward.config import ForwardConfig
 
     print(ForwardConfig().describe())
     print()
@@ -50,8 +50,8 @@ def _plan(_: argparse.Namespace) -> int:
 
 
 def _env(_: argparse.Namespace) -> int:
-    from .backends import describe_gpus, simulator_cache
-    from .compile import disk_cache, versions
+    from .run.compile import disk_cache, versions
+    from .run.launch import describe_gpus, simulator_cache
 
     print(environment.describe())
     print()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import named_configs
-from .backward_config import BackwardConfig
-from .problem import Options, given_ragged
+from .call import named_configs
+from .call.forward_problem import Options, given_ragged
+from .kernels.blackwell.backward.config import BackwardConfig
 
 __all__ = ["backward", "gradients", "save_for_backward"]
 
@@ -47,7 +47,7 @@ def backward(
     wanted: whether dq, whether dk and dv, whether dsink are asked for; the others are empty.
     Bitwise the same for the same arguments. The other arguments are those of `forward`.
     """
-    from .backward import BackwardCall, Wanted, run_backward
+    from .run.backward import BackwardCall, Wanted, run_backward
 
     options = Options.check(softmax_scale, False, (window_left, window_right), softcap, use_clc)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import family
+from .gpus import family
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from . import named_configs
 from .autograd import gradients, save_for_backward
-from .backward_config import BackwardConfig
-from .config import ForwardConfig
-from .devices import Gpu
-from .problem import (
+from .call import named_configs
+from .call.forward_problem import (
     RAGGED,
     Options,
     Problem,
@@ -21,7 +18,10 @@ from .problem import (
     given_ragged,
     without_expanded_heads,
 )
-from .splits import BY_RULE, check_num_splits, divided
+from .call.splits import BY_RULE, check_num_splits, divided
+from .gpus.devices import Gpu
+from .kernels.blackwell.backward.config import BackwardConfig
+from .kernels.blackwell.forward.config import ForwardConfig
 
 UNBOUNDED = -1
 
@@ -217,8 +217,8 @@ def forward(
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
     is the backward's is used by autograd alone.
     """
-    from .backends import empty_results, gpu_of, run_forward
-    from .compile import compile_forward
+    from .run.compile import compile_forward
+    from .run.launch import empty_results, gpu_of, run_forward
 
     options = Options.check(
         softmax_scale, False, (window_left, window_right), softcap, use_clc

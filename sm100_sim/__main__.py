@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["record"]:
         return _record(arguments[1:])
     if arguments[:1] == ["fuzz"]:
-        from .fuzz.command import main as fuzz
+        from .tools.fuzz.command import main as fuzz
 
         return fuzz(arguments[1:])
     if arguments[:1] == ["litmus"]:
@@ -69,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _record(arguments: list[str]) -> int:
-    from .golden import DIRECTORY, all_cases, groups
-    from .golden.record import record
+    from .tools.golden import DIRECTORY, all_cases, groups
+    from .tools.golden.record import record
 
     parser = argparse.ArgumentParser(prog="python -m sm100_sim record", description=_RECORD)
     parser.add_argument("--out", type=Path, default=DIRECTORY,
@@ -85,8 +85,8 @@ def _record(arguments: list[str]) -> int:
 
 
 def _litmus(arguments: list[str]) -> int:
-    from .golden.litmus_run import run
-    from .golden.probes import PROBES
+    from .tools.golden.litmus_run import run
+    from .tools.golden.probes import PROBES
 
     parser = argparse.ArgumentParser(prog="python -m sm100_sim litmus", description=_LITMUS)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of what was found")
@@ -101,7 +101,7 @@ def _litmus(arguments: list[str]) -> int:
 def _mutate(choice: argparse.Namespace) -> int:
     from .attach import attached
     from .launcher import Options
-    from .mutation import Collector, captured
+    from .mutation.score import Collector, captured
 
     def write(line: str) -> None:
         print(line, flush=True)

@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 
 from . import devices
-from .blas import single_threaded
-from .codegen import CompiledKernel, translate
 from .errors import LaunchError, SimulationError
-from .events import EagerPolicy, LazyPolicy, RandomPolicy
-from .grid import Grid, clusters_are_independent, run_together
-from .host import HostProgram, LaunchConfig, tensor_ranges
+from .host.host_code import HostProgram, LaunchConfig, tensor_ranges
 from .isa import load_table
-from .machine import Machine
-from .memory import GlobalMemory
-from .native_machine import NativeMachine
-from .ptx import Kernel, parse_module
+from .ptx.parser import Kernel, parse_module
 from .report import Report, remember
+from .run.blas import single_threaded
+from .run.grid import Grid, clusters_are_independent, run_together
+from .run.machine import Machine
+from .run.native_machine import NativeMachine
 from .settings import read_settings
-from .tmem import COLUMNS, LANES
-from .trace import Trace
-from .warp import aligned_zeros
+from .state.events import EagerPolicy, LazyPolicy, RandomPolicy
+from .state.memory import GlobalMemory
+from .state.tmem import COLUMNS, LANES
+from .state.warp import aligned_zeros
+from .trace.records import Trace
+from .translate.kernel import CompiledKernel, translate
 
 #: Bytes that the state of the clusters resident by default may take.
 STATE_LIMIT = 1 << 30
@@ -270,7 +270,7 @@ def _run_in_threads(machines: list[Machine]) -> None:
 def _machine_type(options: Options) -> type[Machine]:
     if not options.sanitize:
         if options.trace:
-            from .traced_machine import TracedMachine
+            from .trace.machine import TracedMachine
 
             return TracedMachine
         return NativeMachine if options.seed is None else Machine

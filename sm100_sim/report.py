@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from .causes import Cause, causes_of
-from .trace import TraceEntry
+from .trace.records import TraceEntry
 
 #: How many reports of this process `last_reports` keeps.
 KEPT = 64

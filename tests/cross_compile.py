@@ -6,7 +6,7 @@ from collections import Counter
 import cutlass.cute as cute
 from cutlass.cutlass_dsl import CuTeDSL
 
-from sm100_sim.host import keeping_ptx, ptx_of
+from sm100_sim.host.host_code import keeping_ptx, ptx_of
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from fa4_hd256 import native_cache
-from fa4_hd256.native_cache import NativeCache, writable_by_others
+from fa4_hd256.run import native_cache
+from fa4_hd256.run.native_cache import NativeCache, writable_by_others
 
 SOURCE = Path(native_cache.__file__)
 NAME, HEADER, PARTS = "entry.o", {"function": "f"}, [b"object" * 1000, b"", b"text"]

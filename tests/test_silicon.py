@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fa4_hd256.bringup import rungs as bringup
-from sm100_sim import golden
+from fa4_hd256.check.bringup import rungs as bringup
+from sm100_sim.tools import golden
 
 RUNGS = {rung.name for rung in bringup.RUNGS}
 ROOT = Path(__file__).parent.parent

@@ -45,7 +45,7 @@ ALLOWED = {
     "bench": {"fa4_hd256", "schedulers", "softmax_emu", "sm100_sim"},
 }
 # Only these files of the operator know the simulator: where it launches, and its checks.
-KNOW_THE_SIMULATOR = ("fa4_hd256/backends.py", "fa4_hd256/demo.py", "fa4_hd256/bringup/")
+KNOW_THE_SIMULATOR = ("fa4_hd256/run/launch.py", "fa4_hd256/check/")
 
 
 def tree(source: str) -> ast.Module:
@@ -60,7 +60,7 @@ def functions(source: str):
     for node in ast.walk(tree(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             names = [argument.arg for argument in node.args.args]
-            is_kernel_file = re.fullmatch(r"fa4_hd256/(forward|backward)\w*\.py", source)
+            is_kernel_file = re.fullmatch(r"fa4_hd256/kernels/.*\.py", source)
             yield node, bool(is_kernel_file) and names == ["self", "context"]
 
 

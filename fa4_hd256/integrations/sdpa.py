@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import named_configs
-from ..autograd import backward
-from ..backward_config import BackwardConfig
-from ..interface import flash_attn_varlen_func
-from ..problem import Options
+from fa4_hd256.autograd import backward
+from fa4_hd256.call import named_configs
+from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.interface import flash_attn_varlen_func
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 
 NAME = "fa4_hd256"
 

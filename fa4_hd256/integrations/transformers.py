@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..interface import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 
 #: Without "flash" in it: transformers treats such names as releases of flash-attn.
 NAME = "fa4_hd256"

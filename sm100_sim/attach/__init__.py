@@ -15,13 +15,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .. import devices
-from ..arguments import tensor_ranges
-from ..errors import LaunchError, SimulationError
-from ..host import HostProgram, LaunchConfig, keeping_ptx
-from ..launcher import Options, run_host_code
-from ..report import Report
-from ..settings import read_settings
+from sm100_sim import devices
+from sm100_sim.errors import LaunchError, SimulationError
+from sm100_sim.host.arguments import tensor_ranges
+from sm100_sim.host.host_code import HostProgram, LaunchConfig, keeping_ptx
+from sm100_sim.launcher import Options, run_host_code
+from sm100_sim.report import Report
+from sm100_sim.settings import read_settings
+
 from .live import pointer_ranges
 from .patch import Patch, applied
 

@@ -14,7 +14,8 @@ from typing import Any
 import cuda.bindings.driver as driver
 import cuda.bindings.runtime as runtime
 
-from .. import devices
+from sm100_sim import devices
+
 from .patch import Patch
 
 CUDA_VERSION = 13000

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import possible_addresses
+from sm100_sim.host.arguments import possible_addresses
 
 _MAX_DEPTH = 4
 

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..causes import causes_of, listed
-from ..errors import SimulationError
-from ..report import Report
+from sm100_sim.causes import causes_of, listed
+from sm100_sim.errors import SimulationError
+from sm100_sim.report import Report
+
 from . import Session, attached
 
 _HELP = """usage: python -m sm100_sim SCRIPT.py [args...]

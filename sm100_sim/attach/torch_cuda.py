@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.utils._device
 
-from .. import devices
+from sm100_sim import devices
+
 from .patch import ABSENT, Patch
 from .scaled_mm import scaled_mm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 #: Modules whose import registers their rows in the table.
-MODULES = ("arithmetic", "calls", "clc", "copy_async", "mma_sync", "order", "store_async",
+MODULES = ("arithmetic.integer", "calls", "clc", "copy_async", "mma_sync", "order", "store_async",
            "sync", "tcgen05", "tcgen05_copy", "tcgen05_data", "tensormap_ops", "tma")
 
 

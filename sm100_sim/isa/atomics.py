@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned
-from sm100_sim.isa.shared import require_own
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.ptx import Instruction, Operand
-from sm100_sim.tiles import decrement, flushing_add, increment
-from sm100_sim.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
+from sm100_sim.ptx.parser import Instruction, Operand
+from sm100_sim.state.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
+
+from .shared import require_own
+from .table import machine_op, split_modifiers, unknown
+from .tiles import decrement, flushing_add, increment
 
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel", "")
 _SCOPES = ("cta", "cluster", "gpu", "sys", "")

@@ -13,9 +13,10 @@ import struct
 import sys
 
 from sm100_sim.errors import MemoryFault, SimulationError
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.ptx import MODULE_DATA_WINDOW
-from sm100_sim.warp import LOCAL_WINDOW, Warp, reader, writer
+from sm100_sim.ptx.parser import MODULE_DATA_WINDOW
+from sm100_sim.state.warp import LOCAL_WINDOW, Warp, reader, writer
+
+from .table import machine_op, unknown
 
 _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d*)(?:\.(\*|\d*))?(hh|h|ll|l|z|j|t)?(.)", re.S)
 _LONG = ("l", "ll", "z", "j", "t")

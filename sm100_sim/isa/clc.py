@@ -30,9 +30,10 @@ import functools
 import numpy as np
 
 from sm100_sim.errors import BarrierError, ClcError
-from sm100_sim.isa.shared import shared_address, submit
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.warp import lane_array, predicate_writer, reader, vector_writer, writer
+from sm100_sim.state.warp import lane_array, predicate_writer, reader, vector_writer, writer
+
+from .shared import shared_address, submit
+from .table import machine_op, split_modifiers, unknown
 
 RESPONSE_BYTES = 16
 #: The bit of word 2 that tells whether a cluster was cancelled.

@@ -12,12 +12,13 @@ import ctypes
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned
-from sm100_sim.events import Waiting
-from sm100_sim.isa.shared import submit
-from sm100_sim.isa.sync import barrier_groups
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.isa.tma import thread_groups
-from sm100_sim.warp import SHARED_WINDOW, Warp, lane_array, predicate_reader, reader
+from sm100_sim.state.events import Waiting
+from sm100_sim.state.warp import SHARED_WINDOW, Warp, lane_array, predicate_reader, reader
+
+from .shared import submit
+from .sync import barrier_groups
+from .table import machine_op, split_modifiers, unknown
+from .tma import thread_groups
 
 _PREFETCH = ("L2::64B", "L2::128B", "L2::256B", "")
 _TABLE = "cp.async"

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sm100_sim import tensor_core
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.warp import ALL_LANES, vector_reader, vector_writer
+from sm100_sim.state.warp import ALL_LANES, vector_reader, vector_writer
+
+from . import tensor_core
+from .table import machine_op, split_modifiers, unknown
 
 #: Bytes of an element of A or B.
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1, "f64": 8}

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 
 from sm100_sim.errors import Misaligned
-from sm100_sim.events import YIELD
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.warp import reader
+from sm100_sim.state.events import YIELD
+from sm100_sim.state.warp import reader
+
+from .table import machine_op, split_modifiers, unknown
 
 _SCOPES = "(?:cta|cluster|gpu|sys)"
 #: Everything that may follow `fence` (PTX ISA 9.3, "membar, fence": syntax).

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from sm100_sim.errors import MemoryFault, SimulationError
-from sm100_sim.events import AsyncOp, Touches
-from sm100_sim.warp import SHARED_WINDOW, Warp, address, uniform
+from sm100_sim.state.events import AsyncOp, Touches
+from sm100_sim.state.warp import SHARED_WINDOW, Warp, address, uniform
 
 
 def shared_address(operand, generic: bool = False) -> Callable[[Warp, int], int]:

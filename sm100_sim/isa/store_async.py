@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from sm100_sim.errors import BarrierError, MemoryFault, Misaligned
-from sm100_sim.isa.atomics import combiner, lane_source
-from sm100_sim.isa.shared import submit
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.warp import Warp, reader
+from sm100_sim.state.warp import Warp, reader
+
+from .atomics import combiner, lane_source
+from .shared import submit
+from .table import machine_op, split_modifiers, unknown
 
 _SPACE = ("shared::cluster", "")
 _COMPLETION = "mbarrier::complete_tx::bytes"

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sm100_sim import barriers
-from sm100_sim.barriers import MBarrier
 from sm100_sim.errors import MemoryFault
-from sm100_sim.events import YIELD, Waiting
-from sm100_sim.isa.shared import require_own, shared_address
-from sm100_sim.isa.table import machine_op, split_modifiers, unknown
-from sm100_sim.warp import (
+from sm100_sim.state import barriers
+from sm100_sim.state.barriers import MBarrier
+from sm100_sim.state.events import YIELD, Waiting
+from sm100_sim.state.warp import (
     SHARED_WINDOW,
     Warp,
     predicate_reader,
@@ -24,6 +22,9 @@ from sm100_sim.warp import (
     uniform,
     writer,
 )
+
+from .shared import require_own, shared_address
+from .table import machine_op, split_modifiers, unknown
 
 _SPACE = ("shared", "shared::cta", "shared::cluster", "")
 _OWN_SPACE = ("shared", "shared::cta", "")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sm100_sim.errors import UnknownInstruction
-from sm100_sim.ptx import Instruction
+from sm100_sim.ptx.parser import Instruction
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from sm100_sim import minifloat, tensor_core
-from sm100_sim.descriptors import (
-    KINDS,
-    InstructionDescriptor,
-    decode_instruction,
-    decode_matrix,
-)
 from sm100_sim.errors import (
     MemoryFault,
     Misaligned,
@@ -28,12 +21,15 @@ from sm100_sim.errors import (
     TmemError,
     UnknownInstruction,
 )
-from sm100_sim.events import Waiting
-from sm100_sim.isa.shared import shared_address, submit
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.tensor_core import Mma
-from sm100_sim.tmem import LANES
-from sm100_sim.warp import predicate_reader, uniform
+from sm100_sim.state.events import Waiting
+from sm100_sim.state.tmem import LANES
+from sm100_sim.state.warp import predicate_reader, uniform
+
+from . import minifloat, tensor_core
+from .descriptors import KINDS, InstructionDescriptor, decode_instruction, decode_matrix
+from .shared import shared_address, submit
+from .table import machine_op, unknown
+from .tensor_core import Mma
 
 _GROUPS = {"cta_group::1": 1, "cta_group::2": 2}
 

@@ -12,13 +12,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from sm100_sim.descriptors import decode_matrix, swizzled
 from sm100_sim.errors import MemoryFault, TmemError
-from sm100_sim.isa.shared import submit
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.isa.tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
-from sm100_sim.tmem import LANES, split_address
-from sm100_sim.warp import uniform
+from sm100_sim.state.tmem import LANES, split_address
+from sm100_sim.state.warp import uniform
+
+from .descriptors import decode_matrix, swizzled
+from .shared import submit
+from .table import machine_op, unknown
+from .tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
 
 
 @dataclass(frozen=True)

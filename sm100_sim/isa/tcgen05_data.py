@@ -18,9 +18,10 @@ from functools import lru_cache
 import numpy as np
 
 from sm100_sim.errors import TmemError
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.tmem import split_address
-from sm100_sim.warp import ALL_LANES, lowest_lane, reader, vector_reader, vector_writer
+from sm100_sim.state.tmem import split_address
+from sm100_sim.state.warp import ALL_LANES, lowest_lane, reader, vector_reader, vector_writer
+
+from .table import machine_op, unknown
 
 
 @dataclass(frozen=True)

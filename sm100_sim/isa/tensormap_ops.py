@@ -1,6 +1,6 @@
 """tensormap.replace and tensormap.cp_fenceproxy: TMA descriptors made or changed by a kernel.
 
-PTX ISA, "tensormap.replace" and "tensormap.cp_fenceproxy". The fields lie as `sm100_sim.tensormap`
+PTX ISA, "tensormap.replace" and "tensormap.cp_fenceproxy". The fields lie as `state.tensormap`
 decodes them; they are written one by one, so a descriptor need not be valid before its last field.
 """
 
@@ -12,10 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
-from sm100_sim.isa.shared import shared_address
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.tensormap import TENSORMAP_BYTES
-from sm100_sim.warp import SHARED_WINDOW, Warp, address, uniform
+from sm100_sim.state.tensormap import TENSORMAP_BYTES
+from sm100_sim.state.warp import SHARED_WINDOW, Warp, address, uniform
+
+from .shared import shared_address
+from .table import machine_op, unknown
 
 #: Field -> (word, lowest bit, bits, what is subtracted first) for each dimension of it.
 _PLACES = {

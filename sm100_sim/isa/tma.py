@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim import tiles
 from sm100_sim.errors import BarrierError, MemoryFault, Misaligned, SimulationError
-from sm100_sim.events import AsyncOp, Waiting
-from sm100_sim.isa.shared import shared_address, submit
-from sm100_sim.isa.table import machine_op, unknown
-from sm100_sim.tensormap import PADDED, TENSORMAP_BYTES, TensorMap, decode
-from sm100_sim.warp import address, reader, uniform
+from sm100_sim.state.events import AsyncOp, Waiting
+from sm100_sim.state.tensormap import PADDED, TENSORMAP_BYTES, TensorMap, decode
+from sm100_sim.state.warp import address, reader, uniform
+
+from . import tiles
+from .shared import shared_address, submit
+from .table import machine_op, unknown
 
 _HINTS = {"L2::cache_hint"}
 _OFFSET = 0xFFFFFF

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sm100_sim.warp import SHARED_WINDOW
+from sm100_sim.state.warp import SHARED_WINDOW
 
 from .barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
 from .copies import bulk_group, tile_load, tile_store

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sm100_sim.barriers import MBarrier
+from sm100_sim.state.barriers import MBarrier
 
 from .records import ROLES, BarrierRecord
 

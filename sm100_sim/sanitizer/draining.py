@@ -7,7 +7,6 @@ left to Python.
 
 from __future__ import annotations
 
-from sm100_sim.codegen_log import LOG_HEADER, LOG_RECORD
 from sm100_sim.native.language import (
     boolean,
     copy,
@@ -20,6 +19,7 @@ from sm100_sim.native.language import (
     u64,
 )
 from sm100_sim.native.layout import Context
+from sm100_sim.translate.access_log import LOG_HEADER, LOG_RECORD
 
 from .clocks import AGENTS_OF_A_WARP
 from .records import (

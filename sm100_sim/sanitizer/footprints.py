@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim import tensor_core
-from sm100_sim.descriptors import gather_plan
+from sm100_sim.isa import tensor_core
+from sm100_sim.isa.descriptors import gather_plan
 from sm100_sim.isa.tcgen05_data import Form, fragment
-from sm100_sim.tensor_core import Mma
-from sm100_sim.tmem import split_address
+from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.state.tmem import split_address
 
 #: TMEM lanes in a granule of its shadow.
 LANES_OF_A_GRANULE = 16

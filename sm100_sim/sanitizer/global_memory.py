@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sm100_sim.tiles import window
+from sm100_sim.isa.tiles import window
 
 from . import findings
 from .findings import Finding, place

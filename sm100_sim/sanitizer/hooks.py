@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.codegen_blocks import operand_registers
 from sm100_sim.isa.copy_async import shared_targets
 from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.tcgen05_data import form_of, locator
-from sm100_sim.warp import (
+from sm100_sim.state.warp import (
     SHARED_WINDOW,
     address,
     lane_array,
@@ -26,6 +25,7 @@ from sm100_sim.warp import (
     reader,
     uniform,
 )
+from sm100_sim.translate.blocks import operand_registers
 
 from .clocks import BULK, COPY, LOAD, STORE
 from .footprints import fragment_regions

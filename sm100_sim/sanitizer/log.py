@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from sm100_sim.codegen_log import LOG_HEADER, LOG_RECORD
-from sm100_sim.warp import aligned_zeros
+from sm100_sim.state.warp import aligned_zeros
+from sm100_sim.translate.access_log import LOG_HEADER, LOG_RECORD
 
 RECORDS = 512
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sm100_sim.barriers import MBarrier
-from sm100_sim.events import AsyncOp
-from sm100_sim.machine import Machine
-from sm100_sim.residency import Cluster, Cta, ResidentWarp
+from sm100_sim.run.machine import Machine
+from sm100_sim.run.residency import Cluster, Cta, ResidentWarp
+from sm100_sim.state.barriers import MBarrier
+from sm100_sim.state.events import AsyncOp
 
 from .barriers import WatchedBarrier
 from .findings import Finding

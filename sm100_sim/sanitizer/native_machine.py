@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.barriers import MBarrier
-from sm100_sim.codegen import native_engine
-from sm100_sim.codegen_blocks import TRAP
 from sm100_sim.native.compiler import module_text
 from sm100_sim.native.forms import operation_of
 from sm100_sim.native.layout import Barrier, Context
 from sm100_sim.native.products import CHAIN_IN_PYTHON
-from sm100_sim.native_machine import NativeMachine
-from sm100_sim.residency import Cluster, Cta, ResidentWarp
+from sm100_sim.run.native_machine import NativeMachine
+from sm100_sim.run.residency import Cluster, Cta, ResidentWarp
+from sm100_sim.state.barriers import MBarrier
+from sm100_sim.translate.blocks import TRAP
+from sm100_sim.translate.kernel import native_engine
 
 from .barriers import WatchedBarrier
 from .draining import drain_log

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.errors import LaunchError
-from sm100_sim.events import AsyncOp
+from sm100_sim.state.events import AsyncOp
 
 from . import findings, footprints
 from .barriers import WatchedBarrier

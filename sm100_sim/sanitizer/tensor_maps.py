@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sm100_sim.tensormap import TENSORMAP_BYTES
+from sm100_sim.state.tensormap import TENSORMAP_BYTES
 
 from . import findings
 from .findings import Finding

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.codegen import CompiledKernel
+from sm100_sim.translate.kernel import CompiledKernel
 
 from .sass import SassFunction
 

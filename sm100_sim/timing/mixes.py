@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.codegen import CompiledKernel
-from sm100_sim.codegen_blocks import operand_registers, uses_and_definitions
+from sm100_sim.translate.blocks import operand_registers, uses_and_definitions
+from sm100_sim.translate.kernel import CompiledKernel
 
 from .sass import SassFunction
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.host import HostProgram, LaunchConfig, tensor_ranges
+from sm100_sim.host.host_code import HostProgram, LaunchConfig, tensor_ranges
 from sm100_sim.launcher import Options, run_host_code, translated_kernel
 from sm100_sim.report import Report
-from sm100_sim.trace import TraceEntry
+from sm100_sim.trace.records import TraceEntry
 
 from .critical import CriticalPath, labels_of, words
 from .machine_constants import Machine, Values, load

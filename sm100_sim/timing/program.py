@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sm100_sim.codegen import CompiledKernel
+from sm100_sim.translate.kernel import CompiledKernel
 
 from .conflicts import Wavefronts, accesses_before, block_accesses
 from .events import ptx_kind

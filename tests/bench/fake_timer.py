@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from bench.measuring import Gpu, State
+from bench.measure.timer import Gpu, State
 
 
 class FakeTimer:

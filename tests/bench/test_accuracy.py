@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from bench import accuracy
 from bench.__main__ import main
+from bench.commands import accuracy
 from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 pytestmark = pytest.mark.simulator

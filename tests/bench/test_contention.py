@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import contention, modelled
-from bench.replays import Paths
+from bench.commands import contention
+from bench.model import forward as modelled
+from bench.model.replays import Paths
 from bench.suite import FORWARD, Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from bench import ex2_sweep, modelled
 from bench.__main__ import main
-from bench.ex2_sweep import Error, Times
-from bench.replays import Paths
-from fa4_hd256 import tuning
-from fa4_hd256.config import ForwardConfig
+from bench.commands import ex2_sweep
+from bench.commands.ex2_sweep import Error, Times
+from bench.model import forward as modelled
+from bench.model.replays import Paths
+from fa4_hd256.kernels.blackwell import tuning
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.results import modelled_machine
+from bench.tables.results import modelled_machine
 from sm100_sim.timing.machine_constants import load, machines
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "timing.md"

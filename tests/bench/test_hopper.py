@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("numba")
 pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
 
-from bench import fences, hopper
+from bench.commands import fences, hopper
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.replay import replay
 

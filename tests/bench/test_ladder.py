@@ -9,11 +9,13 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from bench import ladder, modelled, workload
 from bench.__main__ import main
-from bench.measuring import Sampling, State
-from bench.providers import PyTorchSdpa
-from bench.replays import Paths
+from bench.commands import ladder
+from bench.measure.providers import PyTorchSdpa
+from bench.measure.timer import Sampling, State
+from bench.model import forward as modelled
+from bench.model import workload
+from bench.model.replays import Paths
 from bench.suite import Case
 from fa4_hd256 import ForwardConfig
 from sm100_sim.timing.problem import TileCosts

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from bench import modelled, replays
-from bench.modelled import Kernel, Shape
-from bench.replays import Paths, Replayed, kept, path_figures
+from bench.model import forward as modelled
+from bench.model import replays
+from bench.model.forward import Kernel, Shape
+from bench.model.replays import Paths, Replayed, kept, path_figures
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import sm100_sim
-from bench import flash_attn_4, modelled_backward
-from bench.backward_plan import Portion, plan
-from bench.backward_tiles import DKDV, DQ, DQ_PRODUCT, DS, ROW, Order, dkdv_tiles, dq_tiles
-from bench.modelled_backward import Backward
-from bench.replays import Paths, Replayed
+from bench.model import backward as modelled_backward
+from bench.model.backward import Backward
+from bench.model.backward_plan import Portion, plan
+from bench.model.backward_tiles import DKDV, DQ, DQ_PRODUCT, DS, ROW, Order, dkdv_tiles, dq_tiles
+from bench.model.replays import Paths, Replayed
+from bench.model.workload import Kind
+from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
-from bench.workload import Kind
-from fa4_hd256.reference import visible
+from fa4_hd256.check.reference import visible
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("cutlass")
 
 import sm100_sim
-from bench import profile
 from bench.__main__ import main
+from bench.commands import profile
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import flash_attn_func
 

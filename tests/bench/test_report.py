@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bench import results
 from bench.__main__ import main
-from bench.results import Column, Plot, Table
+from bench.tables import results
+from bench.tables.results import Column, Plot, Table
 
 pytest.importorskip("cutlass")
 

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from bench import __main__ as command_line
-from bench import results
-from bench.results import Column, Plot, Table
+from bench.tables import results
+from bench.tables.results import Column, Plot, Table
 
 pytest.importorskip("cutlass")
 

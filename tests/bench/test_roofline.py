@@ -8,10 +8,12 @@ import torch
 pytest.importorskip("cutlass")
 
 import sm100_sim
-from bench import demand, intensity, roofline
 from bench.__main__ import main
+from bench.commands import intensity, roofline
+from bench.model import demand
 from bench.suite import BACKWARD, FORWARD, Case
-from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func, reference
+from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
+from fa4_hd256.check import reference
 from sm100_sim.timing.machine_constants import load
 from softmax_emu.pattern import Ex2Pattern
 

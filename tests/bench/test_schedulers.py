@@ -7,8 +7,10 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import modelled, schedulers, suite
-from bench.replays import Paths
+from bench import suite
+from bench.commands import schedulers
+from bench.model import forward as modelled
+from bench.model.replays import Paths
 from bench.suite import BACKWARD, FORWARD, Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts

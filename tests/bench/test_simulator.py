@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from bench import simulator, translation
 from bench.__main__ import main
-from sm100_sim import codegen
+from bench.commands import simulator
+from bench.commands import simulator_translation as translation
+from sm100_sim.translate import kernel as codegen
 
 pytestmark = pytest.mark.simulator
 pytest.importorskip("cutlass")

@@ -7,9 +7,11 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import modelled, splits, workload
-from bench.predicting import Predicted
-from bench.replays import Paths
+from bench.commands import splits
+from bench.model import forward as modelled
+from bench.model import workload
+from bench.model.predictor import Predicted
+from bench.model.replays import Paths
 from bench.suite import Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts

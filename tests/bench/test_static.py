@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import pytest
 
-from bench import flash_attn_4, static
 from bench.__main__ import main
-from bench.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
+from bench.commands import static
+from bench.model.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
+from bench.peers import flash_attn_4
 from sm100_sim.timing.sass import Control, SassFunction, SassInstruction
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from bench import flash_attn_4, static_backward
 from bench.__main__ import main
+from bench.commands import static_backward
+from bench.peers import flash_attn_4
 
 pytestmark = pytest.mark.simulator
 

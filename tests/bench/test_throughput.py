@@ -8,13 +8,18 @@ import pytest
 import torch
 from fake_timer import FakeTimer
 
-from bench import checking, measuring, predicting, providers, suite, throughput, workload
+from bench import suite
 from bench.__main__ import main
-from bench.measuring import Sampling, State
-from bench.predicting import Predicted
-from bench.replays import Paths
+from bench.commands import throughput
+from bench.measure import checking, providers
+from bench.measure import timer as measuring
+from bench.measure.timer import Sampling, State
+from bench.model import predictor as predicting
+from bench.model import workload
+from bench.model.predictor import Predicted
+from bench.model.replays import Paths
 from bench.suite import BACKWARD, FORWARD, Case
-from fa4_hd256 import reference
+from fa4_hd256.check import reference
 from sm100_sim.timing.machine_constants import load
 
 pytest.importorskip("cutlass")

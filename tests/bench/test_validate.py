@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from bench import modelled, modelled_backward, validate, workload
-from bench.replays import Replayed
-from bench.results import draw
+from bench.commands import validate
+from bench.model import backward as modelled_backward
+from bench.model import forward as modelled
+from bench.model import workload
+from bench.model.replays import Replayed
 from bench.suite import BACKWARD
+from bench.tables.results import draw
 from sm100_sim.timing.machine_constants import load
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench import modelled, workload
+from bench.model import forward as modelled
+from bench.model import workload
 from bench.suite import Case
-from fa4_hd256.reference import visible
+from fa4_hd256.check.reference import visible
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fa4_hd256.bringup import page, report
-from fa4_hd256.bringup.outcome import Target
-from fa4_hd256.bringup.runner import Run
+from fa4_hd256.check.bringup import page, report
+from fa4_hd256.check.bringup.outcome import Target
+from fa4_hd256.check.bringup.runner import Run
 
 pytestmark = pytest.mark.simulator
 

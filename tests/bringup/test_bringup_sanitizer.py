@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from fa4_hd256.bringup import sanitizer
-from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup import sanitizer
+from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
 
 pytestmark = pytest.mark.simulator
 

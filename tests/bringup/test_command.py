@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from fa4_hd256.__main__ import main
-from fa4_hd256.bringup import command
+from fa4_hd256.check.bringup import command
 
 pytestmark = pytest.mark.simulator
 

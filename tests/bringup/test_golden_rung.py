@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fa4_hd256.bringup import golden as rung
-from fa4_hd256.bringup import gpu
-from fa4_hd256.bringup.outcome import SIMULATOR, Target
-from sm100_sim import golden
-from sm100_sim.golden.record import DriverError
+from fa4_hd256.check.bringup import golden as rung
+from fa4_hd256.check.bringup import gpu
+from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
+from sm100_sim.tools import golden
+from sm100_sim.tools.golden.record import DriverError
 
 pytestmark = pytest.mark.simulator
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fa4_hd256
-from fa4_hd256 import reference
-from fa4_hd256.bringup import kernels
-from fa4_hd256.bringup.kernels import Call
-from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check import reference
+from fa4_hd256.check.bringup import kernels
+from fa4_hd256.check.bringup.kernels import Call
+from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
 
 pytestmark = pytest.mark.simulator
 

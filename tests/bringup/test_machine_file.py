@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fa4_hd256.bringup import report
-from fa4_hd256.bringup.outcome import SIMULATOR, Target
-from fa4_hd256.bringup.runner import Run
+from fa4_hd256.check.bringup import report
+from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup.runner import Run
 from sm100_sim.timing.machine_constants import load
 
 pytestmark = pytest.mark.simulator

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa4_hd256.bringup import machine
+from fa4_hd256.check.bringup import machine
 
 pytestmark = pytest.mark.simulator
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fa4_hd256.bringup import micro, micro_memory, micro_rates, micro_tensor, modelled
-from fa4_hd256.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup import micro, micro_memory, micro_rates, micro_tensor, modelled
+from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
 from sm100_sim.timing.machine_constants import Values, load
 
 pytestmark = pytest.mark.simulator

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fa4_hd256.bringup import rules as rung
-from fa4_hd256.bringup.outcome import Target
-from sm100_sim import golden
+from fa4_hd256.check.bringup import rules as rung
+from fa4_hd256.check.bringup.outcome import Target
+from sm100_sim.tools import golden
 
 pytestmark = pytest.mark.simulator
 

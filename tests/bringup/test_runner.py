@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa4_hd256.bringup import child, outcome, report, rungs, runner
-from fa4_hd256.bringup.outcome import SIMULATOR, Outcome, Target
-from fa4_hd256.bringup.runner import Run, Stopped, read_results
-from sm100_sim import codegen
+from fa4_hd256.check.bringup import child, outcome, report, rungs, runner
+from fa4_hd256.check.bringup.outcome import SIMULATOR, Outcome, Target
+from fa4_hd256.check.bringup.runner import Run, Stopped, read_results
+from sm100_sim.translate import kernel as codegen
 
 pytestmark = pytest.mark.simulator
 

@@ -6,13 +6,13 @@ import json
 import subprocess
 from types import SimpleNamespace
 
-from bench.flash_attn_4 import PACKAGE
-from bench.providers import OURS
-from bench.results import BASIS, MACHINE, json_text
+from bench.commands.throughput import _row, summary, table
+from bench.measure.providers import OURS
+from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import cases
-from bench.throughput import _row, summary, table
-from fa4_hd256.bringup import page, throughput
-from fa4_hd256.bringup.outcome import Target
+from bench.tables.results import BASIS, MACHINE, json_text
+from fa4_hd256.check.bringup import page, throughput
+from fa4_hd256.check.bringup.outcome import Target
 
 GPU = Target("gpu", "a B200", (10, 0), 148)
 FAST = {"status": "ok", "tflops": 1500.0, "tflops_low": 1490.0, "tflops_high": 1510.0}

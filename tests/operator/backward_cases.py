@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fa4_hd256 import flash_attn_func, reference
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.check import reference
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

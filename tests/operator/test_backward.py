@@ -11,7 +11,8 @@ import pytest
 import torch
 from backward_cases import accurate, check, gradients, inputs
 
-from fa4_hd256 import BackwardConfig, backward, flash_attn_func
+from fa4_hd256 import BackwardConfig, flash_attn_func
+from fa4_hd256.run import backward
 from softmax_emu.pattern import Ex2Pattern
 
 # A tile of dQ is 256 queries of a CTA pair, one of dK and dV 128 keys; a step multiplies the two.

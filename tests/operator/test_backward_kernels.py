@@ -11,12 +11,12 @@ from backward_cases import gradients, inputs
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig
-from fa4_hd256.backward_config import BackwardWarpPlan
-from fa4_hd256.backward_problem import GradientClass
-from fa4_hd256.compile import compile_kernel
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import ProblemClass
-from fa4_hd256.resources import resource_usage
+from fa4_hd256.call.backward_problem import GradientClass
+from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
 
 pytestmark = pytest.mark.simulator
 

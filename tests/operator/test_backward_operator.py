@@ -8,9 +8,10 @@ from backward_cases import accurate, gradients, inputs
 from gpus import gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa4_hd256 import BackwardConfig, backward, flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.backward_config import DqProductPlan
-from fa4_hd256.backward_problem import choose_splits
+from fa4_hd256 import BackwardConfig, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.call.backward_problem import choose_splits
+from fa4_hd256.kernels.blackwell.backward.config import DqProductPlan
+from fa4_hd256.run import backward
 
 #: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
 PLAIN = (None, None, None, None, None, None, None, False, "")
@@ -223,7 +224,7 @@ def refuse_reading(monkeypatch):
 
 def test_no_host_synchronisation(device, monkeypatch):
     """Nothing of the operator's own reads a tensor; checks of contents are for the CPU alone."""
-    from fa4_hd256 import problem
+    from fa4_hd256.call import forward_problem as problem
 
     monkeypatch.setattr(problem, "_check_offsets", lambda *_: None)
     q, k, v = small(device)

@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import backward
-from fa4_hd256.backward_calling import PreprocessTensors
-from fa4_hd256.backward_preprocess import PreprocessConfig
-from fa4_hd256.backward_problem import BackwardProblem, PreprocessClass
-from fa4_hd256.compile import compile_kernel
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import Options, Problem, tma_can_take
-from fa4_hd256.resources import resource_usage
+from fa4_hd256.call.backward_problem import BackwardProblem, PreprocessClass
+from fa4_hd256.call.forward_problem import Options, Problem, tma_can_take
+from fa4_hd256.kernels.blackwell.backward.preprocess import PreprocessConfig
+from fa4_hd256.run import backward
+from fa4_hd256.run.backward_arguments import PreprocessTensors
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
 
 OPTIONS = Options.check(None, False, (None, None), 0.0, False)
 

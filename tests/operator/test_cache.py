@@ -14,16 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa4_hd256 import ForwardConfig, compile, native_cache
-from fa4_hd256.backward_config import (
+from fa4_hd256 import ForwardConfig
+from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardConfig,
     BackwardWarpPlan,
     DkdvPlan,
     DqPlan,
     DqProductPlan,
 )
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import ProblemClass
+from fa4_hd256.run import compile, native_cache
+from fa4_hd256.run.catalogue import KernelSpec
 from softmax_emu.pattern import Ex2Pattern
 
 CLASS = ProblemClass(torch.bfloat16)

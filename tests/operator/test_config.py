@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fa4_hd256 import named_configs
-from fa4_hd256.backward_config import BackwardConfig, DkdvPlan
-from fa4_hd256.config import ForwardConfig, WarpPlan
-from fa4_hd256.edges import Edge, EdgeTable, Signal
-from fa4_hd256.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from fa4_hd256.call import named_configs
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, WarpPlan
+from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from softmax_emu.pattern import Ex2Pattern
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -8,9 +8,11 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, backends, demo, environment
+from fa4_hd256 import ForwardConfig, environment
 from fa4_hd256.__main__ import main
-from fa4_hd256.backward_config import BackwardConfig
+from fa4_hd256.check import demo
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.run import launch as backends
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,14 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, backends, devices, driver, flash_attn_func, interface, tuning
-from fa4_hd256.backward_problem import choose_splits
-from fa4_hd256.calling import forward_scalars
-from fa4_hd256.problem import Options, Problem
-from fa4_hd256.splits import splits_for
+from fa4_hd256 import ForwardConfig, flash_attn_func, interface
+from fa4_hd256.call.backward_problem import choose_splits
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.splits import splits_for
+from fa4_hd256.gpus import devices, driver
+from fa4_hd256.kernels.blackwell import tuning
+from fa4_hd256.run import launch as backends
+from fa4_hd256.run.forward_arguments import forward_scalars
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 MIB = 1 << 20

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fa4_hd256 import backends, environment
+from fa4_hd256 import environment
+from fa4_hd256.run import launch as backends
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

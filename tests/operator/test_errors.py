@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import ForwardConfig, compile, flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.problem import check_device
+from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.call.forward_problem import check_device
+from fa4_hd256.run import compile
 
 
 def inputs(q=(1, 4, 2, 256), k=(1, 4, 1, 256), v=None, dtype=torch.bfloat16):

@@ -9,12 +9,15 @@ import torch
 from gpus import gpu
 
 import sm100_sim
-from fa4_hd256 import ForwardConfig, backends, compile, family
-from fa4_hd256.calling import CallTensors, call_arguments
-from fa4_hd256.compile import compile_forward
-from fa4_hd256.forward_combine import CombineConfig
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import Options, Problem, ProblemClass
+from fa4_hd256 import ForwardConfig
+from fa4_hd256.call.forward_problem import Options, Problem, ProblemClass
+from fa4_hd256.gpus import family
+from fa4_hd256.kernels.blackwell.forward.combine import CombineConfig
+from fa4_hd256.run import compile
+from fa4_hd256.run import launch as backends
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_forward
+from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 
 
 def machine_code(cubin: bytes) -> bytes:

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, reference
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.check import reference
 
 LSE_TOLERANCE = 1e-3
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from cutlass import Float32
 
-from fa4_hd256 import backends, compile
-from fa4_hd256.compile import compile_kernel
-from fa4_hd256.forward_combine import CombineConfig
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.problem import Options, Problem
-from fa4_hd256.resources import resource_usage
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.kernels.blackwell.forward.combine import CombineConfig
+from fa4_hd256.run import compile
+from fa4_hd256.run import launch as backends
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Unit roundoff of float32.

@@ -10,11 +10,11 @@ import torch
 from gpus import gpu
 
 import sm100_sim
-from fa4_hd256.calling import CallTensors, call_arguments
-from fa4_hd256.compile import compile_forward
-from fa4_hd256.config import ForwardConfig
-from fa4_hd256.problem import Options, Problem, ProblemClass
-from fa4_hd256.resources import resource_usage
+from fa4_hd256.call.forward_problem import Options, Problem, ProblemClass
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.run.compile import compile_forward
+from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+from fa4_hd256.run.resources import resource_usage
 from softmax_emu.pattern import Ex2Pattern
 
 pytestmark = pytest.mark.simulator

@@ -10,15 +10,20 @@ import torch
 from backward_cases import gradients, inputs
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.backward_config import BackwardWarpPlan, DkdvPlan, DqPlan, DqProductPlan
-from fa4_hd256.backward_problem import GradientClass
-from fa4_hd256.compile import compile_kernel
-from fa4_hd256.config import WarpPlan
-from fa4_hd256.kernels import KernelSpec
-from fa4_hd256.plans import RegisterPlan
-from fa4_hd256.problem import ProblemClass
-from sm100_sim.cubin import launch_registers
+from fa4_hd256.call.backward_problem import GradientClass
+from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.kernels.blackwell.backward.config import (
+    BackwardWarpPlan,
+    DkdvPlan,
+    DqPlan,
+    DqProductPlan,
+)
+from fa4_hd256.kernels.blackwell.forward.config import WarpPlan
+from fa4_hd256.kernels.plans import RegisterPlan
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.errors import Hang
+from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import SassFunction, disassemble
 
 pytestmark = pytest.mark.simulator

@@ -5,7 +5,7 @@ import torch
 
 from fa4_hd256 import flash_attn_func
 from sm100_sim import last_reports, launcher
-from sm100_sim.machine import Machine
+from sm100_sim.run.machine import Machine
 
 pytestmark = pytest.mark.simulator
 

@@ -12,9 +12,9 @@ from backward_cases import check, gradients, inputs
 from gpus import gpu
 
 from fa4_hd256 import BackwardConfig
-from fa4_hd256.backward_problem import BackwardProblem
-from fa4_hd256.portions import Portion, divide
-from fa4_hd256.problem import Options, Problem
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.portions import Portion, divide
 
 GPU = gpu()
 FULL, CAUSAL = (None, None), (None, 0)

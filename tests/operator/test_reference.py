@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import reference
+from fa4_hd256.check import reference
 
 
 def inputs(seqlen_q, seqlen_k, heads, heads_kv, batch=2):

@@ -11,12 +11,17 @@ from cross_compile import compile_sm100
 from gpus import gpu
 
 import sm100_sim
-from fa4_hd256 import compile as compiling
-from fa4_hd256.calling import ELEMENT_TYPES, CallTensors, call_arguments, compile_arguments
-from fa4_hd256.config import ForwardConfig
-from fa4_hd256.forward import ForwardKernel, ForwardVariant
-from fa4_hd256.masking import MaskKind
-from fa4_hd256.problem import Options, Problem
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel, ForwardVariant
+from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.run import compile as compiling
+from fa4_hd256.run.forward_arguments import (
+    ELEMENT_TYPES,
+    CallTensors,
+    call_arguments,
+    compile_arguments,
+)
 from schedulers import ClcScheduler, StaticPersistentScheduler, StaticSingleTileScheduler
 
 pytestmark = pytest.mark.simulator
@@ -91,7 +96,7 @@ def test_the_same_bits_under_every_scheduler(kernel, options, expected):
 
 def test_try_cancel_is_in_the_dynamic_kernel_alone(kernel):
     scheduler, compiled = kernel
-    ptx = sm100_sim.host.ptx_of(compiled)
+    ptx = sm100_sim.host.host_code.ptx_of(compiled)
     assert ("clusterlaunchcontrol.try_cancel" in ptx) == (scheduler is ClcScheduler)
 
 

@@ -7,7 +7,8 @@ import torch
 from backward_cases import gradients, inputs
 
 import sm100_sim
-from fa4_hd256 import compile, flash_attn_func
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.run import compile
 
 pytestmark = pytest.mark.simulator
 

@@ -16,11 +16,13 @@ from backward_cases import accurate as accurate_gradients
 from backward_cases import gradients, inputs
 from gpus import gpu
 
-from fa4_hd256 import compile, flash_attn_func, flash_attn_varlen_func, reference
-from fa4_hd256.forward_consumers import ForwardConsumers
-from fa4_hd256.masking import Visibility
-from fa4_hd256.problem import Options, Problem
-from fa4_hd256.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
+from fa4_hd256.check import reference
+from fa4_hd256.kernels.blackwell.forward.consumers import ForwardConsumers
+from fa4_hd256.kernels.masking import Visibility
+from fa4_hd256.run import compile
 
 LSE_TOLERANCE = 1e-3
 #: Query heads over KV heads: the 8 of a group share tiles of 32 queries.

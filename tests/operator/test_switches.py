@@ -7,9 +7,10 @@ import torch
 from cross_compile import opcode_counts
 from test_kernel_structure import launch, mma_chains, run
 
-from fa4_hd256 import ForwardConfig, reference
-from fa4_hd256.compile import compile_forward
-from fa4_hd256.problem import ProblemClass
+from fa4_hd256 import ForwardConfig
+from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.check import reference
+from fa4_hd256.run.compile import compile_forward
 
 pytestmark = pytest.mark.simulator
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sm100_sim.codegen import CompiledKernel, KernelCounters, translate
 from sm100_sim.isa import load_table
-from sm100_sim.ptx import parse_module
-from sm100_sim.warp import Environment, Stop, Warp
+from sm100_sim.ptx.parser import parse_module
+from sm100_sim.state.warp import Environment, Stop, Warp
+from sm100_sim.translate.kernel import CompiledKernel, KernelCounters, translate
 
 MAX_STOPS = 1000
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.blas import sgemm
-from sm100_sim.codegen import routine_address
 from sm100_sim.native import layout
 from sm100_sim.native.operands import CONSTANT
-from sm100_sim.native_machine import SCRATCH
-from sm100_sim.warp import aligned_zeros
+from sm100_sim.run.blas import sgemm
+from sm100_sim.run.native_machine import SCRATCH
+from sm100_sim.state.warp import aligned_zeros
+from sm100_sim.translate.kernel import routine_address
 
 
 def address_of(array: np.ndarray) -> int:

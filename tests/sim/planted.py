@@ -45,7 +45,7 @@ from sanitizer_kernels_memory import (
 from sanitizer_kernels_pair import COUNTER, MULTICAST, PRODUCT, STORES
 
 from sm100_sim.errors import SimulationError
-from sm100_sim.tensormap import TensorMap, encode
+from sm100_sim.state.tensormap import TensorMap, encode
 
 SCHEDULES: list[dict[str, Any]] = [{}, {"schedule": "lazy"}, {"seed": 1}, {"seed": 2}]
 

@@ -13,7 +13,7 @@ import pytest
 from harness import compile_body, run_compiled, run_warp
 
 from sm100_sim.errors import UnknownInstruction
-from sm100_sim.warp import Environment
+from sm100_sim.state.warp import Environment
 
 SPECIAL_INTS = [0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 255, 256, 0x7FFF, 0x8000, 0xFFFF,
                 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF]

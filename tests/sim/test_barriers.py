@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sm100_sim.barriers import (
+from sm100_sim.errors import BarrierError
+from sm100_sim.state.barriers import (
     MAX_COUNT,
     ClusterBarrier,
     MBarrier,
@@ -12,7 +13,6 @@ from sm100_sim.barriers import (
     RegisterPool,
     pending_count,
 )
-from sm100_sim.errors import BarrierError
 
 pytestmark = pytest.mark.simulator
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from kernels import run_kernel_text
 
-from sm100_sim import minifloat, tensor_core
-from sm100_sim.descriptors import (
+from sm100_sim.errors import TmemError
+from sm100_sim.isa import minifloat, tensor_core
+from sm100_sim.isa.descriptors import (
     DescriptorError,
     MatrixDescriptor,
     decode_instruction,
     encode_matrix,
 )
-from sm100_sim.errors import TmemError
 from sm100_sim.isa.tcgen05_copy import SHAPES, source_chunks
-from sm100_sim.tensor_core import Mma
-from sm100_sim.tmem import Tmem
+from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.state.tmem import Tmem
 
 #: Exponent bits, mantissa bits, bias (OCP formats).
 FORMATS = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m3": (2, 3, 1), "e3m2": (3, 2, 3),

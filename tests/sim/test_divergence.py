@@ -7,7 +7,7 @@ import pytest
 from harness import compile_body, run_compiled, run_warp
 
 from sm100_sim.errors import MemoryFault
-from sm100_sim.warp import ALL_LANES, Environment
+from sm100_sim.state.warp import ALL_LANES, Environment
 
 LANE = np.arange(32, dtype=np.uint32)
 
@@ -138,7 +138,7 @@ def test_a_membermask_asks_only_for_its_lanes():
 
 def test_endless_loops_yield():
     compiled = compile_body(".reg .b32 %d; mov.b32 %d, 0; L: add.u32 %d, %d, 1; bra L;")
-    from sm100_sim.warp import Warp
+    from sm100_sim.state.warp import Warp
     warp = Warp(compiled, None, 0, environment(), {"%ntid.x": 32}, compiled.new_counters())
     assert warp.resume(1000).kind == "yield" and warp.resume(1000).kind == "yield"
 

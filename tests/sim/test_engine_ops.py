@@ -14,9 +14,6 @@ import sm100_sim.isa.tcgen05
 import sm100_sim.isa.tcgen05_copy
 import sm100_sim.isa.tcgen05_data
 import sm100_sim.isa.tma  # noqa: F401
-from sm100_sim import tensormap
-from sm100_sim.barriers import MBarrier
-from sm100_sim.descriptors import MatrixDescriptor, encode_matrix
 from sm100_sim.errors import (
     BarrierError,
     MemoryFault,
@@ -25,11 +22,14 @@ from sm100_sim.errors import (
     TmemError,
     UnknownInstruction,
 )
+from sm100_sim.isa.descriptors import MatrixDescriptor, encode_matrix
 from sm100_sim.isa.table import resolve
-from sm100_sim.memory import GlobalMemory, poisoned_shared
-from sm100_sim.ptx import parse_module
-from sm100_sim.tensormap import TensorMap
-from sm100_sim.tmem import Tmem
+from sm100_sim.ptx.parser import parse_module
+from sm100_sim.state import tensormap
+from sm100_sim.state.barriers import MBarrier
+from sm100_sim.state.memory import GlobalMemory, poisoned_shared
+from sm100_sim.state.tensormap import TensorMap
+from sm100_sim.state.tmem import Tmem
 
 ALL = 0xFFFFFFFF
 HEADER = """.version 8.8

@@ -8,16 +8,17 @@ import re
 import numpy as np
 import pytest
 
-from sm100_sim import barriers, launcher
-from sm100_sim.fuzz import command, gpu, simulate
-from sm100_sim.fuzz import outcome as outcomes
-from sm100_sim.fuzz.families import FAMILIES, program
-from sm100_sim.fuzz.hangs import HANGING
-from sm100_sim.fuzz.outcome import ENDED, HANG, REFUSED, VARIES, Outcome, Variant, variant
-from sm100_sim.fuzz.shrink import shrink
-from sm100_sim.golden import DIRECTORY, KERNEL
-from sm100_sim.golden import replay as replaying
+from sm100_sim import launcher
 from sm100_sim.isa import load_table, table
+from sm100_sim.state import barriers
+from sm100_sim.tools.fuzz import command, gpu, simulate
+from sm100_sim.tools.fuzz import outcome as outcomes
+from sm100_sim.tools.fuzz.families import FAMILIES, program
+from sm100_sim.tools.fuzz.hangs import HANGING
+from sm100_sim.tools.fuzz.outcome import ENDED, HANG, REFUSED, VARIES, Outcome, Variant, variant
+from sm100_sim.tools.fuzz.shrink import shrink
+from sm100_sim.tools.golden import DIRECTORY, KERNEL
+from sm100_sim.tools.golden import replay as replaying
 
 pytestmark = pytest.mark.simulator
 
@@ -190,7 +191,7 @@ def test_outcomes_travel_in_files(tmp_path):
 
 def test_outcomes_of_different_programs_are_not_compared():
     one, other = (RECORDED[key] for key in of_family("warp")[:2])
-    with pytest.raises(ValueError, match="the same version of sm100_sim.fuzz"):
+    with pytest.raises(ValueError, match="the same version of sm100_sim.tools.fuzz"):
         one.agrees(other)
     assert one.agrees(dataclasses.replace(one, state=VARIES))
     assert not one.agrees(dataclasses.replace(one, output="0" * 16))

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from sm100_sim import golden, host, tensormap
 from sm100_sim.__main__ import main
 from sm100_sim.errors import SimulationError
-from sm100_sim.golden import Case, record
-from sm100_sim.golden.bounds import Measure, bound_of, values
-from sm100_sim.golden.comparing import comparable, difference
-from sm100_sim.golden.replay import replay
-from sm100_sim.golden.tensormaps import requests
+from sm100_sim.host import host_code as host
+from sm100_sim.state import tensormap
+from sm100_sim.tools import golden
+from sm100_sim.tools.golden import Case, record
+from sm100_sim.tools.golden.bounds import Measure, bound_of, values
+from sm100_sim.tools.golden.comparing import comparable, difference
+from sm100_sim.tools.golden.replay import replay
+from sm100_sim.tools.golden.tensormaps import requests
 
 pytestmark = pytest.mark.simulator
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sm100_sim.golden import pairs, tcgen05
-from sm100_sim.golden.replay import replay
+from sm100_sim.tools.golden import pairs, tcgen05
+from sm100_sim.tools.golden.replay import replay
 
 pytestmark = pytest.mark.simulator
 

@@ -7,8 +7,8 @@ import pytest
 from kernels import kernel_text, run_kernel_text
 
 from sm100_sim.errors import Hang, MemoryFault
-from sm100_sim.grid import Grid, clusters_are_independent
 from sm100_sim.launcher import Options, translated_kernel
+from sm100_sim.run.grid import Grid, clusters_are_independent
 
 pytestmark = pytest.mark.simulator
 

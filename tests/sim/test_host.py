@@ -15,12 +15,12 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 import sm100_sim
-from fa4_hd256.resources import resource_usage
-from sm100_sim import host
-from sm100_sim.arguments import strided_extent, tensor_ranges
-from sm100_sim.cubin import launch_registers, loaded_cubin, moving_registers
+from fa4_hd256.run.resources import resource_usage
 from sm100_sim.errors import LaunchError
-from sm100_sim.tensormap import decode
+from sm100_sim.host import host_code as host
+from sm100_sim.host.arguments import strided_extent, tensor_ranges
+from sm100_sim.host.cubin import launch_registers, loaded_cubin, moving_registers
+from sm100_sim.state.tensormap import decode
 
 pytestmark = pytest.mark.simulator
 

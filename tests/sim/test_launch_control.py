@@ -5,8 +5,8 @@ import pytest
 from kernels import run_kernel_text
 
 from sm100_sim.errors import ClcError, LaunchError, MemoryFault
-from sm100_sim.grid import Grid
 from sm100_sim.isa.clc import CTAID_POISON, response_words
+from sm100_sim.run.grid import Grid
 
 pytestmark = pytest.mark.simulator
 

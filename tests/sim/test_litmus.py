@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sm100_sim.golden import KERNEL
-from sm100_sim.golden.litmus import BLOCK, MESSAGES, NOISE_BYTES, SCRATCH, message_ptx
-from sm100_sim.host import LaunchConfig
+from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
-from sm100_sim.warp import aligned_zeros
+from sm100_sim.state.warp import aligned_zeros
+from sm100_sim.tools.golden import KERNEL
+from sm100_sim.tools.golden.litmus import BLOCK, MESSAGES, NOISE_BYTES, SCRATCH, message_ptx
 
 pytestmark = pytest.mark.simulator
 

@@ -20,7 +20,7 @@ from sm100_sim.errors import (
 )
 from sm100_sim.launcher import Options
 from sm100_sim.report import Report
-from sm100_sim.warp import aligned_zeros
+from sm100_sim.state.warp import aligned_zeros
 
 pytestmark = pytest.mark.simulator
 

@@ -11,7 +11,7 @@ from sanitizer_kernels import COPIES, RING, TENSOR, changed
 
 from sm100_sim import launcher
 from sm100_sim.launcher import Options
-from sm100_sim.mutation import Score, captured
+from sm100_sim.mutation.score import Score, captured
 
 pytestmark = pytest.mark.simulator
 

@@ -13,7 +13,7 @@ import torch
 from harness import compile_body, run_compiled
 
 from sm100_sim.errors import UnknownInstruction
-from sm100_sim.warp import Environment
+from sm100_sim.state.warp import Environment
 
 LANES = 32
 #: Exponent bits, mantissa bits, bias, codes that are no finite values, code of NaN, bits in memory.

@@ -5,8 +5,6 @@ import ctypes
 import numpy as np
 import pytest
 
-from sm100_sim import codegen
-from sm100_sim.codegen import native_engine
 from sm100_sim.native.compiler import NativeError, module_text
 from sm100_sim.native.language import (
     bits_of,
@@ -27,6 +25,8 @@ from sm100_sim.native.language import (
     u32,
     u64,
 )
+from sm100_sim.translate import kernel as codegen
+from sm100_sim.translate.kernel import native_engine
 
 pytestmark = pytest.mark.simulator
 CONSTANT = 7

@@ -5,10 +5,10 @@ import pytest
 from native_rig import Rig, operation
 from test_tcgen05 import descriptor_of, issue, make_ctas, pack_pair
 
-from sm100_sim import tensor_core
-from sm100_sim.blas import sgemm
-from sm100_sim.descriptors import encode_instruction
+from sm100_sim.isa import tensor_core
+from sm100_sim.isa.descriptors import encode_instruction
 from sm100_sim.native.operands import DONE, PYTHON
+from sm100_sim.run.blas import sgemm
 
 pytestmark = [
     pytest.mark.simulator,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import compile_body, kernel_text
 
-from sm100_sim.ptx import PtxSyntaxError, parse_module
+from sm100_sim.ptx.parser import PtxSyntaxError, parse_module
 
 
 def parse(body: str, params: str = "", head: str = ""):

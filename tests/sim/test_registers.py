@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kernels import run_kernel_text
 
-from sm100_sim.barriers import most_registers
 from sm100_sim.errors import BarrierError, Hang, LaunchError
+from sm100_sim.state.barriers import most_registers
 
 pytestmark = pytest.mark.simulator
 
@@ -101,7 +101,7 @@ def test_registers_that_fit_a_launch(threads, ctas, registers):
 
 def test_a_launch_has_no_more_registers_than_the_largest_increase():
     """256 threads would fit with 255 each; ptxas then compiles this for 240, so the increase is
-    none (recorded of an H200: pool/35 of `sm100_sim.fuzz`)."""
+    none (recorded of an H200: pool/35 of `sm100_sim.tools.fuzz`)."""
     body = """
     mov.u32 %r0, %tid.x;  setp.ge.u32 %p0, %r0, 128;
     @%p0 bra GIVE;

@@ -11,13 +11,13 @@ import re
 
 import pytest
 
-from sm100_sim import golden
-from sm100_sim.barriers import most_registers, whole_granules
-from sm100_sim.golden import KERNEL, Case
-from sm100_sim.golden.comparing import rule_difference
-from sm100_sim.golden.replay import ending
-from sm100_sim.golden.scripts import SLEEP
 from sm100_sim.launcher import parsed_kernel
+from sm100_sim.state.barriers import most_registers, whole_granules
+from sm100_sim.tools import golden
+from sm100_sim.tools.golden import KERNEL, Case
+from sm100_sim.tools.golden.comparing import rule_difference
+from sm100_sim.tools.golden.replay import ending
+from sm100_sim.tools.golden.scripts import SLEEP
 
 pytestmark = pytest.mark.simulator
 

@@ -10,9 +10,9 @@ from kernels import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
 from sanitizer_kernels import TENSOR, changed
 
-from sm100_sim.codegen_log import LOG_RECORD
 from sm100_sim.sanitizer.records import LogRecord
-from sm100_sim.tensormap import TensorMap, TensorMapError, encode
+from sm100_sim.state.tensormap import TensorMap, TensorMapError, encode
+from sm100_sim.translate.access_log import LOG_RECORD
 
 pytestmark = pytest.mark.simulator
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sm100_sim import tensor_core
-from sm100_sim.descriptors import (
+from sm100_sim.errors import MemoryFault, TmemError
+from sm100_sim.isa import tensor_core
+from sm100_sim.isa.descriptors import (
     KINDS,
     InstructionDescriptor,
     MatrixDescriptor,
@@ -15,10 +16,9 @@ from sm100_sim.descriptors import (
     encode_instruction,
     encode_matrix,
 )
-from sm100_sim.errors import MemoryFault, TmemError
 from sm100_sim.isa.tcgen05_data import SHAPES, Form, load_cells, store_cells
-from sm100_sim.tensor_core import Mma
-from sm100_sim.tmem import POISON, Tmem
+from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.state.tmem import POISON, Tmem
 
 SWIZZLES = (0, 32, 64, 128)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sm100_sim.tensormap import DTYPES, TensorMap, TensorMapError, decode, encode
+from sm100_sim.state.tensormap import DTYPES, TensorMap, TensorMapError, decode, encode
 
 _BITS = dict(DTYPES.values())
 

@@ -8,7 +8,7 @@ from harness import compile_body
 from kernels import run_kernel_text
 
 from sm100_sim.errors import Misaligned, SimulationError, UnknownInstruction
-from sm100_sim.tensormap import TENSORMAP_BYTES, TensorMap, decode, encode
+from sm100_sim.state.tensormap import TENSORMAP_BYTES, TensorMap, decode, encode
 
 MAP = TensorMap(address=0x12_3456_7890, dtype="bf16", sizes=(1 << 20, 77, 3), box=(64, 32, 2),
                 strides=(1 << 21, (1 << 36) + 4096), element_strides=(1, 2, 1), swizzle=128,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sm100_sim
-from fa4_hd256 import reference
+from fa4_hd256.check import reference
 
 pytestmark = [
     pytest.mark.simulator,
@@ -74,7 +74,7 @@ def test_forward_steals_tiles(policy, grid, causal, monkeypatch):
 
 def test_as_a_provider_of_the_benchmarks():
     """`python -m bench throughput` calls it so; a second call takes the kernel of the first."""
-    from bench.providers import Frost, Inputs
+    from bench.measure.providers import Frost, Inputs
     from bench.suite import FORWARD, Case
 
     case = Case("dense", ((300, 300),), HEADS, KV_HEADS, True)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sm100_sim import tiles
 from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
-from sm100_sim.tensormap import TensorMap
+from sm100_sim.isa import tiles
+from sm100_sim.state.tensormap import TensorMap
 
 
 class HostMemory:

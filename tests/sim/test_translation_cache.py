@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from kernels import kernel_text, run_kernel_text
 
-from sm100_sim import codegen, launcher, native_cache, settings, translation_cache
-from sm100_sim.host import LaunchConfig
+from sm100_sim import launcher, settings
+from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.launcher import Options, run_host_code
+from sm100_sim.translate import cache as translation_cache
+from sm100_sim.translate import kernel as codegen
+from sm100_sim.translate import native_cache
 
 BODY = """
 mov.u32 %r0, %tid.x;

@@ -1,0 +1,166 @@
+"""`python -m bench report DIR`: one self-contained HTML page from the JSON results in a directory.
+
+Every `*.json` file there that another command wrote with --json is shown: its tables, plots, notes
+and environment. The page needs no other file and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.tables.results import (
+    BASES,
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    draw,
+    emit,
+    read_json,
+)
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem;
+       color: #1b1f24; background: #fff }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #d0d7de }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; display: block;
+        overflow-x: auto }
+th, td { border: 1px solid #d0d7de; padding: 2px 8px; text-align: left; white-space: nowrap }
+th { background: #f6f8fa } td.number { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: #f6f8fa; padding: 8px; overflow-x: auto; font-size: 12px }
+img { max-width: 100% } .basis { border-radius: 4px; padding: 0 6px; font-size: 12px }
+.measured { background: #d3f5d8 } .modelled { background: #ffeac2 }
+.computed { background: #dbe9ff }
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory holds: (file name, table) of each result, and files that are none."""
+
+    tables: list[tuple[str, Table]]
+    others: dict[str, str]
+
+
+def collect(directory: Path) -> Found:
+    """The results in a directory, by file name.
+
+    Raises ValueError if it is no directory or holds no result.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory")
+    tables, others = [], {}
+    for path in sorted(directory.glob("*.json")):
+        try:
+            tables += [(path.name, table) for table in read_json(path.read_text())]
+        except ValueError as error:
+            others[path.name] = str(error)
+    if not tables:
+        raise ValueError(
+            f"{directory} holds no result; write some there, for example with "
+            f"`python -m bench timing --json {directory}/timing.json`"
+        )
+    return Found(tables, others)
+
+
+def page(found: Found) -> str:
+    """The HTML page."""
+    sections, links = [], []
+    for number, (name, table) in enumerate(found.tables):
+        title = f"{table.command}: {table.title}"
+        links.append(f'<li><a href="#t{number}">{html.escape(title)}</a></li>')
+        sections.append(f'<h2 id="t{number}">{html.escape(title)}</h2>{_section(name, table)}')
+    others = "".join(
+        f"<p>{html.escape(name)} is left out: {html.escape(reason)}</p>"
+        for name, reason in found.others.items()
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>fa4-hd256: results</title><style>{_STYLE}</style></head><body>"
+        "<h1>fa4-hd256: results</h1><p>Every row says whether it was measured, modelled (by the "
+        "timing model, without a GPU) or computed (from a closed form or the compiled code), and "
+        f"on what.</p><ul>{''.join(links)}</ul>{others}{''.join(sections)}</body></html>\n"
+    )
+
+
+def _section(name: str, table: Table) -> str:
+    parts = [_html_table(table), _image(table)]
+    for note in table.notes:
+        tag = "pre" if "\n" in note else "p"
+        parts.append(f"<{tag}>{html.escape(note)}</{tag}>")
+    versions = ", ".join(f"{key} {value}" for key, value in table.environment.items())
+    parts.append(f"<p><small>{html.escape(name)}: {html.escape(versions)}</small></p>")
+    return "".join(parts)
+
+
+def _html_table(table: Table) -> str:
+    header = [column.heading for column in table.columns] + [BASIS, "on"]
+    lines = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in header) + "</tr>"]
+    for row in table.rows:
+        cells = [_cell(column, row[column.name]) for column in table.columns]
+        basis = html.escape(row[BASIS])
+        cells.append(f'<td><span class="basis {basis}">{basis}</span></td>')
+        cells.append(f"<td>{html.escape(row[MACHINE])}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _cell(column: Column, value: object) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    kind = ' class="number"' if is_number else ""
+    return f"<td{kind}>{html.escape(column.cell(value))}</td>"
+
+
+def _image(table: Table) -> str:
+    """The plot inside the page; why there is none, where one was meant."""
+    if table.plot is None or not table.rows:
+        return ""
+    drawn = io.BytesIO()
+    try:
+        draw([table], drawn, "svg")
+    except ValueError as error:
+        return f"<p>{html.escape(str(error))}</p>"
+    content = base64.b64encode(drawn.getvalue()).decode()
+    title = html.escape(table.title, quote=True)
+    return f'<img alt="{title}" src="data:image/svg+xml;base64,{content}">'
+
+
+def summary(found: Found) -> Table:
+    """What went into the page: a row for each table and basis."""
+    rows = []
+    for name, table in found.tables:
+        counted = Counter((row[BASIS], row[MACHINE]) for row in table.rows)
+        for basis, machine in sorted(counted, key=lambda key: (BASES.index(key[0]), key[1])):
+            rows.append(
+                {
+                    "file": name, "command": table.command, "title": table.title,
+                    "rows": counted[basis, machine], BASIS: basis, MACHINE: machine,
+                }
+            )  # fmt: skip
+    columns = Column("file"), Column("command"), Column("title"), Column("rows")
+    notes = tuple(f"{name} is left out: {reason}." for name, reason in found.others.items())
+    plot = Plot("file", "rows", series="basis")
+    return Table("report", "Results in the page", columns, rows, notes, plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="with results of other commands (--json FILE)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/report.html")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    found = collect(arguments.directory)
+    target = arguments.output or arguments.directory / "report.html"
+    target.write_text(page(found))
+    emit(summary(found), arguments)
+    return 0

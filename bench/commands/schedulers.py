@@ -1,0 +1,203 @@
+"""`python -m bench schedulers`: the static tile scheduler against the dynamic one (CLC).
+
+On a GPU that runs the kernels, both are timed by turns, chosen by the environment variable FA_CLC
+as a user would. Without one, the tiles of every problem are placed on the clusters of the machine
+by either rule, with costs from replays of the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from bench import suite
+from bench.measure.providers import OURS, Inputs, Ours
+from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.model import workload
+from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.model.replays import PATH_COLUMNS, path_figures, path_note
+from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
+from bench.tables.results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+from schedulers.choice import VARIABLE
+
+from .throughput import RESOLUTION, measured_rows, times_of
+
+STATIC, CLC = "static", "CLC"
+
+
+def _equal(batch: int, seqlen: int) -> tuple[tuple[int, int], ...]:
+    return ((seqlen, seqlen),) * batch
+
+
+def default_cases() -> list[Case]:
+    """Where the choice may matter: equal and unequal tiles, few and many of them."""
+    gemma, qwen = (8, 4), (16, 2)
+    return [
+        *(Case("dense", _equal(b, s), *qwen, False) for b, s in ((4, 4096), (1, 8192))),
+        # 17 query blocks a head: a last wave that is nearly empty.
+        Case("dense", _equal(1, 4352), *qwen, False),
+        *(
+            Case("causal", _equal(b, s), *qwen, True)
+            for b, s in ((16, 1024), (4, 4096), (2, 8192), (1, 16384), (1, 32768))
+        ),
+        Case("window", _equal(8, 4096), *gemma, True, (512, None)),
+        Case("window", _equal(1, 65536), *gemma, True, (1023, None)),
+        *(
+            Case("varlen", _equal(b, s), *qwen, True, packed=True)
+            for b, s in ((16, 1024), (4, 4096), (2048, 34))
+        ),
+        *(
+            Case("ragged", ragged_lengths(count, longest), *qwen, causal, packed=True)
+            for count, longest in ((8, 8192), (64, 4096))
+            for causal in (True, False)
+        ),
+    ]
+
+
+def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> dict[str, Any]:
+    """Both schedulers on one case, for each of the drawn machines."""
+    choices, kind = {STATIC: False, CLC: True}, workload.Kind.of(case)
+    if direction == BACKWARD:
+        kernels = {name: predictor.backward(OURS, kind, clc) for name, clc in choices.items()}
+        seconds = {name: kernel.seconds(case) for name, kernel in kernels.items()}
+        paths = [kernel.paths_of(case) for kernel in kernels.values()]
+        details = {name: {"ms": float(found[0]) * 1e3} for name, found in seconds.items()}
+        of_launch = dict.fromkeys(("tiles", "static_balance", "clc_balance", "bound"))
+    else:
+        kernels = {name: predictor.kernel(OURS, kind, clc) for name, clc in choices.items()}
+        runs = {name: workload.run(case, kernel) for name, kernel in kernels.items()}
+        seconds = {name: np.array([run.seconds for run in found]) for name, found in runs.items()}
+        paths = [kernel.paths for kernel in kernels.values()]
+        details = {
+            name: {
+                "ms": float(seconds[name][0]) * 1e3, "balance": central.balance,
+                "bound": central.bound, "clocks": central.clocks,
+            }
+            for name, (central, *_) in runs.items()
+        }  # fmt: skip
+        of_launch = {
+            "tiles": len(runs[STATIC][0].starts), "static_balance": details[STATIC]["balance"],
+            "clc_balance": details[CLC]["balance"], "bound": details[STATIC]["bound"],
+        }  # fmt: skip
+    gains = seconds[STATIC] / seconds[CLC] - 1
+    flop = case.flop(direction)
+    return {
+        **_identity(case, direction), **of_launch,
+        **{name: flop / found[0] / 1e12 for name, found in seconds.items()},
+        "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
+        "better": _better(gains), **path_figures(*paths), "details": details,
+        BASIS: "modelled", MACHINE: modelled_machine(predictor.machine),
+    }  # fmt: skip
+
+
+def _identity(case: Case, direction: str) -> dict[str, Any]:
+    return {
+        "direction": direction, "group": case.group, "shape": case.shape,
+        "heads": case.heads_text, "mask": case.mask,
+    }  # fmt: skip
+
+
+def _better(gains: np.ndarray) -> str:
+    """Which scheduler; neither where the difference is below the resolution or of either sign."""
+    if abs(gains[0]) < RESOLUTION or gains.min() < 0 < gains.max():
+        return "not ranked"
+    return CLC if gains[0] > 0 else STATIC
+
+
+class _ByVariable(Ours):
+    """Ours under a value of FA_CLC."""
+
+    def __init__(self, name: str, value: str) -> None:
+        super().__init__(name)
+        self._value = value
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        with mock.patch.dict(os.environ, {VARIABLE: self._value}):
+            return super().call(inputs)
+
+
+def measured(
+    cases: Iterable[Case], timer: Timer, sampling: Sampling, direction: str = FORWARD
+) -> list[dict[str, Any]]:
+    """Rows of both schedulers on the timer's GPU, results checked before."""
+    cases = list(cases)
+    both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]
+    jobs = [(case, direction) for case in cases]
+    rows = []
+    for case, row in zip(cases, measured_rows(jobs, both, timer, sampling, torch.bfloat16)):
+        times = times_of(case, row, (STATIC, CLC))
+        # The widest range: the slow runs of one against the fast ones of the other.
+        gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
+        rows.append(
+            {
+                **_identity(case, direction), "tiles": None, STATIC: row[STATIC], CLC: row[CLC],
+                "gain": float(gains[0]), "gain_low": float(gains.min()),
+                "gain_high": float(gains.max()), "static_balance": None, "clc_balance": None,
+                "bound": None, "better": _better(gains), "details": row["details"],
+                BASIS: row[BASIS], MACHINE: row[MACHINE],
+            }
+        )  # fmt: skip
+    return rows
+
+
+COLUMNS = (
+    Column("direction"), Column("group"), Column("shape"), Column("heads"), Column("mask"),
+    Column("tiles"),
+    Column(STATIC, "TFLOPS", ".0f"), Column(CLC, "TFLOPS", ".0f"),
+    Column("gain", format="+.1%", title="CLC over static"),
+    Column("gain_low", format="+.1%", title="low"),
+    Column("gain_high", format="+.1%", title="high"),
+    Column("static_balance", format=".1%", title="static, clusters busy"),
+    Column("clc_balance", format=".1%", title="CLC, clusters busy"),
+    Column("bound", title="static bound by"), Column("better"),
+)  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    note = (
+        f"\"better\" names a scheduler where they differ by {RESOLUTION:.0%} or more, in one "
+        "direction over the whole range."
+    )
+    modelled = "Tiles past the end of a short sequence cost the CLC scheduler a query each."
+    columns, notes = COLUMNS, (note,)
+    if rows[0][BASIS] == "modelled":
+        columns += PATH_COLUMNS
+        notes += (modelled, path_note(f"the replays behind a row, {STATIC} / {CLC}"))
+    plot = Plot(("shape", "mask"), (STATIC, CLC), panel="group")
+    return Table("schedulers", "Tile schedulers, bf16", columns, rows, notes, plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
+    add_model_options(parser)
+    add_sampling_options(parser)
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    chosen = None if arguments.group else default_cases()
+    cases = suite.selected(arguments, chosen)
+    if not arguments.modelled and Ours().missing() is None:
+        sampling = Sampling(arguments.warmup, arguments.runs)
+        rows = measured(cases, CudaTimer(), sampling, arguments.direction)
+    else:
+        predictor = printing_predictor(arguments.machine, arguments.draws)
+        rows = [modelled_row(case, predictor, arguments.direction) for case in cases]
+    emit(table(rows), arguments)
+    return 0

@@ -1,0 +1,221 @@
+"""`python -m bench splits`: keys of a query tile divided among CTA pairs, where tiles are few.
+
+Decoding, a few queries at once, and a chunk of a long prompt. On a GPU that runs the kernels some
+numbers of parts are timed by turns; without one the tiles of every number are placed on the
+clusters of the machine, with costs from replays of the compiled kernel. flash-attn-4 stands beside
+it with its best call: undivided, or divided into any number of parts that its rule picks from.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import suite
+from bench.measure.providers import OURS, FlashAttention4, Ours
+from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.model import forward as modelled
+from bench.model import their_splits, workload
+from bench.model.predictor import (
+    Predicted,
+    Predictor,
+    add_model_options,
+    defaults_to_clc,
+    printing_predictor,
+)
+from bench.model.replays import PATH_COLUMNS, path_figures, path_note
+from bench.peers import flash_attn_4
+from bench.suite import FORWARD, Case
+from bench.tables.results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+from fa4_hd256.call.splits import LARGEST
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.run.launch import gpu_of
+
+from .throughput import RESOLUTION, measured_rows, times_of
+
+#: Parts of a tile's keys that the table shows; 1: not divided.
+NUMBERS = (1, 2, 4, 8, 16, 32)
+THEIRS = flash_attn_4.PACKAGE
+#: Columns of its calls: num_splits=1, its default, and 0, where its rule decides.
+THEIR_DEFAULT, THEIR_RULE = "theirs, num_splits=1", "theirs, num_splits=0"
+
+
+def default_cases() -> list[Case]:
+    """(batch, queries, keys), with the heads of Qwen3-Next and of Gemma."""
+    decoding = [(b, 1, keys) for b in (1, 8) for keys in (1024, 2048, 8192, 32768, 131072)]
+    # 40 tiles: dividing by two would make 80 for 74 CTA pairs.
+    decoding += [(20, 1, keys) for keys in (2048, 32768)]
+    chunks = [(8, 4, 8192), (1, 128, 8192), (1, 512, 8192), (1, 512, 32768), (8, 128, 4096)]
+    found = [
+        Case("decoding" if q == 1 else "chunk", ((q, keys),) * batch, 16, 2, True)
+        for batch, q, keys in decoding + chunks
+    ]
+    return [*found, Case("window", ((1, 65536),), *suite.GEMMA_HEADS, True, (1023, None))]
+
+
+def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
+    """Every number of parts on one case, for each of the drawn machines."""
+    use_clc = defaults_to_clc(case, FORWARD)
+    found = {
+        n: predictor.predict_forward(OURS, case, use_clc, n) for n in range(1, LARGEST + 1)
+    }
+    seconds = {n: one.seconds for n, one in found.items()}
+    chosen = workload.default_splits(case, modelled.gpu_of(predictor.machine))
+    theirs = {}
+    if predictor.refuses(THEIRS, case, FORWARD) is None:
+        theirs = their_predictions(case, predictor)
+    calls = {n: one.seconds for n, one in theirs.items()}
+    best = theirs[_fastest(calls)].paths if calls else None
+    paths = path_figures(found[chosen].paths, best)
+    origin = {BASIS: "modelled", MACHINE: modelled_machine(predictor.machine)}
+    return _row(case, chosen, seconds, calls) | paths | origin
+
+
+def their_predictions(case: Case, predictor: Predictor) -> dict[int, Predicted]:
+    """flash-attn-4's calls by number of parts, undivided first."""
+    found = {1: predictor.predict(THEIRS, case, FORWARD)}
+    numbers = their_splits.numbers(case, int(predictor.machine.values().sms))
+    if numbers:
+        predictor.note(f"replaying {THEIRS}, {case}, keys divided")
+        kernel = their_splits.kernel(case, predictor.machine, predictor.draws)
+        found |= {n: their_splits.predict(case, kernel, n) for n in numbers}
+    return found
+
+
+def _fastest(seconds: dict[int, np.ndarray]) -> int:
+    """The number of parts whose central time is the least, the smallest of equal ones."""
+    return min(sorted(seconds), key=lambda n: seconds[n][0])
+
+
+def _row(
+    case: Case, chosen: int, seconds: dict[int, np.ndarray], theirs: dict[int, np.ndarray | None]
+) -> dict[str, Any]:
+    """seconds, theirs: by number of parts, the central figure first; ranges are over pairs of
+    figures at the same place. The largest number of theirs is what its rule takes; None: that call
+    did not run."""
+    gains = seconds[1] / seconds[chosen]
+    best = _fastest(seconds)
+    row = {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text, "mask": case.mask,
+        "parts": chosen, **{str(n): seconds[n][0] * 1e6 if n in seconds else None for n in NUMBERS},
+        "chosen": seconds[chosen][0] * 1e6,
+        "gain": float(gains[0]), "gain_low": float(gains.min()), "gain_high": float(gains.max()),
+        "best": best, "behind": float(seconds[chosen][0] / seconds[best][0] - 1),
+        THEIR_DEFAULT: None, THEIR_RULE: None, THEIRS: None, "their_parts": None,
+        "ratio": None, "ratio_low": None, "ratio_high": None,
+    }  # fmt: skip
+    ran = {n: found for n, found in theirs.items() if found is not None}
+    if ran:
+        their_best = _fastest(ran)
+        ratios = ran[their_best] / seconds[chosen]
+        default, rule = (None if found is None else found[0] * 1e6
+                         for found in (theirs[1], theirs[max(theirs)]))
+        row |= {
+            THEIR_DEFAULT: default, THEIR_RULE: rule,
+            THEIRS: ran[their_best][0] * 1e6, "their_parts": their_best,
+            "ratio": float(ratios[0]), "ratio_low": float(ratios.min()),
+            "ratio_high": float(ratios.max()),
+        }  # fmt: skip
+    return row
+
+
+def _gpu_of(timer: Timer) -> Gpu:
+    """What the operator takes the timer's GPU for."""
+    if torch.cuda.is_available():
+        return gpu_of(torch.device("cuda"))
+    return replace(modelled.B200, sms=timer.gpu.sms, pairs=timer.gpu.sms // 2)
+
+
+def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
+    """Rows on the timer's GPU, results checked before."""
+    rows = []
+    for case in cases:
+        chosen = workload.default_splits(case, _gpu_of(timer))
+        numbers = sorted({*NUMBERS, chosen})
+        theirs = {n: f"{THEIRS} {n}" for n in _their_measured(case, timer.gpu.sms)}
+        providers = [
+            *(Ours(str(n), num_splits=n) for n in numbers),
+            *(FlashAttention4(name, num_splits=n) for n, name in theirs.items()),
+        ]
+        (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
+        times = times_of(case, row, map(str, numbers))
+        seconds = {n: times[str(n)] for n in numbers}
+        calls = {n: times.get(name) for n, name in theirs.items()}
+        rows.append(
+            _row(case, chosen, seconds, calls)
+            | {"details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
+        )
+    return rows
+
+
+def _their_measured(case: Case, sms: int) -> list[int]:
+    """Parts that flash-attn-4 is timed with: `NUMBERS` among those of its rule, and the last."""
+    allowed = their_splits.numbers(case, sms)
+    return [1, *sorted({*(n for n in NUMBERS if n in allowed), *allowed[-1:]})]
+
+
+COLUMNS = (
+    Column("group"), Column("shape"), Column("heads"), Column("mask"),
+    *(Column(str(n), "us", ".1f", "not divided" if n == 1 else f"{n} parts") for n in NUMBERS),
+    Column("parts", title="chosen"), Column("chosen", "us", ".1f", "time of the choice"),
+    Column("gain", format=".2f", title="over not divided"),
+    Column("gain_low", format=".2f", title="low"), Column("gain_high", format=".2f", title="high"),
+    Column("best"), Column("behind", format="+.1%", title="choice over best"),
+    Column(THEIR_DEFAULT, "us", ".1f"), Column(THEIR_RULE, "us", ".1f"),
+    Column(THEIRS, "us", ".1f", f"{THEIRS} at best"), Column("their_parts", title="its parts"),
+    Column("ratio", format=".2f", title=f"{THEIRS} at best / choice"),
+    Column("ratio_low", format=".2f", title="ratio, low"),
+    Column("ratio_high", format=".2f", title="ratio, high"),
+)  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    columns = COLUMNS
+    notes = (
+        f"The number of parts that a call without num_splits= takes stands under \"chosen\"; "
+        f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} at best: the fastest of "
+        "num_splits=1, two CTAs a tile of 256 rows, and of the numbers its rule picks from, one "
+        "CTA a tile of 128, the last of which num_splits=0 takes.",
+    )
+    if rows[0][BASIS] == "modelled":
+        columns += PATH_COLUMNS
+        notes += (
+            "The kernels that make one result of the parts are taken at a launch and HBM's rate.",
+            path_note(f"the replays behind the choice, and behind {THEIRS} at best"),
+        )
+    plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS), panel="group")
+    title = "Keys divided among CTA pairs, forward, bf16"
+    return Table("splits", title, columns, rows, notes, plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_sampling_options(parser)
+    suite.add_selection(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    chosen = None if arguments.group else default_cases()
+    cases = suite.selected(arguments, chosen)
+    if not arguments.modelled and Ours().missing() is None:
+        rows = measured(cases, CudaTimer(), Sampling(arguments.warmup, arguments.runs))
+    else:
+        predictor = printing_predictor(arguments.machine, arguments.draws)
+        rows = [modelled_row(case, predictor) for case in cases]
+    emit(table(rows), arguments)
+    return 0

@@ -1,0 +1,203 @@
+"""`python -m bench static`: our backward kernels beside flash-attn-4's.
+
+What the compiler reports of each kernel, and what it executes for one unit of 256 queries x 128
+keys: both projects run in the simulator on the same problem (bf16, batch 1, one head, full
+attention), and everything is divided by its units, prologue and epilogue included.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import asdict, dataclass
+
+import torch
+
+import sm100_sim
+from bench.model.sass_loops import kernel_code
+from bench.peers import flash_attn_4
+from bench.tables.results import BASIS, MACHINE, Column, Plot, Table, compiler_machine
+from fa4_hd256 import BackwardConfig, flash_attn_func
+from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.portions import divide
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
+from fa4_hd256.run.backward import BackwardCall, Wanted, kernel_specs, run_backward
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.launch import gpu_of
+from fa4_hd256.run.resources import resource_usage
+from sm100_sim.host.host_code import LaunchConfig
+from sm100_sim.report import Report
+
+OURS = "fa4_hd256"
+#: How the names of our kernels begin.
+OURS_PREFIX = f"kernel_cutlass_kernel_{OURS}"
+UNIT_Q, UNIT_KV = 256, 128
+#: Long enough for steady loops, short enough to run in seconds.
+SEQLEN = 1024
+#: The last two are the first choice of ours: dS is stored, and dQ is a product of it.
+KERNELS = ("preprocess", "dQ", "dK/dV", "dK/dV, storing dS", "dQ from dS")
+
+_ALLOC = re.compile(r"tcgen05\.alloc[^;]*,\s*(%\w+|\d+);")
+
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """One compiled kernel and a run of it.
+
+    registers: a thread, at launch. stack, local: bytes a thread. spills: instructions that load or
+    store local memory. smem_bytes: dynamic, of one CTA. tmem_columns: allocated, 0 for none.
+    instructions: in the code. executed, mmas, load_bytes, store_bytes: of a unit; executed
+    in instructions of a warp, bytes moved by TMA.
+    """
+
+    project: str
+    kernel: str
+    registers: int
+    stack: int
+    local: int
+    spills: int
+    smem_bytes: int
+    tmem_columns: int
+    instructions: int
+    executed: float
+    mmas: float
+    load_bytes: float
+    store_bytes: float
+
+
+def tmem_columns(ptx: str) -> int:
+    """The columns that a kernel's tcgen05.alloc asks for, 0 if it has none.
+
+    Raises ValueError where they are not a constant.
+    """
+    found = _ALLOC.search(ptx)
+    if not found:
+        return 0
+    operand = found[1]
+    constants = [operand] if operand.isdigit() else re.findall(
+        rf"mov\.[bus]32\s+{re.escape(operand)}, (\d+);", ptx
+    )  # fmt: skip
+    if len(set(constants)) != 1:
+        raise ValueError(f"tcgen05.alloc takes its columns from {operand}, which is no constant")
+    return int(constants[0])
+
+
+def kernel_of(report: Report) -> str | None:
+    """Which of KERNELS a launch of either project was, None for another one."""
+    name = report.kernel.lower()
+    if "preprocess" in name:
+        return "preprocess"
+    if "dkdv" in name:
+        stores = name.startswith(OURS_PREFIX) and report.tma["store_bytes"]
+        return "dK/dV, storing dS" if stores else "dK/dV"
+    if "dq_product" in name:
+        return "dQ from dS"
+    is_backward = "backward" in name or "fmha_ba" in name
+    return "dQ" if is_backward and report.warps("tcgen05.mma") else None
+
+
+def _describe(
+    project: str, code: tuple[str, bytes, str], report: Report, units: float
+) -> BackwardReport:
+    """code: PTX, cubin and the kernel's name in them."""
+    ptx, cubin, name = code
+    usage, instructions = resource_usage(cubin, name), kernel_code(cubin, name).instructions
+    return BackwardReport(
+        project, kernel_of(report), usage.registers, usage.stack, usage.local,
+        sum(i.base in ("LDL", "STL") for i in instructions), report.dynamic_smem,
+        tmem_columns(ptx), len(instructions), report.warp_instructions / units,
+        report.warps("tcgen05.mma") / units, report.tma["load_bytes"] / units,
+        report.tma["store_bytes"] / units,
+    )  # fmt: skip
+
+
+def _units(seqlen: int) -> float:
+    return -(-seqlen // UNIT_Q) * -(-seqlen // UNIT_KV)
+
+
+def our_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
+    """Our kernels, by the static scheduler: where dS is stored, and where it is not."""
+    q, k, v, dout = (torch.randn(1, seqlen, 1, HEAD_DIM).bfloat16() for _ in range(4))
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    call = BackwardCall(q, k, v, out, lse, dout, None, None, {})
+    problem = call.describe(Options.check(None, False, (None, None), 0.0, False), None, None)
+    found = {}
+    for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
+        run_backward(call, problem, Wanted(), config)
+        kept = divide(problem, config.ds_bytes, gpu_of(q.device)).problem
+        specs = kernel_specs(kept, config).values()
+        reports = sm100_sim.last_reports()[-len(specs) :]
+        for spec, report in zip(specs, reports, strict=True):
+            kernel = compile_kernel(spec)
+            code = kernel.ptx, kernel.cubin, report.kernel
+            found[kernel_of(report)] = _describe(OURS, code, report, _units(seqlen))
+    return list(found.values())
+
+
+def their_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
+    """flash-attn-4's kernels, as its interface chooses them; RuntimeError if not installed."""
+    reason = flash_attn_4.unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    from sm100_sim.attach import attached
+
+    found = []
+
+    def observe(config: LaunchConfig, report: Report) -> None:
+        if kernel_of(report):
+            code = config.ptx, config.cubin, config.kernel_name
+            found.append(_describe(flash_attn_4.PACKAGE, code, report, _units(seqlen)))
+
+    with attached(observe=observe), warnings.catch_warnings():
+        # It is older than the DSL it runs on here.
+        warnings.simplefilter("ignore")
+        from flash_attn.cute.interface import flash_attn_func as their_attention
+
+        shape = (1, seqlen, 1, HEAD_DIM)
+        q, k, v = (
+            torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+            for _ in range(3)
+        )
+        out = their_attention(q, k, v)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.randn_like(out))
+    return found
+
+
+def measure(seqlen: int = SEQLEN) -> list[BackwardReport]:
+    """Both projects' kernels; flash-attn-4's are left out if it is not installed."""
+    theirs = [] if flash_attn_4.unavailable() else their_reports(seqlen)
+    return sorted(our_reports(seqlen) + theirs, key=lambda r: KERNELS.index(r.kernel))
+
+
+COLUMNS = (
+    Column("project"),
+    Column("kernel"),
+    Column("registers"),
+    Column("stack"),
+    Column("local"),
+    Column("spills"),
+    Column("smem_bytes", "B", title="SMEM"),
+    Column("tmem_columns", title="TMEM columns"),
+    Column("instructions"),
+    Column("executed", "a unit", ".0f"),
+    Column("mmas", "a unit", ".1f", "MMAs"),
+    Column("load_bytes", "B a unit", ".0f", "TMA loads"),
+    Column("store_bytes", "B a unit", ".0f", "TMA stores"),
+)
+
+
+def table(reports: list[BackwardReport], seqlen: int = SEQLEN) -> Table:
+    """A row for each kernel."""
+    missing = flash_attn_4.unavailable()
+    notes = [f"Without the other project to compare with: {missing}."] if missing else []
+    notes.append(
+        f"A unit is {UNIT_Q} queries x {UNIT_KV} keys; what is executed in it was counted in a "
+        f"simulated run: full attention, seqlen {seqlen}, one head, prologues included."
+    )
+    origin = {BASIS: "computed", MACHINE: compiler_machine()}
+    rows = [asdict(report) | origin for report in reports]
+    title = f"Compiled kernels, backward, bf16, head_dim {HEAD_DIM}"
+    return Table(
+        "static", title, COLUMNS, rows, tuple(notes), Plot("kernel", "executed", series="project")
+    )

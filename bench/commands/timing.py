@@ -1,0 +1,136 @@
+"""`python -m bench timing`: predicted clocks of a forward step, ours and flash-attn-4's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bench.model.forward import ONE_PAIR
+from bench.peers import flash_attn_4
+from bench.tables.results import (
+    BASIS,
+    MACHINE,
+    Column,
+    Plot,
+    Table,
+    add_output_options,
+    emit,
+    modelled_machine,
+)
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.run.compile import compile_forward
+from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+from fa4_hd256.run.launch import empty_results
+from sm100_sim import timing
+from sm100_sim.timing.prediction import tensor_core_clocks
+from softmax_emu.pattern import Ex2Pattern
+
+
+def our_forward(
+    seqlen: int, causal: bool, machine: str = "b200", config: ForwardConfig | None = None
+) -> timing.Prediction:
+    """Our forward, two heads sharing one of keys and values, on one CTA pair."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).bfloat16()
+        for heads in (2, 1, 1)
+    )
+    problem = Problem.describe((q, k, v), Options.check(None, causal, (None, None), 0.0, False))
+    compiled = compile_forward(config or ForwardConfig(), problem.problem_class)
+    tensors = CallTensors(q, k, v, *empty_results(problem))
+    arguments = call_arguments(tensors, problem, ONE_PAIR, 0)
+    return timing.predict(compiled, *arguments, machine=machine)[-1]
+
+
+def their_forward(
+    seqlen: int, causal: bool, machine: str = "b200", mix: Ex2Pattern | None = None
+) -> timing.Prediction:
+    """flash-attn-4's forward on the first CTA pair of its grid. mix: of exp2, None as it tunes
+    it."""
+    import cuda.bindings.driver as cuda
+
+    mix = mix or flash_attn_4.tuned_pattern(causal)
+    compiled = flash_attn_4.compile_forward(causal, mix)
+    arguments: tuple[Any, ...] = flash_attn_4.arguments(seqlen)
+    return timing.predict(compiled, *arguments, stream=cuda.CUstream(0), machine=machine)[-1]
+
+
+COLUMNS = (
+    Column("provider"),
+    Column("mask"),
+    Column("seqlen"),
+    Column("step_clocks", "clocks", ".0f", "step"),
+    Column("step_spread", "clocks", ".0f", "+-"),
+    Column("total_clocks", "clocks", ".0f", "one CTA pair"),
+    Column("tensor_core", format=".1%", title="tensor core busy"),
+    Column("unmatched"),
+    Column("ambiguous"),
+)
+
+
+def row(provider: str, seqlen: int, causal: bool, found: timing.Prediction) -> dict[str, Any]:
+    """A prediction as a row of the table, its text included."""
+    step = found.levels[0].clocks if found.levels else None
+    return {
+        "provider": provider,
+        "mask": "causal" if causal else "full",
+        "seqlen": seqlen,
+        "step_clocks": None if step is None else float(step[0]),
+        "step_spread": None if step is None else float(step.std()),
+        "total_clocks": float(found.clocks[0]),
+        "tensor_core": _tensor_core_share(found),
+        "unmatched": found.compiled.unmatched,
+        "ambiguous": found.compiled.ambiguous,
+        "utilisation": found.central.utilisation(),
+        "text": found.as_text(),
+        BASIS: "modelled",
+        MACHINE: modelled_machine(found.machine),
+    }
+
+
+def _tensor_core_share(found: timing.Prediction) -> float:
+    total = found.central.clocks
+    return tensor_core_clocks(found.compiled, found.central, 0, total) / total
+
+
+def measure(
+    seqlen: int, causal: bool, machine: str, frequencies: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """Rows of both projects; flash-attn-4's only where it is installed: as it tunes itself, or with
+    each of the frequencies of emulated exp2."""
+    rows = [row("ours", seqlen, causal, our_forward(seqlen, causal, machine))]
+    if flash_attn_4.unavailable() is None:
+        mixes = {f"{flash_attn_4.PACKAGE}, freq {n}": flash_attn_4.pattern(n) for n in frequencies}
+        for name, mix in (mixes or {flash_attn_4.PACKAGE: None}).items():
+            rows.append(row(name, seqlen, causal, their_forward(seqlen, causal, machine, mix)))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The predictions, each in words below the table."""
+    notes = [f"{found['provider']}:\n\n{found['text']}" for found in rows]
+    missing = flash_attn_4.unavailable()
+    if missing:
+        notes.append(f"Without the other project to compare with: {missing}.")
+    plot = Plot("provider", "step_clocks")
+    return Table("timing", "A forward step on one CTA pair", COLUMNS, rows, tuple(notes), plot)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
+    parser.add_argument(
+        "--freq", type=int, nargs="+", default=(), help="of exp2 emulated by flash-attn-4, 0: none"
+    )
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    rows = measure(arguments.seqlen, arguments.causal, arguments.machine, arguments.freq)
+    emit(table(rows), arguments)
+    return 0

@@ -1,0 +1,292 @@
+"""Implementations of attention that are measured side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bench.peers import flash_attn_4
+from bench.suite import BACKWARD, Case
+from fa4_hd256.gpus.family import describe_family, in_family
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+
+OURS = "ours"
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case.
+
+    q, dout: (batch, seqlen_q, heads, 256), k, v: (batch, seqlen_k, heads_kv, 256), or without the
+    batch where sequences are packed; cu_seqlens: int32 (sequences + 1,) of queries and keys then.
+    """
+
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
+        """Standard normal, the same for every provider."""
+        generator = torch.Generator(device).manual_seed(0)
+        totals = [sum(lengths) for lengths in zip(*case.lengths)]
+        tensors = []
+        for side, heads in ((0, case.heads), (1, case.heads_kv), (1, case.heads_kv),
+                            (0, case.heads)):
+            rows = (totals[side],) if case.packed else (case.batch, case.lengths[0][side])
+            shape = (*rows, heads, HEAD_DIM)
+            tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+        offsets = None
+        if case.packed:
+            offsets = tuple(
+                torch.tensor([0, *lengths], device=device).cumsum(0).int()
+                for lengths in zip(*case.lengths)
+            )
+        q, k, v, dout = tensors
+        return cls(case, q, k, v, dout, offsets)
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+    def sequence(self, tensor: torch.Tensor, index: int, side: int) -> torch.Tensor:
+        """(seqlen, heads, 256) of one sequence; side: 0 for queries, 1 for keys."""
+        if self.cu_seqlens is None:
+            return tensor[index]
+        begin, end = self.cu_seqlens[side][index : index + 2].tolist()
+        return tensor[begin:end]
+
+
+class Provider(Protocol):
+    """One implementation."""
+
+    name: str
+
+    def missing(self) -> str | None:
+        """Why it cannot run here at all, None if it can."""
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        """Why it does not offer this case, None if it does."""
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        """out, shaped like q; differentiable where the leaves require gradients."""
+
+
+class Ours:
+    """This project's operator.
+
+    use_clc: None for the default. config: of the forward, None for the default one. num_splits: 0
+    for the default.
+    """
+
+    def __init__(
+        self, name: str = OURS, use_clc: bool | None = None, config: ForwardConfig | None = None,
+        num_splits: int = 0,
+    ) -> None:
+        self.name, self._use_clc, self._config = name, use_clc, config
+        self._num_splits = num_splits
+
+    def missing(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        capability = torch.cuda.get_device_capability()
+        if not in_family(capability):
+            major, minor = capability
+            return f"needs a {describe_family()}; this GPU has {major}.{minor}"
+        return None
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+
+        case = inputs.case
+        options = {
+            "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
+            "use_clc": self._use_clc, "config": self._config, "num_splits": self._num_splits,
+        }  # fmt: skip
+        if inputs.cu_seqlens is None:
+            return flash_attn_func(*inputs.leaves, **options)
+        return flash_attn_varlen_func(
+            *inputs.leaves, *inputs.cu_seqlens, case.seqlen_q, case.seqlen_k, **options
+        )
+
+
+class FlashAttention4:
+    """The public flash-attn-4 through its own interface. num_splits: None for its default, 1."""
+
+    def __init__(self, name: str = flash_attn_4.PACKAGE, num_splits: int | None = None) -> None:
+        self.name, self._num_splits = name, num_splits
+
+    def missing(self) -> str | None:
+        return flash_attn_4.unavailable() or Ours().missing()
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD:
+            return flash_attn_4.backward_refusal(case.window != (None, None), bool(case.softcap))
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+        case = inputs.case
+        options = {"causal": case.causal, "window_size": case.window}
+        if self._num_splits is not None:
+            options["num_splits"] = self._num_splits
+        if case.softcap:
+            options["softcap"] = case.softcap
+        if inputs.cu_seqlens is None:
+            result = flash_attn_func(*inputs.leaves, **options)
+        else:
+            offsets_q, offsets_k = inputs.cu_seqlens
+            result = flash_attn_varlen_func(
+                *inputs.leaves, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k,
+                max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k, **options,
+            )  # fmt: skip
+        return result[0] if isinstance(result, tuple) else result
+
+
+class Frost:
+    """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend), their forward at its defaults.
+
+    A kernel object belongs to shapes and strides; it is kept, as its users keep it.
+    """
+
+    name = "FROST"
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple, Any] = {}
+
+    def missing(self) -> str | None:
+        try:
+            from cudnn.sdpa.fwd import api_dsl  # noqa: F401
+        except ImportError as error:
+            return f"nvidia-cudnn-frontend with its SDPA kernels is not there: {error}"
+        return Ours().missing()
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD:
+            return "only its forward is called here"
+        if case.packed or case.softcap or case.window != (None, None):
+            return "called here for sequences of one length, without window and softcap"
+        if case.causal and case.seqlen_q != case.seqlen_k:
+            return "its causal mask is aligned to the top left unless asked otherwise"
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from cudnn.sdpa.fwd.api_dsl import SdpaFwdDslSm100
+
+        q, k, v = (tensor.detach().transpose(1, 2) for tensor in inputs.leaves)
+        out = torch.empty_like(q)
+        lse = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
+        tensors = q, k, v, out, lse
+        key = inputs.case.causal, *((t.shape, t.stride(), t.dtype) for t in tensors)
+        if key not in self._compiled:
+            attention = SdpaFwdDslSm100(*tensors, is_causal=inputs.case.causal)
+            if not attention.check_support():
+                raise RuntimeError("cuDNN's kernels do not support this call")
+            attention.compile()
+            self._compiled[key] = attention
+        self._compiled[key].execute(*tensors)
+        return out.transpose(1, 2)
+
+
+class PyTorchSdpa:
+    """`scaled_dot_product_attention` with one back end: "CUDNN_ATTENTION" or "MATH"."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name, self._backend = name, backend
+
+    def missing(self) -> str | None:
+        if self._backend != "MATH" and not torch.cuda.is_available():
+            return "no CUDA device"
+        return None
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if case.packed:
+            return "takes no packed sequences"
+        if case.softcap or case.window != (None, None):
+            return "takes no softcap, and a window only as a mask of all scores"
+        if case.causal and case.seqlen_q != case.seqlen_k:
+            return "its causal mask is aligned to the top left"
+        if self._backend == "MATH":
+            return self._too_large(case, direction)
+        return None
+
+    def _too_large(self, case: Case, direction: str) -> str | None:
+        """Scores, probabilities and a float32 copy of them, for the backward twice that."""
+        if not torch.cuda.is_available():
+            return None
+        scores = case.batch * case.heads * case.seqlen_q * case.seqlen_k
+        needed = scores * (20 if direction == BACKWARD else 10)
+        free = torch.cuda.mem_get_info()[0]
+        if needed > free:
+            return f"its scores need some {needed / 2**30:.0f} GiB; {free / 2**30:.0f} are free"
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        case = inputs.case
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
+        with sdpa_kernel(getattr(SDPBackend, self._backend)):
+            out = scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.heads_kv
+            )
+        return out.transpose(1, 2)
+
+
+def default_providers() -> list[Provider]:
+    return [
+        Ours(),
+        FlashAttention4(),
+        Frost(),
+        PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
+        PyTorchSdpa("PyTorch math", "MATH"),
+    ]
+
+
+def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:
+    """Run the forward once; what is returned runs the backward, as often as wanted."""
+    for leaf in inputs.leaves:
+        leaf.requires_grad_()
+    out = provider.call(inputs)
+    return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+
+
+def forward_call(provider: Provider, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """What is returned runs the forward alone."""
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return provider.call(inputs)
+
+    return call
+
+
+def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(result, None), or (None, why it failed): one provider's error must not end a long run.
+
+    CuTe DSL's errors, for one, are of classes of their own.
+    """
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            return action(), None
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None, "out of memory"
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            first = ": ".join([type(error).__name__, *text[:1]])
+            reasons = [str(w.message).splitlines()[0] for w in heard if "because" in str(w.message)]
+            return None, "; ".join([first, *reasons])

@@ -1,0 +1,347 @@
+"""What the kernels ask of each part of an SM, in closed form, from their configurations.
+
+A kernel's work is tiles of a CTA pair, each of steps of 256 queries x 128 keys; a `Demand` is what
+one CTA of the pair asks for in one step, or in the rest of a tile. `Machine` constants turn it into
+clocks; docs/roofline.md has the formulas. Only what a step must do is counted: no waiting, no
+rescaling of O, no second reading from HBM of what L2 has lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from bench.suite import BACKWARD, FORWARD, Case
+from fa4_hd256.call.forward_problem import packed_heads
+from fa4_hd256.call.portions import visible_keys
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.backward.config import (
+    BLOCK_KV,
+    BLOCK_Q,
+    TILE_BYTES,
+    BackwardConfig,
+)
+from fa4_hd256.kernels.blackwell.forward.config import BF16_BYTES, CTAS, HEAD_DIM, ForwardConfig
+from sm100_sim.timing.machine_constants import Machine, Values
+from sm100_sim.timing.tensor import mma_cost
+from softmax_emu.pattern import Ex2Pattern
+
+from .backward_plan import plan
+from .forward import B200
+
+#: K of one tcgen05.mma of 16-bit operands.
+MMA_K = 16
+#: Bytes that a warp's load of one 32-bit column of tensor memory moves.
+TMEM_COLUMN_BYTES = 32 * 4
+FLOAT_BYTES = 4
+#: dS of 256 queries x 128 keys.
+UNIT_DS_BYTES = CTAS * BLOCK_Q * BLOCK_KV * BF16_BYTES
+SLOTS = 4
+LANES = 32
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Of one CTA.
+
+    flop: of the tensor core. mma: its clocks. operand_bytes: read by it from shared memory;
+    tma_bytes, warp_bytes: moved between shared memory and TMA, or the warps. exp2: results of the
+    special-function units. fma: operations of the FMA pipes, one of a packed pair counted as one.
+    tmem_bytes: of tcgen05.ld and st. l2_bytes: between the SM and L2.
+    """
+
+    flop: float = 0.0
+    mma: float = 0.0
+    operand_bytes: float = 0.0
+    tma_bytes: float = 0.0
+    warp_bytes: float = 0.0
+    exp2: float = 0.0
+    fma: float = 0.0
+    tmem_bytes: float = 0.0
+    l2_bytes: float = 0.0
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, count: float) -> Demand:
+        return Demand(*(getattr(self, f.name) * count for f in fields(self)))
+
+    @property
+    def smem_bytes(self) -> float:
+        """Everything that passes the port of shared memory."""
+        return self.operand_bytes + self.tma_bytes + self.warp_bytes
+
+
+def product(m: int, n: int, k: int, a_in_tmem: bool = False) -> Demand:
+    """D[m, n] += A[m, k] B[k, n] by a CTA pair, B in shared memory."""
+    cost, count = mma_cost(m, n, CTAS, a_in_tmem), k // MMA_K
+    # The closed form gives operand reads in clocks of 128 bytes.
+    return Demand(
+        flop=2 * m * n * k / CTAS,
+        mma=cost.compute * count,
+        operand_bytes=cost.operands * 128 * count,
+    )
+
+
+def exponentials(elements: float, pattern: Ex2Pattern, columns: int) -> Demand:
+    """2^x of scores, their scaling included; `columns` that a thread holds decide the share."""
+    share = float(pattern.true_share(columns))
+    # Packed: one fma scales; the polynomial adds, subtracts twice and has an fma a degree.
+    fma = 1 + share * (3 + pattern.degree)
+    return Demand(exp2=elements * (1 - share), fma=elements * fma)
+
+
+def _tmem(columns: int) -> Demand:
+    """All four warps of a group move that many columns of their 32 lanes."""
+    return Demand(tmem_bytes=SLOTS * columns * TMEM_COLUMN_BYTES)
+
+
+def _tma_load(size: float) -> Demand:
+    return Demand(tma_bytes=size, l2_bytes=size)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's demands on one CTA. step: of each step; tile: of a tile beside its steps."""
+
+    name: str
+    step: Demand
+    tile: Demand
+
+
+def forward(config: ForwardConfig) -> Kernel:
+    """The forward kernel: S = Q K^T and O += P V; Q stays for a tile, K and V pass."""
+    rows, keys = config.block_q, config.block_kv
+    step = (
+        product(config.tile_q, keys, HEAD_DIM)
+        + product(config.tile_q, HEAD_DIM, keys, a_in_tmem=True)
+        + exponentials(rows * keys, config.ex2_pattern, keys)
+        # Row sums; S read, P written in half the columns; a factor a row through shared memory.
+        + Demand(fma=rows * keys, exp2=rows, warp_bytes=2 * FLOAT_BYTES * rows)
+        + _tmem(keys + keys // 2)
+        + _tma_load(2 * config.kv_bytes)
+    )
+    # O: out of tensor memory, scaled, staged in shared memory, stored by TMA; LSE, 1 / sum.
+    o = rows * HEAD_DIM
+    tile = (
+        _tma_load(config.q_bytes)
+        + _tmem(HEAD_DIM)
+        + Demand(fma=o, warp_bytes=config.q_bytes + 2 * FLOAT_BYTES * rows)
+        + Demand(tma_bytes=config.q_bytes, l2_bytes=config.q_bytes + FLOAT_BYTES * rows)
+    )
+    return Kernel("forward", step, tile)
+
+
+def preprocess() -> Kernel:
+    """delta = rowsum(dO * O) and LSE in other units; a tile is 256 rows, no steps."""
+    read = 2 * BLOCK_Q * HEAD_DIM * BF16_BYTES
+    rows = 3 * FLOAT_BYTES * BLOCK_Q  # LSE read, LSE and delta written
+    return Kernel("preprocess", Demand(), Demand(fma=BLOCK_Q * HEAD_DIM, l2_bytes=read + rows))
+
+
+def dq(config: BackwardConfig) -> Kernel:
+    """S, dP and dQ += dS K; Q and dO stay for a tile; K (in two forms) and V pass."""
+    tile_q, elements = CTAS * BLOCK_Q, BLOCK_Q * BLOCK_KV
+    scores = product(tile_q, BLOCK_KV, HEAD_DIM)
+    step = (
+        scores * 2
+        + product(tile_q, HEAD_DIM, BLOCK_KV, a_in_tmem=True)
+        + exponentials(elements, config.ex2_pattern, BLOCK_KV // 2)
+        + Demand(fma=2 * elements)  # dS = P (dP - delta)
+        + _tmem(2 * BLOCK_KV + BLOCK_KV // 2)
+        + _tma_load(3 * TILE_BYTES)
+    )
+    result = BLOCK_Q * HEAD_DIM
+    tile = (
+        _tma_load(2 * config.dq.query_bytes)
+        + _tmem(HEAD_DIM)
+        + Demand(fma=result, l2_bytes=result * BF16_BYTES + 2 * FLOAT_BYTES * BLOCK_Q)
+    )
+    return Kernel("dQ", step, tile)
+
+
+def dq_product(config: BackwardConfig) -> Kernel:
+    """dQ += dS K from a dS that is kept; dS and K pass."""
+    step = product(CTAS * BLOCK_Q, HEAD_DIM, BLOCK_KV) + _tma_load(2 * TILE_BYTES)
+    result = BLOCK_Q * HEAD_DIM
+    tile = _tmem(HEAD_DIM) + Demand(fma=result, l2_bytes=result * BF16_BYTES)
+    return Kernel("dQ from dS", step, tile)
+
+
+def dkdv(config: BackwardConfig, partial: bool = False, keeps_ds: bool = False) -> Kernel:
+    """S^T, dP^T, dV += P^T dO and dK += dS^T Q; K and V stay; Q and dO (in two forms) pass.
+
+    partial: results are float32, to be summed. keeps_ds: dS is stored.
+    """
+    unit_q, own_keys = CTAS * BLOCK_Q, BLOCK_KV // CTAS
+    elements = own_keys * unit_q
+    stats = 2 * config.dkdv.stats_bytes
+    # Each warp reads LSE and delta of a quarter of the unit's queries, the same 16 bytes for all
+    # its lanes, which take two clocks (docs/facts.md).
+    stats_clocks = len(config.dkdv.warps.gradient) * stats // 4 // 16 * 2
+    step = (
+        product(BLOCK_KV, unit_q, HEAD_DIM) * 2
+        + product(BLOCK_KV, HEAD_DIM, unit_q) * 2
+        + exponentials(elements, config.ex2_pattern, BLOCK_Q // 2)
+        + Demand(fma=2 * elements)
+        + Demand(warp_bytes=2 * elements * BF16_BYTES + 128 * stats_clocks)
+        + _tmem(2 * BLOCK_KV)
+        + _tma_load(8 * TILE_BYTES + stats)
+        + _tma_load(elements * BF16_BYTES * keeps_ds)
+    )
+    result = 2 * own_keys * HEAD_DIM
+    tile = _tma_load(2 * TILE_BYTES) + _tmem(2 * BLOCK_KV) + Demand(
+        fma=result / 2, l2_bytes=result * (FLOAT_BYTES if partial else BF16_BYTES)
+    )  # fmt: skip
+    return Kernel("dK/dV", step, tile)
+
+
+@dataclass(frozen=True)
+class Total:
+    """A kernel on a case. demand: of all CTAs together; hbm_bytes: each tensor once."""
+
+    kernel: Kernel
+    steps: int
+    tiles: int
+    demand: Demand
+    hbm_bytes: float
+
+
+def totals(
+    case: Case, direction: str, config: ForwardConfig | BackwardConfig | None = None,
+    gpu: Gpu = B200,
+) -> list[Total]:
+    """The kernels of one direction on a case, in the order in which they run.
+
+    gpu: decides how far query heads of dK and dV are split.
+    Raises ValueError for another direction.
+    """
+    tokens_q, tokens_k = (sum(lengths) for lengths in zip(*case.lengths))
+    query = tokens_q * case.heads * HEAD_DIM * BF16_BYTES
+    key = tokens_k * case.heads_kv * HEAD_DIM * BF16_BYTES
+    row = tokens_q * case.heads * FLOAT_BYTES
+    steps, q_tiles, kv_tiles = _counts(case)
+    if direction == FORWARD:
+        steps, q_tiles, _ = _counts(case, packed_heads(case.heads // case.heads_kv, ()))
+        counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
+    elif direction == BACKWARD:
+        config = config or BackwardConfig()
+        portions = plan(case, config.ds_bytes, gpu)
+        partial, keeps_ds = portions[0].partial, portions[0].keeps_ds
+        kv_tiles = sum(one.count * _counts(one.case)[2] * one.splits for one in portions)
+        rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv
+                   * one.splits for one in portions)  # fmt: skip
+        results = 2 * rows * HEAD_DIM * (FLOAT_BYTES if partial else BF16_BYTES)
+        blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
+        ds = steps * UNIT_DS_BYTES * keeps_ds
+        of_dq = (
+            (dq_product(config), steps, q_tiles, query + key + ds)
+            if keeps_ds
+            else (dq(config), steps, q_tiles, 3 * query + 2 * key + 2 * row)
+        )
+        counted = [
+            (preprocess(), 0, blocks, 2 * query + 3 * row),
+            (dkdv(config, partial, keeps_ds), steps, kv_tiles,
+             2 * query + 2 * key + results + 2 * row + ds),
+            of_dq,
+        ]
+    else:
+        raise ValueError(f"direction {direction!r}; accepted are {FORWARD} and {BACKWARD}")
+    return [
+        Total(kernel, n, tiles, (kernel.step * n + kernel.tile * tiles) * CTAS, hbm)
+        for kernel, n, tiles, hbm in counted
+    ]
+
+
+def _counts(case: Case, packed: int = 1) -> tuple[int, int, int]:
+    """(steps, query tiles, key tiles) with any visible key; a step has 256 rows x 128 keys.
+
+    packed: query heads whose rows share a tile.
+    """
+    steps = q_tiles = kv_tiles = 0
+    for lengths in case.lengths:
+        found = _sequence_counts(*lengths, *case.bounds, CTAS * BLOCK_Q // packed)
+        steps += found[0] * case.heads // packed
+        q_tiles += found[1] * case.heads // packed
+        kv_tiles += found[2] * case.heads_kv
+    return steps, q_tiles, kv_tiles
+
+
+@functools.cache
+def _sequence_counts(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, rows: int
+) -> tuple[int, int, int]:
+    """Of one sequence and tiles of `rows` queries; the mask is aligned bottom right."""
+    lengths, ranges = (seqlen_q, seqlen_k), []
+    for begin in range(0, seqlen_q, rows):
+        keys = visible_keys(begin, min(begin + rows, seqlen_q), lengths, (left, right))
+        if keys:
+            ranges.append(range(keys.start // BLOCK_KV, -(-keys.stop // BLOCK_KV)))
+    seen = len(set(itertools.chain.from_iterable(ranges)))
+    return sum(map(len, ranges)), len(ranges), seen
+
+
+def _l2_bytes_per_clock(values: Values) -> float:
+    """Of one SM: its own interface, or its part of what L2 delivers to all."""
+    shared = values.l2_terabytes * 1e12 / (values.sms * values.clock_ghz * 1e9)
+    return min(values.l2_bytes_per_clock_sm, shared)
+
+
+@dataclass(frozen=True)
+class Resource:
+    """clocks: of one SM for a demand. amount: what is counted, in `unit`. constants: those that
+    the clocks depend on."""
+
+    name: str
+    unit: str
+    amount: Callable[[Demand], float]
+    rate: Callable[[Values], float]
+    constants: tuple[str, ...]
+
+    def clocks(self, demand: Demand, values: Values) -> float:
+        return self.amount(demand) / self.rate(values)
+
+    def clock_range(self, demand: Demand, machine: Machine) -> tuple[float, float]:
+        """Smallest and largest clocks over the ranges of the machine's constants."""
+        return extremes(lambda values: self.clocks(demand, values), machine, self.constants)
+
+
+def extremes(
+    function: Callable[[Values], float], machine: Machine, constants: tuple[str, ...]
+) -> tuple[float, float]:
+    """Smallest and largest value over the corners of the ranges of these constants."""
+    ends = ((machine.constants[name].low, machine.constants[name].high) for name in constants)
+    central = machine.values()
+    found = [
+        function(central._replace(**dict(zip(constants, corner))))
+        for corner in itertools.product(*ends)
+    ]
+    return min(found), max(found)
+
+
+RESOURCES = (
+    Resource("tensor core", "clocks", lambda d: d.mma, lambda v: 1.0, ()),
+    Resource("SMEM port", "B", lambda d: d.smem_bytes, lambda v: v.shared_bytes_per_clock,
+             ("shared_bytes_per_clock",)),
+    Resource("MUFU", "results", lambda d: d.exp2, lambda v: SLOTS * LANES / v.mufu_interval,
+             ("mufu_interval",)),
+    Resource("FMA", "operations", lambda d: d.fma, lambda v: float(SLOTS * LANES), ()),
+    Resource("TMEM", "B", lambda d: d.tmem_bytes,
+             lambda v: SLOTS * TMEM_COLUMN_BYTES * v.tmem_columns_per_clock,
+             ("tmem_columns_per_clock",)),
+    Resource("TMA and L2", "B", lambda d: d.l2_bytes, _l2_bytes_per_clock,
+             ("l2_bytes_per_clock_sm", "l2_terabytes", "clock_ghz")),
+)  # fmt: skip
+HBM = "HBM"
+
+
+def hbm_clocks(total: Total, values: Values) -> float:
+    """Clocks until every tensor has moved once."""
+    return total.hbm_bytes / (values.hbm_terabytes * 1e12) * values.clock_ghz * 1e9
+
+
+def machine_clocks(total: Total, resource: Resource, values: Values) -> float:
+    """Clocks of a whole case if all SMs had equal shares."""
+    return resource.clocks(total.demand, values) / values.sms

@@ -1,0 +1,147 @@
+"""What is kept of replays on the timing model: clocks and work, in memory and on disk.
+
+A prediction simulates a kernel and replays it several times, which takes from seconds to a minute.
+What a whole problem needs of it is a few numbers. They are kept in the cache directory under a key
+of everything they depend on: the kernel, the problem replayed, the machine's constants, and the
+sources of the timing model. Deleting the directory is always safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.tables.results import Column
+from fa4_hd256.environment import CACHE_DIR, cache_directory
+from fa4_hd256.run.native_cache import NativeCache
+from sm100_sim import timing
+from sm100_sim.timing.machine_constants import Machine
+
+#: Sources beside those of the timing model that decide what it is given.
+_TRACING = ("trace.py", "traced_machine.py")
+#: Those of the timing model that only read what a replay has found.
+_READING = ("problem.py", "chrome.py", "critical.py")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One cluster's run of a small problem.
+
+    tiles: that it worked on. work: clocks of the tensor core of one of its CTAs. clocks: of the
+    replays, the one with the central constants first. unmatched, ambiguous: as in `Prediction`.
+    masked: the part of the work in masked steps, where masked and unmasked ones are told apart.
+    """
+
+    tiles: int
+    work: float
+    clocks: tuple[float, ...]
+    unmatched: int = 0
+    ambiguous: int = 0
+    masked: float = 0.0
+
+
+def replayed(prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> Replayed:
+    """What is kept of a prediction."""
+    compiled = prediction.compiled
+    action, sms = compiled.program.action, compiled.program.sms
+    work = sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
+    clocks = tuple(map(float, prediction.clocks))
+    return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous, masked)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """How well the SASS of some replays fits what was run: events and sites without a counterpart,
+    choices that nothing decides. Sums; those of several kernels are added."""
+
+    unmatched: int = 0
+    ambiguous: int = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[Replayed]) -> Paths:
+        return cls(sum(row.unmatched for row in rows), sum(row.ambiguous for row in rows))
+
+    def __add__(self, other: Paths) -> Paths:
+        return Paths(self.unmatched + other.unmatched, self.ambiguous + other.ambiguous)
+
+
+#: `Paths` in tables of modelled rows; every such table has them, with `path_note` below it.
+PATH_COLUMNS = (Column("unmatched"), Column("ambiguous"))
+
+
+def path_figures(*found: Paths | None) -> dict[str, int | str | None]:
+    """What a row holds under `PATH_COLUMNS`: of one kernel numbers, of several "1 / 0" in their
+    order, with "-" for one without replays; None if there is none at all."""
+
+    def figure(name: str) -> int | str | None:
+        values = [None if paths is None else getattr(paths, name) for paths in found]
+        if len(values) == 1 or values == [None] * len(values):
+            return values[0]
+        return " / ".join("-" if value is None else str(value) for value in values)
+
+    return {column.name: figure(column.name) for column in PATH_COLUMNS}
+
+
+def path_note(replays: str) -> str:
+    """The sentence that explains `PATH_COLUMNS`. replays: which ones a row's figures are of."""
+    return (
+        f"unmatched, ambiguous: of {replays}: events and SASS sites without a counterpart, and "
+        "choices between paths that neither events nor instruction mixes decide."
+    )
+
+
+#: Of random inputs: how often O is rescaled depends on them.
+SEED = 0
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """Random tensors made inside are the same each time; the generators' state is restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield
+
+
+_memory: dict[str, list[Replayed]] = {}
+
+
+def kept(
+    what: Sequence[Any], machine: Machine, draws: int, make: Callable[[], list[Replayed]]
+) -> list[Replayed]:
+    """The replays that `make` gives, from the cache if it has run before.
+
+    what: what is replayed, anything whose `repr` says it in full; for a kernel `digest` of its
+    cubin, or the versions of the packages that make it. draws: replays beside the central one.
+    """
+    constants = sorted((name, c.value, c.low, c.high) for name, c in machine.constants.items())
+    text = repr((tuple(what), constants, draws, _sources()))
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if key in _memory:
+        return _memory[key]
+    cache = NativeCache(cache_directory() / "replays", "replays", CACHE_DIR.name)
+    header, _, _ = cache.obtain(
+        f"{key}.replays", lambda: ({"rows": [asdict(row) for row in make()]}, [])
+    )
+    found = [Replayed(**{**row, "clocks": tuple(row["clocks"])}) for row in header["rows"]]
+    _memory[key] = found
+    return found
+
+
+def digest(content: bytes) -> str:
+    """A short name of some bytes."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+@functools.cache
+def _sources() -> str:
+    room = Path(timing.__file__).parent
+    files = [path for path in sorted(room.glob("*.py")) if path.name not in _READING]
+    files += [room.parent / name for name in _TRACING]
+    return digest(b"\0".join(path.read_bytes() for path in files))

@@ -1,0 +1,1 @@
+"""Other libraries' kernels beside ours, a module each."""

@@ -1,0 +1,194 @@
+"""flash-attn-4's head_dim 256 forward (two CTAs a tile), compiled for sm_100a without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import math
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
+from fa4_hd256.run.compile import targeting
+from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+
+PACKAGE = "flash-attn-4"
+
+#: The version whose private interface this file knows.
+KNOWN_VERSION = "4.0.0b36"
+
+#: What it compiles for on a B200.
+ARCHITECTURE = "sm_100a"
+
+_MODULE = "flash_attn.cute.flash_fwd_sm100"
+
+#: Its softmax's own default, which its tuning table cannot change.
+_EX2_EMU_RES = 4
+
+#: `num_splits_heuristic`: steps that are never divided, and the parts it stops at.
+_FEWEST_STEPS, _MOST_SPLITS = 4, 128
+
+#: Rows of a tile of its kernel of one CTA.
+SINGLE_ROWS = 128
+
+#: Query heads per key/value head of the compiled kernel, a compile-time constant there.
+GROUP = 2
+
+
+class _Device:
+    """What it asks the driver for, answered as a B200."""
+
+    def get_device_multiprocessor_count(self) -> int:
+        return 148
+
+    def get_max_active_clusters(self, size: int, stream: Any = None) -> int:
+        return 148 // size
+
+    def get_l2_cache_size_in_bytes(self) -> int:
+        return 126 << 20
+
+
+def unavailable() -> str | None:
+    """Why it cannot be compiled here, None if it can."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed: pip install {PACKAGE}=={KNOWN_VERSION}"
+    if version != KNOWN_VERSION:
+        return f"{PACKAGE} {version} is installed; known here is {KNOWN_VERSION} only"
+    try:
+        _forward_module()
+    except ImportError as error:
+        return f"{PACKAGE} {version} cannot be imported: {error}"
+    return None
+
+
+def backward_refusal(window: bool, softcap: bool) -> str | None:
+    """What its backward at head_dim 256 says of a call that it does not take, None of one it does.
+
+    window: bounded on the left, beside a causal mask or not.
+    """
+    if softcap:
+        return "SM100 backward with head_dim=256 does not support softcap"
+    if window:
+        return "SM100 backward with head_dim=256 does not support local attention"
+    return None
+
+
+def split_numbers(tiles: int, steps: int, sms: int) -> range:
+    """Parts above 1 into which its rule may divide the keys; the last is what num_splits=0 takes.
+
+    tiles: of 128 packed rows, over all KV heads and sequences. steps: of 128 keys that the longest
+    one has. Any number up to 256 can be asked for (its second kernel adds up no more); above 1 a
+    call takes the path of one CTA a tile, whatever it takes else.
+    """
+    if steps <= _FEWEST_STEPS or not tiles:
+        return range(2, 2)
+    return range(2, min(sms // tiles, _MOST_SPLITS, steps) + 1)
+
+
+def tuned_pattern(causal: bool) -> Ex2Pattern:
+    """The mix of exp2 that it compiles to by itself."""
+    return pattern(_tuning(causal)["ex2_emu_freq"], _tuning(causal)["ex2_emu_start_frg"])
+
+
+def pattern(freq: int, start_fragment: int = 0) -> Ex2Pattern:
+    """What a frequency of its tuning table means: its last fragment is always hardware."""
+    if freq == 0:
+        return HARDWARE_ONLY
+    return Ex2Pattern(freq, _EX2_EMU_RES, start_fragment, last_fragment_hardware=True)
+
+
+def _forward_module() -> Any:
+    with warnings.catch_warnings():
+        # It is older than the DSL it runs on here.
+        warnings.simplefilter("ignore")
+        return importlib.import_module(_MODULE)
+
+
+def _tuning(causal: bool) -> dict[str, Any]:
+    pair, is_sm103 = True, False
+    return _forward_module()._TUNING_CONFIG[pair, causal, HEAD_DIM, is_sm103]
+
+
+@contextlib.contextmanager
+def _tuned_to(causal: bool, mix: Ex2Pattern) -> Iterator[None]:
+    """Its tuning table asks for `mix`, for the body only."""
+    if mix != pattern(mix.ex2_emu_freq, mix.ex2_emu_start_frg):
+        raise ValueError(f"{PACKAGE} cannot be set to {mix}; its res is {_EX2_EMU_RES}")
+    table = _tuning(causal)
+    saved = dict(table)
+    table.update(ex2_emu_freq=mix.ex2_emu_freq, ex2_emu_start_frg=mix.ex2_emu_start_frg)
+    try:
+        yield
+    finally:
+        table.update(saved)
+
+
+@contextlib.contextmanager
+def _device_described() -> Iterator[None]:
+    import cutlass
+
+    saved = cutlass.utils.HardwareInfo
+    cutlass.utils.HardwareInfo = _Device
+    try:
+        yield
+    finally:
+        cutlass.utils.HardwareInfo = saved
+
+
+def arguments(seqlen: int = 256) -> tuple:
+    """Arguments of a call: q, k, v, out (1, seqlen, heads, 256) bf16, lse (1, heads, seqlen)
+    float32 and the softmax scale."""
+    import cutlass
+    from cutlass.cute.runtime import from_dlpack
+
+    shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (GROUP, 1, 1, GROUP)]
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    tensors.append(torch.zeros(1, GROUP, seqlen))
+    described = [
+        from_dlpack(tensor, assumed_align=16).mark_layout_dynamic(leading_dim=tensor.ndim - 1)
+        for tensor in tensors
+    ]
+    return *described, cutlass.Float32(1 / math.sqrt(HEAD_DIM))
+
+
+def compile_forward(causal: bool, mix: Ex2Pattern) -> Any:
+    """Compile with the same compiler and options as ours; returns what `cute.compile` returned.
+
+    Raises RuntimeError if `unavailable`, ValueError for a mix its tuning table cannot express.
+    """
+    reason = unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    import cuda.bindings.driver as cuda
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
+
+    with (
+        targeting(ARCHITECTURE),
+        _device_described(),
+        _tuned_to(causal, mix),
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch,
+    ):
+        warnings.simplefilter("ignore")
+        kernel = _forward_module().FlashAttentionForwardSm100(
+            HEAD_DIM, HEAD_DIM, qhead_per_kvhead=GROUP, is_causal=causal, m_block_size=128,
+            n_block_size=128, q_stage=1, is_static_persistent=not causal, use_2cta_instrs=True,
+            # What its interface chooses for dense attention at this head dimension: S twice.
+            use_s_ping_pong=True,
+        )  # fmt: skip
+        options = (
+            GPUArch(ARCHITECTURE), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(), DumpDir(scratch)
+        )
+        compiled = cute.compile[options](kernel, *arguments(), stream=cuda.CUstream(0))
+        # Read while the files are there: the object may refer to them lazily.
+        if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
+            raise RuntimeError(f"CuTe DSL returned no PTX or no cubin for {PACKAGE}")
+    return compiled

@@ -1,0 +1,1 @@
+"""What a call is: its problem, checked once, and how it is divided."""

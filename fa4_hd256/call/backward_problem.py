@@ -1,0 +1,195 @@
+"""One validated description of a backward call, and what of it is compiled into its kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.sequences import PADDING
+
+from .forward_problem import Problem, ProblemClass
+
+__all__ = [
+    "BackwardProblem",
+    "GradientClass",
+    "PreprocessClass",
+    "check_gradients",
+    "choose_splits",
+    "count_key_tiles",
+]
+
+#: Keys of one tile of the dK/dV kernel.
+TILE_KEYS = 128
+
+_RAGGED_QUERIES = ("cu_seqlens_q", "seqused_q")
+
+
+@dataclass(frozen=True)
+class PreprocessClass:
+    """What of a call is compiled into the preprocess kernel.
+
+    lse_gradient: the gradient of the LSE is given. ragged: which of the tensors that describe the
+    query rows are given.
+    """
+
+    dtype: torch.dtype
+    lse_gradient: bool = False
+    ragged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GradientClass:
+    """What of a call is compiled into a dQ kernel or the dK/dV kernel.
+
+    problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
+    float32, one part for each piece of the group of query heads (never so for dQ). stores_ds: the
+    dK/dV kernel stores dS, and dQ is a product of it.
+    """
+
+    problem: ProblemClass
+    partial: bool = False
+    stores_ds: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """A backward call.
+
+    forward: the call whose gradients are asked for, with k and v as the kernels read them.
+    k_shape: (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the
+    LSE is given. splits: parts of the group of query heads of each key/value head, of equal size
+    but for the last, each of which gets its own dK and dV in float32; 1 for none. copies: heads of
+    the user's k and v that are one expanded head here, each with a gradient, hence a part, of its
+    own. keeps_ds: dK/dV stores dS for dQ, which computes it anew otherwise. adds: the call is
+    divided so that several portions add to the same dK and dV, in float32.
+    """
+
+    forward: Problem
+    k_shape: tuple[int, ...]
+    lse_gradient: bool
+    splits: int
+    copies: int = 1
+    keeps_ds: bool = False
+    adds: bool = False
+
+    @property
+    def preprocess_class(self) -> PreprocessClass:
+        ragged = tuple(name for name in self.forward.ragged if name in _RAGGED_QUERIES)
+        return PreprocessClass(self.forward.dtype, self.lse_gradient, ragged)
+
+    @property
+    def dq_class(self) -> GradientClass:
+        problem_class = replace(self.forward.problem_class, sink=False, packed_heads=1)
+        return GradientClass(problem_class, stores_ds=self.keeps_ds)
+
+    @property
+    def dkdv_class(self) -> GradientClass:
+        return replace(self.dq_class, partial=self.splits > 1 or self.adds)
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key/value head."""
+        return self.forward.q_shape[2] // self.k_shape[2]
+
+    @property
+    def dkdv_shape(self) -> tuple[int, int, int, int]:
+        """(batch, seqlen_k, parts, 256) of the dK, and of the dV, that the kernel writes."""
+        batch, seqlen, heads, columns = self.k_shape
+        return batch, seqlen, heads * self.splits, columns
+
+    @property
+    def ds_shape(self) -> tuple[int, int, int, int]:
+        """(sequences, query heads, keys, queries) of dS^T, the queries in whole units."""
+        forward = self.forward
+        queries = -(-forward.max_seqlen_q // PADDING) * PADDING
+        return forward.sequences, forward.q_shape[2], forward.max_seqlen_k, queries
+
+    @property
+    def ds_bytes_of_head(self) -> int:
+        """Memory that dS of one key/value head takes, of all sequences."""
+        return math.prod(self.ds_shape) * self.forward.dtype.itemsize // self.k_shape[2]
+
+    def splits_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
+        """`choose_splits` for a launch with so many key/value heads and sequences."""
+        if self.copies > 1:
+            return self.copies
+        forward, (left, right) = self.forward, self.forward.options.window
+        seen = forward.max_seqlen_q
+        if left is not None and right is not None:
+            seen = min(seen, left + right + TILE_KEYS)
+        bounded = left is not None or right is not None
+        unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
+        tiles = heads_kv * count_key_tiles(replace(forward, sequences=sequences), self.k_shape)
+        return choose_splits(tiles, -(-seen // PADDING), self.group, gpu, unequal)
+
+    @property
+    def has_no_queries(self) -> bool:
+        """Then nothing is launched, and dK and dV are 0."""
+        return self.forward.is_empty
+
+    @property
+    def has_no_keys(self) -> bool:
+        """Then dQ is 0, and dK and dV are empty."""
+        return self.k_shape[1] == 0
+
+
+def check_gradients(
+    named: dict[str, torch.Tensor | None], q: torch.Tensor, lse_shape: tuple[int, ...]
+) -> None:
+    """out and its gradient like q; lse and its gradient (batch, heads, seqlen_q) float32.
+
+    named: out, dout, lse, dlse; None for one not given. Raises TypeError for another dtype,
+    ValueError for another shape or device.
+    """
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        of_rows = name in ("lse", "dlse")
+        shape, dtype = (lse_shape, torch.float32) if of_rows else (q.shape, q.dtype)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {tuple(shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {q.device}, like q")
+
+
+def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:
+    """Tiles of 128 keys of all sequences, at most; lengths on the device are not known here."""
+    padded = problem.sequences * -(-problem.max_seqlen_k // TILE_KEYS)
+    if "cu_seqlens_k" not in problem.ragged:
+        return padded
+    return min(padded, k_shape[1] // TILE_KEYS + problem.sequences)
+
+
+#: What a tile takes beside its units, in the time of a unit; that time, modelled; and the bytes of
+#: writing and summing the parts of 128 keys in float32 (docs/backward.md).
+_TILE_OVERHEAD, _UNIT_SECONDS, _PART_BYTES = 1.0, 4.16e-6, 1e6
+
+
+def choose_splits(tiles: int, units: int, group: int, gpu: Gpu, unequal: bool) -> int:
+    """Parts of the group of query heads: those that end soonest, by an estimate.
+
+    More parts fill the CTA pairs better, but each writes its own dK and dV. tiles: of 128 keys, of
+    all key/value heads and sequences. units: of 256 queries, at most, that a tile passes for each
+    query head. group: query heads of one key/value head. unequal: tiles differ in their units, by a
+    mask or by the sequences' lengths. Returns 1 .. group; no part is empty when each but the last
+    has ceil(group / parts) heads.
+    """
+    # Of the whole GPU's bandwidth, in the time of a unit.
+    part_cost = _PART_BYTES / (gpu.hbm_bytes_per_second * _UNIT_SECONDS)
+
+    def estimate(parts: int) -> float:
+        count, longest = tiles * parts, -(-group // parts) * units
+        if unequal:
+            # Half of the longest on average; who draws a long one last ends half of one later.
+            ends = count / gpu.pairs * (longest / 2 + _TILE_OVERHEAD) + longest / 2
+        else:
+            ends = -(-count // gpu.pairs) * (longest + _TILE_OVERHEAD)
+        return ends + part_cost * count * (parts > 1)
+
+    parts = min(range(1, group + 1), key=estimate)
+    return -(-group // -(-group // parts))

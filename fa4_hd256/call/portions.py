@@ -1,0 +1,181 @@
+"""How a backward is divided so that dS of a portion fits into the memory it may take.
+
+dS of a whole call grows with the square of the length. So dK/dV and dQ run on portions, each a call
+of its own: some key/value heads; else one or more sequences; else, except in windows, a range of
+queries with the keys that any of them sees. What ranges of queries give to the same dK and dV is
+added up in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.sequences import PADDING
+
+from .backward_problem import BackwardProblem
+
+__all__ = ["Division", "Portion", "divide", "visible_keys"]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What goes through dK/dV and then dQ, in one launch of each.
+
+    problem: the portion as a call of its own. heads_kv, sequences, queries, keys: where it lies in
+    the whole call. Some of the sequences and of the rows only where all sequences are dense;
+    otherwise the rows are those of the tensors.
+    """
+
+    problem: BackwardProblem
+    heads_kv: range
+    sequences: range
+    queries: range
+    keys: range
+
+
+@dataclass(frozen=True)
+class Division:
+    """problem: the whole call, with the splits of every portion's dK and dV."""
+
+    problem: BackwardProblem
+    portions: tuple[Portion, ...]
+
+
+def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
+    """Portions whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
+    heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
+    of_head = problem.ds_bytes_of_head
+    if not of_head or not ds_bytes:
+        return _undivided(problem)
+    if ds_bytes >= of_head:
+        return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, gpu)
+    if problem.forward.ragged:
+        return _undivided(problem)
+    fitting = ds_bytes // (of_head // sequences)
+    if fitting:
+        heads = min(fitting, heads_kv)
+        return _by_heads(problem, heads, fitting // heads, gpu)
+    if None not in problem.forward.options.window:
+        # dS of a window is a band: ranges would be many and short, and mostly empty memory, where
+        # dQ has little to compute anew.
+        return _undivided(problem)
+    return _by_queries(problem, ds_bytes, gpu)
+
+
+def _undivided(problem: BackwardProblem) -> Division:
+    return Division(problem, (Portion(problem, *map(range, _lengths(problem))),))
+
+
+def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
+    """Key/value heads, sequences, rows of q, and rows of k."""
+    forward = problem.forward
+    return problem.k_shape[2], forward.sequences, forward.q_shape[1], problem.k_shape[1]
+
+
+def _by_heads(
+    problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu
+) -> Division:
+    """So many key/value heads of so many sequences at a time; all sequences if there are any but
+    dense ones."""
+    some = heads_kv < problem.k_shape[2] or sequences < problem.forward.sequences
+    # Each launch has the tiles of these only.
+    splits = problem.splits_for(heads_kv, sequences, gpu) if some else problem.splits
+    whole = replace(problem, keeps_ds=True, splits=splits)
+    all_heads, all_sequences, *rows = _lengths(problem)
+    portions = [
+        _portion(whole, heads, some_sequences, *map(range, rows))
+        for some_sequences in _chunks(all_sequences, sequences)
+        for heads in _chunks(all_heads, heads_kv)
+    ]
+    return Division(whole, tuple(portions))
+
+
+def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
+    """One range of queries of one key/value head of one sequence at a time."""
+    ranges = _query_ranges(problem, ds_bytes)
+    if not ranges:
+        return _undivided(problem)
+    longest = max(len(queries) for queries, _ in ranges)
+    of_range = replace(problem.forward, max_seqlen_q=longest)
+    splits = replace(problem, forward=of_range).splits_for(1, 1, gpu)
+    whole = replace(problem, keeps_ds=True, splits=splits, adds=True)
+    heads_kv, sequences, *_ = _lengths(problem)
+    portions = [
+        _portion(whole, heads, sequence, queries, keys)
+        for sequence in _chunks(sequences, 1)
+        for heads in _chunks(heads_kv, 1)
+        for queries, keys in ranges
+    ]
+    return Division(whole, tuple(portions))
+
+
+def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, range]]:
+    """Ranges of queries, as few as dS of a head group allows, and the keys they see.
+
+    Empty if dS of a single unit of queries does not fit.
+    """
+    _, _, seqlen_q, seqlen_k = _lengths(problem)
+    mask = (seqlen_q, seqlen_k), problem.forward.options.window
+    row_bytes = problem.group * problem.forward.dtype.itemsize
+    ends = [0]
+    while ends[-1] < seqlen_q:
+        begin = end = ends[-1]
+        while end < seqlen_q:
+            longer = end + PADDING
+            keys = visible_keys(begin, min(longer, seqlen_q), *mask)
+            if row_bytes * (longer - begin) * len(keys) > ds_bytes:
+                break
+            end = longer
+        if end == begin:
+            return []
+        ends.append(min(end, seqlen_q))
+    if problem.forward.options.window == (None, None):
+        # All see all keys, so the last range need not be a rest.
+        count = len(ends) - 1
+        rows = -(-seqlen_q // (count * PADDING)) * PADDING
+        ends = [min(i * rows, seqlen_q) for i in range(count + 1)]
+    spans = [range(begin, end) for begin, end in itertools.pairwise(ends) if begin < end]
+    return [(span, visible_keys(span.start, span.stop, *mask)) for span in spans]
+
+
+def visible_keys(
+    begin: int, end: int, lengths: tuple[int, int], window: tuple[int | None, int | None]
+) -> range:
+    """The keys that any of the queries [begin, end) may see; the mask is aligned to the end of
+    both sequences. lengths: of queries and keys. window: (left, right), None for unbounded."""
+    (seqlen_q, seqlen_k), (left, right) = lengths, window
+    diagonal = seqlen_k - seqlen_q
+    first = 0 if left is None else max(0, begin + diagonal - left)
+    limit = seqlen_k if right is None else max(0, min(seqlen_k, end + diagonal + right))
+    return range(min(first, limit), limit)
+
+
+def _chunks(length: int, size: int) -> Iterator[range]:
+    return (range(begin, min(begin + size, length)) for begin in range(0, length, size))
+
+
+def _portion(
+    whole: BackwardProblem, heads_kv: range, sequences: range, queries: range, keys: range
+) -> Portion:
+    """These heads, sequences and rows as a call of their own."""
+    forward = whole.forward
+    (batch_q, seqlen_q, *_), (batch_k, seqlen_k, _, columns) = forward.q_shape, whole.k_shape
+    changes = {}
+    if len(sequences) < forward.sequences:
+        batch_q = batch_k = changes["sequences"] = len(sequences)
+    if len(queries) < seqlen_q or len(keys) < seqlen_k:
+        # The mask is aligned to the ends of the ranges, too; how far these lie from the whole
+        # call's diagonal goes to the bounds.
+        beyond = (keys.stop - queries.stop) - (seqlen_k - seqlen_q)
+        left, right = forward.options.window
+        window = left if left is None else left + beyond, right if right is None else right - beyond
+        options = replace(forward.options, window=window)
+        changes |= {"options": options, "max_seqlen_q": len(queries), "max_seqlen_k": len(keys)}
+    heads_q = len(heads_kv) * whole.group
+    changes["q_shape"] = batch_q, len(queries), heads_q, columns
+    k_shape = batch_k, len(keys), len(heads_kv), columns
+    problem = replace(whole, forward=replace(forward, **changes), k_shape=k_shape)
+    return Portion(problem, heads_kv, sequences, queries, keys)

@@ -1,0 +1,80 @@
+"""Into how many parts the forward divides the keys of a query tile.
+
+Where a call has fewer query tiles than the device has CTA pairs, as a decoding step with few
+sequences has, the others stand idle. Divided, each part of a tile's keys is a tile of its own, and
+a second kernel makes one result of the parts (`forward_combine`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.plans import WARP_SIZE
+
+from .forward_problem import Problem
+
+__all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]
+
+#: What a caller passes who leaves the choice to `splits_for`.
+BY_RULE = 0
+#: The most parts of a tile; the second kernel has a lane for each.
+LARGEST = WARP_SIZE
+#: Steps of 128 keys that dividing must save: by the timing model (docs/bench.md) the second kernel
+#: costs two or three, four where a launch takes as long as it may.
+LEAST_SAVED = 5
+#: Of a step of 128 keys, by the same model.
+STEP_SECONDS = 1.152e-6
+#: That HBM takes in and gives back for a row of a part, in float32.
+ROW_BYTES = 2 * 4 * HEAD_DIM
+
+
+def check_num_splits(num_splits: Any) -> int:
+    """The number as it was given; TypeError or ValueError if it is not accepted."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+    if not 0 <= num_splits <= LARGEST:
+        raise ValueError(
+            f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "
+            "the choice to the operator"
+        )
+    return num_splits
+
+
+def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
+    """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`.
+
+    Raises as `check_num_splits` does.
+    """
+    chosen = check_num_splits(num_splits) or splits_for(problem, gpu)
+    return replace(problem, num_splits=chosen)
+
+
+def splits_for(problem: Problem, gpu: Gpu) -> int:
+    """The number of parts with which a call is done first, the fewest of several; 1 where no CTA
+    pair would be idle, or less than `LEAST_SAVED` steps are saved.
+
+    The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
+    hold.
+    """
+    keys, (left, right) = problem.max_seqlen_k, problem.options.window
+    if left is not None and right is not None:
+        keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
+    rows = math.prod(problem.lse_shape)
+    rows_a_step = gpu.hbm_bytes_per_second * STEP_SECONDS / ROW_BYTES
+    tiles, steps = problem.num_tiles, -(-keys // ForwardConfig.block_kv)
+    if tiles >= gpu.pairs:
+        return 1
+
+    def span(parts: int) -> float:
+        """Steps of the CTA pair with the most parts, one beside for each of these, and what the
+        results of all parts take."""
+        turns = -(-tiles * parts // gpu.pairs)
+        results = parts * rows / rows_a_step if parts > 1 else 0.0
+        return turns * (-(-steps // parts) + 1) + results
+
+    best = min(range(1, min(steps, LARGEST) + 1), key=span)
+    return best if span(1) - span(best) >= LEAST_SAVED else 1

@@ -1,0 +1,120 @@
+"""The first hour on a GPU: one command, one report; without a GPU it runs in the simulator.
+
+Every step runs in a process of its own with a time limit; a step that hangs is killed, named, and
+the next one goes on. Started again with the same --out, it goes on where it ended. docs/bringup.md
+says what each rung settles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from sm100_sim import devices
+
+from .outcome import BAD, Target, simulated
+from .report import summary_line, write_reports
+from .rungs import HIDDEN, RUNGS, named
+from .runner import TARGET, Run, Stopped
+
+DEFAULT_DIRECTORY = "bringup_report"
+#: Seconds that asking the driver for its GPU may take.
+ASK_LIMIT = 120
+_ASK = ("import json; from fa4_hd256.check.bringup.machine import find_target; "
+        "print(json.dumps(find_target().as_json()))")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    names = [rung.name for rung in RUNGS]
+    parser.add_argument("--out", type=Path, default=Path(DEFAULT_DIRECTORY),
+                        help="directory of results and report (default: %(default)s); what is "
+                        "there already is not run again")
+    parser.add_argument("--again", action="append", default=[], metavar="RUNG", choices=names,
+                        help="drop this rung's results first")
+    parser.add_argument("--rungs", nargs="+", choices=names, default=names,
+                        help="run these only (default: all)")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
+                        help="steps RUNG/STEP that match, as in 'golden/tma*'")
+    parser.add_argument("--simulate", action="store_true",
+                        help="run in the simulator, as on a machine without a GPU")
+    parser.add_argument("--report", action="store_true", help="only write the report anew")
+    parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)
+
+
+def find_target(simulate: bool) -> Target:
+    """The GPU of this machine, or the simulator; a process of its own asks the driver.
+
+    Raises ValueError for a driver that does not answer, one whose GPU cannot be used, or a GPU that
+    the simulator does not know.
+    """
+    if simulate:
+        return simulated(devices.current())
+    try:
+        asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True,
+                               timeout=ASK_LIMIT)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"the CUDA driver has not named its GPU within {ASK_LIMIT} s: it hangs, or another "
+            "process holds it; look at nvidia-smi, or run in the simulator with --simulate"
+        ) from None
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if _has_driver():
+            raise ValueError(
+                f"this machine has NVIDIA's driver, but its GPU cannot be used: {last}; mend that "
+                "(cuda-bindings and numpy must be installed), or pass --simulate"
+            )
+        print(f"no GPU here ({last}); running in the simulator", file=sys.stderr)
+        return simulated(devices.current())
+    return Target.from_json(json.loads(asked.stdout))
+
+
+def _has_driver() -> bool:
+    """Whether this machine has, or should have, an NVIDIA GPU."""
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _kept_target(directory: Path) -> Target:
+    """The machine whose results a directory holds: a report may be written anywhere."""
+    path = directory / TARGET
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no results of a bringup; name another one with --out")
+    return Target.from_json(json.loads(path.read_text()))
+
+
+def _say(rung: str, item: str, outcome: dict) -> None:
+    if outcome["state"] == "passed" and rung in ("golden", "rules", "answers"):
+        return
+    print(f"{rung}/{item}: {outcome['state']}  {outcome.get('text', '')[:160]}", flush=True)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command: 0, 1 if a step failed, faulted or hung, 3 if the machine stopped answering.
+    """
+    target = _kept_target(arguments.out) if arguments.report else find_target(arguments.simulate)
+    run = Run(arguments.out, target, _say)
+    print(f"bringup of {target.name} in {arguments.out}", flush=True)
+    for name in arguments.again:
+        run.forget(name)
+    stopped = ""
+    rungs = [*([named("planted")] if arguments.plant else []), *map(named, arguments.rungs)]
+    try:
+        for rung in [] if arguments.report else rungs:
+            print(f"rung {rung.name}: {rung.settles}", flush=True)
+            run.rung(rung, arguments.only)
+            write_reports(run)
+    except Stopped as error:
+        stopped = str(error)
+    write_reports(run, stopped)
+    print(summary_line(run.results, stopped), flush=True)
+    if stopped:
+        return 3
+    judged = {name: found for name, found in run.results.items()
+              if name not in [rung.name for rung in HIDDEN]}
+    bad = any(o["state"] in BAD for found in judged.values() for o in found.values())
+    return 1 if bad else 0

@@ -1,0 +1,81 @@
+"""The timing model's answer to a kernel that times itself: run, compile, replay."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from .gpu import head
+from .timed import ENTRY, RESULTS, Timed
+
+CAPABILITY = (10, 0)
+MACHINE = "b200"
+_LANES = 32
+
+
+@lru_cache(maxsize=1)
+def missing() -> str:
+    """Why kernels cannot be replayed here, or nothing."""
+    for module, package in (("numba", "numba"), ("triton", "triton, for its ptxas"),
+                            ("llvmlite", "llvmlite")):
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed (pip install 'fa4-hd256[bench]' triton)"
+    return "" if _assembler().exists() else f"triton has no {_assembler().name}"
+
+
+def _assembler() -> Path:
+    home = importlib.util.find_spec("triton").submodule_search_locations[0]
+    return Path(home, "backends", "nvidia", "bin", "ptxas-blackwell")
+
+
+def _cubin(ptx: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="fa4_hd256_") as directory:
+        source, target = Path(directory, "kernel.ptx"), Path(directory, "kernel.cubin")
+        source.write_text(ptx)
+        command = [str(_assembler()), "-arch=sm_100a", "-O3", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas refused the kernel: {done.stderr.strip()}")
+        return target.read_bytes()
+
+
+@lru_cache(maxsize=64)
+def clocks(kernel: Timed, replayed: bool) -> float:
+    """Run the kernel in the simulator; clocks of a round by the timing model, 0 if not replayed."""
+    from sm100_sim.host.host_code import LaunchConfig
+    from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
+    from sm100_sim.tools.golden.replay import placed
+
+    ptx = head(CAPABILITY) + kernel.ptx
+    buffers = [placed(np.zeros(RESULTS, np.uint64)), placed(np.zeros(kernel.buffer, np.uint8))]
+    addresses = [buffer.__array_interface__["data"][0] for buffer in buffers]
+    config = LaunchConfig(
+        ENTRY, (kernel.grid, 1, 1), (_LANES * kernel.warps, 1, 1), (kernel.cluster, 1, 1),
+        kernel.shared, (), {}, 0, ptx,
+    )  # fmt: skip
+    ranges = sorted((a, a + b.nbytes, f"p{i}") for i, (a, b) in enumerate(zip(addresses, buffers)))
+    values = [np.uint64(a).tobytes() for a in addresses] + [np.uint32(0).tobytes()]
+    parameters = parameter_buffer(parsed_kernel(ptx, ENTRY), values)
+    report = run_kernel(config, parameters, ranges, Options(trace=replayed))
+    return _replayed(ptx, kernel, report) if replayed else 0.0
+
+
+def _replayed(ptx: str, kernel: Timed, report) -> float:
+    from sm100_sim.launcher import translated_kernel
+    from sm100_sim.timing.machine_constants import load
+    from sm100_sim.timing.program import build
+    from sm100_sim.timing.replay import clocks_measured, replay
+    from sm100_sim.timing.sass import disassemble
+
+    function = disassemble(_cubin(ptx))[ENTRY]
+    translated = translated_kernel(ptx, ENTRY, True)
+    compiled = build(function, translated, report.trace, (kernel.cluster, 1, 1),
+                     report.shared_accesses)
+    # One CTA or pair has L2 to itself.
+    run = replay(compiled, load(MACHINE).values()._replace(sms=1.0))
+    return clocks_measured(compiled, run) / kernel.rounds

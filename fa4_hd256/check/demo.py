@@ -1,0 +1,302 @@
+"""`python -m fa4_hd256 demo`: one attention layer of a real model, forward and backward, judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.portions import divide
+from fa4_hd256.gpus.family import TARGET
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.run.backward import BackwardCall, Wanted, kernel_specs, run_backward
+from fa4_hd256.run.compile import CompiledKernel, compile_forward, compile_kernel
+from fa4_hd256.run.launch import gpu_of, run_forward
+from fa4_hd256.run.resources import resource_usage
+
+from . import reference
+
+
+@dataclass(frozen=True)
+class Model:
+    """Attention heads of one published model with head_dim 256."""
+
+    name: str
+    heads_q: int
+    heads_kv: int
+
+
+#: --model -> heads. One attention head shape serves every model that shares it.
+MODELS = {
+    "gemma-1-2b": Model("Gemma 1 2B", 8, 1),
+    "gemma-1-7b": Model("Gemma 1 7B", 16, 16),
+    "gemma-2-2b": Model("Gemma 2 2B", 8, 4),
+    "gemma-2-9b": Model("Gemma 2 9B", 16, 8),
+    "embeddinggemma": Model("EmbeddingGemma", 3, 1),
+    "gemma-3-1b": Model("Gemma 3 270M and 1B", 4, 1),
+    "gemma-3-4b": Model("Gemma 3 4B", 8, 4),
+    "gemma-3-12b": Model("Gemma 3 12B", 16, 8),
+    "gemma-4-e2b": Model("Gemma 4 E2B", 8, 1),
+    "gemma-4-e4b": Model("Gemma 4 E4B", 8, 2),
+    "gemma-4-26b-a4b": Model("Gemma 4 26B-A4B", 16, 8),
+    "gemma-4-31b": Model("Gemma 4 31B", 32, 16),
+    "qwen3-next-80b-a3b": Model("Qwen3-Next-80B-A3B", 16, 2),
+    "qwen3.5-397b-a17b": Model("Qwen3.5-397B-A17B", 32, 2),
+    "qwen3.8-27b": Model("Qwen3.8-27B", 24, 4),
+    "qwen3.8-flash-next": Model("Qwen3.8-Flash-Next", 24, 2),
+    "glm-5-tp8": Model("GLM-5 MLA prefill, one rank of TP8", 8, 8),
+}
+DEFAULT_MODEL = "gemma-3-4b"
+DEFAULT_SEQLEN = 512
+
+#: MMA instructions of one step (256 queries x 128 keys, K = 16 each): QK over 256 columns of the
+#: head, PV over 128 keys.
+MMA_PER_STEP = HEAD_DIM // 16 + 128 // 16
+
+
+def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Run causal attention in a model's shape; everything the demo prints, as JSON values.
+
+    Raises ValueError for an unknown model or a length below 1.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}")
+    if seqlen < 1:
+        raise ValueError(f"seqlen is {seqlen}; accepted: 1 or more")
+    heads = MODELS[model]
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).to(device, torch.bfloat16)
+        for n in (heads.heads_q, heads.heads_kv, heads.heads_kv)
+    )
+    config = ForwardConfig()
+    problem = Problem.describe((q, k, v), _options())
+    compiled = compile_forward(config, problem.problem_class)
+    start = time.perf_counter()
+    out, lse = run_forward(compiled, problem, (q, k, v))
+    _synchronise(device)
+    seconds = time.perf_counter() - start
+    executed = _executed(config) if device == "cpu" else {}
+    comparison = reference.compare(out, lse, (q, k, v), causal=True)
+    return {
+        "model": heads.name,
+        "shape": {"batch": 1, "seqlen": seqlen, **_heads(heads), "head_dim": HEAD_DIM},
+        "dtype": "bfloat16",
+        "causal": True,
+        "backend": "simulator" if device == "cpu" else torch.cuda.get_device_name(),
+        **asdict(comparison),
+        "accurate": comparison.max_error <= 2 * comparison.pytorch_max_error,
+        "run_seconds": seconds,
+        "compile_seconds": compiled.seconds,
+        "compiled_before": compiled.from_disk,
+        "pattern_share": float(config.ex2_pattern.true_share(config.block_kv)),
+        **_resources(compiled, config.smem.num_bytes, config.tmem.allocated_columns),
+        **executed,
+        "backward": _run_backward((q, k, v), out, lse, generator),
+    }
+
+
+def _options() -> Options:
+    """Causal attention, otherwise the defaults of `flash_attn_func`."""
+    return Options.check(None, True, (None, None), 0.0).scheduled(None)
+
+
+def _run_backward(
+    inputs: tuple, out: torch.Tensor, lse: torch.Tensor, generator: torch.Generator
+) -> dict[str, Any]:
+    """Gradients for a random gradient of out: their errors, and what each kernel took."""
+    device = out.device.type
+    dout = torch.randn(out.shape, generator=generator).to(out)
+    call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
+    problem = call.describe(_options(), None, None)
+    config = BackwardConfig()
+    division = divide(problem, config.ds_bytes, gpu_of(out.device))
+    problem = division.problem
+    specs = kernel_specs(problem, config)
+    kernels = [compile_kernel(spec) for spec in specs.values()]
+    start = time.perf_counter()
+    found = dict(zip("qkv", run_backward(call, problem, Wanted(), config)))
+    _synchronise(device)
+    seconds = time.perf_counter() - start
+    plans = {"backward_dkdv": config.dkdv, "backward_dq_product": config.dq_product,
+             "backward_dq": config.dq}  # fmt: skip
+    executed = _executed_backward(len(division.portions)) if device == "cpu" else [{}] * 3
+    compared = reference.compare_gradients(found, inputs, dout, causal=True)
+    return {
+        "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},
+        "accurate": all(c.max_error <= c.tolerance for c in compared.values()),
+        "splits": problem.splits,
+        "kernels": {
+            name: {**_resources(kernel, *_plan_sizes(plans.get(spec.kind))), **counts}
+            for (name, spec), kernel, counts in zip(specs.items(), kernels, executed, strict=True)
+        },
+        "run_seconds": seconds,
+        "compile_seconds": sum(kernel.seconds for kernel in kernels),
+        "compiled_before": all(kernel.from_disk for kernel in kernels),
+    }
+
+
+def _synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _plan_sizes(plan: Any) -> tuple[int, int]:
+    """(SMEM bytes, TMEM columns); the preprocess kernel has no plan and uses none of either."""
+    return (0, 0) if plan is None else (plan.smem.num_bytes, plan.tmem.allocated_columns)
+
+
+def _heads(model: Model) -> dict[str, int]:
+    return {"heads": model.heads_q, "heads_kv": model.heads_kv}
+
+
+def _resources(compiled: CompiledKernel, smem_bytes: int, tmem_columns: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"smem_bytes": smem_bytes, "tmem_columns": tmem_columns}
+    try:
+        usage = resource_usage(compiled.cubin)
+    except RuntimeError as error:
+        return {**found, "registers": None, "registers_note": str(error)}
+    return {
+        **found,
+        "registers": usage.registers,
+        "stack_bytes": usage.stack,
+        "local_bytes": usage.local,
+    }
+
+
+def _executed(config: ForwardConfig) -> dict[str, Any]:
+    """What the last simulated launch executed, from the simulator's report."""
+    import sm100_sim
+
+    report = sm100_sim.last_reports()[-1]
+    mma = report.warps("tcgen05.mma")
+    scores = mma // MMA_PER_STEP * config.tile_q * config.block_kv
+    # Scores take the flushing form; softmax_emu uses the other one for once-per-row factors.
+    hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
+    return {
+        "grid": list(report.grid),
+        "cluster": list(report.cluster),
+        "clusters": math.prod(report.grid) // math.prod(report.cluster),
+        "tcgen05_mma": mma,
+        "mufu_ex2": hardware,
+        "score_elements": scores,
+        "emulated_share": (scores - hardware) / scores,
+        "tma_bytes": sum(report.tma.values()),
+        "instructions": {name: counts["warps"] for name, counts in report.instructions.items()},
+        "translate_seconds": report.translate_seconds,
+    }
+
+
+def _executed_backward(rounds: int) -> list[dict[str, Any]]:
+    """What the last simulated launches executed: preprocess, then dK/dV and dQ in turn."""
+    import sm100_sim
+
+    reports = sm100_sim.last_reports()[-1 - 2 * rounds :]
+    return [
+        {
+            "grid": list(of_kernel[0].grid),
+            "tcgen05_mma": sum(r.warps("tcgen05.mma") for r in of_kernel),
+            "mufu_ex2": sum(
+                r.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"] for r in of_kernel
+            ),
+            "tma_bytes": sum(sum(r.tma.values()) for r in of_kernel),
+        }
+        for of_kernel in (reports[:1], reports[1::2], reports[2::2])
+    ]
+
+
+def text(result: dict[str, Any]) -> str:
+    """The result as the demo prints it."""
+    shape = result["shape"]
+    lines = [
+        f"{result['model']}: causal attention, batch {shape['batch']}, seqlen {shape['seqlen']}, "
+        f"{shape['heads']} query and {shape['heads_kv']} key/value heads, head_dim "
+        f"{shape['head_dim']}, {result['dtype']}",
+        f"  ran on             {result['backend']}"
+        + (f": the compiled {TARGET} kernel" if result["backend"] == "simulator" else ""),
+        f"  out, max error     {result['max_error']:.3e}   (same-dtype PyTorch: "
+        f"{result['pytorch_max_error']:.3e}; accepted up to twice that)",
+        f"  out, relative L2   {result['rel_l2']:.3e}",
+        f"  LSE, max error     {result['lse_max_error']:.3e} nats",
+    ]
+    if "grid" in result:
+        lines += _executed_text(result)
+    if result["registers"] is None:
+        lines.append(f"  registers          not known: {result['registers_note']}")
+    else:
+        lines.append(
+            f"  registers          {result['registers']} a thread at launch, "
+            f"{result['stack_bytes']} bytes of stack, {result['local_bytes']} of local memory"
+        )
+    origin = "loaded from the cache in" if result["compiled_before"] else "compiled in"
+    return "\n".join(
+        [
+            *lines,
+            f"  SMEM, TMEM         {result['smem_bytes']} bytes, {result['tmem_columns']} columns",
+            f"  time               {origin} {result['compile_seconds']:.2f} s, "
+            f"run in {result['run_seconds']:.2f} s",
+            f"  verdict            {_verdict(result)}",
+            *_backward_text(result["backward"]),
+        ]
+    )
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    return "accurate" if result["accurate"] else "NOT ACCURATE"
+
+
+def _backward_text(result: dict[str, Any]) -> list[str]:
+    lines = ["backward, for a random gradient of out:"]
+    for name, errors in result["gradients"].items():
+        lines.append(
+            f"  {name}, max error      {errors['max_error']:.3e}   (same-dtype PyTorch: "
+            f"{errors['pytorch_max_error']:.3e}), relative L2 {errors['rel_l2']:.3e}"
+        )
+    for name, kernel in result["kernels"].items():
+        if "grid" in kernel:
+            lines.append(
+                f"  {name:18} {kernel['grid'][0]} CTAs, {kernel['tcgen05_mma']} tcgen05.mma, "
+                f"{kernel['mufu_ex2']} MUFU ex2, {kernel['tma_bytes']} bytes by TMA"
+            )
+        registers = "" if kernel["registers"] is None else (
+            f"{kernel['registers']} registers, {kernel['stack_bytes']} bytes of stack, "
+            f"{kernel['local_bytes']} of local memory; "
+        )
+        lines.append(
+            f"  {'':18} {registers}SMEM {kernel['smem_bytes']} bytes, TMEM "
+            f"{kernel['tmem_columns']} columns"
+        )
+    origin = "loaded from the cache in" if result["compiled_before"] else "compiled in"
+    return [
+        *lines,
+        f"  time               {origin} {result['compile_seconds']:.2f} s, "
+        f"run in {result['run_seconds']:.2f} s",
+        f"  verdict            {_verdict(result)}",
+    ]
+
+
+def _executed_text(result: dict[str, Any]) -> list[str]:
+    grid = " x ".join(map(str, result["grid"]))
+    cluster = " x ".join(map(str, result["cluster"]))
+    return [
+        f"  grid               {grid} CTAs in {result['clusters']} clusters of {cluster}",
+        f"  tcgen05.mma        {result['tcgen05_mma']} instructions, "
+        f"{result['score_elements']} score elements",
+        f"  MUFU ex2           {result['mufu_ex2']} results: {result['emulated_share']:.4%} of "
+        f"the score elements emulated; the pattern's share is {result['pattern_share']:.4%}",
+        f"  TMA                {result['tma_bytes']} bytes",
+    ]
+
+
+def main(arguments: Any) -> int:
+    """Run and print; exit status 1 if the error of out is above twice PyTorch's own, or that of a
+    gradient above its tolerance (`reference.GradientComparison`)."""
+    result = run(arguments.model, arguments.seqlen, arguments.device)
+    print(json.dumps(result) if arguments.json else text(result))
+    return 0 if result["accurate"] and result["backward"]["accurate"] else 1

@@ -1,0 +1,1 @@
+"""The kernels, and what those of every architecture share."""

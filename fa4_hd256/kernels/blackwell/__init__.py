@@ -1,0 +1,1 @@
+"""Kernels of CTA pairs with tensor memory (compute capability 10.x)."""

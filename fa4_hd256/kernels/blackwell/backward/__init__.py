@@ -1,0 +1,1 @@
+"""The backward: preprocessing, dK and dV, dQ."""

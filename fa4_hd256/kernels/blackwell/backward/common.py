@@ -1,0 +1,341 @@
+"""What the dK/dV kernel and the dQ kernels share.
+
+With s = softmax_scale q k (capped or not), P = exp(s - LSE), dP = dO V^T and
+delta = rowsum(dO O) - dLSE::
+
+    dS = P (dP - delta) (1 - tanh^2, with a softcap)
+    dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
+
+P and dS are kept in 16 bits, unscaled, as operands. All but `backward_dq_product` compute S and dP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+
+from fa4_hd256.kernels.blackwell.operands import (
+    TmaTensor,
+    by_key,
+    by_sequence,
+    load_tile,
+    smem_layout,
+)
+from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
+from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.sequences import Sequences, SequenceTensors, clipped_view
+from schedulers import StaticPersistentScheduler, WorkTile
+from softmax_emu.online import soft_cap
+from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
+
+from .config import GradientConfig
+
+__all__ = [
+    "BackwardKernel",
+    "BackwardScalars",
+    "BackwardTensors",
+    "BackwardVariant",
+    "DS",
+    "FRAGMENT",
+    "columns_of",
+    "store_row",
+    "weigh",
+    "zeros",
+]
+
+FRAGMENT = 32  # columns that one tensor-memory load moves
+
+DS = 4  # dS among the tensors that boxes name
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """What of a call is compiled into a kernel, beside the configuration.
+
+    mask, negate_scores, softcap, ragged: as in `ForwardVariant`.  partial: dK and dV are float32
+    sums over a part of the query heads of each KV head.  stores_ds: the dK/dV kernel stores dS.
+    """
+
+    mask: MaskKind = MaskKind()
+    negate_scores: bool = False
+    softcap: bool = False
+    ragged: tuple[str, ...] = ()
+    partial: bool = False
+    stores_ds: bool = False
+
+
+class BackwardScalars(NamedTuple):
+    """Scalars of one call.
+
+    scale_log2, cap_scale, window_left, window_right, max_seqlen_q, clusters, l2_bytes: as in
+    `ForwardScalars`.  softmax_scale: with its sign.  max_seqlen_k: the longest key sequence, or
+    more.  splits: parts into which the query heads of a KV head are split.
+    """
+
+    scale_log2: Float32
+    cap_scale: Float32
+    softmax_scale: Float32
+    window_left: Int32
+    window_right: Int32
+    max_seqlen_q: Int32
+    max_seqlen_k: Int32
+    splits: Int32
+    clusters: Int32
+    l2_bytes: Int32
+
+
+class BackwardTensors(NamedTuple):
+    """What a kernel reads and writes.
+
+    loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
+    ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32:
+    -LSE log2(e), then -delta, of each query row (`Sequences.padded_query_offset`).
+    results: (seqlen, 256, heads, batch) each.  ds: TMA tensor of dS, None where it is not stored.
+    """
+
+    loads: tuple
+    stats: Any
+    results: tuple
+    ds: Any
+    ragged: Any
+
+
+class BackwardKernel(PairKernel):
+    """Base of these kernels: host code, set-up, dispatch, and P from S.
+
+    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v, dout and ds, rows,
+    columns); `problem(...)`, its tiles; `smem(memory)`; and the roles `load`, `mma`, `gradient`
+    and, if it `stores`, `store`.
+    """
+
+    boxes: dict[str, tuple[int, int, int]]
+    stores = False
+
+    def __init__(
+        self,
+        config: GradientConfig,
+        dtype: Any,
+        variant: BackwardVariant,
+        scheduler: Any = StaticPersistentScheduler,
+    ) -> None:
+        plan = self.plan_of(config.plan, variant)
+        self.dtype = dtype
+        self.variant = variant
+        self.scheduler = scheduler
+        self.ex2_pattern = config.ex2_pattern
+        self.plan, self.warps, self.edges = plan, plan.warps, plan.edges
+        self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
+        self.is_bf16 = dtype is cutlass.BFloat16
+
+    def plan_of(self, plan: Any, variant: BackwardVariant) -> Any:
+        """The kernel's plan for a variant."""
+        return plan
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        stats: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        ds: Any,
+        ragged: Any,
+        scalars: BackwardScalars,
+        stream: Any,
+    ):
+        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see
+        `BackwardTensors`.  results: (dq,), or (dk, dv) with heads_kv * splits heads.  Last stride
+        1, other strides multiples of 16 bytes.  ds: dS^T, (sequences, heads, keys, queries), the
+        queries padded to whole units, None where it is not stored.  ragged: a tuple of tensors in
+        the order of `variant.ragged`, None if there are none.
+        """
+        operands = tuple(by_sequence(tensor) for tensor in operands)
+        results = tuple(by_sequence(tensor) for tensor in results)
+        q, k, _, _ = operands
+        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
+        batch = cute.size(q, mode=[3])
+        sequences = self._sequence_tensors(ragged)
+        for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k):
+            if cutlass.const_expr(cu_seqlens is not None):
+                batch = cute.size(cu_seqlens) - 1
+        problem = self.problem(scalars, (q, k), batch)
+        if cutlass.const_expr(ds is not None):
+            ds = by_key(ds)
+        loads = self._tma_tensors((*operands, ds))
+        tensors = BackwardTensors(loads, stats, results, self.ds_tensor(ds), ragged)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sizes = tuple(Int32(size) for size in sizes)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=self.scheduler.grid_shape(problem, scalars.clusters),
+            block=(self.warps.num_threads, 1, 1),
+            cluster=CLUSTER,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        return SequenceTensors(**dict(zip(self.variant.ragged, ragged or (), strict=True)))
+
+    def _tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        tmas = []
+        for operand, rows, columns in self.boxes.values():
+            tensor = operands[operand]
+            view = clipped_view(tensor, rows) if self.variant.ragged else tensor
+            layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
+            info = cpasync.make_tiled_tma_atom(load, view, layout, (rows, columns))
+            tmas.append(TmaTensor(info[0], info[1]))
+        return tuple(tmas)
+
+    def ds_tensor(self, ds: Any) -> TmaTensor | None:
+        """The TMA tensor through which the kernel stores dS, if it does."""
+        return None
+
+    def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
+        return tensors.loads if tensors.ds is None else (*tensors.loads, tensors.ds)
+
+    @traced("load")
+    @cute.jit
+    def load_stage(self, context: Any, names: tuple[str, str, str], place: tuple, states: Any):
+        """One TMA load of both CTAs into the next free stage of an edge's buffers.
+
+        names: of the edge, of the box and of its operand in SMEM.  place: see `tma_tile`.
+        """
+        edge, box, smem = names
+        loaded = context.barriers[f"{edge}_loaded"]
+        free = states[f"{edge}_free"]
+        context.barriers[f"{edge}_free"].wait(free)
+        if context.cta_rank == 0:
+            loaded.expect_bytes(free)
+        source = context.tensors.loads[list(self.boxes).index(box)]
+        load_tile(source, context.smem[smem], place, loaded.pointer(free), free.index)
+        states.advance(f"{edge}_free")
+        return states
+
+    def set_up(
+        self,
+        allocator: SmemAllocator,
+        tensors: BackwardTensors,
+        sizes: tuple[Int32, Int32, Int32],
+        scalars: BackwardScalars,
+        order: Any,
+    ) -> PairContext:
+        """Lay out shared memory as the plan says and initialise the barriers."""
+        seqlen_q, seqlen_k, heads_per_kv = sizes
+        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
+        return PairContext(
+            tensors=tensors,
+            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
+            sequences=Sequences(self._sequence_tensors(tensors.ragged), seqlen_q, seqlen_k),
+            mask=self.variant.mask,
+            scalars=scalars,
+            heads_per_kv=heads_per_kv,
+            order=order,
+            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps(self.stores)),
+            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            tmem_address=memory.region("tmem_address", Int32, 4),
+            smem=self.smem(memory),
+        )
+
+    @cute.jit
+    def run_role(self, context: Any, warp: Int32):
+        """The role of this warp, with its register budget."""
+        warps = self.warps
+        if warp < warps.mma:
+            cute.arch.setmaxregister_increase(warps.registers_gradient)
+            self.gradient(context)
+        else:
+            cute.arch.setmaxregister_decrease(warps.registers_other)
+            if warp == warps.mma:
+                if context.cta_rank == 0:
+                    self.mma(context)
+            if warp == warps.load:
+                self.load(context)
+            if warp == warps.scheduler:
+                self.schedule(context)
+            if cutlass.const_expr(self.stores):
+                if warp == warps.store:
+                    self.store(context)
+
+    def region_address(self, context: Any, name: str) -> Int32:
+        """TMEM address of a region, for the tensor core."""
+        return context.tmem.toint() + self.tmem_plan[name].start
+
+    def own_columns(self, context: Any, name: str, columns: int) -> Any:
+        """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
+        start = self.tmem_plan[name].start + self.warpgroup() * columns
+        return context.own_lanes + start
+
+    @staticmethod
+    def warpgroup() -> Int32:
+        """0 or 1: which of the two warpgroups of gradient warps."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+
+    def no_work(self) -> WorkTile:
+        """An invalid tile."""
+        return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
+
+    @cute.jit
+    def mask_and_cap(self, context: Any, scores: cute.Tensor, mask: tuple):
+        """Softcap and mask, in place; returns 1 - tanh^2 of each score, None without a softcap.
+
+        mask: (whether to apply it, Visibility, row, first column).
+        """
+        slopes = None
+        if cutlass.const_expr(self.variant.softcap):
+            slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
+            soft_cap(scores, context.scalars.cap_scale)
+            for i in range(0, cute.size(scores)):
+                slopes[i] = 1.0 - scores[i] * scores[i]
+        applies, visibility, row, column = mask
+        if applies:
+            visibility.apply(scores, row, column)
+        return slopes
+
+    def exponentiate(
+        self, context: Any, scores: cute.Tensor, negative_lse: Any, place: tuple[int, int]
+    ) -> None:
+        """scores := P, in place.  place: (first column, columns of the thread)."""
+        scale_log2 = scale_for_masking(context.scalars.scale_log2)
+        first, columns = (count // FRAGMENT for count in place)
+        probabilities_from_lse(scores, scale_log2, negative_lse, (self.ex2_pattern, first, columns))
+
+
+def weigh(dp: cute.Tensor, weights: cute.Tensor, negative_delta: Any) -> None:
+    """dp := weights * (dp - delta), dS in float32.
+
+    negative_delta: one Float32, or a register tensor with one for each column.
+    """
+    for i in range(0, cute.size(dp), 2):
+        delta = (negative_delta, negative_delta)
+        if isinstance(negative_delta, cute.Tensor):
+            delta = (negative_delta[i], negative_delta[i + 1])
+        pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), delta)
+        dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (weights[i], weights[i + 1]))
+
+
+def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:
+    """Register values, Float32, to consecutive elements of global memory, in their type."""
+    rounded = cute.make_rmem_tensor(cute.size(values), destination.element_type)
+    rounded.store(values.load().to(destination.element_type))
+    cute.autovec_copy(rounded, destination)
+
+
+def columns_of(row: cute.Tensor, start: Any, columns: int) -> cute.Tensor:
+    """`columns` consecutive elements of a row of 256; start: a multiple of them."""
+    return cute.logical_divide(row, cute.make_layout(columns))[None, start // columns]
+
+
+def zeros(columns: int) -> cute.Tensor:
+    """A register tensor of Float32 zeros."""
+    values = cute.make_rmem_tensor(columns, Float32)
+    values.fill(0.0)
+    return values
+

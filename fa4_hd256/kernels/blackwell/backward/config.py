@@ -1,0 +1,409 @@
+"""The configuration of the backward's pair kernels: budgets derived and checked here.
+
+All work on 256 queries x 128 keys at a time by CTA pairs; docs/backward.md has the budgets that
+led to this design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from fa4_hd256.kernels.blackwell.forward.config import BF16_BYTES, CTAS, HEAD_DIM, SWIZZLE_ALIGNMENT
+from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plans import (
+    WARP_SIZE,
+    RegisterPlan,
+    SmemPlan,
+    SmemRegion,
+    TmemPlan,
+    TmemRegion,
+)
+from schedulers.clc import ClcScheduler
+from softmax_emu.pattern import Ex2Pattern
+
+__all__ = [
+    "BackwardConfig",
+    "BackwardWarpPlan",
+    "DkdvPlan",
+    "DqPlan",
+    "DqProductPlan",
+    "GradientConfig",
+]
+
+BLOCK_Q = 128  # query rows of one CTA
+BLOCK_KV = 128  # keys of a pair
+TILE_BYTES = 128 * 128 * BF16_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BackwardWarpPlan:
+    """Warp indices and register budgets of one CTA, the same in all of them.
+
+    Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
+    warpgroup holds one warp each of the other roles.  A register budget belongs to a warpgroup.
+    The store warp has work only where dS is stored.  Raises ValueError for budgets that the launch
+    cannot serve (`RegisterPlan`).
+    """
+
+    gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    mma: int = 8
+    load: int = 9
+    scheduler: int = 10
+    store: int = 11
+    registers_gradient: int = 224
+    registers_other: int = 56
+
+    num_warps: ClassVar[int] = 12
+
+    def __post_init__(self) -> None:
+        _ = self.registers
+
+    @property
+    def registers(self) -> RegisterPlan:
+        return RegisterPlan(
+            (
+                ("the first gradient warpgroup", self.registers_gradient),
+                ("the second gradient warpgroup", self.registers_gradient),
+                ("the other roles", self.registers_other),
+            )
+        )
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+    def scheduled_warps(self, stores: bool) -> int:
+        """Warps of both CTAs that run the tile loop: not the peer's MMA warp; stores: the store
+        warps do."""
+        return CTAS * (len(self.gradient) + 2 + stores) + 1
+
+    def describe(self) -> str:
+        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
+        rows.append(f"| gradient | {self.gradient} | {self.registers_gradient} |")
+        for role in ("mma", "load", "scheduler", "store"):
+            rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
+        rows.append(self.registers.total_row)
+        return "\n".join(rows)
+
+
+def _common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
+    """What every kernel has at the end of its shared memory."""
+    return (
+        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+        SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
+        SmemRegion(
+            "scheduler", 1, ClcScheduler.smem_bytes, 16,
+            "of the dynamic scheduler; allocated by its set-up",
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DqPlan:
+    """The dQ kernel: 256 queries of a pair stay, 128 keys pass in each step.
+
+    ring_stages: buffers of the ring that K (twice, see `backward_dq`) and V share.
+    """
+
+    ring_stages: int = 3
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = CTAS * BLOCK_Q
+    step_columns: ClassVar[int] = BLOCK_KV
+
+    def __post_init__(self) -> None:
+        if self.ring_stages < 3:
+            raise ValueError(
+                f"ring_stages is {self.ring_stages}; at least 3 are needed: the tile in use and "
+                "the two loaded ahead"
+            )
+        _ = (self.smem, self.tmem, self.edges)
+
+    @property
+    def query_bytes(self) -> int:
+        """One CTA's Q, or dO, of one tile."""
+        return BLOCK_Q * HEAD_DIM * BF16_BYTES
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion("q", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
+                SmemRegion("dout", 1, self.query_bytes, SWIZZLE_ALIGNMENT, "128 rows x 256"),
+                SmemRegion(
+                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "K or V: 64 keys x 256; K for dQ: 128 keys x 128 columns",
+                ),
+                *_common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        s, dp = HEAD_DIM, HEAD_DIM + BLOCK_KV
+        half = BLOCK_KV // 2
+        return TmemPlan(
+            (
+                TmemRegion("dq", 0, HEAD_DIM, None, "dQ accumulator, 128 x 256 float32"),
+                TmemRegion("s", s, BLOCK_KV, None, "S, 128 x 128 float32"),
+                TmemRegion("dp", dp, BLOCK_KV, None, "dP, 128 x 128 float32"),
+                TmemRegion("ds0", dp, half // 2, "dp", "dS of keys 0..63, once dP is in registers"),
+                TmemRegion("ds1", dp + half, half // 2, "dp", "dS of keys 64..127"),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient = len(self.warps.gradient)
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        rows = CTAS * self.query_bytes
+        return EdgeTable(
+            (
+                Edge("q_loaded", 1, tma, "load", 1, "mma", "Q in SMEM", transaction_bytes=rows),
+                Edge("q_free", 1, commit, "mma", 1, "load", "Q: all S of the tile done", True),
+                Edge("dout_loaded", 1, tma, "load", 1, "mma", "dO in SMEM", transaction_bytes=rows),
+                Edge("dout_free", 1, commit, "mma", 1, "load", "dO: all dP of the tile done", True),
+                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
+                     "K or V tile in SMEM", transaction_bytes=CTAS * TILE_BYTES),
+                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
+                     "K or V buffer: its MMAs are done", True),
+                Edge("s_done", 1, commit, "mma", 1, "gradient", "S in TMEM"),
+                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S in registers", True),
+                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP in TMEM"),
+                Edge("ds_done", 1, pair, "gradient", gradient, "mma", "dS in TMEM, over its dP"),
+                Edge("dq_done", 1, commit, "mma", 1, "gradient", "dQ of the tile in TMEM"),
+                Edge("dq_free", 1, pair, "gradient", gradient, "mma", "dQ in registers", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class DkdvPlan:
+    """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
+
+    ring_stages: buffers of the ring that Q and dO (each twice, see `backward_dkdv`) share.
+    stores_ds: dS goes to global memory, too, for `DqProductPlan`; set by the kernel for each call.
+    """
+
+    ring_stages: int = 4
+    stores_ds: bool = False
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = BLOCK_KV
+    step_columns: ClassVar[int] = CTAS * BLOCK_Q
+
+    def __post_init__(self) -> None:
+        if self.ring_stages < 3:
+            raise ValueError(
+                f"ring_stages is {self.ring_stages}; at least 3 are needed: the tile in use and "
+                "the two loaded ahead"
+            )
+        _ = (self.smem, self.tmem, self.edges)
+
+    @property
+    def stats_bytes(self) -> int:
+        """LSE, or delta, of one unit."""
+        return self.step_columns * FLOAT_BYTES
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion("k", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
+                SmemRegion("v", 1, TILE_BYTES, SWIZZLE_ALIGNMENT, "64 keys x 256"),
+                SmemRegion(
+                    "weights", 1, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "64 keys x 256 queries: P for dV, then dS for dK",
+                ),
+                SmemRegion(
+                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "Q or dO: 128 queries x 128 columns",
+                ),
+                SmemRegion("lse", 1, self.stats_bytes, 128, "-LSE in log2 units of 256 queries"),
+                SmemRegion("delta", 1, self.stats_bytes, 128, "-delta of 256 queries"),
+                *_common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        columns = BLOCK_KV  # of every region: 64 rows in two halves of 64 lanes each
+        return TmemPlan(
+            (
+                TmemRegion("dv", 0, columns, None, "dV accumulator, 64 x 256 float32"),
+                TmemRegion("dk", columns, columns, None, "dK accumulator, 64 x 256 float32"),
+                TmemRegion("s", 2 * columns, columns, None, "S^T, 64 keys x 256 queries float32"),
+                TmemRegion("dp", 3 * columns, columns, None, "dP^T, 64 keys x 256 queries"),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient = len(self.warps.gradient)
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        own_tma, own, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
+        tile, stats = CTAS * TILE_BYTES, self.stats_bytes
+        stored = (
+            Edge("ds_written", 1, own, "gradient", gradient, "store", "dS in SMEM, for its store"),
+            Edge("ds_free", 1, own, "store", 1, "gradient", "dS: store and MMAs are done", True),
+        )
+        return EdgeTable(
+            (
+                Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=tile),
+                Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
+                Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=tile),
+                Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
+                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
+                     "Q or dO in SMEM", transaction_bytes=tile),
+                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
+                     "Q or dO buffer: its MMAs are done", True),
+                Edge("lse_loaded", 1, own_tma, "load", 1, "gradient", "LSE in SMEM",
+                     transaction_bytes=stats),
+                Edge("lse_free", 1, own, "gradient", gradient, "load", "LSE read", True),
+                Edge("delta_loaded", 1, own_tma, "load", 1, "gradient", "delta in SMEM",
+                     transaction_bytes=stats),
+                Edge("delta_free", 1, own, "gradient", gradient, "load", "delta read", True),
+                Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
+                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S^T in registers", True),
+                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP^T in TMEM"),
+                Edge("dp_free", 1, pair, "gradient", gradient, "mma", "dP^T in registers", True),
+                Edge("weights_done", 1, release, "gradient", gradient, "mma",
+                     "P, then dS, in SMEM"),
+                Edge("weights_free", 1, commit, "mma", 1,
+                     "gradient, store" if self.stores_ds else "gradient",
+                     "P, then dS: its MMAs are done", True),
+                Edge("sums_done", 1, commit, "mma", 1, "gradient", "dK and dV of the tile in TMEM"),
+                Edge("sums_free", 1, pair, "gradient", gradient, "mma",
+                     "dK and dV in registers", True),
+                *(stored if self.stores_ds else ()),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        stored = ", dS stored" if self.stores_ds else ""
+        head = f"dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256{stored}"
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class DqProductPlan:
+    """dQ as a plain product of a stored dS and K: 256 queries of a pair, 128 keys in each step.
+
+    stages: steps whose dS and K are in SMEM at a time.
+    """
+
+    stages: int = 3
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    accumulators: ClassVar[int] = 2
+    tile_rows: ClassVar[int] = CTAS * BLOCK_Q
+    step_columns: ClassVar[int] = BLOCK_KV
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:
+            raise ValueError(
+                f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
+            )
+        _ = (self.smem, self.tmem, self.edges)
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion(
+                    "ds", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 queries"
+                ),
+                SmemRegion(
+                    "k", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 columns"
+                ),
+                *_common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        columns = self.accumulators * HEAD_DIM
+        return TmemPlan(
+            (TmemRegion("dq", 0, columns, None, "dQ accumulators of two tiles, 128 x 256 float32"),)
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient, stages = len(self.warps.gradient), self.accumulators
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        return EdgeTable(
+            (
+                Edge("step_loaded", self.stages, tma, "load", 1, "mma",
+                     "dS and K in SMEM", transaction_bytes=2 * CTAS * TILE_BYTES),
+                Edge("step_free", self.stages, commit, "mma", 1, "load",
+                     "dS and K buffers: their MMAs are done", True),
+                Edge("dq_done", stages, commit, "mma", 1, "gradient", "dQ of a tile in TMEM"),
+                Edge("dq_free", stages, pair, "gradient", gradient, "mma", "dQ in registers", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dQ from stored dS: 256 queries x 128 keys per CTA pair and step, head_dim 256"
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """What of a `BackwardConfig` is compiled into one pair kernel.
+
+    ex2_pattern: None for the kernel without an exp2, dQ as a product.
+    """
+
+    plan: DqPlan | DkdvPlan | DqProductPlan
+    ex2_pattern: Ex2Pattern | None = None
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Everything static about the backward kernels that a user or a tuner may set.
+
+    ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
+        holds 64 columns, so fragments 0 and 1 exist.
+    ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
+        fits (`portions`). With 0 the dQ kernel computes dS anew.
+
+    Raises ValueError for a negative ds_bytes.
+    """
+
+    ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
+    dq: DqPlan = field(default_factory=DqPlan)
+    dkdv: DkdvPlan = field(default_factory=DkdvPlan)
+    dq_product: DqProductPlan = field(default_factory=DqProductPlan)
+    ds_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if self.ds_bytes < 0:
+            raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
+
+    def of_kernel(self, kind: str) -> GradientConfig:
+        """That of a kernel, by its kind in `kernels.KINDS`.
+
+        What another kernel or the host alone depends on is not in it, so that a change of that
+        compiles nothing anew.
+        """
+        return {
+            "backward_dq": GradientConfig(self.dq, self.ex2_pattern),
+            "backward_dkdv": GradientConfig(self.dkdv, self.ex2_pattern),
+            "backward_dq_product": GradientConfig(self.dq_product),
+        }[kind]
+
+    def describe(self) -> str:
+        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
+        return "\n\n".join([f"backward: {self.ex2_pattern}", *(
+            plan.describe()
+            for plan in (replace(self.dkdv, stores_ds=True), self.dq_product, self.dq)
+        )])  # fmt: skip

@@ -1,0 +1,1 @@
+"""The forward: attention, and combining parts of the keys."""

@@ -1,0 +1,250 @@
+"""The forward kernel's configuration: chosen once, checked here, and everything else derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa4_hd256.kernels.blackwell import tuning
+from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.plans import (
+    WARP_SIZE,
+    RegisterPlan,
+    SmemPlan,
+    SmemRegion,
+    TmemPlan,
+    TmemRegion,
+)
+from schedulers.clc import ClcScheduler
+from softmax_emu.online import ARITHMETICS
+from softmax_emu.pattern import Ex2Pattern
+
+__all__ = ["HEAD_DIM", "ForwardConfig", "WarpPlan"]
+
+HEAD_DIM = 256
+CTAS = 2
+BF16_BYTES = 2  # and those of fp16
+SWIZZLE_ALIGNMENT = 1024  # of a buffer with the 128-byte swizzle: 8 rows of 128 bytes
+
+
+@dataclass(frozen=True)
+class WarpPlan:
+    """Warp indices and register budgets of one CTA.
+
+    The first warpgroup is the softmax, the second the correction, the third holds one warp each
+    of the other roles.  A register budget belongs to a warpgroup.  Raises ValueError for budgets
+    that the launch cannot serve (`RegisterPlan`).
+    """
+
+    softmax: tuple[int, ...] = (0, 1, 2, 3)
+    correction: tuple[int, ...] = (4, 5, 6, 7)
+    mma: int = 8
+    load: int = 9
+    epilogue: int = 10
+    scheduler: int = 11
+    registers_softmax: int = 232
+    registers_correction: int = 168
+    registers_other: int = 104
+
+    def __post_init__(self) -> None:
+        _ = self.registers
+
+    @property
+    def registers(self) -> RegisterPlan:
+        return RegisterPlan(
+            (
+                ("softmax", self.registers_softmax),
+                ("correction", self.registers_correction),
+                ("the other roles", self.registers_other),
+            )
+        )
+
+    @property
+    def num_warps(self) -> int:
+        return 12
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of both CTAs that run the tile loop: all but the peer's MMA warp."""
+        return CTAS * self.num_warps - 1
+
+    def describe(self) -> str:
+        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
+        rows.append(f"| softmax | {self.softmax} | {self.registers_softmax} |")
+        rows.append(f"| correction | {self.correction} | {self.registers_correction} |")
+        for role in ("mma", "load", "epilogue", "scheduler"):
+            rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
+        rows.append(self.registers.total_row)
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Everything static about the forward kernel that a user or a tuner may set.
+
+    q_stages: Q buffers; with two, the next tile's Q is loaded while this tile is worked on, and
+        this tile's O leaves through its own Q buffer.
+    kv_stages: buffers of the ring that K and V tiles share.
+    ex2_pattern: which score elements take the polynomial exp2.
+    rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
+
+    The rest is there to be compared with (`python -m bench ladder`):
+    s_stages: S buffers; with one, the tensor core waits for the softmax of every step.
+    arithmetic: of the exponents and row sums, one of `softmax_emu.online.ARITHMETICS`.
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`); False:
+        query blocks upwards, one head after the other.
+    """
+
+    q_stages: int = 2
+    kv_stages: int = 3
+    ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
+    rescale_threshold: float = 8.0
+    warps: WarpPlan = field(default_factory=WarpPlan)
+    s_stages: int = 2
+    arithmetic: str = "packed"
+    ordered_tiles: bool = True
+
+    # The shape the kernel is built for; derived sizes below follow from it.
+    block_q = 128  # query rows of one CTA
+    block_kv = 128  # keys of one step
+    scale_stages = 1
+    o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
+
+    def __post_init__(self) -> None:
+        if self.q_stages != 2:
+            raise ValueError(
+                f"q_stages is {self.q_stages}; the kernel needs 2: O is staged in its tile's own "
+                "Q buffer while the next tile's Q arrives in the other"
+            )
+        if self.kv_stages < 3:
+            raise ValueError(
+                f"kv_stages is {self.kv_stages}; at least 3 are needed: the tile in use and the "
+                "two loaded ahead"
+            )
+        if not 0 <= self.rescale_threshold <= 15:
+            raise ValueError(
+                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
+                "(P reaches 2^threshold and must stay finite in float16)"
+            )
+        if self.s_stages not in (1, 2):
+            raise ValueError(
+                f"s_stages is {self.s_stages}; accepted are 1 and 2: tensor memory has no room for "
+                "more beside O"
+            )
+        if self.arithmetic not in ARITHMETICS:
+            raise ValueError(
+                f"arithmetic is {self.arithmetic!r}; accepted are {', '.join(ARITHMETICS)}"
+            )
+        # Deriving the plans checks the budgets.
+        _ = (self.smem, self.tmem, self.edges)
+
+    @classmethod
+    def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
+        """The default configuration of a call, with the exp2 mix of the tuning table.
+
+        causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
+        "B200" or "B300"; see `tuning`.
+        """
+        return cls(ex2_pattern=tuning.pattern_for(causal, seqlen_k, gpu))
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a CTA pair."""
+        return CTAS * self.block_q
+
+    @property
+    def q_bytes(self) -> int:
+        """One CTA's Q (and O) of one tile."""
+        return self.block_q * HEAD_DIM * BF16_BYTES
+
+    @property
+    def kv_bytes(self) -> int:
+        """One CTA's half of a K tile (64 keys) or of a V tile (128 of the head's columns)."""
+        return self.block_kv // CTAS * HEAD_DIM * BF16_BYTES
+
+    @property
+    def o_slices(self) -> int:
+        return HEAD_DIM // self.o_slice
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion(
+                    "q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT,
+                    "128 rows x 256; after the tile's last QK, staging of its O",
+                ),
+                SmemRegion(
+                    "kv", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
+                    "K: 64 keys x 256, or V: 128 keys x 128 columns",
+                ),
+                SmemRegion(
+                    "scale", self.scale_stages, self.block_q * 4, 16,
+                    "factor, or at the end 1/sum, of each row",
+                ),
+                SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+                SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
+                SmemRegion(
+                    "scheduler", 1, ClcScheduler.smem_bytes, 16,
+                    "of the dynamic scheduler; allocated by its set-up",
+                ),
+            )
+        )
+
+    @property
+    def tmem(self) -> TmemPlan:
+        columns = self.block_kv
+        regions = [TmemRegion("o", 0, HEAD_DIM, None, "O accumulator, 128 x 256 float32")]
+        for stage in range(self.s_stages):
+            start = HEAD_DIM + stage * columns
+            regions.append(TmemRegion(f"s{stage}", start, columns, None, "S, 128 x 128 float32"))
+            regions.append(
+                TmemRegion(
+                    f"p{stage}", start, columns // 2, f"s{stage}",
+                    "P, two 16-bit values a column, once S is in registers",
+                )
+            )
+        return TmemPlan(tuple(regions))
+
+    @property
+    def edges(self) -> EdgeTable:
+        softmax, correction = len(self.warps.softmax), len(self.warps.correction)
+        pair, commit = Signal.WARPS_PAIR, Signal.COMMIT_PAIR
+        own = Signal.WARPS_CTA
+        return EdgeTable(
+            (
+                Edge("q_loaded", self.q_stages, Signal.TMA_PAIR, "load", 1, "mma",
+                     "Q in SMEM", transaction_bytes=CTAS * self.q_bytes),
+                Edge("q_free", self.q_stages, own, "epilogue", 1, "load",
+                     "Q buffer: QK done and O read by its TMA store", True),
+                Edge("kv_loaded", self.kv_stages, Signal.TMA_PAIR, "load", 1, "mma",
+                     "K or V tile in SMEM", transaction_bytes=CTAS * self.kv_bytes),
+                Edge("kv_free", self.kv_stages, commit, "mma", 1, "load",
+                     "K or V buffer: its MMAs are done", True),
+                Edge("s_done", self.s_stages, commit, "mma", 1, "softmax", "S in TMEM"),
+                Edge("p_done", self.s_stages, pair, "softmax", softmax, "mma",
+                     "P in TMEM, over its S"),
+                Edge("o_done", 1, commit, "mma", 1, "correction", "O += P V done"),
+                Edge("o_free", 1, pair, "correction", correction, "mma",
+                     "O rescaled, or drained at the tile's end", True),
+                Edge("scale_done", self.scale_stages, own, "softmax", softmax, "correction",
+                     "factors or 1/sums in SMEM"),
+                Edge("scale_free", self.scale_stages, own, "correction", correction, "softmax",
+                     "factors read", True),
+                Edge("o_staged", self.q_stages * self.o_slices, own, "correction", correction,
+                     "epilogue", "a slice of O in SMEM"),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
+        head = (
+            f"forward: {self.tile_q} query rows x {self.block_kv} keys per CTA pair and step, "
+            f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
+            f"rescale threshold 2^{self.rescale_threshold:g}"
+        )
+        parts = (self.warps, self.smem, self.tmem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])

@@ -1,0 +1,321 @@
+"""The forward kernel's roles that follow the tensor core: softmax, correction, epilogue."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_hd256.kernels.blackwell.instructions import (
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+)
+from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
+from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.sequences import tma_tile
+from softmax_emu.online import soft_cap
+from softmax_emu.pattern import FRAGMENT_COLUMNS
+
+from .config import HEAD_DIM
+
+__all__ = ["ForwardConsumers"]
+
+# Columns that one tcgen05.ld or tcgen05.st of the correction moves: enough to amortise its
+# latency, few enough to keep several in registers.
+CORRECTION_COLUMNS = 32
+
+
+class ForwardConsumers:
+    """Mixed into ForwardKernel; the shared state is its `Context`."""
+
+    @cute.jit
+    def softmax(self, context: Any):
+        """S -> P for this CTA's 128 rows, one row a thread; LSE at the tile's end."""
+        edges = self.edges
+        states = (
+            edges["s_done"].waiter_state(),
+            edges["scale_free"].waiter_state(),
+        )
+        softmax = self.create_softmax(context)
+        row_in_block = cute.arch.thread_idx()[0]
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            config = self.config
+            row, head = self.query_and_head(context, work, row_in_block)
+            visibility = context.visibility(work, config.block_kv)
+            tile = (work.query_block * self.tile_queries, self.tile_queries)
+            num_tiles = visibility.num_tiles(*tile)
+            part = (self.first_row(context, work), self.block_queries)
+            tiles = visibility.tile_range(tile, part)
+            softmax.reset()
+            if num_tiles > 0:
+                key = (tiles.end - 1) * config.block_kv
+                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                    softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
+                    key -= config.block_kv
+                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                    softmax, states = self._softmax_step(context, softmax, states, None)
+                if cutlass.const_expr(self.variant.mask.bounded_left):
+                    key -= tiles.num_unmasked * config.block_kv
+                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                        softmax, states = self._softmax_step(
+                            context, softmax, states, (work, row, key)
+                        )
+                        key -= config.block_kv
+            inverse, lse = softmax.finish(self._sink_log2(context, work, head))
+            if num_tiles > 0:
+                states = self._send_scale(context, inverse, states)
+            if row < visibility.seqlen_q:
+                sequence = context.query(work)
+                batch = context.result_batch(work)
+                context.tensors.lse[batch, head, sequence.offset + row] = lse
+            work = scheduler.advance_to_next_work()
+        # The correction warps' last releases arrive on this CTA's barriers.
+        s_done, scale_free = states
+        for _ in cutlass.range_constexpr(self.config.scale_stages):
+            context.barriers["scale_free"].wait(scale_free)
+            scale_free.advance()
+
+    def _sink_log2(self, context: Any, work: Any, head: Int32) -> Any:
+        """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only
+        the first has it."""
+        if cutlass.const_expr(context.sink is None):
+            return None
+        logit = context.sink[head] * math.log2(math.e)
+        if cutlass.const_expr(self.variant.split):
+            return cutlass.select_(context.split(work)[0] == 0, logit, Float32(-math.inf))
+        return logit
+
+    @traced("softmax")
+    @cute.jit
+    def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
+        """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
+
+        mask: (work, row, first key) where some key may be invisible, None in interior tiles.
+        """
+        s_done, scale_free = states
+        barriers = context.barriers
+        columns = self.config.block_kv
+        barriers["s_done"].wait(s_done)
+        fence_after_thread_sync()
+        address = context.own_lanes + (self.tmem_plan["s0"].start + s_done.index * columns)
+        scores = cute.make_rmem_tensor(columns, Float32)
+        tmem_load(address, scores)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(self.variant.softcap):
+            soft_cap(scores, context.scalars.cap_scale)
+        if cutlass.const_expr(mask is not None):
+            context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
+        factor = softmax.update_max(scores)
+        s_done, scale_free = self._send_scale(context, factor, (s_done, scale_free))
+        num_fragments = columns // FRAGMENT_COLUMNS
+        fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
+        for fragment in cutlass.range_constexpr(num_fragments):
+            probabilities = cute.make_rmem_tensor(FRAGMENT_COLUMNS // 2, Float32)
+            softmax.exponentiate(
+                fragments[None, fragment], probabilities, fragment, num_fragments
+            )
+            # Two 16-bit values a column, over the S they came from.
+            tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+        barriers["p_done"].arrive(s_done, is_converged=True)
+        # Off the critical path: the tensor core already works on P.
+        softmax.accumulate_sum(scores)
+        s_done.advance()
+        return softmax, (s_done, scale_free)
+
+    @cute.jit
+    def _send_scale(self, context: Any, value: Float32, states: tuple):
+        """Hand a value per row to the correction thread of the same row."""
+        s_done, scale_free = states
+        context.barriers["scale_free"].wait(scale_free)
+        context.smem["scale"][cute.arch.thread_idx()[0], scale_free.index] = value
+        context.barriers["scale_done"].arrive(scale_free)
+        scale_free.advance()
+        return s_done, scale_free
+
+    @cute.jit
+    def correction(self, context: Any):
+        """Rescale O when a row maximum grew; at the tile's end scale it by 1/sum and stage it.
+
+        O may be touched from o_done of one step until o_free lets PV of the next begin.
+        """
+        edges = self.edges
+        scale_done = edges["scale_done"].waiter_state()
+        o_done = edges["o_done"].waiter_state()
+        o_staged = edges["o_staged"].producer_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            num_tiles = self.num_steps(context, work)
+            if num_tiles > 0:
+                # The first step's factor has no O to apply to.
+                _, scale_done = self._receive_scale(context, scale_done)
+                for _ in cutlass.range(1, num_tiles, unroll=1):
+                    factor, scale_done = self._receive_scale(context, scale_done)
+                    context.barriers["o_done"].wait(o_done)
+                    if cute.arch.vote_any_sync(factor < Float32(1.0)):
+                        self._rescale(context, factor)
+                    context.barriers["o_free"].arrive(o_done)
+                    o_done.advance()
+                inverse, scale_done = self._receive_scale(context, scale_done)
+                context.barriers["o_done"].wait(o_done)
+                if cutlass.const_expr(self.variant.split):
+                    o_staged = self._drain_part(context, work, inverse, (o_done, o_staged))
+                else:
+                    o_staged = self._drain(context, inverse, o_done, o_staged)
+                o_done.advance()
+            else:
+                self._store_zeros(context, work)
+            work = scheduler.advance_to_next_work()
+
+    @cute.jit
+    def _receive_scale(self, context: Any, scale_done: Any):
+        """The value the softmax thread of the same row sent."""
+        context.barriers["scale_done"].wait(scale_done)
+        value = context.smem["scale"][self._row_in_block(), scale_done.index]
+        context.barriers["scale_free"].arrive(scale_done)
+        scale_done.advance()
+        return value, scale_done
+
+    def _row_in_block(self) -> Int32:
+        """The row of a correction thread: the lane of tensor memory it can reach."""
+        return cute.arch.thread_idx()[0] % self.config.block_q
+
+    @traced("rescale O")
+    @cute.jit
+    def _rescale(self, context: Any, factor: Float32):
+        """O *= factor, row by row, in slices of columns."""
+        fence_after_thread_sync()
+        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+            address = context.own_lanes + (self.tmem_plan["o"].start + start)
+            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
+            tmem_load(address, values)
+            cute.arch.fence_view_async_tmem_load()
+            multiply(values, factor)
+            tmem_store(values, address)
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+
+    @traced("drain O")
+    @cute.jit
+    def _drain(self, context: Any, inverse: Float32, o_done: Any, o_staged: Any):
+        """O / sum to the tile's own Q buffer; o_free as soon as O has left tensor memory."""
+        fence_after_thread_sync()
+        config = self.config
+        row = self._row_in_block()
+        buffer = o_staged.index // config.o_slices
+        slices = cute.logical_divide(
+            context.smem["q"][None, None, buffer], (None, cute.make_layout(CORRECTION_COLUMNS))
+        )
+        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+            values = self._take_columns(context, start, inverse, o_done)
+            rounded = cute.make_rmem_tensor(CORRECTION_COLUMNS, self.dtype)
+            rounded.store(values.load().to(self.dtype))
+            cute.autovec_copy(rounded, slices[row, (None, start // CORRECTION_COLUMNS)])
+            if cutlass.const_expr((start + CORRECTION_COLUMNS) % config.o_slice == 0):
+                # The TMA store reads through the async proxy what was written here.
+                cute.arch.fence_view_async_shared()
+                context.barriers["o_staged"].arrive(o_staged)
+                o_staged.advance()
+        return o_staged
+
+    @traced("drain O")
+    @cute.jit
+    def _drain_part(self, context: Any, work: Any, inverse: Float32, states: tuple):
+        """O / sum of a part of the keys, float32, to global memory; o_free as in `_drain`.
+
+        A row is stored by its own thread: shared memory has no room for float32, and where tiles
+        are divided few rows of them may exist.  The Q buffer is given back all the same.
+        """
+        o_done, o_staged = states
+        fence_after_thread_sync()
+        row, head = self.query_and_head(context, work, self._row_in_block())
+        is_row = row < context.query(work).length
+        out = self._result_row(context, work, row, head)
+        chunks = cute.logical_divide(out, cute.make_layout(CORRECTION_COLUMNS))
+        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+            values = self._take_columns(context, start, inverse, o_done)
+            if is_row:
+                cute.autovec_copy(values, chunks[None, start // CORRECTION_COLUMNS])
+            if cutlass.const_expr((start + CORRECTION_COLUMNS) % self.config.o_slice == 0):
+                context.barriers["o_staged"].arrive(o_staged)
+                o_staged.advance()
+        return o_staged
+
+    @cute.jit
+    def _take_columns(self, context: Any, start: int, inverse: Float32, o_done: Any):
+        """Columns of O / sum from `start` on, in registers; o_free with the last ones."""
+        values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
+        tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(start + CORRECTION_COLUMNS == HEAD_DIM):
+            fence_before_thread_sync()
+            context.barriers["o_free"].arrive(o_done)
+        multiply(values, inverse)
+        return values
+
+    def _result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
+        """(256,) of `out` in global memory."""
+        place = context.query(work).offset + row
+        return context.tensors.out[place, None, head, context.result_batch(work)]
+
+    @cute.jit
+    def _store_zeros(self, context: Any, work: Any):
+        """out = 0 for the rows of a tile that sees no key."""
+        row, head = self.query_and_head(context, work, self._row_in_block())
+        if row < context.query(work).length:
+            out = self._result_row(context, work, row, head)
+            zeros = cute.make_rmem_tensor(8, out.element_type)
+            zeros.fill(0.0)
+            chunks = cute.logical_divide(out, cute.make_layout(8))
+            for chunk in cutlass.range(HEAD_DIM // 8, unroll=1):
+                cute.autovec_copy(zeros, chunks[None, chunk])
+
+    @cute.jit
+    def epilogue(self, context: Any):
+        """Store the staged O with TMA, slice by slice; then give the Q buffer back."""
+        o_staged = self.edges["o_staged"].waiter_state()
+        q_free = self.edges["q_free"].producer_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            if self.num_steps(context, work) > 0:
+                if cutlass.const_expr(self.variant.split):
+                    # Stored by the correction; nothing is staged.
+                    for _ in cutlass.range_constexpr(self.config.o_slices):
+                        context.barriers["o_staged"].wait(o_staged)
+                        o_staged.advance()
+                else:
+                    o_staged = self._store_staged(context, work, q_free.index, o_staged)
+                context.barriers["q_free"].arrive(q_free)
+                q_free.advance()
+            work = scheduler.advance_to_next_work()
+        # Shared memory must not go away, nor the grid be reported done, under a store in flight.
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def _store_staged(self, context: Any, work: Any, buffer: Int32, o_staged: Any):
+        """TMA stores of a tile's O out of its Q buffer, until the last has read it."""
+        config, o = self.config, context.tensors.o
+        place = (context.query(work), self.first_row(context, work), None, work.head)
+        shape = (config.block_q, config.o_slice)
+        tiles = tma_tile(o.tensor, shape, place, self.variant.packed_heads)
+        slices = cute.local_tile(context.smem["q"][None, None, buffer], shape, (0, None))
+        from_smem, to_global = cpasync.tma_partition(
+            o.atom, 0, cute.make_layout(1),
+            cute.group_modes(slices, 0, 2), cute.group_modes(tiles, 0, 2),
+        )  # fmt: skip
+        for piece in cutlass.range_constexpr(config.o_slices):
+            context.barriers["o_staged"].wait(o_staged)
+            cute.copy(o.atom, from_smem[None, piece], to_global[None, piece])
+            cute.arch.cp_async_bulk_commit_group()
+            o_staged.advance()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        return o_staged

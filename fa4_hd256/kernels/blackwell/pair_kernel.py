@@ -1,0 +1,164 @@
+"""What every kernel of a CTA pair shares: set-up, the dispatch of warps to roles, tear-down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from fa4_hd256.kernels.edges import SharedByReference
+from fa4_hd256.kernels.masking import MaskKind, Visibility
+from fa4_hd256.kernels.sequences import Sequences
+
+from .operands import smem_layout
+
+__all__ = ["CLUSTER", "PairContext", "PairKernel", "SharedMemory"]
+
+CLUSTER = (2, 1, 1)
+
+
+@dataclass(frozen=True)
+class PairContext(SharedByReference):
+    """What every warp role of one CTA shares; kernels add to it."""
+
+    tensors: Any
+    barriers: dict[str, Any]
+    sequences: Sequences
+    mask: MaskKind
+    scalars: Any
+    heads_per_kv: Int32
+    order: Any
+    channel: Any
+    cta_rank: Int32
+    tmem_address: Any
+    smem: dict[str, cute.Tensor]
+    tmem: Any = None
+    own_lanes: Any = None
+
+    def batch(self, work: Any) -> Int32:
+        """The batch entry of a tile."""
+        return work.batch
+
+    def split(self, work: Any) -> Any:
+        """(number, of how many) of a tile's parts, None where its KV tiles are not divided."""
+        return None
+
+    def visibility(self, work: Any, block_kv: int) -> Visibility:
+        """Which keys the rows of a tile see."""
+        batch = self.batch(work)
+        return Visibility(
+            self.sequences.query(batch).length,
+            self.sequences.key(batch).length,
+            self.mask,
+            self.scalars.window_left,
+            self.scalars.window_right,
+            block_kv,
+            self.split(work),
+        )
+
+
+class SharedMemory:
+    """The regions of a SMEM plan at their addresses; made by all threads of the CTA."""
+
+    def __init__(self, allocator: SmemAllocator, plan: Any, dtype: Any) -> None:
+        # What follows the region "scheduler" is allocated by the scheduler's set-up.
+        self._offsets = plan.offsets()
+        self._base = allocator.allocate(self._offsets["scheduler"], 1024)
+        self._dtype = dtype
+
+    def region(self, name: str, element_type: Any, alignment: int) -> cute.Pointer:
+        """The first element of a region."""
+        pointer = (self._base + self._offsets[name]).align(alignment)
+        return cute.recast_ptr(pointer, dtype=element_type)
+
+    def operand(self, name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
+        """A region as rows x columns x stages of an operand (`operands.smem_layout`)."""
+        layout = smem_layout(self._dtype, rows, columns, stages)
+        pointer = cute.recast_ptr(
+            self.region(name, self._dtype, 1024), layout.inner, dtype=self._dtype
+        )
+        return cute.make_tensor(pointer, layout.outer)
+
+
+class PairKernel:
+    """Base of the kernels.
+
+    A kernel sets `warps`, `smem_plan`, `tmem_plan`, `edges`, `scheduler` and `dtype`, and has the
+    methods `descriptors(tensors)`, the TMA tensors; `set_up(allocator, ...)`, which returns its
+    `PairContext`; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a tile,
+    the same in both CTAs and all roles.
+    """
+
+    @cute.kernel
+    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+        """Set-up, then each warp runs its role, then tear-down."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == self.warps.load:
+            for tma in self.descriptors(tensors):
+                cpasync.prefetch_descriptor(tma.atom)
+        context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
+        # Barriers must be initialised in both CTAs before either allocates tensor memory for the
+        # pair or signals the other (PTX ISA 9.7.16.7.1).
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+        columns = self.tmem_plan.allocated_columns
+        if warp == self.warps.mma:
+            cute.arch.alloc_tmem(columns, context.tmem_address, is_two_cta=True)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
+        # A warp reaches the 32 lanes of its place in the warpgroup (PTX ISA 9.7.16.2.3.1).
+        own_lanes = tmem + warp % 4 * (32 << 16)
+        context = replace(context, tmem=tmem, own_lanes=own_lanes)
+
+        self.run_role(context, warp)
+
+        # Nobody may leave while the peer still signals it or its tensor memory is in use.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp == self.warps.mma:
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
+
+    @cute.jit
+    def schedule(self, context: Any):
+        """Ask for the next tiles ahead of time; nothing to do under a static scheduler."""
+        if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
+            scheduler = self.scheduler.create(context.order, context.channel)
+            work = scheduler.initial_work()
+            while work.is_valid:
+                scheduler.prefetch_next_work()
+                work = scheduler.advance_to_next_work()
+            scheduler.producer_tail()
+
+    @cute.jit
+    def next_with_steps(self, context: Any, scheduler: Any, work: Any):
+        """Skip tiles without any step: nothing is loaded or multiplied for them."""
+        while work.is_valid & ~self.has_steps(context, work):
+            work = scheduler.advance_to_next_work()
+        return scheduler, work
+
+    @cute.jit
+    def has_steps(self, context: Any, work: Any):
+        """Whether a tile is valid and has any step."""
+        # The batch entry of an invalid tile must not be looked up.
+        has_steps = Boolean(False)
+        if work.is_valid:
+            has_steps = self.num_steps(context, work) > 0
+        return has_steps
+
+    @cute.jit
+    def wait_for_all(self, context: Any, states: Any, names: tuple[str, ...]):
+        """Wait until every buffer of these edges is free: their last signals arrive at this CTA,
+        which must not exit before."""
+        for name in cutlass.range_constexpr(len(names)):
+            edge = self.edges[names[name]]
+            for _ in cutlass.range_constexpr(edge.stages):
+                context.barriers[edge.name].wait(states[edge.name])
+                states.advance(edge.name)

@@ -1,0 +1,202 @@
+"""The calling conventions of the backward's kernels: each one list of arguments, in two forms.
+
+As in `calling`: for compiling the arguments are described by type only, for a call they carry the
+values, and both forms pack to the same binary layout.
+
+    q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
+    lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
+    stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
+    dq            like q
+    dk, dv        (batch, seqlen_k, heads_kv * splits, 256), like k, or float32 if splits > 1
+    ds            (sequences, heads_q, max_seqlen_k, queries), dS^T like k, queries padded to whole
+                  units; None where it is not stored
+    ragged        int32 tensors in the problem class's order; None if there are none
+    scalars       `backward_common.BackwardScalars`
+    stream        CUDA stream, 0 in the simulator
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+
+from fa4_hd256.call.backward_problem import BackwardProblem, GradientClass, PreprocessClass
+from fa4_hd256.call.forward_problem import TMA_ALIGNMENT
+from fa4_hd256.call.portions import Portion
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.backward.common import BackwardScalars
+from fa4_hd256.kernels.blackwell.backward.preprocess import PreprocessRows
+from fa4_hd256.kernels.sequences import padded_rows
+
+from .forward_arguments import (
+    ELEMENT_TYPES,
+    dynamic_tensor,
+    forward_scalars,
+    row_alignment,
+    tensor_type,
+    vector_type,
+)
+
+_WORD = 4  # bytes of a float32 or int32
+
+
+@dataclass(frozen=True)
+class PreprocessTensors:
+    """The tensors of one call of the preprocess kernel; see the module's docstring.
+
+    dlse: None where the problem has no gradient of the LSE.
+    """
+
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor | None
+    stats: torch.Tensor
+    ragged: tuple[torch.Tensor, ...] = ()
+
+
+def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple:
+    """What `cute.compile` gets for the preprocess kernel."""
+    element = ELEMENT_TYPES[problem_class.dtype]
+    out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
+    lse, dlse = (tensor_type(cutlass.Float32, 4, _WORD) for _ in range(2))
+    rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None)
+    ragged = tuple(vector_type(cutlass.Int32) for _ in problem_class.ragged) or None
+    stats = tensor_type(cutlass.Float32, 3, _WORD)
+    return rows, stats, ragged, cutlass.Int32(1), cuda.CUstream(0)
+
+
+def preprocess_call_arguments(
+    tensors: PreprocessTensors, problem: BackwardProblem, stream: int
+) -> tuple:
+    """The values of one call of the preprocess kernel."""
+    rows = PreprocessRows(
+        *(dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.out, tensors.dout)),
+        _row_values(tensors.lse),
+        None if tensors.dlse is None else _row_values(tensors.dlse),
+    )
+    ragged = tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None
+    longest = cutlass.Int32(problem.forward.max_seqlen_q)
+    stats = dynamic_tensor(tensors.stats, _WORD)
+    return rows, stats, ragged, longest, cuda.CUstream(stream)
+
+
+def _row_values(tensor: torch.Tensor):
+    """A tensor of one float per row. The dimension that is added has the static stride of 1, so
+    that all others may have any."""
+    return dynamic_tensor(tensor.unsqueeze(-1), _WORD)
+
+
+@dataclass(frozen=True)
+class GradientTensors:
+    """The tensors of one call of a kernel that makes gradients; see the module's docstring.
+
+    operands: q, k, v, dout. results: (dq,) or (dk, dv). ds: None where it is not stored.
+    """
+
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    stats: torch.Tensor
+    results: tuple[torch.Tensor, ...]
+    ragged: tuple[torch.Tensor, ...] = ()
+    ds: torch.Tensor | None = None
+
+    def of(self, portion: Portion) -> GradientTensors:
+        """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`."""
+        q, k, v, dout = self.operands
+        heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
+
+        def part(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+            """Of (batch, rows, heads, 256); as many heads for each key/value head."""
+            tensor = _narrowed(tensor, 2, portion.heads_kv, tensor.shape[2] // heads_kv)
+            if entries < q.shape[0]:
+                tensor = _narrowed(tensor, 0, portion.sequences)
+            return _narrowed(tensor, 1, rows)
+
+        stats = _narrowed(self.stats, 1, portion.heads_kv, q.shape[2] // heads_kv)
+        if entries < q.shape[0] or len(portion.queries) < q.shape[1]:
+            of_sequence = padded_rows(q.shape[1], 1, packed=False)
+            begin = portion.sequences.start * of_sequence + portion.queries.start
+            count = padded_rows(len(portion.queries), entries, packed=False)
+            stats = _narrowed(stats, 2, range(begin, begin + count))
+        result_rows = portion.queries if len(self.results) == 1 else portion.keys
+        return GradientTensors(
+            (
+                part(q, portion.queries),
+                part(k, portion.keys),
+                part(v, portion.keys),
+                part(dout, portion.queries),
+            ),
+            stats,
+            tuple(part(tensor, result_rows) for tensor in self.results),
+            self.ragged,
+            None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
+        )
+
+
+def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:
+    """A view of `each` entries of a dimension for each one of the span."""
+    return tensor.narrow(dim, span.start * each, len(span) * each)
+
+
+def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor of this shape at the begin of a one-dimensional one."""
+    return room[: math.prod(shape)].view(shape)
+
+
+def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -> tuple:
+    """What `cute.compile` gets for a dQ kernel (one result) or the dK/dV kernel (two)."""
+    problem = problem_class.problem
+    element = ELEMENT_TYPES[problem.dtype]
+    result = cutlass.Float32 if problem_class.partial else element
+    operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
+    results = tuple(
+        tensor_type(result, 4, row_alignment(result.width)) for _ in range(num_results)
+    )
+    ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
+    stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
+    scalars = BackwardScalars(
+        *map(cutlass.Float32, (1, 1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1, 1, 1))
+    )
+    ds = tensor_type(element, 4, TMA_ALIGNMENT) if problem_class.stores_ds else None
+    return operands, stats, results, ds, ragged, scalars, cuda.CUstream(0)
+
+
+def gradient_call_arguments(
+    tensors: GradientTensors, problem: BackwardProblem, gpu: Gpu, stream: int
+) -> tuple:
+    """The values of one call of such a kernel on a GPU."""
+    return (
+        tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
+        dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
+        tuple(
+            dynamic_tensor(tensor, row_alignment(8 * tensor.element_size()))
+            for tensor in tensors.results
+        ),
+        None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
+        tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
+        backward_scalars(problem, gpu),
+        cuda.CUstream(stream),
+    )
+
+
+def backward_scalars(problem: BackwardProblem, gpu: Gpu) -> BackwardScalars:
+    """The scalars of one call."""
+    forward = problem.forward
+    common = forward_scalars(forward, gpu)
+    return BackwardScalars(
+        scale_log2=common.scale_log2,
+        cap_scale=common.cap_scale,
+        softmax_scale=cutlass.Float32(forward.options.softmax_scale),
+        window_left=common.window_left,
+        window_right=common.window_right,
+        max_seqlen_q=common.max_seqlen_q,
+        max_seqlen_k=cutlass.Int32(forward.max_seqlen_k),
+        splits=cutlass.Int32(problem.splits),
+        clusters=common.clusters,
+        l2_bytes=common.l2_bytes,
+    )

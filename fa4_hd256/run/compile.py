@@ -1,0 +1,328 @@
+"""Compile kernels for `family.TARGET`, each once per configuration: in memory and on disk.
+
+Compiling needs no GPU. What is kept is all that either backend needs, so that another process
+loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
+the kernel's name and its signature), the PTX text and the cubin by itself. The key covers which
+kernel it is, what it is specialised for, its configuration, this project's sources, the versions of
+the compiler and the CPU, for which the host object is made; so an entry never goes stale. An entry
+is read once: deleting the directory is always safe (`native_cache` has the rules of the files).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fa4_hd256 import environment
+from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.gpus import family
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+
+from .catalogue import KernelSpec, build
+from .native_cache import NativeCache
+
+#: Raised whenever the files of an entry or their meaning change.
+FORMAT = 3
+
+_SOURCE_PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu")
+
+#: Room for what the compiler writes, several times what any kernel takes.
+_SCRATCH_BYTES = 16 << 20
+
+#: How often this process compiled, loaded from disk, and found in memory.
+counters: Counter[str] = Counter()
+
+#: By what is asked for and CuTe DSL's settings; all else that a key depends on is fixed.
+_memory: dict[tuple[KernelSpec, tuple], CompiledKernel] = {}
+_lock = threading.RLock()
+_files_lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledKernel:
+    """A compiled kernel, as it is kept; both backends take it.
+
+    On a GPU call `function`. The simulator uses `artifacts`, `dump_to_object`, `function_name`,
+    `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's own object.
+    `seconds` is what obtaining it took in this process, `compile_seconds` what compiling took in
+    whichever process did it.
+    """
+
+    key: str
+    host_object: bytes
+    artifacts: SimpleNamespace
+    function_name: str
+    object_prefix: str
+    compile_seconds: float
+    from_disk: bool
+    seconds: float
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """CuTe DSL's callable, linked from the host object."""
+        import cutlass.cute as cute
+
+        # A file of this process alone: the bytes that were checked are those that run.
+        with room_for_files(), tempfile.NamedTemporaryFile(suffix=".o") as file:
+            file.write(self.host_object)
+            file.flush()
+            module = cute.runtime.load_module(file.name)
+        return module[self.object_prefix]
+
+    @property
+    def execution_args(self) -> Any:
+        """Packs call arguments for the host code."""
+        return self.function.execution_args
+
+    @property
+    def ptx(self) -> str:
+        return self.artifacts.PTX
+
+    @property
+    def cubin(self) -> bytes:
+        return self.artifacts.CUBIN
+
+    def dump_to_object(self, prefix: str) -> bytes:
+        """The host object. Its symbols carry `object_prefix`; raises ValueError for another."""
+        if prefix != self.object_prefix:
+            raise ValueError(
+                f"the host object's symbols start with {self.object_prefix!r}, not {prefix!r}"
+            )
+        return self.host_object
+
+
+def compile_forward(config: ForwardConfig, problem_class: ProblemClass) -> CompiledKernel:
+    """The forward kernel for a configuration and a problem class; see `compile_kernel`."""
+    return compile_kernel(KernelSpec("forward", config, problem_class))
+
+
+def compile_kernel(spec: KernelSpec) -> CompiledKernel:
+    """The kernel that `spec` describes, compiled at most once.
+
+    Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
+    """
+    asked = spec, tuple(environment.compiler_settings().items())
+    found = _memory.get(asked)
+    if found is None:
+        with _lock:
+            found = _memory.get(asked)
+            if found is None:
+                found = _memory[asked] = _obtain(cache_key(spec), spec)
+                return found
+    counters["memory"] += 1
+    return found
+
+
+def forget() -> None:
+    """Empty the cache in memory; the one on disk stays."""
+    with _lock:
+        _memory.clear()
+
+
+def cache_key(spec: KernelSpec) -> str:
+    """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
+    parts = {
+        "format": FORMAT,
+        "architecture": family.TARGET,
+        "kind": spec.kind,
+        "problem": repr(spec.problem_class),
+        "config": repr(spec.config),
+        "sources": _source_digest(),
+        "compiler": importlib.metadata.version("nvidia-cutlass-dsl"),
+        "compiler_settings": environment.compiler_settings(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": _cpu_features(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _cpu_features() -> list[str]:
+    """Features of the CPU: CuTe DSL makes host code for the CPU that it runs on.
+
+    As Linux names them; no two CPUs are told apart where it names none.
+    """
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return sorted(value.split())
+    return []
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Digest of every source file that the kernel could come from."""
+    digest = hashlib.sha256()
+    for package in _SOURCE_PACKAGES:
+        root = Path(importlib.import_module(package).__file__).parent
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def disk_cache() -> NativeCache:
+    """The kernels on disk."""
+    return NativeCache(
+        environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
+    )
+
+
+def _obtain(key: str, spec: KernelSpec) -> CompiledKernel:
+    """Load the entry from disk, else compile it; other processes wait meanwhile."""
+    start = time.perf_counter()
+    header, parts, from_disk = disk_cache().obtain(
+        f"{key}.kernel", lambda: _compile_entry(key, spec)
+    )
+    counters["disk" if from_disk else "compiled"] += 1
+    host_object, ptx, cubin = parts
+    return CompiledKernel(
+        key=key,
+        host_object=host_object,
+        artifacts=SimpleNamespace(PTX=ptx.decode(), CUBIN=cubin),
+        function_name=header["function_name"],
+        object_prefix=header["object_prefix"],
+        compile_seconds=header["compile_seconds"],
+        from_disk=from_disk,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[bytes]]:
+    """Compile; (header, parts) of the entry, the parts being host object, PTX and cubin."""
+    prefix = f"fa4_hd256_{key}"
+    start = time.perf_counter()
+    with room_for_files():
+        compiled = trace_and_compile(spec)
+        parts = [
+            compiled.dump_to_object(prefix),
+            _as_bytes(compiled.artifacts.PTX),
+            compiled.artifacts.CUBIN,
+        ]
+    header = {
+        "function_name": compiled.function_name,
+        "object_prefix": prefix,
+        "compile_seconds": time.perf_counter() - start,
+        "kind": spec.kind,
+        "config": repr(spec.config),
+        "problem": repr(spec.problem_class),
+    }
+    return header, parts
+
+
+@contextlib.contextmanager
+def room_for_files() -> Iterator[None]:
+    """Inside, temporary files go to memory if the temporary directory is full or missing.
+
+    CuTe DSL writes what it compiles to such files, and LLVM ends the process where a write fails.
+    One thread at a time: the place is the whole process's. Raises RuntimeError if there is no room
+    at all.
+    """
+    with _files_lock:
+        yield from _room_for_files()
+
+
+def _room_for_files() -> Iterator[None]:
+    before = tempfile.tempdir
+    places = ["/dev/shm"]
+    with contextlib.suppress(OSError):  # raised where not even one small file fits
+        places.insert(0, tempfile.gettempdir())
+    for place in places:
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(place).free >= _SCRATCH_BYTES:
+                break
+    else:
+        raise RuntimeError(
+            f"compiling or loading a kernel takes {_SCRATCH_BYTES >> 20} MiB of disk; none of "
+            f"{', '.join(places)} has that. Free some, or set TMPDIR to a directory with room"
+        )
+    tempfile.tempdir = place
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+def trace_and_compile(spec: KernelSpec) -> Any:
+    """Trace and compile, past every cache; returns what `cute.compile` returned.
+
+    Line information is kept, so that the simulator and profilers can name the Python line.
+    """
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
+
+    kernel, arguments = build(spec)
+    with targeting(family.TARGET), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+        options = (
+            GPUArch(family.TARGET), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
+            DumpDir(scratch),
+        )  # fmt: skip
+        compiled = cute.compile[options](kernel, *arguments)
+        # Read while the files are there: the object may refer to them lazily.
+        if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
+            raise RuntimeError(
+                f"CuTe DSL {importlib.metadata.version('nvidia-cutlass-dsl')} returned no PTX or "
+                "no cubin; unset CUTE_DSL_DRYRUN and CUTE_DSL_NO_CACHE if they are set"
+            )
+    return compiled
+
+
+@contextlib.contextmanager
+def targeting(architecture: str) -> Iterator[None]:
+    """Make CuTe DSL trace for `architecture`, whatever GPU is there, for the body only.
+
+    Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    requested = environment.requested_architecture()
+    accepted = family.TARGETS if architecture in family.TARGETS else (architecture,)
+    if requested not in (None, *accepted):
+        raise RuntimeError(
+            f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {architecture}; "
+            f"unset CUTE_DSL_ARCH, or set it to one of {', '.join(accepted)}"
+        )
+    settings = CuTeDSL._get_dsl().envar
+    if settings.enable_tvm_ffi:
+        raise RuntimeError(
+            "CUTE_DSL_ENABLE_TVM_FFI is set, but these kernels are called through CuTe DSL's own "
+            "convention; unset CUTE_DSL_ENABLE_TVM_FFI"
+        )
+    settings.arch = architecture
+    try:
+        yield
+    finally:
+        del settings.arch
+
+
+def versions() -> dict[str, str]:
+    """Versions that a bug report needs."""
+    names = ("fa4-hd256", "torch", "nvidia-cutlass-dsl", "numpy", "scipy", "llvmlite")
+    found = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

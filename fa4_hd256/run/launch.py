@@ -1,0 +1,203 @@
+"""Where a compiled kernel runs: on a GPU of the family, or in the simulator for CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fa4_hd256 import environment
+from fa4_hd256.call.forward_problem import Problem, as_kernel_operand
+from fa4_hd256.gpus.devices import Gpu, cuda_gpu
+from fa4_hd256.gpus.family import TARGET, describe_family, in_family
+from fa4_hd256.kernels.blackwell.forward.combine import CombineConfig
+from fa4_hd256.kernels.blackwell.forward.config import CTAS
+
+from .catalogue import KernelSpec
+from .compile import CompiledKernel, compile_kernel
+from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
+
+#: Seconds of a simulated run after which the progress bar appears.
+PROGRESS_AFTER = 3.0
+
+
+def run_forward(
+    compiled: CompiledKernel,
+    problem: Problem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    optional: tuple[torch.Tensor, ...] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel on 4-D q, k, v and return (out, lse), new contiguous tensors.
+
+    optional: the sink in float32, then the ragged tensors in the problem's order. out has the
+    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
+    """
+    is_split = problem.num_splits > 1
+    results = empty_results(problem)
+    parts = empty_results(problem, parts=True) if is_split else results
+    if is_split:
+        # Both kernels are there before either is launched.
+        compile_kernel(_combine_spec(problem))
+    q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
+    if k.shape[1] == 0:
+        # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
+        k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
+    tensors = CallTensors(q, k, v, *parts, optional)
+    launch(
+        compiled,
+        problem.device,
+        lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
+    )
+    if is_split:
+        combine(problem, parts, results)
+    return results
+
+
+def combine(
+    problem: Problem,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Fill results from the parts, each (out, lse), by `forward_combine`."""
+    launch(
+        compile_kernel(_combine_spec(problem)),
+        problem.device,
+        lambda gpu, stream: combine_call_arguments(parts, results, stream),
+    )
+
+
+def _combine_spec(problem: Problem) -> KernelSpec:
+    return KernelSpec("forward_combine", CombineConfig(), problem.dtype)
+
+
+def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results to write to; NaN on the CPU, so that an element never written shows.
+
+    Rows past seqused_q are not written: they are 0 with an LSE of -inf. parts: those of the parts
+    of the keys, float32, one after the other for each batch entry; the combining kernel then writes
+    every row of the results proper, and reads no O of a part with an LSE of -inf.
+    """
+    (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
+    dtype = torch.float32 if parts else problem.dtype
+    entries = batch * problem.num_splits if parts else batch
+    out = torch.empty((entries, *rows), dtype=dtype, device=problem.device)
+    lse = torch.empty((entries, *lse_rows), dtype=torch.float32, device=problem.device)
+    if problem.device.type == "cpu":
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+    is_split = problem.num_splits > 1
+    if "seqused_q" in problem.ragged and parts == is_split:
+        lse.fill_(-math.inf)
+        if not is_split:
+            out.zero_()
+    return out, lse
+
+
+def launch(
+    compiled: CompiledKernel, device: torch.device, arguments: Callable[[Gpu, int], tuple]
+) -> None:
+    """Run a kernel on `device`: on PyTorch's current stream, or in the simulator for the CPU.
+
+    arguments: (the GPU, CUDA stream) -> the kernel's arguments.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
+            with _every_gpu_can_take_it():
+                compiled.function(*values)
+        return
+    import sm100_sim
+
+    with _progress() as report:
+        sm100_sim.launch(compiled, *arguments(gpu_of(device), 0), progress=report)
+
+
+@contextlib.contextmanager
+def _every_gpu_can_take_it() -> Iterator[None]:
+    """Say so where a launch may have failed for a GPU that it was not for: CuTe DSL loads a kernel
+    into every GPU that the process sees."""
+    try:
+        yield
+    except Exception as error:
+        others = {i: _capability(i) for i in range(torch.cuda.device_count())}
+        others = [f"cuda:{i} ({a}.{b})" for i, (a, b) in others.items() if not in_family((a, b))]
+        if not others:
+            raise
+        raise RuntimeError(
+            f"{error}\nCuTe DSL loads a kernel into every GPU that the process sees, also into "
+            f"{', '.join(others)}, which cannot take it; hide such GPUs by CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def describe_gpus() -> str:
+    """For a bug report: what kernels are compiled for, and the GPUs of the process, a line each."""
+    lines = [f"kernels are compiled for {TARGET}: {describe_family()}"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        name, capability = torch.cuda.get_device_name(index), _capability(index)
+        found = "not in the family"
+        if in_family(capability):
+            try:
+                found = cuda_gpu(torch.device("cuda", index)).describe()
+            except (RuntimeError, ValueError) as error:
+                found = f"cannot be used: {error}"
+        lines.append(f"cuda:{index}: {name}, {'.'.join(map(str, capability))}: {found}")
+    simulated = gpu_of(torch.device("cpu"))
+    lines.append(f"cpu: the simulator's: {simulated.describe()}")
+    return "\n".join(lines)
+
+
+def simulator_cache() -> Any:
+    """The simulator's `NativeCache` of translated kernels, None if it keeps none."""
+    from sm100_sim.translate.cache import disk_cache
+
+    return disk_cache()
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that tensors on this device are worked on by; the simulator's for the CPU."""
+    if device.type == "cuda":
+        return cuda_gpu(device)
+    from sm100_sim import devices
+
+    return simulated_gpu(devices.current())
+
+
+def simulated_gpu(device: Any) -> Gpu:
+    """A `sm100_sim.devices.SimulatedDevice` as the operator sees it."""
+    return Gpu(
+        device.capability, device.sms, device.clusters(CTAS), device.l2_bytes,
+        device.hbm_bytes_per_second,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A callback (clusters done, clusters in all) that draws a bar on stderr once a run is long."""
+    if not environment.progress_wanted():
+        yield None
+        return
+    from tqdm import tqdm
+
+    start, bar = time.monotonic(), None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            if time.monotonic() - start < PROGRESS_AFTER or done >= total:
+                return
+            bar = tqdm(total=total, desc="simulating", unit="cluster", leave=False)
+        bar.update(done - bar.n)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()

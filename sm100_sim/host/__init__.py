@@ -1,0 +1,1 @@
+"""Host code of compiled functions, run on the CPU up to its launches."""

@@ -1,0 +1,359 @@
+"""tcgen05 SMEM matrix descriptors and instruction descriptors, and the layouts they name.
+
+Sources: PTX ISA 9.3, sections "Matrix descriptor", "Instruction descriptor" and "Canonical
+layouts" of tcgen05. The unit of every layout is the 16-byte chunk: T = 16 / element bytes
+elements that stay together whatever the swizzle, along K in a K-major operand and along M or N
+in an MN-major one.
+
+The swizzle is an XOR on *absolute* shared-memory address bits: 128 B: bits 6:4 ^= bits 9:7;
+64 B: bits 5:4 ^= bits 8:7; 32 B: bit 4 ^= bit 7; 128 B with atoms of 32 B: bits 6:5 ^= bits 8:7.
+It is its own inverse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from sm100_sim.errors import SimulationError
+
+#: Swizzle span and atom in bytes by the value of bits 61-63 of the matrix descriptor.
+_SWIZZLE_MODES = {0: (0, 16), 1: (128, 32), 2: (128, 16), 4: (64, 16), 6: (32, 16)}
+#: Mask of address bits 4.. that the XOR may change, by swizzle span; the source is 3 bits up.
+SWIZZLE_MASK = {0: 0, 32: 0x10, 64: 0x30, 128: 0x70}
+#: Bytes of K that one tcgen05.mma instruction covers, for every dense kind.
+K_BYTES = 32
+
+
+class DescriptorError(SimulationError):
+    """A matrix or instruction descriptor with a value the hardware does not define."""
+
+
+def swizzled(address, span: int, atom: int = 16):
+    """`address` (int or integer array, bytes) after the swizzle XOR of `span` bytes.
+
+    atom: bytes that stay together, 16, or 32 with a span of 128.
+    """
+    if atom == 32:
+        return address ^ ((address >> 2) & 0x60)
+    return address ^ ((address >> 3) & SWIZZLE_MASK[span])
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise DescriptorError(message)
+
+
+@dataclass(frozen=True)
+class MatrixDescriptor:
+    """SMEM matrix descriptor: `start`, `leading` (LBO) and `stride` (SBO) in bytes.
+
+    `swizzle` is the span in bytes: 0, 32, 64 or 128; `atom` is what stays together, 16 or 32 bytes.
+    """
+
+    start: int
+    leading: int
+    stride: int
+    swizzle: int
+    atom: int = 16
+
+
+@lru_cache(maxsize=65536)
+def decode_matrix(raw: int) -> MatrixDescriptor:
+    """Decode a 64-bit SMEM matrix descriptor.
+
+    Raises DescriptorError naming the field: a version other than 0b001 in bits 46-48, an LBO
+    in absolute mode (bit 52), a non-zero base offset (bits 49-51: a swizzle pattern that does
+    not start on its own size) or a swizzle mode without an XOR pattern here.
+    """
+    what = f"SMEM matrix descriptor {raw:#018x}: "
+    _check(raw >> 46 & 7 == 1, what + f"bits 46-48 are {raw >> 46 & 7:#05b}, accepted 0b001")
+    _check(not raw >> 49 & 7, what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
+           "pattern on a multiple of its size")
+    _check(not raw >> 52 & 1, what + "absolute leading-dimension mode (bit 52) is not modelled")
+    mode = raw >> 61
+    _check(mode in _SWIZZLE_MODES, what + f"swizzle mode {mode}, accepted 0, 1, 2, 4, 6")
+    span, atom = _SWIZZLE_MODES[mode]
+    return MatrixDescriptor(
+        start=(raw & 0x3FFF) << 4,
+        leading=(raw >> 16 & 0x3FFF) << 4,
+        stride=(raw >> 32 & 0x3FFF) << 4,
+        swizzle=span,
+        atom=atom,
+    )
+
+
+def encode_matrix(descriptor: MatrixDescriptor) -> int:
+    """The 64-bit value of a descriptor; the inverse of `decode_matrix`."""
+    modes = {layout: number for number, layout in _SWIZZLE_MODES.items()}
+    mode = modes[descriptor.swizzle, descriptor.atom]
+    for name in ("start", "leading", "stride"):
+        value = getattr(descriptor, name)
+        _check(value % 16 == 0 and 0 <= value < 1 << 18, f"{name} of {value} bytes, accepted "
+               "multiples of 16 below 2^18")
+    return (
+        descriptor.start >> 4
+        | descriptor.leading >> 4 << 16
+        | descriptor.stride >> 4 << 32
+        | 1 << 46
+        | mode << 61
+    )
+
+
+def chunk_addresses(
+    descriptor: MatrixDescriptor, mn_major: bool, extent: int, element_bytes: int
+) -> np.ndarray:
+    """SMEM byte address of every 16-byte chunk of one instruction's operand.
+
+    `extent`: rows of M or N in this CTA. K-major: shape (extent, 2), chunk c holds
+    k = T*c .. T*c+T-1. MN-major: shape (K, extent / T), chunk j holds rows T*j .. T*j+T-1.
+    Canonical layouts: CuTe's SM100 UMMA traits, in bytes.
+    """
+    d = descriptor
+    atom = d.swizzle or 16
+    if (d.atom == 32) != (mn_major and element_bytes == 4):
+        raise DescriptorError(
+            "the 128 B swizzle with atoms of 32 B belongs to MN-major operands of 4 bytes, and "
+            f"they to it; this one is {'MN' if mn_major else 'K'}-major, {element_bytes} bytes an "
+            f"element, atoms of {d.atom} B"
+        )
+    if not mn_major:
+        rows = np.arange(extent, dtype=np.int64)[:, None]
+        chunks = np.arange(K_BYTES // 16, dtype=np.int64)[None, :]
+        step = 16 if d.swizzle else d.leading
+        offsets = rows % 8 * atom + rows // 8 * d.stride + chunks * step
+    else:
+        per_chunk = 16 // element_bytes
+        _check(extent % per_chunk == 0, f"an MN-major operand of {extent} rows is not a multiple "
+               f"of {per_chunk} elements")
+        k = np.arange(K_BYTES // element_bytes, dtype=np.int64)[:, None]
+        chunks = np.arange(extent // per_chunk, dtype=np.int64)[None, :]
+        # Without a swizzle the two strides swap their roles.
+        far, deep = (d.leading, d.stride) if d.swizzle else (d.stride, d.leading)
+        across, group = atom // 16, 4 if d.atom == 32 else 8
+        offsets = chunks % across * 16 + chunks // across * far
+        offsets = offsets + k % group * atom + k // group * deep
+    return swizzled(d.start + offsets, d.swizzle, d.atom)
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """16-byte chunk indices of an operand over a run of instructions, K concatenated.
+
+    `index`: intp, (extent, chunks) K-major or (K, chunks) MN-major, in 16-byte units from the
+    start of the CTA's shared memory. `end`: first byte after the operand.
+    """
+
+    index: np.ndarray
+    end: int
+    mn_major: bool
+
+
+@lru_cache(maxsize=2048)
+def gather_plan(
+    raws: tuple[int, ...], mn_major: bool, extent: int, element_bytes: int
+) -> GatherPlan:
+    """Plan for the operands of consecutive instructions whose descriptors are `raws`."""
+    parts = [
+        chunk_addresses(decode_matrix(raw), mn_major, extent, element_bytes) for raw in raws
+    ]
+    addresses = np.concatenate(parts, axis=0 if mn_major else 1)
+    index = np.ascontiguousarray(addresses >> 4).astype(np.intp)
+    index.setflags(write=False)
+    return GatherPlan(index, int(addresses.max()) + 16, mn_major)
+
+
+def element_address(
+    descriptor: MatrixDescriptor, mn_major: bool, row: int, k: int, element_bytes: int
+) -> int:
+    """SMEM byte address of element (row, k): the layouts of `chunk_addresses`, one element."""
+    per_chunk = 16 // element_bytes
+    extent = row - row % per_chunk + per_chunk
+    table = chunk_addresses(descriptor, mn_major, extent, element_bytes)
+    if mn_major:
+        return int(table[k, row // per_chunk]) + row % per_chunk * element_bytes
+    return int(table[row, k // per_chunk]) + k % per_chunk * element_bytes
+
+
+# ---------------------------------------------------------------- instruction descriptor
+
+
+@dataclass(frozen=True)
+class MmaKind:
+    """One `.kind` of tcgen05.mma: operand and accumulator types by descriptor field value."""
+
+    name: str
+    element_bytes: int
+    operands: dict[int, str]
+    accumulators: dict[int, str]
+    #: Two 4-bit elements to a byte.
+    packed: bool = False
+    #: Scale factors for each row of A and column of B.
+    block_scaled: bool = False
+
+    @property
+    def k(self) -> int:
+        """K of one dense instruction, in elements."""
+        return K_BYTES // self.element_bytes << self.packed
+
+
+_F8F6F4 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
+#: The dense kinds (PTX ISA, tcgen05.mma: instruction descriptor tables). In shared memory f8f6f4
+#: gives 16 elements of any type 16 bytes: those of 4 and 6 bits are packed and then padded.
+KINDS = {
+    "f16": MmaKind("f16", 2, {0: "f16", 1: "bf16"}, {0: "f16", 1: "f32"}),
+    "tf32": MmaKind("tf32", 4, {2: "tf32"}, {1: "f32"}),
+    "f8f6f4": MmaKind(
+        "f8f6f4",
+        1,
+        _F8F6F4,
+        {0: "f16", 1: "f32"},
+    ),
+    "i8": MmaKind("i8", 1, {0: "u8", 1: "s8"}, {2: "s32"}),
+    "mxf8f6f4": MmaKind("mxf8f6f4", 1, _F8F6F4, {1: "f32"}, block_scaled=True),
+    "mxf4": MmaKind("mxf4", 1, {1: "e2m1"}, {1: "f32"}, True, True),
+    "mxf4nvf4": MmaKind("mxf4nvf4", 1, {1: "e2m1"}, {1: "f32"}, True, True),
+}
+
+
+@dataclass(frozen=True)
+class InstructionDescriptor:
+    """Decoded 32-bit instruction descriptor. `m` is the total over the CTA pair."""
+
+    kind: MmaKind
+    m: int
+    n: int
+    a_type: str
+    b_type: str
+    d_type: str
+    negate_a: bool
+    negate_b: bool
+    a_mn_major: bool
+    b_mn_major: bool
+    saturate: bool = False
+    #: Of the block-scaled kinds: type of the factors, the byte of a cell that holds the first one
+    #: of a row, and elements of K to a factor.
+    scale_type: str = ""
+    scale_a_id: int = 0
+    scale_b_id: int = 0
+    block: int = 0
+    #: tcgen05.mma.ws: weight-stationary.
+    ws: bool = False
+
+
+def _check_stationary(m: int, n: int, kind: MmaKind, what: str) -> None:
+    """Shapes of tcgen05.mma.ws, which exists for cta_group::1 and kinds without block scaling."""
+    _check(not kind.block_scaled, what + "weight-stationary MMAs take no scale factors")
+    _check(m in (32, 64, 128) and n in (64, 128, 256), what + f"illegal weight-stationary shape M "
+           f"{m}, N {n}; accepted M 32, 64, 128 and N 64, 128, 256")
+
+
+def _check_majors(types: list[str], majors: tuple[bool, bool], what: str) -> None:
+    small = [name in ("e2m3", "e3m2", "e2m1") for name in types[:2]]
+    _check(not any(s and m for s, m in zip(small, majors, strict=True)),
+           what + "MN-major operands of 4 or 6 bits, accepted K-major")
+
+
+def _check_shape(m: int, n: int, group: int, kind: MmaKind, what: str) -> None:
+    """Allowed dense shapes (PTX ISA, tcgen05.mma "Shapes")."""
+    allowed = (64, 128) if group == 1 else (128, 256)
+    _check(m in allowed, what + f"illegal shape: M {m}, accepted {allowed} for cta_group::{group}")
+    if kind.name == "i8":
+        step = 8 if group == 1 and n <= 24 else 32 if group == 2 else 16
+    else:
+        step = 16 if group == 2 or m == 128 and not kind.block_scaled else 8
+    _check(
+        step <= n <= 256 and n % step == 0,
+        what + f"illegal shape: N {n}, accepted {step}..256 in steps of {step} for M {m}, "
+        f"cta_group::{group}",
+    )
+
+
+@lru_cache(maxsize=4096)
+def decode_instruction(
+    raw: int, kind_name: str, group: int, ws: bool = False, block: int = 0
+) -> InstructionDescriptor:
+    """Decode and validate an instruction descriptor for `.kind`, `.cta_group` and `.ws`.
+
+    block: of a block-scaled kind, elements of K to a scale factor. Raises DescriptorError naming
+    the field and what is accepted.
+    """
+    kind = KINDS[kind_name]
+    if kind.block_scaled:
+        return _decode_block_scaled(raw, kind, group, block)
+    what = f"instruction descriptor {raw:#010x} of kind::{kind_name}: "
+    _check(not raw >> 2 & 1, what + "sparse A (bit 2) is not modelled")
+    types = []
+    for name, value, table in (
+        ("A type", raw >> 7 & 7, kind.operands),
+        ("B type", raw >> 10 & 7, kind.operands),
+        ("D type", raw >> 4 & 3, kind.accumulators),
+    ):
+        _check(value in table, what + f"{name} field {value}, accepted {sorted(table)}")
+        types.append(table[value])
+    m, n = (raw >> 24 & 31) << 4, (raw >> 17 & 63) << 3
+    if ws:
+        _check_stationary(m, n, kind, what)
+    else:
+        _check_shape(m, n, group, kind, what)
+    majors = bool(raw >> 15 & 1), bool(raw >> 16 & 1)
+    _check_majors(types, majors, what)
+    negate = bool(raw >> 13 & 1), bool(raw >> 14 & 1)
+    _check(kind_name != "i8" or not any(negate), what + "negation of integer operands")
+    return InstructionDescriptor(
+        kind, m, n, *types, *negate, *majors, bool(raw >> 3 & 1), ws=ws
+    )
+
+
+def _decode_block_scaled(
+    raw: int, kind: MmaKind, group: int, block: int
+) -> InstructionDescriptor:
+    """The form of mxf8f6f4, mxf4 and mxf4nvf4: bits 4-5 scale id of B, 23 scale type (0 ue4m3,
+    1 ue8m0), 29-30 scale id of A, 31 K; the rest as in the other kinds."""
+    what = f"instruction descriptor {raw:#010x} of kind::{kind.name}: "
+    _check(not raw >> 2 & 1, what + "sparse A (bit 2) is not modelled")
+    _check(not raw >> 31, what + "K 96 (bit 31) does not exist on sm_100")
+    types = []
+    for name, value in (("A type", raw >> 7 & 7), ("B type", raw >> 10 & 7)):
+        _check(value in kind.operands, what + f"{name} field {value}, accepted "
+               f"{sorted(kind.operands)}")
+        types.append(kind.operands[value])
+    m, n = (raw >> 24 & 31) << 4, (raw >> 17 & 63) << 3
+    _check(m != 64, what + "illegal shape: M 64, accepted 128 (and 256 for cta_group::2)")
+    _check_shape(m, n, group, kind, what)
+    majors = bool(raw >> 15 & 1), bool(raw >> 16 & 1)
+    _check_majors(types, majors, what)
+    scale = "ue8m0" if raw >> 23 & 1 else "ue4m3"
+    count = kind.k // block
+    _check(scale == "ue8m0" or count == 4, what + "scale type ue4m3 (bit 23), accepted ue8m0; "
+           "ue4m3 belongs to scale_vec::4X of kind::mxf4nvf4")
+    ids = raw >> 29 & 3, raw >> 4 & 3
+    _check(all(first % count == 0 for first in ids), what + f"scale factor ids {ids} of A and B, "
+           f"accepted multiples of {count}: a row has {count} adjacent bytes")
+    return InstructionDescriptor(
+        kind, m, n, *types, "f32", bool(raw >> 13 & 1), bool(raw >> 14 & 1), *majors, False,
+        scale, *ids, block,
+    )  # fmt: skip
+
+
+def encode_instruction(descriptor: InstructionDescriptor) -> int:
+    """The 32-bit value of an instruction descriptor; the inverse of `decode_instruction`."""
+    d = descriptor
+    operands = {name: value for value, name in d.kind.operands.items()}
+    accumulators = {name: value for value, name in d.kind.accumulators.items()}
+    low = d.saturate << 3 | accumulators[d.d_type] << 4
+    if d.kind.block_scaled:
+        low = d.scale_b_id << 4 | (d.scale_type == "ue8m0") << 23 | d.scale_a_id << 29
+    return (
+        low
+        | operands[d.a_type] << 7
+        | operands[d.b_type] << 10
+        | d.negate_a << 13
+        | d.negate_b << 14
+        | d.a_mn_major << 15
+        | d.b_mn_major << 16
+        | d.n >> 3 << 17
+        | d.m >> 4 << 24
+    )

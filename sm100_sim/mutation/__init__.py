@@ -1,0 +1,1 @@
+"""Synchronisation left out of kernels: would the sanitizer notice?"""

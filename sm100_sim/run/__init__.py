@@ -1,0 +1,1 @@
+"""Machines that run a launch: clusters, CTAs, warps and their turns."""

@@ -1,0 +1,164 @@
+"""The clusters of a launch, and machines that share them between the cores of the host.
+
+Clusters of a kernel that only read what the host wrote, and write what no other cluster reads, may
+run at the same time on several threads: native code runs without Python's lock. What can be
+observed stays as with one thread: results, counts, findings, and which error is reported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from sm100_sim.errors import Hang
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+#: Modifiers of loads and stores that communicate beyond a thread.
+_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio", "cv", "wt"}
+#: Scopes of fences beyond a cluster.
+_WIDE = {"gpu", "sys", "gl"}
+
+
+class Grid:
+    """Clusters by number, x fastest: each is taken once, by a machine or by a cancel request.
+
+    progress: called with (clusters done, clusters in all), if not None.
+    """
+
+    def __init__(self, clusters: int) -> None:
+        self.clusters = clusters
+        self.progress: Callable[[int, int], None] | None = None
+        self.done = 0
+        self._next = 0
+        self._end = clusters
+        #: Cancelled, from `_next` on.
+        self._cancelled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def take(self) -> int | None:
+        """The next cluster that has not been launched; None if there is none left."""
+        with self._lock:
+            return self._take(self._next)
+
+    def cancel(self, choose: Callable[[int, int], int | None]) -> int | None:
+        """A cluster that has not been launched and now never will be.
+
+        choose: given the first and the end of the numbers that come into question, the one from
+        which on to look for it, or None to refuse. Returns None if it refuses or none is left.
+        """
+        with self._lock:
+            self._skip()
+            if self._next == self._end:
+                return None
+            start = choose(self._next, self._end)
+            return None if start is None else self._take(start)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every cluster has been launched or cancelled."""
+        with self._lock:
+            self._skip()
+            return self._next == self._end
+
+    def _take(self, start: int) -> int | None:
+        """The first cluster from `start` on, cyclically, that has not been taken."""
+        self._skip()
+        if self._next == self._end:
+            return None
+        number = max(start, self._next)
+        while number in self._cancelled:
+            number = number + 1 if number + 1 < self._end else self._next
+        if number == self._next:
+            self._next += 1
+        else:
+            self._cancelled.add(number)
+        return number
+
+    def _skip(self) -> None:
+        """Step over cancelled clusters."""
+        while self._next in self._cancelled:
+            self._cancelled.remove(self._next)
+            self._next += 1
+
+    def close(self) -> None:
+        """No more clusters are launched."""
+        with self._lock:
+            self._end = self._next
+            self._cancelled.clear()
+
+    def count_done(self) -> None:
+        """One more cluster is done."""
+        with self._lock:
+            self.done += 1
+            if self.progress is not None:
+                self.progress(self.done, self.clusters)
+
+
+def clusters_are_independent(instructions: Iterable[Any]) -> bool:
+    """Whether nothing in a kernel lets its clusters communicate, or makes their order matter.
+
+    Atomics and reductions in global memory, global accesses that are not weak (volatile, relaxed,
+    acquire, release) or bypass caches (cv, wt), fences of GPU or system scope and cluster launch
+    control do. What is left are weak accesses; those of two clusters to one address, one of them a
+    write, are then a data race (PTX ISA, memory consistency model), which no kernel may rely on.
+    An access whose state space is not named counts as global.
+    """
+    return not any(_communicates(instruction.name.split(".")) for instruction in instructions)
+
+
+def _communicates(parts: list[str]) -> bool:
+    shared = any(part.startswith("shared") for part in parts)
+    if parts[0] in ("clusterlaunchcontrol", "multimem"):
+        return True
+    if parts[0] in ("atom", "red"):
+        return not shared
+    if parts[:2] == ["cp", "reduce"]:
+        return "global" in parts
+    if parts[0] in ("fence", "membar"):
+        return bool(_WIDE & set(parts))
+    return parts[0] in ("ld", "st") and bool(_ORDERED & set(parts)) and not shared
+
+
+def _join(thread: threading.Thread, grid: Grid) -> None:
+    """Wait for a thread. An interrupt ends the launch only after it, for it writes to tensors."""
+    try:
+        thread.join()
+    except BaseException:
+        grid.close()
+        thread.join()
+        raise
+
+
+def run_together(machines: list[Machine]) -> None:
+    """Run machines that share a grid, each on a thread; the caller's runs the first.
+
+    Raises the error of the lowest cluster that fails, as a run in order does; Hang, about all
+    clusters that hang, if there is no other error.
+    """
+    failures: list[tuple[int, BaseException]] = []
+    hung: list[Machine] = []
+
+    def work(machine: Machine) -> None:
+        try:
+            machine.run()
+        except Hang:
+            hung.append(machine)
+        except BaseException as error:
+            machine.grid.close()
+            failures.append((machine.failed_cluster(), error))
+
+    threads = [
+        threading.Thread(target=work, args=(machine,), daemon=True) for machine in machines[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    work(machines[0])
+    for thread in threads:
+        _join(thread, machines[0].grid)
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[1]
+    if hung:
+        raise machines[0].hang(cluster for machine in hung for cluster in machine.residents())

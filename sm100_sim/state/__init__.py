@@ -1,0 +1,1 @@
+"""State of a launch: warps, memories, barriers, asynchronous operations, tensor maps."""

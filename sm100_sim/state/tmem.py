@@ -1,0 +1,127 @@
+"""Tensor memory of one CTA: 512 columns x 128 lanes of 32-bit cells, and its allocator.
+
+PTX ISA 9.3, "Tensor Memory": an address is lane << 16 | column; columns are allocated in powers
+of two from 32 to 512, and allocations of one CTA must not grow from one to the next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sm100_sim.errors import TmemError
+from sm100_sim.native.layout import TensorMemory
+
+COLUMNS = 512
+LANES = 128
+#: Granularity of allocation, in columns.
+BLOCK = 32
+#: Fill of cells that were never written: a NaN read as f32, as two bf16 or as two f16.
+POISON = 0x7FFF7FFF
+
+
+def split_address(address: int) -> tuple[int, int]:
+    """(lane, column) of a TMEM address. Raises TmemError outside 128 lanes x 512 columns."""
+    lane, column = address >> 16 & 0xFFFF, address & 0xFFFF
+    if lane >= LANES or column >= COLUMNS:
+        raise TmemError(
+            f"TMEM address {address:#010x} names lane {lane}, column {column}; accepted are "
+            f"lanes below {LANES} and columns below {COLUMNS}"
+        )
+    return lane, column
+
+
+class Tmem:
+    """Cells and allocation state of one CTA's tensor memory.
+
+    `cells`: uint32 (512 columns, 128 lanes). `allocations`: first column -> columns.
+    `open_chains`: warp index -> (first instruction, accumulator chain) that this CTA's warp is
+    issuing (see `isa.tcgen05`). `record`: what native code sees.
+    """
+
+    __slots__ = (
+        "cells", "allocations", "relinquished", "group", "open_chains", "record", "_last",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.cells = np.full((COLUMNS, LANES), POISON, np.uint32)
+        self.record = TensorMemory(self.cells.__array_interface__["data"][0], 0)
+        self.allocations: dict[int, int] = {}
+        self.relinquished = False
+        self.group: int | None = None
+        self.open_chains: dict[int, tuple] = {}
+        self._last = COLUMNS
+
+    def _use_group(self, group: int) -> None:
+        if self.group not in (None, group):
+            raise TmemError(
+                f"cta_group::{group} after cta_group::{self.group}; all tcgen05 instructions of a "
+                "kernel use the same cta_group"
+            )
+        self.group = group
+
+    def allocate(self, columns: int, group: int) -> int | None:
+        """First column of a new allocation, or None while no room is left.
+
+        Raises TmemError for a number of columns that is not a power of two in [32, 512], an
+        allocation larger than the one before, one after relinquish_alloc_permit, or a
+        cta_group that differs from the one used so far.
+        """
+        if columns not in (32, 64, 128, 256, 512):
+            raise TmemError(
+                f"tcgen05.alloc of {columns} columns; accepted are powers of two from 32 to 512"
+            )
+        if self.relinquished:
+            raise TmemError("tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+        if columns > self._last:
+            raise TmemError(
+                f"tcgen05.alloc of {columns} columns after one of {self._last}; allocations of a "
+                "CTA must not grow"
+            )
+        self._use_group(group)
+        pattern = (1 << columns // BLOCK) - 1
+        for block in range((COLUMNS - columns) // BLOCK + 1):
+            if not self.record.owned & pattern << block:
+                self.record.owned |= pattern << block
+                self.allocations[block * BLOCK] = self._last = columns
+                self.cells[block * BLOCK : block * BLOCK + columns] = POISON
+                return block * BLOCK
+        return None
+
+    def deallocate(self, address: int, columns: int, group: int) -> None:
+        """Free an allocation. Raises TmemError unless exactly it was made by `allocate`."""
+        lane, column = split_address(address)
+        if lane or self.allocations.get(column) != columns:
+            made = {f"{at}": count for at, count in self.allocations.items()}
+            raise TmemError(
+                f"tcgen05.dealloc of {columns} columns at address {address:#x}; allocated are "
+                f"(first column: columns) {made or 'none'}"
+            )
+        self._use_group(group)
+        del self.allocations[column]
+        self.record.owned &= ~((1 << columns // BLOCK) - 1 << column // BLOCK)
+
+    def relinquish(self, group: int) -> None:
+        """Give up the right to allocate."""
+        self._use_group(group)
+        self.relinquished = True
+
+    def check(self, column: int, count: int, what: str) -> None:
+        """Raise TmemError unless columns [column, column + count) are all allocated."""
+        end = column + count
+        if end > COLUMNS:
+            raise TmemError(
+                f"{what} touches columns {column} to {end - 1}; TMEM has {COLUMNS} columns"
+            )
+        last = (end - 1) // BLOCK
+        pattern = (2 << last - column // BLOCK) - 1 << column // BLOCK
+        if self.record.owned & pattern != pattern:
+            raise TmemError(f"{what} touches columns {column} to {end - 1}; {self.describe()}")
+
+    def describe(self) -> str:
+        """State in words, for reports of hangs."""
+        made = [f"{at}..{at + n - 1}" for at, n in sorted(self.allocations.items())]
+        return f"tensor memory: columns {', '.join(made) or 'none'} are allocated"
+
+    def leaked(self) -> dict[int, int]:
+        """Allocations that are still held (first column -> columns); must be empty at exit."""
+        return dict(self.allocations)

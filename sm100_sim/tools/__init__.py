@@ -1,0 +1,1 @@
+"""Tools that hold the simulator against silicon and against itself."""

@@ -1,0 +1,191 @@
+"""Golden vectors: what a real GPU computes, recorded once and replayed in the simulator.
+
+A `Case` is one small PTX kernel with its buffers. The recorder (`record`) runs the cases
+on a Hopper GPU, which shares these instructions with SM100, and stores their results; the tests
+run the same PTX on the same inputs in the simulator and compare. Inputs are not stored: they are
+computed here from integers, and `Case.digest` says whether a stored result belongs to them.
+
+This module and those it imports need numpy alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from sm100_sim.state.tensormap import TensorMap
+
+#: Where vectors are stored in a checkout.
+DIRECTORY = Path(__file__).with_name("data")
+MANIFEST = "manifest.json"
+TENSOR_MAPS = "tensormaps.npz"
+KERNEL = "golden"
+
+HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel and its buffers.
+
+    `name` is unique; `group` names the file of its results. The kernel's parameters are the
+    addresses of `inputs`, then of `outputs` (all .u64), then the tensor maps (128 bytes each).
+    `outputs` are the initial contents; what the kernel leaves there is the result.
+    `tensor_maps`: (buffer index among inputs and outputs, descriptor whose address counts from the
+    start of that buffer). `grid`, `block`, `cluster` are x extents in CTAs, threads and CTAs.
+    `floats` is the format of outputs whose NaN payloads the ISA leaves open ("f32", "f16x2", ...).
+    `approximate`: results are bounded by the ISA, not defined bit for bit. `faults`: the hardware
+    ends the kernel with an error, and no output is recorded.
+    `rule`: what of the machine the case asks, one that it keeps or one that it breaks; then how the
+    kernel ends (`Vectors.ending`) is recorded, too, and of a kernel that hangs what it had written.
+    `undefined`: which sentence of the PTX ISA leaves the case undefined; the simulator may then
+    refuse what the hardware lets pass. `dynamic_smem`: bytes.
+    """
+
+    name: str
+    group: str
+    ptx: str
+    inputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray, ...]
+    tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
+    grid: int = 1
+    block: int = 128
+    cluster: int = 1
+    floats: str = ""
+    approximate: bool = False
+    faults: bool = False
+    rule: str = ""
+    undefined: str = ""
+    dynamic_smem: int = 0
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of everything that determines the result."""
+        state = hashlib.sha256(self.ptx.encode())
+        for array in (*self.inputs, *self.outputs):
+            state.update(f"{array.dtype}{array.shape}".encode())
+            state.update(np.ascontiguousarray(array).tobytes())
+        state.update(repr((self.tensor_maps, self.grid, self.block, self.cluster)).encode())
+        if self.dynamic_smem:
+            state.update(repr(self.dynamic_smem).encode())
+        return state.hexdigest()[:16]
+
+    def keys(self) -> list[str]:
+        """Names of the outputs in the group's file."""
+        if len(self.outputs) == 1:
+            return [self.name]
+        return [f"{self.name}#{i}" for i in range(len(self.outputs))]
+
+
+@lru_cache(maxsize=1)
+def all_cases() -> tuple[Case, ...]:
+    """Every case, in a fixed order, names unique."""
+    from . import (
+        arithmetic,
+        asynchronous,
+        atomics,
+        cluster,
+        convert,
+        found,
+        rules_barriers,
+        rules_cluster,
+        rules_launch,
+        rules_registers,
+        tma,
+        warp,
+    )
+
+    modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous, found,
+               rules_registers, rules_barriers, rules_cluster, rules_launch)
+    cases = tuple(case for module in modules for case in module.cases())
+    names = [case.name for case in cases]
+    if len(set(names)) != len(names):
+        raise ValueError(f"golden cases share a name: {[n for n in names if names.count(n) > 1]}")
+    return cases
+
+
+def groups(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """Cases by group."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.group, []).append(case)
+    return found
+
+
+def save(
+    directory: Path, results: dict[str, list[np.ndarray]], manifest: dict, only: Iterable[str] = ()
+) -> None:
+    """Write one compressed file per group, and the manifest.
+
+    results: case name -> its outputs (none of a case that faults). manifest: JSON object; "cases"
+    (name -> digest) is added. only: the groups that were recorded; the others stay as they are.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    if only:
+        before = json.loads((directory / MANIFEST).read_text())
+        kept = {case.name for case in all_cases() if case.group not in only}
+        digests = {name: text for name, text in before["cases"].items() if name in kept}
+        for what in ("failed", "faults", "endings", "registers"):
+            old = {name: text for name, text in before.get(what, {}).items() if name in kept}
+            manifest = {**manifest, what: {**old, **manifest.get(what, {})}}
+    for group, cases in groups(all_cases()).items():
+        if only and group not in only:
+            continue
+        arrays = {}
+        for case in cases:
+            if case.name in results:
+                # A case that ended with an error has no outputs.
+                arrays.update(zip(case.keys(), results[case.name]))
+                digests[case.name] = case.digest()
+        np.savez_compressed(directory / f"{group}.npz", **arrays)
+    text = json.dumps({**manifest, "cases": digests}, indent=0, sort_keys=True)
+    (directory / MANIFEST).write_text(text + "\n")
+
+
+class Vectors:
+    """Recorded results of a directory; files are read when first asked for."""
+
+    def __init__(self, directory: Path = DIRECTORY) -> None:
+        self.directory = directory
+        path = directory / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{directory} holds no golden vectors; record them on a GPU of compute capability "
+                "9.0 with `python -m sm100_sim record`"
+            )
+        self.manifest = json.loads(path.read_text())
+        self._files: dict[str, dict[str, np.ndarray]] = {}
+
+    def file(self, name: str) -> dict[str, np.ndarray]:
+        """Arrays of one file."""
+        if name not in self._files:
+            with np.load(self.directory / name) as archive:
+                self._files[name] = {key: archive[key] for key in archive.files}
+        return self._files[name]
+
+    def ending(self, case: Case) -> str:
+        """How a case ended: "done", "hang", or stage and CUDA error ("run: CUDA_ERROR_..."); the
+        stage is "load" (ptxas, loading), "launch" or "run"."""
+        return self.manifest.get("endings", {}).get(case.name, "done")
+
+    def outputs(self, case: Case) -> list[np.ndarray]:
+        """Recorded outputs of a case; none of one that faults.
+
+        Raises KeyError if the case was not recorded, ValueError if its PTX or its inputs have
+        changed since.
+        """
+        if case.name not in self.manifest["cases"]:
+            why = self.manifest["failed"].get(case.name, "it is newer than the recording")
+            raise KeyError(f"no recorded vector for {case.name}: {why}")
+        if self.manifest["cases"][case.name] != case.digest():
+            raise ValueError(f"{case.name} has changed since its vector was recorded; record again")
+        if case.faults or self.ending(case) not in ("done", "hang"):
+            return []
+        arrays = self.file(f"{case.group}.npz")
+        return [arrays[key] for key in case.keys()]

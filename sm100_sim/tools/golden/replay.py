@@ -1,0 +1,60 @@
+"""Runs a golden case in the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sm100_sim.errors import Hang, SimulationError
+from sm100_sim.host.host_code import LaunchConfig
+from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
+from sm100_sim.state.tensormap import encode
+from sm100_sim.state.warp import aligned_zeros
+
+from .cases import KERNEL, Case
+
+
+def placed(array: np.ndarray) -> np.ndarray:
+    """A copy on a 64-byte boundary, as device memory is."""
+    copy = aligned_zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def replay(case: Case, buffers: list[np.ndarray] | None = None, **options) -> list[np.ndarray]:
+    """Outputs of a case in the simulator.
+
+    buffers: gets all buffers, for a launch that does not end. options: of `launcher.Options`.
+    """
+    buffers = [] if buffers is None else buffers
+    buffers += [placed(array) for array in (*case.inputs, *case.outputs)]
+    addresses = [buffer.__array_interface__["data"][0] for buffer in buffers]
+    values = [np.uint64(address).tobytes() for address in addresses]
+    for index, tensor_map in case.tensor_maps:
+        address = addresses[index] + tensor_map.address
+        values.append(encode(dataclasses.replace(tensor_map, address=address)))
+    kernel = parsed_kernel(case.ptx, KERNEL)
+    # ptxas drops setmaxnreg where neither directive tells it the registers of the launch.
+    known = ".maxnreg" in case.ptx or ".minnctapersm" in case.ptx
+    config = LaunchConfig(KERNEL, (case.grid, 1, 1), (case.block, 1, 1), (case.cluster, 1, 1),
+                          case.dynamic_smem, (), {}, 0, case.ptx, non_portable_cluster=False,
+                          moves_registers=known)
+    ranges = [(address, address + buffer.nbytes, f"p{i}")
+              for i, (address, buffer) in enumerate(zip(addresses, buffers, strict=True))]
+    run_kernel(config, parameter_buffer(kernel, values), sorted(ranges), Options(**options))
+    return buffers[len(case.inputs):]
+
+
+def ending(case: Case, **options) -> tuple[str, list[np.ndarray], str]:
+    """How a case ends in the simulator ("done", "hang" or "error"), its outputs then, the error.
+
+    All of its clusters are resident at once.
+    """
+    buffers: list[np.ndarray] = []
+    try:
+        return "done", replay(case, buffers, clusters=case.grid, **options), ""
+    except Hang as error:
+        return "hang", buffers[len(case.inputs):], str(error)
+    except SimulationError as error:
+        return "error", buffers[len(case.inputs):], str(error)

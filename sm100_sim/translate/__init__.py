@@ -1,0 +1,1 @@
+"""Kernels to native code, and the cache of it."""

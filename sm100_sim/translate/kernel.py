@@ -1,0 +1,384 @@
+"""Kernels to native code: LLVM IR per basic block, compiled in process.
+
+``translate(kernel)`` resolves every instruction in the table, cuts the kernel into blocks, binds
+the machine operations, and compiles one small function per block. The run loop and the memory
+checks (``codegen_runtime``) are compiled once per process with full optimisation; the kernel's own
+blocks at a low level, since their compile time is what a user waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from sm100_sim.isa.emitter import Emitter
+from sm100_sim.isa.table import Entry, lookup, resolve, unknown
+from sm100_sim.native.compiler import module_text
+from sm100_sim.native.forms import exported, operation_of
+from sm100_sim.native.layout import Operation
+from sm100_sim.ptx.parser import Instruction, Kernel, Register
+from sm100_sim.state.warp import ALL_LANES, Environment, Warp
+
+from . import cache as translation_cache
+from .blocks import (
+    BRANCH,
+    INDEXED,
+    TRAP,
+    Block,
+    analyse_liveness,
+    build_blocks,
+    loaded_registers,
+    mark_spins,
+)
+from .runtime import ALIGN_MASK, ALIGN_NONE, ALIGN_REGISTER, BLOCK_RECORD, runtime_ir
+
+_CONTROL = ("bra", "brx", "ret", "exit")
+_ADDRESS_FUNCTIONS = (
+    "address_shared", "address_own_shared", "address_local", "address_global", "address_generic",
+)  # fmt: skip
+_KERNEL_SYMBOLS = (*_ADDRESS_FUNCTIONS, "log_access")
+_RUNTIME_FUNCTIONS = (
+    "run", *_KERNEL_SYMBOLS, *(routine.name for routine in exported()),
+)
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCounters:
+    """Execution counts that the warps of one launch share.
+
+    blocks  uint64 (blocks, 2): times a warp ran the block, and the lanes summed
+    guards  uint64 (guarded inline instructions, 2): the same for lanes whose guard held
+    """
+
+    blocks: np.ndarray
+    guards: np.ndarray
+
+
+class CompiledKernel:
+    """A kernel ready to run.
+
+    kernel             the parsed kernel, with blocks and register slots
+    executors          executor of each machine operation by instruction index, None elsewhere
+    block_instruction  the instruction at which lanes stand when their program point is block i
+    run                native entry: address of a warp's context -> index of the stop kind
+    r32_count, r64_count, pred_count   rows of the register files
+    seconds            {"ir": ..., "llvm": ...}, the time translation took
+    """
+
+    def __init__(self, kernel: Kernel, entries: list[Entry | None]) -> None:
+        self.kernel, self.entries, self.instructions = kernel, entries, kernel.instructions
+        self.executors: list[Callable | None] = [None] * len(kernel.instructions)
+        self.seconds: dict[str, float] = {}
+        #: With the sanitizer: registers that hold data of tcgen05.ld -> numbers of those loads.
+        self.watched: dict[Register, frozenset[int]] | None = None
+        self._guarded: list[int] = []
+        self._target_tables: list[np.ndarray] = []
+        rows = {"r32": 0, "r64": 0, "pred": 0}
+        for register in kernel.registers:
+            if register.slot >= 0:
+                end = register.slot + (2 if register.type == "b128" else 1)
+                rows[register.file] = max(rows[register.file], end)
+        self.r32_count, self.r64_count, self.pred_count = rows.values()
+        instructions = kernel.instructions
+        self.block_instruction = [
+            instructions[min(block.start, len(instructions) - 1)] for block in kernel.blocks]
+        self.table = np.zeros(len(kernel.blocks), BLOCK_RECORD)
+        self.run: Callable[[int], int] = _runtime().run
+        self._native_table: np.ndarray | None = None
+        self._operations: list[Operation] = []
+
+    def new_counters(self) -> KernelCounters:
+        """Zeroed counters for one launch."""
+        return KernelCounters(np.zeros((len(self.kernel.blocks), 2), np.uint64),
+                              np.zeros((max(len(self._guarded), 1), 2), np.uint64))
+
+    @property
+    def native_table(self) -> np.ndarray:
+        """The block table with the routines of machine operations that native code does."""
+        if self._native_table is None:
+            table = self.table.copy()
+            for block in self.kernel.blocks:
+                ending = block.terminator_instruction
+                trap = block.terminator == TRAP
+                found = operation_of(ending, block.index) if trap else None
+                if found is not None:
+                    routine, operation = found
+                    self._operations.append(operation)
+                    row = table[block.index]
+                    row["native"] = routine_address(routine.name)
+                    row["operation"] = ctypes.addressof(operation)
+            self._native_table = table
+        return self._native_table
+
+    def new_warp_state(self, cta, index: int, environment: Environment,
+                       specials: dict[str, int], counters: KernelCounters) -> Warp:
+        """State of warp ``index`` of a CTA at the kernel's entry."""
+        return Warp(self, cta, index, environment, specials, counters)
+
+    def executed(self, counters: KernelCounters) -> Iterator[tuple[Instruction, str, int, int]]:
+        """Every instruction executed: (instruction, statistics class, warps, lanes).
+
+        Guarded inline instructions are counted by their guard; guarded branches, exits and
+        machine operations by the warps that reach them.
+        """
+        guards = dict(zip(self._guarded, counters.guards.tolist(), strict=False))
+        for block, (warps, lanes) in zip(self.kernel.blocks, counters.blocks.tolist(),
+                                         strict=True):
+            if not warps:
+                continue
+            end = block.stop + (block.terminator_instruction is not None)
+            for i in range(block.start, end):
+                entry, instruction = self.entries[i], self.instructions[i]
+                name = "branch" if entry is None else entry.statistics_class(instruction)
+                counted = guards.get(i, (warps, lanes))
+                if counted[0]:
+                    yield instruction, name, *counted
+
+
+def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0,
+              sanitize: bool = False, ptx: str = "") -> CompiledKernel:
+    """Compile a parsed kernel.
+
+    keep: names of registers that stay readable after the kernel's end. level: LLVM's code
+    generation level, 0 to 3. sanitize: log memory accesses for the sanitizer. ptx: the module the
+    kernel is from; with it the code is looked up in the cache on disk and kept there. Blocks and
+    register slots of a kernel that was translated before stay as they are, because a run may be
+    using them. Raises UnknownInstruction for whatever the table does not cover.
+    """
+    start = time.perf_counter()
+    entries = [None if i.opcode in _CONTROL else _resolve(i) for i in kernel.instructions]
+    if keep or not kernel.blocks:
+        kernel.blocks = build_blocks(kernel, entries)
+        mark_spins(kernel)
+        analyse_liveness(kernel, entries, keep)
+    compiled = CompiledKernel(kernel, entries)
+    if sanitize:
+        compiled.watched = loaded_registers(kernel)
+    for instruction, entry in zip(kernel.instructions, entries, strict=True):
+        if entry is not None and entry.bind is not None:
+            compiled.executors[instruction.index] = entry.bind(instruction, kernel)
+    name = ptx and translation_cache.entry_name(
+        ptx, kernel.name, sorted(keep), level, sanitize, *_host()[1:])
+    functions, engine, emitted = _native_code(compiled, name, level)
+    compiled._engine = engine
+    _fill_table(compiled, {block: engine.get_function_address(name)
+                           for block, name in functions.items()})
+    compiled.seconds = {"ir": emitted - start, "llvm": time.perf_counter() - emitted}
+    return compiled
+
+
+def _native_code(compiled: CompiledKernel, name: str, level: int
+                 ) -> tuple[dict[int, str], llvm.ExecutionEngine, float]:
+    """(function of each block, linked code, time at which its IR was there).
+
+    name: of the entry in the cache on disk, "" for code that is not kept.
+    """
+    emitted, engine = time.perf_counter(), None
+
+    def make() -> tuple[dict[str, Any], bytes]:
+        nonlocal emitted, engine
+        text, functions = _module_text(compiled)
+        emitted = time.perf_counter()
+        engine, code = _compile(text, level)
+        return {"functions": list(functions.items()), "guarded": compiled._guarded}, code
+
+    header, code = translation_cache.obtain(name, make) if name else make()
+    compiled._guarded = header["guarded"]
+    return dict(header["functions"]), engine or _link(code, level), emitted
+
+
+def _resolve(instruction: Instruction) -> Entry:
+    if instruction.opcode == "call" and lookup(instruction.name) is None:
+        raise unknown(instruction, "function calls are not supported; a kernel must be one "
+                                   "function (calls of vprintf and __assertfail are)")
+    return resolve(instruction)
+
+
+def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
+    """IR of all blocks that contain code, and the function name of each."""
+    functions, bodies, declarations, shared = {}, [], set(), {}
+    for block in compiled.kernel.blocks:
+        if block.start == block.stop:
+            continue
+        emitter = Emitter(f"block_{block.index}", len(compiled._guarded))
+        if compiled.watched is not None:
+            emitter.logging, emitter.watched = True, compiled.watched
+        for i in range(block.start, block.stop):
+            emitter.emit(compiled.instructions[i], compiled.entries[i].emit)
+        emitter.store_registers(block.live_out)
+        if not emitter.lines:
+            continue
+        compiled._guarded += emitter.guarded
+        functions[block.index] = emitter.name
+        bodies.append(emitter.function())
+        declarations |= emitter.declarations
+        shared |= emitter.shared
+    declarations |= {f"declare i32 @{name}(ptr, i32, ptr, i32, i32, i32)"
+                     for name in _ADDRESS_FUNCTIONS}
+    if compiled.watched is not None:
+        declarations.add("declare void @log_access(ptr, i32, ptr, i32, i32)")
+    text = "\n".join([*sorted(declarations), *shared.values(), *bodies,
+                      f"attributes #0 = {{ {_function_attributes()} }}"])
+    return text, functions
+
+
+def _fill_table(compiled: CompiledKernel, addresses: dict[int, int]) -> None:
+    for block in compiled.kernel.blocks:
+        row = compiled.table[block.index]
+        row["function"] = addresses.get(block.index, 0)
+        row["kind"], row["target"] = block.terminator, block.target
+        row["following"] = block.following
+        ending = block.terminator_instruction
+        guard = ending.guard if ending is not None else None
+        row["predicate"] = -1 if guard is None else guard.register.slot
+        row["invert"] = ALL_LANES if guard is not None and guard.negated else 0
+        if block.terminator == BRANCH and guard is None:
+            row["kind"], row["following"] = 0, block.target
+        if block.terminator == INDEXED:
+            targets = np.array(block.targets, np.uint32)
+            compiled._target_tables.append(targets)
+            row["targets"] = targets.__array_interface__["data"][0]
+            row["target_count"] = len(targets)
+            row["selector"] = ending.operands[0].register.slot
+        row["align_kind"], row["align_value"] = _alignment(compiled, block)
+
+
+def _alignment(compiled: CompiledKernel, block: Block) -> tuple[int, int]:
+    """Which lanes must have converged before the block runs: kind and value of its record."""
+    instruction = block.aligned
+    if instruction is None:
+        return ALIGN_NONE, 0
+    entry = compiled.entries[instruction.index]
+    if entry.bind is not None or entry.member_mask is None:
+        return ALIGN_MASK, ALL_LANES
+    mask = instruction.operands[entry.member_mask]
+    if mask.kind == "imm":
+        return ALIGN_MASK, mask.value & ALL_LANES
+    return ALIGN_REGISTER, mask.slot
+
+
+# LLVM.
+
+@functools.cache
+def _host() -> tuple[llvm.Target, str, str]:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    # Without it LLVM calls functions of a compiler's library, which no process need have.
+    if not features.get("f16c", True):
+        raise RuntimeError(
+            f"this CPU ({llvm.get_host_cpu_name()}) has no instructions for half precision (F16C, "
+            "in x86 CPUs since 2012), which the simulator's code needs; for a virtual machine "
+            "choose a CPU model that has them, such as that of its host"
+        )
+    return llvm.Target.from_default_triple(), llvm.get_host_cpu_name(), features.flatten()
+
+
+@functools.cache
+def host_has(feature: str) -> bool:
+    """Whether the CPU has a feature, by LLVM's name of it (e.g. "avx512f")."""
+    return f"+{feature}" in _host()[2].split(",")
+
+
+@functools.cache
+def _function_attributes() -> str:
+    """Wide vectors by name: some CPUs' tuning would otherwise split them in halves."""
+    width = "512" if host_has("avx512f") else "256"
+    return (f'nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" '
+            f'"frame-pointer"="none"')
+
+
+def _target_machine(level: int) -> llvm.TargetMachine:
+    target, cpu, features = _host()
+    return target.create_target_machine(cpu=cpu, features=features, opt=level, jit=True,
+                                        codemodel="jitdefault")
+
+
+def _engine(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> llvm.ExecutionEngine:
+    for name in _KERNEL_SYMBOLS:
+        llvm.add_symbol(name, routine_address(name))
+    return llvm.create_mcjit_compiler(module, machine)
+
+
+def _compile(text: str, level: int) -> tuple[llvm.ExecutionEngine, bytes]:
+    """The linked code of a module and its object file."""
+    with _lock:
+        engine = _engine(llvm.parse_assembly(text), _target_machine(level))
+        return engine, _finalize(engine)
+
+
+def _finalize(engine: llvm.ExecutionEngine) -> bytes:
+    """Compile and link; returns the object file."""
+    objects: list[bytes] = []
+    engine.set_object_cache(notify_func=lambda _, code: objects.append(bytes(code)))
+    engine.finalize_object()
+    return objects[0]
+
+
+def _link(code: bytes, level: int) -> llvm.ExecutionEngine:
+    """An object file that `_compile` made, linked."""
+    with _lock:
+        engine = _engine(llvm.parse_assembly(""), _target_machine(level))
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Runtime:
+    engine: llvm.ExecutionEngine
+    run: Callable[[int], int]
+    addresses: dict[str, int]
+
+
+@functools.cache
+def _runtime() -> _Runtime:
+    """The run loop and the memory checks, compiled once and optimised."""
+    engine = native_engine(module_text(exported()) + runtime_ir())
+    addresses = {name: engine.get_function_address(name) for name in _RUNTIME_FUNCTIONS}
+    run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(addresses["run"])
+    return _Runtime(engine, run, addresses)
+
+
+def native_engine(text: str) -> llvm.ExecutionEngine:
+    """Optimised code of a module in IR; attribute group #0 and declarations are completed here."""
+    machine = _target_machine(2)
+    text = _once_declared(f"{text}\nattributes #0 = {{ {_function_attributes()} }}\n")
+    engine = None
+
+    def make() -> tuple[dict[str, Any], bytes]:
+        nonlocal engine
+        module = llvm.parse_assembly(text)
+        module.verify()
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+        builder.getModulePassManager().run(module, builder)
+        engine = llvm.create_mcjit_compiler(module, machine)
+        return {}, _finalize(engine)
+
+    _, code = translation_cache.obtain(translation_cache.entry_name(text, *_host()[1:]), make)
+    if engine is None:
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+    return engine
+
+
+def _once_declared(text: str) -> str:
+    """IR with each external declaration (a line of its own) only once, in front."""
+    lines = text.splitlines()
+    declarations = dict.fromkeys(line for line in lines if line.startswith("declare "))
+    return "\n".join([*declarations, *(line for line in lines if line not in declarations)])
+
+
+def routine_address(name: str) -> int:
+    """Address of a function of the runtime, native routines (`native.forms`) included."""
+    return _runtime().addresses[name]
