@@ -2,9 +2,10 @@
 
 Hopper shares with Blackwell what the model has beside the tensor core: issue slots, pipes, shared
 memory, barriers, bulk copies. `--build DIR` writes the cubins of `hopper_kernels` and
-`hopper_pipeline`; `python bench/measure/hopper_measure.py DIR` times them on the GPU, and its output is
-`bench/measure/hopper_measured.json`; without `--build` the command replays the same cubins and prints both. `--missing` and
-`--add FILE` do the same for kernels that were not measured before.
+`hopper_pipeline`; `python bench/measure/hopper_measure.py DIR` times them on the GPU and prints
+what `bench/measure/hopper_measured.json` holds; without `--build` the command replays the same
+cubins and prints both. `--missing` and `--add FILE` do the same for kernels that were not measured
+before.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_the_same_bits_under_every_scheduler(kernel, options, expected):
 
 def test_try_cancel_is_in_the_dynamic_kernel_alone(kernel):
     scheduler, compiled = kernel
-    ptx = sm100_sim.host.host_code.ptx_of(compiled)
+    ptx = sm100_sim.host.ptx_of(compiled)
     assert ("clusterlaunchcontrol.try_cancel" in ptx) == (scheduler is ClcScheduler)
 
 
