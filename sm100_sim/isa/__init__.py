@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib
 
 #: Modules whose import registers their rows in the table.
-MODULES = ("arithmetic.integer", "calls", "clc", "copy_async", "mma_sync", "order", "store_async",
-           "sync", "tcgen05", "tcgen05_copy", "tcgen05_data", "tensormap_ops", "tma")
+MODULES = (
+    "arithmetic.approximate", "arithmetic.bits", "arithmetic.convert", "arithmetic.floating",
+    "arithmetic.integer", "arithmetic.lanes", "arithmetic.matrix", "arithmetic.memory",
+    "arithmetic.move", "arithmetic.narrow", "atomics", "calls", "clc", "copy_async", "mma_sync",
+    "order", "store_async", "sync", "tcgen05", "tcgen05_copy", "tcgen05_data", "tensormap_ops",
+    "tma",
+)  # fmt: skip
 
 
 def load_table() -> None:

@@ -11,9 +11,7 @@ from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import inline_op, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
 
-from . import (
-    floating as arith_float,
-)
+from . import floating
 
 INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
 BITS = ("b16", "b32", "b64")
@@ -40,7 +38,7 @@ def is_float(instruction: Instruction) -> bool:
 def add_sub(e: Emitter, i: Instruction) -> None:
     """add, sub{.sat}{.cc}.type: d = a +- b, modulo the width unless .sat.s32."""
     if is_float(i):
-        return arith_float.add_sub(e, i)
+        return floating.add_sub(e, i)
     saturating, carry_out, type_name = split_modifiers(
         i, ("sat", ""), ("cc", ""), (*INTEGERS, *BITS))
     destination, *sources = i.operands
@@ -85,7 +83,7 @@ def _add_with_carry(e: Emitter, i: Instruction, type_name: str, carry_in: bool,
 def multiply(e: Emitter, i: Instruction) -> None:
     """mul{.lo,.hi,.wide}.type."""
     if is_float(i):
-        return arith_float.multiply(e, i)
+        return floating.multiply(e, i)
     part, type_name = split_modifiers(i, ("lo", "hi", "wide"), INTEGERS)
     _set_product(e, i, part, type_name, None)
 
@@ -94,7 +92,7 @@ def multiply(e: Emitter, i: Instruction) -> None:
 def multiply_add(e: Emitter, i: Instruction) -> None:
     """mad{.lo,.hi,.wide}.type d = a * b + c."""
     if is_float(i):
-        return arith_float.fused(e, i)
+        return floating.fused(e, i)
     part, type_name = split_modifiers(i, ("lo", "hi", "wide"), INTEGERS)
     _set_product(e, i, part, type_name, i.operands[3])
 
@@ -158,7 +156,7 @@ def absolute_difference(e: Emitter, i: Instruction) -> None:
 def divide(e: Emitter, i: Instruction) -> None:
     """div.type; a division by zero gives all ones, as the hardware's routine does."""
     if is_float(i):
-        return arith_float.divide(e, i)
+        return floating.divide(e, i)
     _set_quotient(e, i, "div")
 
 
@@ -203,7 +201,7 @@ def _quotient64(e: Emitter, sign: str, a: str, b: str) -> str:
 def negate(e: Emitter, i: Instruction) -> None:
     """neg, abs of signed integers (the least integer stays itself)."""
     if is_float(i):
-        return arith_float.change_sign(e, i)
+        return floating.change_sign(e, i)
     (type_name,) = split_modifiers(i, ("s16", "s32", "s64"))
     kind = kind_of(type_name)
     value = e.get(i.operands[1], kind)
@@ -216,7 +214,7 @@ def negate(e: Emitter, i: Instruction) -> None:
 def minimum_maximum(e: Emitter, i: Instruction) -> None:
     """min, max{.relu}.type of two operands (three for f32)."""
     if is_float(i):
-        return arith_float.minimum_maximum(e, i)
+        return floating.minimum_maximum(e, i)
     relu, type_name = split_modifiers(i, ("relu", ""), INTEGERS)
     kind = kind_of(type_name)
     value = e.intrinsic(f"{type_name[0]}{i.opcode}", kind, *(e.get(op, kind)
