@@ -174,7 +174,7 @@ class Missing:
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
 from fa4_hd256.__main__ import main
-from fa4_hd256.bringup import rungs
+from fa4_hd256.check.bringup import rungs
 for rung in (*rungs.RUNGS, *rungs.HIDDEN):
     print(rung.name, rung.module.__name__)
 """

@@ -32,15 +32,16 @@ SPEC = KernelSpec("forward", ForwardConfig(), CLASS)
 
 OTHER_PROCESS = """
 import torch
-from fa4_hd256 import ForwardConfig, compile
-from fa4_hd256.backward_config import (
+from fa4_hd256 import ForwardConfig
+from fa4_hd256.run import compile
+from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardConfig,
     BackwardWarpPlan,
     DkdvPlan,
     DqPlan,
     DqProductPlan,
 )
-from fa4_hd256.problem import ProblemClass
+from fa4_hd256.call.forward_problem import ProblemClass
 def refuse(*_):
     raise AssertionError("compiled again")
 compile.trace_and_compile = refuse

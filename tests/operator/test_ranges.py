@@ -50,7 +50,7 @@ NAMES = {
 #: CuTe DSL reads its options when it is imported, so this takes a process of its own.
 COMPILE_ALL = """
 import json, pickle, sys
-from fa4_hd256.compile import compile_kernel
+from fa4_hd256.run.compile import compile_kernel
 specs = pickle.load(sys.stdin.buffer)
 print(json.dumps({name: compile_kernel(spec).ptx for name, spec in specs.items()}))
 """
