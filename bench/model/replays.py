@@ -25,7 +25,7 @@ from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
 
 #: Sources beside those of the timing model that decide what it is given.
-_TRACING = ("trace.py", "traced_machine.py")
+_TRACING = ("trace/records.py", "trace/machine.py")
 #: Those of the timing model that only read what a replay has found.
 _READING = ("problem.py", "chrome.py", "critical.py")
 
