@@ -17,11 +17,11 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 #: Products on the CPU compared bit for bit, or within bounds of float64.
 SELECTION = (
-    "operator/test_reference.py::test_rows_in_parts",
-    "operator/test_reference.py::test_rows_without_a_visible_key_have_no_gradient",
-    "sim/test_tcgen05.py::test_mma_types",
-    "sim/test_tcgen05.py::test_mma_with_a_in_tmem",
-    "sim/test_native_routines.py::test_products_are_the_same_bits",
+    "operator/check/test_reference.py::test_rows_in_parts",
+    "operator/check/test_reference.py::test_rows_without_a_visible_key_have_no_gradient",
+    "sim/isa/test_tcgen05.py::test_mma_types",
+    "sim/isa/test_tcgen05.py::test_mma_with_a_in_tmem",
+    "sim/native/test_native_routines.py::test_products_are_the_same_bits",
 )
 
 SETTINGS = {

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import ROOT
 
 #: Stands in for the Python of .venv: logs the scheduler it is asked for and fails if told to.
 PYTHON = """#!/bin/sh

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from fa4_hd256.check.bringup import rungs as bringup
 from sm100_sim.tools import golden
 
 RUNGS = {rung.name for rung in bringup.RUNGS}
-ROOT = Path(__file__).parent.parent
 STATES = ("checked on silicon", "two independent sources", "unverified")
 COLUMNS = ["rule", "if false", "source", "simulator", "relied on by", "check", "state"]
 #: In the order of the table.
@@ -89,7 +88,7 @@ def test_the_page():
     ("| unverified |\n", "| believed |\n", "is none of"),
     ("golden `tma/`", "golden `no such case/`", "no golden case"),
     ("docs/facts.md; ", "", "names no golden vector and no measurement"),
-    ("tests/sim/test_tma.py", "tests/sim/test_none.py", "does not exist"),
+    ("tests/sim/isa/test_tma.py", "tests/sim/test_none.py", "does not exist"),
     ("rung `micro`", "", "names no rung"),
     ("rung `micro`", "rung `macro`", "no rung is called"),
     ("| slow: dK/dV", "| quick: dK/dV", "sorted"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from fa4_hd256 import environment
 from fa4_hd256.run import launch as backends
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 def test_the_readme_lists_the_same_table():

@@ -1,13 +1,12 @@
 """The scripts under examples/ that reproduce docs/findings.md, by `python -m sm100_sim`."""
 
 import re
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from sm100_sim.attach.runner import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 pytestmark = [

@@ -3,9 +3,9 @@
 import ctypes
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from kernels import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
 from sanitizer_kernels import TENSOR, changed
@@ -16,7 +16,7 @@ from sm100_sim.translate.access_log import LOG_RECORD
 
 pytestmark = pytest.mark.simulator
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sanitizer.md"
+DOCUMENT = ROOT / "docs" / "sanitizer.md"
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from checkout import ROOT
 
 from fa4_hd256.call import named_configs
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan
@@ -13,7 +12,7 @@ from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from softmax_emu.pattern import Ex2Pattern
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def test_the_documented_plan_is_the_compiled_one():

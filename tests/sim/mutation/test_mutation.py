@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checkout import HELPERS
 from kernels import run_kernel_text
 from sanitizer_kernels import COPIES, RING, TENSOR, changed
 
@@ -182,9 +182,8 @@ def test_sample_of_the_forward_kernel(monkeypatch):
 
 def test_command(tmp_path):
     script = tmp_path / "ring.py"
-    tests = Path(__file__).parent
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(tests)!r})\n"
+        f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n"
         "import kernels, sm100_sim.launcher as launcher\n"
         "from sanitizer_kernels import RING\n"
         "kernels.run_kernel = launcher.run_kernel\n"

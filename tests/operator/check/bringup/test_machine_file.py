@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from fa4_hd256.check.bringup import report
 from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
@@ -115,9 +116,8 @@ def test_json_has_no_infinity(path):
 
 
 def test_the_h200_of_the_docs_is_a_machine():
-    """Single instructions as other programs measured them there (bench/hopper_measured.json)."""
-    root = Path(__file__).resolve().parents[2]
-    found, other = load(str(root / "docs" / "bringup_h200.json")), load("h200").values()
+    """Single instructions as other programs measured them there (hopper_measured.json)."""
+    found, other = load(str(ROOT / "docs" / "bringup_h200.json")), load("h200").values()
     assert found.name == "NVIDIA H200"
     for name in ("sms", "mufu_interval", "mufu_latency", "shared_load", "shuffle",
                  "shared_bytes_per_clock", "named_barrier", "named_barrier_warp", "clock_ghz"):

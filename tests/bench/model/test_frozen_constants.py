@@ -1,13 +1,13 @@
 """The constants that docs/timing.md calls frozen are those that predictions use."""
 
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from bench.tables.results import modelled_machine
 from sm100_sim.timing.machine_constants import load, machines
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "timing.md"
+PAGE = ROOT / "docs" / "timing.md"
 
 
 @pytest.mark.parametrize("name", machines())

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from checkout import ROOT
 
 from fa4_hd256.check.bringup import child, outcome, report, rungs, runner
 from fa4_hd256.check.bringup.outcome import SIMULATOR, Outcome, Target
@@ -20,7 +21,6 @@ from sm100_sim.translate import kernel as codegen
 
 pytestmark = pytest.mark.simulator
 
-ROOT = Path(__file__).resolve().parents[2]
 #: A step sleeps for an hour, so its limit is the time that the test takes.
 PLANTED = replace(rungs.named("planted"), limit=4.0)
 FAILURES = {"wait": "hang", "stuck": "hang", "fault": "fault", "wrong": "failed", "killed": "fault"}

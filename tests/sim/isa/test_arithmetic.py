@@ -125,7 +125,7 @@ def test_division(bits, name, value):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
     def rest(a, b):
-        # By zero the ISA leaves both open; the hardware gives all ones (tests/sim/golden).
+        # By zero the ISA leaves both open; the hardware gives all ones (golden vectors).
         return value(a) - quotient(a, b) * value(b) if b else -1
 
     check_integers(f"div.{name} %d, %s0, %s1", [bits] * 2, quotient, bits)
@@ -165,7 +165,7 @@ def test_funnel_shifts():
 @pytest.mark.parametrize("bits", [32, 64])
 def test_bit_fields(bits):
     def field(operand):
-        # The ISA restricts it to 0..255; beyond, as the hardware does it (tests/sim/golden).
+        # The ISA restricts it to 0..255; beyond, as the hardware does it (golden vectors).
         return operand & 255 if bits == 32 else min(operand, 255)
 
     def extract(a, position, length, is_signed):

@@ -4,10 +4,10 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 
 import sm100_sim
 
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.simulator
 
 cutlass = pytest.importorskip("cutlass")
 from cutlass import cute  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @cute.kernel
