@@ -8,6 +8,7 @@ sources of the timing model. Deleting the directory is always safe.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -24,10 +25,10 @@ from fa4_hd256.run.native_cache import NativeCache
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
 
-#: Sources beside those of the timing model that decide what it is given.
-_TRACING = ("trace/records.py", "trace/machine.py")
-#: Those of the timing model that only read what a replay has found.
-_READING = ("problem.py", "chrome.py", "critical.py")
+#: Rooms of the simulator whose sources decide a replay: the timing model, and what it is given.
+_DECIDING = ("timing", "trace")
+#: Modules of the timing model that only read what a replay has found.
+_READING = ("__main__.py", "problem.py", "chrome.py", "critical.py")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,20 @@ def digest(content: bytes) -> str:
 
 @functools.cache
 def _sources() -> str:
-    room = Path(timing.__file__).parent
-    files = [path for path in sorted(room.glob("*.py")) if path.name not in _READING]
-    files += [room.parent / name for name in _TRACING]
-    return digest(b"\0".join(path.read_bytes() for path in files))
+    """A digest of the code that decides a replay; comments and docstrings are none of it."""
+    package = Path(timing.__file__).parents[1]
+    files = [path for room in _DECIDING for path in sorted((package / room).glob("*.py"))]
+    found = [_code(path) for path in files if path.name not in _READING]
+    return digest("\0".join(found).encode())
+
+
+def _code(path: Path) -> str:
+    tree = ast.parse(path.read_bytes())
+    for node in filter(_has_docstring, ast.walk(tree)):
+        del node.body[0]
+    return ast.dump(tree)
+
+
+def _has_docstring(node: ast.AST) -> bool:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return isinstance(node, documented) and ast.get_docstring(node) is not None

@@ -60,3 +60,14 @@ def test_costs_of_each_draw():
     rows = [Replayed(1, 1000.0, (1600.0, 1700.0)), Replayed(1, 2000.0, (2700.0, 2900.0))]
     costs = modelled.fitted(rows, "single")
     assert np.allclose([(c.each, c.rate) for c in costs], [(500.0, 1.1), (500.0, 1.2)])
+
+
+def test_a_docstring_or_a_comment_invalidates_no_replay(tmp_path):
+    def code(text):
+        file = tmp_path / "module.py"
+        file.write_text(text)
+        return replays._code(file)
+
+    plain = code("def f():\n    return 1\n")
+    assert code('"""What."""\n\n\ndef f():\n    """Why."""\n    return 1  # so\n') == plain
+    assert code("def f():\n    return 2\n") != plain
