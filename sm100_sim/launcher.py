@@ -16,16 +16,19 @@ import numpy as np
 
 from . import devices
 from .errors import LaunchError, SimulationError
-from .host.host_code import HostProgram, LaunchConfig, tensor_ranges
+from .host.arguments import tensor_ranges
+from .host.program import program_of
 from .isa import load_table
 from .ptx.parser import Kernel, parse_module
 from .report import Report, remember
 from .run.blas import single_threaded
-from .run.grid import Grid, clusters_are_independent, run_together
+from .run.grid import Grid, clusters_are_independent
 from .run.machine import Machine
 from .run.native_machine import NativeMachine
+from .run.together import run_together
 from .settings import read_settings
 from .state.events import EagerPolicy, LazyPolicy, RandomPolicy
+from .state.launch import LaunchConfig
 from .state.memory import GlobalMemory
 from .state.tmem import COLUMNS, LANES
 from .state.warp import aligned_zeros
@@ -126,7 +129,7 @@ def launch(
         threads=settings.threads if threads is None else threads,
     )  # fmt: skip
     ranges = tensor_ranges(args, kwargs)
-    program = HostProgram.of(compiled)
+    program = program_of(compiled)
     reports = run_host_code(
         lambda on_launch: program.run(args, on_launch, kwargs), ranges, options, settings.report
     )

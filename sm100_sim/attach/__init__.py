@@ -17,8 +17,9 @@ from typing import Any
 
 from sm100_sim import devices
 from sm100_sim.errors import LaunchError, SimulationError
+from sm100_sim.host import LaunchConfig, keeping_ptx, program_of
 from sm100_sim.host.arguments import tensor_ranges
-from sm100_sim.host.host_code import HostProgram, LaunchConfig, keeping_ptx
+from sm100_sim.host.capsule import CudaCapsule
 from sm100_sim.launcher import Options, run_host_code
 from sm100_sim.report import Report
 from sm100_sim.settings import read_settings
@@ -157,7 +158,7 @@ def _dsl_patches(session: Session) -> Iterator[Patch]:
     from .torch_cuda import custom_op
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        program = HostProgram.of(self)
+        program = program_of(self)
         session.run(lambda on_launch: program.run(args, on_launch, kwargs), args, kwargs)
 
     arguments: list[Any] = [()]
@@ -170,7 +171,7 @@ def _dsl_patches(session: Session) -> Iterator[Patch]:
         return original_types(self, func, name, args, *rest, **more)
 
     def run_addresses(self: Any, addresses: list[Any]) -> None:
-        program = HostProgram.of(self)
+        program = program_of(self)
         session.run(lambda on_launch: program.run_packed(addresses, on_launch), arguments)
 
     def clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
@@ -201,8 +202,6 @@ def _tvm_ffi_patches(session: Session, call: Any) -> Iterator[Patch]:
         return
     import torch
 
-    from .torch_cuda import CudaCapsule
-
     original = tvm_ffi.from_dlpack
 
     def from_dlpack(tensor: Any, **kwargs: Any) -> Any:
@@ -211,7 +210,7 @@ def _tvm_ffi_patches(session: Session, call: Any) -> Iterator[Patch]:
 
     def function_itself(self: Any) -> Callable[..., None]:
         def call_by_position(*args: Any) -> None:
-            program = HostProgram.of(self)
+            program = program_of(self)
             session.run(lambda on_launch: program.run_positional(args, on_launch), args)
 
         return call_by_position

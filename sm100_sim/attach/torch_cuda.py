@@ -9,7 +9,6 @@ between two memories does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +19,13 @@ import torch
 import torch.utils._device
 
 from sm100_sim import devices
+from sm100_sim.host.capsule import CudaCapsule
 
 from .patch import ABSENT, Patch
 from .scaled_mm import scaled_mm
 
 #: Bytes; the smallest block of PyTorch's caching CUDA allocator, whose blocks start at multiples.
 ALLOCATION_ALIGNMENT = 512
-#: Offset of DLDevice in DLManagedTensor: DLTensor comes first and starts with its data pointer.
-_DEVICE_OFFSET = 8
-_DL_CUDA = 2
 
 
 class DeviceProperties:
@@ -217,28 +214,6 @@ def _transfer(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(original)(lambda self, *args, **kwargs: _placed(self.clone()))
 
 
-class CudaCapsule:
-    """A DLPack exporter that says a CPU tensor lies in CUDA memory.
-
-    CuTe DSL gives CUDA tensors global-memory pointers; global memory is host memory here.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __dlpack__(self, **_: Any) -> Any:
-        capsule = torch._C._to_dlpack(self._tensor.detach())
-        get = ctypes.pythonapi.PyCapsule_GetPointer
-        get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-        device = get(capsule, b"dltensor") + _DEVICE_OFFSET
-        ctypes.c_int32.from_address(device).value = _DL_CUDA
-        ctypes.c_int32.from_address(device + 4).value = 0
-        return capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return _DL_CUDA, 0
-
-
 def _dlpack(self: torch.Tensor, **_: Any) -> Any:
     if self.requires_grad:
         raise BufferError("a tensor that requires grad has no DLPack export; use detach()")
@@ -278,7 +253,7 @@ def patches() -> Iterator[Patch]:
     yield Patch(tensor, "device", _attribute(torch.device("cuda", 0)))
     yield Patch(tensor, "get_device", lambda self: 0)
     yield Patch(tensor, "__dlpack__", _dlpack)
-    yield Patch(tensor, "__dlpack_device__", lambda self: (_DL_CUDA, 0))
+    yield Patch(tensor, "__dlpack_device__", lambda self: CudaCapsule(self).__dlpack_device__())
     # Its functions in C would tell that tensors lie on the CPU; without it __dlpack__ is asked.
     yield Patch(tensor, "__dlpack_c_exchange_api__", ABSENT)
 

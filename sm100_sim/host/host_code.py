@@ -19,19 +19,18 @@ import re
 import struct
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm
 
 from sm100_sim import devices
-from sm100_sim.devices import SHARED_AT_FIRST, SHARED_OPT_IN
+from sm100_sim.devices import SHARED_AT_FIRST
 from sm100_sim.errors import LaunchError
+from sm100_sim.state.launch import LaunchConfig as LaunchConfig
 from sm100_sim.state.tensormap import encode, from_driver
 
-from .arguments import tensor_ranges as tensor_ranges
 from .cubin import launch_registers, loaded_cubin, moving_registers
 
 #: cudaLaunchAttributeID values that have a meaning for a launch (CUDA runtime API).
@@ -54,37 +53,6 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.DOTALL)
 _STATIC_SHARED = re.compile(
     r"^\s*\.shared\s+(?:\.align\s+(\d+)\s+)?\.b(\d+)\s+[\w$]+(?:\[(\d+)\])?"
 )
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """One intercepted kernel launch.
-
-    `grid`, `block` and `cluster` are (x, y, z) in CTAs, threads and CTAs; `dynamic_smem` is in
-    bytes. `param_pointers[i]` is the host address of the bytes of kernel parameter i, valid
-    only while `on_launch` runs. `attributes` maps the name of every other launch attribute
-    (`ATTRIBUTE_NAMES`, or its number as text) to its first 32-bit word. `ptx` is the module,
-    `cubin` its machine code, empty where the host code loads none or a compressed one;
-    `registers` what a thread is launched with by that code, None where it is not known;
-    `moves_registers` whether it has setmaxnreg, taken for granted where it is not known.
-    `shared_limit`: bytes of dynamic shared memory that the kernel's attributes allow;
-    `non_portable_cluster`: whether they allow clusters of more than 8 CTAs.
-    """
-
-    kernel_name: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    dynamic_smem: int
-    param_pointers: tuple[int, ...]
-    attributes: dict[str, int] = field(default_factory=dict)
-    stream: int = 0
-    ptx: str = field(default="", repr=False)
-    cubin: bytes = field(default=b"", repr=False)
-    registers: int | None = None
-    moves_registers: bool = True
-    shared_limit: int = SHARED_OPT_IN
-    non_portable_cluster: bool = True
 
 
 def ptx_of(compiled: Any) -> str:
@@ -381,12 +349,10 @@ def _static_shared_bytes(ptx: str) -> int:
 
 
 class HostProgram:
-    """The linked host code of one compiled function. Get one with `HostProgram.of(compiled)`.
+    """The linked host code of one compiled function. `program.program_of` has the one of an object.
 
     Linking takes tens of milliseconds and is done once per compiled object.
     """
-
-    _cache: weakref.WeakKeyDictionary[Any, HostProgram] = weakref.WeakKeyDictionary()
 
     def __init__(self, compiled: Any) -> None:
         """Link the host code of `compiled`.
@@ -418,18 +384,6 @@ class HostProgram:
         self._prefix = own or f"sm100sim{next(_next_prefix)}"
         self._link(compiled)
         self._load()
-
-    @classmethod
-    def of(cls, compiled: Any) -> HostProgram:
-        """The program of `compiled`, linked at the first request and cached with the object."""
-        program = cls._cache.get(compiled)
-        if program is None:
-            if hasattr(compiled, "_create_tvm_ffi_function"):
-                from .tvm_ffi import TvmFfiProgram as kind
-            else:
-                kind = cls
-            program = cls._cache[compiled] = kind(compiled)
-        return program
 
     def _link(self, compiled: Any) -> None:
         self._link_object(compiled.dump_to_object(self._prefix))

@@ -18,6 +18,7 @@ import llvmlite.binding as llvm
 
 from sm100_sim.errors import LaunchError
 
+from .capsule import CudaCapsule
 from .host_code import CALLBACKS, HostProgram, LaunchConfig, Run, next_handle, running, store
 
 _SHT_SYMTAB = 2
@@ -152,8 +153,6 @@ def _argument(value: Any) -> Any:
     """Torch tensors as CUDA tensors of tvm-ffi, also inside tuples and lists."""
     import torch
     import tvm_ffi
-
-    from sm100_sim.attach.torch_cuda import CudaCapsule
 
     if isinstance(value, torch.Tensor):
         return tvm_ffi.from_dlpack(CudaCapsule(value))

@@ -24,11 +24,11 @@ import numpy as np
 
 from sm100_sim import launcher
 from sm100_sim.errors import SimulationError
-from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.launcher import Options, make_machine, translated_kernel
 from sm100_sim.run.blas import single_threaded
 from sm100_sim.sanitizer import READINGS
 from sm100_sim.sanitizer.stretches import synchronises
+from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory
 
 from .omission import Caught, machine_without

@@ -1,4 +1,4 @@
-"""The clusters of a launch, and machines that share them between the cores of the host.
+"""The clusters of a launch, and which kernels let several machines share them.
 
 Clusters of a kernel that only read what the host wrote, and write what no other cluster reads, may
 run at the same time on several threads: native code runs without Python's lock. What can be
@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-from sm100_sim.errors import Hang
-
-if TYPE_CHECKING:
-    from .machine import Machine
+from typing import Any
 
 #: Modifiers of loads and stores that communicate beyond a thread.
 _ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio", "cv", "wt"}
@@ -120,45 +115,3 @@ def _communicates(parts: list[str]) -> bool:
     if parts[0] in ("fence", "membar"):
         return bool(_WIDE & set(parts))
     return parts[0] in ("ld", "st") and bool(_ORDERED & set(parts)) and not shared
-
-
-def _join(thread: threading.Thread, grid: Grid) -> None:
-    """Wait for a thread. An interrupt ends the launch only after it, for it writes to tensors."""
-    try:
-        thread.join()
-    except BaseException:
-        grid.close()
-        thread.join()
-        raise
-
-
-def run_together(machines: list[Machine]) -> None:
-    """Run machines that share a grid, each on a thread; the caller's runs the first.
-
-    Raises the error of the lowest cluster that fails, as a run in order does; Hang, about all
-    clusters that hang, if there is no other error.
-    """
-    failures: list[tuple[int, BaseException]] = []
-    hung: list[Machine] = []
-
-    def work(machine: Machine) -> None:
-        try:
-            machine.run()
-        except Hang:
-            hung.append(machine)
-        except BaseException as error:
-            machine.grid.close()
-            failures.append((machine.failed_cluster(), error))
-
-    threads = [
-        threading.Thread(target=work, args=(machine,), daemon=True) for machine in machines[1:]
-    ]
-    for thread in threads:
-        thread.start()
-    work(machines[0])
-    for thread in threads:
-        _join(thread, machines[0].grid)
-    if failures:
-        raise min(failures, key=lambda failure: failure[0])[1]
-    if hung:
-        raise machines[0].hang(cluster for machine in hung for cluster in machine.residents())

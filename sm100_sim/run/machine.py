@@ -29,7 +29,6 @@ from sm100_sim.errors import (
     Misaligned,
     SimulationError,
 )
-from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.state.barriers import (
     MAX_REGISTERS,
     MBarrier,
@@ -38,6 +37,7 @@ from sm100_sim.state.barriers import (
     whole_granules,
 )
 from sm100_sim.state.events import YIELD, AsyncOp, EagerPolicy, Waiting
+from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory
 from sm100_sim.state.warp import DEFAULT_BUDGET
 from sm100_sim.trace.records import Trace

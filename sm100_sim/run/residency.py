@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,15 +18,53 @@ from sm100_sim.state.barriers import (
     NamedBarrier,
     RegisterPool,
 )
-from sm100_sim.state.events import Waiting
-from sm100_sim.state.memory import poisoned_shared
+from sm100_sim.state.events import EagerPolicy, Waiting
+from sm100_sim.state.launch import LaunchConfig
+from sm100_sim.state.memory import GlobalMemory, poisoned_shared
 from sm100_sim.state.tmem import Tmem
 from sm100_sim.state.warp import FAULT_KINDS, Environment, Fault, Warp, WarpBank
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
 MBARRIER_BYTES = 8
+
+
+class Host(Protocol):
+    """What clusters ask of the machine on which they are resident."""
+
+    compiled: Any
+    config: LaunchConfig
+    memory: GlobalMemory
+    policy: EagerPolicy
+    counters: Counter[str]
+    counts: Any
+    threads: int
+    shared_bytes: int
+    registers_at_launch: int
+    cluster_grid: tuple[int, ...]
+    resident: int
+
+    def cluster_position(self, number: int) -> tuple[int, int, int]:
+        """Cluster coordinates of a cluster of the grid."""
+
+    def position_inside(self, rank: int) -> tuple[int, int, int]:
+        """Coordinates in its cluster of the CTA of a rank."""
+
+    def ctaid(self, number: int, rank: int) -> tuple[int, int, int]:
+        """Coordinates in the grid of the CTA of a rank in a cluster."""
+
+    def ready_list(self) -> Any:
+        """Where a cluster keeps its ready warps."""
+
+    def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
+        """The object of an mbarrier that a CTA initialises."""
+
+    def end_mbarriers(self, cta: Cta, address: int | None) -> None:
+        """An mbarrier of a CTA, or all of them for None, is gone."""
+
+    def wake(self, key: Any) -> None:
+        """Something lanes may wait for has changed."""
+
+    def finding(self, text: str) -> None:
+        """Record something wrong that does not end the run."""
 
 
 class ResidentWarp(Warp):
@@ -233,7 +272,7 @@ class Cluster:
     makes waits fail spuriously, else None.
     """
 
-    def __init__(self, machine: Machine, number: int) -> None:
+    def __init__(self, machine: Host, number: int) -> None:
         self.machine = machine
         self.id = number
         config = machine.config

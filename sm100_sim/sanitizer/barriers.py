@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sm100_sim.state.barriers import MBarrier
 
 from .records import ROLES, BarrierRecord
-
-if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
+from .rules import Rules
 
 
 def _shared(name: str) -> property:
@@ -41,7 +39,7 @@ class WatchedBarrier(MBarrier):
     )  # fmt: skip
 
     def __init__(
-        self, sanitizer: Sanitizer, address: int, count: int, wake: Any, record: Any = None
+        self, sanitizer: Rules, address: int, count: int, wake: Any, record: Any = None
     ) -> None:
         super().__init__(address, count, wake, record)
         self.sanitizer = sanitizer

@@ -9,19 +9,17 @@ all its warps.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
-    from .state import WarpState
+from .rules import Rules
+from .state import WarpState
 
 
 class Flags:
     """What has been published, by host address and cluster."""
 
-    def __init__(self, sanitizer: Sanitizer) -> None:
+    def __init__(self, sanitizer: Rules) -> None:
         self._sanitizer = sanitizer
         self._published: dict[int, dict[int, np.ndarray]] = {}
 

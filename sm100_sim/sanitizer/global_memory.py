@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,11 +12,9 @@ from sm100_sim.isa.tiles import window
 from . import findings
 from .findings import Finding, place
 from .records import KINDS, Buffer, GlobalRecord, RangeRecord, WriterRow
+from .rules import Rules
 from .shadow import Access
-
-if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
-    from .state import WarpState
+from .state import WarpState
 
 #: Bytes of global memory in a granule: the smallest element that kernels store here.
 GRANULE = 2
@@ -33,7 +31,7 @@ class Writer(NamedTuple):
 class Writers:
     """The writes of a launch by number, from 1 on; native code makes some (`draining`)."""
 
-    def __init__(self, sanitizer: Sanitizer) -> None:
+    def __init__(self, sanitizer: Rules) -> None:
         self._sanitizer = sanitizer
         self.buffer = Buffer(np.dtype((np.void, _ROW_BYTES)), 1)
         self._known: dict[int, Writer] = {}
@@ -81,7 +79,7 @@ class GlobalWrites:
     for the ranges that have been written. address: of what native code sees of it.
     """
 
-    def __init__(self, sanitizer: Sanitizer, memory: Any) -> None:
+    def __init__(self, sanitizer: Rules, memory: Any) -> None:
         self._sanitizer = sanitizer
         self._memory = memory
         table = memory.table[:, :2]

@@ -8,24 +8,22 @@ to the warp that makes the next request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sm100_sim.isa.clc import RESPONSE_BYTES, failed
 
 from .findings import Finding, describe, sites
+from .rules import Rules
 from .shadow import Access
-
-if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
-    from .state import WarpState
+from .state import WarpState
 
 
 class Responses:
     """Responses on their way to the CTAs, or there."""
 
-    def __init__(self, sanitizer: Sanitizer) -> None:
+    def __init__(self, sanitizer: Rules) -> None:
         self._sanitizer = sanitizer
         self._sent: dict[Any, dict[int, Access]] = {}
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.native.compiler import module_text
-from sm100_sim.native.forms import operation_of
 from sm100_sim.native.layout import Barrier, Context
 from sm100_sim.native.products import CHAIN_IN_PYTHON
 from sm100_sim.run.native_machine import NativeMachine
@@ -23,6 +22,7 @@ from sm100_sim.run.residency import Cluster, Cta, ResidentWarp
 from sm100_sim.state.barriers import MBarrier
 from sm100_sim.translate.blocks import TRAP
 from sm100_sim.translate.kernel import native_engine
+from sm100_sim.translate.native_forms import operation_of
 
 from .barriers import WatchedBarrier
 from .draining import drain_log

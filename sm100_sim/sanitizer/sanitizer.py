@@ -16,6 +16,7 @@ import numpy as np
 
 from sm100_sim.errors import LaunchError
 from sm100_sim.state.events import AsyncOp
+from sm100_sim.translate.access_log import AccessLog
 
 from . import findings, footprints
 from .barriers import WatchedBarrier
@@ -24,7 +25,6 @@ from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
 from .launch_control import Responses
-from .log import AccessLog
 from .shadow import Access, signal_detail
 from .state import ClusterState, CtaState, WarpState
 from .stretches import Stretches

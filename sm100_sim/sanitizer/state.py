@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import clocks
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, LOAD, MMA, STORE, WAIT, Layout
 from .records import ClusterRecord, CtaRecord, WarpRecord
+from .rules import Rules
 from .shadow import Access, AccessTable, Shadow
-
-if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
 
 
 class Round:
@@ -90,7 +88,7 @@ class WarpState:
     flags_read: addresses of relaxed reads since the last fence.
     """
 
-    def __init__(self, sanitizer: Sanitizer, warp: Any, number: int, cluster: ClusterState) -> None:
+    def __init__(self, sanitizer: Rules, warp: Any, number: int, cluster: ClusterState) -> None:
         layout = sanitizer.layout
         self.warp, self.number, self.cluster = warp, number, cluster
         self.sanitizer = sanitizer
@@ -232,7 +230,7 @@ class CtaState:
     exits. last: merged frontiers of its warps that have exited.
     """
 
-    def __init__(self, sanitizer: Sanitizer, cta: Any, accesses: AccessTable) -> None:
+    def __init__(self, sanitizer: Rules, cta: Any, accesses: AccessTable) -> None:
         self.cta = cta
         where = f"of CTA {cta.ctaid}"
         about = sanitizer.judge, accesses, sanitizer.layout, sanitizer.in_order
@@ -265,7 +263,7 @@ class ClusterState:
     what its warps have learned of that cluster through global memory.
     """
 
-    def __init__(self, sanitizer: Sanitizer, cluster: Any) -> None:
+    def __init__(self, sanitizer: Rules, cluster: Any) -> None:
         self.cluster = cluster
         self.number: int = cluster.id
         self.foreign: dict[int, np.ndarray] = {}

@@ -9,7 +9,7 @@ complete.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,11 +17,9 @@ from sm100_sim.state.tensormap import TENSORMAP_BYTES
 
 from . import findings
 from .findings import Finding
+from .rules import Rules
 from .shadow import Access
-
-if TYPE_CHECKING:
-    from .sanitizer import Sanitizer
-    from .state import WarpState
+from .state import WarpState
 
 
 class _Use(NamedTuple):
@@ -43,7 +41,7 @@ class _Fence(NamedTuple):
 class TensorMaps:
     """Uses of maps by address, and the fences around their writes."""
 
-    def __init__(self, sanitizer: Sanitizer) -> None:
+    def __init__(self, sanitizer: Rules) -> None:
         self._sanitizer = sanitizer
         self._uses: dict[int, dict[tuple[int, int], _Use]] = {}
         self._releases: dict[tuple[int, int], list[int]] = {}

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from sm100_sim.host.host_code import HostProgram, LaunchConfig, tensor_ranges
+from sm100_sim.host.arguments import tensor_ranges
+from sm100_sim.host.program import program_of
 from sm100_sim.launcher import Options, run_host_code, translated_kernel
 from sm100_sim.report import Report
+from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.trace.records import TraceEntry
 
 from .critical import CriticalPath, labels_of, words
@@ -95,7 +97,7 @@ def predict(
     fit no path through it or a kernel has none, ReplayError if the replay hangs.
     """
     collector = Collector(machine, draws, seed)
-    program = HostProgram.of(function)
+    program = program_of(function)
     run_host_code(
         lambda on_launch: program.run(args, on_launch, kwargs),
         tensor_ranges(args, kwargs),

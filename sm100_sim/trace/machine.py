@@ -9,7 +9,7 @@ import numpy as np
 
 from sm100_sim.run.machine import Machine
 from sm100_sim.run.residency import Cluster
-from sm100_sim.sanitizer.log import AccessLog
+from sm100_sim.translate.access_log import AccessLog
 
 BANKS, BANK_BYTES = 32, 4
 #: Executions of one instruction that are looked at; all others are taken to be like these.

@@ -22,7 +22,6 @@ import numpy as np
 from sm100_sim.isa.emitter import Emitter
 from sm100_sim.isa.table import Entry, lookup, resolve, unknown
 from sm100_sim.native.compiler import module_text
-from sm100_sim.native.forms import exported, operation_of
 from sm100_sim.native.layout import Operation
 from sm100_sim.ptx.parser import Instruction, Kernel, Register
 from sm100_sim.state.warp import ALL_LANES, Environment, Warp
@@ -38,6 +37,7 @@ from .blocks import (
     loaded_registers,
     mark_spins,
 )
+from .native_forms import exported, operation_of
 from .runtime import ALIGN_MASK, ALIGN_NONE, ALIGN_REGISTER, BLOCK_RECORD, runtime_ir
 
 _CONTROL = ("bra", "brx", "ret", "exit")
@@ -380,5 +380,5 @@ def _once_declared(text: str) -> str:
 
 
 def routine_address(name: str) -> int:
-    """Address of a function of the runtime, native routines (`native.forms`) included."""
+    """Address of a function of the runtime, native routines (`native_forms`) included."""
     return _runtime().addresses[name]

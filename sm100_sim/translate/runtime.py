@@ -26,7 +26,7 @@ BLOCK_RECORD = np.dtype([
 """One row of the block table. ``predicate`` is the guard's slot or -1; ``align_kind`` 1 means
 ``align_value`` is the mask of lanes that must have converged, 2 that it is the slot of the
 register that holds it; ``targets`` points to uint32 block indices of a brx.idx. ``native`` is the
-routine of a machine operation that has one (`native.forms`), else 0, and ``operation`` what it
+routine of a machine operation that has one (`native_forms`), else 0, and ``operation`` what it
 gets."""
 
 ALIGN_NONE, ALIGN_MASK, ALIGN_REGISTER = range(3)

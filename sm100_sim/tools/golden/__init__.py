@@ -2,7 +2,7 @@
 
 | module | what |
 |---|---|
-| cases | a case, the stored results, reading and writing them |
+| cases, collection | a case and its stored results; all cases, and storing them |
 | record | runs the cases on a GPU: `python -m sm100_sim record` |
 | replay | runs a case in the simulator |
 | comparing, bounds | outputs against recorded ones; bounds of approximate functions |
@@ -22,7 +22,8 @@ manual: the simulator's tests and the first hour on a B200 compare with that.
 Recording needs a CUDA driver, cuda-bindings and numpy, nothing else of the simulator.
 """
 
-from .cases import DIRECTORY, KERNEL, TENSOR_MAPS, Case, Vectors, all_cases, groups, save
+from .cases import DIRECTORY, KERNEL, TENSOR_MAPS, Case, Vectors
+from .collection import all_cases, groups, save
 
 __all__ = [
     "DIRECTORY",

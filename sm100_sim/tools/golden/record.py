@@ -18,7 +18,8 @@ import numpy as np
 
 from sm100_sim.state.tensormap import TENSORMAP_BYTES, TensorMap
 
-from .cases import KERNEL, TENSOR_MAPS, Case, Vectors, all_cases, groups, save
+from .cases import KERNEL, TENSOR_MAPS, Case, Vectors
+from .collection import all_cases, groups, save
 from .tensormaps import requests
 
 #: Seconds a case may take, the start of its process included.

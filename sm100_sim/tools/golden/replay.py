@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from sm100_sim.errors import Hang, SimulationError
-from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
+from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.tensormap import encode
 from sm100_sim.state.warp import aligned_zeros
 

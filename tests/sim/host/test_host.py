@@ -18,6 +18,7 @@ import sm100_sim
 from fa4_hd256.run.resources import resource_usage
 from sm100_sim.errors import LaunchError
 from sm100_sim.host import host_code as host
+from sm100_sim.host import program as programs
 from sm100_sim.host.arguments import strided_extent, tensor_ranges
 from sm100_sim.host.cubin import launch_registers, loaded_cubin, moving_registers
 from sm100_sim.state.tensormap import decode
@@ -76,7 +77,7 @@ def compiled():
 
 def launches(compiled, *args):
     found = []
-    host.HostProgram.of(compiled).run(args, found.append)
+    programs.program_of(compiled).run(args, found.append)
     return found
 
 
@@ -125,14 +126,14 @@ def test_parameters_are_the_arguments(compiled):
         seen.append(ctypes.c_uint64.from_address(pointers[1]).value)
         seen.append(ctypes.c_float.from_address(pointers[2]).value)
 
-    host.HostProgram.of(compiled).run((from_dlpack(a), from_dlpack(b), 2.5, 4), look)
+    programs.program_of(compiled).run((from_dlpack(a), from_dlpack(b), 2.5, 4), look)
     assert seen == [a.data_ptr(), b.data_ptr(), 2.5]
 
 
 def test_repeated_and_keyword_calls_and_one_program(compiled):
     a, b = from_dlpack(torch.zeros(256)), from_dlpack(torch.zeros(256))
-    program = host.HostProgram.of(compiled)
-    assert host.HostProgram.of(compiled) is program
+    program = programs.program_of(compiled)
+    assert programs.program_of(compiled) is program
     grids = []
     for blocks in (2, 4, 6):
         named = {"target": b, "factor": 1.0, "blocks": blocks}
@@ -152,10 +153,10 @@ def test_two_functions_in_one_process(compiled):
     nested = []
 
     def launch_inside(config):
-        host.HostProgram.of(other).run((source,), look)
+        programs.program_of(other).run((source,), look)
         nested.append(config.kernel_name)
 
-    host.HostProgram.of(compiled).run((a, b, 1.0, 2), launch_inside)
+    programs.program_of(compiled).run((a, b, 1.0, 2), launch_inside)
     assert "scale_kernel" in nested[0]
     assert maps[0].sizes == (64, 64) and maps[0].box == (64, 8) and maps[0].dtype == "bf16"
     assert maps[0].address == source.data_ptr
@@ -167,7 +168,7 @@ def test_errors_surface_as_exceptions(compiled):
     def fail(config):
         raise ZeroDivisionError("inside the launch")
 
-    program = host.HostProgram.of(compiled)
+    program = programs.program_of(compiled)
     with pytest.raises(ZeroDivisionError, match="inside the launch"):
         program.run((a, b, 1.0, 2), fail)
     grids = []
@@ -193,12 +194,12 @@ def test_program_goes_with_its_function():
     a, b = torch.zeros(192), torch.zeros(192)
     mine = compile_sm100(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
     gc.collect()
-    before = len(host.HostProgram._cache)
-    host.HostProgram.of(mine)
-    assert len(host.HostProgram._cache) == before + 1
+    before = len(programs._programs)
+    programs.program_of(mine)
+    assert len(programs._programs) == before + 1
     del mine
     gc.collect()
-    assert len(host.HostProgram._cache) == before
+    assert len(programs._programs) == before
 
 
 # ---------------------------------------------------------------- extents of the arguments

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sm100_sim.native.barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
+from sm100_sim.native.copies import bulk_group, tile_load, tile_store
+from sm100_sim.native.fragments import nothing, tensor_load, tensor_store
+from sm100_sim.native.language import Native
+from sm100_sim.native.layout import DIMENSIONS, Operand, Operation
+from sm100_sim.native.loop import count_operation, run_cluster
+from sm100_sim.native.operands import CONSTANT, LOW32, PREDICATE, REGISTER32, REGISTER64, SYMBOL
+from sm100_sim.native.products import fence_before, tensor_commit, tensor_mma
 from sm100_sim.state.warp import SHARED_WINDOW
-
-from .barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
-from .copies import bulk_group, tile_load, tile_store
-from .fragments import nothing, tensor_load, tensor_store
-from .language import Native
-from .layout import DIMENSIONS, Operand, Operation
-from .loop import count_operation, run_cluster
-from .operands import CONSTANT, LOW32, PREDICATE, REGISTER32, REGISTER64, SYMBOL
-from .products import fence_before, tensor_commit, tensor_mma
 
 #: (routine, operands, form): what `Operation` is made of.
 Form = tuple[Native, list[Operand], list[int]]
