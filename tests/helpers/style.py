@@ -1,0 +1,191 @@
+"""The limits that this project sets itself, as functions from a checkout to a list of offences.
+
+Each returns one line an offence, so that one test names all of them at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_LINES = 700
+MAX_FUNCTION_LINES = 60
+# A warp role is one loop of waits, work and signals that reads worse in pieces.
+MAX_ROLE_LINES = 150
+MAX_PARAMETERS = 8
+
+# Limits raised on purpose, each with its reason: (file, function) -> parameters.
+MORE_PARAMETERS = {
+    # The signature of the field's libraries, which users call by these names.
+    ("fa4_hd256/interface.py", "flash_attn_func"): 14,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 21,
+    # A torch operator's schema is flat: tensors and plain values only.
+    ("fa4_hd256/interface.py", "forward"): 19,
+    ("fa4_hd256/interface.py", "_"): 19,
+    ("fa4_hd256/autograd.py", "backward"): 21,
+    ("fa4_hd256/autograd.py", "_"): 21,
+}
+
+_KERNEL_LIBRARIES = ("schedulers", "softmax_emu")
+_CALL = ("fa4_hd256/kernels", "fa4_hd256/gpus", "fa4_hd256/environment", *_KERNEL_LIBRARIES)
+_RUN = ("fa4_hd256/call", *_CALL)
+_OPERATOR = ("fa4_hd256", "fa4_hd256/run", *_RUN)
+
+#: Which other rooms a room may import (docs/architecture.md). A module is in the room of the
+#: longest name that its path begins with; a room of one file has the file's name.
+ROOMS = {
+    "schedulers": (),
+    "softmax_emu": (),
+    "sm100_sim": (),
+    "fa4_hd256/environment": ("fa4_hd256/gpus",),
+    "fa4_hd256/gpus": ("fa4_hd256/environment",),
+    "fa4_hd256/kernels": ("fa4_hd256/environment", *_KERNEL_LIBRARIES),
+    "fa4_hd256/call": _CALL,
+    "fa4_hd256/run": ("fa4_hd256/run/launch", *_RUN),
+    # Where a call on CPU tensors is launched.
+    "fa4_hd256/run/launch": ("fa4_hd256/run", "sm100_sim", *_RUN),
+    "fa4_hd256": ("fa4_hd256/run/launch", "fa4_hd256/check", *_OPERATOR),
+    "fa4_hd256/integrations": _OPERATOR,
+    "fa4_hd256/check": ("fa4_hd256/run/launch", "sm100_sim", *_OPERATOR),
+    "bench": ("fa4_hd256/run/launch", "fa4_hd256/check", "sm100_sim", *_OPERATOR),
+}
+TOPS = tuple(sorted({room.split("/")[0] for room in ROOMS}))
+#: Packages whose modules import each other in no circle, not even inside functions.
+WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu")
+
+TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml")
+
+
+def sources(root: Path) -> list[str]:
+    """Python files of the checkout, relative to `root`, sorted."""
+    return sorted(
+        path.relative_to(root).as_posix()
+        for top in (*TOPS, "examples", "tests")
+        for path in (root / top).rglob("*.py")
+    )
+
+
+def _functions(source: str, tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, bool]]:
+    """(function, whether it is a warp role) of a file.
+
+    Roles are the methods that a kernel's dispatch names: `self.role(context)`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names = [argument.arg for argument in node.args.args]
+            yield node, source.startswith("fa4_hd256/kernels/") and names == ["self", "context"]
+
+
+def sizes(root: Path) -> list[str]:
+    """Files, functions and parameter lists over their limits."""
+    found = []
+    for source in sources(root):
+        text = (root / source).read_text()
+        lines = text.count("\n")
+        if lines > MAX_FILE_LINES:
+            found.append(f"{source} has {lines} lines, at most {MAX_FILE_LINES}")
+        for function, is_role in _functions(source, ast.parse(text, source)):
+            where = f"{source}:{function.lineno}: {function.name}"
+            length = function.end_lineno - function.lineno + 1
+            limit = MAX_ROLE_LINES if is_role else MAX_FUNCTION_LINES
+            if length > limit:
+                found.append(f"{where} has {length} lines, at most {limit}")
+            parameters = function.args
+            count = len(parameters.posonlyargs + parameters.args + parameters.kwonlyargs)
+            count -= bool(parameters.args) and parameters.args[0].arg in ("self", "cls")
+            most = MORE_PARAMETERS.get((source, function.name), MAX_PARAMETERS)
+            if count > most:
+                found.append(f"{where} has {count} parameters, at most {most}")
+    return found
+
+
+def _imports(root: Path) -> dict[str, set[str]]:
+    """Modules of the rooms -> modules of the rooms that they import anywhere, as paths without .py.
+
+    A package is the path of its folder.
+    """
+    modules = {}
+    for source in sources(root):
+        if source.split("/")[0] in TOPS:
+            path = source.removesuffix(".py")
+            modules[path.removesuffix("/__init__")] = source
+    found = {}
+    for module, source in modules.items():
+        package = source.split("/")[:-1]
+        names = set()
+        for node in ast.walk(ast.parse((root / source).read_text(), source)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.replace(".", "/") for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                base = base + (node.module.split(".") if node.module else [])
+                names |= {"/".join([*base, alias.name]) for alias in node.names}
+        # `from package import name`: a module of the package, or what its __init__ defines.
+        known = {name if name in modules else name.rpartition("/")[0] for name in names}
+        found[module] = {name for name in known if name in modules} - {module}
+    return found
+
+
+def _room(module: str) -> str:
+    return max((room for room in ROOMS if f"{module}/".startswith(f"{room}/")), key=len)
+
+
+def _circles(graph: dict[str, set[str]]) -> list[str]:
+    """Each group of modules that import each other in a circle, once."""
+
+    def reached(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            for name in graph.get(left.pop(), set()) - seen:
+                seen.add(name)
+                left.append(name)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    groups = {
+        tuple(sorted(other for other in reach[module] if module in reach.get(other, ())))
+        for module in graph
+        if module in reach[module]
+    }
+    return [f"import circle: {', '.join(group)}" for group in sorted(groups)]
+
+
+def imports(root: Path) -> list[str]:
+    """Imports between rooms that `ROOMS` does not allow, and import circles."""
+    graph, found = _imports(root), []
+    for module, imported in sorted(graph.items()):
+        room = _room(module)
+        for name in sorted(imported):
+            if _room(name) not in (room, *ROOMS[room]):
+                found.append(f"{module} (room {room}) imports {name} (room {_room(name)})")
+    inside = {m: names for m, names in graph.items() if m.split("/")[0] in WITHOUT_CIRCLES}
+    return found + _circles(inside)
+
+
+def module_names(root: Path) -> list[str]:
+    """Test modules that share a name.
+
+    pytest imports them by their names alone: the second of a pair cannot be collected.
+    """
+    names = Counter(Path(s).name for s in sources(root) if s.startswith("tests/"))
+    return [f"{count} files of tests/ are called {name}" for name, count in names.items()
+            if count > 1]  # fmt: skip
+
+
+def machine_paths(root: Path) -> list[str]:
+    """Files that hold a path which exists on one machine only."""
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True)
+    names = listed.stdout.splitlines() if listed.returncode == 0 else sources(root)
+    pattern = re.compile("/(?:" + "|".join(("work", "home", "Users", "farm", "root")) + ")/")
+    found = []
+    for name in names:
+        path = root / name
+        if path.suffix in TEXT and path.is_file():
+            match = pattern.search(path.read_text(errors="ignore"))
+            if match:
+                found.append(f"{name} holds {match[0]}")
+    return found

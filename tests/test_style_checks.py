@@ -1,0 +1,70 @@
+"""The checks of style notice what they are for: offences planted in a checkout of a few files."""
+
+from __future__ import annotations
+
+import pytest
+import style
+
+LONG = "def long():\n" + "    x = 1\n" * 60
+ROLE = "class K:\n    def load(self, context):\n" + "        x = 1\n" * 149
+#: In two pieces, since this file is checked, too.
+HOME = "/" + "home/"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout without an offence; every room has a module."""
+    for room in style.ROOMS:
+        (tmp_path / room).mkdir(parents=True, exist_ok=True)
+        (tmp_path / room / "__init__.py").write_text("")
+    (tmp_path / "tests" / "sim").mkdir(parents=True)
+    (tmp_path / "tests" / "test_a.py").write_text("")
+    return tmp_path
+
+
+CHECKS = (style.sizes, style.imports, style.module_names, style.machine_paths)
+
+
+def test_nothing_is_found_where_nothing_is(checkout):
+    (checkout / "fa4_hd256/kernels/role.py").write_text(ROLE)
+    (checkout / "fa4_hd256/run/launch/a.py").write_text("import sm100_sim\nfrom ... import call\n")
+    assert [check(checkout) for check in CHECKS] == [[], [], [], []]
+
+
+def test_this_checkout_has_the_files_that_are_checked():
+    """An empty list would make every check pass."""
+    from checkout import ROOT
+
+    assert {s.split("/")[0] for s in style.sources(ROOT)} == {*style.TOPS, "examples", "tests"}
+
+
+@pytest.mark.parametrize("path, text, check, offence", [
+    ("bench/a.py", "\n" * 701, style.sizes, "bench/a.py has 701 lines, at most 700"),
+    ("bench/a.py", LONG, style.sizes, "bench/a.py:1: long has 61 lines, at most 60"),
+    ("tests/a.py", LONG, style.sizes, "tests/a.py:1: long has 61 lines, at most 60"),
+    ("bench/a.py", ROLE, style.sizes, "bench/a.py:2: load has 150 lines, at most 60"),
+    ("fa4_hd256/kernels/a.py", ROLE + "        y = 1\n", style.sizes,
+     "fa4_hd256/kernels/a.py:2: load has 151 lines, at most 150"),
+    ("bench/a.py", "def f(a, b, c, d, /, e, f, g, *, h, i): pass\n", style.sizes,
+     "bench/a.py:1: f has 9 parameters, at most 8"),
+    ("schedulers/a.py", "def f():\n    import fa4_hd256\n", style.imports,
+     "schedulers/a (room schedulers) imports fa4_hd256 (room fa4_hd256)"),
+    ("sm100_sim/a.py", "from schedulers import static\n", style.imports,
+     "sm100_sim/a (room sm100_sim) imports schedulers (room schedulers)"),
+    ("fa4_hd256/kernels/a.py", "from ..call import b\n", style.imports,
+     "fa4_hd256/kernels/a (room fa4_hd256/kernels) imports fa4_hd256/call (room fa4_hd256/call)"),
+    ("fa4_hd256/run/a.py", "import sm100_sim.launcher\n", style.imports,
+     "fa4_hd256/run/a (room fa4_hd256/run) imports sm100_sim (room sm100_sim)"),
+    ("schedulers/a.py", "def f():\n    from . import a, b\n", style.imports, None),
+    ("tests/sim/test_a.py", "", style.module_names, "2 files of tests/ are called test_a.py"),
+    ("bench/a.py", f"HERE = '{HOME}me'\n", style.machine_paths, f"bench/a.py holds {HOME}"),
+])  # fmt: skip
+def test_an_offence_is_named(checkout, path, text, check, offence):
+    (checkout / path).write_text(text)
+    assert check(checkout) == ([offence] if offence else [])
+
+
+def test_a_circle_is_named(checkout):
+    (checkout / "schedulers/a.py").write_text("def f():\n    from .b import g\n")
+    (checkout / "schedulers/b.py").write_text("from . import a\n")
+    assert style.imports(checkout) == ["import circle: schedulers/a, schedulers/b"]
