@@ -1,12 +1,12 @@
-"""The order in which cluster tiles are worked on: linear index -> (query block, head, batch).
+"""The order in which cluster tiles are worked on: linear index -> (block, head, batch).
 
 One formula serves the host (Python integers) and the device (Int32 with precomputed fast
 divisors), and every scheduler uses it, so a tile means the same under all of them.
 
 The (batch, head) pairs, head fastest, are cut into sections of `section_heads` pairs.  Inside a
-section the query block is the slow index and the head the fast one::
+section the block is the slow index and the head the fast one::
 
-    index -> section -> rank of the query block (longest first) -> head in the section
+    index -> section -> rank of the block (longest first) -> head in the section
 
 * The heads of one KV group are neighbours, and a section is at least one group wide, so the
   clusters that run at the same time read the same K and V and find them in L2.
@@ -14,7 +14,7 @@ section the query block is the slow index and the head the fast one::
   first, so the short ones fill the end (longest-processing-time-first scheduling).  A section of
   one KV group gives the best reuse; a section of all heads gives the best balance;
   `section_heads_for` chooses the widest section whose K and V stay in L2.
-* `num_query_blocks` and the number of pairs may be any positive numbers; the last section may be
+* `num_blocks` and the number of pairs may be any positive numbers; the last section may be
   narrower than the others.
 """
 
@@ -51,27 +51,27 @@ def _minimum(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True)
 class TileProblem:
-    """What has to be computed, counted in cluster tiles of 256 query rows.
+    """What has to be computed, counted in cluster tiles: blocks of rows, heads, batch entries.
 
-    `num_query_blocks`, `num_heads` (query heads), `num_batches` and `section_heads` are Python
-    integers or Int32 values of the host function; the sizes of one launch must give fewer than
-    2**31 tiles.  `section_heads` is the width of a section in (batch, head) pairs (see the
-    module's docstring).  `later_blocks_first` is static: the compiled kernel depends on it.  The
-    longest tiles go first if it says whether the mask bounds the keys to the right of the diagonal,
-    as a causal one does: then later rows see as many keys as earlier ones or more, with a bound on
-    the left alone as many or fewer.
+    `num_blocks` (of query rows or of keys, as the kernel's tiles are), `num_heads`, `num_batches`
+    and `section_heads` are Python integers or Int32 values of the host function; the sizes of one
+    launch must give fewer than 2**31 tiles.  `section_heads` is the width of a section in (batch,
+    head) pairs (see the module's docstring).  `later_blocks_first` is static: the compiled kernel
+    depends on it.  The longest tiles go first if it says whether the mask bounds the keys to the
+    right of the diagonal, as a causal one does: then later rows see as many keys as earlier ones or
+    more, with a bound on the left alone as many or fewer.
 
     Raises ValueError for Python integers below 1.
     """
 
-    num_query_blocks: Any
+    num_blocks: Any
     num_heads: Any
     num_batches: Any
     section_heads: Any = 1
     later_blocks_first: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_query_blocks", "num_heads", "num_batches", "section_heads"):
+        for name in ("num_blocks", "num_heads", "num_batches", "section_heads"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(
@@ -84,13 +84,13 @@ class TileProblem:
     @property
     def python_integers(self) -> bool:
         """Whether every size is a Python integer."""
-        sizes = (self.num_query_blocks, self.num_heads, self.num_batches, self.section_heads)
+        sizes = (self.num_blocks, self.num_heads, self.num_batches, self.section_heads)
         return all(isinstance(size, int) for size in sizes)
 
     @property
     def num_tiles(self) -> Any:
         """Cluster tiles in all."""
-        return self.num_query_blocks * self.num_heads * self.num_batches
+        return self.num_blocks * self.num_heads * self.num_batches
 
     def order(self) -> TileOrder:
         """The order of the tiles: with Python integers for Python sizes, else for the device.
@@ -103,11 +103,11 @@ class TileProblem:
         last_width = pairs % width
         last_width = _select(last_width == 0, width, last_width)
         num_sections = (pairs + width - 1) // width
-        section_tiles = width * self.num_query_blocks
+        section_tiles = width * self.num_blocks
         divisors = (section_tiles, width, last_width, self.num_heads)
         if not self.python_integers:
             divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(d)) for d in divisors)
-        sizes = (self.num_tiles, self.num_query_blocks, num_sections - 1, width)
+        sizes = (self.num_tiles, self.num_blocks, num_sections - 1, width)
         if not self.python_integers:
             sizes = tuple(Int32(size) for size in sizes)
         return TileOrder(*sizes, *divisors, self.later_blocks_first)
@@ -115,7 +115,7 @@ class TileProblem:
     def device_order(self) -> TileOrder:
         """`order` for the device even if all sizes are Python integers (compile-time shapes)."""
         return TileProblem(
-            Int32(self.num_query_blocks),
+            Int32(self.num_blocks),
             Int32(self.num_heads),
             Int32(self.num_batches),
             Int32(self.section_heads),
@@ -132,7 +132,7 @@ class TileOrder:
     """
 
     num_tiles: Any
-    num_query_blocks: Any
+    num_blocks: Any
     last_section: Any
     section_heads: Any
     per_section: Any
@@ -143,7 +143,7 @@ class TileOrder:
 
     _DYNAMIC = (
         "num_tiles",
-        "num_query_blocks",
+        "num_blocks",
         "last_section",
         "section_heads",
         "per_section",
@@ -170,7 +170,7 @@ class TileOrder:
 
 
 def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
-    """(query_block, head, batch) of the cluster tile with this linear index.
+    """(block, head, batch) of the cluster tile with this linear index.
 
     `index` must be in [0, order.num_tiles).  The same statements run on Python integers and on
     Int32 values; a bijection for every order.
@@ -182,7 +182,7 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     rank = _select(in_last, last_rank, rank)
     in_block = _select(in_last, last_in_block, in_block)
     batch, head = divmod(section * order.section_heads + in_block, order.per_batch)
-    block = order.num_query_blocks - 1 - rank if order.later_blocks_first else rank
+    block = order.num_blocks - 1 - rank if order.later_blocks_first else rank
     return block, head, batch
 
 

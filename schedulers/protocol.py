@@ -15,7 +15,7 @@ One warp of the leader CTA, the scheduler warp, additionally calls `prefetch_nex
 head of the loop's body and `producer_tail()` after the loop; where there is nothing to prefetch
 both are empty, and `needs_scheduler_warp` is False.
 
-Coordinates are in CLUSTER units: both CTAs of a pair always get the same tile (256 query rows);
+Coordinates are in CLUSTER units: both CTAs of a pair always get the same tile;
 a CTA derives its half from its rank in the cluster.
 """
 
@@ -38,25 +38,27 @@ CLUSTER_SIZE = 2
 
 @dataclass
 class WorkTile:
-    """One unit of work of a CTA pair: 256 query rows of one head, or of a group of heads, of one
+    """One unit of work of a CTA pair: a block of rows of one head, or of a group of heads, of one
     batch entry.
 
-    Lives across dynamic loops.  The coordinates mean nothing where `is_valid` is False.
+    block: its number; what a block is, is the kernel's: 256 query rows in the forward and dQ, 128
+    keys in dK and dV.  Lives across dynamic loops.  The coordinates mean nothing where `is_valid`
+    is False.
     """
 
-    query_block: Int32
+    block: Int32
     head: Int32
     batch: Int32
     is_valid: Boolean
 
     def __extract_mlir_values__(self) -> list:
         values = []
-        for field in (self.query_block, self.head, self.batch, self.is_valid):
+        for field in (self.block, self.head, self.batch, self.is_valid):
             values += cutlass.extract_mlir_values(field)
         return values
 
     def __new_from_mlir_values__(self, values: list) -> WorkTile:
-        fields = (self.query_block, self.head, self.batch, self.is_valid)
+        fields = (self.block, self.head, self.batch, self.is_valid)
         return WorkTile(
             *(
                 cutlass.new_from_mlir_values(field, [value])
@@ -67,8 +69,8 @@ class WorkTile:
 
 def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTile:
     """The work tile with this linear index (any index where `is_valid` is False)."""
-    query_block, head, batch = tile_coordinates(index, order)
-    return WorkTile(Int32(query_block), Int32(head), Int32(batch), Boolean(is_valid))
+    block, head, batch = tile_coordinates(index, order)
+    return WorkTile(Int32(block), Int32(head), Int32(batch), Boolean(is_valid))
 
 
 def cluster_index() -> tuple[Int32, Int32]:

@@ -43,12 +43,12 @@ def plan(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
     ds_bytes: memory that dS may take at a time.
     """
     problem = _problem(case)
-    splits = problem.splits_for(case.heads_kv, case.batch, gpu)
-    division = portions.divide(replace(problem, splits=splits), ds_bytes, gpu)
+    splits = problem.head_parts_for(case.heads_kv, case.batch, gpu)
+    division = portions.divide(replace(problem, head_parts=splits), ds_bytes, gpu)
     whole = division.problem
     counts = Counter(_case(case, part) for part in division.portions if part.keys)
     return [
-        Portion(one, whole.splits, whole.keeps_ds, count, whole.adds)
+        Portion(one, whole.head_parts, whole.keeps_ds, count, whole.adds)
         for one, count in counts.items()
     ]
 

@@ -17,7 +17,7 @@ __all__ = [
     "GradientClass",
     "PreprocessClass",
     "check_gradients",
-    "choose_splits",
+    "choose_head_parts",
     "count_key_tiles",
 ]
 
@@ -58,19 +58,19 @@ class GradientClass:
 class BackwardProblem:
     """A backward call.
 
-    forward: the call whose gradients are asked for, with k and v as the kernels read them.
-    k_shape: (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the
-    LSE is given. splits: parts of the group of query heads of each key/value head, of equal size
-    but for the last, each of which gets its own dK and dV in float32; 1 for none. copies: heads of
-    the user's k and v that are one expanded head here, each with a gradient, hence a part, of its
-    own. keeps_ds: dK/dV stores dS for dQ, which computes it anew otherwise. adds: the call is
-    divided so that several portions add to the same dK and dV, in float32.
+    forward: the call whose gradients are asked for, with k and v as the kernels read them. k_shape:
+    (batch, seqlen_k, heads_kv, 256) of those. lse_gradient: whether the gradient of the LSE is
+    given. head_parts: parts into which the group of query heads of each key/value head is divided,
+    of equal size but for the last, each of which gets its own dK and dV in float32; 1 for none.
+    copies: heads of the user's k and v that are one expanded head here, each with a gradient, hence
+    a part, of its own. keeps_ds: dK/dV stores dS for dQ, which computes it anew otherwise. adds:
+    the call is divided so that several portions add to the same dK and dV, in float32.
     """
 
     forward: Problem
     k_shape: tuple[int, ...]
     lse_gradient: bool
-    splits: int
+    head_parts: int
     copies: int = 1
     keeps_ds: bool = False
     adds: bool = False
@@ -87,7 +87,7 @@ class BackwardProblem:
 
     @property
     def dkdv_class(self) -> GradientClass:
-        return replace(self.dq_class, partial=self.splits > 1 or self.adds)
+        return replace(self.dq_class, partial=self.head_parts > 1 or self.adds)
 
     @property
     def group(self) -> int:
@@ -98,7 +98,7 @@ class BackwardProblem:
     def dkdv_shape(self) -> tuple[int, int, int, int]:
         """(batch, seqlen_k, parts, 256) of the dK, and of the dV, that the kernel writes."""
         batch, seqlen, heads, columns = self.k_shape
-        return batch, seqlen, heads * self.splits, columns
+        return batch, seqlen, heads * self.head_parts, columns
 
     @property
     def ds_shape(self) -> tuple[int, int, int, int]:
@@ -112,8 +112,8 @@ class BackwardProblem:
         """Memory that dS of one key/value head takes, of all sequences."""
         return math.prod(self.ds_shape) * self.forward.dtype.itemsize // self.k_shape[2]
 
-    def splits_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
-        """`choose_splits` for a launch with so many key/value heads and sequences."""
+    def head_parts_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
+        """`choose_head_parts` for a launch with so many key/value heads and sequences."""
         if self.copies > 1:
             return self.copies
         forward, (left, right) = self.forward, self.forward.options.window
@@ -123,7 +123,7 @@ class BackwardProblem:
         bounded = left is not None or right is not None
         unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
         tiles = heads_kv * count_key_tiles(replace(forward, sequences=sequences), self.k_shape)
-        return choose_splits(tiles, -(-seen // PADDING), self.group, gpu, unequal)
+        return choose_head_parts(tiles, -(-seen // PADDING), self.group, gpu, unequal)
 
     @property
     def has_no_queries(self) -> bool:
@@ -170,7 +170,7 @@ def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:
 _TILE_OVERHEAD, _UNIT_SECONDS, _PART_BYTES = 1.0, 4.16e-6, 1e6
 
 
-def choose_splits(tiles: int, units: int, group: int, gpu: Gpu, unequal: bool) -> int:
+def choose_head_parts(tiles: int, units: int, group: int, gpu: Gpu, unequal: bool) -> int:
     """Parts of the group of query heads: those that end soonest, by an estimate.
 
     More parts fill the CTA pairs better, but each writes its own dK and dV. tiles: of 128 keys, of

@@ -38,7 +38,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Division:
-    """problem: the whole call, with the splits of every portion's dK and dV."""
+    """problem: the whole call, with the head_parts of every portion's dK and dV."""
 
     problem: BackwardProblem
     portions: tuple[Portion, ...]
@@ -82,8 +82,8 @@ def _by_heads(
     dense ones."""
     some = heads_kv < problem.k_shape[2] or sequences < problem.forward.sequences
     # Each launch has the tiles of these only.
-    splits = problem.splits_for(heads_kv, sequences, gpu) if some else problem.splits
-    whole = replace(problem, keeps_ds=True, splits=splits)
+    head_parts = problem.head_parts_for(heads_kv, sequences, gpu) if some else problem.head_parts
+    whole = replace(problem, keeps_ds=True, head_parts=head_parts)
     all_heads, all_sequences, *rows = _lengths(problem)
     portions = [
         _portion(whole, heads, some_sequences, *map(range, rows))
@@ -100,8 +100,8 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         return _undivided(problem)
     longest = max(len(queries) for queries, _ in ranges)
     of_range = replace(problem.forward, max_seqlen_q=longest)
-    splits = replace(problem, forward=of_range).splits_for(1, 1, gpu)
-    whole = replace(problem, keeps_ds=True, splits=splits, adds=True)
+    head_parts = replace(problem, forward=of_range).head_parts_for(1, 1, gpu)
+    whole = replace(problem, keeps_ds=True, head_parts=head_parts, adds=True)
     heads_kv, sequences, *_ = _lengths(problem)
     portions = [
         _portion(whole, heads, sequence, queries, keys)

@@ -131,7 +131,7 @@ def _run_backward(
     return {
         "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},
         "accurate": all(c.max_error <= c.tolerance for c in compared.values()),
-        "splits": problem.splits,
+        "head_parts": problem.head_parts,
         "kernels": {
             name: {**_resources(kernel, *_plan_sizes(plans.get(spec.kind))), **counts}
             for (name, spec), kernel, counts in zip(specs.items(), kernels, executed, strict=True)

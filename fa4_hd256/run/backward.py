@@ -94,8 +94,8 @@ class BackwardCall:
         copies = self.k.shape[2] // k.shape[2]
         lse_gradient = self.dlse is not None
         problem = BackwardProblem(forward, tuple(k.shape), lse_gradient, copies, copies)
-        splits = problem.splits_for(k.shape[2], forward.sequences, gpu_of(self.q.device))
-        return replace(problem, splits=splits)
+        head_parts = problem.head_parts_for(k.shape[2], forward.sequences, gpu_of(self.q.device))
+        return replace(problem, head_parts=head_parts)
 
 
 def run_backward(
@@ -232,7 +232,7 @@ def _empty_dkdv(problem: BackwardProblem) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:
     """The gradient of the user's k or v from what the kernel wrote."""
-    if problem.splits > problem.copies and not problem.adds:
+    if problem.head_parts > problem.copies and not problem.adds:
         parts = _sum_by_head(parts, problem.k_shape[2])
     return parts.to(problem.forward.dtype)
 

@@ -8,7 +8,7 @@ values, and both forms pack to the same binary layout.
     lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
     dq            like q
-    dk, dv        (batch, seqlen_k, heads_kv * splits, 256), like k, or float32 if splits > 1
+    dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1
     ds            (sequences, heads_q, max_seqlen_k, queries), dS^T like k, queries padded to whole
                   units; None where it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
@@ -196,7 +196,7 @@ def backward_scalars(problem: BackwardProblem, gpu: Gpu) -> BackwardScalars:
         window_right=common.window_right,
         max_seqlen_q=common.max_seqlen_q,
         max_seqlen_k=cutlass.Int32(forward.max_seqlen_k),
-        splits=cutlass.Int32(problem.splits),
+        head_parts=cutlass.Int32(problem.head_parts),
         clusters=common.clusters,
         l2_bytes=common.l2_bytes,
     )

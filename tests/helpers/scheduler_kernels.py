@@ -15,7 +15,7 @@ FIELDS = 4
 def _record(record: cute.Tensor, work, turn: Int32):
     """Note a tile: times done, cluster, turn, and 1 + the rank of the CTA that noted it."""
     rank = cute.arch.block_idx_in_cluster()
-    tile = (work.batch, work.head, work.query_block, rank, cute.arch.warp_idx())
+    tile = (work.batch, work.head, work.block, rank, cute.arch.warp_idx())
     record[(*tile, 0)] = record[(*tile, 0)] + 1
     record[(*tile, 1)] = cute.arch.block_idx()[0] // 2
     record[(*tile, 2)] = turn
@@ -58,9 +58,9 @@ def schedule(
     max_active_clusters: Int32,
     settings: cutlass.Constexpr,
 ):
-    """record: (batches, heads, query blocks, 2 CTAs, warps, 4) int32, zero at the start.
+    """record: (batches, heads, blocks, 2 CTAs, warps, 4) int32, zero at the start.
 
-    sizes: (query blocks, heads, batches, section heads), Int32.  settings: scheduler class,
+    sizes: (blocks, heads, batches, section heads), Int32.  settings: scheduler class,
     later_blocks_first.
     """
     scheduler_class, later_blocks_first = settings

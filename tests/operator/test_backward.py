@@ -45,13 +45,13 @@ def test_head_ratios(heads, device):
 # 2 heads, 6. Fewer clusters than tiles also make each of them run its loop several times.
 @pytest.mark.simulator
 @pytest.mark.parametrize(("clusters", "parts"), [(1, 1), (6, 3), (4, 2), (74, 6)])
-def test_splits_of_the_query_heads(clusters, parts, monkeypatch):
+def test_parts_of_the_query_heads(clusters, parts, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{2 * clusters}")
     seen = []
     original = backward.gradient_call_arguments
 
     def spy(tensors, problem, *rest):
-        seen.append(problem.splits)
+        seen.append(problem.head_parts)
         return original(tensors, problem, *rest)
 
     monkeypatch.setattr(backward, "gradient_call_arguments", spy)

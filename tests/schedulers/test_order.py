@@ -9,7 +9,7 @@ from schedulers import TileProblem, section_heads_for, tile_coordinates
 # Small enough to enumerate; odd, even and prime counts, and sections wider than all pairs.
 problems = st.builds(
     TileProblem,
-    num_query_blocks=st.integers(1, 12),
+    num_blocks=st.integers(1, 12),
     num_heads=st.integers(1, 13),
     num_batches=st.integers(1, 5),
     section_heads=st.integers(1, 70),
@@ -27,7 +27,7 @@ def test_every_tile_comes_exactly_once(problem):
     tiles = _tiles(problem)
     assert sorted(tiles) == [
         (block, head, batch)
-        for block in range(problem.num_query_blocks)
+        for block in range(problem.num_blocks)
         for head in range(problem.num_heads)
         for batch in range(problem.num_batches)
     ]
@@ -38,7 +38,7 @@ def test_longest_first_within_each_head(problem):
     blocks = {}
     for block, head, batch in _tiles(problem):
         blocks.setdefault((head, batch), []).append(block)
-    ascending = list(range(problem.num_query_blocks))
+    ascending = list(range(problem.num_blocks))
     expected = ascending[::-1] if problem.later_blocks_first else ascending
     assert all(sequence == expected for sequence in blocks.values())
 
@@ -58,7 +58,7 @@ def test_a_section_is_done_block_by_block(problem):
     ranks = {}
     for block, head, batch in _tiles(problem):
         pair = batch * problem.num_heads + head
-        rank = problem.num_query_blocks - 1 - block if problem.later_blocks_first else block
+        rank = problem.num_blocks - 1 - block if problem.later_blocks_first else block
         ranks.setdefault(pair // width, []).append((rank, pair))
     assert all(sequence == sorted(sequence) for sequence in ranks.values())
 
@@ -85,9 +85,9 @@ def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal):
     assert section // group == (min(fitting, kv_heads * batches) if unequal else 1)
 
 
-@pytest.mark.parametrize("name", ["num_query_blocks", "num_heads", "num_batches", "section_heads"])
+@pytest.mark.parametrize("name", ["num_blocks", "num_heads", "num_batches", "section_heads"])
 def test_empty_problems_are_refused(name):
-    sizes = {"num_query_blocks": 1, "num_heads": 1, "num_batches": 1, "section_heads": 1, name: 0}
+    sizes = {"num_blocks": 1, "num_heads": 1, "num_batches": 1, "section_heads": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         TileProblem(**sizes)
 

@@ -42,8 +42,8 @@ def _compiled(scheduler_class, later_blocks_first):
 
 
 def _run(scheduler_class, problem, resident, seed=None, **options):
-    """The record of a run, indexed [batch, head, query block, CTA, warp, field]; the report."""
-    shape = (problem.num_batches, problem.num_heads, problem.num_query_blocks)
+    """The record of a run, indexed [batch, head, block, CTA, warp, field]; the report."""
+    shape = (problem.num_batches, problem.num_heads, problem.num_blocks)
     record = torch.zeros(*shape, CLUSTER_SIZE, NUM_WARPS, FIELDS, dtype=torch.int32)
     sizes = (*shape[::-1], problem.section_heads)
     report = sm100_sim.launch(
@@ -66,7 +66,7 @@ def _check_exactly_once(record):
         assert (record[..., field] == agreed).all(), "both CTAs and all warps agree"
 
 
-# (query blocks, heads, batches, section): one tile; odd counts; single heads and batches; a last
+# (blocks, heads, batches, section): one tile; odd counts; single heads and batches; a last
 # section that is narrower; one section wider than all pairs.
 PROBLEMS = [(1, 1, 1, 1), (5, 3, 2, 4), (7, 1, 1, 1), (1, 8, 3, 8), (3, 6, 1, 100)]
 

@@ -10,7 +10,7 @@ import torch
 from gpus import gpu
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, interface
-from fa4_hd256.call.backward_problem import choose_splits
+from fa4_hd256.call.backward_problem import choose_head_parts
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus import devices, driver
@@ -167,10 +167,10 @@ def test_parts_cost_more_where_memory_is_slow():
     whole = gpu(70)
     part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
     for tiles in (7, 49, 140, 700):
-        assert choose_splits(tiles, 2, 16, whole, True) == choose_splits(
+        assert choose_head_parts(tiles, 2, 16, whole, True) == choose_head_parts(
             tiles // 7, 2, 16, part, True
         )
-    assert choose_splits(1, 2, 16, replace(part, hbm_bytes_per_second=1e9), True) == 1
+    assert choose_head_parts(1, 2, 16, replace(part, hbm_bytes_per_second=1e9), True) == 1
 
 
 class Failing:

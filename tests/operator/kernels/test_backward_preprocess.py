@@ -30,7 +30,7 @@ def describe(q, lse_gradient=False, ragged=None, max_seqlen_q=None):
     batch = next((t.numel() - n.startswith("cu_") for n, t in ragged.items()), q.shape[0])
     k = q.new_zeros(batch, 1, 1, 256)
     problem = Problem.describe((q, k, k), OPTIONS, None, ragged, max_seqlen_q)
-    return BackwardProblem(problem, tuple(k.shape), lse_gradient, splits=1)
+    return BackwardProblem(problem, tuple(k.shape), lse_gradient, head_parts=1)
 
 
 def run(rows, dlse=None, ragged=None, max_seqlen_q=None):

@@ -45,8 +45,8 @@ __all__ = [
     "DS",
     "FRAGMENT",
     "columns_of",
+    "score_gradients",
     "store_row",
-    "weigh",
     "zeros",
 ]
 
@@ -76,7 +76,7 @@ class BackwardScalars(NamedTuple):
 
     scale_log2, cap_scale, window_left, window_right, max_seqlen_q, clusters, l2_bytes: as in
     `ForwardScalars`.  softmax_scale: with its sign.  max_seqlen_k: the longest key sequence, or
-    more.  splits: parts into which the query heads of a KV head are split.
+    more.  head_parts: parts into which the query heads of a KV head are divided.
     """
 
     scale_log2: Float32
@@ -86,7 +86,7 @@ class BackwardScalars(NamedTuple):
     window_right: Int32
     max_seqlen_q: Int32
     max_seqlen_k: Int32
-    splits: Int32
+    head_parts: Int32
     clusters: Int32
     l2_bytes: Int32
 
@@ -150,11 +150,11 @@ class BackwardKernel(PairKernel):
         stream: Any,
     ):
         """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
-        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see
-        `BackwardTensors`.  results: (dq,), or (dk, dv) with heads_kv * splits heads.  Last stride
-        1, other strides multiples of 16 bytes.  ds: dS^T, (sequences, heads, keys, queries), the
-        queries padded to whole units, None where it is not stored.  ragged: a tuple of tensors in
-        the order of `variant.ragged`, None if there are none.
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
+        results: (dq,), or (dk, dv) with heads_kv * head_parts heads.  Last stride 1, other strides
+        multiples of 16 bytes.  ds: dS^T, (sequences, heads, keys, queries), the queries padded to
+        whole units, None where it is not stored.  ragged: a tuple of tensors in the order of
+        `variant.ragged`, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor) for tensor in results)
@@ -308,8 +308,8 @@ class BackwardKernel(PairKernel):
         probabilities_from_lse(scores, scale_log2, negative_lse, (self.ex2_pattern, first, columns))
 
 
-def weigh(dp: cute.Tensor, weights: cute.Tensor, negative_delta: Any) -> None:
-    """dp := weights * (dp - delta), dS in float32.
+def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) -> None:
+    """dp := factors * (dp - delta), dS in float32; factors: P, times the slope of the softcap.
 
     negative_delta: one Float32, or a register tensor with one for each column.
     """
@@ -318,7 +318,7 @@ def weigh(dp: cute.Tensor, weights: cute.Tensor, negative_delta: Any) -> None:
         if isinstance(negative_delta, cute.Tensor):
             delta = (negative_delta[i], negative_delta[i + 1])
         pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), delta)
-        dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (weights[i], weights[i + 1]))
+        dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (factors[i], factors[i + 1]))
 
 
 def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:

@@ -50,7 +50,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import Sequence, tma_tile
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardKernel, columns_of, store_row, weigh, zeros
+from .common import FRAGMENT, BackwardKernel, columns_of, score_gradients, store_row, zeros
 from .config import BLOCK_KV, BLOCK_Q
 
 __all__ = ["DkdvKernel"]
@@ -87,7 +87,7 @@ class Unit:
 class DkdvKernel(BackwardKernel):
     """The dK/dV kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
 
-    A tile's head counts parts of KV heads: KV head * splits + part.
+    A tile's head counts parts of KV heads: KV head * head_parts + part.
     """
 
     boxes = {
@@ -126,16 +126,16 @@ class DkdvKernel(BackwardKernel):
         q, k = operands
         heads = cute.size(k, mode=[2])
         heads_per_kv = cute.size(q, mode=[2]) // heads
-        heads_per_part = (heads_per_kv + scalars.splits - 1) // scalars.splits
+        heads_per_part = (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
         rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part
         mask = self.variant.mask
         return TileProblem(
             (scalars.max_seqlen_k + BLOCK_KV - 1) // BLOCK_KV,
-            heads * scalars.splits,
+            heads * scalars.head_parts,
             batch,
             section_heads_for(
                 num_heads_per_kv=1,
-                num_pairs=heads * scalars.splits * batch,
+                num_pairs=heads * scalars.head_parts * batch,
                 kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
@@ -157,7 +157,7 @@ class DkdvKernel(BackwardKernel):
 
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Units of all query heads of the part in which some key of the tile is seen."""
-        units = self._transposed(context, work).num_tiles(work.query_block * BLOCK_KV, BLOCK_KV)
+        units = self._transposed(context, work).num_tiles(work.block * BLOCK_KV, BLOCK_KV)
         return units * self._num_heads(context, work)
 
     def _transposed(self, context: Any, work: Any) -> Any:
@@ -165,24 +165,24 @@ class DkdvKernel(BackwardKernel):
         return context.visibility(work, BLOCK_KV).transposed(UNIT_Q)
 
     def _heads_per_part(self, context: Any) -> Int32:
-        splits = context.scalars.splits
-        return (context.heads_per_kv + splits - 1) // splits
+        head_parts = context.scalars.head_parts
+        return (context.heads_per_kv + head_parts - 1) // head_parts
 
     def _first_head(self, context: Any, work: Any) -> Int32:
         """The first query head of a tile's part."""
-        splits = context.scalars.splits
-        kv_head, part = work.head // splits, work.head % splits
+        head_parts = context.scalars.head_parts
+        kv_head, part = work.head // head_parts, work.head % head_parts
         return kv_head * context.heads_per_kv + part * self._heads_per_part(context)
 
     def _num_heads(self, context: Any, work: Any) -> Int32:
         """Query heads of a tile's part; the last part may have fewer, or none."""
         per_part = self._heads_per_part(context)
-        begin = work.head % context.scalars.splits * per_part
+        begin = work.head % context.scalars.head_parts * per_part
         return cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
 
     def _units(self, context: Any, work: Any) -> tuple[Int32, Int32]:
         """[begin, end) of the units of each query head."""
-        tile = (work.query_block * BLOCK_KV, BLOCK_KV)
+        tile = (work.block * BLOCK_KV, BLOCK_KV)
         tiles = self._transposed(context, work).tile_range(tile, tile)
         return tiles.begin, tiles.end
 
@@ -247,8 +247,8 @@ class DkdvKernel(BackwardKernel):
     @cute.jit
     def _load_keys(self, context: Any, name: str, work: Any, free: Any):
         """This CTA's 64 keys of K or V."""
-        row = work.query_block * BLOCK_KV + context.cta_rank * OWN_KEYS
-        head = work.head // context.scalars.splits
+        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
+        head = work.head // context.scalars.head_parts
         place = (context.sequences.key(work.batch), row, 0, head)
         return self.load_stage(context, (name, name, name), place, free)
 
@@ -447,23 +447,23 @@ class DkdvKernel(BackwardKernel):
         states = self.edges.waiter_states(*names, *(["ds_free"] if self.stores else []))
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        slopes = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        factors = cute.make_rmem_tensor(OWN_QUERIES, Float32)
         # P, then dS, in 16 bits, two in a register.
         p, ds = (cute.make_rmem_tensor(OWN_QUERIES // 2, Float32) for _ in range(2))
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
-                key = work.query_block * BLOCK_KV + context.cta_rank * OWN_KEYS
+                key = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
                 visibility = self._transposed(context, work)
-                tile = (work.query_block * BLOCK_KV, BLOCK_KV)
+                tile = (work.block * BLOCK_KV, BLOCK_KV)
                 tiles = visibility.tile_range(tile, (key, OWN_KEYS))
                 row = key + self._own_key()
                 index = tiles.begin
                 mask = (Boolean(True), visibility, row, index * UNIT_Q + self._first_query())
-                states = self._probabilities(context, (slopes, p), mask, states)
+                states = self._probabilities(context, (factors, p), mask, states)
                 for step in cutlass.range(num_steps, unroll=1):
                     states = self._publish_p(context, p, states)
-                    states = self._score_gradients(context, slopes, ds, states)
+                    states = self._score_gradients(context, factors, ds, states)
                     if undrained.is_valid:
                         states = self._drain(context, undrained, states)
                         undrained = self.no_work()
@@ -472,11 +472,11 @@ class DkdvKernel(BackwardKernel):
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                         query = index * UNIT_Q + self._first_query()
                         states = self._probabilities(
-                            context, (slopes, p), (is_masked, visibility, row, query), states
+                            context, (factors, p), (is_masked, visibility, row, query), states
                         )
                     else:
                         # Known not to outlive the loop, they do not occupy registers in it.
-                        slopes.fill(0.0)
+                        factors.fill(0.0)
                         p.fill(0.0)
                     states = self._publish_ds(context, ds, states)
                 undrained = work
@@ -509,33 +509,33 @@ class DkdvKernel(BackwardKernel):
     @cute.jit
     def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any):
         """P of one unit.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
-        weights, p = results
+        factors, p = results
         barriers = context.barriers
         barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
-        tmem_load(self.own_columns(context, "s", OWN_QUERIES), weights)
+        tmem_load(self.own_columns(context, "s", OWN_QUERIES), factors)
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
         barriers["s_free"].arrive(states["s_done"], is_converged=True)
         states.advance("s_done")
         barriers["lse_loaded"].wait(states["lse_loaded"])
-        slopes = self.mask_and_cap(context, weights, mask)
+        slopes = self.mask_and_cap(context, factors, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
-            part = columns_of(weights, start, FRAGMENT)
+            part = columns_of(factors, start, FRAGMENT)
             negative_lse = self._own_stats(context, "lse", start)
             self.exponentiate(context, part, negative_lse, (start, OWN_QUERIES))
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         barriers["lse_free"].arrive(states["lse_loaded"])
         states.advance("lse_loaded")
         if cutlass.const_expr(self.variant.softcap):
-            weights.store(weights.load() * slopes.load())
+            factors.store(factors.load() * slopes.load())
         return states
 
     @traced("dS")
     @cute.jit
-    def _score_gradients(self, context: Any, weights: cute.Tensor, ds: cute.Tensor, states: Any):
-        """dS = weights (dP - delta) of one unit, in 16 bits."""
+    def _score_gradients(self, context: Any, factors: cute.Tensor, ds: cute.Tensor, states: Any):
+        """dS = factors (dP - delta) of one unit, in 16 bits."""
         barriers = context.barriers
         barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
@@ -550,7 +550,7 @@ class DkdvKernel(BackwardKernel):
                 fence_before_thread_sync()
                 barriers["dp_free"].arrive(states["dp_done"], is_converged=True)
             delta = self._own_stats(context, "delta", start)
-            weigh(dp, columns_of(weights, start, FRAGMENT), delta)
+            score_gradients(dp, columns_of(factors, start, FRAGMENT), delta)
             columns_of(rounded, start, FRAGMENT).store(dp.load().to(self.dtype))
         barriers["delta_free"].arrive(states["delta_loaded"])
         states.advance("dp_done")
@@ -615,7 +615,7 @@ class DkdvKernel(BackwardKernel):
     def _store_ds(self, context: Any, work: Any, unit: Unit, states: Any):
         """dS^T of this CTA's 64 keys and a unit's 256 queries."""
         ds, barriers = context.tensors.ds, context.barriers
-        row = work.query_block * BLOCK_KV + context.cta_rank * OWN_KEYS
+        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
         place = (Sequence(Int32(0), Int32(0), work.batch), row, unit.index, unit.head)
         tile = tma_tile(ds.tensor, (OWN_KEYS, UNIT_Q), place)
         from_smem, to_global = cpasync.tma_partition(
@@ -641,7 +641,7 @@ class DkdvKernel(BackwardKernel):
         context.barriers["sums_done"].wait(states["sums_done"])
         fence_after_thread_sync()
         sequence = context.sequences.key(work.batch)
-        row = work.query_block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
+        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
         is_dk = self.warpgroup() == 1
         factor = cutlass.select_(is_dk, context.scalars.softmax_scale, Float32(1.0))
         address = self.own_columns(context, "dv", self.tmem_plan["dv"].columns)
@@ -674,7 +674,7 @@ class DkdvKernel(BackwardKernel):
     @cute.jit
     def _store_zeros(self, context: Any, work: Any):
         """dK = dV = 0 for the keys of a tile that no query sees."""
-        row = work.query_block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
+        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS + self._own_key()
         sequence = context.sequences.key(work.batch)
         if row < sequence.length:
             for start in cutlass.range(0, HEAD_DIM // 2, FRAGMENT, unroll=1):

@@ -47,7 +47,7 @@ from fa4_hd256.kernels.masking import MaskKind
 from fa4_hd256.kernels.ranges import traced
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardKernel, columns_of, store_row, weigh, zeros
+from .common import FRAGMENT, BackwardKernel, columns_of, score_gradients, store_row, zeros
 from .config import BLOCK_KV, BLOCK_Q
 
 __all__ = ["DqKernel"]
@@ -111,15 +111,15 @@ class DqKernel(BackwardKernel):
 
     def num_steps(self, context: Any, work: Any) -> Int32:
         """KV tiles that some row of the tile sees."""
-        return context.visibility(work, BLOCK_KV).num_tiles(work.query_block * TILE_Q, TILE_Q)
+        return context.visibility(work, BLOCK_KV).num_tiles(work.block * TILE_Q, TILE_Q)
 
     def first_row(self, context: Any, work: Any) -> Int32:
         """The first query row of this CTA's half of a tile."""
-        return work.query_block * TILE_Q + context.cta_rank * BLOCK_Q
+        return work.block * TILE_Q + context.cta_rank * BLOCK_Q
 
     def last_kv_tile(self, context: Any, work: Any) -> Int32:
         """The KV tile that is worked on first."""
-        return context.visibility(work, BLOCK_KV).last_tile(work.query_block * TILE_Q, TILE_Q)
+        return context.visibility(work, BLOCK_KV).last_tile(work.block * TILE_Q, TILE_Q)
 
     # ------------------------------------------------------------------------------------- load
 
@@ -317,7 +317,7 @@ class DqKernel(BackwardKernel):
         states = self.edges.waiter_states("s_done", "dp_done", "dq_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
-        weights = cute.make_rmem_tensor(OWN_KEYS, Float32)
+        factors = cute.make_rmem_tensor(OWN_KEYS, Float32)
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
@@ -328,21 +328,21 @@ class DqKernel(BackwardKernel):
                 negative_delta = context.tensors.stats[1, work.head, stats_row]
                 visibility = context.visibility(work, BLOCK_KV)
                 tiles = visibility.tile_range(
-                    (work.query_block * TILE_Q, TILE_Q), (first_row, BLOCK_Q)
+                    (work.block * TILE_Q, TILE_Q), (first_row, BLOCK_Q)
                 )
                 key = (tiles.end - 1) * BLOCK_KV + self.warpgroup() * OWN_KEYS
                 mask = (Boolean(True), visibility, row, key)
-                states = self._weights(context, weights, negative_lse, mask, states)
+                states = self._probabilities(context, factors, negative_lse, mask, states)
                 if undrained.is_valid:
                     states = self._drain(context, undrained, states)
                 masked_again = tiles.num_masked_first + tiles.num_unmasked
                 for step in cutlass.range(1, num_steps, unroll=1):
-                    states = self._score_gradients(context, weights, negative_delta, states)
+                    states = self._score_gradients(context, factors, negative_delta, states)
                     key -= BLOCK_KV
                     is_masked = (step < tiles.num_masked_first) | (step >= masked_again)
                     mask = (is_masked, visibility, row, key)
-                    states = self._weights(context, weights, negative_lse, mask, states)
-                states = self._score_gradients(context, weights, negative_delta, states)
+                    states = self._probabilities(context, factors, negative_lse, mask, states)
+                states = self._score_gradients(context, factors, negative_delta, states)
                 undrained = work
             else:
                 self._store_zeros(context, work)
@@ -357,29 +357,29 @@ class DqKernel(BackwardKernel):
 
     @traced("P")
     @cute.jit
-    def _weights(
-        self, context: Any, weights: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any
+    def _probabilities(
+        self, context: Any, factors: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any
     ):
-        """weights := P of one step, times the slope of the softcap."""
+        """factors := P of one step, times the slope of the softcap."""
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
-        tmem_load(self.own_columns(context, "s", OWN_KEYS), weights)
+        tmem_load(self.own_columns(context, "s", OWN_KEYS), factors)
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
         context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
         states.advance("s_done")
-        slopes = self.mask_and_cap(context, weights, mask)
-        self.exponentiate(context, weights, negative_lse, (0, OWN_KEYS))
+        slopes = self.mask_and_cap(context, factors, mask)
+        self.exponentiate(context, factors, negative_lse, (0, OWN_KEYS))
         if cutlass.const_expr(self.variant.softcap):
-            weights.store(weights.load() * slopes.load())
+            factors.store(factors.load() * slopes.load())
         return states
 
     @traced("dS")
     @cute.jit
     def _score_gradients(
-        self, context: Any, weights: cute.Tensor, negative_delta: Float32, states: Any
+        self, context: Any, factors: cute.Tensor, negative_delta: Float32, states: Any
     ):
-        """dS = weights (dP - delta) of one step, to tensor memory over dP."""
+        """dS = factors (dP - delta) of one step, to tensor memory over dP."""
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         address = self.own_columns(context, "dp", OWN_KEYS)
@@ -387,7 +387,7 @@ class DqKernel(BackwardKernel):
             dp = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, dp)
             cute.arch.fence_view_async_tmem_load()
-            weigh(dp, columns_of(weights, start, FRAGMENT), negative_delta)
+            score_gradients(dp, columns_of(factors, start, FRAGMENT), negative_delta)
             # Two 16-bit values a column, over the dP of this fragment or of one before.
             packed = cute.make_rmem_tensor(FRAGMENT // 2, Float32)
             cute.recast_tensor(packed, self.dtype).store(dp.load().to(self.dtype))

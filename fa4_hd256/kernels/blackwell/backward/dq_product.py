@@ -84,7 +84,7 @@ class DqProductKernel(DqKernel):
         # finds beyond its last key is 0, as in K: what the dK/dV kernel has there is no number.
         plane = Sequence(Int32(0), keys.length, work.batch)
         places = {
-            "ds": (plane, row, work.query_block * CTAS + rank, work.head),
+            "ds": (plane, row, work.block * CTAS + rank, work.head),
             "k": (keys, row, rank, work.head // context.heads_per_kv),
         }
         for name, source in zip(self.boxes, context.tensors.loads, strict=True):

@@ -95,7 +95,7 @@ class ForwardConfig:
     s_stages: S buffers; with one, the tensor core waits for the softmax of every step.
     arithmetic: of the exponents and row sums, one of `softmax_emu.online.ARITHMETICS`.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`); False:
-        query blocks upwards, one head after the other.
+        blocks upwards, one head after the other.
     """
 
     q_stages: int = 2

@@ -48,7 +48,7 @@ class ForwardConsumers:
             config = self.config
             row, head = self.query_and_head(context, work, row_in_block)
             visibility = context.visibility(work, config.block_kv)
-            tile = (work.query_block * self.tile_queries, self.tile_queries)
+            tile = (work.block * self.tile_queries, self.tile_queries)
             num_tiles = visibility.num_tiles(*tile)
             part = (self.first_row(context, work), self.block_queries)
             tiles = visibility.tile_range(tile, part)

@@ -381,7 +381,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
 
     def first_row(self, context: Context, work: Any) -> Int32:
         """The first query of this CTA's half of a tile."""
-        return work.query_block * self.tile_queries + context.cta_rank * self.block_queries
+        return work.block * self.tile_queries + context.cta_rank * self.block_queries
 
     def query_and_head(self, context: Context, work: Any, row: Int32) -> tuple[Int32, Int32]:
         """What a row of this CTA's half of a tile belongs to."""
@@ -391,4 +391,4 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
     def num_steps(self, context: Context, work: Any) -> Int32:
         """Steps of a tile; the same in both CTAs and all roles."""
         visibility = context.visibility(work, self.config.block_kv)
-        return visibility.num_tiles(work.query_block * self.tile_queries, self.tile_queries)
+        return visibility.num_tiles(work.block * self.tile_queries, self.tile_queries)

@@ -78,7 +78,7 @@ class ForwardProducers:
     def _last_kv_tile(self, context: Any, work: Any) -> Int32:
         """The KV tile that is worked on first."""
         visibility = context.visibility(work, self.config.block_kv)
-        return visibility.last_tile(work.query_block * self.tile_queries, self.tile_queries)
+        return visibility.last_tile(work.block * self.tile_queries, self.tile_queries)
 
     @cute.jit
     def _load_q(self, context: Any, work: Any, q_free: Any):
