@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from native_rig import Rig, operation
-from test_tcgen05 import descriptor_of, issue, make_ctas, pack_pair
+from tcgen05_operands import descriptor_of, issue, make_ctas, pack_pair
 
 from sm100_sim.isa import tensor_core
 from sm100_sim.isa.descriptors import encode_instruction
