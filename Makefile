@@ -9,6 +9,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed: for the demo, then besides for the tests and for bench.
+DEMO_STAMP := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
 DEMO ?=
 TESTS ?= -n 2 --durations 10
@@ -18,7 +20,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .PHONY: demo test test-static test-clc lint clean
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python -m fa4_hd256 demo $(DEMO)
 
 # Both parts run whatever the first one says; one that fails makes the whole fail.
@@ -37,15 +39,19 @@ lint: $(STAMP)
 
 # torch goes first and alone: an index given for it must not serve any other package.
 # The package is installed in place, so that the tests run the files of this checkout.
-# cuDNN's kernels for tests/sim come alone: what they need is here already, and the CUDA 13 libraries
-# that they require besides would change the compiler of everything else.
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; choose one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP_INSTALL) --editable '.[demo]'
+	touch $@
+
+# cuDNN's kernels for tests/sim come alone: what they need is here already, and the CUDA 13 libraries
+# that they require besides would change the compiler of everything else.
+$(STAMP): $(DEMO_STAMP)
 	$(PIP_INSTALL) --editable '.[test,bench]'
 	$(PIP_INSTALL) --no-deps nvidia-cudnn-frontend
-	touch $(STAMP)
+	touch $@
 
 clean:
-	rm -rf $(VENV) .cache build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -21,7 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="image file of the error curve; exp2_degree_N.png, with --json none",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    result = fit(options.degree)
+    try:
+        result = fit(options.degree)
+    except ModuleNotFoundError as error:
+        parser.error(str(error))
     if options.json:
         print(json.dumps(result.as_dict()))
         return _plot(result, options.plot) if options.plot else 0

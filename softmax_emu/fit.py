@@ -14,7 +14,6 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from .reference_twin import horner, round_to_bfloat16
 
@@ -58,7 +57,16 @@ class Fit:
 
 
 def minimax(degree: int) -> np.ndarray:
-    """Real minimax coefficients (degree + 1 float64, the first exactly 1), relative error."""
+    """Real minimax coefficients (degree + 1 float64, the first exactly 1), relative error.
+
+    Raises ModuleNotFoundError without scipy, which solves the linear program.
+    """
+    try:
+        from scipy.optimize import linprog
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "a fit needs scipy, which is not installed: pip install 'fa4-hd256[fit]'", name="scipy"
+        ) from error
     nodes = (1 - np.cos(np.pi * np.arange(_NODES + 1) / _NODES)) / 2
     powers = nodes[:, None] ** np.arange(1, degree + 1) / np.exp2(nodes)[:, None]
     remainder = 1 - 1 / np.exp2(nodes)

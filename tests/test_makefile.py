@@ -1,4 +1,4 @@
-"""`make test` runs both of its parts, and fails if either does."""
+"""What the Makefile's goals install and run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from checkout import ROOT
 
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
 #: Stands in for the Python of .venv: logs the scheduler it is asked for and fails if told to.
 PYTHON = """#!/bin/sh
 echo "$2 ${FA_CLC:-static}" >> "$LOG"
@@ -16,23 +18,43 @@ test "${FA_CLC:-static}" != "$RED"
 """
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def make(tmp_path, *arguments, **environment):
+    """make with a .venv in `tmp_path`."""
+    ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "FA_CLC")  # of a `make test` that runs this test
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run(
+        ["make", *arguments, f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("red", ["none", "static", "1"])
 def test_both_parts_of_the_tests_run(tmp_path, red):
+    """And `make test` fails if either does."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
-    (tmp_path / "venv" / "installed").touch()
+    for stamp in ("installed-demo", "installed"):
+        (tmp_path / "venv" / stamp).touch()
     log = tmp_path / "log"
-    ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "FA_CLC")  # of a `make test` that runs this test
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    made = subprocess.run(
-        ["make", "test", f"VENV={tmp_path / 'venv'}"],
-        cwd=ROOT,
-        env={**environment, "LOG": str(log), "RED": red},
-        capture_output=True,
-        text=True,
-    )
+    made = make(tmp_path, "test", LOG=str(log), RED=red)
     assert log.read_text().splitlines() == ["pytest static", "pytest 1"]
     assert (made.returncode != 0) == (red != "none"), made.stderr
+
+
+@pytest.mark.parametrize("goal, extras", [
+    ("demo", [".[demo]"]),
+    ("lint", [".[demo]", ".[test,bench]"]),
+    ("test-static", [".[demo]", ".[test,bench]"]),
+])  # fmt: skip
+def test_a_goal_installs_what_it_needs_and_no_more(tmp_path, goal, extras):
+    lines = make(tmp_path, "-n", goal, "TORCH_INDEX=https://index").stdout.splitlines()
+    installs = [line.split("constraints.txt ")[1] for line in lines if "pip install" in line]
+    assert installs[0] == "--extra-index-url https://index torch"
+    package = [line.split()[-1].strip("'") for line in installs if "--editable" in line]
+    assert [name for name in package if name.startswith(".[")] == extras
+    assert ("--no-deps nvidia-cudnn-frontend" in installs) == (goal != "demo")

@@ -70,6 +70,14 @@ def test_command_line_text_and_plot_without_matplotlib(capsys, monkeypatch, tmp_
     assert "no error curve: it needs matplotlib" in capsys.readouterr().err
 
 
+def test_without_scipy_the_command_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--degree", "2"])
+    assert ended.value.code == 2
+    assert "pip install 'fa4-hd256[fit]'" in capsys.readouterr().err
+
+
 def test_command_line_plot(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="the plot needs the extra [bench]")
     monkeypatch.chdir(tmp_path)
