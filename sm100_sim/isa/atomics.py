@@ -17,6 +17,7 @@ from sm100_sim.errors import MemoryFault, Misaligned
 from sm100_sim.ptx.parser import Instruction, Operand
 from sm100_sim.state.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
 
+from .columns import ByModifier, Effect, Event, Recorded, Rule, Ties
 from .shared import require_own
 from .table import machine_op, split_modifiers, unknown
 from .tiles import decrement, flushing_add, increment
@@ -122,7 +123,13 @@ def lane_source(op: Operand, nbytes: int) -> _Source:
     return _Source(tuple(reader(item, max(32, 8 * nbytes)) for item in items), nbytes)
 
 
-@machine_op("atom", "red", statistics=lambda i: i.opcode)
+_EVENT = ByModifier({"global": Event.GLOBAL_ATOMIC}, Event.NONE)
+
+
+@machine_op("atom", defines=(0,), rule=Rule.ATOMIC, trace=Recorded.ENTRY, event=_EVENT,
+            effect=Effect.NONE, ties=Ties.UNLESS_SHARED)
+@machine_op("red", rule=Rule.ATOMIC, trace=Recorded.ENTRY, event=_EVENT, effect=Effect.NONE,
+            ties=Ties.UNLESS_SHARED)
 def bind_atomic(instruction: Instruction, kernel) -> Callable:
     """atom, red{.sem}{.scope}{.space}.op{.noftz}{.L2::cache_hint}{.vec}.type {d,} [a], b{, c}."""
     _, _, space, operation, _, _, vector, type_name = split_modifiers(

@@ -16,6 +16,7 @@ from sm100_sim.errors import MemoryFault, SimulationError
 from sm100_sim.ptx.parser import MODULE_DATA_WINDOW
 from sm100_sim.state.warp import LOCAL_WINDOW, Warp, reader, writer
 
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .table import machine_op, unknown
 
 _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d*)(?:\.(\*|\d*))?(hh|h|ll|l|z|j|t)?(.)", re.S)
@@ -79,7 +80,8 @@ def _formatted(warp: Warp, form: str, arguments: _Arguments) -> str:
     return _CONVERSION.sub(convert, form)
 
 
-@machine_op("call.vprintf", statistics="call", defines=(0,))
+@machine_op("call.vprintf", statistics="call", defines=(0,), rule=Rule.NOT_FOLLOWED,
+            trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_print(instruction, kernel):
     """vprintf(format, arguments): prints; returns the number of arguments."""
     if len(instruction.operands) != 3:
@@ -98,7 +100,8 @@ def bind_print(instruction, kernel):
     return execute
 
 
-@machine_op("call.__assertfail", statistics="call")
+@machine_op("call.__assertfail", statistics="call", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_assert(instruction, kernel):
     """__assertfail(message, file, line, function, character size): ends the kernel."""
     if len(instruction.operands) != 6:

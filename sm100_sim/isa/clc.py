@@ -32,8 +32,9 @@ import numpy as np
 from sm100_sim.errors import BarrierError, ClcError
 from sm100_sim.state.warp import lane_array, predicate_writer, reader, vector_writer, writer
 
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .shared import shared_address, submit
-from .table import machine_op, split_modifiers, unknown
+from .table import effect_of, machine_op, split_modifiers, unknown
 
 RESPONSE_BYTES = 16
 #: The bit of word 2 that tells whether a cluster was cancelled.
@@ -46,7 +47,9 @@ MARKS = 0x0C1C_0DE0, 0xBADC_0C1C
 FOURTH_POISON = 0xFFF4_5EED
 
 
-@machine_op("clusterlaunchcontrol.try_cancel", statistics="clc.try_cancel")
+@machine_op("clusterlaunchcontrol.try_cancel", statistics="clc.try_cancel", rule=Rule.BY_OBJECTS,
+            trace=Recorded.ENTRY, event=Event.CLC_TRY_CANCEL, effect=Effect.CANCEL,
+            ties=Ties.ALWAYS)
 def bind_try_cancel(instruction, kernel):
     """clusterlaunchcontrol.try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes
     {.multicast::cluster::all}.b128 [addr], [mbar].
@@ -58,6 +61,7 @@ def bind_try_cancel(instruction, kernel):
         ("multicast::cluster::all", ""), ("b128",),
     )  # fmt: skip
     slot, signal = (shared_address(operand, not space) for operand in instruction.operands)
+    effect = effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         cta = warp.cta
@@ -71,7 +75,7 @@ def bind_try_cancel(instruction, kernel):
         for target in cluster.ctas if multicast else (cta,):
             place = target.rank << 24 | barrier
             submit(
-                warp, instruction, "clc.try_cancel",
+                warp, instruction, effect,
                 functools.partial(_deliver, target, response, place, words),
                 writes=((target, response, RESPONSE_BYTES, place),),
             )  # fmt: skip
@@ -127,7 +131,9 @@ def failed(words: np.ndarray) -> np.ndarray:
     return of_hardware(words) & (words[2] & CANCELLED == 0)
 
 
-@machine_op("clusterlaunchcontrol.query_cancel", statistics="clc.query_cancel", defines=(0,))
+@machine_op("clusterlaunchcontrol.query_cancel", statistics="clc.query_cancel", defines=(0,),
+            rule=Rule.COMPUTES, trace=Recorded.ENTRY, event=Event.NONE, effect=Effect.NONE,
+            ties=Ties.ALWAYS)
 def bind_query_cancel(instruction, kernel):
     """clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 p, response and
     .get_first_ctaid{.v4.b32 | ::x.b32 | ::y.b32 | ::z.b32}.b128 d, response."""

@@ -15,9 +15,10 @@ from sm100_sim.errors import MemoryFault, Misaligned
 from sm100_sim.state.events import Waiting
 from sm100_sim.state.warp import SHARED_WINDOW, Warp, lane_array, predicate_reader, reader
 
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .shared import submit
 from .sync import barrier_groups
-from .table import machine_op, split_modifiers, unknown
+from .table import effect_of, machine_op, split_modifiers, unknown
 from .tma import thread_groups
 
 _PREFETCH = ("L2::64B", "L2::128B", "L2::256B", "")
@@ -53,7 +54,8 @@ def _source_bytes(instruction, extra: list, size: int):
     return lambda warp: read(warp).astype(np.int64)
 
 
-@machine_op("cp.async.ca", "cp.async.cg", statistics="cp.async")
+@machine_op("cp.async.ca", "cp.async.cg", statistics="cp.async", rule=Rule.COPY,
+            trace=Recorded.ENTRY, event=Event.COPY, effect=Effect.COPY, ties=Ties.NEVER)
 def bind_copy(instruction, kernel):
     """cp.async.{ca,cg}.shared{::cta}.global{.L2::cache_hint}{.L2::prefetch} [dst], [src], size
     {, src-size | ignore-src}{, policy}: bytes beyond src-size are zeros."""
@@ -68,6 +70,7 @@ def bind_copy(instruction, kernel):
         raise unknown(instruction, "cp-size is 4, 8 or 16, with .cg 16")
     target = shared_targets(to, bool(space))
     source, given = reader(origin, 64), _source_bytes(instruction, extra, size)
+    effect = effect_of(instruction)
 
     def execute(warp: Warp, lanes: int) -> None:
         active = [lane for lane in range(32) if lanes >> lane & 1]
@@ -87,7 +90,7 @@ def bind_copy(instruction, kernel):
                 if count < size:
                     smem[offset + count : offset + size] = 0
 
-        operation = submit(warp, instruction, "cp.async", perform, _queue(warp))
+        operation = submit(warp, instruction, effect, perform, _queue(warp))
         for groups in thread_groups(warp, lanes, _TABLE):
             groups.open.append(operation)
 
@@ -117,7 +120,8 @@ def _read_bytes(cta, start: int, count: int, size: int) -> int:
     return count
 
 
-@machine_op("cp.async.commit_group")
+@machine_op("cp.async.commit_group", rule=Rule.COMMIT_COPIES, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
 def bind_commit(instruction, kernel):
     """cp.async.commit_group: close the group of each executing thread."""
     split_modifiers(instruction)
@@ -130,7 +134,8 @@ def bind_commit(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.wait_group", "cp.async.wait_all")
+@machine_op("cp.async.wait_group", "cp.async.wait_all", rule=Rule.WAIT_COPIES, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
 def bind_wait(instruction, kernel):
     """cp.async.wait_group N: at most the N latest groups pend; wait_all: nothing pends."""
     split_modifiers(instruction)
@@ -152,14 +157,16 @@ def bind_wait(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.mbarrier.arrive")
+@machine_op("cp.async.mbarrier.arrive", rule=Rule.ARRIVE_COPIES, trace=Recorded.ENTRY,
+            event=Event.COPY_ARRIVE, effect=Effect.ARRIVE_COPIES, ties=Ties.NEVER,
+            synchronises=True)
 def bind_arrive(instruction, kernel):
     """cp.async.mbarrier.arrive{.noinc}{.shared{::cta}}.b64 [addr]: each lane arrives when all its
     earlier copies have completed; without .noinc the pending count first grows by that arrival."""
     fixed, space, _ = split_modifiers(
         instruction, ("noinc", ""), ("shared", "shared::cta", ""), ("b64",)
     )
-    groups = barrier_groups(instruction.operands[0], space)
+    groups, effect = barrier_groups(instruction.operands[0], space), effect_of(instruction)
 
     def execute(warp: Warp, lanes: int) -> None:
         for barrier, some in groups(warp, lanes):
@@ -167,7 +174,7 @@ def bind_arrive(instruction, kernel):
             if not fixed:
                 barrier.expect_arrivals(count)
             submit(
-                warp, instruction, "cp.async.arrive",
+                warp, instruction, effect,
                 lambda barrier=barrier, count=count: barrier.arrive(count), _queue(warp),
             )  # fmt: skip
 

@@ -19,6 +19,7 @@ import numpy as np
 from sm100_sim.state.warp import ALL_LANES, vector_reader, vector_writer
 
 from . import tensor_core
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .table import machine_op, split_modifiers, unknown
 
 #: Bytes of an element of A or B.
@@ -118,7 +119,8 @@ def _rounded(d: np.ndarray, name: str, saturate: bool) -> np.ndarray:
     return d
 
 
-@machine_op("mma.sync", statistics="mma.sync", aligned=True, defines=(0,))
+@machine_op("mma.sync", aligned=True, defines=(0,), rule=Rule.COMPUTES, trace=Recorded.NOTHING,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_mma(instruction, kernel):
     """mma.sync.aligned.shape.row.col{.satfinite}.dtype.atype.btype.ctype d, a, b, c."""
     _, name, _, _, saturate, d_type, a_type, b_type, c_type = split_modifiers(

@@ -8,11 +8,13 @@ same.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from sm100_sim.errors import Misaligned
 from sm100_sim.state.events import YIELD
 from sm100_sim.state.warp import reader
 
+from .columns import ByModifier, Effect, Event, NativeForm, Recorded, Rule, Ties
 from .table import machine_op, split_modifiers, unknown
 
 _SCOPES = "(?:cta|cluster|gpu|sys)"
@@ -33,8 +35,25 @@ def _no_effect(warp, lanes: int) -> None:
     """Nothing to do: the instruction orders accesses that are in order already."""
 
 
-@machine_op("fence", "fence.proxy", statistics=lambda i: (
-    "fence.proxy" if i.name.startswith("fence.proxy") else "fence"))
+def _fence_op(name: str, rule: Rule, event: Event = Event.NONE) -> Callable:
+    """Decorator: the row of one kind of fence or membar."""
+    first, *rest = name.split(".")
+    return machine_op(
+        name, statistics="fence.proxy" if name.startswith("fence.proxy") else first, rule=rule,
+        trace=Recorded.ENTRY, event=event, effect=Effect.NONE, synchronises=True,
+        native=NativeForm.ORDER, ties=Ties.NEVER if rest == ["proxy", "alias"] else Ties.IF_WIDE,
+    )  # fmt: skip
+
+
+@_fence_op("fence", Rule.FENCE)
+@_fence_op("fence.release.sync_restrict::shared::cta", Rule.FENCE_SHARED)
+@_fence_op("fence.mbarrier_init", Rule.FENCE_INIT)
+@_fence_op("fence.proxy.alias", Rule.NOT_FOLLOWED)
+@_fence_op("fence.proxy.async", Rule.FENCE_PROXY, Event.ASYNC_FENCE)
+@_fence_op("fence.proxy.async::generic.acquire", Rule.FENCE_PROXY_ACQUIRE, Event.ASYNC_FENCE)
+@_fence_op("fence.proxy.async::generic.release", Rule.FENCE_PROXY_RELEASE, Event.ASYNC_FENCE)
+@_fence_op("fence.proxy.tensormap::generic.acquire", Rule.FENCE_MAP_ACQUIRE)
+@_fence_op("fence.proxy.tensormap::generic.release", Rule.FENCE_MAP_RELEASE)
 def bind_fence(instruction, kernel):
     """fence in all its forms."""
     form = instruction.name.removeprefix("fence").lstrip(".")
@@ -43,29 +62,35 @@ def bind_fence(instruction, kernel):
     return _no_effect
 
 
-@machine_op("membar")
+@_fence_op("membar", Rule.FENCE)
+@_fence_op("membar.proxy.alias", Rule.NOT_FOLLOWED)
 def bind_membar(instruction, kernel):
     """membar.{cta,gl,sys} and membar.proxy.alias."""
-    if instruction.modifiers not in (("cta",), ("gl",), ("sys",), ("proxy", "alias")):
+    if instruction.name not in ("membar.cta", "membar.gl", "membar.sys", "membar.proxy.alias"):
         raise unknown(instruction, "expected .cta, .gl, .sys or .proxy.alias")
     return _no_effect
 
 
-@machine_op("griddepcontrol")
+@machine_op("griddepcontrol", rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
+            event=ByModifier({"launch_dependents": Event.LAUNCH_DEPENDENTS,
+                              "wait": Event.WAIT_DEPENDENTS}, Event.NONE),
+            effect=Effect.NONE, ties=Ties.NEVER, native=NativeForm.ORDER)
 def bind_griddepcontrol(instruction, kernel):
     """griddepcontrol.{wait,launch_dependents}: launches run one after the other here."""
     split_modifiers(instruction, ("wait", "launch_dependents"))
     return _no_effect
 
 
-@machine_op("nanosleep")
+@machine_op("nanosleep", rule=Rule.COMPUTES, trace=Recorded.NOTHING, event=Event.NONE,
+            effect=Effect.NONE, ties=Ties.NEVER)
 def bind_nanosleep(instruction, kernel):
     """nanosleep.u32 t: others get a turn; no time passes."""
     split_modifiers(instruction, ("u32",))
     return lambda warp, lanes: YIELD
 
 
-@machine_op("applypriority", "discard")
+@machine_op("applypriority", "discard", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_line_hint(instruction, kernel):
     """applypriority{.global}.L2::evict_normal and discard{.global}.L2 [a], 128: a line of the L2.
 
@@ -89,14 +114,16 @@ def bind_line_hint(instruction, kernel):
     return execute
 
 
-@machine_op("vote", "shfl", "match", statistics="vote")
+@machine_op("vote", "shfl", "match", statistics="vote", rule=Rule.COMPUTES, trace=Recorded.NOTHING,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_without_sync(instruction, kernel):
     """The forms without .sync, which no target from sm_70 on has."""
     raise unknown(instruction, f"{instruction.opcode} without .sync does not exist on sm_70 and "
                                f"later; use {instruction.opcode}.sync with a membermask")
 
 
-@machine_op("multimem")
+@machine_op("multimem", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE,
+            effect=Effect.NONE, ties=Ties.ALWAYS)
 def bind_multimem(instruction, kernel):
     """multimem.*: multicast objects span several devices."""
     raise unknown(instruction, "multimem works on memory of several devices, and one is "

@@ -8,6 +8,8 @@ from sm100_sim.errors import MemoryFault, SimulationError
 from sm100_sim.state.events import AsyncOp, Touches
 from sm100_sim.state.warp import SHARED_WINDOW, Warp, address, uniform
 
+from .columns import Effect
+
 
 def shared_address(operand, generic: bool = False) -> Callable[[Warp, int], int]:
     """Accessor of a shared address (CTA rank << 24 | offset) in the lowest set lane.
@@ -50,12 +52,13 @@ def require_own(warp: Warp, shared: int, what: str) -> None:
 
 
 def submit(
-    warp: Warp, instruction, kind: str, perform: Callable[[], None],
+    warp: Warp, instruction, effect: Effect, perform: Callable[[], None],
     queue: Hashable | None = None, **touched,
 ) -> AsyncOp:
     """Issue an asynchronous operation; what it raises later names the place of its issue.
 
-    touched: fields of `events.Touches`.
+    effect: what the instruction's row names (`table.effect_of`). touched: fields of
+    `events.Touches`.
     """
     cta = warp.cta
 
@@ -65,7 +68,7 @@ def submit(
         except SimulationError as error:
             raise error.at(instruction, cta.ctaid, warp.index) from None
 
-    operation = AsyncOp(kind, perform_at, queue)
+    operation = AsyncOp(effect, perform_at, queue)
     operation.touches = Touches(warp, instruction, **touched)
     cta.cluster.machine.submit(operation)
     return operation

@@ -13,8 +13,9 @@ from sm100_sim.errors import BarrierError, MemoryFault, Misaligned
 from sm100_sim.state.warp import Warp, reader
 
 from .atomics import combiner, lane_source
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .shared import submit
-from .table import machine_op, split_modifiers, unknown
+from .table import effect_of, machine_op, split_modifiers, unknown
 
 _SPACE = ("shared::cluster", "")
 _COMPLETION = "mbarrier::complete_tx::bytes"
@@ -29,7 +30,8 @@ def _addresses(instruction, operand):
     return reader(operand, 32)
 
 
-@machine_op("st.async", statistics="st.async")
+@machine_op("st.async", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.STORE_ASYNC,
+            effect=Effect.STORE, ties=Ties.NEVER)
 def bind_store(instruction, kernel):
     """st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.v2,.v4}.type [a], b, [mbar]
     and the same of st.async.weak."""
@@ -45,7 +47,8 @@ def bind_store(instruction, kernel):
         source.lane(warp, lane, np.uint8), None))
 
 
-@machine_op("red.async", statistics="red.async")
+@machine_op("red.async", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.NONE,
+            effect=Effect.REDUCE, ties=Ties.UNLESS_SHARED)
 def bind_reduction(instruction, kernel):
     """red.async{.relaxed}{.cluster}{.shared::cluster}.mbarrier::complete_tx::bytes.op.type [a], b,
     [mbar]."""
@@ -64,6 +67,7 @@ def _execution(instruction, nbytes: int, value):
     """Executor; `value(warp, lane)` gives an array and how to combine it with memory, or None."""
     targets = _addresses(instruction, instruction.operands[0])
     signals = _addresses(instruction, instruction.operands[2])
+    effect = effect_of(instruction)
 
     def execute(warp: Warp, lanes: int) -> None:
         cluster = warp.cta.cluster
@@ -81,7 +85,7 @@ def _execution(instruction, nbytes: int, value):
                 cell[:] = data if combine is None else combine(cell.copy(), data)
                 cluster.mbarrier(signal).complete_tx(size)
 
-        submit(warp, instruction, instruction.opcode, perform, writes=tuple(writes))
+        submit(warp, instruction, effect, perform, writes=tuple(writes))
 
     return execute
 

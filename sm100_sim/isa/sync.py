@@ -7,7 +7,7 @@ waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sm100_sim.errors import MemoryFault
 from sm100_sim.state import barriers
@@ -23,6 +23,7 @@ from sm100_sim.state.warp import (
     writer,
 )
 
+from .columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from .shared import require_own, shared_address
 from .table import machine_op, split_modifiers, unknown
 
@@ -124,7 +125,10 @@ def _sum_of(operand) -> Callable[[Warp, int], int]:
 # ---------------------------------------------------------------- mbarrier
 
 
-@machine_op("mbarrier.init", "mbarrier.inval")
+@machine_op("mbarrier.init", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.INIT,
+            effect=Effect.NONE, ties=Ties.NEVER)
+@machine_op("mbarrier.inval", rule=Rule.INVALIDATE, trace=Recorded.ENTRY, event=Event.NONE,
+            effect=Effect.NONE, ties=Ties.NEVER)
 def bind_lifetime(instruction, kernel):
     """mbarrier.init{.space}.b64 [addr], count and mbarrier.inval{.space}.b64 [addr]."""
     space, _ = split_modifiers(instruction, _OWN_SPACE, ("b64",))
@@ -150,7 +154,11 @@ def _arrive_form(instruction) -> tuple[str, str]:
     return variant, space
 
 
-@machine_op("mbarrier.arrive", "mbarrier.arrive_drop", defines=(0,))
+@machine_op("mbarrier.arrive", defines=(0,), rule=Rule.ARRIVE, trace=Recorded.LANES,
+            event=Event.ARRIVE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.ARRIVE)
+@machine_op("mbarrier.arrive_drop", defines=(0,), rule=Rule.ARRIVE, trace=Recorded.LANES,
+            event=Event.ARRIVE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
 def bind_arrive(instruction, kernel):
     """mbarrier.arrive{_drop}{.expect_tx|.noComplete}{.sem}{.scope}{.space}.b64 {state,} [addr]
     {, count}; every executing lane arrives at the barrier it names."""
@@ -186,7 +194,9 @@ def bind_arrive(instruction, kernel):
     return execute
 
 
-@machine_op("mbarrier.expect_tx", "mbarrier.complete_tx")
+@machine_op("mbarrier.expect_tx", "mbarrier.complete_tx", rule=Rule.BY_OBJECTS,
+            trace=Recorded.ENTRY, event=Event.ARRIVE, effect=Effect.NONE, ties=Ties.NEVER,
+            synchronises=True)
 def bind_tx(instruction, kernel):
     """mbarrier.{expect,complete}_tx{.relaxed}{.scope}{.space}.b64 [addr], bytes."""
     _, _, space, _ = split_modifiers(instruction, ("relaxed", ""), _SCOPE, _SPACE, ("b64",))
@@ -201,7 +211,8 @@ def bind_tx(instruction, kernel):
     return execute
 
 
-@machine_op("mbarrier.pending_count", defines=(0,))
+@machine_op("mbarrier.pending_count", defines=(0,), rule=Rule.COMPUTES, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_pending_count(instruction, kernel):
     """mbarrier.pending_count.b64 count, state."""
     split_modifiers(instruction, ("b64",))
@@ -214,7 +225,9 @@ def bind_pending_count(instruction, kernel):
     return execute
 
 
-@machine_op("mbarrier.try_wait", "mbarrier.test_wait", defines=(0,))
+@machine_op("mbarrier.try_wait", "mbarrier.test_wait", defines=(0,), rule=Rule.WAIT,
+            trace=Recorded.RESULT, event=Event.WAIT, effect=Effect.NONE, ties=Ties.NEVER,
+            synchronises=True, native=NativeForm.WAIT)
 def bind_wait(instruction, kernel):
     """mbarrier.{try,test}_wait{.parity}{.sem}{.scope}{.space}.b64 p, [addr], state|parity{, ns}.
 
@@ -260,25 +273,33 @@ def bind_wait(instruction, kernel):
 # ---------------------------------------------------------------- named barriers
 
 
-def _kinds(*prefixes: str) -> list[str]:
-    return [f"{prefix}.{kind}" for prefix in prefixes for kind in ("sync", "arrive", "red")]
+def _named_barrier_op(kind: str, event: Event, aligned: bool) -> Callable:
+    """Decorator: the rows of {bar,barrier}{.cta}.kind, for all lanes together or one by one."""
+    prefixes, suffixes = ["barrier", "barrier.cta"], [""]
+    if aligned:
+        operations = ("", ".and", ".or", ".popc") if kind == "red" else ("",)
+        suffixes = [f"{operation}.aligned" for operation in operations]
+    names = [f"{prefix}.{kind}{suffix}" for prefix in prefixes for suffix in suffixes]
+    if aligned:
+        names += [f"bar.{kind}", f"bar.cta.{kind}"]
+    return machine_op(
+        *names, statistics="barrier", aligned=aligned, rule=Rule.NAMED_BARRIER,
+        trace=Recorded.ENTRY, event=event, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+    )  # fmt: skip
 
 
-_ALIGNED_NAMES = _kinds("bar", "bar.cta") + [
-    f"{name}{operation}.aligned"
-    for name in _kinds("barrier", "barrier.cta")
-    for operation in (("", ".and", ".or", ".popc") if name.endswith("red") else ("",))
-]
-
-
-@machine_op(*_ALIGNED_NAMES, statistics="barrier", aligned=True)
+@_named_barrier_op("sync", Event.BAR_SYNC, aligned=True)
+@_named_barrier_op("arrive", Event.BAR_ARRIVE, aligned=True)
+@_named_barrier_op("red", Event.BAR_REDUCE, aligned=True)
 def bind_aligned_barrier(instruction, kernel):
     """bar{.cta}.{sync,arrive,red}..., barrier....aligned: all lanes of the warp together."""
     parts = [p for p in instruction.name.split(".") if p not in ("bar", "barrier", "cta")]
     return _bind_barrier(instruction, [part for part in parts if part != "aligned"])
 
 
-@machine_op(*_kinds("barrier", "barrier.cta"), statistics="barrier")
+@_named_barrier_op("sync", Event.BAR_SYNC, aligned=False)
+@_named_barrier_op("arrive", Event.BAR_ARRIVE, aligned=False)
+@_named_barrier_op("red", Event.BAR_REDUCE, aligned=False)
 def bind_barrier(instruction, kernel):
     """barrier{.cta}.{sync,arrive,red}...: lanes may come one by one."""
     parts = [p for p in instruction.name.split(".") if p not in ("barrier", "cta")]
@@ -346,6 +367,17 @@ def _bind_reduction(instruction, parts: list[str]):
 # ---------------------------------------------------------------- cluster barrier
 
 
+def _cluster_op(kind: str, suffixes: tuple[str, ...], aligned: bool = False) -> Callable:
+    """Decorator: the rows of barrier.cluster.kind with these suffixes."""
+    arrives = kind == "arrive"
+    return machine_op(
+        *(f"barrier.cluster.{kind}{suffix}" for suffix in suffixes), statistics="barrier.cluster",
+        aligned=aligned, rule=Rule.CLUSTER_ARRIVE if arrives else Rule.CLUSTER_WAIT,
+        trace=Recorded.ENTRY, event=Event.CLUSTER_ARRIVE if arrives else Event.CLUSTER_WAIT,
+        effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+    )  # fmt: skip
+
+
 def _cluster_arrive(instruction, aligned: tuple[str, ...]):
     split_modifiers(instruction, ("release", "relaxed", ""), aligned)
     return lambda warp, lanes: warp.cta.cluster.barrier.arrive(warp, lanes)
@@ -362,28 +394,25 @@ def _cluster_wait(instruction, aligned: tuple[str, ...]):
     return execute
 
 
-@machine_op("barrier.cluster.arrive", "barrier.cluster.arrive.release",
-            "barrier.cluster.arrive.relaxed", statistics="barrier.cluster")
+@_cluster_op("arrive", ("", ".release", ".relaxed"))
 def bind_cluster_arrive(instruction, kernel):
     """barrier.cluster.arrive{.release|.relaxed}: lanes may come one by one."""
     return _cluster_arrive(_resplit(instruction, "barrier.cluster.arrive"), ("",))
 
 
-@machine_op("barrier.cluster.arrive.aligned", "barrier.cluster.arrive.release.aligned",
-            "barrier.cluster.arrive.relaxed.aligned", statistics="barrier.cluster", aligned=True)
+@_cluster_op("arrive", (".aligned", ".release.aligned", ".relaxed.aligned"), aligned=True)
 def bind_cluster_arrive_aligned(instruction, kernel):
     """barrier.cluster.arrive{.release|.relaxed}.aligned: all lanes of the warp together."""
     return _cluster_arrive(_resplit(instruction, "barrier.cluster.arrive"), ("aligned",))
 
 
-@machine_op("barrier.cluster.wait", "barrier.cluster.wait.acquire", statistics="barrier.cluster")
+@_cluster_op("wait", ("", ".acquire"))
 def bind_cluster_wait(instruction, kernel):
     """barrier.cluster.wait{.acquire}."""
     return _cluster_wait(_resplit(instruction, "barrier.cluster.wait"), ("",))
 
 
-@machine_op("barrier.cluster.wait.aligned", "barrier.cluster.wait.acquire.aligned",
-            statistics="barrier.cluster", aligned=True)
+@_cluster_op("wait", (".aligned", ".acquire.aligned"), aligned=True)
 def bind_cluster_wait_aligned(instruction, kernel):
     """barrier.cluster.wait{.acquire}.aligned."""
     return _cluster_wait(_resplit(instruction, "barrier.cluster.wait"), ("aligned",))
@@ -400,7 +429,8 @@ def _resplit(instruction, opcode: str):
 # ---------------------------------------------------------------- registers
 
 
-@machine_op("setmaxnreg", aligned=True)
+@machine_op("setmaxnreg", aligned=True, rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
+            event=Event.SETMAXNREG, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_setmaxnreg(instruction, kernel):
     """setmaxnreg.{inc,dec}.sync.aligned.u32 n: moves registers through the CTA's pool.
 
@@ -425,3 +455,9 @@ def bind_setmaxnreg(instruction, kernel):
 
     return execute
 
+
+def most_asked(instructions: Iterable) -> int:
+    """The most registers that a setmaxnreg.inc of a kernel asks for, 0 without one."""
+    return max((
+        i.operands[0].value for i in instructions if i.name.startswith("setmaxnreg.inc.")
+    ), default=0)  # fmt: skip

@@ -8,23 +8,39 @@ rest are its modifiers. What is not in the table is an error that names the inst
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sm100_sim.errors import UnknownInstruction
 from sm100_sim.ptx.parser import Instruction
 
+from .columns import ByModifier, Effect, Event, MemoryAccess, NativeForm, Recorded, Rule, Ties
+
+
+class IncompleteRow(ValueError):
+    """A row of the instruction table lacks a column, or says what nobody would act on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the table.
+    """One row of the table: all that the simulator knows of an opcode.
 
-    Exactly one of ``bind`` and ``emit`` is set. ``statistics`` names the class under which
-    executions are counted, or computes it from the instruction. ``aligned`` says that all lanes of
-    the warp that are alive (or those of the membermask, for inline operations) must arrive
-    together before the instruction executes; ``member_mask`` is the position of the membermask.
-    ``defines`` are positions of operands that the instruction only writes, for every executing
-    lane.
+    Semantics: exactly one of ``bind`` and ``emit`` is set. ``aligned`` says that all lanes of the
+    warp that are alive (or those of the membermask, for inline operations) must arrive together
+    before the instruction executes; ``member_mask`` is the position of the membermask.
+    Registers: ``defines`` are positions of operands that the instruction only writes, for every
+    executing lane; it reads all others. Memory: ``access``, of inline operations.
+    ``effect`` is the asynchronous operation that it issues, ``chain`` whether it continues or ends
+    the chain of MMAs that its warp is issuing.
+
+    What others make of it: the sanitizer's ``rule``; what a ``trace`` records; the ``event`` of
+    the timing model; ``ties``, whether clusters communicate through it; ``synchronises``, whether
+    leaving it out is a mutation; ``native``, its native form, None if Python executes it.
+    ``statistics`` names the class under which executions are counted, or computes it from the
+    instruction.
+
+    ``effect`` and ``event`` may depend on the modifiers (`ByModifier`).
     """
 
     name: str
@@ -32,66 +48,147 @@ class Entry:
     bind: Callable | None = None
     emit: Callable | None = None
     aligned: bool = False
-    defines: tuple[int, ...] = (0,)
+    defines: tuple[int, ...] = ()
     member_mask: int | None = None
+    access: MemoryAccess = MemoryAccess.NONE
+    effect: Effect | ByModifier | None = None
+    chain: bool = False
+    rule: Rule | None = None
+    trace: Recorded | None = None
+    event: Event | ByModifier | None = None
+    ties: Ties | None = None
+    synchronises: bool = False
+    native: NativeForm | None = None
 
     def statistics_class(self, instruction: Instruction) -> str:
         return self.statistics if isinstance(self.statistics, str) else self.statistics(instruction)
 
+    def effect_with(self, modifiers: Iterable[str]) -> Effect:
+        """The asynchronous operation that the instruction with these modifiers issues."""
+        return _value(self.effect, modifiers)
 
+    def event_with(self, modifiers: Iterable[str]) -> Event:
+        """The event that the instruction with these modifiers is."""
+        return _value(self.event, modifiers)
+
+
+def _value(cell: Any, modifiers: Iterable[str]) -> Any:
+    return cell.of(modifiers) if isinstance(cell, ByModifier) else cell
+
+
+#: Columns without a default: what is not said is not known.
+_REQUIRED = {"rule": Rule, "trace": Recorded, "event": Event, "effect": Effect, "ties": Ties}
+#: Rules of inline operations: at no other does native code stop.
+_INLINE_RULES = (Rule.COMPUTES, Rule.LOGGED, Rule.NOT_FOLLOWED)
 _ENTRIES: dict[str, Entry] = {}
+#: Dotted name -> its row and modifiers.
+_found: dict[str, tuple[Entry, tuple[str, ...]] | None] = {}
 
 
 def _register(entry: Entry) -> None:
     if entry.name in _ENTRIES:
         raise ValueError(f"the instruction table already has an entry {entry.name!r}")
+    _check(entry)
     _ENTRIES[entry.name] = entry
+    _found.clear()
+
+
+def _check(entry: Entry) -> None:
+    """Raise IncompleteRow for a row with a hole, or that says what nobody would act on."""
+    for column, values in _REQUIRED.items():
+        cell = getattr(entry, column)
+        cells = cell.values if isinstance(cell, ByModifier) else (cell,)
+        if not all(isinstance(one, values) for one in cells):
+            raise IncompleteRow(
+                f"the row {entry.name!r} of the instruction table says {cell!r} for {column!r}; "
+                f"accepted are the members of columns.{values.__name__}: "
+                f"{', '.join(values.__members__)}"
+            )
+    if entry.emit is not None:
+        passive = entry.trace is Recorded.NOTHING and not entry.effect and not entry.event
+        if entry.rule not in _INLINE_RULES or not passive or entry.native or entry.synchronises:
+            raise IncompleteRow(
+                f"the row {entry.name!r} is inline: nothing can be done at its execution beside "
+                "what it computes. Make it a machine operation, or take what it cannot have away"
+            )
+    logged = entry.rule is Rule.LOGGED
+    if logged != (entry.access is not MemoryAccess.NONE) or logged and entry.emit is None:
+        raise IncompleteRow(
+            f"the row {entry.name!r}: accesses to memory are logged for inline operations, and "
+            f"these say which: rule {entry.rule}, access {entry.access}"
+        )
 
 
 def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
-               aligned: bool = False, defines: tuple[int, ...] = ()) -> Callable:
+               **columns: Any) -> Callable:
     """Decorator: register ``bind(instruction, kernel) -> execute(warp, lanes)`` under ``names``.
 
     bind checks every modifier (raising UnknownInstruction) and binds the operand accessors once.
     execute gets the mask of executing lanes and returns None when done, or a waiting object: then
     the lanes stay at the instruction and it is executed again when they wake up.
-    ``statistics`` defaults to the name.
+    ``statistics`` defaults to the name. columns: fields of `Entry`; rule, trace, event, effect and
+    ties must be there. Raises IncompleteRow if one is not.
     """
 
     def decorate(bind: Callable) -> Callable:
         for name in names:
-            _register(Entry(name, statistics or name, bind=bind, aligned=aligned, defines=defines))
+            _register(Entry(name, statistics or name, bind=bind, **columns))
         return bind
 
     return decorate
 
 
 def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None = None,
-              member_mask: int | None = None, defines: tuple[int, ...] = (0,),
-             aligned: bool = False) -> Callable:
+              member_mask: int | None = None, aligned: bool = False,
+              **columns: Any) -> Callable:
     """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``.
 
     An operation with a membermask operand waits until those lanes have converged, an aligned one
-    for all lanes that are alive.
+    for all lanes that are alive. columns: fields of `Entry`. Nothing observes the execution of an
+    inline operation, so trace, event and effect are none; rule and ties must be there.
     """
+    aligned = aligned or member_mask is not None
+    columns = {"trace": Recorded.NOTHING, "event": Event.NONE, "effect": Effect.NONE, **columns}
 
     def decorate(emit: Callable) -> Callable:
         for name in names:
-            _register(Entry(name, statistics or name, emit=emit, defines=defines,
-                            aligned=aligned or member_mask is not None, member_mask=member_mask))
+            _register(Entry(name, statistics or name, emit=emit, aligned=aligned,
+                            member_mask=member_mask, **columns))
         return emit
 
     return decorate
 
 
+def computes(*names: str, defines: tuple[int, ...] = (0,), **columns: Any) -> Callable:
+    """`inline_op` for what reads and writes registers only."""
+    return inline_op(*names, defines=defines, rule=Rule.COMPUTES, ties=Ties.NEVER, **columns)
+
+
 def lookup(name: str) -> tuple[Entry, tuple[str, ...]] | None:
     """Entry with the longest prefix of the dotted ``name`` and the remaining modifiers."""
-    parts = name.split(".")
+    if name not in _found:
+        _found[name] = _search(name.split("."))
+    return _found[name]
+
+
+def _search(parts: list[str]) -> tuple[Entry, tuple[str, ...]] | None:
     for count in range(len(parts), 0, -1):
         entry = _ENTRIES.get(".".join(parts[:count]))
         if entry is not None:
             return entry, tuple(parts[count:])
     return None
+
+
+def row_of(instruction: Instruction) -> Entry | None:
+    """The row of an instruction; None for branches and exits, which have none."""
+    found = lookup(instruction.name)
+    return None if found is None else found[0]
+
+
+def effect_of(instruction: Instruction) -> Effect:
+    """The asynchronous operation that an instruction issues."""
+    entry, modifiers = lookup(instruction.name)
+    return entry.effect_with(modifiers)
 
 
 def resolve(instruction: Instruction) -> Entry:

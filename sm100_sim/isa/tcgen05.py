@@ -26,9 +26,10 @@ from sm100_sim.state.tmem import LANES
 from sm100_sim.state.warp import predicate_reader, uniform
 
 from . import minifloat, tensor_core
+from .columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from .descriptors import KINDS, InstructionDescriptor, decode_instruction, decode_matrix
 from .shared import shared_address, submit
-from .table import machine_op, unknown
+from .table import effect_of, machine_op, unknown
 from .tensor_core import Mma
 
 _GROUPS = {"cta_group::1": 1, "cta_group::2": 2}
@@ -78,7 +79,8 @@ def queue_of(ctas: tuple) -> tuple:
 # ---------------------------------------------------------------- allocation and fences
 
 
-@machine_op("tcgen05.alloc", aligned=True)
+@machine_op("tcgen05.alloc", aligned=True, rule=Rule.ALLOCATE, trace=Recorded.ENTRY,
+            event=Event.TMEM_ALLOC, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_alloc(instruction, kernel):
     """tcgen05.alloc.cta_group.sync.aligned{.shared::cta}.b32 [dst], nCols."""
     modifiers = tuple(m for m in instruction.modifiers if m != "shared::cta")
@@ -114,7 +116,8 @@ def _store_address(cta, shared: int, value: int) -> None:
     cta.smem[offset : offset + 4].view(np.uint32)[0] = value
 
 
-@machine_op("tcgen05.dealloc", aligned=True)
+@machine_op("tcgen05.dealloc", aligned=True, rule=Rule.DEALLOCATE, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_dealloc(instruction, kernel):
     """tcgen05.dealloc.cta_group.sync.aligned.b32 taddr, nCols."""
     group = _group(instruction, "sync", "aligned", "b32")
@@ -128,14 +131,17 @@ def bind_dealloc(instruction, kernel):
     return execute
 
 
-@machine_op("tcgen05.relinquish_alloc_permit", aligned=True)
+@machine_op("tcgen05.relinquish_alloc_permit", aligned=True, rule=Rule.NOT_FOLLOWED,
+            trace=Recorded.ENTRY, event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_relinquish(instruction, kernel):
     """tcgen05.relinquish_alloc_permit.cta_group.sync.aligned."""
     group = _group(instruction, "sync", "aligned")
     return lambda warp, lanes: warp.cta.tmem.relinquish(group)
 
 
-@machine_op("tcgen05.fence::before_thread_sync")
+@machine_op("tcgen05.fence::before_thread_sync", rule=Rule.FENCE_BEFORE, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, chain=True, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.FENCE_BEFORE)
 def bind_fence_before(instruction, kernel):
     """tcgen05.fence::before_thread_sync: the accumulator chain of this warp ends here."""
     if instruction.modifiers:
@@ -143,7 +149,9 @@ def bind_fence_before(instruction, kernel):
     return lambda warp, lanes: end_chain(warp)
 
 
-@machine_op("tcgen05.fence::after_thread_sync")
+@machine_op("tcgen05.fence::after_thread_sync", rule=Rule.FENCE_AFTER, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.ORDER)
 def bind_fence_after(instruction, kernel):
     """tcgen05.fence::after_thread_sync: an ordering rule, without effect on the state."""
     if instruction.modifiers:
@@ -154,7 +162,9 @@ def bind_fence_after(instruction, kernel):
 # ---------------------------------------------------------------- commit
 
 
-@machine_op("tcgen05.commit")
+@machine_op("tcgen05.commit", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.COMMIT,
+            effect=Effect.COMMIT, chain=True, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.COMMIT)
 def bind_commit(instruction, kernel):
     """tcgen05.commit.cta_group.mbarrier::arrive::one{.shared::cluster}{.multicast::cluster}.b64."""
     parts = list(instruction.modifiers)
@@ -168,6 +178,7 @@ def bind_commit(instruction, kernel):
         raise unknown(instruction, "modifiers or operands of tcgen05.commit")
     barrier = shared_address(instruction.operands[0], not shared)
     mask = uniform(instruction.operands[1], 32) if multicast else None
+    effect = effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         single_thread(instruction, lanes)
@@ -190,7 +201,7 @@ def bind_commit(instruction, kernel):
                 cluster.mbarrier(target).arrive(1)
 
         queue = queue_of(participants(warp.cta, group))
-        submit(warp, instruction, "tcgen05.commit", perform, queue, commits=targets)
+        submit(warp, instruction, effect, perform, queue, commits=targets)
 
     return execute
 
@@ -214,7 +225,8 @@ def end_chain(warp) -> None:
         instruction, run = chain
         queue = queue_of(run[0].ctas)
         submit(
-            warp, instruction, "tcgen05.mma", lambda: tensor_core.execute(run), queue, mmas=run
+            warp, instruction, effect_of(instruction), lambda: tensor_core.execute(run), queue,
+            mmas=run,
         )
 
 
@@ -289,7 +301,8 @@ def _lane_mask(words: list[int], group: int) -> tuple[tuple[np.ndarray, ...] | N
     return tuple(lanes.reshape(group, LANES)), bits
 
 
-@machine_op("tcgen05.mma")
+@machine_op("tcgen05.mma", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.MMA,
+            effect=Effect.MMA, chain=True, ties=Ties.NEVER, native=NativeForm.MMA)
 def bind_mma(instruction, kernel):
     """tcgen05.mma{.ws}.cta_group.kind [d], a|[a], b, idesc{, {mask...}}, enable_d{, scale_d}; of a
     block-scaled kind: [d], a|[a], b, idesc, [scales of A], [scales of B], enable_d."""

@@ -16,9 +16,10 @@ from sm100_sim.errors import MemoryFault, TmemError
 from sm100_sim.state.tmem import LANES, split_address
 from sm100_sim.state.warp import uniform
 
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .descriptors import decode_matrix, swizzled
 from .shared import submit
-from .table import machine_op, unknown
+from .table import effect_of, machine_op, unknown
 from .tcgen05 import end_chain, groups, operands_of, queue_of, single_thread
 
 
@@ -64,7 +65,8 @@ def _lanes_of(shape: CopyShape, base: int) -> np.ndarray:
     return base + np.array([lane for lane, row in enumerate(shape.rows) if row >= 0])
 
 
-@machine_op("tcgen05.cp")
+@machine_op("tcgen05.cp", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.TMEM_COPY,
+            effect=Effect.TENSOR_COPY, chain=True, ties=Ties.NEVER)
 def bind_copy(instruction, kernel):
     """tcgen05.cp.cta_group.shape{.multicast} [taddr], descriptor."""
     group, rest = groups(instruction)
@@ -76,6 +78,7 @@ def bind_copy(instruction, kernel):
         accepted = ", ".join(".".join(filter(None, key)) for key in SHAPES)
         raise unknown(instruction, f"shape of tcgen05.cp; accepted: {accepted}")
     target, source = uniform(instruction.operands[0], 32), uniform(instruction.operands[1], 64)
+    effect = effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         single_thread(instruction, lanes)
@@ -96,7 +99,7 @@ def bind_copy(instruction, kernel):
                 cta.tmem.cells[column : column + rows.shape[1], where] = rows.T
 
         submit(
-            warp, instruction, "tcgen05.cp", perform, queue_of(ctas),
+            warp, instruction, effect, perform, queue_of(ctas),
             cells=tuple((cta, column, 4 * shape.chunks, where, chunks) for cta in ctas),
         )  # fmt: skip
 
@@ -111,14 +114,15 @@ def _check_source(cta, chunks: np.ndarray) -> None:
         )
 
 
-@machine_op("tcgen05.shift")
+@machine_op("tcgen05.shift", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.TMEM_SHIFT,
+            effect=Effect.TENSOR_SHIFT, chain=True, ties=Ties.NEVER)
 def bind_shift(instruction, kernel):
     """tcgen05.shift.cta_group.down [taddr]: within 32 lanes and 8 columns (32 bytes), every row but
     the last moves to the next lane."""
     group, rest = groups(instruction)
     if rest != ["down"]:
         raise unknown(instruction, "expected tcgen05.shift.cta_group.down")
-    target = uniform(instruction.operands[0], 32)
+    target, effect = uniform(instruction.operands[0], 32), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         single_thread(instruction, lanes)
@@ -137,7 +141,7 @@ def bind_shift(instruction, kernel):
 
         where = np.arange(lane, lane + 32)
         submit(
-            warp, instruction, "tcgen05.shift", perform, queue_of(ctas),
+            warp, instruction, effect, perform, queue_of(ctas),
             cells=tuple((cta, column, 8, where, None) for cta in ctas),
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from sm100_sim.errors import TmemError
 from sm100_sim.state.tmem import split_address
 from sm100_sim.state.warp import ALL_LANES, lowest_lane, reader, vector_reader, vector_writer
 
+from .columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from .table import machine_op, unknown
 
 
@@ -172,7 +173,9 @@ def locator(instruction, address_operand, form: Form):
     return locate
 
 
-@machine_op("tcgen05.ld", aligned=True, defines=(0,))
+@machine_op("tcgen05.ld", aligned=True, defines=(0,), rule=Rule.TENSOR_LOAD, trace=Recorded.ENTRY,
+            event=Event.TMEM_LOAD, effect=Effect.NONE, ties=Ties.NEVER,
+            native=NativeForm.TENSOR_LOAD)
 def bind_load(instruction, kernel):
     """tcgen05.ld.sync.aligned.shape.num{.pack::16b}.b32 r, [taddr]{, immHalfSplitoff}."""
     if instruction.modifiers[:1] == ("red",):
@@ -190,7 +193,9 @@ def bind_load(instruction, kernel):
     return execute
 
 
-@machine_op("tcgen05.st", aligned=True)
+@machine_op("tcgen05.st", aligned=True, rule=Rule.TENSOR_STORE, trace=Recorded.ENTRY,
+            event=Event.TMEM_STORE, effect=Effect.NONE, ties=Ties.NEVER,
+            native=NativeForm.TENSOR_STORE)
 def bind_store(instruction, kernel):
     """tcgen05.st.sync.aligned.shape.num{.unpack::16b}.b32 [taddr]{, immHalfSplitoff}, r."""
     address, *split, source = instruction.operands
@@ -212,7 +217,12 @@ def _check_vector(instruction, operand, form: Form) -> None:
         raise unknown(instruction, f"{count} registers, the shape moves {form.registers}")
 
 
-@machine_op("tcgen05.wait::ld", "tcgen05.wait::st", aligned=True)
+@machine_op("tcgen05.wait::ld", aligned=True, rule=Rule.WAIT_LOADS, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.ORDER)
+@machine_op("tcgen05.wait::st", aligned=True, rule=Rule.WAIT_STORES, trace=Recorded.ENTRY,
+            event=Event.TMEM_STORE_WAIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.ORDER)
 def bind_wait_for(instruction, kernel):
     """tcgen05.wait::{ld,st}.sync.aligned: loads and stores are performed at issue."""
     if instruction.modifiers != ("sync", "aligned"):

@@ -15,6 +15,7 @@ from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
 from sm100_sim.state.tensormap import TENSORMAP_BYTES
 from sm100_sim.state.warp import SHARED_WINDOW, Warp, address, uniform
 
+from .columns import Effect, Event, Recorded, Rule, Ties
 from .shared import shared_address
 from .table import machine_op, unknown
 
@@ -83,7 +84,8 @@ def _pointer(operand, space: str) -> Callable[[Warp, int], int]:
     return shared_address(operand) if space == "shared::cta" else address(operand, 64)
 
 
-@machine_op("tensormap.replace.tile", statistics="tensormap.replace")
+@machine_op("tensormap.replace.tile", statistics="tensormap.replace", rule=Rule.NOT_FOLLOWED,
+            trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_replace(instruction, kernel):
     """tensormap.replace.tile.field{.global,.shared::cta}.b1024.{b32,b64} [a], {ordinal,} value."""
     field, *rest = instruction.modifiers
@@ -114,7 +116,9 @@ def bind_replace(instruction, kernel):
     return execute
 
 
-@machine_op("tensormap.cp_fenceproxy", statistics="tensormap.replace", aligned=True)
+@machine_op("tensormap.cp_fenceproxy", statistics="tensormap.replace", aligned=True,
+            rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE,
+            ties=Ties.NEVER)
 def bind_copy_fence(instruction, kernel):
     """tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.scope.sync.aligned
     [dst], [src], 128: copies a descriptor; as a fence it changes nothing here."""

@@ -11,6 +11,7 @@ all lanes, as the hardware does (its TMA instructions take uniform registers), e
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,9 @@ from sm100_sim.state.tensormap import PADDED, TENSORMAP_BYTES, TensorMap, decode
 from sm100_sim.state.warp import address, reader, uniform
 
 from . import tiles
+from .columns import ByModifier, Effect, Event, NativeForm, Recorded, Rule, Ties
 from .shared import shared_address, submit
-from .table import machine_op, unknown
+from .table import effect_of, machine_op, unknown
 
 _HINTS = {"L2::cache_hint"}
 _OFFSET = 0xFFFFFF
@@ -185,8 +187,16 @@ def _present(cta, target: int):
 # ---------------------------------------------------------------- tensor copies
 
 
-@machine_op("cp.async.bulk.tensor", statistics=lambda i: "tma." + (
-    "store" if i.modifiers[1] == "global" else "load"))
+def _by_target(to_shared: Any, to_global: Any, otherwise: Any) -> ByModifier:
+    """A column of copies: the first state space among the modifiers is that of the target."""
+    return ByModifier({"shared::cluster": to_shared, "shared::cta": to_shared,
+                       "global": to_global}, otherwise)
+
+
+@machine_op("cp.async.bulk.tensor", statistics=lambda i: f"{effect_of(i)}", rule=Rule.BY_OBJECTS,
+            trace=Recorded.ENTRY, ties=Ties.NEVER, native=NativeForm.TILE,
+            event=_by_target(Event.TMA_LOAD, Event.TMA_STORE, Event.NONE),
+            effect=_by_target(Effect.TMA_LOAD, Effect.TMA_STORE, Effect.NONE))
 def bind_tensor_copy(instruction, kernel):
     """cp.async.bulk.tensor.dim.dst.src{.tile}... : loads and stores in tile mode."""
     direction = instruction.modifiers[1:3]
@@ -209,7 +219,7 @@ def _bind_tensor_load(instruction):
     target, barrier = shared_address(target_op), shared_address(barrier_op)
     tensor = _tensor_operand(instruction, tensor_op)
     mask = uniform(extra[0], 32) if form.multicast else None
-    split = _issues(instruction)
+    split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         cluster = warp.cta.cluster
@@ -220,12 +230,13 @@ def _bind_tensor_load(instruction):
             places = _destinations(
                 cluster, target(warp, lane), barrier(warp, lane), ranks, form.group
             )
-            _submit_load(instruction, warp, (tensor_map, coordinates), places, pointer)
+            issue = functools.partial(submit, warp, instruction, effect)
+            _submit_load(issue, warp, (tensor_map, coordinates), places, pointer)
 
     return execute
 
 
-def _submit_load(instruction, warp, tile, places, pointer: int) -> None:
+def _submit_load(issue: Callable, warp, tile, places, pointer: int) -> None:
     cluster = warp.cta.cluster
     machine = cluster.machine
     tensor_map, coordinates = tile
@@ -238,9 +249,7 @@ def _submit_load(instruction, warp, tile, places, pointer: int) -> None:
     machine.counters["tma.load bytes"] += tensor_map.tile_bytes * len(places)
     size = tensor_map.shared_bytes
     writes = tuple((cta, offset, size, barrier) for cta, offset, barrier in places)
-    submit(
-        warp, instruction, "tma.load", perform, writes=writes, loaded=tile, descriptor=pointer
-    )
+    issue(perform, writes=writes, loaded=tile, descriptor=pointer)
 
 
 def _bind_tensor_store(instruction, skip: int, reduction: str | None):
@@ -251,7 +260,7 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
     if len(hints) != len(rest) - 1:
         raise unknown(instruction, "operands of a tensor store")
     tensor, source = _tensor_operand(instruction, tensor_op), shared_address(source_op)
-    split = _issues(instruction)
+    split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         cta = warp.cta
@@ -274,10 +283,11 @@ def _bind_tensor_store(instruction, skip: int, reduction: str | None):
                 )
 
             machine.counters["tma.store bytes"] += tensor_map.tile_bytes
-            _submit_grouped(
-                instruction, warp, lanes, perform, reads=((cta, offset, tensor_map.shared_bytes),),
+            operation = submit(
+                warp, instruction, effect, perform, reads=((cta, offset, tensor_map.shared_bytes),),
                 stored=(tensor_map, coordinates) if reduction is None else None, descriptor=pointer,
             )  # fmt: skip
+            _join_groups(warp, lanes, operation)
 
     return execute
 
@@ -290,7 +300,9 @@ def _own_offset(cta, shared: int) -> int:
     return shared & _OFFSET
 
 
-@machine_op("cp.reduce.async.bulk.tensor", statistics="tma.reduce")
+@machine_op("cp.reduce.async.bulk.tensor", statistics="tma.reduce", rule=Rule.BY_OBJECTS,
+            trace=Recorded.ENTRY, event=Event.TMA_REDUCE, effect=Effect.TMA_STORE,
+            ties=Ties.IF_GLOBAL)
 def bind_tensor_reduction(instruction, kernel):
     """cp.reduce.async.bulk.tensor.dim.global.shared::cta.op{.tile}.bulk_group."""
     modifiers = instruction.modifiers
@@ -326,7 +338,9 @@ def _global_bytes(machine, start: int, size: int, write: bool) -> np.ndarray:
     return machine.memory.view(start, size)
 
 
-@machine_op("cp.async.bulk", statistics="tma.bulk")
+@machine_op("cp.async.bulk", statistics="tma.bulk", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY,
+            event=_by_target(Event.BULK_LOAD, Event.BULK_STORE, Event.NONE),
+            effect=_by_target(Effect.BULK, Effect.TMA_STORE, Effect.NONE), ties=Ties.NEVER)
 def bind_bulk_copy(instruction, kernel):
     """cp.async.bulk.dst.src...: copies of contiguous bytes without a tensor map."""
     direction = instruction.modifiers[:2]
@@ -349,7 +363,7 @@ def _bind_bulk_load(instruction, from_global: bool):
     source = address(source_op, 64) if from_global else shared_address(source_op)
     size = uniform(size_op, 32)
     mask = uniform(extra[0], 32) if form.multicast else None
-    split = _issues(instruction)
+    split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         cta, cluster = warp.cta, warp.cta.cluster
@@ -373,7 +387,7 @@ def _bind_bulk_load(instruction, from_global: bool):
 
             machine.counters["tma.load bytes"] += count * len(places)
             submit(
-                warp, instruction, "tma.bulk", perform,
+                warp, instruction, effect, perform,
                 writes=tuple((place, at, count, signal) for place, at, signal in places),
                 reads=() if from_global else ((cta, start, count),),
                 loaded=(start, count) if from_global else None,
@@ -390,7 +404,7 @@ def _bind_bulk_store(instruction, rest: tuple[str, ...], reduction: tuple[str, s
         raise unknown(instruction, "operands of a bulk store")
     target, source = address(target_op, 64), shared_address(source_op)
     size = uniform(size_op, 32)
-    split = _issues(instruction)
+    split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         cta = warp.cta
@@ -408,15 +422,18 @@ def _bind_bulk_store(instruction, rest: tuple[str, ...], reduction: tuple[str, s
                 view[...] = data
 
             machine.counters["tma.store bytes"] += count
-            _submit_grouped(
-                instruction, warp, lanes, perform, reads=((cta, offset, count),),
+            operation = submit(
+                warp, instruction, effect, perform, reads=((cta, offset, count),),
                 stored=(start, count) if reduction is None else None,
             )  # fmt: skip
+            _join_groups(warp, lanes, operation)
 
     return execute
 
 
-@machine_op("cp.reduce.async.bulk", statistics="tma.reduce")
+@machine_op("cp.reduce.async.bulk", statistics="tma.reduce", rule=Rule.BY_OBJECTS,
+            trace=Recorded.ENTRY, event=Event.BULK_REDUCE,
+            effect=_by_target(Effect.BULK, Effect.TMA_STORE, Effect.NONE), ties=Ties.IF_GLOBAL)
 def bind_bulk_reduction(instruction, kernel):
     """cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}.op{.noftz}.type, and
     .shared::cluster.shared::cta.mbarrier::complete_tx::bytes.op.type."""
@@ -448,7 +465,7 @@ def _bind_shared_reduction(instruction):
         raise unknown(instruction, "expected destination, source, size and mbarrier")
     target, source = (shared_address(op) for op in instruction.operands[:2])
     size, barrier = uniform(instruction.operands[2], 32), shared_address(instruction.operands[3])
-    split = _issues(instruction)
+    split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
         cta, cluster = warp.cta, warp.cta.cluster
@@ -464,7 +481,7 @@ def _bind_shared_reduction(instruction):
                 view[...] = tiles.reduced(operation, types[0], np.array(view), data)
                 cluster.mbarrier(signal).complete_tx(count)
 
-            submit(warp, instruction, "tma.bulk", perform, reads=((cta, offset, count),),
+            submit(warp, instruction, effect, perform, reads=((cta, offset, count),),
                    writes=((place, at, count, signal),))  # fmt: skip
 
     return execute
@@ -488,15 +505,15 @@ def thread_groups(warp, lanes: int, kind: str = "bulk") -> list[BulkGroups]:
     return [table.setdefault((kind, warp.index, lane), BulkGroups()) for lane in active]
 
 
-def _submit_grouped(
-    instruction, warp, lanes: int, perform: Callable[[], None], **touched
-) -> None:
-    operation = submit(warp, instruction, "tma.store", perform, **touched)
+def _join_groups(warp, lanes: int, operation: AsyncOp) -> None:
+    """A copy joins the open group of each executing thread."""
     for groups in thread_groups(warp, lanes):
         groups.open.append(operation)
 
 
-@machine_op("cp.async.bulk.commit_group")
+@machine_op("cp.async.bulk.commit_group", rule=Rule.COMMIT_BULK, trace=Recorded.ENTRY,
+            event=Event.BULK_COMMIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.BULK_GROUP)
 def bind_commit_group(instruction, kernel):
     """cp.async.bulk.commit_group: close the bulk group of each executing thread."""
     if instruction.modifiers:
@@ -510,7 +527,9 @@ def bind_commit_group(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.bulk.wait_group")
+@machine_op("cp.async.bulk.wait_group", rule=Rule.WAIT_BULK, trace=Recorded.ENTRY,
+            event=Event.BULK_WAIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            native=NativeForm.BULK_GROUP)
 def bind_wait_group(instruction, kernel):
     """cp.async.bulk.wait_group{.read} N: until at most N of the thread's latest groups pend."""
     if instruction.modifiers not in ((), ("read",)) or instruction.operands[0].kind != "imm":
@@ -532,7 +551,8 @@ def bind_wait_group(instruction, kernel):
 # ---------------------------------------------------------------- prefetches
 
 
-@machine_op("cp.async.bulk.prefetch.tensor")
+@machine_op("cp.async.bulk.prefetch.tensor", rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
+            event=Event.TMA_PREFETCH, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_prefetch_tensor(instruction, kernel):
     """cp.async.bulk.prefetch.tensor.dim.L2.global{.tile}: checks its descriptor, moves nothing."""
     rest = instruction.modifiers[1:]
@@ -547,7 +567,8 @@ def bind_prefetch_tensor(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.bulk.prefetch")
+@machine_op("cp.async.bulk.prefetch", rule=Rule.NOT_FOLLOWED, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER)
 def bind_prefetch_bulk(instruction, kernel):
     """cp.async.bulk.prefetch.L2.global [src], size: checks the range, moves nothing."""
     level, rest = instruction.modifiers[:2], instruction.modifiers[2:]
@@ -563,7 +584,9 @@ def bind_prefetch_bulk(instruction, kernel):
     return execute
 
 
-@machine_op("prefetch.tensormap", "prefetch.param.tensormap", "prefetch.const.tensormap")
+@machine_op("prefetch.tensormap", "prefetch.param.tensormap", "prefetch.const.tensormap",
+            rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE, effect=Effect.NONE,
+            ties=Ties.NEVER)
 def bind_prefetch_descriptor(instruction, kernel):
     """prefetch{.param,.const}.tensormap [a]: checks that a valid TMA descriptor is there."""
     if instruction.modifiers:

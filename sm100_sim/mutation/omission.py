@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.errors import SimulationError
+from sm100_sim.isa.columns import Rule
 from sm100_sim.isa.sync import barrier_groups
+from sm100_sim.isa.table import row_of
 from sm100_sim.sanitizer.clocks import BULK, STORE
 from sm100_sim.sanitizer.findings import Finding
 from sm100_sim.sanitizer.machine import SanitizedMachine
@@ -106,8 +108,8 @@ class OmittingSanitizer(Sanitizer):
         self._exits: dict[Any, list[tuple[np.ndarray | None, int]]] = {}
         #: After a relaxed wait it is a fence that acquires.
         self._relaxed_waits = any(
-            i.name.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
-            and "relaxed" in i.modifiers for i in machine.compiled.instructions
+            "relaxed" in i.modifiers and row_of(i).rule is Rule.WAIT
+            for i in machine.compiled.instructions
         )
         #: (kind, warp) -> its last fence of that kind.
         self._fences: dict[tuple[str, WarpState], str] = {}
@@ -131,14 +133,12 @@ class OmittingSanitizer(Sanitizer):
 
     def bind_omitted(self, instruction: Any) -> Callable[[Any, int], None]:
         """Executor of the omitted instruction."""
-        name = instruction.name
-        if name.startswith("mbarrier.arrive"):
+        rule = row_of(instruction).rule
+        if rule is Rule.ARRIVE:
             return self._arrive(instruction)
-        if name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+        if rule is Rule.WAIT:
             return self._wait(instruction)
-        analyse = next(
-            (method for prefix, method in _ANALYSES.items() if name.startswith(prefix)), None
-        )
+        analyse = _ANALYSES.get(rule)
 
         def run(warp: Any, lanes: int) -> None:
             state = self.begin(warp, instruction)
@@ -251,7 +251,7 @@ class OmittingSanitizer(Sanitizer):
             # Those who wait are not told of the accesses; a later fence may still do it.
             ledger.move("before", "untold", state)
         ledger.settle("before", state, release)
-        if not state.instruction.name.startswith("barrier.cluster"):
+        if row_of(state.instruction).rule is not Rule.CLUSTER_ARRIVE:
             ledger.drop("stored", state)
 
     def ordering(self, state: WarpState, what: str) -> None:
@@ -280,7 +280,9 @@ class OmittingSanitizer(Sanitizer):
     def _fence(self, state: WarpState, instruction: Any) -> None:
         # The edge is a release by the same warp in the same cluster; wider fences order memory
         # that is not followed here.
-        if self._relaxed_waits or {"gpu", "sys"} & set(instruction.name.split(".")):
+        modifiers = instruction.modifiers
+        narrow = "acq_rel" in modifiers and not {"gpu", "sys"}.intersection(modifiers)
+        if self._relaxed_waits or not narrow:
             return
         self.ledger.defer("fence", state)
 
@@ -435,16 +437,18 @@ def _text(instruction: Any) -> str:
 
 
 #: What is looked for when an instruction is left out; those that are not here are never redundant.
-_ANALYSES: dict[str, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
-    "tcgen05.wait::ld": OmittingSanitizer._wait_load,
-    "tcgen05.wait::st": OmittingSanitizer._wait_store,
-    "tcgen05.fence::before": OmittingSanitizer._fence_before,
-    "tcgen05.fence::after": OmittingSanitizer._fence_after,
-    "fence.proxy.async": OmittingSanitizer._fence_proxy,
-    "fence.mbarrier_init": OmittingSanitizer._fence_init,
-    "fence.acq_rel": OmittingSanitizer._fence,
-    "cp.async.bulk.commit_group": OmittingSanitizer._commit_group,
-    "cp.async.bulk.wait_group": OmittingSanitizer._wait_group,
+_ANALYSES: dict[Rule, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
+    Rule.WAIT_LOADS: OmittingSanitizer._wait_load,
+    Rule.WAIT_STORES: OmittingSanitizer._wait_store,
+    Rule.FENCE_BEFORE: OmittingSanitizer._fence_before,
+    Rule.FENCE_AFTER: OmittingSanitizer._fence_after,
+    Rule.FENCE_PROXY: OmittingSanitizer._fence_proxy,
+    Rule.FENCE_PROXY_ACQUIRE: OmittingSanitizer._fence_proxy,
+    Rule.FENCE_PROXY_RELEASE: OmittingSanitizer._fence_proxy,
+    Rule.FENCE_INIT: OmittingSanitizer._fence_init,
+    Rule.FENCE: OmittingSanitizer._fence,
+    Rule.COMMIT_BULK: OmittingSanitizer._commit_group,
+    Rule.WAIT_BULK: OmittingSanitizer._wait_group,
 }
 
 

@@ -11,10 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-#: Modifiers of loads and stores that communicate beyond a thread.
-_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio", "cv", "wt"}
-#: Scopes of fences beyond a cluster.
-_WIDE = {"gpu", "sys", "gl"}
+from sm100_sim.isa.table import lookup
 
 
 class Grid:
@@ -101,17 +98,9 @@ def clusters_are_independent(instructions: Iterable[Any]) -> bool:
     write, are then a data race (PTX ISA, memory consistency model), which no kernel may rely on.
     An access whose state space is not named counts as global.
     """
-    return not any(_communicates(instruction.name.split(".")) for instruction in instructions)
+    return not any(_communicates(instruction.name) for instruction in instructions)
 
 
-def _communicates(parts: list[str]) -> bool:
-    shared = any(part.startswith("shared") for part in parts)
-    if parts[0] in ("clusterlaunchcontrol", "multimem"):
-        return True
-    if parts[0] in ("atom", "red"):
-        return not shared
-    if parts[:2] == ["cp", "reduce"]:
-        return "global" in parts
-    if parts[0] in ("fence", "membar"):
-        return bool(_WIDE & set(parts))
-    return parts[0] in ("ld", "st") and bool(_ORDERED & set(parts)) and not shared
+def _communicates(name: str) -> bool:
+    found = lookup(name)
+    return found is not None and found[0].ties.binds(found[1])

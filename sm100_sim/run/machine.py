@@ -29,6 +29,7 @@ from sm100_sim.errors import (
     Misaligned,
     SimulationError,
 )
+from sm100_sim.isa.sync import most_asked
 from sm100_sim.state.barriers import (
     MAX_REGISTERS,
     MBarrier,
@@ -185,11 +186,8 @@ class Machine:
             return known
         threads = math.prod(kernel.reqntid or kernel.maxntid or self.config.block)
         most = min(most_registers(threads, kernel.min_ctas_per_sm), MAX_REGISTERS)
-        asked = [
-            instruction.operands[0].value for instruction in self.compiled.instructions
-            if instruction.opcode == "setmaxnreg" and instruction.modifiers[0] == "inc"
-        ]
-        return min(kernel.max_registers or most, max(asked, default=MAX_REGISTERS))
+        return min(kernel.max_registers or most,
+                   most_asked(self.compiled.instructions) or MAX_REGISTERS)
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
         """Cluster coordinates of the `number`-th cluster of the grid, x fastest."""

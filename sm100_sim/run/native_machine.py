@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import Effect, NativeForm
 from sm100_sim.isa.descriptors import decode_instruction
+from sm100_sim.isa.table import effect_of, row_of
 from sm100_sim.isa.tcgen05 import participants
 from sm100_sim.isa.tensor_core import Mma
 from sm100_sim.isa.tma import read_descriptor
@@ -149,12 +151,11 @@ class NativeMachine(Machine):
 
     def _in_step(self, instruction: Any, execute: Executor) -> Executor:
         """The executor, so that native code and Python share chains and TMA descriptors."""
-        name = instruction.name
-        if name.startswith(("tcgen05.mma", "tcgen05.commit", "tcgen05.fence::before",
-                            "tcgen05.cp", "tcgen05.shift")):
+        row = row_of(instruction)
+        if row.chain:
             return lambda warp, lanes: self._with_chain(execute, warp, lanes)
-        if name.startswith("cp.async.bulk.tensor"):
-            stores = instruction.modifiers[1] == "global"
+        if row.native is NativeForm.TILE:
+            stores = effect_of(instruction) is Effect.TMA_STORE
             pointer = address(instruction.operands[0 if stores else 1], 64)
 
             def copy(warp: ResidentWarp, lanes: int) -> None:

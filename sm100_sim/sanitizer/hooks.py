@@ -1,21 +1,21 @@
 """Executors of machine operations, extended by what the sanitizer records of them.
 
-A hook is `bind(instruction, execute, sanitizer) -> run(warp, lanes)`; the longest prefix of the
-full opcode wins. Every machine operation without a hook only has its warp's native accesses
-recorded.
+A hook is `bind(instruction, execute, sanitizer) -> run(warp, lanes)`, for the rules that rows of
+the instruction table name; there is one for each rule.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import Rule, require_complete
 from sm100_sim.isa.copy_async import shared_targets
 from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
+from sm100_sim.isa.table import row_of
 from sm100_sim.isa.tcgen05_data import form_of, locator
 from sm100_sim.state.warp import (
     SHARED_WINDOW,
@@ -34,12 +34,14 @@ from .state import Round, WarpState
 from .tracking import FRESH
 
 Executor = Callable[[Any, int], Any]
-_HOOKS: dict[str, Callable] = {}
+_HOOKS: dict[Rule, Callable] = {}
+#: Rules of inline operations alone: native code does all there is to do.
+_NATIVE_ONLY = (Rule.LOGGED,)
 
 
-def _hook(*prefixes: str) -> Callable:
+def _hook(*rules: Rule) -> Callable:
     def decorate(bind: Callable) -> Callable:
-        _HOOKS.update(dict.fromkeys(prefixes, bind))
+        _HOOKS.update(dict.fromkeys(rules, bind))
         return bind
 
     return decorate
@@ -56,12 +58,7 @@ def wrapped(compiled: Any, sanitizer: Sanitizer) -> list[Executor | None]:
 
 
 def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitizer) -> Executor:
-    name, found = instruction.name, _ordinary
-    for prefix, hook in _longest_first():
-        if name == prefix or name.startswith(prefix + "."):
-            found = hook
-            break
-    run = found(instruction, execute, sanitizer)
+    run = _HOOKS[row_of(instruction).rule](instruction, execute, sanitizer)
     used = loads_used(instruction, compiled.watched or {})
     if not used:
         return run
@@ -73,14 +70,9 @@ def _bind(instruction: Any, execute: Executor, compiled: Any, sanitizer: Sanitiz
     return using
 
 
-@functools.cache
-def _longest_first() -> list[tuple[str, Callable]]:
-    return sorted(_HOOKS.items(), key=lambda item: len(item[0]), reverse=True)
-
-
 def loads_used(instruction: Any, watched: dict) -> list[int]:
     """Numbers of the tcgen05.ld whose data a machine operation takes as an operand."""
-    if instruction.opcode == "tcgen05.ld":
+    if row_of(instruction).rule is Rule.TENSOR_LOAD:
         return []
     found: set[int] = set()
     for operand in instruction.operands:
@@ -89,9 +81,9 @@ def loads_used(instruction: Any, watched: dict) -> list[int]:
     return sorted(found)
 
 
-@_hook("red.async")
+@_hook(Rule.COMPUTES, Rule.BY_OBJECTS, Rule.NOT_FOLLOWED)
 def _ordinary(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    """Nothing to add: what the operation submits is recorded there, red.async included."""
+    """Nothing to add: registers, or what it acts on records it, or nobody follows it."""
 
     def run(warp: Any, lanes: int) -> Any:
         sanitizer.begin(warp, instruction)
@@ -112,7 +104,7 @@ def arrive_form(instruction: Any, strict: bool) -> tuple[bool, bool]:
     return "relaxed" in parts, "cta" in parts or strict and not wide
 
 
-@_hook("mbarrier.arrive", "mbarrier.arrive_drop")
+@_hook(Rule.ARRIVE)
 def _arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     relaxed, narrow = arrive_form(instruction, sanitizer.strict)
 
@@ -127,7 +119,7 @@ def _arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execut
     return run
 
 
-@_hook("mbarrier.try_wait", "mbarrier.test_wait")
+@_hook(Rule.WAIT)
 def _wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     spaces = [part for part in instruction.name.split(".") if part.startswith("shared")]
     groups = barrier_groups(instruction.operands[1], spaces[0] if spaces else "")
@@ -147,7 +139,7 @@ def _wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor
     return run
 
 
-@_hook("mbarrier.inval")
+@_hook(Rule.INVALIDATE)
 def _invalidate(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -163,8 +155,7 @@ def _invalidate(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 # ---------------------------------------------------------------- named and cluster barriers
 
 
-@_hook("bar.sync", "bar.arrive", "bar.red", "bar.cta", "barrier.sync", "barrier.arrive",
-       "barrier.red", "barrier.cta")
+@_hook(Rule.NAMED_BARRIER)
 def _named(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     parts = instruction.name.split(".")
     number = uniform(instruction.operands[1 if "red" in parts else 0], 32)
@@ -188,7 +179,7 @@ def _named(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
     return run
 
 
-@_hook("barrier.cluster.arrive")
+@_hook(Rule.CLUSTER_ARRIVE)
 def _cluster_arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     relaxed = "relaxed" in instruction.name.split(".")
 
@@ -209,7 +200,7 @@ def _cluster_arrive(instruction: Any, execute: Executor, sanitizer: Sanitizer) -
     return run
 
 
-@_hook("barrier.cluster.wait")
+@_hook(Rule.CLUSTER_WAIT)
 def _cluster_wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -226,43 +217,59 @@ def _cluster_wait(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
 # ---------------------------------------------------------------- fences
 
 
-@_hook("fence", "membar")
+@_hook(Rule.FENCE, Rule.FENCE_SHARED, Rule.FENCE_INIT, Rule.FENCE_PROXY,
+       Rule.FENCE_PROXY_ACQUIRE, Rule.FENCE_PROXY_RELEASE, Rule.FENCE_MAP_RELEASE)
 def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    name = instruction.name
-    parts = set(name.split("."))
-    restricted = {"release", "sync_restrict::shared::cta"} <= parts
-    acquires = None
-    if name.startswith("fence.proxy.tensormap::generic.acquire"):
-        acquires = address(instruction.operands[0], 64)
+    order = _orders(sanitizer, row_of(instruction).rule, instruction.modifiers)
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
-        if name.startswith("fence.proxy.async"):
-            sanitizer.ordering(state, "proxy")
-            state.fence_proxy()
-            sanitizer.fence_inits(state)
-            if restricted:
-                state.fence_shared()
-        elif restricted:
-            state.fence_shared()
-        elif acquires is not None:
-            sanitizer.maps.acquire(state, acquires(warp, lanes))
-        elif name.startswith("fence.proxy.tensormap"):
-            sanitizer.maps.release(state)
-        elif name.startswith("fence.mbarrier_init"):
-            sanitizer.fence_inits(state)
-            state.fence()
-        elif not name.startswith(("fence.proxy", "membar.proxy")):
-            if "release" not in parts:
-                sanitizer.flags.fence(state)
-            if "acquire" not in parts:
-                state.fence()
+        order(state)
         return execute(warp, lanes)
 
     return run
 
 
-@_hook("tcgen05.fence::before_thread_sync")
+def _orders(sanitizer: Sanitizer, rule: Rule, modifiers: tuple[str, ...]) -> Callable:
+    """What a fence does to the state of its warp."""
+
+    def proxies(state: WarpState) -> None:
+        sanitizer.ordering(state, "proxy")
+        state.fence_proxy()
+        sanitizer.fence_inits(state)
+        if rule is Rule.FENCE_PROXY_RELEASE:
+            state.fence_shared()
+
+    def inits(state: WarpState) -> None:
+        sanitizer.fence_inits(state)
+        state.fence()
+
+    def threads(state: WarpState) -> None:
+        if "release" not in modifiers:
+            sanitizer.flags.fence(state)
+        if "acquire" not in modifiers:
+            state.fence()
+
+    special = {
+        Rule.FENCE: threads, Rule.FENCE_SHARED: WarpState.fence_shared, Rule.FENCE_INIT: inits,
+        Rule.FENCE_MAP_RELEASE: sanitizer.maps.release,
+    }  # fmt: skip
+    return special.get(rule, proxies)
+
+
+@_hook(Rule.FENCE_MAP_ACQUIRE)
+def _fence_map(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    acquires = address(instruction.operands[0], 64)
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        sanitizer.maps.acquire(state, acquires(warp, lanes))
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook(Rule.FENCE_BEFORE)
 def _fence_before(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -274,7 +281,7 @@ def _fence_before(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
     return run
 
 
-@_hook("tcgen05.fence::after_thread_sync")
+@_hook(Rule.FENCE_AFTER)
 def _fence_after(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -290,7 +297,7 @@ def _fence_after(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> E
 # ---------------------------------------------------------------- tensor memory
 
 
-@_hook("tcgen05.alloc")
+@_hook(Rule.ALLOCATE)
 def _alloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     spaced = any(part.startswith("shared") for part in instruction.name.split("."))
     target = shared_address(instruction.operands[0], not spaced)
@@ -315,7 +322,7 @@ def _alloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
     return run
 
 
-@_hook("tcgen05.dealloc")
+@_hook(Rule.DEALLOCATE)
 def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     start, columns = (uniform(operand, 32) for operand in instruction.operands)
 
@@ -330,7 +337,7 @@ def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
     return run
 
 
-@_hook("tcgen05.ld")
+@_hook(Rule.TENSOR_LOAD)
 def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     _, place, *rest = instruction.operands
     form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
@@ -349,7 +356,7 @@ def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor
     return run
 
 
-@_hook("tcgen05.st")
+@_hook(Rule.TENSOR_STORE)
 def _store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     place, *split, _ = instruction.operands
     form = form_of(instruction, "unpack::16b", split[0].value if split else None)
@@ -373,7 +380,7 @@ def _touch_fragment(
         tmem.touch(region, access, state.for_tensor())
 
 
-@_hook("tcgen05.wait::ld")
+@_hook(Rule.WAIT_LOADS)
 def _wait_load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -384,7 +391,7 @@ def _wait_load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Exe
     return run
 
 
-@_hook("tcgen05.wait::st")
+@_hook(Rule.WAIT_STORES)
 def _wait_store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -397,7 +404,7 @@ def _wait_store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 # ---------------------------------------------------------------- bulk groups
 
 
-@_hook("cp.async.bulk.commit_group")
+@_hook(Rule.COMMIT_BULK)
 def _commit_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -408,7 +415,7 @@ def _commit_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
     return run
 
 
-@_hook("cp.async.bulk.wait_group")
+@_hook(Rule.WAIT_BULK)
 def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     allowed = instruction.operands[0].value
 
@@ -430,7 +437,7 @@ def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 # ---------------------------------------------------------------- cp.async
 
 
-@_hook("cp.async.ca", "cp.async.cg")
+@_hook(Rule.COPY)
 def _copy_async(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     target, origin, size = instruction.operands[:3]
     targets, origins, size = shared_targets(target, True), reader(origin, 64), size.value
@@ -450,7 +457,7 @@ def _copy_async(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
     return run
 
 
-@_hook("cp.async.commit_group")
+@_hook(Rule.COMMIT_COPIES)
 def _commit_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -460,7 +467,7 @@ def _commit_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) ->
     return run
 
 
-@_hook("cp.async.wait_group", "cp.async.wait_all")
+@_hook(Rule.WAIT_COPIES)
 def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     everything = instruction.opcode == "cp.async.wait_all"
     allowed = 0 if everything else instruction.operands[0].value
@@ -482,7 +489,7 @@ def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> E
     return run
 
 
-@_hook("cp.async.mbarrier.arrive")
+@_hook(Rule.ARRIVE_COPIES)
 def _track_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
@@ -496,7 +503,7 @@ def _track_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
 # ---------------------------------------------------------------- atomics
 
 
-@_hook("atom", "red")
+@_hook(Rule.ATOMIC)
 def _atomic(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     parts = instruction.name.split(".")
     operand = instruction.operands[1 if instruction.opcode == "atom" else 0]
@@ -536,3 +543,6 @@ def _touch_atomic(sanitizer: Sanitizer, state: WarpState, place: int, cells: int
     first = np.arange(offset >> 2, (offset >> 2) + cells)
     cta.smem.touch((first // 4, first % 4), access, state.frontier)
     return cta.cta.smem.__array_interface__["data"][0] + offset
+
+
+require_complete("sanitizer.hooks", Rule, _HOOKS, without=_NATIVE_ONLY)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import Rule
+from sm100_sim.isa.table import row_of
 from sm100_sim.native.compiler import module_text
 from sm100_sim.native.layout import Barrier, Context
 from sm100_sim.native.products import CHAIN_IN_PYTHON
@@ -96,7 +98,7 @@ class NativeSanitizedMachine(SanitizedMachine, NativeMachine):
             if block.terminator != TRAP:
                 continue
             found = operation_of(instruction, block.index)
-            routine = found and _watched_name(found[0].name, instruction.name)
+            routine = found and _watched_name(found[0].name, row_of(instruction).rule)
             if not routine:
                 continue
             operation, (about, used) = found[1], self._describe(instruction)
@@ -110,9 +112,10 @@ class NativeSanitizedMachine(SanitizedMachine, NativeMachine):
         about = OperationRecord(index=instruction.index)
         used = np.array(loads_used(instruction, self.compiled.watched or {}), np.uint32)
         about.used, about.used_count = used.ctypes.data, len(used)
-        if instruction.opcode == "tcgen05.ld":
+        rule = row_of(instruction).rule
+        if rule is Rule.TENSOR_LOAD:
             about.load = self.sanitizer.load_numbers[instruction.index]
-        if instruction.opcode == "mbarrier.arrive":
+        if rule is Rule.ARRIVE:
             about.relaxed, about.narrow = arrive_form(instruction, self.strict)
         return about, used
 
@@ -208,15 +211,10 @@ class NativeSanitizedMachine(SanitizedMachine, NativeMachine):
         raise_failure()
 
 
-def _watched_name(routine: str, name: str) -> str:
+def _watched_name(routine: str, rule: Rule) -> str:
     """Name of the watched routine for an instruction that has `routine`; "" for none."""
-    if routine in WATCHED:
-        return WATCHED[routine].name
-    found = (
-        order.name for opcode, order in WATCHED_ORDERS.items()
-        if name == opcode or name.startswith(f"{opcode}.")
-    )
-    return next(found, "")
+    found = WATCHED.get(routine) or WATCHED_ORDERS.get(rule)
+    return found.name if found is not None else ""
 
 
 def machine_for(reading: bool | str, native: bool) -> type[SanitizedMachine]:

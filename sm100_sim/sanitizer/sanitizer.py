@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.errors import LaunchError
+from sm100_sim.isa.columns import Effect, MemoryAccess
+from sm100_sim.isa.table import row_of
 from sm100_sim.state.events import AsyncOp
 from sm100_sim.translate.access_log import AccessLog
+from sm100_sim.translate.blocks import tensor_loads
 
 from . import findings, footprints
 from .barriers import WatchedBarrier
@@ -36,23 +39,30 @@ _ASYNC = frozenset(("tma", "mma", "bulk", "clc"))
 #: Kinds that go through the generic proxy.
 _GENERIC = frozenset(("generic", "atomic", "copy", "stored", "reduced"))
 #: Kinds of copies that are not tensor or bulk copies, by operation.
-_KINDS = {"st.async": "stored", "red.async": "reduced"}
-_ORDERED_ACCESS = {"acquire", "release", "relaxed", "volatile", "mmio"}
+_KINDS = {Effect.STORE: "stored", Effect.REDUCE: "reduced", Effect.CANCEL: "clc"}
+_ORDERED_ACCESS = frozenset({"acquire", "release", "relaxed", "volatile", "mmio"})
 
 
 #: Pairs of tcgen05 instructions of one thread that execute in order, beside two MMAs of one
 #: accumulator, shape and kind (PTX ISA 9.3, "tcgen05 memory consistency model").
 _PIPELINED = frozenset((
-    ("tcgen05.cp", "tcgen05.mma"), ("tcgen05.shift", "tcgen05.mma"),
-    ("tcgen05.mma", "tcgen05.shift"), ("tcgen05.shift", "tcgen05.cp"),
+    (Effect.TENSOR_COPY, Effect.MMA), (Effect.TENSOR_SHIFT, Effect.MMA),
+    (Effect.MMA, Effect.TENSOR_SHIFT), (Effect.TENSOR_SHIFT, Effect.TENSOR_COPY),
 ))  # fmt: skip
 
 
 def _pipelined(before: tuple, after: tuple) -> bool:
     """Whether the PTX ISA lists the pair as executing in the order of its issue."""
-    if before[0] == after[0] == "tcgen05.mma":
+    if before[0] == after[0] == Effect.MMA:
         return before == after
     return (before[0], after[0]) in _PIPELINED
+
+
+def _is_ordered(instruction: Any) -> bool:
+    """Whether an instruction is a load or store that orders others."""
+    entry = row_of(instruction)
+    logged = entry is not None and entry.access is not MemoryAccess.NONE
+    return logged and not _ORDERED_ACCESS.isdisjoint(instruction.modifiers)
 
 
 class Completion:
@@ -89,7 +99,7 @@ class Sanitizer:
         self.layout = Layout(ctas, -(-machine.threads // 32))
         self.tensor_entries = self.layout.tensor()
         instructions = machine.compiled.instructions
-        loads = [i.index for i in instructions if i.opcode == "tcgen05.ld"]
+        loads = [i.index for i in tensor_loads(instructions)]
         self.load_count = len(loads)
         #: By index of a tcgen05.ld: its number among them.
         self.load_numbers = {index: number for number, index in enumerate(loads)}
@@ -104,8 +114,7 @@ class Sanitizer:
         self.responses = Responses(self)
         #: By instruction: whether it is a load or store that orders others.
         self.ordered = np.array(
-            [i.opcode in ("ld", "st") and bool(_ORDERED_ACCESS & set(i.modifiers))
-             for i in instructions], np.uint8
+            [_is_ordered(i) for i in instructions], np.uint8
         )
 
     def refuse(self, count: int) -> LaunchError:
@@ -472,32 +481,32 @@ class Sanitizer:
         touches = operation.touches
         state = self.state(touches.warp)
         state.instruction = touches.instruction
-        if operation.kind == "tcgen05.mma":
+        if operation.kind == Effect.MMA:
             self.flush(state, touches.mmas)
             state.recorded = 0
             return
-        if operation.kind == "tcgen05.commit":
+        if operation.kind == Effect.COMMIT:
             self._commit(state, operation)
         elif touches.cells:
-            self._tensor_copy(state, touches)
-        elif operation.kind == "tma.store":
+            self._tensor_copy(state, operation)
+        elif operation.kind == Effect.TMA_STORE:
             self._bulk_store(state, touches)
-        elif operation.kind == "cp.async":
+        elif operation.kind == Effect.COPY:
             return
-        elif operation.kind == "cp.async.arrive":
+        elif operation.kind == Effect.ARRIVE_COPIES:
             completion = Completion(state, {})
             completion.frontier[state.copy] = state.issued[COPY]
             self._follow(operation, completion)
         else:
             self._copy(state, operation, touches)
 
-    def _tensor_copy(self, state: WarpState, touches: Any) -> None:
+    def _tensor_copy(self, state: WarpState, operation: AsyncOp) -> None:
         """tcgen05.cp and shift: ordered with the MMAs of their thread, and committed like them."""
         reads = state.asynchronous(MMA, "mma", False)
         results = Access(state, reads.agent, reads.clock, "mma", True)
-        reads.order = results.order = (touches.instruction.opcode,)
+        reads.order = results.order = (operation.kind,)
         frontier = state.for_tensor()
-        for cta, column, count, lanes, chunks in touches.cells:
+        for cta, column, count, lanes, chunks in operation.touches.cells:
             shadow = self.cta(cta)
             shadow.visit(reads)
             if chunks is not None:
@@ -516,7 +525,7 @@ class Sanitizer:
         self._follow(operation, completion)
 
     def _copy(self, state: WarpState, operation: AsyncOp, touches: Any) -> None:
-        kind = "clc" if operation.kind.startswith("clc") else _KINDS.get(operation.kind, "tma")
+        kind = _KINDS.get(operation.kind, "tma")
         accesses: dict[int, Access] = {}
         for cta, offset, size, signal in touches.writes:
             barrier = state.cluster.cluster.mbarrier(signal)
@@ -608,7 +617,7 @@ class Sanitizer:
         reads = state.asynchronous(MMA, "mma", False)
         results = Access(state, reads.agent, reads.clock, "mma", True)
         head, what = run[0], run[0].descriptor
-        reads.order = results.order = ("tcgen05.mma", head.d, what.m, what.n, what.kind)
+        reads.order = results.order = (Effect.MMA, head.d, what.m, what.n, what.kind)
         frontier = state.for_tensor()
         for cta, space, region in footprints.mma_operands(run):
             shadow = self.cta(cta)

@@ -6,24 +6,16 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
-#: Opcodes (prefixes) of synchronisation: waits, arrivals, fences, barriers, groups of copies.
-#: bar.warp.sync is not among them: it orders lanes of one warp, which the sanitizer does not tell
-#: apart; nor is griddepcontrol, which orders launches.
-SYNCHRONISATION = (
-    "mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.arrive", "mbarrier.arrive_drop",
-    "mbarrier.expect_tx", "mbarrier.complete_tx", "tcgen05.commit", "tcgen05.wait", "tcgen05.fence",
-    "fence", "membar", "bar.sync", "bar.arrive", "bar.red", "bar.cta", "barrier",
-    "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "cp.async.commit_group",
-    "cp.async.wait_group", "cp.async.wait_all", "cp.async.mbarrier.arrive",
-)  # fmt: skip
+from sm100_sim.isa.table import row_of
+
 _JUMPS = ("bra", "brx", "ret", "exit")
 _ORDERED = {"acquire", "release", "acq_rel"}
 
 
 def synchronises(instruction: Any) -> bool:
-    """Whether an instruction is one of SYNCHRONISATION."""
-    name = instruction.name
-    return any(name == p or name.startswith((f"{p}.", f"{p}::")) for p in SYNCHRONISATION)
+    """Whether it is a wait, an arrival, a fence, a barrier, or about a group of copies."""
+    entry = row_of(instruction)
+    return entry is not None and entry.synchronises
 
 
 class Stretches:

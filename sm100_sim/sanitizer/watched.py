@@ -6,6 +6,7 @@ rare, is left to Python before anything has changed.
 
 from __future__ import annotations
 
+from sm100_sim.isa.columns import Rule
 from sm100_sim.native.barriers import barrier_at, change, mbarrier_arrive, mbarrier_wait
 from sm100_sim.native.copies import known_map, load_ranks, load_signal, move_tile, tile_start
 from sm100_sim.native.fragments import tensor_load, tensor_store
@@ -548,10 +549,9 @@ WATCHED = {
     "tensor_store": watched_store, "tensor_mma": watched_mma, "tensor_commit": watched_commit,
     "fence_before": watched_fence_before, "tile_load": watched_tile_load,
 }  # fmt: skip
-#: The same of those without an effect of their own, by opcode and how the full name goes on.
+#: The same of those without an effect of their own, by rule.
 WATCHED_ORDERS = {
-    "tcgen05.wait::ld": watched_wait_loads, "tcgen05.wait::st": watched_wait_stores,
-    "tcgen05.fence::after_thread_sync": watched_fence_after,
-    "fence.release.sync_restrict::shared::cta": watched_fence_shared,
-    "fence.proxy.async": watched_fence_proxy,
+    Rule.WAIT_LOADS: watched_wait_loads, Rule.WAIT_STORES: watched_wait_stores,
+    Rule.FENCE_AFTER: watched_fence_after, Rule.FENCE_SHARED: watched_fence_shared,
+    Rule.FENCE_PROXY: watched_fence_proxy,
 }  # fmt: skip

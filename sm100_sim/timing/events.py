@@ -1,73 +1,81 @@
 """Which SASS instruction a PTX synchronisation or asynchronous instruction becomes.
 
-One table serves both sides: an event of a simulated run (a `TraceEntry`) and a site in the SASS
-have the same kind if the one can have been executed as the other. The correspondence was read off
-cubins and the PTX they come from; ptxas gives no documentation of it.
+An event of a simulated run (a `TraceEntry`) and a site in the SASS have the same kind if the one
+can have been executed as the other. The kind of a PTX instruction stands in its row of the
+instruction table, that of a SASS instruction here. The correspondence was read off cubins and the
+PTX they come from; ptxas gives no documentation of it.
 """
 
 from __future__ import annotations
 
 import re
 
+from sm100_sim.isa import load_table
+from sm100_sim.isa.columns import Event, require_complete
+from sm100_sim.isa.table import lookup
+
 from .sass import SassFunction, SassInstruction
 
-#: (kind, PTX opcode as a regular expression, SASS opcode as a regular expression).
-#: Kinds with no SASS opcode of their own leave no trace in the code or are part of another one.
-_TABLE = (
-    ("init", r"mbarrier\.init", r"SYNCS\.EXCH"),
-    ("wait", r"mbarrier\.(try|test)_wait", r"SYNCS\.PHASECHK"),
-    ("arrive", r"mbarrier\.(arrive|expect_tx|complete_tx)", r"SYNCS\.(ARRIVE|CCTL)"),
-    ("cluster_arrive", r"barrier\.cluster\.arrive", r"UCGABAR_ARV"),
-    ("cluster_wait", r"barrier\.cluster\.wait", r"UCGABAR_WAIT"),
-    ("bar_sync", r"(bar|barrier)(\.cta)?\.sync", r"BAR\.SYNC"),
-    ("bar_arrive", r"(bar|barrier)(\.cta)?\.arrive", r"BAR\.ARV"),
-    ("bar_reduce", r"(bar|barrier)(\.cta)?\.red", r"BAR\.RED"),
-    ("tmem_load", r"tcgen05\.ld", r"LDTM"),
-    ("tmem_store", r"tcgen05\.st", r"STTM"),
-    ("tmem_store_wait", r"tcgen05\.wait::st", r"FENCE\.VIEW\.ASYNC\.T"),
-    ("mma", r"tcgen05\.mma", r"UTC[A-Z]*MMA"),
-    ("commit", r"tcgen05\.commit", r"UTCBAR"),
-    ("tmem_copy", r"tcgen05\.cp", r"UTCCP"),
-    ("tmem_shift", r"tcgen05\.shift", r"UTCSHIFT"),
-    ("tmem_alloc", r"tcgen05\.alloc", r"UTCATOMSWS(\.2CTA)?\.FIND_AND_SET"),
-    ("tma_load", r"cp\.async\.bulk\.tensor\.\dd\.shared", r"UTMALDG"),
-    ("tma_store", r"cp\.async\.bulk\.tensor\.\dd\.global", r"UTMASTG"),
-    ("tma_reduce", r"cp\.reduce\.async\.bulk\.tensor", r"UTMAREDG"),
-    ("tma_prefetch", r"cp\.async\.bulk\.prefetch\.tensor", r"UTMAPF"),
-    ("bulk_load", r"cp\.async\.bulk\.shared", r"UBLKCP\.S"),
-    ("bulk_store", r"cp\.async\.bulk\.global", r"UBLKCP\.G"),
-    ("bulk_reduce", r"cp\.reduce\.async\.bulk\.(global|shared)", r"UBLKRED"),
-    ("bulk_commit", r"cp\.async\.bulk\.commit_group", r"UTMACMDFLUSH"),
-    ("copy", r"cp\.async\.(ca|cg)\.shared", r"LDGSTS"),
-    ("copy_arrive", r"cp\.async\.mbarrier\.arrive", r"ARRIVES"),
-    ("bulk_wait", r"cp\.async\.bulk\.wait_group", r"DEPBAR\.LE"),
-    ("clc_try_cancel", r"clusterlaunchcontrol\.try_cancel", r"UGETNEXTWORKID"),
-    ("setmaxnreg", r"setmaxnreg", r"USETMAXREG"),
-    ("async_fence", r"fence\.proxy\.async", r"FENCE\.VIEW\.ASYNC\.S"),
-    ("store_async", r"st\.async", r"STAS"),
-    ("global_atomic", r"(atom|red)\.(?!async)\S*global", r"(ATOMG|REDG|RED\b)"),
-    ("wgmma", r"wgmma\.mma_async", r"[HIQB]GMMA"),
-    ("launch_dependents", r"griddepcontrol\.launch", r"PREEXIT"),
-    ("wait_dependents", r"griddepcontrol\.wait", r"ACQBULK"),
-)
-_PTX = [(re.compile(ptx), kind) for kind, ptx, _ in _TABLE]
-_SASS = [(re.compile(sass), kind) for kind, _, sass in _TABLE]
+#: SASS opcode (a regular expression) of each event; the first that matches decides.
+_SASS_OF = {
+    Event.INIT: r"SYNCS\.EXCH",
+    Event.WAIT: r"SYNCS\.PHASECHK",
+    Event.ARRIVE: r"SYNCS\.(ARRIVE|CCTL)",
+    Event.CLUSTER_ARRIVE: r"UCGABAR_ARV",
+    Event.CLUSTER_WAIT: r"UCGABAR_WAIT",
+    Event.BAR_SYNC: r"BAR\.SYNC",
+    Event.BAR_ARRIVE: r"BAR\.ARV",
+    Event.BAR_REDUCE: r"BAR\.RED",
+    Event.TMEM_LOAD: r"LDTM",
+    Event.TMEM_STORE: r"STTM",
+    Event.TMEM_STORE_WAIT: r"FENCE\.VIEW\.ASYNC\.T",
+    Event.MMA: r"UTC[A-Z]*MMA",
+    Event.COMMIT: r"UTCBAR",
+    Event.TMEM_COPY: r"UTCCP",
+    Event.TMEM_SHIFT: r"UTCSHIFT",
+    Event.TMEM_ALLOC: r"UTCATOMSWS(\.2CTA)?\.FIND_AND_SET",
+    Event.TMA_LOAD: r"UTMALDG",
+    Event.TMA_STORE: r"UTMASTG",
+    Event.TMA_REDUCE: r"UTMAREDG",
+    Event.TMA_PREFETCH: r"UTMAPF",
+    Event.BULK_LOAD: r"UBLKCP\.S",
+    Event.BULK_STORE: r"UBLKCP\.G",
+    Event.BULK_REDUCE: r"UBLKRED",
+    Event.BULK_COMMIT: r"UTMACMDFLUSH",
+    Event.COPY: r"LDGSTS",
+    Event.COPY_ARRIVE: r"ARRIVES",
+    Event.BULK_WAIT: r"DEPBAR\.LE",
+    Event.CLC_TRY_CANCEL: r"UGETNEXTWORKID",
+    Event.SETMAXNREG: r"USETMAXREG",
+    Event.ASYNC_FENCE: r"FENCE\.VIEW\.ASYNC\.S",
+    Event.STORE_ASYNC: r"STAS",
+    Event.GLOBAL_ATOMIC: r"(ATOMG|REDG|RED\b)",
+    Event.LAUNCH_DEPENDENTS: r"PREEXIT",
+    Event.WAIT_DEPENDENTS: r"ACQBULK",
+}
+#: Kinds of SASS instructions that no instruction of the table becomes: other architectures' code.
+_SASS_ALONE = {"wgmma": r"[HIQB]GMMA"}
+_SASS = [(re.compile(sass), str(kind)) for kind, sass in {**_SASS_OF, **_SASS_ALONE}.items()]
 
 #: Kinds of which ptxas adds or drops some: a difference costs little in the matching.
-SOFT = frozenset({"setmaxnreg", "async_fence", "tmem_alloc", "store_async", "global_atomic"})
+SOFT = frozenset({Event.SETMAXNREG, Event.ASYNC_FENCE, Event.TMEM_ALLOC, Event.STORE_ASYNC,
+                  Event.GLOBAL_ATOMIC})  # fmt: skip
 
+_BY_WIDTH = frozenset({Event.TMEM_LOAD, Event.TMEM_STORE})
 _WIDTH = re.compile(r"\.x(\d+)\b")
+
+load_table()
+require_complete("timing.events", Event, _SASS_OF, without=(Event.NONE,))
 
 
 def ptx_kind(opcode: str) -> str | None:
     """Kind of an executed PTX instruction; None if it leaves no site in the SASS."""
-    for pattern, kind in _PTX:
-        if pattern.match(opcode):
-            # Two loads of different width are never the same site.
-            if kind in ("tmem_load", "tmem_store"):
-                return f"{kind}.{_WIDTH.search(opcode)[1]}"
-            return kind
-    return None
+    found = lookup(opcode)
+    event = Event.NONE if found is None else found[0].event_with(found[1])
+    if event in _BY_WIDTH:
+        # Two loads of different width are never the same site.
+        return f"{event}.{_WIDTH.search(opcode)[1]}"
+    return str(event) or None
 
 
 def sass_kind(instruction: SassInstruction) -> str | None:
@@ -75,10 +83,10 @@ def sass_kind(instruction: SassInstruction) -> str | None:
     opcode = instruction.opcode
     for pattern, kind in _SASS:
         if pattern.match(opcode):
-            if kind in ("tmem_load", "tmem_store"):
+            if kind in _BY_WIDTH:
                 width = _WIDTH.search(opcode)
                 return f"{kind}.{width[1] if width else 1}"
-            if kind == "bulk_wait" and not instruction.operands.startswith("SB0"):
+            if kind == Event.BULK_WAIT and not instruction.operands.startswith("SB0"):
                 return None
             return kind
     return None
@@ -99,11 +107,12 @@ def sites(function: SassFunction) -> dict[int, str]:
     after_cluster_wait = 0
     for number, instruction in enumerate(function.instructions):
         kind = sass_kind(instruction)
-        if kind == "cluster_wait":
+        if kind == Event.CLUSTER_WAIT:
             after_cluster_wait = number + 6
-        if kind == "bar_sync" and number <= after_cluster_wait and instruction.operands == "0x0":
+        behind = number <= after_cluster_wait and instruction.operands == "0x0"
+        if kind == Event.BAR_SYNC and behind:
             continue
-        if kind == "wait" and function.instructions[number - 1].opcode == "NANOSLEEP.SYNCS":
+        if kind == Event.WAIT and function.instructions[number - 1].opcode == "NANOSLEEP.SYNCS":
             continue
         if kind is not None:
             found[number] = kind
@@ -131,7 +140,7 @@ def retries(function: SassFunction, places: dict[int, str]) -> set[int]:
                 guard = function.instructions[block.stop - 1].guard
                 # The branch is taken on failure (@!P0) or on success (@P0).
                 failed = (index != before + 1) if guard.startswith("!") else index == before + 1
-                if kinds[-1] != "wait" or not guard or not failed:
+                if kinds[-1] != Event.WAIT or not guard or not failed:
                     return False
             elif len(block.successors) > 1 or not tried_before(before, seen | {index}):
                 return False

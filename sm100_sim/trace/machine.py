@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.table import row_of
 from sm100_sim.run.machine import Machine
 from sm100_sim.run.residency import Cluster
 from sm100_sim.translate.access_log import AccessLog
+from sm100_sim.translate.blocks import tensor_loads
 
 BANKS, BANK_BYTES = 32, 4
 #: Executions of one instruction that are looked at; all others are taken to be like these.
 _SAMPLES = 1024
-_SHARED = re.compile(r"ld\.\S*shared|st\.(?!async|bulk)\S*shared|(ld|st)matrix")
 
 
 def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarray:
@@ -69,6 +69,12 @@ def _neighbours_share(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
     return found
 
 
+def _is_shared(instruction: Any) -> bool:
+    """Whether an instruction's lanes are known to access shared memory."""
+    entry = row_of(instruction)
+    return entry is not None and entry.access.is_shared(instruction.modifiers)
+
+
 class TracedMachine(Machine):
     """`machine.Machine` with a trace; the kernel was translated with sanitize=True, so that its
     native code logs accesses to memory."""
@@ -77,9 +83,9 @@ class TracedMachine(Machine):
         super().__init__(compiled, *arguments)
         self._log = AccessLog(self._drain)
         instructions = compiled.instructions
-        self._is_shared = np.array([bool(_SHARED.match(i.name)) for i in instructions], bool)
+        self._is_shared = np.array([_is_shared(i) for i in instructions], bool)
         # Native code also notes here which tensor-memory loads are used; nobody reads it.
-        loads = sum(i.opcode == "tcgen05.ld" for i in instructions)
+        loads = len(tensor_loads(instructions))
         self._uses = np.zeros(max(loads, 1), np.uint8)
 
     def run(self) -> None:

@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import Recorded
+from sm100_sim.isa.table import row_of
 from sm100_sim.state.events import Waiting
 from sm100_sim.state.warp import lane_array, predicate_reader, reader, uniform
-
-#: Opcodes (prefixes) that a trace records: asynchronous and synchronisation instructions.
-RECORDED = (
-    "tcgen05", "cp.async", "cp.reduce", "mbarrier", "bar", "barrier", "fence", "clusterlaunch",
-    "setmaxnreg", "griddepcontrol", "atom", "red", "st.async", "membar",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +58,11 @@ class Trace:
         self._blocks: dict[Any, Counter[int]] = {}
 
     def wrapped(self, compiled: Any) -> list[Callable | None]:
-        """The kernel's executors, those of recorded opcodes followed by a note here."""
+        """The kernel's executors, those of recorded instructions followed by a note here."""
         return [
             None if execute is None
-            else self._recording(instruction, execute) if instruction.name.startswith(RECORDED)
-            else self._accounting(execute)
+            else self._accounting(execute) if row_of(instruction).trace is Recorded.NOTHING
+            else self._recording(instruction, execute)
             for instruction, execute in zip(
                 compiled.instructions, compiled.executors, strict=True
             )
@@ -98,7 +94,7 @@ class Trace:
         reads = [_operand_reader(operand) for operand in instruction.operands]
         opcode, text, line = instruction.name, instruction.text, instruction.line
         each = _address_reader(instruction)
-        tests = opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+        tests = row_of(instruction).trace is Recorded.RESULT
         entries = self.entries
 
         def recorded(warp: Any, lanes: int) -> Any:
@@ -127,7 +123,7 @@ class Trace:
 def _address_reader(instruction: Any) -> Callable[[Any, int], tuple[int, ...]]:
     """The address in each executing lane, for arrivals by several lanes."""
     operand = next((o for o in instruction.operands if o.kind == "mem" and not o.items), None)
-    if operand is None or not instruction.name.startswith("mbarrier.arrive"):
+    if operand is None or row_of(instruction).trace is not Recorded.LANES:
         return lambda warp, lanes: ()
     read = reader(operand, 32)
 

@@ -8,9 +8,11 @@ stand, so a program point is a block index.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sm100_sim.isa.table import Entry
+from sm100_sim.isa.columns import Rule
+from sm100_sim.isa.table import Entry, row_of
 from sm100_sim.ptx.parser import Instruction, Kernel, Operand, Register
 
 NEXT, BRANCH, EXIT, TRAP, INDEXED = range(5)
@@ -219,7 +221,7 @@ def _assign_slots(registers: list[Register]) -> None:
 def mark_spins(kernel: Kernel) -> None:
     """Set ``spin`` on every mbarrier try_wait or test_wait whose false result loops back to it."""
     for instruction in kernel.instructions:
-        if instruction.name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+        if _has_rule(instruction, Rule.WAIT):
             instruction.spin = _loops_on_false(kernel, instruction)
 
 
@@ -304,6 +306,15 @@ def _evaluate(instruction: Instruction, known: dict) -> int | None:
     return None
 
 
+def _has_rule(instruction: Instruction, rule: Rule) -> bool:
+    entry = row_of(instruction)
+    return entry is not None and entry.rule is rule
+
+
+def tensor_loads(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """Those that load from tensor memory, in their order; the log of accesses numbers them so."""
+    return [i for i in instructions if _has_rule(i, Rule.TENSOR_LOAD)]
+
 
 def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
     """Registers that hold data of a tcgen05.ld, directly or copied by mov.
@@ -311,8 +322,7 @@ def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
     The value are the indices of those instructions among all tcgen05.ld of the kernel.
     """
     found: dict[Register, frozenset[int]] = {}
-    loads = [i for i in kernel.instructions if i.opcode == "tcgen05.ld"]
-    for number, instruction in enumerate(loads):
+    for number, instruction in enumerate(tensor_loads(kernel.instructions)):
         for register in operand_registers(instruction.operands[0]):
             found[register] = found.get(register, frozenset()) | {number}
     moves = [i for i in kernel.instructions if i.opcode == "mov"]

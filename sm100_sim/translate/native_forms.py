@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sm100_sim.isa.columns import NativeForm, require_complete
+from sm100_sim.isa.table import row_of
 from sm100_sim.native.barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
 from sm100_sim.native.copies import bulk_group, tile_load, tile_store
 from sm100_sim.native.fragments import nothing, tensor_load, tensor_store
@@ -17,14 +19,14 @@ from sm100_sim.state.warp import SHARED_WINDOW
 
 #: (routine, operands, form): what `Operation` is made of.
 Form = tuple[Native, list[Operand], list[int]]
-_FORMS: dict[str, Callable[[Any], Form | None]] = {}
+_FORMS: dict[NativeForm, Callable[[Any], Form | None]] = {}
 _MASK64 = (1 << 64) - 1
 _SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
 
 
-def _form(*opcodes: str) -> Callable:
+def _form(name: NativeForm) -> Callable:
     def decorate(function: Callable) -> Callable:
-        _FORMS.update(dict.fromkeys(opcodes, function))
+        _FORMS[name] = function
         return function
 
     return decorate
@@ -32,8 +34,8 @@ def _form(*opcodes: str) -> Callable:
 
 def operation_of(instruction: Any, block: int) -> tuple[Native, Operation] | None:
     """The routine and its argument for the machine operation of a block; None if Python does it."""
-    make = _FORMS.get(instruction.opcode)
-    form = make(instruction) if make is not None else None
+    name = row_of(instruction).native
+    form = _FORMS[name](instruction) if name is not None else None
     if form is None:
         return None
     routine, operands, numbers = form
@@ -106,7 +108,7 @@ def _complete(routine: Native, operands: list, numbers: list[int]) -> Form | Non
 # ---------------------------------------------------------------- instructions
 
 
-@_form("mbarrier.arrive")
+@_form(NativeForm.ARRIVE)
 def _arrive(instruction: Any) -> Form | None:
     operands, modifiers = list(instruction.operands), instruction.modifiers
     if "noComplete" in modifiers:
@@ -122,7 +124,7 @@ def _arrive(instruction: Any) -> Form | None:
     return _complete(mbarrier_arrive, [address, count], [int("expect_tx" in modifiers), state, own])
 
 
-@_form("mbarrier.try_wait", "mbarrier.test_wait")
+@_form(NativeForm.WAIT)
 def _wait(instruction: Any) -> Form | None:
     done, address, parity, *_ = instruction.operands
     if "parity" not in instruction.modifiers or done.kind != "pred":
@@ -140,30 +142,29 @@ def _fragment(instruction: Any, routine: Native, address: Any, registers: Any) -
     return rows and _complete(routine, [value_operand(address)], list(rows))
 
 
-@_form("tcgen05.ld")
+@_form(NativeForm.TENSOR_LOAD)
 def _load(instruction: Any) -> Form | None:
     target, address, *_ = instruction.operands
     return _fragment(instruction, tensor_load, address, target)
 
 
-@_form("tcgen05.st")
+@_form(NativeForm.TENSOR_STORE)
 def _store(instruction: Any) -> Form | None:
     address, *_, source = instruction.operands
     return _fragment(instruction, tensor_store, address, source)
 
 
-@_form("tcgen05.wait::ld", "tcgen05.wait::st", "tcgen05.fence::after_thread_sync", "fence",
-       "fence.proxy", "membar", "griddepcontrol")  # fmt: skip
+@_form(NativeForm.ORDER)
 def _order(instruction: Any) -> Form | None:
     return nothing, [], []
 
 
-@_form("tcgen05.fence::before_thread_sync")
+@_form(NativeForm.FENCE_BEFORE)
 def _fence_before(instruction: Any) -> Form | None:
     return fence_before, [], []
 
 
-@_form("tcgen05.mma")
+@_form(NativeForm.MMA)
 def _mma(instruction: Any) -> Form | None:
     group, kind, *hints = instruction.modifiers
     if kind != "kind::f16" or len(instruction.operands) != 5:
@@ -175,7 +176,7 @@ def _mma(instruction: Any) -> Form | None:
     return _complete(tensor_mma, operands, [int(group[-1]), int(a.kind == "mem")])
 
 
-@_form("tcgen05.commit")
+@_form(NativeForm.COMMIT)
 def _commit(instruction: Any) -> Form | None:
     address, *mask = instruction.operands
     operands = [shared_operand(address, instruction.modifiers), *map(value_operand, mask)]
@@ -198,7 +199,7 @@ def _tile_operands(operand: Any) -> list[Operand | None]:
     return found + [Operand()] * (1 + DIMENSIONS - len(found))
 
 
-@_form("cp.async.bulk.tensor")
+@_form(NativeForm.TILE)
 def _tile(instruction: Any) -> Form | None:
     rank, target, source, *rest = instruction.modifiers
     hint = "L2::cache_hint" in rest
@@ -221,6 +222,9 @@ def _tile(instruction: Any) -> Form | None:
     return _complete(tile_load, operands, [int(rank[0]), int(multicast), group])
 
 
-@_form("cp.async.bulk.commit_group", "cp.async.bulk.wait_group")
+@_form(NativeForm.BULK_GROUP)
 def _bulk_group(instruction: Any) -> Form | None:
     return bulk_group, [], []
+
+
+require_complete("translate.native_forms", NativeForm, _FORMS)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
 
 from .floating import (
@@ -95,14 +95,14 @@ def _by_type(e: Emitter, i: Instruction, type_name: str,
     e.set(destination, "i16", results[0])
 
 
-@inline_op("ex2", statistics="mufu.ex2")
+@computes("ex2", statistics="mufu.ex2")
 def ex2(e: Emitter, i: Instruction) -> None:
     """ex2.approx{.ftz}.{f32,f16,f16x2,bf16,bf16x2}: relative error below 2^-22 (f32)."""
     _, ftz, type_name = split_modifiers(i, ("approx",), ("ftz", ""), ("f32", *_HALF_TYPES))
     _by_type(e, i, type_name, lambda x: exp2(e, x, bool(ftz)))
 
 
-@inline_op("tanh", statistics="mufu.tanh")
+@computes("tanh", statistics="mufu.tanh")
 def tanh(e: Emitter, i: Instruction) -> None:
     """tanh.approx.{f32,f16,f16x2,bf16,bf16x2}: relative error below 2^-11."""
     _, type_name = split_modifiers(i, ("approx",), ("f32", *_HALF_TYPES))
@@ -128,7 +128,7 @@ def tanh(e: Emitter, i: Instruction) -> None:
     _by_type(e, i, type_name, lambda x: e.shared_function("tanh", function, x))
 
 
-@inline_op("rcp", "sqrt", statistics=lambda i: f"mufu.{i.opcode}")
+@computes("rcp", "sqrt", statistics=lambda i: f"mufu.{i.opcode}")
 def reciprocal_root(e: Emitter, i: Instruction) -> None:
     """rcp, sqrt{.approx,.rn}{.ftz}.f32 and .rn.f64: correctly rounded in every form."""
     mode, ftz, type_name = split_modifiers(
@@ -154,7 +154,7 @@ def reciprocal_root(e: Emitter, i: Instruction) -> None:
         name, function, e.get(i.operands[1], kind), kind=kind, result=kind))
 
 
-@inline_op("rsqrt", statistics="mufu.rsqrt")
+@computes("rsqrt", statistics="mufu.rsqrt")
 def reciprocal_square_root(e: Emitter, i: Instruction) -> None:
     """rsqrt.approx{.ftz}.f32: rounded from double."""
     _, ftz, _ = split_modifiers(i, ("approx",), ("ftz", ""), ("f32",))
@@ -166,7 +166,7 @@ def reciprocal_square_root(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "float", _nan(e, e.compare("uno", "float", result, result), result))
 
 
-@inline_op("lg2", statistics="mufu.lg2")
+@computes("lg2", statistics="mufu.lg2")
 def lg2(e: Emitter, i: Instruction) -> None:
     """lg2.approx{.ftz}.f32, rounded from double.
 
@@ -202,7 +202,7 @@ def lg2(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "float", _nan(e, e.compare("ult", "float", x, zero), result))
 
 
-@inline_op("sin", "cos", statistics=lambda i: f"mufu.{i.opcode}")
+@computes("sin", "cos", statistics=lambda i: f"mufu.{i.opcode}")
 def sine(e: Emitter, i: Instruction) -> None:
     """sin, cos.approx{.ftz}.f32 as the hardware does it, evaluated in double.
 

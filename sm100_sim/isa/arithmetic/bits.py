@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers
+from sm100_sim.isa.table import computes, split_modifiers
 from sm100_sim.ptx.parser import Instruction
 
 
@@ -15,7 +15,7 @@ def _amount(e: Emitter, i: Instruction, position: int, mode: str) -> str:
     return e.cast("zext", value, "i32", "i64")
 
 
-@inline_op("szext", statistics="integer")
+@computes("szext", statistics="integer")
 def extend(e: Emitter, i: Instruction) -> None:
     """szext.{clamp,wrap}.{u32,s32} d, a, n: the low n bits of a, extended by zeros or the sign."""
     mode, type_name = split_modifiers(i, ("clamp", "wrap"), ("u32", "s32"))
@@ -29,7 +29,7 @@ def extend(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.cast("trunc", field, "i64", "i32"))
 
 
-@inline_op("bmsk", statistics="integer")
+@computes("bmsk", statistics="integer")
 def bit_mask(e: Emitter, i: Instruction) -> None:
     """bmsk.{clamp,wrap}.b32 d, a, b: b ones from position a upwards."""
     mode, _ = split_modifiers(i, ("clamp", "wrap"), ("b32",))
@@ -39,7 +39,7 @@ def bit_mask(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.cast("trunc", mask, "i64", "i32"))
 
 
-@inline_op("fns", statistics="integer")
+@computes("fns", statistics="integer")
 def find_nth_set(e: Emitter, i: Instruction) -> None:
     """fns.b32 d, mask, base, offset: the offset-th set bit from base, upwards if positive.
 
@@ -82,7 +82,7 @@ def _parts(e: Emitter, value: str, bits: int, count: int, signed: bool) -> list[
     return parts
 
 
-@inline_op("dp4a", "dp2a", statistics="integer")
+@computes("dp4a", "dp2a", statistics="integer")
 def dot_product(e: Emitter, i: Instruction) -> None:
     """dp4a.atype.btype d, a, b, c: c plus the products of four bytes each; dp2a{.lo,.hi}: of two
     halves of a and the lower or upper two bytes of b."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
 
 from . import narrow as arith_narrow
@@ -26,7 +26,7 @@ _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "")
 _TO_INTEGRAL = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
-@inline_op("cvt", statistics="cvt")
+@computes("cvt", statistics="cvt")
 def convert(e: Emitter, i: Instruction) -> None:
     """cvt{.rounding}{.ftz}{.relu}{.satfinite}{.sat}.dtype.atype d, a{, b}."""
     if arith_narrow.is_narrow(i):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction, Operand
 
 ROUNDINGS = ("rn", "rz", "rm", "rp", "")
@@ -344,7 +344,7 @@ def fused(e: Emitter, i: Instruction) -> None:
     _apply(e, i, "fma")
 
 
-@inline_op("fma", statistics=lambda i: "fma" if "f32" in i.modifiers else {
+@computes("fma", statistics=lambda i: "fma" if "f32" in i.modifiers else {
     "f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half"))
 def fma(e: Emitter, i: Instruction) -> None:
     """fma{.rnd}{.ftz}{.sat}{.relu}.type d = a * b + c with one rounding."""
@@ -469,7 +469,7 @@ def _set_by_type(e: Emitter, i: Instruction, type_name: str,
                                for values in zip(*lanes, strict=True)])
 
 
-@inline_op("copysign", statistics="integer")
+@computes("copysign", statistics="integer")
 def copy_sign(e: Emitter, i: Instruction) -> None:
     """copysign.type d, a, b: the sign of a on the magnitude of b."""
     (type_name,) = split_modifiers(i, ("f32", "f64"))
@@ -480,7 +480,7 @@ def copy_sign(e: Emitter, i: Instruction) -> None:
                                         e.binary("and", kind, b, splat(kind, ~sign))))
 
 
-@inline_op("testp", statistics="integer")
+@computes("testp", statistics="integer")
 def test_property(e: Emitter, i: Instruction) -> None:
     """testp.{finite,infinite,number,notanumber,normal,subnormal}.f32 p, a."""
     what, _ = split_modifiers(i, ("finite", "infinite", "number", "notanumber", "normal",

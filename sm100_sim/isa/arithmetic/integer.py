@@ -8,7 +8,7 @@ inline instruction of the package.
 from __future__ import annotations
 
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
 
 from . import floating
@@ -34,7 +34,7 @@ def is_float(instruction: Instruction) -> bool:
     return bool(instruction.modifiers) and "f" in instruction.modifiers[-1]
 
 
-@inline_op("add", "sub", statistics=pipe)
+@computes("add", "sub", statistics=pipe)
 def add_sub(e: Emitter, i: Instruction) -> None:
     """add, sub{.sat}{.cc}.type: d = a +- b, modulo the width unless .sat.s32."""
     if is_float(i):
@@ -53,7 +53,7 @@ def add_sub(e: Emitter, i: Instruction) -> None:
     e.set(destination, kind, e.binary(i.opcode, kind, a, b))
 
 
-@inline_op("addc", "subc", statistics="integer")
+@computes("addc", "subc", statistics="integer")
 def add_carry(e: Emitter, i: Instruction) -> None:
     """addc, subc{.cc}.type: add or subtract with the carry of the preceding .cc instruction."""
     carry_out, type_name = split_modifiers(i, ("cc", ""), (*INTEGERS, *BITS))
@@ -79,7 +79,7 @@ def _add_with_carry(e: Emitter, i: Instruction, type_name: str, carry_in: bool,
     e.set(i.operands[0], kind, result)
 
 
-@inline_op("mul", statistics=pipe)
+@computes("mul", statistics=pipe)
 def multiply(e: Emitter, i: Instruction) -> None:
     """mul{.lo,.hi,.wide}.type."""
     if is_float(i):
@@ -88,7 +88,7 @@ def multiply(e: Emitter, i: Instruction) -> None:
     _set_product(e, i, part, type_name, None)
 
 
-@inline_op("mad", statistics=pipe)
+@computes("mad", statistics=pipe)
 def multiply_add(e: Emitter, i: Instruction) -> None:
     """mad{.lo,.hi,.wide}.type d = a * b + c."""
     if is_float(i):
@@ -122,7 +122,7 @@ def _product(e: Emitter, i: Instruction, part: str, type_name: str, a, b) -> tup
     return kind, e.cast("trunc", high, wide, kind)
 
 
-@inline_op("mul24", "mad24", statistics="integer")
+@computes("mul24", "mad24", statistics="integer")
 def multiply24(e: Emitter, i: Instruction) -> None:
     """mul24, mad24.{lo,hi}.type: products of the low 24 bits; .lo low 32, .hi bits 16 to 47."""
     part, type_name = split_modifiers(i, ("lo", "hi"), ("u32", "s32"))
@@ -141,7 +141,7 @@ def multiply24(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", value)
 
 
-@inline_op("sad", statistics="integer")
+@computes("sad", statistics="integer")
 def absolute_difference(e: Emitter, i: Instruction) -> None:
     """sad.type d = c + |a - b|."""
     (type_name,) = split_modifiers(i, INTEGERS)
@@ -152,7 +152,7 @@ def absolute_difference(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.binary("add", kind, e.binary("sub", kind, larger, smaller), c))
 
 
-@inline_op("div", statistics=lambda i: "mufu.rcp" if is_float(i) else "integer.div")
+@computes("div", statistics=lambda i: "mufu.rcp" if is_float(i) else "integer.div")
 def divide(e: Emitter, i: Instruction) -> None:
     """div.type; a division by zero gives all ones, as the hardware's routine does."""
     if is_float(i):
@@ -160,7 +160,7 @@ def divide(e: Emitter, i: Instruction) -> None:
     _set_quotient(e, i, "div")
 
 
-@inline_op("rem", statistics="integer.div")
+@computes("rem", statistics="integer.div")
 def remainder(e: Emitter, i: Instruction) -> None:
     """rem.type: the remainder has the dividend's sign; by zero it is all ones, as on hardware."""
     _set_quotient(e, i, "rem")
@@ -197,7 +197,7 @@ def _quotient64(e: Emitter, sign: str, a: str, b: str) -> str:
     return e.select(minus_one, "i64", e.binary("sub", "i64", splat("i64", 0), a), quotient)
 
 
-@inline_op("neg", "abs", statistics=pipe)
+@computes("neg", "abs", statistics=pipe)
 def negate(e: Emitter, i: Instruction) -> None:
     """neg, abs of signed integers (the least integer stays itself)."""
     if is_float(i):
@@ -210,7 +210,7 @@ def negate(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.binary("sub", kind, splat(kind, 0), value))
 
 
-@inline_op("min", "max", statistics=lambda i: "minmax" if is_float(i) else "integer")
+@computes("min", "max", statistics=lambda i: "minmax" if is_float(i) else "integer")
 def minimum_maximum(e: Emitter, i: Instruction) -> None:
     """min, max{.relu}.type of two operands (three for f32)."""
     if is_float(i):
@@ -224,7 +224,7 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, value)
 
 
-@inline_op("and", "or", "xor", statistics="integer")
+@computes("and", "or", "xor", statistics="integer")
 def logic(e: Emitter, i: Instruction) -> None:
     """and, or, xor of bits or predicates."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
@@ -233,7 +233,7 @@ def logic(e: Emitter, i: Instruction) -> None:
                                                          for op in i.operands[1:3])))
 
 
-@inline_op("not", "cnot", statistics="integer")
+@computes("not", "cnot", statistics="integer")
 def complement(e: Emitter, i: Instruction) -> None:
     """not: every bit; cnot: 1 if zero, else 0."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
@@ -245,7 +245,7 @@ def complement(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.binary("xor", kind, value, splat(kind, -1)))
 
 
-@inline_op("lop3", statistics="integer")
+@computes("lop3", statistics="integer")
 def logic3(e: Emitter, i: Instruction) -> None:
     """lop3.b32 d, a, b, c, table: bit 4a+2b+c of the table for every bit position."""
     split_modifiers(i, ("b32",))
@@ -266,7 +266,7 @@ def logic3(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", choose(a, high, low))
 
 
-@inline_op("shl", "shr", statistics="integer")
+@computes("shl", "shr", statistics="integer")
 def shift(e: Emitter, i: Instruction) -> None:
     """shl, shr: amounts beyond the width shift everything out (9.7.8.7)."""
     types = BITS if i.opcode == "shl" else (*BITS, *INTEGERS)
@@ -286,7 +286,7 @@ def shift(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.select(inside, kind, shifted, splat(kind, 0)))
 
 
-@inline_op("shf", statistics="integer")
+@computes("shf", statistics="integer")
 def funnel_shift(e: Emitter, i: Instruction) -> None:
     """shf.{l,r}.{clamp,wrap}.b32 d, a, b, c: shift of the 64-bit value b:a."""
     direction, mode, _ = split_modifiers(i, ("l", "r"), ("clamp", "wrap"), ("b32",))
@@ -310,7 +310,7 @@ def _field_operand(e: Emitter, op, kind: str, limit: int) -> str:
     return e.cast("zext", e.intrinsic("umin", "i32", value, splat("i32", limit)), "i32", "i64")
 
 
-@inline_op("bfe", statistics="integer")
+@computes("bfe", statistics="integer")
 def extract_field(e: Emitter, i: Instruction) -> None:
     """bfe.type d, a, position, length; beyond the top, signed fields repeat the sign."""
     (type_name,) = split_modifiers(i, ("u32", "s32", "u64", "s64"))
@@ -332,7 +332,7 @@ def extract_field(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.cast("trunc", field, "i64", kind))
 
 
-@inline_op("bfi", statistics="integer")
+@computes("bfi", statistics="integer")
 def insert_field(e: Emitter, i: Instruction) -> None:
     """bfi.type d, a, b, position, length: the low bits of a into b."""
     (type_name,) = split_modifiers(i, ("b32", "b64"))
@@ -353,7 +353,7 @@ def insert_field(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.cast("trunc", value, "i64", kind))
 
 
-@inline_op("bfind", statistics="integer")
+@computes("bfind", statistics="integer")
 def find_leading(e: Emitter, i: Instruction) -> None:
     """bfind{.shiftamt}.type: the top bit that differs from the sign, or all ones if none does."""
     as_shift, type_name = split_modifiers(i, ("shiftamt", ""), ("u32", "s32", "u64", "s64"))
@@ -370,7 +370,7 @@ def find_leading(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.convert(result, kind, "i32"))
 
 
-@inline_op("popc", "clz", statistics="integer")
+@computes("popc", "clz", statistics="integer")
 def count_bits(e: Emitter, i: Instruction) -> None:
     """popc, clz{.b32,.b64}: u32 results."""
     (type_name,) = split_modifiers(i, ("b32", "b64"))
@@ -381,7 +381,7 @@ def count_bits(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.convert(result, kind, "i32"))
 
 
-@inline_op("brev", statistics="integer")
+@computes("brev", statistics="integer")
 def reverse_bits(e: Emitter, i: Instruction) -> None:
     """brev: bits in reverse order."""
     (type_name,) = split_modifiers(i, ("b32", "b64"))
@@ -389,7 +389,7 @@ def reverse_bits(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.intrinsic("bitreverse", kind, e.get(i.operands[1], kind)))
 
 
-@inline_op("prmt", statistics="integer")
+@computes("prmt", statistics="integer")
 def permute_bytes(e: Emitter, i: Instruction) -> None:
     """prmt.b32{.mode} d, a, b, c: four bytes picked from b:a (9.7.9.7)."""
     _, mode = split_modifiers(i, ("b32",), ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", ""))

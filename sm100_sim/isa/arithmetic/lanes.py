@@ -6,8 +6,9 @@ them together.
 
 from __future__ import annotations
 
+from sm100_sim.isa.columns import Rule, Ties
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, inline_op, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
 
 from .floating import larger
@@ -25,7 +26,7 @@ def _lanes(e: Emitter) -> str:
     return e.lane_constants(range(32))
 
 
-@inline_op("shfl.sync", statistics="shfl", member_mask=4)
+@computes("shfl.sync", statistics="shfl", member_mask=4)
 def shuffle(e: Emitter, i: Instruction) -> None:
     """shfl.sync.{up,down,bfly,idx}.b32 d{|p}, a, b, c, membermask (9.7.9.6).
 
@@ -65,7 +66,7 @@ def _member_lanes(e: Emitter, i: Instruction, op) -> str:
     return e.executing_mask()
 
 
-@inline_op("vote.sync", statistics="vote", member_mask=2)
+@computes("vote.sync", statistics="vote", member_mask=2)
 def vote(e: Emitter, i: Instruction) -> None:
     """vote.sync.{all,any,uni}.pred p, a, mask and vote.sync.ballot.b32 d, a, mask."""
     mode, type_name = split_modifiers(i, ("all", "any", "uni", "ballot"), ("pred", "b32"))
@@ -82,7 +83,7 @@ def vote(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i1", e.broadcast("i1", result))
 
 
-@inline_op("elect.sync", statistics="vote", member_mask=1)
+@computes("elect.sync", statistics="vote", member_mask=1)
 def elect(e: Emitter, i: Instruction) -> None:
     """elect.sync d|p, membermask: the lowest member lane is elected; d is its number."""
     split_modifiers(i)
@@ -97,20 +98,21 @@ def elect(e: Emitter, i: Instruction) -> None:
         e.set(destination, "i32", e.broadcast("i32", lane))
 
 
-@inline_op("activemask", statistics="vote")
+@computes("activemask", statistics="vote")
 def active_mask(e: Emitter, i: Instruction) -> None:
     """activemask.b32 d: the lanes that execute it."""
     split_modifiers(i, ("b32",))
     e.set(i.operands[0], "i32", e.broadcast("i32", e.executing_mask()))
 
 
-@inline_op("bar.warp.sync", "barrier.warp.sync", statistics="vote", member_mask=0, defines=())
+@inline_op("bar.warp.sync", "barrier.warp.sync", statistics="vote", member_mask=0,
+           rule=Rule.NOT_FOLLOWED, ties=Ties.NEVER)
 def warp_barrier(e: Emitter, i: Instruction) -> None:
     """bar.warp.sync membermask: waiting for the lanes is all it does."""
     split_modifiers(i)
 
 
-@inline_op("match.any.sync", "match.all.sync", statistics="vote", member_mask=2)
+@computes("match.any.sync", "match.all.sync", statistics="vote", member_mask=2)
 def match(e: Emitter, i: Instruction) -> None:
     """match.{any,all}.sync.{b32,b64} d{|p}, a, mask: lanes that hold the same value."""
     (type_name,) = split_modifiers(i, ("b32", "b64"))
@@ -133,7 +135,7 @@ def match(e: Emitter, i: Instruction) -> None:
         e.set(second, "i1", same)
 
 
-@inline_op("redux.sync", statistics="redux", member_mask=2)
+@computes("redux.sync", statistics="redux", member_mask=2)
 def reduce(e: Emitter, i: Instruction) -> None:
     """redux.sync.{add,min,max,and,or,xor}.type d, a, mask; f32 min and max{.abs}{.NaN}."""
     operation, absolute, nan, type_name = split_modifiers(

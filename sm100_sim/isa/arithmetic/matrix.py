@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sm100_sim.isa.columns import MemoryAccess, Rule, Ties
 from sm100_sim.isa.emitter import LANES, Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, inline_op, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction, Operand
 
 from .memory import host_pointers
@@ -131,7 +132,8 @@ def _items(i: Instruction, op: Operand, count: int) -> tuple[Operand, ...]:
     return items
 
 
-@inline_op("ldmatrix", statistics="ldmatrix", aligned=True)
+@inline_op("ldmatrix", aligned=True, defines=(0,), access=MemoryAccess.MATRIX_LOAD,
+           rule=Rule.LOGGED, ties=Ties.NEVER)
 def load_matrix(e: Emitter, i: Instruction) -> None:
     """ldmatrix.sync.aligned: m8n8{.trans}.b16, m16n16.trans.b8, and m8n16 or m16n16.trans.b8x16 of
     elements of 4 or 6 bits."""
@@ -155,7 +157,8 @@ def load_matrix(e: Emitter, i: Instruction) -> None:
         e.set(item, "i32", value)
 
 
-@inline_op("stmatrix", statistics="stmatrix", aligned=True, defines=())
+@inline_op("stmatrix", aligned=True, access=MemoryAccess.MATRIX_STORE, rule=Rule.LOGGED,
+           ties=Ties.NEVER)
 def store_matrix(e: Emitter, i: Instruction) -> None:
     """stmatrix.sync.aligned.{m8n8.num{.trans}.b16, m16n8.num.trans.b8} [address], registers."""
     _, _, shape, number, trans, space, type_name = split_modifiers(
@@ -175,7 +178,7 @@ def store_matrix(e: Emitter, i: Instruction) -> None:
             e.scatter(kind, part, _lane_pointers(e, rows, piece), mask, 1)
 
 
-@inline_op("movmatrix", statistics="ldmatrix", aligned=True)
+@computes("movmatrix", statistics="ldmatrix", aligned=True)
 def move_matrix(e: Emitter, i: Instruction) -> None:
     """movmatrix.sync.aligned.m8n8.trans.b16 d, a: the 8x8 matrix of the warp, transposed."""
     split_modifiers(i, ("sync",), ("aligned",), ("m8n8",), ("trans",), ("b16",))

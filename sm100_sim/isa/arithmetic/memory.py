@@ -6,6 +6,7 @@ Memory-consistency and cache modifiers change no result, because warps run one a
 
 from __future__ import annotations
 
+from sm100_sim.isa.columns import MemoryAccess, Rule, Ties
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import inline_op, split_modifiers, unknown
 from sm100_sim.ptx.parser import TYPE_BYTES, Instruction, Operand
@@ -151,7 +152,8 @@ def _set_loaded(e: Emitter, op: Operand, type_name: str, value: str) -> None:
     e.set(op, kind, value)
 
 
-@inline_op("ld", statistics=lambda i: f"ld.{_space(i)}")
+@inline_op("ld", statistics=lambda i: f"ld.{_space(i)}", defines=(0,), access=MemoryAccess.LOAD,
+           rule=Rule.LOGGED, ties=Ties.IF_ORDERED)
 def load(e: Emitter, i: Instruction) -> None:
     """ld{.sem}{.scope}{.space}{cache modifiers}{.vec}.type d, [a]{, policy}."""
     _, _, space, *_, vector, type_name = split_modifiers(
@@ -170,7 +172,8 @@ def load(e: Emitter, i: Instruction) -> None:
         _set_loaded(e, op, type_name, value)
 
 
-@inline_op("ldu", statistics="ld.global")
+@inline_op("ldu", statistics="ld.global", defines=(0,), access=MemoryAccess.LOAD, rule=Rule.LOGGED,
+           ties=Ties.NEVER)
 def load_uniform(e: Emitter, i: Instruction) -> None:
     """ldu{.global}: a load that the kernel promises to be uniform."""
     load(e, i)
@@ -189,7 +192,8 @@ def _load_param(e: Emitter, i: Instruction, items: tuple[Operand, ...], type_nam
         _set_loaded(e, item, type_name, e.broadcast(kind, scalar))
 
 
-@inline_op("st", statistics=lambda i: f"st.{_space(i)}", defines=())
+@inline_op("st", statistics=lambda i: f"st.{_space(i)}", access=MemoryAccess.STORE,
+           rule=Rule.LOGGED, ties=Ties.IF_ORDERED)
 def store(e: Emitter, i: Instruction) -> None:
     """st{.sem}{.scope}{.space}{cache modifiers}{.vec}.type [a], b{, policy}."""
     _, _, space, *_, vector, type_name = split_modifiers(

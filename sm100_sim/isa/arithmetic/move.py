@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sm100_sim.isa.emitter import Emitter, splat
-from sm100_sim.isa.table import inline_op, split_modifiers, unknown
+from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction, Operand
 from sm100_sim.state.warp import LOCAL_WINDOW, SHARED_WINDOW
 
@@ -19,7 +19,7 @@ def value_kind(type_name: str) -> str:
     return f"i{type_name[1:]}" if type_name[0] != "f" else {"f32": "i32", "f64": "i64"}[type_name]
 
 
-@inline_op("mov", statistics="mov")
+@computes("mov", statistics="mov")
 def move(e: Emitter, i: Instruction) -> None:
     """mov.type: registers, immediates, addresses, special registers; packing and unpacking."""
     (type_name,) = split_modifiers(i, _ALL_TYPES)
@@ -90,7 +90,7 @@ def _unpack(e: Emitter, i: Instruction, items: tuple[Operand, ...], source: Oper
         e.set(op, f"i{part}", e.cast("trunc", piece, kind, f"i{part}"))
 
 
-@inline_op("selp", statistics="select")
+@computes("selp", statistics="select")
 def select_by_predicate(e: Emitter, i: Instruction) -> None:
     """selp.type d, a, b, p: a where p holds."""
     (type_name,) = split_modifiers(i, _VALUE_TYPES)
@@ -100,7 +100,7 @@ def select_by_predicate(e: Emitter, i: Instruction) -> None:
                                       e.get(b, kind)))
 
 
-@inline_op("slct", statistics="select")
+@computes("slct", statistics="select")
 def select_by_sign(e: Emitter, i: Instruction) -> None:
     """slct{.ftz}.type.{s32,f32} d, a, b, c: a where c >= 0 (NaN chooses b)."""
     ftz, type_name, by = split_modifiers(i, ("ftz", ""), _VALUE_TYPES, ("s32", "f32"))
@@ -154,7 +154,7 @@ def _combine(e: Emitter, how: str, value: str, op: Operand) -> str:
     return e.binary(how, "i1", value, e.get(op, "i1")) if how else value
 
 
-@inline_op("setp", statistics="setp")
+@computes("setp", statistics="setp")
 def set_predicate(e: Emitter, i: Instruction) -> None:
     """setp.cmp{.bool}{.ftz}.type p{|q}, a, b{, c}: p = cmp bool c, q = not cmp bool c."""
     comparison, how, ftz, type_name = split_modifiers(
@@ -173,7 +173,7 @@ def set_predicate(e: Emitter, i: Instruction) -> None:
     e.set(destination, "i1", _combine(e, how, value, combined))
 
 
-@inline_op("set", statistics="setp")
+@computes("set", statistics="setp")
 def set_value(e: Emitter, i: Instruction) -> None:
     """set.cmp{.bool}{.ftz}.dtype.stype d, a, b{, c}: all ones (integers) or 1.0 where it holds."""
     comparison, how, ftz, result, type_name = split_modifiers(
@@ -191,7 +191,7 @@ _SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "param
            "param::entry", "const")
 
 
-@inline_op("cvta", statistics="integer")
+@computes("cvta", statistics="integer")
 def convert_address(e: Emitter, i: Instruction) -> None:
     """cvta{.to}.space.{u32,u64}: between an address in a space and a generic one.
 
@@ -221,7 +221,7 @@ def _window(e: Emitter, value: str, window: int, to: bool) -> str:
     return e.binary("or", "i64", low, splat("i64", window))
 
 
-@inline_op("isspacep", statistics="integer")
+@computes("isspacep", statistics="integer")
 def is_in_space(e: Emitter, i: Instruction) -> None:
     """isspacep.space p, a: whether a generic address lies in the space."""
     (space,) = split_modifiers(i, ("shared", "shared::cta", "shared::cluster", "global", "local"))
@@ -240,7 +240,7 @@ def is_in_space(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i1", local if space == "local" else shared)
 
 
-@inline_op("mapa", statistics="integer")
+@computes("mapa", statistics="integer")
 def map_address(e: Emitter, i: Instruction) -> None:
     """mapa{.shared::cluster}.{u32,u64} d, a, rank: a's offset in another CTA of the cluster.
 
@@ -257,7 +257,7 @@ def map_address(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, e.binary("or", kind, offset, shifted))
 
 
-@inline_op("getctarank", statistics="integer")
+@computes("getctarank", statistics="integer")
 def get_cta_rank(e: Emitter, i: Instruction) -> None:
     """getctarank{.shared::cluster}.{u32,u64} d, a: rank of the CTA whose shared memory a is in."""
     _, type_name = split_modifiers(i, ("shared::cluster", ""), ("u32", "u64"))
@@ -265,7 +265,7 @@ def get_cta_rank(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", e.binary("lshr", "i32", value, splat("i32", 24)))
 
 
-@inline_op("createpolicy", statistics="integer")
+@computes("createpolicy", statistics="integer")
 def create_policy(e: Emitter, i: Instruction) -> None:
     """createpolicy.*.b64: an L2 cache policy, which changes no result; the value is opaque."""
     if i.modifiers[:1] not in (("fractional",), ("range",), ("cvt",)) or i.modifiers[-1] != "b64":
