@@ -60,6 +60,8 @@ def submit(
     effect: what the instruction's row names (`table.effect_of`). touched: fields of
     `events.Touches`.
     """
+    if not effect:
+        raise ValueError(f"{instruction.text}: its row of the instruction table names no effect")
     cta = warp.cta
 
     def perform_at() -> None:

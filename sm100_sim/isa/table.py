@@ -8,7 +8,8 @@ rest are its modifiers. What is not in the table is an error that names the inst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,6 +228,25 @@ def split_modifiers(instruction: Instruction, *groups: tuple[str, ...]) -> list[
     if rest:
         raise unknown(instruction, f"modifier .{rest[0]} is not implemented here")
     return found
+
+
+@contextlib.contextmanager
+def temporary_rows(*entries: Entry) -> Iterator[None]:
+    """The table with other or further rows meanwhile, those that are registered inside included.
+
+    Kernels that were translated with them keep them.
+    """
+    before = dict(_ENTRIES)
+    try:
+        for entry in entries:
+            _check(entry)
+            _ENTRIES[entry.name] = entry
+        _found.clear()
+        yield
+    finally:
+        _ENTRIES.clear()
+        _ENTRIES.update(before)
+        _found.clear()
 
 
 def entries() -> dict[str, Entry]:

@@ -1,0 +1,248 @@
+"""The instruction table: a row without a hole for every opcode, and nothing beside the table."""
+
+import dataclasses
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from kernels import kernel_text, run_kernel_text
+
+from sm100_sim.isa import columns, load_table, table
+from sm100_sim.isa.columns import (
+    ByModifier,
+    Effect,
+    Event,
+    NativeForm,
+    Recorded,
+    Rule,
+    Ties,
+    require_complete,
+)
+from sm100_sim.isa.shared import shared_address, submit
+from sm100_sim.isa.table import IncompleteRow, effect_of, entries, machine_op, split_modifiers
+from sm100_sim.launcher import forget_kernels, parsed_kernel
+from sm100_sim.mutation.score import synchronisation
+from sm100_sim.sanitizer import hooks
+from sm100_sim.state.warp import uniform
+from sm100_sim.timing import events
+from sm100_sim.translate import native_forms
+from sm100_sim.translate.kernel import translate
+
+pytestmark = pytest.mark.simulator
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPLETE = {
+    "rule": Rule.BY_OBJECTS, "trace": Recorded.ENTRY, "event": Event.NONE, "effect": Effect.NONE,
+    "ties": Ties.NEVER,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _same_table_afterwards():
+    load_table()
+    with table.temporary_rows():
+        yield
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("column", COMPLETE)
+@pytest.mark.parametrize("cell", ["absent", "not a value"])
+def test_a_row_with_a_hole_is_refused(column, cell):
+    row = {name: value for name, value in COMPLETE.items() if name != column}
+    if cell != "absent":
+        row[column] = cell
+    with pytest.raises(IncompleteRow, match=f"'planted.row'.*{column}.*accepted are"):
+        machine_op("planted.row", **row)(lambda instruction, kernel: None)
+    assert "planted.row" not in entries()
+    machine_op("planted.row", **COMPLETE)(lambda instruction, kernel: None)
+
+
+def test_a_hole_for_some_modifiers_is_one():
+    row = {**COMPLETE, "event": ByModifier({"global": Event.TMA_STORE}, None)}
+    with pytest.raises(IncompleteRow, match="'event'"):
+        machine_op("planted.row", **row)(lambda instruction, kernel: None)
+
+
+def test_a_module_with_such_a_row_cannot_be_imported(tmp_path, monkeypatch):
+    source = "".join(
+        f"from sm100_sim.isa.{module} import {name}\n" for module, name in (
+            ("columns", "Effect, Event, Recorded, Ties"), ("table", "machine_op"))
+    ) + (
+        "@machine_op('planted.row', trace=Recorded.ENTRY, event=Event.NONE, effect=Effect.NONE,\n"
+        "            ties=Ties.NEVER)\n"
+        "def bind(instruction, kernel):\n    return lambda warp, lanes: None\n"
+    )
+    (tmp_path / "planted_instructions.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(IncompleteRow, match=r"'planted.row'.*'rule'"):
+        importlib.import_module("planted_instructions")
+    assert "planted_instructions" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"rule": Rule.ARRIVE}, {"trace": Recorded.ENTRY}, {"event": Event.ARRIVE},
+        {"effect": Effect.MMA}, {"synchronises": True}, {"native": NativeForm.ORDER},
+        {"rule": Rule.LOGGED}, {"access": columns.MemoryAccess.LOAD},
+    ],
+)  # fmt: skip
+def test_an_inline_row_says_nothing_that_nobody_would_do(row):
+    with pytest.raises(IncompleteRow, match=r"planted.row"):
+        table.inline_op("planted.row", **{"rule": Rule.COMPUTES, "ties": Ties.NEVER, **row})(
+            lambda emitter, instruction: None
+        )
+
+
+def _used(column: str) -> set:
+    cells = [getattr(entry, column) for entry in entries().values()]
+    return {value for cell in cells
+            for value in (cell.values if isinstance(cell, ByModifier) else (cell,))}
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("rule", Rule), ("trace", Recorded), ("event", Event), ("effect", Effect), ("ties", Ties),
+     ("native", NativeForm), ("access", columns.MemoryAccess)],
+)  # fmt: skip
+def test_every_value_of_a_column_stands_in_a_row(column, values):
+    assert _used(column) - {None} == set(values)
+
+
+def test_what_the_sanitizer_does_not_follow_is_listed():
+    documented = (ROOT / "docs/sanitizer.md").read_text().split("## What it does not see")[1]
+    for name, entry in entries().items():
+        if entry.rule is Rule.NOT_FOLLOWED:
+            assert re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|[.:]\w)", documented), name
+
+
+# ---------------------------------------------------------------- those who act on them
+
+
+@pytest.mark.parametrize(
+    ("module", "handler", "missing"),
+    [
+        (hooks, "@_hook(Rule.INVALIDATE)\n", "Rule.INVALIDATE"),
+        (native_forms, "@_form(NativeForm.COMMIT)\n", "NativeForm.COMMIT"),
+        (events, '    Event.BULK_WAIT: r"DEPBAR\\.LE",\n', "bulk_wait"),
+    ],
+)  # fmt: skip
+def test_a_value_that_nobody_acts_on_is_refused_at_import(module, handler, missing):
+    source = Path(module.__file__).read_text()
+    assert source.count(handler) == 1
+    again = ModuleType(module.__name__)
+    again.__package__ = module.__package__
+    exec(compile(source, module.__file__, "exec"), vars(again))
+    with pytest.raises(ValueError, match=rf"without a handler: \['{missing}'\]"):
+        exec(compile(source.replace(handler, ""), module.__file__, "exec"), vars(again))
+
+
+def test_a_handler_of_no_value_is_refused():
+    with pytest.raises(ValueError, match=r"handled and no value .*: \['planted'\]"):
+        require_complete("planted", Ties, {*Ties, "planted"})
+
+
+# ---------------------------------------------------------------- a new instruction
+
+FILL = """
+mov.u32 %r0, %tid.x;  setp.ne.u32 %p0, %r0, 0;  mov.u32 %r1, 0;  mov.u32 %r4, smem;
+@%p0 bra READY;
+mbarrier.init.shared.b64 [smem], 1;
+fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared.b64 _, [smem], 16;
+fill.async.shared::cta.b32 [smem+16], 41, [smem];
+READY: bar.sync 0;
+W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], %r1;  @!%p1 bra W;
+and.b32 %r2, %r0, 3;  shl.b32 %r2, %r2, 2;  add.u32 %r2, %r2, %r4;
+ld.shared.b32 %r3, [%r2+16];
+shl.b32 %r2, %r0, 2;  cvt.u64.u32 %rd0, %r2;  add.u64 %rd0, %rd0, %rd8;
+st.global.b32 [%rd0], %r3;
+"""
+_WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], %r1;  @!%p1 bra W;\n"
+
+
+@pytest.fixture
+def fill():
+    """An instruction that the table does not have: one row, as docs/simulator.md says."""
+
+    @machine_op("fill.async", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.STORE_ASYNC,
+                effect=Effect.STORE, ties=Ties.NEVER)
+    def bind_fill(instruction, kernel):
+        """fill.async.shared::cta.b32 [a], b, [mbar]: 16 bytes of shared memory become words b."""
+        split_modifiers(instruction, ("shared::cta",), ("b32",))
+        target, signal = (shared_address(instruction.operands[place]) for place in (0, 2))
+        value, effect = uniform(instruction.operands[1], 32), effect_of(instruction)
+
+        def execute(warp, lanes):
+            cta, place, barrier = warp.cta, target(warp, lanes) & 0xFFFFFF, signal(warp, lanes)
+            word = value(warp, lanes)
+
+            def perform():
+                cta.smem[place : place + 16].view(np.uint32)[:] = word
+                cta.cluster.mbarrier(barrier).complete_tx(16)
+
+            submit(warp, instruction, effect, perform, writes=((cta, place, 16, barrier),))
+
+        return execute
+
+    yield
+    forget_kernels()
+
+
+def _filled(text: str = FILL, **options):
+    out = np.zeros(64, np.uint32)
+    report = run_kernel_text(text, [out], block=(64, 1, 1), **options)
+    return out, report
+
+
+@pytest.mark.usefixtures("fill")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "lazy"}, *({"seed": seed} for seed in range(4)), {"sanitize": True},
+     {"sanitize": "strict"}, {"sanitize": True, "seed": 3}, {"trace": True}],
+    ids=str,
+)  # fmt: skip
+def test_a_new_instruction_runs_everywhere(options):
+    out, report = _filled(**options)
+    assert (out == 41).all() and report.findings == []
+    assert report.instructions["fill.async"]["warps"] == 1
+
+
+@pytest.mark.usefixtures("fill")
+def test_a_new_instruction_is_traced_timed_and_tied():
+    _, report = _filled(trace=True)
+    (entry,) = (e for e in report.trace if e.opcode == "fill.async.shared::cta.b32")
+    assert entry.operands[1] == 41
+    assert events.ptx_kind(entry.opcode) == Event.STORE_ASYNC
+    assert table.lookup(entry.opcode)[0].ties is Ties.NEVER
+
+
+@pytest.mark.usefixtures("fill")
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"schedule": "lazy"}])
+def test_a_missing_wait_for_a_new_instruction_is_found(options):
+    _, report = _filled(FILL.replace(_WAIT, ""), sanitize=True, **options)
+    assert {finding.kind for finding in report.findings} >= {"copy-in-flight"}
+
+
+@pytest.mark.usefixtures("fill")
+def test_an_operation_that_no_row_names_is_refused():
+    row = entries()["fill.async"]
+    with table.temporary_rows(dataclasses.replace(row, effect=Effect.NONE)):
+        with pytest.raises(ValueError, match=r"fill.async.*names no effect"):
+            _filled()
+
+
+def test_a_new_instruction_that_synchronises_is_a_mutant():
+    machine_op("settle.async", synchronises=True, **COMPLETE)(
+        lambda instruction, kernel: lambda warp, lanes: None
+    )
+    kernel = parsed_kernel(kernel_text("settle.async;  bar.sync 0;", 0), "test")
+    names = [i.opcode for i in synchronisation(translate(kernel))]
+    forget_kernels()
+    assert names == ["settle.async", "bar.sync"]
