@@ -9,7 +9,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .gpus import family
+#: What CUTE_DSL_ARCH may say: the target that the kernels are compiled for in any case, and those
+#: of GPUs that its binaries run on (`gpus.family`).
+ARCHITECTURES = ("sm_100f", "sm_100a", "sm_103a", "sm_103f")
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ VARIABLES = (
     ),
     Variable(
         "CUTE_DSL_ARCH",
-        f"{family.TARGET}, for this package's kernels",
-        f"target of CuTe DSL; accepted here, where {family.TARGET} is compiled in any case: "
-        f"{', '.join(family.TARGETS)}",
+        f"{ARCHITECTURES[0]}, for this package's kernels",
+        f"target of CuTe DSL; accepted here, where {ARCHITECTURES[0]} is compiled in any case: "
+        f"{', '.join(ARCHITECTURES)}",
     ),
 )
 

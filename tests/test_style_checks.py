@@ -53,6 +53,15 @@ def test_this_checkout_has_the_files_that_are_checked():
      "sm100_sim/a (room sm100_sim) imports schedulers (room schedulers)"),
     ("fa4_hd256/kernels/a.py", "from ..call import b\n", style.imports,
      "fa4_hd256/kernels/a (room fa4_hd256/kernels) imports fa4_hd256/call (room fa4_hd256/call)"),
+    ("fa4_hd256/kernels/a.py", "def f():\n    from . import blackwell\n", style.imports,
+     "fa4_hd256/kernels/a (room fa4_hd256/kernels) imports fa4_hd256/kernels/blackwell "
+     "(room fa4_hd256/kernels/blackwell)"),
+    ("fa4_hd256/kernels/blackwell/forward/a.py", "from .. import backward\n", style.imports,
+     "fa4_hd256/kernels/blackwell/forward/a (room fa4_hd256/kernels/blackwell/forward) imports "
+     "fa4_hd256/kernels/blackwell/backward (room fa4_hd256/kernels/blackwell/backward)"),
+    ("fa4_hd256/environment/a.py", "if TYPE_CHECKING:\n    from ..gpus import b\n", style.imports,
+     "fa4_hd256/environment/a (room fa4_hd256/environment) imports fa4_hd256/gpus "
+     "(room fa4_hd256/gpus)"),
     ("fa4_hd256/run/a.py", "import sm100_sim.launcher\n", style.imports,
      "fa4_hd256/run/a (room fa4_hd256/run) imports sm100_sim (room sm100_sim)"),
     ("schedulers/a.py", "def f():\n    from . import a, b\n", style.imports, None),
@@ -62,6 +71,14 @@ def test_this_checkout_has_the_files_that_are_checked():
 def test_an_offence_is_named(checkout, path, text, check, offence):
     (checkout / path).write_text(text)
     assert check(checkout) == ([offence] if offence else [])
+
+
+def test_a_circle_under_type_checking_is_named(checkout):
+    """Of three, one of whose imports is for annotations only."""
+    (checkout / "sm100_sim/a.py").write_text("from . import b\n")
+    (checkout / "sm100_sim/b.py").write_text("def f():\n    import sm100_sim.c\n")
+    (checkout / "sm100_sim/c.py").write_text("if TYPE_CHECKING:\n    from .a import A\n")
+    assert style.imports(checkout) == ["import circle: sm100_sim/a, sm100_sim/b, sm100_sim/c"]
 
 
 def test_a_circle_is_named(checkout):

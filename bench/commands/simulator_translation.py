@@ -10,8 +10,7 @@ import torch
 
 from bench.tables.results import BASIS, MACHINE, Column, Table, simulator_machine
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.call.backward_problem import GradientClass
-from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.isa import load_table

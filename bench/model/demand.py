@@ -17,13 +17,10 @@ from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.call.forward_problem import packed_heads
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.backward.config import (
-    BLOCK_KV,
-    BLOCK_Q,
-    TILE_BYTES,
-    BackwardConfig,
-)
-from fa4_hd256.kernels.blackwell.forward.config import BF16_BYTES, CTAS, HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.tensor import mma_cost
 from softmax_emu.pattern import Ex2Pattern
@@ -37,7 +34,7 @@ MMA_K = 16
 TMEM_COLUMN_BYTES = 32 * 4
 FLOAT_BYTES = 4
 #: dS of 256 queries x 128 keys.
-UNIT_DS_BYTES = CTAS * BLOCK_Q * BLOCK_KV * BF16_BYTES
+UNIT_DS_BYTES = CTAS * BLOCK_Q * BLOCK_KV * ELEMENT_BYTES
 SLOTS = 4
 LANES = 32
 
@@ -136,7 +133,7 @@ def forward(config: ForwardConfig) -> Kernel:
 
 def preprocess() -> Kernel:
     """delta = rowsum(dO * O) and LSE in other units; a tile is 256 rows, no steps."""
-    read = 2 * BLOCK_Q * HEAD_DIM * BF16_BYTES
+    read = 2 * BLOCK_Q * HEAD_DIM * ELEMENT_BYTES
     rows = 3 * FLOAT_BYTES * BLOCK_Q  # LSE read, LSE and delta written
     return Kernel("preprocess", Demand(), Demand(fma=BLOCK_Q * HEAD_DIM, l2_bytes=read + rows))
 
@@ -157,7 +154,7 @@ def dq(config: BackwardConfig) -> Kernel:
     tile = (
         _tma_load(2 * config.dq.query_bytes)
         + _tmem(HEAD_DIM)
-        + Demand(fma=result, l2_bytes=result * BF16_BYTES + 2 * FLOAT_BYTES * BLOCK_Q)
+        + Demand(fma=result, l2_bytes=result * ELEMENT_BYTES + 2 * FLOAT_BYTES * BLOCK_Q)
     )
     return Kernel("dQ", step, tile)
 
@@ -166,7 +163,7 @@ def dq_product(config: BackwardConfig) -> Kernel:
     """dQ += dS K from a dS that is kept; dS and K pass."""
     step = product(CTAS * BLOCK_Q, HEAD_DIM, BLOCK_KV) + _tma_load(2 * TILE_BYTES)
     result = BLOCK_Q * HEAD_DIM
-    tile = _tmem(HEAD_DIM) + Demand(fma=result, l2_bytes=result * BF16_BYTES)
+    tile = _tmem(HEAD_DIM) + Demand(fma=result, l2_bytes=result * ELEMENT_BYTES)
     return Kernel("dQ from dS", step, tile)
 
 
@@ -186,14 +183,14 @@ def dkdv(config: BackwardConfig, partial: bool = False, keeps_ds: bool = False) 
         + product(BLOCK_KV, HEAD_DIM, unit_q) * 2
         + exponentials(elements, config.ex2_pattern, BLOCK_Q // 2)
         + Demand(fma=2 * elements)
-        + Demand(warp_bytes=2 * elements * BF16_BYTES + 128 * stats_clocks)
+        + Demand(warp_bytes=2 * elements * ELEMENT_BYTES + 128 * stats_clocks)
         + _tmem(2 * BLOCK_KV)
         + _tma_load(8 * TILE_BYTES + stats)
-        + _tma_load(elements * BF16_BYTES * keeps_ds)
+        + _tma_load(elements * ELEMENT_BYTES * keeps_ds)
     )
     result = 2 * own_keys * HEAD_DIM
     tile = _tma_load(2 * TILE_BYTES) + _tmem(2 * BLOCK_KV) + Demand(
-        fma=result / 2, l2_bytes=result * (FLOAT_BYTES if partial else BF16_BYTES)
+        fma=result / 2, l2_bytes=result * (FLOAT_BYTES if partial else ELEMENT_BYTES)
     )  # fmt: skip
     return Kernel("dK/dV", step, tile)
 
@@ -219,8 +216,8 @@ def totals(
     Raises ValueError for another direction.
     """
     tokens_q, tokens_k = (sum(lengths) for lengths in zip(*case.lengths))
-    query = tokens_q * case.heads * HEAD_DIM * BF16_BYTES
-    key = tokens_k * case.heads_kv * HEAD_DIM * BF16_BYTES
+    query = tokens_q * case.heads * HEAD_DIM * ELEMENT_BYTES
+    key = tokens_k * case.heads_kv * HEAD_DIM * ELEMENT_BYTES
     row = tokens_q * case.heads * FLOAT_BYTES
     steps, q_tiles, kv_tiles = _counts(case)
     if direction == FORWARD:
@@ -233,7 +230,7 @@ def totals(
         kv_tiles = sum(one.count * _counts(one.case)[2] * one.splits for one in portions)
         rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv
                    * one.splits for one in portions)  # fmt: skip
-        results = 2 * rows * HEAD_DIM * (FLOAT_BYTES if partial else BF16_BYTES)
+        results = 2 * rows * HEAD_DIM * (FLOAT_BYTES if partial else ELEMENT_BYTES)
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
         ds = steps * UNIT_DS_BYTES * keeps_ds
         of_dq = (

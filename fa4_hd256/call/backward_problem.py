@@ -8,50 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
+from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
 from fa4_hd256.kernels.sequences import PADDING
 
-from .forward_problem import Problem, ProblemClass
+from .forward_problem import Problem
 
 __all__ = [
     "BackwardProblem",
-    "GradientClass",
-    "PreprocessClass",
     "check_gradients",
     "choose_head_parts",
     "count_key_tiles",
 ]
 
-#: Keys of one tile of the dK/dV kernel.
-TILE_KEYS = 128
-
 _RAGGED_QUERIES = ("cu_seqlens_q", "seqused_q")
-
-
-@dataclass(frozen=True)
-class PreprocessClass:
-    """What of a call is compiled into the preprocess kernel.
-
-    lse_gradient: the gradient of the LSE is given. ragged: which of the tensors that describe the
-    query rows are given.
-    """
-
-    dtype: torch.dtype
-    lse_gradient: bool = False
-    ragged: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class GradientClass:
-    """What of a call is compiled into a dQ kernel or the dK/dV kernel.
-
-    problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
-    float32, one part for each piece of the group of query heads (never so for dQ). stores_ds: the
-    dK/dV kernel stores dS, and dQ is a product of it.
-    """
-
-    problem: ProblemClass
-    partial: bool = False
-    stores_ds: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +89,7 @@ class BackwardProblem:
         forward, (left, right) = self.forward, self.forward.options.window
         seen = forward.max_seqlen_q
         if left is not None and right is not None:
-            seen = min(seen, left + right + TILE_KEYS)
+            seen = min(seen, left + right + BLOCK_KV)
         bounded = left is not None or right is not None
         unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
         tiles = heads_kv * count_key_tiles(replace(forward, sequences=sequences), self.k_shape)
@@ -159,10 +129,10 @@ def check_gradients(
 
 def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:
     """Tiles of 128 keys of all sequences, at most; lengths on the device are not known here."""
-    padded = problem.sequences * -(-problem.max_seqlen_k // TILE_KEYS)
+    padded = problem.sequences * -(-problem.max_seqlen_k // BLOCK_KV)
     if "cu_seqlens_k" not in problem.ragged:
         return padded
-    return min(padded, k_shape[1] // TILE_KEYS + problem.sequences)
+    return min(padded, k_shape[1] // BLOCK_KV + problem.sequences)
 
 
 #: What a tile takes beside its units, in the time of a unit; that time, modelled; and the bytes of

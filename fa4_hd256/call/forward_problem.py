@@ -15,41 +15,16 @@ import torch
 
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import describe_family, in_family
-from fa4_hd256.kernels.blackwell.forward.config import CTAS, HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_Q, TILE_Q
+from fa4_hd256.kernels.limits import HEAD_DIM, TMA_ALIGNMENT, TMA_STRIDE_LIMIT
+from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, ProblemClass
+from fa4_hd256.kernels.sequences import SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
-DTYPES = (torch.bfloat16, torch.float16)
-
-#: What TMA asks of a tensor in global memory: base address and every stride but the innermost a
-#: multiple of 16 bytes, strides below 2**40 bytes, innermost stride one element (CUDA driver API,
-#: cuTensorMapEncodeTiled).
-TMA_ALIGNMENT = 16
-TMA_STRIDE_LIMIT = 1 << 40
+DTYPES = tuple(ELEMENT_TYPES)
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
-RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-
-
-@dataclass(frozen=True)
-class ProblemClass:
-    """What of a call is compiled into the kernel. Everything else is an argument at run time.
-
-    bounded_left, bounded_right: sides on which the mask bounds the visible keys; causal bounds the
-    right one. negative_scale: the tensor core negates the scores. ragged: which of `RAGGED` are
-    given. use_clc: the dynamic tile scheduler. packed_heads: query heads of a KV head that share
-    the forward's query tiles, 1 for none. split: the forward's keys are divided.
-    """
-
-    dtype: torch.dtype
-    bounded_left: bool = False
-    bounded_right: bool = False
-    negative_scale: bool = False
-    softcap: bool = False
-    sink: bool = False
-    ragged: tuple[str, ...] = ()
-    use_clc: bool = False
-    packed_heads: int = 1
-    split: bool = False
+RAGGED = SequenceTensors._fields
 
 
 @dataclass(frozen=True)
@@ -188,7 +163,7 @@ class Problem:
     @property
     def tile_queries(self) -> int:
         """Queries of a tile of the forward."""
-        return CTAS * ForwardConfig.block_q // self.packed_heads
+        return TILE_Q // self.packed_heads
 
     @property
     def num_tiles(self) -> int:
@@ -214,7 +189,7 @@ def packed_heads(group: int, ragged: Any) -> int:
     is masked, and short sequences fill it. None where queries have lengths in use: a descriptor
     that clips rows of a batch entry has no dimension left for the heads.
     """
-    return group if ForwardConfig.block_q % group == 0 and "seqused_q" not in ragged else 1
+    return group if BLOCK_Q % group == 0 and "seqused_q" not in ragged else 1
 
 
 def check_tensors(

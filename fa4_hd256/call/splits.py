@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
-from fa4_hd256.kernels.plans import WARP_SIZE
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
+from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM, WARP_SIZE
 
 from .forward_problem import Problem
 
@@ -29,7 +29,7 @@ LEAST_SAVED = 5
 #: Of a step of 128 keys, by the same model.
 STEP_SECONDS = 1.152e-6
 #: That HBM takes in and gives back for a row of a part, in float32.
-ROW_BYTES = 2 * 4 * HEAD_DIM
+ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
 
 
 def check_num_splits(num_splits: Any) -> int:
@@ -65,7 +65,7 @@ def splits_for(problem: Problem, gpu: Gpu) -> int:
         keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
     rows = math.prod(problem.lse_shape)
     rows_a_step = gpu.hbm_bytes_per_second * STEP_SECONDS / ROW_BYTES
-    tiles, steps = problem.num_tiles, -(-keys // ForwardConfig.block_kv)
+    tiles, steps = problem.num_tiles, -(-keys // BLOCK_KV)
     if tiles >= gpu.pairs:
         return 1
 

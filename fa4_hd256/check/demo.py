@@ -14,7 +14,8 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import divide
 from fa4_hd256.gpus.family import TARGET
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import BackwardCall, Wanted, kernel_specs, run_backward
 from fa4_hd256.run.compile import CompiledKernel, compile_forward, compile_kernel
 from fa4_hd256.run.launch import gpu_of, run_forward

@@ -9,13 +9,12 @@ CuTe DSL loads a kernel into every GPU that the process sees.
 
 from __future__ import annotations
 
+from fa4_hd256 import environment
+
 __all__ = ["FAMILY", "TARGET", "TARGETS", "describe_family", "in_family"]
 
-#: What kernels are compiled for.
-TARGET = "sm_100f"
-
-#: What CUTE_DSL_ARCH may say: targets of GPUs that binaries of `TARGET` run on.
-TARGETS = (TARGET, "sm_100a", "sm_103a", "sm_103f")
+#: What kernels are compiled for, and all targets of GPUs that its binaries run on.
+TARGET, *_ = TARGETS = environment.ARCHITECTURES
 
 #: Compute capability -> the GPUs that have it, the first of which names its rows in the tuning
 #: table.  Others of the same major number (10.7, and 10.1, which became 11.0) are no members, or

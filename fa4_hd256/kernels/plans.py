@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .limits import SMEM_CAPACITY, WARP_SIZE
 
 __all__ = [
-    "SMEM_CAPACITY",
     "TMEM_COLUMNS",
-    "WARP_SIZE",
     "RegisterPlan",
     "SmemPlan",
     "SmemRegion",
     "TmemPlan",
     "TmemRegion",
+    "WarpPlan",
+    "describe_plans",
 ]
-
-# Dynamic shared memory one CTA can have on SM100: 228 KiB less the 1 KiB the system reserves
-# (CUDA programming guide, compute capability 10.0).
-SMEM_CAPACITY = 232_448
 
 # Tensor memory of one SM: 128 lanes of 512 32-bit columns (PTX ISA 9.7.16.1).
 TMEM_COLUMNS = 512
 
 REGISTERS_PER_SM = 65_536
 REGISTER_GRANULE = 8  # registers a thread are allotted in multiples of this
-WARP_SIZE = 32
 WARPS_PER_WARPGROUP = 4
 
 
@@ -82,6 +80,44 @@ class RegisterPlan:
             f"| total | {self.num_threads} threads | {self.needed} of {self.launched}, "
             f"{self.at_launch} a thread at launch |"
         )
+
+
+class WarpPlan:
+    """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
+    warps, and a field `registers_...` for each budget.
+
+    WARPGROUPS: (roles as they are named, the budget's field) of each warpgroup, in order.
+    ROLES: (role, the budget's field), in the order of the table.  Raises ValueError for budgets
+    that the launch cannot serve (`RegisterPlan`).
+    """
+
+    WARPGROUPS: ClassVar[tuple[tuple[str, str], ...]]
+    ROLES: ClassVar[tuple[tuple[str, str], ...]]
+
+    def __post_init__(self) -> None:
+        _ = self.registers
+
+    @property
+    def registers(self) -> RegisterPlan:
+        return RegisterPlan(
+            tuple((roles, getattr(self, budget)) for roles, budget in self.WARPGROUPS)
+        )
+
+    @property
+    def num_warps(self) -> int:
+        return len(self.WARPGROUPS) * WARPS_PER_WARPGROUP
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+    def describe(self) -> str:
+        """The roles as a Markdown table."""
+        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
+        for role, budget in self.ROLES:
+            rows.append(f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |")
+        rows.append(self.registers.total_row)
+        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -195,3 +231,9 @@ class TmemPlan:
             )
         rows.append(f"| total | {self.allocated_columns} of {TMEM_COLUMNS} | | |")
         return "\n".join(rows)
+
+
+def describe_plans(head: str, kernel: Any) -> str:
+    """`head`, then all plans of a kernel as Markdown; kernel: has warps, smem, tmem and edges."""
+    parts = (kernel.warps, kernel.smem, kernel.tmem, kernel.edges)
+    return "\n\n".join([head, *(part.describe() for part in parts)])

@@ -47,6 +47,18 @@ class SequenceTensors(NamedTuple):
     seqused_q: Any = None
     seqused_k: Any = None
 
+    @classmethod
+    def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
+        """From a tuple of tensors in the order of their names, None if there are none."""
+        return cls(**dict(zip(names, tensors or (), strict=True)))
+
+    def num_batches(self, q: cute.Tensor) -> Any:
+        """Batch entries: of q, (seqlen, 256, heads, batch), or as many as packed sequences."""
+        for cu_seqlens in (self.cu_seqlens_q, self.cu_seqlens_k):
+            if cu_seqlens is not None:
+                return cute.size(cu_seqlens) - 1
+        return cute.size(q, mode=[3])
+
 
 @dataclass(frozen=True)
 class Sequence:

@@ -23,8 +23,8 @@ from fa4_hd256.call.forward_problem import (
     without_expanded_heads,
 )
 from fa4_hd256.call.portions import Division, divide
+from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
-from fa4_hd256.kernels.blackwell.backward.preprocess import PreprocessConfig
 from fa4_hd256.kernels.sequences import padded_rows
 
 from .backward_arguments import (

@@ -1,8 +1,5 @@
 """The calling conventions of the backward's kernels: each one list of arguments, in two forms.
 
-As in `calling`: for compiling the arguments are described by type only, for a call they carry the
-values, and both forms pack to the same binary layout.
-
     q, out, dout  (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
     lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
@@ -12,7 +9,7 @@ values, and both forms pack to the same binary layout.
     ds            (sequences, heads_q, max_seqlen_k, queries), dS^T like k, queries padded to whole
                   units; None where it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
-    scalars       `backward_common.BackwardScalars`
+    scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 """
 
@@ -25,19 +22,19 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from fa4_hd256.call.backward_problem import BackwardProblem, GradientClass, PreprocessClass
-from fa4_hd256.call.forward_problem import TMA_ALIGNMENT
+from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.portions import Portion
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.backward.common import BackwardScalars
-from fa4_hd256.kernels.blackwell.backward.preprocess import PreprocessRows
+from fa4_hd256.kernels.backward_preprocess import PreprocessRows
+from fa4_hd256.kernels.limits import TMA_ALIGNMENT
+from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
 from fa4_hd256.kernels.sequences import padded_rows
 
-from .forward_arguments import (
-    ELEMENT_TYPES,
+from .arguments import (
+    call_scalars,
     dynamic_tensor,
-    forward_scalars,
     row_alignment,
+    scalar_types,
     tensor_type,
     vector_type,
 )
@@ -151,7 +148,7 @@ def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -> tuple:
     """What `cute.compile` gets for a dQ kernel (one result) or the dK/dV kernel (two)."""
     problem = problem_class.problem
-    element = ELEMENT_TYPES[problem.dtype]
+    element = problem.element_type
     result = cutlass.Float32 if problem_class.partial else element
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
     results = tuple(
@@ -159,11 +156,8 @@ def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -
     )
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
-    scalars = BackwardScalars(
-        *map(cutlass.Float32, (1, 1, 1)), *map(cutlass.Int32, (0, 0, 1, 1, 1, 1, 1))
-    )
     ds = tensor_type(element, 4, TMA_ALIGNMENT) if problem_class.stores_ds else None
-    return operands, stats, results, ds, ragged, scalars, cuda.CUstream(0)
+    return operands, stats, results, ds, ragged, scalar_types(backward=True), cuda.CUstream(0)
 
 
 def gradient_call_arguments(
@@ -179,24 +173,6 @@ def gradient_call_arguments(
         ),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
-        backward_scalars(problem, gpu),
+        call_scalars(problem.forward, gpu, problem.head_parts),
         cuda.CUstream(stream),
-    )
-
-
-def backward_scalars(problem: BackwardProblem, gpu: Gpu) -> BackwardScalars:
-    """The scalars of one call."""
-    forward = problem.forward
-    common = forward_scalars(forward, gpu)
-    return BackwardScalars(
-        scale_log2=common.scale_log2,
-        cap_scale=common.cap_scale,
-        softmax_scale=cutlass.Float32(forward.options.softmax_scale),
-        window_left=common.window_left,
-        window_right=common.window_right,
-        max_seqlen_q=common.max_seqlen_q,
-        max_seqlen_k=cutlass.Int32(forward.max_seqlen_k),
-        head_parts=cutlass.Int32(problem.head_parts),
-        clusters=common.clusters,
-        l2_bytes=common.l2_bytes,
     )

@@ -14,7 +14,8 @@ class KernelSpec:
     """One compiled kernel: everything that its code depends on, beside sources and compiler.
 
     kind: one of `KINDS`.  config: the kernel's configuration.  problem_class: what of a call is
-    compiled in.  The repr of both names all their fields, since it is part of the cache's key.
+    compiled in, one of `kernels.problem_class`, or for `forward_combine` the dtype of out.  The
+    repr of both names all their fields, since it is part of the cache's key.
     """
 
     kind: str
@@ -32,46 +33,29 @@ def build(spec: KernelSpec) -> tuple[Any, tuple]:
 
 
 def _forward(config: Any, problem_class: Any) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel, ForwardVariant
-    from fa4_hd256.kernels.masking import MaskKind
-    from schedulers import scheduler_class
+    from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 
-    from .forward_arguments import ELEMENT_TYPES, compile_arguments
+    from .forward_arguments import compile_arguments
 
-    variant = ForwardVariant(
-        MaskKind(problem_class.bounded_left, problem_class.bounded_right),
-        problem_class.negative_scale,
-        problem_class.softcap,
-        problem_class.sink,
-        problem_class.ragged,
-        problem_class.packed_heads,
-        problem_class.split,
-    )
-    kernel = ForwardKernel(
-        config,
-        ELEMENT_TYPES[problem_class.dtype],
-        variant,
-        scheduler_class(problem_class.use_clc),
-    )
-    return kernel, compile_arguments(problem_class)
+    return ForwardKernel(config, problem_class), compile_arguments(problem_class)
 
 
-def _forward_combine(config: Any, problem_class: Any) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.blackwell.forward.combine import CombineKernel
+def _forward_combine(config: Any, dtype: Any) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.forward_combine import CombineKernel
+    from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
 
-    from .forward_arguments import ELEMENT_TYPES, combine_compile_arguments
+    from .forward_arguments import combine_compile_arguments
 
-    dtype = ELEMENT_TYPES[problem_class]
-    return CombineKernel(config, dtype), combine_compile_arguments(dtype)
+    element = ELEMENT_TYPES[dtype]
+    return CombineKernel(config, element), combine_compile_arguments(element)
 
 
 def _backward_preprocess(config: Any, problem_class: Any) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.blackwell.backward.preprocess import PreprocessKernel, PreprocessVariant
+    from fa4_hd256.kernels.backward_preprocess import PreprocessKernel
 
     from .backward_arguments import preprocess_compile_arguments
 
-    variant = PreprocessVariant(problem_class.lse_gradient, problem_class.ragged)
-    return PreprocessKernel(config, variant), preprocess_compile_arguments(problem_class)
+    return PreprocessKernel(config, problem_class), preprocess_compile_arguments(problem_class)
 
 
 def _backward_dq(config: Any, problem_class: Any) -> tuple[Any, tuple]:
@@ -95,26 +79,9 @@ def _backward_dkdv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
 def _gradient_kernel(
     kernel: type, config: Any, problem_class: Any, num_results: int
 ) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.blackwell.backward.common import BackwardVariant
-    from fa4_hd256.kernels.masking import MaskKind
-    from schedulers import scheduler_class
-
     from .backward_arguments import gradient_compile_arguments
-    from .forward_arguments import ELEMENT_TYPES
 
-    problem = problem_class.problem
-    variant = BackwardVariant(
-        MaskKind(problem.bounded_left, problem.bounded_right),
-        problem.negative_scale,
-        problem.softcap,
-        problem.ragged,
-        problem_class.partial,
-        problem_class.stores_ds,
-    )
-    built = kernel(
-        config, ELEMENT_TYPES[problem.dtype], variant, scheduler_class(problem.use_clc)
-    )
-    return built, gradient_compile_arguments(problem_class, num_results)
+    return kernel(config, problem_class), gradient_compile_arguments(problem_class, num_results)
 
 
 #: Kind of kernel -> what builds it from its configuration and problem class.

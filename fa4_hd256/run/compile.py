@@ -29,9 +29,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from fa4_hd256 import environment
-from fa4_hd256.call.forward_problem import ProblemClass
 from fa4_hd256.gpus import family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.problem_class import ProblemClass
 
 from .catalogue import KernelSpec, build
 from .native_cache import NativeCache

@@ -14,8 +14,8 @@ from fa4_hd256 import environment
 from fa4_hd256.call.forward_problem import Problem, as_kernel_operand
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
 from fa4_hd256.gpus.family import TARGET, describe_family, in_family
-from fa4_hd256.kernels.blackwell.forward.combine import CombineConfig
-from fa4_hd256.kernels.blackwell.forward.config import CTAS
+from fa4_hd256.kernels.blackwell.pair_plan import CTAS
+from fa4_hd256.kernels.forward_combine import CombineConfig
 
 from .catalogue import KernelSpec
 from .compile import CompiledKernel, compile_kernel

@@ -30,32 +30,43 @@ MORE_PARAMETERS = {
     ("fa4_hd256/autograd.py", "_"): 21,
 }
 
-_KERNEL_LIBRARIES = ("schedulers", "softmax_emu")
-_CALL = ("fa4_hd256/kernels", "fa4_hd256/gpus", "fa4_hd256/environment", *_KERNEL_LIBRARIES)
+_LIBRARIES = ("schedulers", "softmax_emu")
+_GPUS = ("fa4_hd256/environment",)
+_KERNELS = ("fa4_hd256/environment", *_LIBRARIES)
+_PAIRS = ("fa4_hd256/kernels", *_KERNELS)
+_BLACKWELL = tuple(f"fa4_hd256/kernels/blackwell{room}" for room in ("", "/forward", "/backward"))
+_CALL = ("fa4_hd256/gpus", *_BLACKWELL, *_PAIRS)
 _RUN = ("fa4_hd256/call", *_CALL)
-_OPERATOR = ("fa4_hd256", "fa4_hd256/run", *_RUN)
+_OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/launch", *_RUN)
+_CHECK = ("fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
-#: Which other rooms a room may import (docs/architecture.md). A module is in the room of the
-#: longest name that its path begins with; a room of one file has the file's name.
+#: Which other rooms a room may import (docs/architecture.md): those below it. A module is in the
+#: room of the longest name that its path begins with; a room of one file has the file's name.
 ROOMS = {
     "schedulers": (),
     "softmax_emu": (),
     "sm100_sim": (),
-    "fa4_hd256/environment": ("fa4_hd256/gpus",),
-    "fa4_hd256/gpus": ("fa4_hd256/environment",),
-    "fa4_hd256/kernels": ("fa4_hd256/environment", *_KERNEL_LIBRARIES),
+    "fa4_hd256/environment": (),
+    "fa4_hd256/gpus": _GPUS,
+    # What kernels of all architectures share knows none of them, and the forward not the backward.
+    "fa4_hd256/kernels": _KERNELS,
+    "fa4_hd256/kernels/blackwell": _PAIRS,
+    "fa4_hd256/kernels/blackwell/forward": ("fa4_hd256/kernels/blackwell", *_PAIRS),
+    "fa4_hd256/kernels/blackwell/backward": ("fa4_hd256/kernels/blackwell", *_PAIRS),
     "fa4_hd256/call": _CALL,
     "fa4_hd256/run": ("fa4_hd256/run/launch", *_RUN),
-    # Where a call on CPU tensors is launched.
+    # Where a call on CPU tensors is launched: the one place beside check that knows the simulator.
     "fa4_hd256/run/launch": ("fa4_hd256/run", "sm100_sim", *_RUN),
-    "fa4_hd256": ("fa4_hd256/run/launch", "fa4_hd256/check", *_OPERATOR),
-    "fa4_hd256/integrations": _OPERATOR,
-    "fa4_hd256/check": ("fa4_hd256/run/launch", "sm100_sim", *_OPERATOR),
-    "bench": ("fa4_hd256/run/launch", "fa4_hd256/check", "sm100_sim", *_OPERATOR),
+    "fa4_hd256": _OPERATOR,
+    "fa4_hd256/integrations": ("fa4_hd256", *_OPERATOR),
+    "fa4_hd256/check": _CHECK,
+    # The commands: above all rooms, and imported by none.
+    "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
+    "bench": ("fa4_hd256/check", *_CHECK),
 }
 TOPS = tuple(sorted({room.split("/")[0] for room in ROOMS}))
 #: Packages whose modules import each other in no circle, not even inside functions.
-WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu")
+WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim")
 
 TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml")
 

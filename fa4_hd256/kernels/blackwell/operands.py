@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.sequences import tma_tile
 
-from .forward.config import HEAD_DIM
 from .instructions import OperandLayout
 
 __all__ = [
     "TmaTensor",
-    "by_key",
-    "by_packed_heads",
-    "by_sequence",
     "k_major_operand",
     "load_tile",
     "mn_major_operand",
@@ -63,42 +60,6 @@ def mn_major_operand(rows: int) -> OperandLayout:
     return OperandLayout(
         leading_bytes=rows * ROW_BYTES, stride_bytes=8 * ROW_BYTES, step_bytes=steps
     )
-
-
-def _by_rows(tensor: cute.Tensor, rows: int, columns: Any) -> cute.Tensor:
-    """(batch, ., ., columns) as (rows, columns, heads, batch), the base and every stride of a
-    multiple of 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores for 32 bits;
-    rows: which dimension they are, 1 or 2, the other one being the heads."""
-    heads, shape = 3 - rows, tensor.shape
-    strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
-    layout = cute.make_layout(
-        (shape[rows], columns, shape[heads], shape[0]),
-        stride=(strides[rows], 1, strides[heads], strides[0]),
-    )
-    # 8 elements have as many bytes as an element has bits.
-    return cute.make_tensor(tensor.iterator.align(tensor.element_type.width), layout)
-
-
-def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with the rule of `_by_rows`."""
-    return _by_rows(tensor, 1, HEAD_DIM)
-
-
-def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
-    """(seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the heads of a
-    group change fastest along the rows, then the queries."""
-    s, d, h, b = tensor.shape
-    row, column, head, batch = tensor.stride
-    layout = cute.make_layout(
-        ((packed, s), d, h // packed, b), stride=((head, row), column, head * packed, batch)
-    )
-    return cute.make_tensor(tensor.iterator, layout)
-
-
-def by_key(tensor: cute.Tensor) -> cute.Tensor:
-    """dS^T, (sequences, heads, keys, queries), as (keys, queries, heads, sequences), with TMA's
-    stride rule."""
-    return _by_rows(tensor, 2, tensor.shape[3])
 
 
 def load_tile(

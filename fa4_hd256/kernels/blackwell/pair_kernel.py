@@ -13,13 +13,16 @@ from cutlass.memory import SmemAllocator
 
 from fa4_hd256.kernels.edges import SharedByReference
 from fa4_hd256.kernels.masking import MaskKind, Visibility
-from fa4_hd256.kernels.sequences import Sequences
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
+from schedulers import scheduler_class
 
 from .operands import smem_layout
+from .pair_plan import CTAS
 
 __all__ = ["CLUSTER", "PairContext", "PairKernel", "SharedMemory"]
 
-CLUSTER = (2, 1, 1)
+CLUSTER = (CTAS, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,59 @@ class SharedMemory:
 class PairKernel:
     """Base of the kernels.
 
-    A kernel sets `warps`, `smem_plan`, `tmem_plan`, `edges`, `scheduler` and `dtype`, and has the
-    methods `descriptors(tensors)`, the TMA tensors; `set_up(allocator, ...)`, which returns its
-    `PairContext`; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a tile,
-    the same in both CTAs and all roles.
+    A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
+    in shared memory; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a
+    tile, the same in both CTAs and all roles.
     """
+
+    def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any = None) -> None:
+        """plan: has warps, smem, tmem and edges.  scheduler: a class of the `schedulers` protocol;
+        None for that of the problem class."""
+        self.problem_class = problem_class
+        self.dtype = problem_class.element_type
+        self.is_bf16 = self.dtype is cutlass.BFloat16
+        self.scheduler = scheduler or scheduler_class(problem_class.use_clc)
+        self.warps, self.edges = plan.warps, plan.edges
+        self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
+
+    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        """From a tuple in the order of the problem class, None if it has none."""
+        return SequenceTensors.given(self.problem_class.ragged, ragged)
+
+    def set_up(
+        self, allocator: SmemAllocator, tensors: Any, sizes: tuple[Int32, ...], scalars: Any,
+        order: Any,
+    ) -> PairContext:  # fmt: skip
+        """Lay out shared memory as the plan says and initialise the barriers.
+
+        sizes: seqlen_q, seqlen_k, query heads (or groups of them) for each KV head, and what the
+        kernel adds.
+        """
+        seqlen_q, seqlen_k, heads_per_kv = sizes[:3]
+        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
+        ragged = self.sequence_tensors(self.ragged(tensors))
+        return PairContext(
+            tensors=tensors,
+            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
+            sequences=Sequences(ragged, seqlen_q, seqlen_k),
+            mask=self.problem_class.mask,
+            scalars=scalars,
+            heads_per_kv=heads_per_kv,
+            order=order,
+            channel=self.scheduler.setup(allocator, self.scheduled_warps),
+            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            tmem_address=memory.region("tmem_address", Int32, 4),
+            smem=self.smem(memory),
+        )
+
+    def ragged(self, tensors: Any) -> Any:
+        """The ragged tensors among a kernel's tensors, None if there are none."""
+        return tensors.ragged
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of both CTAs that run the tile loop."""
+        return self.warps.scheduled_warps
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):

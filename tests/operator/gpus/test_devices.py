@@ -16,7 +16,7 @@ from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus import devices, driver
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.run import launch as backends
-from fa4_hd256.run.forward_arguments import forward_scalars
+from fa4_hd256.run.arguments import call_scalars
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 MIB = 1 << 20
@@ -71,7 +71,7 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
     found = {}
     for index in (0, 1):
         one = backends.gpu_of(torch.device("cuda", index))
-        scalars = forward_scalars(problem, one)
+        scalars = call_scalars(problem, one)
         mix = tuning.pattern_for(True, 8192, one.tuning_name, table)
         found[index] = (splits_for(problem, one), mix, scalars.clusters, scalars.l2_bytes)
     assert found[0] == (32, mixes["B200"], 74, 64 * MIB)

@@ -10,9 +10,10 @@ from gpus import gpu
 
 import sm100_sim
 from fa4_hd256 import ForwardConfig
-from fa4_hd256.call.forward_problem import Options, Problem, ProblemClass
+from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.gpus import family
-from fa4_hd256.kernels.blackwell.forward.combine import CombineConfig
+from fa4_hd256.kernels.forward_combine import CombineConfig
+from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile
 from fa4_hd256.run import launch as backends
 from fa4_hd256.run.catalogue import KernelSpec

@@ -11,9 +11,8 @@ from backward_cases import gradients, inputs
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig
-from fa4_hd256.call.backward_problem import GradientClass
-from fa4_hd256.call.forward_problem import ProblemClass
 from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
+from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage

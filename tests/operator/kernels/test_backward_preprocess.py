@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from fa4_hd256.call.backward_problem import BackwardProblem, PreprocessClass
+from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem, tma_can_take
-from fa4_hd256.kernels.blackwell.backward.preprocess import PreprocessConfig
+from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
+from fa4_hd256.kernels.problem_class import PreprocessClass
 from fa4_hd256.run import backward
 from fa4_hd256.run.backward_arguments import PreprocessTensors
 from fa4_hd256.run.catalogue import KernelSpec

@@ -7,9 +7,10 @@ from checkout import ROOT
 
 from fa4_hd256.call import named_configs
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig, DkdvPlan
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, WarpPlan
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig, ForwardWarpPlan
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
-from fa4_hd256.kernels.plans import SMEM_CAPACITY, SmemPlan, SmemRegion, TmemPlan, TmemRegion
+from fa4_hd256.kernels.limits import SMEM_CAPACITY
+from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, TmemPlan, TmemRegion
 from softmax_emu.pattern import Ex2Pattern
 
 DOCS = ROOT / "docs"
@@ -62,7 +63,7 @@ def test_what_the_configuration_refuses(options, complaint):
 )
 def test_what_the_warp_plan_refuses(options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        WarpPlan(**options)
+        ForwardWarpPlan(**options)
 
 
 def test_configurations_are_values():
@@ -76,7 +77,9 @@ def test_configurations_are_values():
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(ex2_pattern=Ex2Pattern(16, 4, degree=4), warps=WarpPlan(registers_other=96)),
+        ForwardConfig(
+            ex2_pattern=Ex2Pattern(16, 4, degree=4), warps=ForwardWarpPlan(registers_other=96)
+        ),
         BackwardConfig(ex2_pattern=Ex2Pattern(4, 2), dkdv=DkdvPlan(ring_stages=3), ds_bytes=0),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from cutlass import Float32
 
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.forward.combine import CombineConfig
+from fa4_hd256.kernels.forward_combine import CombineConfig
 from fa4_hd256.run import compile
 from fa4_hd256.run import launch as backends
 from fa4_hd256.run.catalogue import KernelSpec

@@ -10,16 +10,15 @@ import torch
 from backward_cases import gradients, inputs
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.call.backward_problem import GradientClass
-from fa4_hd256.call.forward_problem import ProblemClass
 from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardWarpPlan,
     DkdvPlan,
     DqPlan,
     DqProductPlan,
 )
-from fa4_hd256.kernels.blackwell.forward.config import WarpPlan
+from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
 from fa4_hd256.kernels.plans import RegisterPlan
+from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.errors import Hang
@@ -106,7 +105,7 @@ def test_no_arrival_waits_for_the_whole_gpu(kind, use_clc):
     assert order == ["UCGABAR_ARV", *2 * ["MEMBAR.ALL.GPU", "UCGABAR_ARV"]]
 
 
-@pytest.mark.parametrize("plan", [WarpPlan, BackwardWarpPlan])
+@pytest.mark.parametrize("plan", [ForwardWarpPlan, BackwardWarpPlan])
 def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
     """By one granule: 64 for the third warpgroup of the backward has hung on no GPU yet, 504 + 8
     registers a thread of three have on an H200."""

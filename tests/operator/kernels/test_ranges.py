@@ -15,11 +15,10 @@ import torch
 pytest.importorskip("cutlass")
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.call.backward_problem import GradientClass
-from fa4_hd256.call.forward_problem import ProblemClass
 from fa4_hd256.kernels import ranges
 from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
 from fa4_hd256.kernels.blackwell.backward.dq_product import DqProductKernel
+from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel, trace_and_compile
 

@@ -13,11 +13,9 @@ from gpus import gpu
 import sm100_sim
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel, ForwardVariant
-from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.run import compile as compiling
 from fa4_hd256.run.forward_arguments import (
-    ELEMENT_TYPES,
     CallTensors,
     call_arguments,
     compile_arguments,
@@ -37,13 +35,9 @@ def offsets(lengths):
 @pytest.fixture(scope="module", params=SCHEDULERS, ids=lambda s: s.__name__)
 def kernel(request):
     """(scheduler, compiled causal varlen kernel)."""
-    variant = ForwardVariant(
-        MaskKind(bounded_right=True), ragged=("cu_seqlens_q", "cu_seqlens_k")
-    )
-    element = ELEMENT_TYPES[torch.bfloat16]
-    traced = ForwardKernel(ForwardConfig(), element, variant, request.param)
-    problem, _ = call()
-    return request.param, compile_sm100(traced, *compile_arguments(problem.problem_class))
+    problem_class = call()[0].problem_class
+    traced = ForwardKernel(ForwardConfig(), problem_class, request.param)
+    return request.param, compile_sm100(traced, *compile_arguments(problem_class))
 
 
 def call():

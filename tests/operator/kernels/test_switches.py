@@ -8,8 +8,8 @@ from cross_compile import opcode_counts
 from test_kernel_structure import launch, mma_chains, run
 
 from fa4_hd256 import ForwardConfig
-from fa4_hd256.call.forward_problem import ProblemClass
 from fa4_hd256.check import reference
+from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.compile import compile_forward
 
 pytestmark = pytest.mark.simulator

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from fa4_hd256 import ForwardConfig
-from fa4_hd256.call.forward_problem import ProblemClass
 from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardConfig,
     BackwardWarpPlan,
@@ -23,6 +22,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     DqPlan,
     DqProductPlan,
 )
+from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile, native_cache
 from fa4_hd256.run.catalogue import KernelSpec
 from softmax_emu.pattern import Ex2Pattern

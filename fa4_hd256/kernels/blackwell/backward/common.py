@@ -11,27 +11,21 @@ P and dS are kept in 16 bits, unscaled, as operands. All but `backward_dq_produc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.blackwell.operands import (
-    TmaTensor,
-    by_key,
-    by_sequence,
-    load_tile,
-    smem_layout,
-)
-from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
-from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.blackwell.operands import TmaTensor, load_tile, smem_layout
+from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairKernel
+from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.sequences import Sequences, SequenceTensors, clipped_view
-from schedulers import StaticPersistentScheduler, WorkTile
+from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.sequences import clipped_view
+from fa4_hd256.kernels.views import by_key, by_sequence
+from schedulers import WorkTile
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 
@@ -39,12 +33,9 @@ from .config import GradientConfig
 
 __all__ = [
     "BackwardKernel",
-    "BackwardScalars",
     "BackwardTensors",
-    "BackwardVariant",
     "DS",
     "FRAGMENT",
-    "columns_of",
     "score_gradients",
     "store_row",
     "zeros",
@@ -53,42 +44,6 @@ __all__ = [
 FRAGMENT = 32  # columns that one tensor-memory load moves
 
 DS = 4  # dS among the tensors that boxes name
-
-
-@dataclass(frozen=True)
-class BackwardVariant:
-    """What of a call is compiled into a kernel, beside the configuration.
-
-    mask, negate_scores, softcap, ragged: as in `ForwardVariant`.  partial: dK and dV are float32
-    sums over a part of the query heads of each KV head.  stores_ds: the dK/dV kernel stores dS.
-    """
-
-    mask: MaskKind = MaskKind()
-    negate_scores: bool = False
-    softcap: bool = False
-    ragged: tuple[str, ...] = ()
-    partial: bool = False
-    stores_ds: bool = False
-
-
-class BackwardScalars(NamedTuple):
-    """Scalars of one call.
-
-    scale_log2, cap_scale, window_left, window_right, max_seqlen_q, clusters, l2_bytes: as in
-    `ForwardScalars`.  softmax_scale: with its sign.  max_seqlen_k: the longest key sequence, or
-    more.  head_parts: parts into which the query heads of a KV head are divided.
-    """
-
-    scale_log2: Float32
-    cap_scale: Float32
-    softmax_scale: Float32
-    window_left: Int32
-    window_right: Int32
-    max_seqlen_q: Int32
-    max_seqlen_k: Int32
-    head_parts: Int32
-    clusters: Int32
-    l2_bytes: Int32
 
 
 class BackwardTensors(NamedTuple):
@@ -119,23 +74,14 @@ class BackwardKernel(PairKernel):
     stores = False
 
     def __init__(
-        self,
-        config: GradientConfig,
-        dtype: Any,
-        variant: BackwardVariant,
-        scheduler: Any = StaticPersistentScheduler,
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
     ) -> None:
-        plan = self.plan_of(config.plan, variant)
-        self.dtype = dtype
-        self.variant = variant
-        self.scheduler = scheduler
+        self.plan = self.plan_of(config.plan, gradient_class)
+        super().__init__(self.plan, gradient_class.problem, scheduler)
         self.ex2_pattern = config.ex2_pattern
-        self.plan, self.warps, self.edges = plan, plan.warps, plan.edges
-        self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
-        self.is_bf16 = dtype is cutlass.BFloat16
 
-    def plan_of(self, plan: Any, variant: BackwardVariant) -> Any:
-        """The kernel's plan for a variant."""
+    def plan_of(self, plan: Any, gradient_class: GradientClass) -> Any:
+        """The kernel's plan for a class of calls."""
         return plan
 
     @cute.jit
@@ -146,7 +92,7 @@ class BackwardKernel(PairKernel):
         results: tuple[cute.Tensor, ...],
         ds: Any,
         ragged: Any,
-        scalars: BackwardScalars,
+        scalars: CallScalars,
         stream: Any,
     ):
         """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
@@ -154,17 +100,13 @@ class BackwardKernel(PairKernel):
         results: (dq,), or (dk, dv) with heads_kv * head_parts heads.  Last stride 1, other strides
         multiples of 16 bytes.  ds: dS^T, (sequences, heads, keys, queries), the queries padded to
         whole units, None where it is not stored.  ragged: a tuple of tensors in the order of
-        `variant.ragged`, None if there are none.
+        `problem_class.ragged`, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor) for tensor in results)
         q, k, _, _ = operands
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
-        batch = cute.size(q, mode=[3])
-        sequences = self._sequence_tensors(ragged)
-        for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k):
-            if cutlass.const_expr(cu_seqlens is not None):
-                batch = cute.size(cu_seqlens) - 1
+        batch = self.sequence_tensors(ragged).num_batches(q)
         problem = self.problem(scalars, (q, k), batch)
         if cutlass.const_expr(ds is not None):
             ds = by_key(ds)
@@ -180,15 +122,12 @@ class BackwardKernel(PairKernel):
             min_blocks_per_mp=1,
         )
 
-    def _sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        return SequenceTensors(**dict(zip(self.variant.ragged, ragged or (), strict=True)))
-
     def _tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         tmas = []
         for operand, rows, columns in self.boxes.values():
             tensor = operands[operand]
-            view = clipped_view(tensor, rows) if self.variant.ragged else tensor
+            view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
             layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
             info = cpasync.make_tiled_tma_atom(load, view, layout, (rows, columns))
             tmas.append(TmaTensor(info[0], info[1]))
@@ -219,30 +158,9 @@ class BackwardKernel(PairKernel):
         states.advance(f"{edge}_free")
         return states
 
-    def set_up(
-        self,
-        allocator: SmemAllocator,
-        tensors: BackwardTensors,
-        sizes: tuple[Int32, Int32, Int32],
-        scalars: BackwardScalars,
-        order: Any,
-    ) -> PairContext:
-        """Lay out shared memory as the plan says and initialise the barriers."""
-        seqlen_q, seqlen_k, heads_per_kv = sizes
-        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
-        return PairContext(
-            tensors=tensors,
-            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(self._sequence_tensors(tensors.ragged), seqlen_q, seqlen_k),
-            mask=self.variant.mask,
-            scalars=scalars,
-            heads_per_kv=heads_per_kv,
-            order=order,
-            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps(self.stores)),
-            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
-            tmem_address=memory.region("tmem_address", Int32, 4),
-            smem=self.smem(memory),
-        )
+    @property
+    def scheduled_warps(self) -> int:
+        return self.warps.scheduled_warps(self.stores)
 
     @cute.jit
     def run_role(self, context: Any, warp: Int32):
@@ -289,7 +207,7 @@ class BackwardKernel(PairKernel):
         mask: (whether to apply it, Visibility, row, first column).
         """
         slopes = None
-        if cutlass.const_expr(self.variant.softcap):
+        if cutlass.const_expr(self.problem_class.softcap):
             slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
             soft_cap(scores, context.scalars.cap_scale)
             for i in range(0, cute.size(scores)):
@@ -326,11 +244,6 @@ def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:
     rounded = cute.make_rmem_tensor(cute.size(values), destination.element_type)
     rounded.store(values.load().to(destination.element_type))
     cute.autovec_copy(rounded, destination)
-
-
-def columns_of(row: cute.Tensor, start: Any, columns: int) -> cute.Tensor:
-    """`columns` consecutive elements of a row of 256; start: a multiple of them."""
-    return cute.logical_divide(row, cute.make_layout(columns))[None, start // columns]
 
 
 def zeros(columns: int) -> cute.Tensor:

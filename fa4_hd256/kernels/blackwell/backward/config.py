@@ -9,17 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from fa4_hd256.kernels.blackwell.forward.config import BF16_BYTES, CTAS, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.blackwell.pair_plan import (
+    BLOCK_KV,
+    BLOCK_Q,
+    CTAS,
+    TILE_Q,
+    check_ring,
+    common_regions,
+)
+from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
-    WARP_SIZE,
-    RegisterPlan,
     SmemPlan,
     SmemRegion,
     TmemPlan,
     TmemRegion,
+    WarpPlan,
+    describe_plans,
 )
-from schedulers.clc import ClcScheduler
 from softmax_emu.pattern import Ex2Pattern
 
 __all__ = [
@@ -31,20 +38,16 @@ __all__ = [
     "GradientConfig",
 ]
 
-BLOCK_Q = 128  # query rows of one CTA
-BLOCK_KV = 128  # keys of a pair
-TILE_BYTES = 128 * 128 * BF16_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
-FLOAT_BYTES = 4
+TILE_BYTES = 128 * 128 * ELEMENT_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
 
 
 @dataclass(frozen=True)
-class BackwardWarpPlan:
+class BackwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA, the same in all of them.
 
     Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
-    warpgroup holds one warp each of the other roles.  A register budget belongs to a warpgroup.
-    The store warp has work only where dS is stored.  Raises ValueError for budgets that the launch
-    cannot serve (`RegisterPlan`).
+    warpgroup holds one warp each of the other roles.  The store warp has work only where dS is
+    stored.
     """
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -55,49 +58,20 @@ class BackwardWarpPlan:
     registers_gradient: int = 224
     registers_other: int = 56
 
-    num_warps: ClassVar[int] = 12
-
-    def __post_init__(self) -> None:
-        _ = self.registers
-
-    @property
-    def registers(self) -> RegisterPlan:
-        return RegisterPlan(
-            (
-                ("the first gradient warpgroup", self.registers_gradient),
-                ("the second gradient warpgroup", self.registers_gradient),
-                ("the other roles", self.registers_other),
-            )
-        )
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_warps * WARP_SIZE
+    WARPGROUPS = (
+        ("the first gradient warpgroup", "registers_gradient"),
+        ("the second gradient warpgroup", "registers_gradient"),
+        ("the other roles", "registers_other"),
+    )
+    ROLES = (
+        ("gradient", "registers_gradient"),
+        *((role, "registers_other") for role in ("mma", "load", "scheduler", "store")),
+    )
 
     def scheduled_warps(self, stores: bool) -> int:
         """Warps of both CTAs that run the tile loop: not the peer's MMA warp; stores: the store
         warps do."""
         return CTAS * (len(self.gradient) + 2 + stores) + 1
-
-    def describe(self) -> str:
-        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
-        rows.append(f"| gradient | {self.gradient} | {self.registers_gradient} |")
-        for role in ("mma", "load", "scheduler", "store"):
-            rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
-        rows.append(self.registers.total_row)
-        return "\n".join(rows)
-
-
-def _common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
-    """What every kernel has at the end of its shared memory."""
-    return (
-        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-        SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
-        SmemRegion(
-            "scheduler", 1, ClcScheduler.smem_bytes, 16,
-            "of the dynamic scheduler; allocated by its set-up",
-        ),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,21 +84,17 @@ class DqPlan:
     ring_stages: int = 3
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
-    tile_rows: ClassVar[int] = CTAS * BLOCK_Q
+    tile_rows: ClassVar[int] = TILE_Q
     step_columns: ClassVar[int] = BLOCK_KV
 
     def __post_init__(self) -> None:
-        if self.ring_stages < 3:
-            raise ValueError(
-                f"ring_stages is {self.ring_stages}; at least 3 are needed: the tile in use and "
-                "the two loaded ahead"
-            )
+        check_ring("ring_stages", self.ring_stages)
         _ = (self.smem, self.tmem, self.edges)
 
     @property
     def query_bytes(self) -> int:
         """One CTA's Q, or dO, of one tile."""
-        return BLOCK_Q * HEAD_DIM * BF16_BYTES
+        return BLOCK_Q * HEAD_DIM * ELEMENT_BYTES
 
     @property
     def smem(self) -> SmemPlan:
@@ -136,7 +106,7 @@ class DqPlan:
                     "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
                     "K or V: 64 keys x 256; K for dQ: 128 keys x 128 columns",
                 ),
-                *_common_regions(self.edges),
+                *common_regions(self.edges),
             )
         )  # fmt: skip
 
@@ -180,8 +150,7 @@ class DqPlan:
 
     def describe(self) -> str:
         head = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
-        parts = (self.warps, self.smem, self.tmem, self.edges)
-        return "\n\n".join([head, *(part.describe() for part in parts)])
+        return describe_plans(head, self)
 
 
 @dataclass(frozen=True)
@@ -197,14 +166,10 @@ class DkdvPlan:
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     tile_rows: ClassVar[int] = BLOCK_KV
-    step_columns: ClassVar[int] = CTAS * BLOCK_Q
+    step_columns: ClassVar[int] = TILE_Q
 
     def __post_init__(self) -> None:
-        if self.ring_stages < 3:
-            raise ValueError(
-                f"ring_stages is {self.ring_stages}; at least 3 are needed: the tile in use and "
-                "the two loaded ahead"
-            )
+        check_ring("ring_stages", self.ring_stages)
         _ = (self.smem, self.tmem, self.edges)
 
     @property
@@ -228,7 +193,7 @@ class DkdvPlan:
                 ),
                 SmemRegion("lse", 1, self.stats_bytes, 128, "-LSE in log2 units of 256 queries"),
                 SmemRegion("delta", 1, self.stats_bytes, 128, "-delta of 256 queries"),
-                *_common_regions(self.edges),
+                *common_regions(self.edges),
             )
         )  # fmt: skip
 
@@ -289,8 +254,7 @@ class DkdvPlan:
     def describe(self) -> str:
         stored = ", dS stored" if self.stores_ds else ""
         head = f"dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256{stored}"
-        parts = (self.warps, self.smem, self.tmem, self.edges)
-        return "\n\n".join([head, *(part.describe() for part in parts)])
+        return describe_plans(head, self)
 
 
 @dataclass(frozen=True)
@@ -304,7 +268,7 @@ class DqProductPlan:
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     accumulators: ClassVar[int] = 2
-    tile_rows: ClassVar[int] = CTAS * BLOCK_Q
+    tile_rows: ClassVar[int] = TILE_Q
     step_columns: ClassVar[int] = BLOCK_KV
 
     def __post_init__(self) -> None:
@@ -324,7 +288,7 @@ class DqProductPlan:
                 SmemRegion(
                     "k", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 columns"
                 ),
-                *_common_regions(self.edges),
+                *common_regions(self.edges),
             )
         )  # fmt: skip
 
@@ -352,8 +316,7 @@ class DqProductPlan:
 
     def describe(self) -> str:
         head = "dQ from stored dS: 256 queries x 128 keys per CTA pair and step, head_dim 256"
-        parts = (self.warps, self.smem, self.tmem, self.edges)
-        return "\n\n".join([head, *(part.describe() for part in parts)])
+        return describe_plans(head, self)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     fence_after_thread_sync,
@@ -44,18 +43,20 @@ from fa4_hd256.kernels.blackwell.operands import (
     mn_major_operand,
     smem_layout,
 )
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load
-from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import Sequence, tma_tile
+from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardKernel, columns_of, score_gradients, store_row, zeros
-from .config import BLOCK_KV, BLOCK_Q
+from .common import FRAGMENT, BackwardKernel, score_gradients, store_row, zeros
 
 __all__ = ["DkdvKernel"]
 
-UNIT_Q = 2 * BLOCK_Q
+UNIT_Q = TILE_Q
 OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
 OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 STAGES_OF_OPERAND = 2  # ring stages of Q or dO in a unit: 128 columns, or 128 queries, each
@@ -99,7 +100,8 @@ class DkdvKernel(BackwardKernel):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        is_bf16, negate = self.is_bf16, self.variant.negate_scores
+        self.stores = self.plan.stores_ds
+        is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         self.s_shape = MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate)
         self.dp_shape = MmaShape(BLOCK_KV, UNIT_Q, is_bf16)
         self.sum_shape = MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)
@@ -107,10 +109,9 @@ class DkdvKernel(BackwardKernel):
         self.weights_layout = k_major_operand(OWN_KEYS, UNIT_Q)
         self.rows_layout = k_major_operand(BLOCK_Q, HEAD_DIM // 2)
         self.columns_layout = mn_major_operand(BLOCK_Q)
-        self.stores = self.variant.stores_ds
 
-    def plan_of(self, plan: Any, variant: Any) -> Any:
-        return replace(plan, stores_ds=variant.stores_ds)
+    def plan_of(self, plan: Any, gradient_class: GradientClass) -> Any:
+        return replace(plan, stores_ds=gradient_class.stores_ds)
 
     def ds_tensor(self, ds: Any) -> TmaTensor | None:
         if cutlass.const_expr(ds is None):
@@ -128,7 +129,6 @@ class DkdvKernel(BackwardKernel):
         heads_per_kv = cute.size(q, mode=[2]) // heads
         heads_per_part = (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
         rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part
-        mask = self.variant.mask
         return TileProblem(
             (scalars.max_seqlen_k + BLOCK_KV - 1) // BLOCK_KV,
             heads * scalars.head_parts,
@@ -138,10 +138,10 @@ class DkdvKernel(BackwardKernel):
                 num_pairs=heads * scalars.head_parts * batch,
                 kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
                 l2_bytes=scalars.l2_bytes,
-                unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
+                unequal_lengths=self.problem_class.has_unequal_tiles,
             ),
             # The transposed mask: its bounds change sides.
-            later_blocks_first=mask.bounded_left,
+            later_blocks_first=self.problem_class.bounded_left,
         )
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
@@ -528,7 +528,7 @@ class DkdvKernel(BackwardKernel):
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         barriers["lse_free"].arrive(states["lse_loaded"])
         states.advance("lse_loaded")
-        if cutlass.const_expr(self.variant.softcap):
+        if cutlass.const_expr(self.problem_class.softcap):
             factors.store(factors.load() * slopes.load())
         return states
 

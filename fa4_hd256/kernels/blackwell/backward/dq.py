@@ -33,7 +33,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     TmemOperand,
@@ -42,17 +41,17 @@ from fa4_hd256.kernels.blackwell.instructions import (
     mma_chain,
 )
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
-from fa4_hd256.kernels.masking import MaskKind
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardKernel, columns_of, score_gradients, store_row, zeros
-from .config import BLOCK_KV, BLOCK_Q
+from .common import FRAGMENT, BackwardKernel, score_gradients, store_row, zeros
 
 __all__ = ["DqKernel"]
 
-TILE_Q = 2 * BLOCK_Q
 OWN_KEYS = BLOCK_KV // 2  # keys of a step that one warpgroup works on, and that a CTA loads for S
 OWN_COLUMNS = HEAD_DIM // 2  # columns of dQ that one warpgroup drains
 
@@ -70,7 +69,7 @@ class DqKernel(BackwardKernel):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        is_bf16, negate = self.is_bf16, self.variant.negate_scores
+        is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         self.s_shape = MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate)
         self.dp_shape = MmaShape(TILE_Q, BLOCK_KV, is_bf16)
         self.dq_shape = MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True)
@@ -85,7 +84,6 @@ class DqKernel(BackwardKernel):
         """The tiles: 256 query rows of a head each."""
         q, k = operands
         heads = cute.size(q, mode=[2])
-        mask = self.variant.mask
         return TileProblem(
             (scalars.max_seqlen_q + TILE_Q - 1) // TILE_Q,
             heads,
@@ -95,9 +93,9 @@ class DqKernel(BackwardKernel):
                 num_pairs=heads * batch,
                 kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (4 * HEAD_DIM),
                 l2_bytes=scalars.l2_bytes,
-                unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
+                unequal_lengths=self.problem_class.has_unequal_tiles,
             ),
-            later_blocks_first=mask.bounded_right,
+            later_blocks_first=self.problem_class.bounded_right,
         )
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
@@ -370,7 +368,7 @@ class DqKernel(BackwardKernel):
         states.advance("s_done")
         slopes = self.mask_and_cap(context, factors, mask)
         self.exponentiate(context, factors, negative_lse, (0, OWN_KEYS))
-        if cutlass.const_expr(self.variant.softcap):
+        if cutlass.const_expr(self.problem_class.softcap):
             factors.store(factors.load() * slopes.load())
         return states
 

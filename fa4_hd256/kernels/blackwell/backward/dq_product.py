@@ -21,15 +21,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from fa4_hd256.kernels.blackwell.forward.config import CTAS, HEAD_DIM
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, fence_after_thread_sync, mma_chain
 from fa4_hd256.kernels.blackwell.operands import load_tile, mn_major_operand
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS, TILE_Q
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import Sequence
 
 from .common import DS
-from .config import BLOCK_KV, BLOCK_Q
-from .dq import TILE_Q, DqKernel
+from .dq import DqKernel
 
 __all__ = ["DqProductKernel"]
 

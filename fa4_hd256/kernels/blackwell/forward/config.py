@@ -5,34 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.blackwell.pair_plan import (
+    BLOCK_KV,
+    BLOCK_Q,
+    CTAS,
+    check_ring,
+    common_regions,
+)
+from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
-    WARP_SIZE,
-    RegisterPlan,
     SmemPlan,
     SmemRegion,
     TmemPlan,
     TmemRegion,
+    WarpPlan,
+    describe_plans,
 )
-from schedulers.clc import ClcScheduler
 from softmax_emu.online import ARITHMETICS
 from softmax_emu.pattern import Ex2Pattern
 
-__all__ = ["HEAD_DIM", "ForwardConfig", "WarpPlan"]
-
-HEAD_DIM = 256
-CTAS = 2
-BF16_BYTES = 2  # and those of fp16
-SWIZZLE_ALIGNMENT = 1024  # of a buffer with the 128-byte swizzle: 8 rows of 128 bytes
+__all__ = ["ForwardConfig", "ForwardWarpPlan"]
 
 
 @dataclass(frozen=True)
-class WarpPlan:
+class ForwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA.
 
     The first warpgroup is the softmax, the second the correction, the third holds one warp each
-    of the other roles.  A register budget belongs to a warpgroup.  Raises ValueError for budgets
-    that the launch cannot serve (`RegisterPlan`).
+    of the other roles.
     """
 
     softmax: tuple[int, ...] = (0, 1, 2, 3)
@@ -45,40 +46,20 @@ class WarpPlan:
     registers_correction: int = 168
     registers_other: int = 104
 
-    def __post_init__(self) -> None:
-        _ = self.registers
-
-    @property
-    def registers(self) -> RegisterPlan:
-        return RegisterPlan(
-            (
-                ("softmax", self.registers_softmax),
-                ("correction", self.registers_correction),
-                ("the other roles", self.registers_other),
-            )
-        )
-
-    @property
-    def num_warps(self) -> int:
-        return 12
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_warps * WARP_SIZE
+    WARPGROUPS = (
+        ("softmax", "registers_softmax"),
+        ("correction", "registers_correction"),
+        ("the other roles", "registers_other"),
+    )
+    ROLES = (
+        *WARPGROUPS[:2],
+        *((role, "registers_other") for role in ("mma", "load", "epilogue", "scheduler")),
+    )
 
     @property
     def scheduled_warps(self) -> int:
         """Warps of both CTAs that run the tile loop: all but the peer's MMA warp."""
         return CTAS * self.num_warps - 1
-
-    def describe(self) -> str:
-        rows = ["| role | warps | registers a thread |", "|---|---|---|"]
-        rows.append(f"| softmax | {self.softmax} | {self.registers_softmax} |")
-        rows.append(f"| correction | {self.correction} | {self.registers_correction} |")
-        for role in ("mma", "load", "epilogue", "scheduler"):
-            rows.append(f"| {role} | {getattr(self, role)} | {self.registers_other} |")
-        rows.append(self.registers.total_row)
-        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -102,14 +83,14 @@ class ForwardConfig:
     kv_stages: int = 3
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
-    warps: WarpPlan = field(default_factory=WarpPlan)
+    warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
     s_stages: int = 2
     arithmetic: str = "packed"
     ordered_tiles: bool = True
 
     # The shape the kernel is built for; derived sizes below follow from it.
-    block_q = 128  # query rows of one CTA
-    block_kv = 128  # keys of one step
+    block_q = BLOCK_Q
+    block_kv = BLOCK_KV
     scale_stages = 1
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
 
@@ -119,11 +100,7 @@ class ForwardConfig:
                 f"q_stages is {self.q_stages}; the kernel needs 2: O is staged in its tile's own "
                 "Q buffer while the next tile's Q arrives in the other"
             )
-        if self.kv_stages < 3:
-            raise ValueError(
-                f"kv_stages is {self.kv_stages}; at least 3 are needed: the tile in use and the "
-                "two loaded ahead"
-            )
+        check_ring("kv_stages", self.kv_stages)
         if not 0 <= self.rescale_threshold <= 15:
             raise ValueError(
                 f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
@@ -158,12 +135,12 @@ class ForwardConfig:
     @property
     def q_bytes(self) -> int:
         """One CTA's Q (and O) of one tile."""
-        return self.block_q * HEAD_DIM * BF16_BYTES
+        return self.block_q * HEAD_DIM * ELEMENT_BYTES
 
     @property
     def kv_bytes(self) -> int:
         """One CTA's half of a K tile (64 keys) or of a V tile (128 of the head's columns)."""
-        return self.block_kv // CTAS * HEAD_DIM * BF16_BYTES
+        return self.block_kv // CTAS * HEAD_DIM * ELEMENT_BYTES
 
     @property
     def o_slices(self) -> int:
@@ -185,12 +162,7 @@ class ForwardConfig:
                     "scale", self.scale_stages, self.block_q * 4, 16,
                     "factor, or at the end 1/sum, of each row",
                 ),
-                SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-                SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
-                SmemRegion(
-                    "scheduler", 1, ClcScheduler.smem_bytes, 16,
-                    "of the dynamic scheduler; allocated by its set-up",
-                ),
+                *common_regions(self.edges),
             )
         )
 
@@ -246,5 +218,4 @@ class ForwardConfig:
             f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
-        parts = (self.warps, self.smem, self.tmem, self.edges)
-        return "\n\n".join([head, *(part.describe() for part in parts)])
+        return describe_plans(head, self)

@@ -15,12 +15,11 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import tma_tile
 from softmax_emu.online import soft_cap
 from softmax_emu.pattern import FRAGMENT_COLUMNS
-
-from .config import HEAD_DIM
 
 __all__ = ["ForwardConsumers"]
 
@@ -60,7 +59,7 @@ class ForwardConsumers:
                     key -= config.block_kv
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
                     softmax, states = self._softmax_step(context, softmax, states, None)
-                if cutlass.const_expr(self.variant.mask.bounded_left):
+                if cutlass.const_expr(self.problem_class.bounded_left):
                     key -= tiles.num_unmasked * config.block_kv
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
                         softmax, states = self._softmax_step(
@@ -87,7 +86,7 @@ class ForwardConsumers:
         if cutlass.const_expr(context.sink is None):
             return None
         logit = context.sink[head] * math.log2(math.e)
-        if cutlass.const_expr(self.variant.split):
+        if cutlass.const_expr(self.problem_class.split):
             return cutlass.select_(context.split(work)[0] == 0, logit, Float32(-math.inf))
         return logit
 
@@ -107,7 +106,7 @@ class ForwardConsumers:
         scores = cute.make_rmem_tensor(columns, Float32)
         tmem_load(address, scores)
         cute.arch.fence_view_async_tmem_load()
-        if cutlass.const_expr(self.variant.softcap):
+        if cutlass.const_expr(self.problem_class.softcap):
             soft_cap(scores, context.scalars.cap_scale)
         if cutlass.const_expr(mask is not None):
             context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
@@ -166,7 +165,7 @@ class ForwardConsumers:
                     o_done.advance()
                 inverse, scale_done = self._receive_scale(context, scale_done)
                 context.barriers["o_done"].wait(o_done)
-                if cutlass.const_expr(self.variant.split):
+                if cutlass.const_expr(self.problem_class.split):
                     o_staged = self._drain_part(context, work, inverse, (o_done, o_staged))
                 else:
                     o_staged = self._drain(context, inverse, o_done, o_staged)
@@ -287,7 +286,7 @@ class ForwardConsumers:
         work = scheduler.initial_work()
         while work.is_valid:
             if self.num_steps(context, work) > 0:
-                if cutlass.const_expr(self.variant.split):
+                if cutlass.const_expr(self.problem_class.split):
                     # Stored by the correction; nothing is staged.
                     for _ in cutlass.range_constexpr(self.config.o_slices):
                         context.barriers["o_staged"].wait(o_staged)
@@ -306,7 +305,7 @@ class ForwardConsumers:
         config, o = self.config, context.tensors.o
         place = (context.query(work), self.first_row(context, work), None, work.head)
         shape = (config.block_q, config.o_slice)
-        tiles = tma_tile(o.tensor, shape, place, self.variant.packed_heads)
+        tiles = tma_tile(o.tensor, shape, place, self.problem_class.packed_heads)
         slices = cute.local_tile(context.smem["q"][None, None, buffer], shape, (0, None))
         from_smem, to_global = cpasync.tma_partition(
             o.atom, 0, cute.make_layout(1),

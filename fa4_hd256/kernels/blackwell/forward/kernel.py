@@ -54,63 +54,24 @@ from cutlass.memory import SmemAllocator
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, TmemOperand
 from fa4_hd256.kernels.blackwell.operands import (
     TmaTensor,
-    by_packed_heads,
-    by_sequence,
     k_major_operand,
     mn_major_operand,
     smem_layout,
 )
 from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
-from fa4_hd256.kernels.masking import MaskKind
-from fa4_hd256.kernels.sequences import Sequence, Sequences, SequenceTensors, clipped_view
-from schedulers import StaticPersistentScheduler, TileOrder, TileProblem, section_heads_for
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.sequences import Sequence, clipped_view
+from fa4_hd256.kernels.views import by_packed_heads, by_sequence
+from schedulers import TileOrder, TileProblem, section_heads_for
 from softmax_emu.online import OnlineSoftmax
 
-from .config import HEAD_DIM, ForwardConfig
+from .config import ForwardConfig
 from .consumers import ForwardConsumers
 from .producers import ForwardProducers
 
-__all__ = ["ForwardKernel", "ForwardScalars", "ForwardVariant"]
-
-
-
-@dataclass(frozen=True)
-class ForwardVariant:
-    """What of a call is compiled into the kernel, beside the configuration.
-
-    mask: which sides bound the visible keys.  negate_scores: the softmax scale is negative; then
-    the tensor core negates Q K^T and the scale passed in is its absolute value.  softcap: scores
-    pass through softcap * tanh(. / softcap).  sink: each head has one.  ragged: which of the
-    fields of `SequenceTensors` are given.  packed_heads: query heads of a KV head whose rows share
-    a tile; 1, or all of them and a divisor of a CTA's rows.  split: the keys of a tile are divided
-    (NOTE [split keys]).
-    """
-
-    mask: MaskKind = MaskKind()
-    negate_scores: bool = False
-    softcap: bool = False
-    sink: bool = False
-    ragged: tuple[str, ...] = ()
-    packed_heads: int = 1
-    split: bool = False
-
-
-class ForwardScalars(NamedTuple):
-    """Scalars of one call.
-
-    scale_log2: factor of the scores in the exponent of 2: |softmax_scale| * log2(e), or with a
-    softcap softcap * log2(e).  cap_scale: |softmax_scale| / softcap.  window_left, window_right:
-    0 or more; 0 on an unbounded side.  max_seqlen_q: the longest query sequence.  clusters: CTA
-    pairs of a static grid.  l2_bytes: of L2, for what the tiles of a section share.
-    """
-
-    scale_log2: Float32
-    cap_scale: Float32
-    window_left: Int32
-    window_right: Int32
-    max_seqlen_q: Int32
-    clusters: Int32
-    l2_bytes: Int32
+__all__ = ["ForwardKernel"]
 
 
 class KernelTensors(NamedTuple):
@@ -120,7 +81,7 @@ class KernelTensors(NamedTuple):
     packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
     out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys there is no o,
     out is float32, and out and lse have `num_splits` batch entries for each one.  optional: what
-    the variant asks for: sink (heads,), then the tensors of the ragged sequences in the variant's
+    the problem class asks for: sink (heads,), then the tensors of the ragged sequences in its
     order.
     """
 
@@ -174,34 +135,22 @@ class Context(PairContext):
 class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
     """The forward kernel for one configuration.
 
-    config: tile shapes, stages, warps, exp2 pattern.  dtype: cutlass.BFloat16 or Float16.
-    variant: mask, sign of the scale, softcap.  scheduler: a class of the `schedulers` protocol.
+    config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
+    scheduler: a class of the `schedulers` protocol; None for that of the problem class.
 
     Called under `cute.compile`; see `__call__` for the arguments at run time.
     """
 
     def __init__(
-        self,
-        config: ForwardConfig,
-        dtype: Any,
-        variant: ForwardVariant,
-        scheduler: Any = StaticPersistentScheduler,
+        self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any = None
     ) -> None:
+        super().__init__(config, problem_class, scheduler)
         self.config = config
-        self.dtype = dtype
-        self.variant = variant
-        self.scheduler = scheduler
-        self.warps = config.warps
-        self.edges = config.edges
-        self.smem_plan = config.smem
-        self.tmem_plan = config.tmem
         # Queries of a tile and of a CTA's half of it.
-        self.tile_queries = config.tile_q // variant.packed_heads
-        self.block_queries = config.block_q // variant.packed_heads
-        is_bf16 = dtype is cutlass.BFloat16
-        self.qk_shape = MmaShape(
-            config.tile_q, config.block_kv, is_bf16, negate_a=variant.negate_scores
-        )
+        self.tile_queries = config.tile_q // problem_class.packed_heads
+        self.block_queries = config.block_q // problem_class.packed_heads
+        negate, is_bf16 = problem_class.negative_scale, self.is_bf16
+        self.qk_shape = MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate)
         self.pv_shape = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
         self.q_layout = k_major_operand(config.block_q)
         self.k_layout = k_major_operand(config.block_kv // 2)
@@ -216,7 +165,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         v: cute.Tensor,
         results: tuple[cute.Tensor, cute.Tensor],
         optional: Any,
-        scalars: ForwardScalars,
+        scalars: CallScalars,
         stream: Any,
     ):
         """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
@@ -224,23 +173,22 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
         keys out is float32, and of each batch entry of q the results have one for each part.
 
-        optional: a tuple of what the variant asks for, None if that is nothing: the sink,
-        (heads,) float32, then tensors of `SequenceTensors` in the order of `variant.ragged`.
+        optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
+        (heads,) float32, then tensors of `SequenceTensors` in its order.
         """
         config = self.config
         out, lse = results
         q, k, v, out = (by_sequence(t) for t in (q, k, v, out))
         # Heads, or groups of them, that have tiles of their own.
-        heads = cute.size(q, mode=[2]) // self.variant.packed_heads
+        heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
         heads_per_kv = heads // cute.size(k, mode=[2])
-        _, sequences = self._split_optional(optional)
-        batch = self._num_batches(q, sequences)
+        _, ragged = self._sink_and_ragged(optional)
+        batch = self.sequence_tensors(ragged).num_batches(q)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
-        if cutlass.const_expr(self.variant.split):
+        if cutlass.const_expr(self.problem_class.split):
             num_splits = cute.size(out, mode=[3]) // cute.size(q, mode=[3])
             batch, sizes = batch * num_splits, (*sizes, num_splits)
         tensors = self._kernel_tensors((q, k, v, out), lse, optional)
-        mask = self.variant.mask
         section_heads, later_blocks_first = 1, False
         if cutlass.const_expr(config.ordered_tiles):
             section_heads = section_heads_for(
@@ -249,9 +197,9 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
                 kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
                 l2_bytes=scalars.l2_bytes,
-                unequal_lengths=mask != MaskKind() or bool(self.variant.ragged),
+                unequal_lengths=self.problem_class.has_unequal_tiles,
             )
-            later_blocks_first = mask.bounded_right
+            later_blocks_first = self.problem_class.bounded_right
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
@@ -264,25 +212,19 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
             min_blocks_per_mp=1,
         )
 
-    def _split_optional(self, optional: Any) -> tuple[Any, SequenceTensors]:
-        """(sink or None, sequence tensors) from what the variant asks for."""
-        given = list(optional or ())
-        sink = given.pop(0) if self.variant.sink else None
-        return sink, SequenceTensors(**dict(zip(self.variant.ragged, given, strict=True)))
+    def _sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
+        """(sink or None, ragged tensors) from what the problem class asks for."""
+        given = tuple(optional or ())
+        return (given[0], given[1:]) if self.problem_class.sink else (None, given)
 
-    @staticmethod
-    def _num_batches(q: cute.Tensor, sequences: SequenceTensors) -> Any:
-        """Batch entries: of the tensors, or as many as packed sequences."""
-        for cu_seqlens in (sequences.cu_seqlens_q, sequences.cu_seqlens_k):
-            if cu_seqlens is not None:
-                return cute.size(cu_seqlens) - 1
-        return cute.size(q, mode=[3])
+    def ragged(self, tensors: KernelTensors) -> tuple:
+        return self._sink_and_ragged(tensors.optional)[1]
 
     def _kernel_tensors(
         self, operands: tuple, lse: cute.Tensor, optional: Any
     ) -> KernelTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
-        config, packed = self.config, self.variant.packed_heads
+        config, packed = self.config, self.problem_class.packed_heads
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
         boxes = (
@@ -293,15 +235,15 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         )
         tmas = []
         for name, (operation, rows, columns), view in zip("qkvo", boxes, operands, strict=True):
-            if name == "o" and self.variant.split:
+            if name == "o" and self.problem_class.split:
                 tmas.append(None)
                 continue
             layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
-            box, is_clipped = (rows, columns), bool(self.variant.ragged)
+            box, is_clipped = (rows, columns), bool(self.problem_class.ragged)
             if packed > 1 and name in "qo":
                 view = by_packed_heads(view, packed)
                 box = ((packed, rows // packed), columns)
-                is_clipped = "cu_seqlens_q" in self.variant.ragged
+                is_clipped = "cu_seqlens_q" in self.problem_class.ragged
             if is_clipped:
                 view = clipped_view(view, rows)
             info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
@@ -310,7 +252,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
 
     def descriptors(self, tensors: KernelTensors) -> tuple[TmaTensor, ...]:
         given = tensors.q, tensors.k, tensors.v, tensors.o
-        return given[:3] if self.variant.split else given
+        return given[:3] if self.problem_class.split else given
 
     @cute.jit
     def run_role(self, context: Any, warp: Int32):
@@ -334,42 +276,30 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
             if warp == warps.scheduler:
                 self.schedule(context)
 
-    def set_up(
-        self,
-        allocator: SmemAllocator,
-        tensors: KernelTensors,
-        sizes: tuple[Int32, ...],
-        scalars: ForwardScalars,
-        order: TileOrder,
-    ) -> Context:
-        """Lay out shared memory as the plan says and initialise the barriers."""
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
-        seqlen_q, seqlen_k, heads_per_kv, *num_splits = sizes
-        sink, sequences = self._split_optional(tensors.optional)
-        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
         kv_stages = config.kv_stages
         scale_layout = cute.make_layout((config.block_q, config.scale_stages))
-        smem = {
+        return {
             "q": memory.operand("q", config.block_q, HEAD_DIM, config.q_stages),
             "k": memory.operand("kv", config.block_kv // 2, HEAD_DIM, kv_stages),
             "v": memory.operand("kv", config.block_kv, HEAD_DIM // 2, kv_stages),
             "scale": cute.make_tensor(memory.region("scale", Float32, 16), scale_layout),
         }
-        return Context(
-            tensors=tensors,
-            sink=sink,
-            num_splits=num_splits[0] if self.variant.split else None,
-            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
-            sequences=Sequences(sequences, seqlen_q, seqlen_k),
-            mask=self.variant.mask,
-            scalars=scalars,
-            heads_per_kv=heads_per_kv,
-            order=order,
-            channel=self.scheduler.setup(allocator, config.warps.scheduled_warps),
-            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
-            tmem_address=memory.region("tmem_address", Int32, 4),
-            smem=smem,
-        )
+
+    def set_up(
+        self,
+        allocator: SmemAllocator,
+        tensors: KernelTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ) -> Context:
+        """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
+        common = super().set_up(allocator, tensors, sizes, scalars, order)
+        sink, _ = self._sink_and_ragged(tensors.optional)
+        num_splits = sizes[3] if self.problem_class.split else None
+        return Context(**vars(common), sink=sink, num_splits=num_splits)
 
     def create_softmax(self, context: Context) -> OnlineSoftmax:
         """The online softmax of one row."""
@@ -385,7 +315,7 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
 
     def query_and_head(self, context: Context, work: Any, row: Int32) -> tuple[Int32, Int32]:
         """What a row of this CTA's half of a tile belongs to."""
-        packed = self.variant.packed_heads
+        packed = self.problem_class.packed_heads
         return self.first_row(context, work) + row // packed, work.head * packed + row % packed
 
     def num_steps(self, context: Context, work: Any) -> Int32:

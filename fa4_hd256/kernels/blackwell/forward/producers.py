@@ -116,7 +116,7 @@ class ForwardProducers:
             loaded.expect_bytes(free)
         load_tile(
             getattr(context.tensors, name), smem, place, loaded.pointer(free), free.index,
-            self.variant.packed_heads if name == "q" else 1,
+            self.problem_class.packed_heads if name == "q" else 1,
         )
 
     @cute.jit

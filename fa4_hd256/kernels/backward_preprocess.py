@@ -26,15 +26,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
-from fa4_hd256.kernels.blackwell.operands import by_sequence
-from fa4_hd256.kernels.edges import SharedByReference
-from fa4_hd256.kernels.plans import WARP_SIZE
-from fa4_hd256.kernels.sequences import PADDING, Sequence, Sequences, SequenceTensors
+from .edges import SharedByReference
+from .limits import WARP_SIZE
+from .problem_class import PreprocessClass
+from .sequences import PADDING, Sequence, Sequences, SequenceTensors
+from .views import by_sequence, load_lane_columns
 
-__all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows", "PreprocessVariant"]
+__all__ = ["PreprocessConfig", "PreprocessKernel", "PreprocessRows"]
 
-LANE_COLUMNS = HEAD_DIM // WARP_SIZE  # 16 bytes of a 16-bit type
 LOG2_E = math.log2(math.e)
 
 
@@ -67,20 +66,9 @@ class PreprocessConfig:
         return self.num_warps * self.rows_per_warp
 
 
-@dataclass(frozen=True)
-class PreprocessVariant:
-    """What of a call is compiled into the kernel.
-
-    lse_gradient: whether dLSE is given.  ragged: which of cu_seqlens_q and seqused_q are given.
-    """
-
-    lse_gradient: bool = False
-    ragged: tuple[str, ...] = ()
-
-
 class PreprocessRows(NamedTuple):
-    """What is read: out, dout (batch, seqlen_q, heads, 256); lse, and dlse if the variant says so,
-    else None: (batch, heads, seqlen_q) float32, any strides."""
+    """What is read: out, dout (batch, seqlen_q, heads, 256); lse, and dlse where the problem class
+    has it, else None: (batch, heads, seqlen_q) float32, any strides."""
 
     out: Any
     dout: Any
@@ -98,9 +86,9 @@ class _Context(SharedByReference):
 class PreprocessKernel:
     """Launch with `__call__`, under `cute.compile`."""
 
-    def __init__(self, config: PreprocessConfig, variant: PreprocessVariant) -> None:
+    def __init__(self, config: PreprocessConfig, problem_class: PreprocessClass) -> None:
         self.config = config
-        self.variant = variant
+        self.problem_class = problem_class
 
     @cute.jit
     def __call__(
@@ -114,26 +102,22 @@ class PreprocessKernel:
         """rows: last stride 1 and other strides multiples of 16 bytes for out and dout; packed
         sequences have a batch of 1.  stats: (2, heads, `padded_rows`) float32.
 
-        ragged: a tuple of int32 tensors in the order of `variant.ragged`, None if that is empty.
+        ragged: a tuple of int32 tensors in the order of the problem class, None if there are none.
         max_seqlen_q: the longest query sequence.
         """
-        sequences = self._sequence_tensors(ragged)
-        batch, seqlen_q, heads, _ = rows.out.shape
-        if cutlass.const_expr(sequences.cu_seqlens_q is not None):
-            batch = cute.size(sequences.cu_seqlens_q) - 1
+        sequences = SequenceTensors.given(self.problem_class.ragged, ragged)
+        out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
+        batch = sequences.num_batches(out)
+        seqlen_q, _, heads, _ = out.shape
         tile_rows = self.config.tile_rows
         blocks = (max_seqlen_q + (PADDING - 1)) // PADDING * (PADDING // tile_rows)
         sizes = tuple(Int32(size) for size in (seqlen_q, heads, blocks))
-        out, dout = (by_sequence(tensor) for tensor in (rows.out, rows.dout))
         rows = PreprocessRows(out, dout, rows.lse, rows.dlse)
         self.kernel(rows, stats, sequences, sizes).launch(
             grid=(heads * blocks * batch, 1, 1),
             block=(self.config.num_warps * WARP_SIZE, 1, 1),
             stream=stream,
         )
-
-    def _sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        return SequenceTensors(**dict(zip(self.variant.ragged, ragged or (), strict=True)))
 
     @cute.kernel
     def kernel(
@@ -176,7 +160,7 @@ class PreprocessKernel:
             ]
             pairs = [
                 tuple(
-                    self._chunk(tensor, sequence, (row, context.head), lane)
+                    load_lane_columns(tensor[row, None, context.head, sequence.batch], lane)
                     for tensor in (context.rows.out, context.rows.dout)
                 )
                 for row in indices
@@ -188,16 +172,6 @@ class PreprocessKernel:
                     lane == start + i, cute.arch.warp_reduction_sum(total), mine
                 )
         return mine
-
-    def _chunk(
-        self, tensor: cute.Tensor, sequence: Sequence, place: tuple[Int32, Int32], lane: Int32
-    ) -> cute.Tensor:
-        """This lane's 8 columns of one row, loaded."""
-        row = tensor[place[0], None, place[1], sequence.batch]
-        chunks = cute.logical_divide(row, cute.make_layout(LANE_COLUMNS))
-        values = cute.make_rmem_tensor(LANE_COLUMNS, tensor.element_type)
-        cute.autovec_copy(chunks[None, lane], values)
-        return values
 
     @cute.jit
     def _store(
@@ -213,7 +187,7 @@ class PreprocessKernel:
             if lse != -math.inf:
                 negative_lse = lse * -LOG2_E
                 negative_delta = -delta
-                if cutlass.const_expr(self.variant.lse_gradient):
+                if cutlass.const_expr(self.problem_class.lse_gradient):
                     negative_delta = rows.dlse[(*place, 0)] - delta
         context.stats[0, head, to] = negative_lse
         context.stats[1, head, to] = negative_delta

@@ -18,15 +18,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa4_hd256.kernels.blackwell.operands import by_sequence
-from fa4_hd256.kernels.plans import WARP_SIZE
 from softmax_emu.exp2 import exp2_row_factor
 
-from .config import HEAD_DIM
+from .limits import WARP_SIZE
+from .views import LANE_COLUMNS, by_sequence, lane_columns, load_lane_columns
 
 __all__ = ["CombineConfig", "CombineKernel"]
 
-LANE_COLUMNS = HEAD_DIM // WARP_SIZE
 LOG2_E = math.log2(math.e)
 
 
@@ -109,7 +107,9 @@ class CombineKernel:
         for start in cutlass.range(0, splits, at_once, unroll=1):
             # A part past the last is replaced by it, with no weight: no branch parts the loads.
             loaded = [
-                _chunk(part_out, (row, head, first + cutlass.min(start + i, splits - 1)), lane)
+                load_lane_columns(
+                    part_out[row, None, head, first + cutlass.min(start + i, splits - 1)], lane
+                )
                 for i in range(at_once)
             ]
             for i, values in enumerate(loaded):
@@ -121,7 +121,7 @@ class CombineKernel:
                     sums[column] = cute.math.fma(factor, value, sums[column])
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         rounded.store(sums.load().to(self.dtype))
-        cute.autovec_copy(rounded, _lane_columns(out[row, None, head, batch], lane))
+        cute.autovec_copy(rounded, lane_columns(out[row, None, head, batch], lane))
         if lane == 0:
             lse[batch, head, row] = total
 
@@ -145,16 +145,3 @@ class CombineKernel:
         inverse = cutlass.select_(is_void, Float32(0.0), cute.arch.rcp_approx(total))
         lse = (largest + cute.math.log2(total, approx=True, ftz=True)) * math.log(2.0)
         return weight * inverse, cutlass.select_(is_void, Float32(-math.inf), lse)
-
-
-def _lane_columns(row: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """A lane's columns of a row of 256."""
-    return cute.logical_divide(row, cute.make_layout(LANE_COLUMNS))[None, lane]
-
-
-def _chunk(tensor: cute.Tensor, place: tuple[Int32, Int32, Int32], lane: Int32) -> cute.Tensor:
-    """A lane's columns of one row, loaded."""
-    row, head, batch = place
-    values = cute.make_rmem_tensor(LANE_COLUMNS, tensor.element_type)
-    cute.autovec_copy(_lane_columns(tensor[row, None, head, batch], lane), values)
-    return values

@@ -1,0 +1,35 @@
+"""What the configurations of all kernels of a CTA pair share: sizes, and plans of what all have."""
+
+from __future__ import annotations
+
+from fa4_hd256.kernels.edges import BARRIER_BYTES, EdgeTable
+from fa4_hd256.kernels.plans import SmemRegion
+from schedulers import CLUSTER_SIZE
+from schedulers.clc import ClcScheduler
+
+__all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_ring", "common_regions"]
+
+CTAS = CLUSTER_SIZE
+BLOCK_Q = 128  # query rows of one CTA
+BLOCK_KV = 128  # keys of a pair
+TILE_Q = CTAS * BLOCK_Q  # query rows of a pair
+
+
+def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
+    """What every kernel has at the end of its shared memory."""
+    return (
+        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+        SmemRegion("tmem_address", 1, 4, 4, "written by tcgen05.alloc"),
+        SmemRegion(
+            "scheduler", 1, ClcScheduler.smem_bytes, 16,
+            "of the dynamic scheduler; allocated by its set-up",
+        ),
+    )  # fmt: skip
+
+
+def check_ring(name: str, stages: int) -> None:
+    """Raises ValueError for a ring of operands with too few stages."""
+    if stages < 3:
+        raise ValueError(
+            f"{name} is {stages}; at least 3 are needed: the tile in use and the two loaded ahead"
+        )

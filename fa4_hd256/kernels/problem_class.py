@@ -1,0 +1,85 @@
+"""What of a call is compiled into its kernels; everything else is an argument at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import torch
+
+from .masking import MaskKind
+
+__all__ = ["ELEMENT_TYPES", "GradientClass", "PreprocessClass", "ProblemClass"]
+
+#: The accepted dtypes of q, k and v, and what the kernels call them.
+ELEMENT_TYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+}
+
+
+@dataclass(frozen=True)
+class ProblemClass:
+    """What of a call is compiled into the forward kernel, and into those that make gradients.
+
+    dtype: of q, k and v. bounded_left, bounded_right: sides on which the mask bounds the visible
+    keys; causal bounds the right one. negative_scale: the softmax scale is; the tensor core then
+    negates Q K^T, and the scale passed in is its absolute value. softcap: scores pass through
+    softcap * tanh(. / softcap). sink: each head has one. ragged: which fields of
+    `sequences.SequenceTensors` are given, in their order. use_clc: the dynamic tile scheduler.
+    packed_heads: query heads of a KV head whose rows share the forward's query tiles; 1, or all of
+    them and a divisor of a CTA's rows. split: the forward's keys are divided.
+    """
+
+    dtype: torch.dtype
+    bounded_left: bool = False
+    bounded_right: bool = False
+    negative_scale: bool = False
+    softcap: bool = False
+    sink: bool = False
+    ragged: tuple[str, ...] = ()
+    use_clc: bool = False
+    packed_heads: int = 1
+    split: bool = False
+
+    @property
+    def element_type(self) -> Any:
+        """The dtype as the kernels call it."""
+        return ELEMENT_TYPES[self.dtype]
+
+    @property
+    def mask(self) -> MaskKind:
+        return MaskKind(self.bounded_left, self.bounded_right)
+
+    @property
+    def has_unequal_tiles(self) -> bool:
+        """Whether tiles differ in their steps, by a mask or by the sequences' lengths."""
+        return self.bounded_left or self.bounded_right or bool(self.ragged)
+
+
+@dataclass(frozen=True)
+class GradientClass:
+    """What of a call is compiled into a dQ kernel or the dK/dV kernel.
+
+    problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
+    float32, one part for each piece of the group of query heads (never so for dQ). stores_ds: the
+    dK/dV kernel stores dS, and dQ is a product of it.
+    """
+
+    problem: ProblemClass
+    partial: bool = False
+    stores_ds: bool = False
+
+
+@dataclass(frozen=True)
+class PreprocessClass:
+    """What of a call is compiled into the preprocess kernel.
+
+    dtype: of out and dout. lse_gradient: the gradient of the LSE is given. ragged: which of
+    cu_seqlens_q and seqused_q are given.
+    """
+
+    dtype: torch.dtype
+    lse_gradient: bool = False
+    ragged: tuple[str, ...] = ()

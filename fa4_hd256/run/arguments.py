@@ -1,0 +1,95 @@
+"""How kernels get their arguments, in two forms that pack to the same binary layout.
+
+For compiling they are described by type only, so that compiling needs no tensor and the binary
+holds no length: every size and stride is dynamic except the innermost stride, which is 1. For a
+call they carry its values. `forward_arguments` and `backward_arguments` have the lists.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass.cute.runtime import from_dlpack, make_fake_tensor
+
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.scalars import CallScalars
+
+__all__ = [
+    "call_scalars",
+    "dynamic_tensor",
+    "row_alignment",
+    "scalar_types",
+    "tensor_type",
+    "vector_type",
+]
+
+#: The largest window passed on.
+LARGEST_WINDOW = 1 << 29
+
+
+def tensor_type(element_type, rank: int, alignment: int):
+    """A tensor of dynamic sizes whose outer strides are multiples of `alignment` bytes."""
+    divisibility = alignment * 8 // element_type.width
+    return make_fake_tensor(
+        element_type,
+        tuple(cute.sym_int32() for _ in range(rank)),
+        (*(cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)), 1),
+        assumed_align=alignment,
+    )
+
+
+def vector_type(element_type):
+    """A contiguous vector of dynamic length."""
+    return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
+
+
+def dynamic_tensor(tensor: torch.Tensor, alignment: int):
+    """A tensor of a call, for one that `tensor_type` or `vector_type` describes."""
+    described = from_dlpack(tensor.detach(), assumed_align=alignment)
+    return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
+
+
+def row_alignment(bits: int) -> int:
+    """Bytes of 8 elements of so many bits: TMA's rule for 16, that of 256-bit accesses for 32."""
+    return bits
+
+
+def scalar_types(backward: bool = False) -> CallScalars:
+    """The scalars by type only; backward: with those that are None in the forward."""
+    of_backward = {"softmax_scale", "max_seqlen_k", "head_parts"}
+    return CallScalars(
+        **{
+            name: None
+            if name in of_backward and not backward
+            else cutlass.Float32(1)
+            if "scale" in name
+            else cutlass.Int32(1)
+            for name in CallScalars._fields
+        }
+    )
+
+
+def call_scalars(problem: Problem, gpu: Gpu, head_parts: int | None = None) -> CallScalars:
+    """The scalars of one call on a GPU; head_parts: of a backward, None for the forward."""
+    options = problem.options
+    scale, softcap = abs(options.softmax_scale), options.softcap
+    left, right = options.window
+    # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
+    left, right = (min(side or 0, LARGEST_WINDOW) for side in (left, right))
+    backward = head_parts is not None
+    return CallScalars(
+        scale_log2=cutlass.Float32((softcap or scale) * math.log2(math.e)),
+        cap_scale=cutlass.Float32(scale / softcap if softcap else 0.0),
+        softmax_scale=cutlass.Float32(options.softmax_scale) if backward else None,
+        window_left=cutlass.Int32(left),
+        window_right=cutlass.Int32(right),
+        max_seqlen_q=cutlass.Int32(problem.max_seqlen_q),
+        max_seqlen_k=cutlass.Int32(problem.max_seqlen_k) if backward else None,
+        head_parts=cutlass.Int32(head_parts) if backward else None,
+        clusters=cutlass.Int32(gpu.grid_pairs),
+        l2_bytes=cutlass.Int32(gpu.l2_bytes_for_tiles),
+    )
