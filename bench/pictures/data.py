@@ -15,10 +15,12 @@ from typing import Any
 from bench.tables.results import modelled_machine
 from sm100_sim.timing.machine_constants import load
 
-__all__ = ["MACHINE", "basis", "constants", "read", "replay"]
+__all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]
 
 ROOM = Path(__file__).resolve().parent / "data"
 MACHINE = "b200"
+#: Pictures that show figures of the timing model.
+MODELLED = ("throughput-forward", "throughput-one-sequence", "model-accuracy", "timeline-forward")
 #: What makes the rates: arguments of `python -m bench`.
 RATES = {
     "dense": ("throughput", "--modelled", "--group", "dense", "--heads", "8/8"),
