@@ -81,6 +81,8 @@ class Machine:
         self.seconds: dict[str, float] = {}
         self.threads = math.prod(config.block)
         self.cluster_size = math.prod(config.cluster)
+        self.explicit_cluster = (config.explicit_cluster or self.cluster_size > 1
+                                 or compiled.kernel.explicit_cluster)
         self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
         check_launch(compiled, config, self.threads, self.shared_bytes)
         self.registers_at_launch = registers_at_launch(compiled, config)

@@ -40,6 +40,7 @@ class Host(Protocol):
     shared_bytes: int
     registers_at_launch: int
     cluster_grid: tuple[int, ...]
+    explicit_cluster: bool
     resident: int
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
@@ -369,5 +370,5 @@ def special_registers(
         "%nwarpid": -(-machine.threads // 32),
         "%dynamic_smem_size": config.dynamic_smem,
         "%total_smem_size": machine.shared_bytes,
-        "%is_explicit_cluster": int(size > 1),
+        "%is_explicit_cluster": int(machine.explicit_cluster),
     }
