@@ -11,7 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.tables.results import BASIS, MACHINE, Column, Table, add_output_options, emit
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.tables.results import modelled_machine
+from bench.tables.origin import modelled_machine
 from sm100_sim.timing.machine_constants import load
 
 __all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]
