@@ -38,18 +38,19 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 # torch goes first and alone: an index given for it must not serve any other package.
-# The package is installed in place, so that the tests run the files of this checkout.
-$(DEMO_STAMP): pyproject.toml constraints.txt
+# Package and simulator, a distribution of its own, are installed in place, so that the tests run the
+# files of this checkout.
+$(DEMO_STAMP): pyproject.toml sm100_sim/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; choose one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) --editable '.[demo]'
+	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[demo]'
 	touch $@
 
 # cuDNN's kernels for tests/sim come alone: what they need is here already, and the CUDA 13 libraries
 # that they require besides would change the compiler of everything else.
 $(STAMP): $(DEMO_STAMP)
-	$(PIP_INSTALL) --editable '.[test,bench]'
+	$(PIP_INSTALL) --editable ./sm100_sim --editable '.[test,bench]'
 	$(PIP_INSTALL) --no-deps nvidia-cudnn-frontend
 	touch $@
 

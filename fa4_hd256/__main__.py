@@ -51,31 +51,37 @@ def _plan(_: argparse.Namespace) -> int:
 
 def _env(_: argparse.Namespace) -> int:
     from .run.compile import disk_cache, versions
-    from .run.launch import describe_gpus, simulator_cache
+    from .run.launch import describe_gpus, simulator_state
 
     print(environment.describe())
     print()
     print(describe_gpus())
     print()
-    for cache in (disk_cache(), simulator_cache()):
-        if cache is not None:
-            print(f"{cache.contents} in {cache.directory}: {cache.state()}")
+    cache = disk_cache()
+    print(f"{cache.contents} in {cache.directory}: {cache.state()}")
+    print(simulator_state())
     print()
     print("\n".join(f"{name} {version}" for name, version in versions().items()))
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit status. A value that is not accepted gives 2 and its message."""
+    """Run one command; the exit status, 2 with a message for a value that is not accepted and where
+    the command needs the simulator, which is not installed."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["bringup"]:
-        parsed = _bringup_parser().parse_args(arguments[1:])
-    else:
-        parsed = _parser().parse_args(arguments)
     try:
+        if arguments[:1] == ["bringup"]:
+            parsed = _bringup_parser().parse_args(arguments[1:])
+        else:
+            parsed = _parser().parse_args(arguments)
         return parsed.main(parsed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        if error.name != "sm100_sim":
+            raise
+        print(f"error: {environment.NO_SIMULATOR}", file=sys.stderr)
         return 2
 
 

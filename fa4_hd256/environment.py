@@ -14,6 +14,12 @@ from pathlib import Path
 ARCHITECTURES = ("sm_100f", "sm_100a", "sm_103a", "sm_103f")
 
 
+#: Said where the simulator is needed and missing. Calls on a GPU do not need it.
+NO_SIMULATOR = (
+    "sm100_sim is not installed; pip install ./sm100_sim in a checkout of fa4-hd256 installs it"
+)
+
+
 @dataclass(frozen=True)
 class Variable:
     """One environment variable and what it is for."""

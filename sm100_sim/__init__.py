@@ -1,7 +1,18 @@
-"""sm100_sim: run compiled sm_100a kernels of CuTe DSL on any CPU.
+"""sm100_sim: run compiled Blackwell (SM100) kernels on any CPU.
 
-`launch(compiled, *args)` runs what `cute.compile` returned; `last_reports()` gives the reports of
-this process. Errors are subclasses of `SimulationError`.
+| names | what |
+|---|---|
+| launch | run what `cute.compile` returned, on CPU tensors |
+| launch_ptx | run a kernel of a PTX module, on numpy arrays |
+| attached, Session | run a GPU program in CuTe DSL as it is |
+| Options, LaunchConfig, launch_configs, keeping_ptx | how launches run; what a call launches |
+| Report, last_reports, Finding, Cause | what a launch did, what is wrong with it |
+| SimulationError and its subclasses, PtxSyntaxError | what ends a launch |
+| device, DEVICES, SimulatedDevice | the GPUs that it passes for |
+| timing | the time a launch would take: `timing.predict` |
+| tools | golden vectors, fuzzer: what holds the simulator against silicon |
+
+What is not listed here, in `sm100_sim.timing` or under `sm100_sim.tools` is private.
 """
 
 from __future__ import annotations
@@ -10,19 +21,90 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attach import attached
-    from .errors import SimulationError
-    from .launcher import launch
+    from . import timing, tools
+    from .attach import Session, attached
+    from .causes import Cause
+    from .devices import DEVICES, SimulatedDevice, device
+    from .errors import (
+        BarrierError,
+        ClcError,
+        CtaExited,
+        DivergenceError,
+        Hang,
+        LaunchError,
+        MemoryFault,
+        Misaligned,
+        SimulationError,
+        TmemError,
+        UnknownInstruction,
+    )
+    from .host import LaunchConfig, keeping_ptx, launch_configs
+    from .launcher import Options, launch
+    from .ptx.parser import PtxSyntaxError
+    from .ptx_launcher import launch_ptx
     from .report import Report, last_reports
+    from .sanitizer.findings import Finding
+    from .translate.cache import cache_state
 
-__all__ = ["Report", "SimulationError", "attached", "last_reports", "launch"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEVICES",
+    "BarrierError",
+    "Cause",
+    "ClcError",
+    "CtaExited",
+    "DivergenceError",
+    "Finding",
+    "Hang",
+    "LaunchConfig",
+    "LaunchError",
+    "MemoryFault",
+    "Misaligned",
+    "Options",
+    "PtxSyntaxError",
+    "Report",
+    "Session",
+    "SimulatedDevice",
+    "SimulationError",
+    "TmemError",
+    "UnknownInstruction",
+    "attached",
+    "cache_state",
+    "device",
+    "keeping_ptx",
+    "last_reports",
+    "launch",
+    "launch_configs",
+    "launch_ptx",
+    "timing",
+    "tools",
+]
 
 # Loaded on first use: the recorder of golden vectors runs where llvmlite is not installed.
-_HOMES = {"Report": "report", "SimulationError": "errors", "attached": "attach",
-          "last_reports": "report", "launch": "launcher"}  # fmt: skip
+_HOMES = {
+    "attach": ("Session", "attached"),
+    "causes": ("Cause",),
+    "devices": ("DEVICES", "SimulatedDevice", "device"),
+    "errors": (
+        "BarrierError", "ClcError", "CtaExited", "DivergenceError", "Hang", "LaunchError",
+        "MemoryFault", "Misaligned", "SimulationError", "TmemError", "UnknownInstruction",
+    ),
+    "host": ("LaunchConfig", "keeping_ptx", "launch_configs"),
+    "launcher": ("Options", "launch"),
+    "ptx.parser": ("PtxSyntaxError",),
+    "ptx_launcher": ("launch_ptx",),
+    "report": ("Report", "last_reports"),
+    "sanitizer.findings": ("Finding",),
+    "translate.cache": ("cache_state",),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    """The public names; each loads what it needs and no more."""
+    if name in ("timing", "tools"):
+        return importlib.import_module(f".{name}", __name__)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

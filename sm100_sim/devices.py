@@ -15,7 +15,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-__all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "named"]
+__all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "device", "named"]
 
 VARIABLE = "SM100_SIM_DEVICE"
 
@@ -105,6 +105,12 @@ def named(text: str) -> SimulatedDevice:
         )
     device = DEVICES[match[1]]
     return device if match[2] is None else replace(device, sms=int(match[2]))
+
+
+def device(text: str | None = None) -> SimulatedDevice:
+    """The device that `text` names, as "b200" or "b200:19" (with so many SMs); without a name the
+    one that SM100_SIM_DEVICE names, a B200 if it is not set. Raises ValueError for another text."""
+    return current() if text is None else named(text)
 
 
 def current() -> SimulatedDevice:

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ from .report import Report, remember
 from .run.blas import single_threaded
 from .run.grid import Grid, clusters_are_independent
 from .run.machine import Machine
-from .run.observer import Observer
+from .run.native_machine import NativeMachine
 from .run.together import run_together
-from .settings import read_settings
+from .settings import Settings, read_settings
 from .state.events import EagerPolicy, LazyPolicy, RandomPolicy
 from .state.launch import LaunchConfig
 from .state.memory import GlobalMemory
@@ -47,8 +47,9 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """How kernels are run; see `launch`. None: `default_clusters`, threads as many as cores.
-    observe: called with each launch and its report."""
+    """How kernels are run; see `launch` for the meaning of each. None: as many clusters as the
+    device holds, as many threads as cores. observe: called with the `LaunchConfig` of each launch
+    and its report. Raises ValueError for a value that is not accepted."""
 
     clusters: int | None = None
     seed: int | None = None
@@ -82,6 +83,16 @@ class Options:
         return EagerPolicy() if self.schedule == "eager" else LazyPolicy()
 
 
+def options_from(settings: Settings, **given: Any) -> Options:
+    """Options of the environment, and over them what is given and not None."""
+    known = {
+        "clusters": settings.clusters, "seed": settings.seed, "sanitize": settings.sanitize,
+        "threads": settings.threads,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    return Options(**(known | given))
+
+
 def launch(
     compiled: Any,
     *args: Any,
@@ -96,7 +107,7 @@ def launch(
 ) -> Report:
     """Run a compiled CuTe DSL function in the simulator.
 
-    compiled: what `cute.compile` returned, its PTX kept (`host.keeping_ptx`).
+    compiled: what `cute.compile` returned, its PTX kept (`keeping_ptx`).
     args, kwargs: what one would call it with; tensors are CPU tensors through from_dlpack and are
         read and written in place. A kernel may touch these tensors and no other memory.
     clusters: how many are resident at once. Default: as many as the device holds (one CTA an SM;
@@ -121,12 +132,9 @@ def launch(
     LaunchError if nothing is launched, ValueError for wrong options.
     """
     settings = read_settings()
-    options = Options(
-        settings.clusters if clusters is None else clusters,
-        settings.seed if seed is None else seed,
-        schedule, progress, trace,
-        settings.sanitize if sanitize is None else sanitize,
-        threads=settings.threads if threads is None else threads,
+    options = options_from(
+        settings, clusters=clusters, seed=seed, schedule=schedule, progress=progress, trace=trace,
+        sanitize=sanitize, threads=threads,
     )  # fmt: skip
     ranges = tensor_ranges(args, kwargs)
     program = program_of(compiled)
@@ -218,9 +226,10 @@ def run_kernel(
     translated = time.perf_counter()
     trace = Trace() if options.trace else None
     memory = GlobalMemory(ranges, parameters)
-    machine = make_machine(compiled, config, memory, options, observers_of(options, trace))
+    kind = _machine_type(options)
+    machine = make_machine(kind, compiled, config, memory, options, trace)
     others = [
-        make_machine(compiled, config, memory, options, (), machine.grid)
+        make_machine(kind, compiled, config, memory, options, None, machine.grid)
         for _ in range(_threads(machine, options) - 1)
     ]
     with single_threaded():
@@ -233,42 +242,23 @@ def run_kernel(
     return dataclasses.replace(report, threads=1 + len(others))
 
 
-def observers_of(options: Options, trace: Trace | None = None) -> tuple[Observer, ...]:
-    """Who looks on at a launch, by what the options ask for; trace: what is filled, or None.
-
-    The code of an observer is imported only when it is asked for.
-    """
-    found: list[Observer] = []
-    if options.sanitize:
-        from .sanitizer import READINGS, Watch
-
-        found.append(Watch(READINGS[options.sanitize]))
-    if trace is not None:
-        from .trace.observer import Tracer
-
-        # The sanitizer has the log of accesses for itself.
-        found.append(Tracer(trace, ports=not options.sanitize))
-    return tuple(found)
-
-
 def make_machine(
-    compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory, options: Options,
-    observers: Iterable[Observer] = (), grid: Grid | None = None,
+    kind: type[Machine], compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory,
+    options: Options, trace: Trace | None = None, grid: Grid | None = None,
 ) -> Machine:
     """A machine for one launch; with `grid` for some of its clusters, those it takes from there."""
     resident = options.clusters or default_clusters(compiled, config)
-    machine = Machine(compiled, config, memory, resident, options.policy(), observers, grid)
+    machine = kind(compiled, config, memory, resident, options.policy(), trace, grid)
     if grid is None:
         machine.grid.progress = options.progress
     return machine
 
 
 def _threads(machine: Machine, options: Options) -> int:
-    """Threads that run clusters: one unless nobody looks on, the order of warps is fixed and the
-    clusters are independent."""
+    """Threads that run clusters: one unless native code runs clusters that are independent."""
     wanted = options.threads or _cores()
     most = min(wanted, machine.resident)
-    if most == 1 or machine.observers or machine.policy.random_order:
+    if most == 1 or options.sanitize or not isinstance(machine, NativeMachine):
         return 1
     return most if clusters_are_independent(machine.compiled.instructions) else 1
 
@@ -286,6 +276,20 @@ def _run_in_threads(machines: list[Machine]) -> None:
     run_together(machines)
     for other in machines[1:]:
         machines[0].absorb(other)
+
+
+def _machine_type(options: Options) -> type[Machine]:
+    if not options.sanitize:
+        if options.trace:
+            from .trace.machine import TracedMachine
+
+            return TracedMachine
+        return NativeMachine if options.seed is None else Machine
+    # Imported only when asked for: nothing of it is loaded otherwise.
+    from .sanitizer import machine_for
+
+    native = options.seed is None and options.schedule == "eager" and not options.trace
+    return machine_for(options.sanitize, native)
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:

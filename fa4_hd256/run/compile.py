@@ -3,9 +3,12 @@
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
 the kernel's name and its signature), the PTX text and the cubin by itself. The key covers which
-kernel it is, what it is specialised for, its configuration, this project's sources, the versions of
-the compiler and the CPU, for which the host object is made; so an entry never goes stale. An entry
-is read once: deleting the directory is always safe (`native_cache` has the rules of the files).
+kernel it is, what it is specialised for, its configuration, the meaning of the sources that are
+compiled in or build what is (`COMPILED_IN`), the versions of the compiler and the CPU, for which
+the host object is made; so an entry never goes stale. Comments and docstrings have no part in it:
+the line numbers that PTX carries for error reports and profilers are those of the sources as they
+were when the kernel was compiled. An entry is read once: deleting the directory is always safe
+(`native_cache` has the rules of the files).
 """
 
 from __future__ import annotations
@@ -39,7 +42,23 @@ from .native_cache import NativeCache
 #: Raised whenever the files of an entry or their meaning change.
 FORMAT = 3
 
-_SOURCE_PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu")
+#: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
+#: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
+#: key itself: architecture and settings of the compiler.
+COMPILED_IN = (
+    "fa4_hd256/kernels",
+    "fa4_hd256/run/arguments.py",
+    "fa4_hd256/run/backward_arguments.py",
+    "fa4_hd256/run/catalogue.py",
+    "fa4_hd256/run/compile.py",
+    "fa4_hd256/run/forward_arguments.py",
+    "schedulers",
+    "softmax_emu/coefficients.py",
+    "softmax_emu/exp2.py",
+    "softmax_emu/online.py",
+    "softmax_emu/pattern.py",
+    "softmax_emu/recompute.py",
+)
 
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20
@@ -168,14 +187,15 @@ def _cpu_features() -> list[str]:
 
 @functools.cache
 def _source_digest() -> str:
-    """Digest of every source file that the kernel could come from."""
-    digest = hashlib.sha256()
-    for package in _SOURCE_PACKAGES:
-        root = Path(importlib.import_module(package).__file__).parent
-        for path in sorted(root.rglob("*.py")):
-            digest.update(f"{package}/{path.relative_to(root)}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return disk_cache().meaning(compiled_sources())
+
+
+def compiled_sources(root: Path = Path(__file__).parents[2]) -> list[tuple[str, bytes]]:
+    """(path below `root`, content) of the sources in `COMPILED_IN`."""
+    paths: list[Path] = []
+    for place in (root / part for part in COMPILED_IN):
+        paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in paths]
 
 
 def disk_cache() -> NativeCache:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -110,10 +111,20 @@ def launch(
             with _every_gpu_can_take_it():
                 compiled.function(*values)
         return
-    import sm100_sim
-
     with _progress() as report:
-        sm100_sim.launch(compiled, *arguments(gpu_of(device), 0), progress=report)
+        simulator().launch(compiled, *arguments(gpu_of(device), 0), progress=report)
+
+
+def simulator() -> ModuleType:
+    """The package `sm100_sim`. Raises ImportError, with what to do, where it is not installed."""
+    try:
+        import sm100_sim
+    except ModuleNotFoundError as error:
+        if error.name != "sm100_sim":
+            raise
+        text = f"CPU tensors run in the simulator: {environment.NO_SIMULATOR}, or use a CUDA device"
+        raise ImportError(text, name="sm100_sim") from None
+    return sm100_sim
 
 
 @contextlib.contextmanager
@@ -149,29 +160,31 @@ def describe_gpus() -> str:
             except (RuntimeError, ValueError) as error:
                 found = f"cannot be used: {error}"
         lines.append(f"cuda:{index}: {name}, {'.'.join(map(str, capability))}: {found}")
-    simulated = gpu_of(torch.device("cpu"))
-    lines.append(f"cpu: the simulator's: {simulated.describe()}")
+    try:
+        lines.append(f"cpu: the simulator's: {gpu_of(torch.device('cpu')).describe()}")
+    except ImportError as error:
+        lines.append(f"cpu: cannot be used: {error}")
     return "\n".join(lines)
 
 
-def simulator_cache() -> Any:
-    """The simulator's `NativeCache` of translated kernels, None if it keeps none."""
-    from sm100_sim.translate.cache import disk_cache
-
-    return disk_cache()
+def simulator_state() -> str:
+    """Two lines for a bug report: the simulator's version, and its translated kernels."""
+    try:
+        sm100_sim = simulator()
+        return f"sm100_sim {sm100_sim.__version__}\n{sm100_sim.cache_state()}"
+    except ImportError:
+        return environment.NO_SIMULATOR
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU that tensors on this device are worked on by; the simulator's for the CPU."""
     if device.type == "cuda":
         return cuda_gpu(device)
-    from sm100_sim import devices
-
-    return simulated_gpu(devices.current())
+    return simulated_gpu(simulator().device())
 
 
 def simulated_gpu(device: Any) -> Gpu:
-    """A `sm100_sim.devices.SimulatedDevice` as the operator sees it."""
+    """A `sm100_sim.SimulatedDevice` as the operator sees it."""
     return Gpu(
         device.capability, device.sms, device.clusters(CTAS), device.l2_bytes,
         device.hbm_bytes_per_second,

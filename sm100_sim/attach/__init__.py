@@ -20,7 +20,7 @@ from sm100_sim.errors import LaunchError, SimulationError
 from sm100_sim.host import LaunchConfig, keeping_ptx, program_of
 from sm100_sim.host.arguments import tensor_ranges
 from sm100_sim.host.capsule import CudaCapsule
-from sm100_sim.launcher import Options, run_host_code
+from sm100_sim.launcher import options_from, run_host_code
 from sm100_sim.report import Report
 from sm100_sim.settings import read_settings
 
@@ -52,10 +52,7 @@ class Session:
     def run(self, call: Any, arguments: Any, keywords: dict[str, Any] | None = None) -> None:
         """Run host code that was called with `arguments`, and the kernels it launches."""
         settings = read_settings()
-        given = {name: value for name, value in self._options.items() if value is not None}
-        options = Options(**{"clusters": settings.clusters, "seed": settings.seed,
-                             "sanitize": settings.sanitize, "threads": settings.threads,
-                             **given, "observe": self._observe})  # fmt: skip
+        options = options_from(settings, **{**self._options, "observe": self._observe})
         ranges = sorted([*tensor_ranges(arguments, keywords),
                          *pointer_ranges(arguments, keywords)])
         try:
@@ -80,9 +77,10 @@ def attached(
     """Run what is compiled and called inside in the simulator, on CPU tensors.
 
     clusters, seed, schedule, sanitize, trace: as for `launch`, for every launch inside; the
-    SM100_SIM_* environment variables are read where none is given. observe: called with each launch
-    and its report; then cubins are kept, too. Yields a `Session`, whose `reports` grow
-    with each launch.
+    SM100_SIM_* environment variables are read where none is given. observe: called with the
+    `LaunchConfig` of each launch and its report. Yields a `Session`, whose `reports` grow with each
+    launch. Raises RuntimeError inside another `attached()`, and ImportError without what the extra
+    `attach` installs: PyTorch, CuTe DSL and cuda-bindings.
 
     Every tensor passes for a CUDA tensor inside; `.cuda()`, `.cpu()` and `.to(device)` copy. A
     kernel may touch the tensors of its call and those whose addresses the call has as integers, or
@@ -91,7 +89,16 @@ def attached(
     """
     if _active:
         raise RuntimeError("sm100_sim.attached() is active already; it does not nest")
-    from . import driver, torch_cuda
+    try:
+        import cutlass  # noqa: F401
+
+        from . import driver, torch_cuda
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"attached() needs {error.name}, which is not installed: PyTorch, CuTe DSL and "
+            "cuda-bindings come with pip install 'sm100-sim[attach]'",
+            name=error.name,
+        ) from error
 
     session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize,
                       trace=trace, observe=observe)  # fmt: skip
@@ -101,7 +108,7 @@ def attached(
             stack.enter_context(_no_library_caches())
             stack.enter_context(applied(torch_cuda.patches()))
             stack.enter_context(applied(driver.patches()))
-            stack.enter_context(_compiling_for_target(observe is not None))
+            stack.enter_context(_compiling_for_target())
             stack.enter_context(applied(_dsl_patches(session)))
             torch_cuda.register_custom_operators()
             yield session
@@ -113,12 +120,12 @@ _active: list[Session] = []
 
 
 @contextlib.contextmanager
-def _compiling_for_target(cubin: bool) -> Iterator[None]:
+def _compiling_for_target() -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
 
     variables = CuTeDSL._get_dsl().envar
     saved = vars(variables).get("_arch")
-    with keeping_ptx(cubin), warnings.catch_warnings():
+    with keeping_ptx(), warnings.catch_warnings():
         # Keeping PTX bypasses the DSL's cache of compiled functions, as is meant here.
         warnings.filterwarnings("ignore", message="Cache is disabled")
         variables.arch = devices.current().target

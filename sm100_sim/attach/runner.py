@@ -18,7 +18,7 @@ from sm100_sim.report import Report
 
 from . import Session, attached
 
-_HELP = """usage: python -m sm100_sim SCRIPT.py [args...]
+USAGE = """usage: python -m sm100_sim SCRIPT.py [args...]
 
 Runs a CuTe DSL script that was written for a B200 on this machine's CPU: device queries answer as
 the GPU that SM100_SIM_DEVICE names (a B200), CUDA tensors lie in host memory, compiled functions
@@ -75,9 +75,6 @@ def run_script(arguments: list[str]) -> int:
 
     If an exception ends the script, its traceback is printed, then the summary.
     """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_HELP, file=sys.stderr if not arguments else sys.stdout)
-        return 0 if arguments else 2
     script = arguments[0]
     if not os.path.isfile(script):
         print(f"sm100_sim: {script!r} is not a file", file=sys.stderr)
@@ -85,7 +82,13 @@ def run_script(arguments: list[str]) -> int:
     saved = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(script))
     try:
-        with attached() as session, _terminations():
+        with contextlib.ExitStack() as stack:
+            try:
+                session = stack.enter_context(attached())
+            except ImportError as error:
+                print(f"sm100_sim: {error}", file=sys.stderr)
+                return 2
+            stack.enter_context(_terminations())
             status = _run(script, session)
             print(summary(session.reports, session.failures), flush=True)
     finally:

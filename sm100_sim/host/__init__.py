@@ -1,6 +1,13 @@
 """Host code of compiled functions, run on the CPU up to its launches."""
 
 from .host_code import HostProgram, LaunchConfig, keeping_ptx, ptx_of
-from .program import program_of
+from .program import launch_configs, program_of
 
-__all__ = ["HostProgram", "LaunchConfig", "keeping_ptx", "program_of", "ptx_of"]
+__all__ = [
+    "HostProgram",
+    "LaunchConfig",
+    "keeping_ptx",
+    "launch_configs",
+    "program_of",
+    "ptx_of",
+]

@@ -69,16 +69,15 @@ def ptx_of(compiled: Any) -> str:
         return text
     raise LaunchError(
         f"the compiled function {getattr(compiled, 'function_name', compiled)!r} carries no PTX "
-        "text. Compile it inside `with sm100_sim.host.keeping_ptx():`, or set "
+        "text. Compile it inside `with sm100_sim.keeping_ptx():`, or set "
         "CUTE_DSL_KEEP=ptx in the environment before cutlass is imported, or pass "
         "options='--keep-ptx' to cute.compile"
     )
 
 
 @contextlib.contextmanager
-def keeping_ptx(cubin: bool = False) -> Iterator[None]:
-    """While active, `cute.compile` keeps the PTX text in the compiled function; cubin: the machine
-    code, too.
+def keeping_ptx() -> Iterator[None]:
+    """While active, `cute.compile` keeps the PTX text in the compiled function.
 
     Works after cutlass has been imported and leaves no file behind: the compiled object reads
     the text when it is built. The DSL's in-memory compile cache is bypassed meanwhile.
@@ -87,21 +86,19 @@ def keeping_ptx(cubin: bool = False) -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL
 
     variables = CuTeDSL._get_dsl().envar
-    saved = variables.keep_ptx, variables.dump_dir, variables.keep_cubin
+    saved = variables.keep_ptx, variables.dump_dir
     # Compiling copies the setting into the default options of `cute.compile`, which outlive it.
     options = cute.compile._compile_options.options
-    kept = [options[kind] for kind in (cute.KeepPTX, cute.KeepCUBIN)]
-    saved_options = [option.value for option in kept]
+    option = options[cute.KeepPTX]
+    saved_option = option.value
     with tempfile.TemporaryDirectory(prefix="sm100_sim_ptx_") as directory:
-        if not saved[0] or cubin and not saved[2]:
+        if not saved[0]:
             variables.keep_ptx, variables.dump_dir = True, directory
-            variables.keep_cubin = cubin or saved[2]
         try:
             yield
         finally:
-            variables.keep_ptx, variables.dump_dir, variables.keep_cubin = saved
-            for option, value in zip(kept, saved_options, strict=True):
-                option.value = value
+            variables.keep_ptx, variables.dump_dir = saved
+            option.value = saved_option
 
 
 # ---------------------------------------------------------------- CUDA runtime callbacks
@@ -225,8 +222,7 @@ def _launch_kernel_ex(config: int, kernel: int, arguments: int) -> None:
             named[ATTRIBUTE_NAMES.get(number, str(number))] = word0
     # A launch with preferred clusters finds room for them everywhere; the others are its fallback.
     cluster = shapes.get(_PREFERRED_CLUSTER) or shapes.get(_CLUSTER) or (1, 1, 1)
-    call = smem, stream, kernel, arguments
-    _launch((gx, gy, gz), (bx, by, bz), cluster, call, named, explicit_cluster=bool(shapes))
+    _launch((gx, gy, gz), (bx, by, bz), cluster, (smem, stream, kernel, arguments), named)
 
 
 def _launch_kernel(kernel: int, *rest: int) -> None:
@@ -234,7 +230,7 @@ def _launch_kernel(kernel: int, *rest: int) -> None:
     _launch(grid, block, (1, 1, 1), (smem or 0, stream or 0, kernel, arguments), {})
 
 
-def _launch(grid, block, cluster, call, attributes, explicit_cluster=False) -> None:
+def _launch(grid, block, cluster, call, attributes) -> None:
     run = _runs.stack[-1]
     smem, stream, kernel, arguments = call
     if kernel not in _handles:
@@ -257,7 +253,6 @@ def _launch(grid, block, cluster, call, attributes, explicit_cluster=False) -> N
         registers=run.program.registers.get(name),
         shared_limit=allowed.get((kernel, _SHARED_LIMIT), SHARED_AT_FIRST),
         non_portable_cluster=bool(allowed.get((kernel, _NON_PORTABLE))),
-        explicit_cluster=explicit_cluster,
         moves_registers=name in run.program.moving or name not in run.program.registers,
     )
     if run.on_launch is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from sm100_sim.state.launch import LaunchConfig
+
 from .host_code import HostProgram
 from .tvm_ffi import TvmFfiProgram
 
@@ -21,3 +23,14 @@ def program_of(compiled: Any) -> HostProgram:
         kind = TvmFfiProgram if hasattr(compiled, "_create_tvm_ffi_function") else HostProgram
         program = _programs[compiled] = kind(compiled)
     return program
+
+
+def launch_configs(compiled: Any, *args: Any, **kwargs: Any) -> list[LaunchConfig]:
+    """What a compiled function launches when it is called with these arguments; nothing runs.
+
+    compiled, args, kwargs: as for `launch`. The `param_pointers` of the result no longer point to
+    anything. Raises LaunchError as `launch` does.
+    """
+    configs: list[LaunchConfig] = []
+    program_of(compiled).run(args, configs.append, kwargs)
+    return configs

@@ -142,6 +142,8 @@ class Kernel:
     where the launch's dynamic shared memory starts after them. ``blocks`` and register slots are
     filled when the code generator loads the kernel. ``local_bytes`` is the stack of one lane.
     ``module_data``: the module's initialised bytes, whose addresses count from MODULE_DATA_WINDOW.
+    ``fixes_registers``: whether .maxnreg or .minnctapersm says what a launch has; from kernels with
+    neither ptxas drops setmaxnreg (`host.cubin.moving_registers` reads it from machine code).
     """
 
     name: str
@@ -152,10 +154,10 @@ class Kernel:
     registers: list[Register] = field(default_factory=list)
     blocks: list = field(default_factory=list)
     reqntid: tuple[int, int, int] | None = None
-    explicit_cluster: bool = False
     maxntid: tuple[int, int, int] | None = None
     min_ctas_per_sm: int = 1
     max_registers: int | None = None
+    fixes_registers: bool = False
     local_bytes: int = 0
     dynamic_shared_offset: int = RESERVED_SHARED_BYTES
     module_data: bytes = b""
@@ -245,11 +247,6 @@ def _parse_params(text: str) -> list[Param]:
     return params
 
 
-#: Directives that make every launch of a kernel one of clusters (PTX ISA, "Cluster Dimension
-#: Directives").
-_CLUSTER_DIRECTIVE = re.compile(r"\.(reqnctapercluster|explicitcluster)\b")
-
-
 def _dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
     match = re.search(rf"\.{name}\s+([\d,\s]+)", directives)
     if match is None:
@@ -302,12 +299,12 @@ class _KernelParser:
         self.kernel = kernel = Kernel(entry[1], _parse_params(entry[2] or ""), {},
                                       module_data=self.data)
         kernel.reqntid = _dimensions(entry[3], "reqntid")
-        kernel.explicit_cluster = bool(_CLUSTER_DIRECTIVE.search(entry[3]))
         kernel.maxntid = _dimensions(entry[3], "maxntid")
         minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
         kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1
         limit = re.search(r"\.maxnreg\s+(\d+)", entry[3])
         kernel.max_registers = int(limit[1]) if limit else None
+        kernel.fixes_registers = bool(minimum or limit)
         self.shared_declarations = list(module_shared)
         for param in kernel.params:
             self.scope.operands[param.name] = Operand("sym", param.name, "param", param.offset)

@@ -1,23 +1,106 @@
 """The timing model: how long a compiled kernel would take, replayed from its own SASS.
 
 `predict` runs a compiled function in the simulator, finds the path of every warp through the
-kernel's SASS and replays it clock by clock on a model of the SMs (docs/timing.md). It needs numba
-and nvidia-cuda-nvdisasm.
+kernel's SASS and replays it clock by clock on a model of the SMs (docs/timing.md); `attached` does
+so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, the extra `timing`.
+
+| names | what |
+|---|---|
+| predict, attached, Prediction, ReplayError | time of launches, with the critical path |
+| write_trace | a prediction as a Chrome trace |
+| load, machines, Machine, Constant, Values | constants of modelled GPUs, with ranges and sources |
+| schedule, Schedule, Tile, TileCosts, Sample, fit | a problem of many tiles on all SMs |
+| Room, ALONE, POLICIES | what of a machine it gets, and how clusters come by tiles |
+| mma_cost, MmaCost, MEASURED | closed forms of tcgen05.mma, and what they reproduce |
+| disassemble, SassFunction, SassInstruction | SASS of a cubin |
+| traced_program, Compiled, replay_program, Replay | the steps of `predict` one by one |
+| clocks_measured, tensor_core_clocks | figures of a replay |
+
+What is not listed here is private.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Prediction", "ReplayError", "attached", "predict"]
+if TYPE_CHECKING:
+    from .chrome import write as write_trace
+    from .machine_constants import Constant, Machine, Values, load, machines
+    from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
+    from .problem import (
+        ALONE,
+        POLICIES,
+        Room,
+        Sample,
+        Schedule,
+        Tile,
+        TileCosts,
+        fit,
+        schedule,
+    )
+    from .program import Compiled
+    from .replay import Replay, ReplayError, clocks_measured
+    from .replay import replay as replay_program
+    from .sass import SassFunction, SassInstruction, disassemble
+    from .tensor import MEASURED, MmaCost, mma_cost
+
+__all__ = [
+    "ALONE",
+    "MEASURED",
+    "POLICIES",
+    "Compiled",
+    "Constant",
+    "Machine",
+    "MmaCost",
+    "Prediction",
+    "Replay",
+    "ReplayError",
+    "Room",
+    "Sample",
+    "SassFunction",
+    "SassInstruction",
+    "Schedule",
+    "Tile",
+    "TileCosts",
+    "Values",
+    "attached",
+    "clocks_measured",
+    "disassemble",
+    "fit",
+    "load",
+    "machines",
+    "mma_cost",
+    "predict",
+    "replay_program",
+    "schedule",
+    "tensor_core_clocks",
+    "traced_program",
+    "write_trace",
+]
+
+# Loaded on first use, so that constants and schedules are there without numba and llvmlite.
+_HOMES = {
+    "chrome": {"write_trace": "write"},
+    "machine_constants": ("Constant", "Machine", "Values", "load", "machines"),
+    "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
+    "problem": (
+        "ALONE", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "fit", "schedule",
+    ),
+    "program": ("Compiled",),
+    "replay": {
+        "Replay": "Replay", "ReplayError": "ReplayError", "clocks_measured": "clocks_measured",
+        "replay_program": "replay",
+    },
+    "sass": ("SassFunction", "SassInstruction", "disassemble"),
+    "tensor": ("MEASURED", "MmaCost", "mma_cost"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """The public names; loaded when asked for, so that the rest works without numba."""
-    if name in ("Prediction", "attached", "predict"):
-        from . import prediction as module
-    elif name == "ReplayError":
-        from . import replay as module
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+    for module, names in _HOMES.items():
+        if name in names:
+            found = names[name] if isinstance(names, dict) else name
+            return getattr(importlib.import_module(f".{module}", __name__), found)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

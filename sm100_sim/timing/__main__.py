@@ -1,4 +1,4 @@
-"""`python -m sm100_sim.timing [--machine NAME] SCRIPT.py`: predict the kernels of a GPU script.
+"""`python -m sm100_sim predict [--machine NAME] SCRIPT.py`: predict the kernels of a GPU script.
 
 Runs a CuTe DSL script that was written for a GPU in the simulator, as `python -m sm100_sim` does,
 and prints a prediction of every kernel it launches: clocks of the first cluster, the critical path,
@@ -17,7 +17,7 @@ from .machine_constants import load, machines
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sm100_sim.timing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sm100_sim predict", description=__doc__)
     parser.add_argument("--machine", default="b200",
                         help=f"{', '.join(machines())}, or a file: a report of a bringup, say")
     parser.add_argument("--draws", type=int, default=4, help="replays with drawn constants")

@@ -87,14 +87,14 @@ def predict(
 ) -> list[Prediction]:
     """Run a compiled CuTe DSL function in the simulator and predict the time of its launches.
 
-    function, args, kwargs: as for `sm100_sim.launch`; the cubin must have been kept, too
-    (`cute.compile` with KeepCUBIN). machine: a name (`machine_constants.machines`) or the machine
+    function, args, kwargs: as for `sm100_sim.launch`. machine: a name (`machines`) or the machine
     itself. draws: replays with constants drawn from their ranges, beside the central one; seed: of
     these draws. What is replayed is the cluster with the most machine operations, the first of
     them.
 
-    Returns a prediction for each launch. Raises ValueError if there is no cubin, if a warp's events
-    fit no path through it or a kernel has none, ReplayError if the replay hangs.
+    Returns a prediction for each launch. Raises ValueError if the host code's cubin is compressed,
+    if a warp's events fit no path through it or a kernel has none, ReplayError if the replay hangs,
+    and what `sm100_sim.launch` raises.
     """
     collector = Collector(machine, draws, seed)
     program = program_of(function)
@@ -119,9 +119,9 @@ class Collector:
         """Predict one launch. Raises ValueError and ReplayError as `predict`."""
         if not config.cubin:
             raise ValueError(
-                f"the compiled function of kernel {config.kernel_name} carries no cubin; compile "
-                "it with cutlass's KeepCUBIN option or with CUTE_DSL_KEEP=ptx,cubin in the "
-                "environment"
+                f"the machine code of kernel {config.kernel_name}, which the model follows, cannot "
+                "be read: its host code loads a compressed fat binary, or the launch came from PTX "
+                "alone; compile it without compression"
             )
         if config.cubin not in self._functions:
             self._functions[config.cubin] = disassemble(config.cubin)
@@ -150,14 +150,24 @@ def predict_report(
 
     function: the kernel's SASS. sampling: number of draws and their seed.
     """
-    kernel = translated_kernel(ptx, report.kernel, True)
-    entries = _longest_cluster(report)
-    compiled = build(function, kernel, entries, report.cluster, report.shared_accesses)
+    compiled = traced_program(report, ptx, function)
     values = machine.sampled(*sampling)
     runs = [replay(compiled, drawn) for drawn in values]
     clocks = np.array([run.clocks for run in runs])
     levels = _levels(compiled, runs)
     return Prediction(machine, report, compiled, runs[0], clocks, values, levels)
+
+
+def traced_program(report: Report, ptx: str, function: SassFunction) -> Compiled:
+    """What a traced run executed, as `replay_program` takes it: the cluster with the most machine
+    operations, the first of them.
+
+    report: of a launch with a trace. ptx: its module. function: the kernel's SASS (`disassemble`).
+    Raises ValueError if a warp's events fit no path through the SASS, or the kernel has none.
+    """
+    kernel = translated_kernel(ptx, report.kernel, True)
+    entries = _longest_cluster(report)
+    return build(function, kernel, entries, report.cluster, report.shared_accesses)
 
 
 def _longest_cluster(report: Report) -> list[TraceEntry]:

@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "the timing model's replay is compiled with numba, which is not installed: "
-        "pip install numba"
+        "pip install 'sm100-sim[timing]'"
     ) from error
 
 _HERE = Path(__file__).parent

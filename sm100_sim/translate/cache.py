@@ -2,7 +2,8 @@
 
 An entry (`native_cache`) is a header (block functions, guarded instructions) and the object code
 that LLVM made. Its name is a digest of everything the code depends on: PTX, kernel, options, CPU,
-LLVM and the sources of this package.
+LLVM and the meaning of the sources that have a part in translation (`TRANSLATING`). An edit of a
+docstring, or of the sanitizer, leaves the entries as they are.
 """
 
 from __future__ import annotations
@@ -22,18 +23,28 @@ from sm100_sim.settings import read_settings
 
 from .native_cache import NativeCache
 
+#: Where the sources lie whose code says what a kernel is translated to: these folders import
+#: nothing else of the package but a few modules that hold errors, settings and device figures.
+TRANSLATING = ("isa", "native", "ptx", "state", "translate")
 _LENGTH = struct.Struct("<Q")
 #: Bytes that the directory may hold before the entries used least recently go.
 CACHE_LIMIT = 1 << 30
 
 
-@functools.cache
+def translating_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
+    """(path below `root`, content) of the package's sources that have a part in translation."""
+    paths = sorted(path for folder in TRANSLATING for path in (root / folder).rglob("*.py"))
+    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in paths]
+
+
 def _source_digest() -> bytes:
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.digest()
+    """Of the sources that translate; empty where nothing is kept, since no entry is named then."""
+    return _meaning() if disk_cache() else b""
+
+
+@functools.cache
+def _meaning() -> bytes:
+    return disk_cache().meaning(translating_sources()).encode()
 
 
 def entry_name(*parts: Any) -> str:
@@ -51,6 +62,15 @@ def disk_cache() -> NativeCache | None:
     if directory is None:
         return None
     return NativeCache(Path(directory), "translated kernels", "SM100_SIM_CACHE_DIR")
+
+
+def cache_state() -> str:
+    """One line about the directory of translated kernels, for a bug report; it leaves nothing
+    behind. Raises ValueError for SM100_SIM_* variables with wrong values."""
+    cache = disk_cache()
+    if cache is None:
+        return "translated kernels are not kept: SM100_SIM_CACHE_DIR is off"
+    return f"{cache.contents} in {cache.directory}: {cache.state()}"
 
 
 def obtain(

@@ -9,10 +9,14 @@ the parts one after the other. A damaged or misplaced file is thus never taken f
 appears under its name only when complete, by a rename, and is replaced by another, so that readers
 need no lock and see one version or the other. Whatever the directory does not allow (writing,
 locks, space) costs time and one warning, never a result.
+
+What an entry was made by is part of its name as a digest of the meaning of the sources: neither
+comments nor docstrings nor line numbers are in it.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import hashlib
@@ -21,6 +25,7 @@ import json
 import os
 import stat
 import struct
+import sys
 import tempfile
 import time
 import warnings
@@ -100,6 +105,19 @@ class NativeCache:
                 f"they are made again in every process. Set {self.variable} to a directory that "
                 "can be written"
             )
+
+    def meaning(self, sources: Sequence[tuple[str, bytes]]) -> str:
+        """`meaning_of` the sources, kept here by their bytes: parsing them takes half a second."""
+        digest = hashlib.sha256(sys.version.encode())
+        for name, content in sources:
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        entry = f"{digest.hexdigest()}.sources"
+        found = self.read(entry)
+        if found is not None:
+            return found[0]["meaning"]
+        meaning = meaning_of(sources)
+        self.write(entry, {"meaning": meaning}, [])
+        return meaning
 
     @contextlib.contextmanager
     def exclusive(self, name: str) -> Iterator[None]:
@@ -190,12 +208,12 @@ class NativeCache:
             raise
 
     def _sweep(self) -> None:
-        """Delete what processes that were killed left behind.
+        """Delete what processes that were killed left behind, and digests of sources.
 
         A lock file that is still in use may go too: then two processes make the same entry.
         """
         oldest = time.time() - _LEFT_OVER
-        for pattern in ("*.tmp", "*.lock"):
+        for pattern in ("*.tmp", "*.lock", "*.sources"):
             for path in self.directory.glob(pattern):
                 with contextlib.suppress(OSError):
                     if path.stat().st_mtime < oldest:
@@ -206,6 +224,30 @@ class NativeCache:
         if (self.directory, message) not in _warned:
             _warned.add((self.directory, message))
             warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def meaning_of(sources: Sequence[tuple[str, bytes]]) -> str:
+    """Hexadecimal digest of what Python sources, (name, content) each, mean: of their syntax trees
+    without string statements (docstrings), comments and positions.
+
+    Trees differ between versions of Python. Raises SyntaxError for a source that is no Python.
+    """
+    digest = hashlib.sha256()
+    for name, content in sources:
+        tree = ast.parse(content, name)
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                node.body = [statement for statement in body if not _is_text(statement)]
+        text = ast.dump(tree)
+        digest.update(f"{name}\0{len(text)}\0{text}".encode())
+    return digest.hexdigest()
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether a statement is a string and nothing else."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def writable_by_others(status: os.stat_result) -> str | None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sm100_sim import devices
+from sm100_sim import device as simulated_device
 
 from .outcome import BAD, Target, simulated
 from .report import summary_line, write_reports
@@ -53,7 +53,7 @@ def find_target(simulate: bool) -> Target:
     the simulator does not know.
     """
     if simulate:
-        return simulated(devices.current())
+        return simulated(simulated_device())
     try:
         asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True,
                                timeout=ASK_LIMIT)  # fmt: skip
@@ -70,7 +70,7 @@ def find_target(simulate: bool) -> Target:
                 "(cuda-bindings and numpy must be installed), or pass --simulate"
             )
         print(f"no GPU here ({last}); running in the simulator", file=sys.stderr)
-        return simulated(devices.current())
+        return simulated(simulated_device())
     return Target.from_json(json.loads(asked.stdout))
 
 

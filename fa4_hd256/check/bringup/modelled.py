@@ -47,35 +47,23 @@ def _cubin(ptx: str) -> bytes:
 @lru_cache(maxsize=64)
 def clocks(kernel: Timed, replayed: bool) -> float:
     """Run the kernel in the simulator; clocks of a round by the timing model, 0 if not replayed."""
-    from sm100_sim.host.host_code import LaunchConfig
-    from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
+    import sm100_sim
     from sm100_sim.tools.golden.replay import placed
 
     ptx = head(CAPABILITY) + kernel.ptx
     buffers = [placed(np.zeros(RESULTS, np.uint64)), placed(np.zeros(kernel.buffer, np.uint8))]
-    addresses = [buffer.__array_interface__["data"][0] for buffer in buffers]
-    config = LaunchConfig(
-        ENTRY, (kernel.grid, 1, 1), (_LANES * kernel.warps, 1, 1), (kernel.cluster, 1, 1),
-        kernel.shared, (), {}, 0, ptx,
+    report = sm100_sim.launch_ptx(
+        ptx, ENTRY, [*buffers, 0], grid=kernel.grid, block=_LANES * kernel.warps,
+        cluster=kernel.cluster, dynamic_smem=kernel.shared,
+        options=sm100_sim.Options(trace=replayed),
     )  # fmt: skip
-    ranges = sorted((a, a + b.nbytes, f"p{i}") for i, (a, b) in enumerate(zip(addresses, buffers)))
-    values = [np.uint64(a).tobytes() for a in addresses] + [np.uint32(0).tobytes()]
-    parameters = parameter_buffer(parsed_kernel(ptx, ENTRY), values)
-    report = run_kernel(config, parameters, ranges, Options(trace=replayed))
     return _replayed(ptx, kernel, report) if replayed else 0.0
 
 
 def _replayed(ptx: str, kernel: Timed, report) -> float:
-    from sm100_sim.launcher import translated_kernel
-    from sm100_sim.timing.machine_constants import load
-    from sm100_sim.timing.program import build
-    from sm100_sim.timing.replay import clocks_measured, replay
-    from sm100_sim.timing.sass import disassemble
+    from sm100_sim import timing
 
-    function = disassemble(_cubin(ptx))[ENTRY]
-    translated = translated_kernel(ptx, ENTRY, True)
-    compiled = build(function, translated, report.trace, (kernel.cluster, 1, 1),
-                     report.shared_accesses)
+    compiled = timing.traced_program(report, ptx, timing.disassemble(_cubin(ptx))[ENTRY])
     # One CTA or pair has L2 to itself.
-    run = replay(compiled, load(MACHINE).values()._replace(sms=1.0))
-    return clocks_measured(compiled, run) / kernel.rounds
+    run = timing.replay_program(compiled, timing.load(MACHINE).values()._replace(sms=1.0))
+    return timing.clocks_measured(compiled, run) / kernel.rounds

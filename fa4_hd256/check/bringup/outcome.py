@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sm100_sim import devices
+from sm100_sim import SimulatedDevice
+from sm100_sim import device as simulated_device
 
 #: Every state of an outcome, and what it means.
 STATES = {
@@ -75,11 +76,11 @@ class Target:
         return "cuda" if self.is_gpu else "cpu"
 
 
-def simulated(device: devices.SimulatedDevice) -> Target:
+def simulated(device: SimulatedDevice) -> Target:
     """The simulator, as the GPU that it passes for."""
     name = f"sm100_sim, answering as a {device.name.upper()}"
     return Target("simulator", name, device.capability, device.sms)
 
 
 #: The simulator where nobody names another GPU.
-SIMULATOR = simulated(devices.named("b200"))
+SIMULATOR = simulated(simulated_device("b200"))

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 from .machine_file import like, machine
 from .outcome import STATES, Target

@@ -35,11 +35,9 @@ def replay(case: Case, buffers: list[np.ndarray] | None = None, **options) -> li
         address = addresses[index] + tensor_map.address
         values.append(encode(dataclasses.replace(tensor_map, address=address)))
     kernel = parsed_kernel(case.ptx, KERNEL)
-    # ptxas drops setmaxnreg where neither directive tells it the registers of the launch.
-    known = ".maxnreg" in case.ptx or ".minnctapersm" in case.ptx
     config = LaunchConfig(KERNEL, (case.grid, 1, 1), (case.block, 1, 1), (case.cluster, 1, 1),
                           case.dynamic_smem, (), {}, 0, case.ptx, non_portable_cluster=False,
-                          moves_registers=known)
+                          moves_registers=kernel.fixes_registers)
     ranges = [(address, address + buffer.nbytes, f"p{i}")
               for i, (address, buffer) in enumerate(zip(addresses, buffers, strict=True))]
     run_kernel(config, parameter_buffer(kernel, values), sorted(ranges), Options(**options))

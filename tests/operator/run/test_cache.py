@@ -12,7 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import style
 import torch
+from checkout import ROOT
 
 from fa4_hd256 import ForwardConfig
 from fa4_hd256.kernels.blackwell.backward.config import (
@@ -252,3 +254,86 @@ def test_a_setting_for_another_architecture_is_an_error(monkeypatch):
 def test_an_unknown_kind_of_kernel():
     with pytest.raises(ValueError, match="kind is 'sideways'; accepted: forward"):
         KernelSpec("sideways", ForwardConfig(), CLASS)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the sources: an edit of a file, and the digest of what is compiled in."""
+    for package in ("fa4_hd256", "schedulers", "softmax_emu"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+
+    def edit(name, before, after):
+        path = tmp_path / name
+        text = path.read_text()
+        assert before in text, f"{name} has no {before!r}"
+        path.write_text(text.replace(before, after, 1))
+
+    def digest():
+        return native_cache.meaning_of(compile.compiled_sources(tmp_path))
+
+    assert digest() == native_cache.meaning_of(compile.compiled_sources())
+    return edit, digest
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("fa4_hd256/kernels/masking.py", '"""', '"""Another first line.\n\n'),
+        ("fa4_hd256/kernels/masking.py", "\nfrom", "\n# A comment, and a line more.\n\nfrom"),
+        ("fa4_hd256/kernels/blackwell/forward/kernel.py", "    def ", "\n    def "),
+        ("softmax_emu/fit.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
+        ("softmax_emu/reference_twin.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
+        ("fa4_hd256/interface.py", "\ndef ", "\nOTHER = 1\n\n\ndef "),
+        ("fa4_hd256/check/demo.py", "DEFAULT_SEQLEN = 512", "DEFAULT_SEQLEN = 1024"),
+        ("fa4_hd256/run/launch.py", "PROGRESS_AFTER = 3.0", "PROGRESS_AFTER = 4.0"),
+    ],
+)
+def test_edits_that_compile_nothing_again(copy, name, before, after):
+    """Docstrings, comments, lines; whatever is not compiled in."""
+    edit, digest = copy
+    first = digest()
+    edit(name, before, after)
+    assert digest() == first
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("fa4_hd256/kernels/limits.py", "TMA_ALIGNMENT = 16", "TMA_ALIGNMENT = 32"),
+        ("fa4_hd256/kernels/blackwell/forward/kernel.py", "cute.arch", "cute.another"),
+        ("fa4_hd256/run/forward_arguments.py", "range(3)", "range(4)"),
+        ("schedulers/order.py", " + ", " - "),
+        ("softmax_emu/coefficients.py", "0x1.54f8d6p-1", "0x1.54f8d8p-1"),
+    ],
+)
+def test_edits_that_do(copy, name, before, after):
+    edit, digest = copy
+    first = digest()
+    edit(name, before, after)
+    assert digest() != first
+
+
+#: What the sources in `COMPILED_IN` import besides, and why the key need not cover it.
+BESIDES = {
+    # For host code, which is not compiled.
+    "fa4_hd256/call", "fa4_hd256/gpus", "fa4_hd256",
+    # Settings of the compiler are in the key.
+    "fa4_hd256/environment",
+    # How entries are kept; FORMAT is in the key.
+    "fa4_hd256/run", "fa4_hd256/run/native_cache",
+    # Names alone.
+    "softmax_emu",
+}  # fmt: skip
+
+
+def test_what_is_compiled_in_imports_nothing_else():
+    """A module that is compiled in and not among the sources would leave stale kernels."""
+    graph = style.import_graph(ROOT)
+    sources = {name for name, _ in compile.compiled_sources()}
+    modules = {name.removesuffix(".py").removesuffix("/__init__") for name in sources}
+    assert len(modules) > 30 and modules <= graph.keys()
+    besides = set().union(*(graph[module] for module in modules)) - modules
+    unknown = {name for name in besides if name not in BESIDES
+               and not name.startswith(("fa4_hd256/call/", "fa4_hd256/gpus/"))}
+    assert not unknown

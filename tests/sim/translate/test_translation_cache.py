@@ -3,9 +3,13 @@
 
 import ctypes
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import style
+from checkout import ROOT
 from kernels import kernel_text, run_kernel_text
 
 from sm100_sim import launcher, settings
@@ -173,3 +177,95 @@ def test_the_directory(monkeypatch):
     monkeypatch.setattr(settings.tempfile, "gettempdir", lambda: "/scratch")
     monkeypatch.setattr(settings.os, "geteuid", lambda: 77)
     assert directory() == "/scratch/sm100_sim-77"
+
+
+# ---------------------------------------------------------------- the sources behind an entry
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package's sources: an edit of a file, and the digest of what they mean."""
+    package = tmp_path / "sm100_sim"
+    original = Path(translation_cache.__file__).parents[1]
+    shutil.copytree(original, package, ignore=shutil.ignore_patterns("__pycache__", "data"))
+
+    def edit(name, before, after):
+        path = package / name
+        text = path.read_text()
+        assert text.count(before) >= 1, f"{name} has no {before!r}"
+        path.write_text(text.replace(before, after, 1))
+
+    def digest():
+        return native_cache.meaning_of(translation_cache.translating_sources(package))
+
+    assert digest() == native_cache.meaning_of(translation_cache.translating_sources())
+    return edit, digest
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("translate/blocks.py", '"""', '"""Another first line.\n\n'),
+        ("translate/blocks.py", "\nfrom", "\n# A comment, and a line more.\n\nfrom"),
+        ("ptx/parser.py", "hardware keeps the first KiB", "hardware keeps the very first KiB"),
+        ("launcher.py", "STATE_LIMIT = 1 << 30", "STATE_LIMIT = 1 << 31"),
+        ("tools/golden/cases.py", 'KERNEL = "golden"', 'KERNEL = "silver"'),
+        ("timing/prediction.py", "RESOLUTION = 0.05", "RESOLUTION = 0.06"),
+        ("attach/driver.py", "CUDA_VERSION = 13000", "CUDA_VERSION = 13010"),
+        ("sanitizer/findings.py", '"race"', '"data race"'),
+    ],
+)
+def test_edits_that_leave_the_entries(copy, name, before, after):
+    """Docstrings, comments, lines; whatever has no part in translation."""
+    edit, digest = copy
+    first = digest()
+    edit(name, before, after)
+    assert digest() == first
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("ptx/parser.py", "RESERVED_SHARED_BYTES = 1024", "RESERVED_SHARED_BYTES = 2048"),
+        ("translate/kernel.py", "level: int = 0", "level: int = 1"),
+        ("isa/arithmetic/integer.py", '"add"', '"plus"'),
+        ("state/warp.py", "ALL_LANES", "EVERY_LANE"),
+    ],
+)
+def test_edits_that_do_not(copy, name, before, after):
+    edit, digest = copy
+    first = digest()
+    edit(name, before, after)
+    assert digest() != first
+
+
+#: What the folders of `TRANSLATING` import besides: no code of a kernel comes from there.
+BESIDES = {
+    "sm100_sim", "sm100_sim/causes", "sm100_sim/devices", "sm100_sim/errors", "sm100_sim/settings",
+}  # fmt: skip
+
+
+def test_translation_imports_nothing_else():
+    """A module that takes part in translation and lies elsewhere would leave stale entries."""
+    graph = {module: names for module, names in style.import_graph(ROOT).items()
+             if module.startswith("sm100_sim")}
+    parts = tuple(f"sm100_sim/{folder}" for folder in translation_cache.TRANSLATING)
+    seen = {module for module in graph if f"{module}/".startswith(tuple(f"{p}/" for p in parts))}
+    assert len(seen) > 50
+    besides = set().union(*(graph[module] for module in seen)) - seen
+    assert besides <= BESIDES
+    assert set().union(*(graph[module] for module in besides - {"sm100_sim"})) <= BESIDES | seen
+
+
+def test_what_sources_mean_is_kept(directory):
+    """It is found again by the bytes of the sources, and another docstring has the same meaning."""
+    cache = translation_cache.disk_cache()
+    sources = [("a.py", b'"""One."""\nx = 1\n')]
+    first = cache.meaning(sources)
+    (entry,) = directory.glob("*.sources")
+    assert cache.read(entry.name) == ({"meaning": first}, [])
+    assert cache.meaning(sources) == first
+    other = [("a.py", b'"""Two."""\n\n# A remark.\nx = 1\n')]
+    assert cache.meaning(other) == first and len(list(directory.glob("*.sources"))) == 2
+    assert cache.meaning([("a.py", b"x = 2\n")]) != first
+    assert cache.meaning([("b.py", sources[0][1])]) != first

@@ -1,0 +1,107 @@
+"""`launch_ptx`: run a kernel of a PTX module, without a compiler or host code around it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import LaunchError
+from .host.arguments import tensor_ranges
+from .launcher import Options, options_from, parsed_kernel, run_host_code
+from .ptx.parser import Param
+from .report import Report
+from .settings import read_settings
+from .state.launch import LaunchConfig
+
+Extent = int | tuple[int, ...]
+
+
+def launch_ptx(
+    ptx: str, kernel: str, arguments: Sequence[Any], *, grid: Extent = 1, block: Extent,
+    cluster: Extent = 1, dynamic_smem: int = 0, options: Options | None = None,
+) -> Report:
+    """Run the kernel `kernel` of a PTX module in the simulator.
+
+    ptx: the module's text, for sm_90a or any target of the sm_100 and sm_103 family.
+    arguments: one for each parameter. An array (numpy, or a CPU tensor of PyTorch or CuTe DSL) is
+        passed as its address, and read and written in place; the kernel may touch these arrays and
+        no other memory. A numpy scalar or bytes (a TMA descriptor, a struct) are passed as they
+        are, an int in the parameter's size, a float as float32 or float64 by that size.
+    grid, cluster: CTAs; block: threads; each a number or up to three, x first.
+    dynamic_smem: bytes of dynamic shared memory of a CTA. What a host has to ask for first, such
+        as more than 48 KiB or a cluster of more than 8 CTAs, counts as asked for.
+    options: see `Options`; None takes the SM100_SIM_* variables (`settings`).
+
+    Without machine code, registers are the most that the kernel's directives allow, and setmaxnreg
+    has an effect where ptxas would keep it: with .maxnreg or .minnctapersm.
+
+    Returns the report of the launch. Raises PtxSyntaxError (a ValueError) for text that is no PTX,
+    LaunchError for a kernel, arguments or a shape that the module does not have, TypeError for an
+    argument of another kind, and another SimulationError for whatever the kernel does wrong.
+    """
+    settings = read_settings()
+    parsed = parsed_kernel(ptx, kernel)
+    if len(arguments) != len(parsed.params):
+        raise LaunchError(
+            f"{len(arguments)} arguments given, {kernel} has {len(parsed.params)} parameters: "
+            f"{', '.join(param.name for param in parsed.params) or 'none'}"
+        )
+    values = [
+        ctypes.create_string_buffer(_bytes(value, param), param.size)
+        for value, param in zip(arguments, parsed.params, strict=True)
+    ]
+    config = LaunchConfig(
+        kernel, _extent("grid", grid), _extent("block", block), _extent("cluster", cluster),
+        dynamic_smem, tuple(map(ctypes.addressof, values)), ptx=ptx,
+        moves_registers=parsed.fixes_registers,
+    )  # fmt: skip
+    arrays = [value for value in arguments if not isinstance(value, np.generic)]
+    (report,) = run_host_code(
+        lambda on_launch: on_launch(config), tensor_ranges(arrays),
+        options_from(settings) if options is None else options, settings.report,
+    )
+    return report
+
+
+def _extent(name: str, value: Extent) -> tuple[int, int, int]:
+    sizes = value if isinstance(value, tuple) else (value,)
+    if not 1 <= len(sizes) <= 3 or any(not isinstance(n, int) or n < 1 for n in sizes):
+        raise LaunchError(f"{name} is {value!r}; accepted: one to three whole numbers from 1 on")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _bytes(value: Any, param: Param) -> bytes:
+    """An argument as the bytes of its parameter."""
+    if isinstance(value, np.generic):
+        found = value.tobytes()
+    elif isinstance(value, bytes):
+        found = value
+    elif isinstance(value, int):
+        try:
+            return int(value).to_bytes(param.size, "little", signed=value < 0)
+        except OverflowError as error:
+            raise LaunchError(
+                f"{value} does not fit parameter {param.name} of {param.size} bytes"
+            ) from error
+    elif isinstance(value, float) and param.size in (4, 8):
+        found = np.dtype(f"f{param.size}").type(value).tobytes()
+    elif hasattr(value, "__array_interface__"):
+        found = value.__array_interface__["data"][0].to_bytes(8, "little")
+    elif hasattr(value, "data_ptr"):
+        pointer = value.data_ptr
+        found = int(pointer() if callable(pointer) else pointer).to_bytes(8, "little")
+    else:
+        raise TypeError(
+            f"parameter {param.name} got a {type(value).__name__}; accepted: arrays, numpy "
+            "scalars, int, float (of 4 or 8 bytes) and bytes"
+        )
+    if len(found) != param.size:
+        raise LaunchError(
+            f"parameter {param.name} has {param.size} bytes; {type(value).__name__} has "
+            f"{len(found)}"
+        )
+    return found

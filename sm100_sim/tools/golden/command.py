@@ -1,0 +1,43 @@
+"""`python -m sm100_sim record` and `litmus`: what only a Hopper GPU can say."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_RECORD = """run small PTX kernels on a GPU of compute capability 9.0 and store their results, which
+the tests replay in the simulator; needs a CUDA driver, cuda-bindings and numpy"""
+_LITMUS = """pass messages between warps millions of times on a GPU of compute capability 9.0 and
+count stale ones; measure what only a GPU can tell (time-outs, co-residence, launches)"""
+
+
+def record_vectors(arguments: list[str]) -> int:
+    """Record; 1 if a case could not be."""
+    from . import DIRECTORY, all_cases, groups
+    from .record import record
+
+    parser = argparse.ArgumentParser(prog="python -m sm100_sim record", description=_RECORD)
+    parser.add_argument("--out", type=Path, default=DIRECTORY,
+                        help="directory of the vectors (default: %(default)s)")
+    parser.add_argument("--groups", default="",
+                        help="record these groups alone, with commas; the others stay as they are")
+    choice = parser.parse_args(arguments)
+    chosen, known = tuple(filter(None, choice.groups.split(","))), groups(all_cases())
+    if not known.keys() >= set(chosen):
+        parser.error(f"--groups {choice.groups}; accepted are {', '.join(known)}")
+    return 1 if record(choice.out, chosen) else 0
+
+
+def litmus(arguments: list[str]) -> int:
+    """Run the probes; 1 if one failed."""
+    from .litmus_run import run
+    from .probes import PROBES
+
+    parser = argparse.ArgumentParser(prog="python -m sm100_sim litmus", description=_LITMUS)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of what was found")
+    parser.add_argument("--seconds", type=float, default=1.0,
+                        help="seconds for each way to pass a message (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=list(PROBES), help="these alone")
+    choice = parser.parse_args(arguments)
+    found = run(choice.out, choice.seconds, choice.only)
+    return 1 if any("failed" in result for result in found.values()) else 0

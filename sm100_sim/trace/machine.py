@@ -1,0 +1,115 @@
+"""A machine that keeps a trace, and how each access to shared memory uses its port."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sm100_sim.isa.table import row_of
+from sm100_sim.run.machine import Machine
+from sm100_sim.run.residency import Cluster
+from sm100_sim.translate.access_log import AccessLog
+from sm100_sim.translate.blocks import tensor_loads
+
+BANKS, BANK_BYTES = 32, 4
+#: Executions of one instruction that are looked at; all others are taken to be like these.
+_SAMPLES = 1024
+
+
+def wavefronts(addresses: np.ndarray, masks: np.ndarray, width: int) -> np.ndarray:
+    """int64 (n,): clocks of the shared-memory port that each access of a warp takes.
+
+    addresses: uint64 (n, 32), by lane, right up to a common offset. masks: uint32 (n,), lanes that
+    take part, none of them 0. width: bytes a lane.
+
+    Every clock each of the 32 banks gives or takes one word of 4 bytes, and a word goes to all
+    lanes that want it: lanes that go together take as many clocks as one bank has different words
+    to move. All lanes go together with up to 4 bytes each; half a warp with 8, a quarter with 16;
+    two of these go together if every lane has the address of its neighbour, or of the one after
+    that. So an H200 was measured to do (`python -m bench hopper`, "shared loads").
+    """
+    active = (masks[:, None] >> np.arange(32, dtype=np.uint32)) & 1 == 1
+    if width <= BANK_BYTES:
+        return _words_of_a_bank(addresses, active, width)
+    lanes = 32 * BANK_BYTES // width
+    parts = [_words_of_a_bank(addresses[:, i : i + lanes], active[:, i : i + lanes], width)
+             for i in range(0, 32, lanes)]  # fmt: skip
+    clocks = np.zeros(len(addresses), np.int64)
+    for first in range(0, len(parts), 2):
+        both = slice(first * lanes, (first + 2) * lanes)
+        address, taking = addresses[:, both], active[:, both]
+        together = _words_of_a_bank(address, taking, width)
+        apart = parts[first] + parts[first + 1]
+        clocks += np.where(_neighbours_share(address, taking), together, apart)
+    return np.maximum(clocks, 1)
+
+
+def _words_of_a_bank(addresses: np.ndarray, active: np.ndarray, width: int) -> np.ndarray:
+    """int64 (n,): most different words that one bank has to move for the active lanes."""
+    # A lane that takes no part asks for what the first that does asks for: no additional word.
+    first = addresses[np.arange(len(addresses)), active.argmax(axis=1)]
+    words = np.where(active, addresses, first[:, None]).astype(np.int64) // BANK_BYTES
+    words = words[:, :, None] + np.arange(max(width // BANK_BYTES, 1))
+    words = np.sort(words.reshape(len(addresses), -1), axis=1)
+    is_new = np.ones(words.shape, bool)
+    is_new[:, 1:] = words[:, 1:] != words[:, :-1]
+    bank = np.arange(len(addresses))[:, None] * BANKS + words % BANKS
+    moved = np.bincount(bank[is_new], minlength=len(addresses) * BANKS)
+    return np.where(active.any(axis=1), moved.reshape(-1, BANKS).max(axis=1), 0)
+
+
+def _neighbours_share(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """bool (n,): whether active lanes i and i ^ 1, or all i and i ^ 2, have one address."""
+    lanes, found = np.arange(addresses.shape[1]), np.zeros(len(addresses), bool)
+    for apart in (1, 2):
+        other = lanes ^ apart
+        same = (addresses == addresses[:, other]) | ~active | ~active[:, other]
+        found |= same.all(axis=1)
+    return found
+
+
+def _is_shared(instruction: Any) -> bool:
+    """Whether an instruction's lanes are known to access shared memory."""
+    entry = row_of(instruction)
+    return entry is not None and entry.access.is_shared(instruction.modifiers)
+
+
+class TracedMachine(Machine):
+    """`machine.Machine` with a trace; the kernel was translated with sanitize=True, so that its
+    native code logs accesses to memory."""
+
+    def __init__(self, compiled: Any, *arguments: Any) -> None:
+        super().__init__(compiled, *arguments)
+        self._log = AccessLog(self._drain)
+        instructions = compiled.instructions
+        self._is_shared = np.array([_is_shared(i) for i in instructions], bool)
+        # Native code also notes here which tensor-memory loads are used; nobody reads it.
+        loads = len(tensor_loads(instructions))
+        self._uses = np.zeros(max(loads, 1), np.uint8)
+
+    def run(self) -> None:
+        super().run()
+        self._drain()
+
+    def _begin(self, number: int) -> Cluster:
+        cluster = super()._begin(number)
+        for cta in cluster.ctas:
+            for warp in cta.warps:
+                warp.context.log = self._log.address
+                warp.context.uses = self._uses.__array_interface__["data"][0]
+        return cluster
+
+    def _drain(self) -> None:
+        """Count what is in the log, up to about `_SAMPLES` executions of an instruction."""
+        records, found = self._log.records(), self.trace.shared_accesses
+        index = records["tag"] >> 1
+        taken = self._is_shared[index] & (records["mask"] != 0)
+        for number in np.unique(index[taken]).tolist():
+            _, executions, clocks = found.get(number, (0, 0, 0))
+            if executions >= _SAMPLES:
+                continue
+            chosen = records[taken & (index == number)]
+            width = int(chosen["width"][0])
+            clocks += int(wavefronts(chosen["addresses"], chosen["mask"], width).sum())
+            found[number] = width, executions + len(chosen), clocks

@@ -1,0 +1,214 @@
+"""sm100_sim as a distribution of its own: what it holds, what it publishes, what it runs alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+
+import sm100_sim
+from sm100_sim import timing
+
+PACKAGE = ROOT / "sm100_sim"
+#: Modules whose `__all__` is what they publish; besides them every module under `sm100_sim.tools`.
+PUBLIC = {"sm100_sim": sm100_sim, "sm100_sim.timing": timing}
+
+#: Runs in an interpreter that finds nothing of this project but the wheel, and no optional package.
+ALONE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in {"torch", "cutlass", "cuda", "numba", "scipy", "tvm_ffi", "fa4_hd256", "bench",
+                   "schedulers", "softmax_emu"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.path.insert(0, sys.argv[1])
+import sm100_sim
+assert sm100_sim.__file__.startswith(sys.argv[1]), sm100_sim.__file__
+"""
+
+
+def metadata() -> dict:
+    tomllib = pytest.importorskip("tomllib")
+    return tomllib.loads((PACKAGE / "pyproject.toml").read_text())
+
+
+def sources() -> set[str]:
+    """Files of the package below the checkout, without what it is built from and into."""
+    kept = {".py", ".json", ".npz", ".typed"}
+    paths = [path for path in PACKAGE.rglob("*") if path.suffix in kept]
+    found = {path.relative_to(ROOT).as_posix() for path in paths}
+    return {name for name in found if not name.startswith("sm100_sim/build/")}
+
+
+def test_every_package_is_listed():
+    listed = metadata()["tool"]["setuptools"]["packages"]
+    there = {Path(name).parent.as_posix().replace("/", ".") for name in sources()
+             if name.endswith("__init__.py")}
+    assert sorted(listed) == listed and set(listed) == there
+
+
+def test_its_license_is_the_projects():
+    assert (PACKAGE / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The wheel, unpacked."""
+    pytest.importorskip("setuptools", minversion="77")
+    directory = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    shutil.copytree(PACKAGE, directory / "source", ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
+               "--no-build-isolation", "--wheel-dir", str(directory), str(directory / "source")]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = directory.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(directory / "site")
+    return directory / "site"
+
+
+def test_the_wheel_holds_every_file(site):
+    held = {path.relative_to(site).as_posix() for path in (site / "sm100_sim").rglob("*")
+            if path.is_file()}
+    assert held == sources()
+    (information,) = site.glob("*.dist-info")
+    assert information.name == f"sm100_sim-{sm100_sim.__version__}.dist-info"
+    assert (information / "licenses" / "LICENSE").is_file()
+
+
+def alone(site: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-I", "-c", ALONE + code, str(site), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_it_runs_alone(site):
+    """A kernel of PTX, a golden case, the constants of the timing model; the examples that need no
+    more."""
+    done = alone(site, """
+import runpy
+from sm100_sim.tools.golden import Vectors, all_cases
+from sm100_sim.tools.golden.comparing import difference
+from sm100_sim.tools.golden.replay import replay
+case = next(case for case in all_cases() if case.group == "integer")
+assert not difference(case, replay(case), Vectors().outputs(case))
+assert sm100_sim.timing.load("b200").values().sms == sm100_sim.device("b200").sms
+for example in sys.argv[2:]:
+    runpy.run_path(example, run_name="__main__")
+""", str(ROOT / "examples" / "first_kernel.py"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 of 1000 elements differ")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sm100_sim.timing.predict", r"numba.*pip install 'sm100-sim\[timing\]'"),
+        ("with sm100_sim.attached(): pass", r"pip install 'sm100-sim\[attach\]'"),
+    ],
+)
+def test_what_an_extra_is_for_says_so(site, code, said):
+    done = alone(site, code)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: "), done.stderr
+    assert re.search(said, last), last
+
+
+def test_help_of_the_commands(site):
+    done = alone(site, """
+import runpy
+sys.argv = ["sm100_sim", "--help"]
+runpy.run_module("sm100_sim", run_name="__main__")
+""")  # fmt: skip
+    assert done.returncode == 0 and "mutate" in done.stdout, done.stderr
+
+
+# ---------------------------------------------------------------- published names
+
+
+def imported_for_typing(module) -> set[str]:
+    """Names that a package imports for type checkers."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_published_names_are_there(name):
+    """Each can be had, says what it is, and is known to type checkers."""
+    module = PUBLIC[name]
+    assert set(module.__all__) == imported_for_typing(module)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for published in module.__all__:
+        found = getattr(module, published)
+        if inspect.isclass(found) or inspect.isfunction(found) or inspect.ismodule(found):
+            assert inspect.getdoc(found), published
+        if inspect.isclass(found):
+            assert found.__doc__, published
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
+def private_imports(source: str) -> list[str]:
+    """What a file imports of the simulator that is not published, one line each."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            if module.partition(".")[0] == "sm100_sim" and not published(module, name):
+                found.append(f"line {node.lineno}: {module}{f'.{name}' if name else ''}")
+    return found
+
+
+def published(module: str, name: str | None) -> bool:
+    if module in PUBLIC:
+        return name is None or name in PUBLIC[module].__all__
+    if not f"{module}.".startswith("sm100_sim.tools."):
+        return False
+    found = importlib.import_module(module)
+    names = getattr(found, "__all__", None)
+    if name is None or names is None:
+        return name is None or not name.startswith("_")
+    # A package publishes its modules besides.
+    return name in names or importlib.util.find_spec(f"{module}.{name}") is not None
+
+
+@pytest.mark.parametrize("room", ["fa4_hd256", "examples"])
+def test_only_published_names_are_imported(room):
+    offences = [f"{path.relative_to(ROOT)}, {line}" for path in sorted((ROOT / room).rglob("*.py"))
+                for line in private_imports(path.read_text())]
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_a_private_import_is_seen():
+    text = """
+import sm100_sim, sm100_sim.launcher
+from sm100_sim import Options, settings
+def inside():
+    from sm100_sim.timing import predict, engine
+    from sm100_sim.tools.golden import Case, pairs, nothing
+    from sm100_sim.tools.golden.replay import replay, _hidden
+    from sm100_sim.run.machine import Machine
+    from sm100_simulator import other
+"""
+    assert [line.partition(": ")[2] for line in private_imports(text)] == [
+        "sm100_sim.launcher", "sm100_sim.settings", "sm100_sim.timing.engine",
+        "sm100_sim.tools.golden.nothing", "sm100_sim.tools.golden.replay._hidden",
+        "sm100_sim.run.machine.Machine",
+    ]  # fmt: skip
