@@ -8,9 +8,9 @@ import importlib
 MODULES = (
     "arithmetic.approximate", "arithmetic.bits", "arithmetic.convert", "arithmetic.floating",
     "arithmetic.integer", "arithmetic.lanes", "arithmetic.matrix", "arithmetic.memory",
-    "arithmetic.move", "arithmetic.narrow", "atomics", "calls", "clc", "copy_async", "mma_sync",
-    "order", "store_async", "sync", "tcgen05", "tcgen05_copy", "tcgen05_data", "tensormap_ops",
-    "tma",
+    "arithmetic.move", "arithmetic.narrow", "atomics", "calls", "clc", "control", "copy_async",
+    "mma_sync", "order", "store_async", "sync", "tcgen05", "tcgen05_copy", "tcgen05_data",
+    "tensormap_ops", "tma",
 )  # fmt: skip
 
 

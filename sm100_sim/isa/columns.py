@@ -180,6 +180,17 @@ class MemoryAccess(Enum):
         return self is not MemoryAccess.NONE and names_shared(modifiers)
 
 
+class Jump(Enum):
+    """Where lanes go behind an instruction."""
+
+    #: To the next one.
+    NONE = auto()
+    BRANCH = auto()
+    #: To a target of a table.
+    INDEXED = auto()
+    EXIT = auto()
+
+
 class NativeForm(Enum):
     """The native form of a machine operation (`native.forms`)."""
 

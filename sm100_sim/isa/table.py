@@ -16,7 +16,7 @@ from typing import Any
 from sm100_sim.errors import UnknownInstruction
 from sm100_sim.ptx.parser import Instruction
 
-from .columns import ByModifier, Effect, Event, MemoryAccess, NativeForm, Recorded, Rule, Ties
+from .columns import ByModifier, Effect, Event, Jump, MemoryAccess, NativeForm, Recorded, Rule, Ties
 
 
 class IncompleteRow(ValueError):
@@ -27,11 +27,15 @@ class IncompleteRow(ValueError):
 class Entry:
     """One row of the table: all that the simulator knows of an opcode.
 
-    Semantics: exactly one of ``bind`` and ``emit`` is set. ``aligned`` says that all lanes of the
-    warp that are alive (or those of the membermask, for inline operations) must arrive together
-    before the instruction executes; ``member_mask`` is the position of the membermask.
+    Semantics: exactly one of ``bind``, ``emit`` and ``jump`` is set. ``aligned`` says
+    that all lanes of the warp that are alive (or those of the membermask, for inline operations)
+    must arrive together before the instruction executes; ``member_mask`` is the position of the
+    membermask.
     Registers: ``defines`` are positions of operands that the instruction only writes, for every
-    executing lane; it reads all others. Memory: ``access``, of inline operations.
+    executing lane; it reads all others. What is found out of them before anything runs: ``fold``,
+    given the modifiers and the sources as far as they are known, computes the result, or None;
+    ``copies`` and ``addressing`` say whether an operation copies its source, and whether it may
+    compute an address anew in a loop that waits. Memory: ``access``, of inline operations.
     ``effect`` is the asynchronous operation that it issues, ``chain`` whether it continues or ends
     the chain of MMAs that its warp is issuing.
 
@@ -48,9 +52,13 @@ class Entry:
     statistics: str | Callable[[Instruction], str]
     bind: Callable | None = None
     emit: Callable | None = None
+    jump: Jump = Jump.NONE
     aligned: bool = False
     defines: tuple[int, ...] = ()
     member_mask: int | None = None
+    fold: Callable[[tuple[str, ...], list[int | None]], int | None] | None = None
+    copies: bool = False
+    addressing: bool = False
     access: MemoryAccess = MemoryAccess.NONE
     effect: Effect | ByModifier | None = None
     chain: bool = False
@@ -105,7 +113,12 @@ def _check(entry: Entry) -> None:
                 f"accepted are the members of columns.{values.__name__}: "
                 f"{', '.join(values.__members__)}"
             )
-    if entry.emit is not None:
+    if (entry.bind is not None) + (entry.emit is not None) + (entry.jump is not Jump.NONE) != 1:
+        raise IncompleteRow(
+            f"the row {entry.name!r} of the instruction table needs semantics, of one kind: bind, "
+            "emit or jump"
+        )
+    if entry.bind is None:
         passive = entry.trace is Recorded.NOTHING and not entry.effect and not entry.event
         if entry.rule not in _INLINE_RULES or not passive or entry.native or entry.synchronises:
             raise IncompleteRow(
@@ -165,6 +178,14 @@ def computes(*names: str, defines: tuple[int, ...] = (0,), **columns: Any) -> Ca
     return inline_op(*names, defines=defines, rule=Rule.COMPUTES, ties=Ties.NEVER, **columns)
 
 
+def jump_op(name: str, jump: Jump) -> None:
+    """Register a branch or an exit: blocks of native code end with it."""
+    _register(Entry(
+        name, "branch", jump=jump, rule=Rule.COMPUTES, trace=Recorded.NOTHING, event=Event.NONE,
+        effect=Effect.NONE, ties=Ties.NEVER,
+    ))  # fmt: skip
+
+
 def lookup(name: str) -> tuple[Entry, tuple[str, ...]] | None:
     """Entry with the longest prefix of the dotted ``name`` and the remaining modifiers."""
     if name not in _found:
@@ -180,15 +201,21 @@ def _search(parts: list[str]) -> tuple[Entry, tuple[str, ...]] | None:
     return None
 
 
-def row_of(instruction: Instruction) -> Entry | None:
-    """The row of an instruction; None for branches and exits, which have none."""
+def row_of(instruction: Instruction) -> Entry:
+    """The row of an instruction. Raises UnknownInstruction if it has none."""
+    return _found_for(instruction)[0]
+
+
+def _found_for(instruction: Instruction) -> tuple[Entry, tuple[str, ...]]:
     found = lookup(instruction.name)
-    return None if found is None else found[0]
+    if found is None:
+        raise unknown(instruction, "no entry of the instruction table covers this opcode")
+    return found
 
 
 def effect_of(instruction: Instruction) -> Effect:
     """The asynchronous operation that an instruction issues."""
-    entry, modifiers = lookup(instruction.name)
+    entry, modifiers = _found_for(instruction)
     return entry.effect_with(modifiers)
 
 
@@ -197,10 +224,7 @@ def resolve(instruction: Instruction) -> Entry:
 
     Raises UnknownInstruction for an opcode that no entry covers.
     """
-    found = lookup(instruction.name)
-    if found is None:
-        raise unknown(instruction, "no entry of the instruction table covers this opcode")
-    entry, instruction.modifiers = found
+    entry, instruction.modifiers = _found_for(instruction)
     instruction.opcode = entry.name
     return entry
 

@@ -60,8 +60,7 @@ def _pipelined(before: tuple, after: tuple) -> bool:
 
 def _is_ordered(instruction: Any) -> bool:
     """Whether an instruction is a load or store that orders others."""
-    entry = row_of(instruction)
-    logged = entry is not None and entry.access is not MemoryAccess.NONE
+    logged = row_of(instruction).access is not MemoryAccess.NONE
     return logged and not _ORDERED_ACCESS.isdisjoint(instruction.modifiers)
 
 

@@ -6,16 +6,15 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
+from sm100_sim.isa.columns import Jump
 from sm100_sim.isa.table import row_of
 
-_JUMPS = ("bra", "brx", "ret", "exit")
 _ORDERED = {"acquire", "release", "acq_rel"}
 
 
 def synchronises(instruction: Any) -> bool:
     """Whether it is a wait, an arrival, a fence, a barrier, or about a group of copies."""
-    entry = row_of(instruction)
-    return entry is not None and entry.synchronises
+    return row_of(instruction).synchronises
 
 
 class Stretches:
@@ -36,6 +35,6 @@ class Stretches:
 
 
 def _ends(instruction: Any) -> bool:
-    if instruction.opcode in _JUMPS:
+    if row_of(instruction).jump is not Jump.NONE:
         return instruction.guard is None
     return synchronises(instruction) or bool(_ORDERED.intersection(instruction.modifiers))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import MemoryAccess
 from sm100_sim.translate.kernel import CompiledKernel
 
 from .sass import SassFunction
@@ -20,6 +21,10 @@ from .sass import SassFunction
 #: Kinds of accesses: loads and stores of up to 4, 8 and 16 bytes a lane, matrices.
 KINDS = ("load 4", "load 8", "load 16", "store 4", "store 8", "store 16", "ldmatrix", "stmatrix")
 _BY_WIDTH = {1: 0, 2: 0, 4: 0, 8: 1, 16: 2}
+_MATRICES = {
+    MemoryAccess.MATRIX_LOAD: KINDS.index("ldmatrix"),
+    MemoryAccess.MATRIX_STORE: KINDS.index("stmatrix"),
+}
 _NO_KIND = -1
 
 
@@ -27,17 +32,17 @@ def sass_access_kind(opcode: str) -> int:
     """Index in KINDS of a SASS instruction, -1 if it is none of them."""
     base = opcode.split(".")[0]
     if base in ("LDSM", "STSM"):
-        return KINDS.index("ldmatrix" if base == "LDSM" else "stmatrix")
+        return _MATRICES[MemoryAccess.MATRIX_LOAD if base == "LDSM" else MemoryAccess.MATRIX_STORE]
     if base not in ("LDS", "STS"):
         return _NO_KIND
     width = 2 if re.search(r"\.128\b", opcode) else 1 if re.search(r"\.64\b", opcode) else 0
     return width + 3 * (base == "STS")
 
 
-def _ptx_access_kind(name: str, width: int) -> int:
-    if name.startswith(("ldmatrix", "stmatrix")):
-        return KINDS.index(name[:8])
-    return _BY_WIDTH[width] + 3 * name.startswith("st")
+def _ptx_access_kind(access: MemoryAccess, width: int) -> int:
+    if access in _MATRICES:
+        return _MATRICES[access]
+    return _BY_WIDTH[width] + 3 * (access is MemoryAccess.STORE)
 
 
 def block_accesses(
@@ -53,7 +58,7 @@ def block_accesses(
         for index in range(block.start, block.stop):
             if index in found:
                 width, executions, clocks = found[index]
-                kind = _ptx_access_kind(compiled.instructions[index].name, width)
+                kind = _ptx_access_kind(compiled.entries[index].access, width)
                 counted[number, 0, kind] += 1
                 counted[number, 1, kind] += clocks / executions
     return counted

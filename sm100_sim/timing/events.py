@@ -71,7 +71,9 @@ require_complete("timing.events", Event, _SASS_OF, without=(Event.NONE,))
 def ptx_kind(opcode: str) -> str | None:
     """Kind of an executed PTX instruction; None if it leaves no site in the SASS."""
     found = lookup(opcode)
-    event = Event.NONE if found is None else found[0].event_with(found[1])
+    if found is None:
+        raise ValueError(f"{opcode}: not an opcode of the instruction table")
+    event = found[0].event_with(found[1])
     if event in _BY_WIDTH:
         # Two loads of different width are never the same site.
         return f"{event}.{_WIDTH.search(opcode)[1]}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import Rule
 from sm100_sim.translate.blocks import operand_registers, uses_and_definitions
 from sm100_sim.translate.kernel import CompiledKernel
 
@@ -56,8 +57,8 @@ def useful(compiled: CompiledKernel) -> list[bool]:
         reads.append({*uses, *operand_registers(instruction.guard)})
         for register in definitions:
             definers.setdefault(register, []).append(number)
-        acts = entry is None or entry.bind is not None or ".volatile" in instruction.name
-        if not definitions or acts and not instruction.name.startswith("tcgen05.ld"):
+        acts = entry.emit is None or "volatile" in instruction.modifiers
+        if not definitions or acts and entry.rule is not Rule.TENSOR_LOAD:
             pending.append(number)
     found = [False] * len(instructions)
     while pending:

@@ -248,7 +248,7 @@ class _Builder:
         if action == Action.WAIT:
             return self._barrier(operands[1]), _parity(entry)
         if action in (Action.ARRIVE, Action.COPY_ARRIVE):
-            return self._arrivals(entry, rank)
+            return self._arrivals(entry, rank, action == Action.COPY_ARRIVE)
         if action in (Action.BAR_SYNC, Action.BAR_ARRIVE):
             return self._named(entry, rank)
         if action in (Action.TMEM_LOAD, Action.TMEM_STORE):
@@ -265,11 +265,10 @@ class _Builder:
             return operands[0], ".read" in entry.opcode
         return ()
 
-    def _arrivals(self, entry: Any, rank: int) -> tuple[int, int, bool]:
+    def _arrivals(self, entry: Any, rank: int, copies: bool) -> tuple[int, int, bool]:
         begin = len(self.targets)
         operands = entry.operands
         # An arrival has a destination before the address, a bare expect_tx has none.
-        copies = entry.opcode.startswith("cp.async")
         arrives = ".arrive" in entry.opcode and not copies
         if ".expect_tx" in entry.opcode or ".complete_tx" in entry.opcode:
             arrivals = int(arrives)

@@ -71,8 +71,7 @@ def _neighbours_share(addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 def _is_shared(instruction: Any) -> bool:
     """Whether an instruction's lanes are known to access shared memory."""
-    entry = row_of(instruction)
-    return entry is not None and entry.access.is_shared(instruction.modifiers)
+    return row_of(instruction).access.is_shared(instruction.modifiers)
 
 
 class TracedMachine(Machine):

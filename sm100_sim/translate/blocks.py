@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sm100_sim.isa.columns import Rule
+from sm100_sim.isa.columns import Jump, Rule
 from sm100_sim.isa.table import Entry, row_of
 from sm100_sim.ptx.parser import Instruction, Kernel, Operand, Register
 
 NEXT, BRANCH, EXIT, TRAP, INDEXED = range(5)
 """Terminators: fall through, (guarded) branch, exit, machine operation, brx.idx."""
 
-_TERMINATORS = {"bra": BRANCH, "brx": INDEXED, "ret": EXIT, "exit": EXIT}
+_TERMINATORS = {Jump.BRANCH: BRANCH, Jump.INDEXED: INDEXED, Jump.EXIT: EXIT}
 _SPIN_STEPS = 12
 
 
@@ -44,14 +44,8 @@ class Block:
     live_out: set[Register] = field(default_factory=set)
 
 
-def is_terminator(instruction: Instruction) -> bool:
-    """Whether the control-flow analysis itself executes the instruction."""
-    return instruction.opcode in _TERMINATORS
-
-
-def build_blocks(kernel: Kernel, entries: list[Entry | None]) -> list[Block]:
-    """Cut the kernel into basic blocks; ``entries[i]`` is the table entry of instruction i, None
-    for branches, ret and exit."""
+def build_blocks(kernel: Kernel, entries: list[Entry]) -> list[Block]:
+    """Cut the kernel into basic blocks; ``entries[i]`` is the row of instruction i."""
     instructions = kernel.instructions
     count = len(instructions)
     if not count:
@@ -59,7 +53,7 @@ def build_blocks(kernel: Kernel, entries: list[Entry | None]) -> list[Block]:
     leaders = {0, count}
     for i, instruction in enumerate(instructions):
         entry = entries[i]
-        if entry is None:
+        if entry.jump is not Jump.NONE:
             leaders.add(i + 1)
             leaders.update(_target_indices(instruction))
         elif entry.bind is not None:
@@ -80,15 +74,15 @@ def _target_indices(instruction: Instruction) -> list[int]:
     return [label.value for op in labels for label in (op.items or (op,))]
 
 
-def _make_block(kernel: Kernel, entries: list[Entry | None], index: int, start: int, stop: int,
+def _make_block(kernel: Kernel, entries: list[Entry], index: int, start: int, stop: int,
                 block_at: dict[int, int]) -> Block:
     block = Block(index, start, stop, following=index + 1)
     first, last = kernel.instructions[start], kernel.instructions[stop - 1]
-    if entries[start] is not None and entries[start].aligned:
+    if entries[start].aligned:
         block.aligned = first
     entry = entries[stop - 1]
-    if entry is None:
-        block.terminator = _TERMINATORS[last.opcode]
+    if entry.jump is not Jump.NONE:
+        block.terminator = _TERMINATORS[entry.jump]
     elif entry.bind is not None:
         block.terminator = TRAP
     else:
@@ -112,16 +106,15 @@ def operand_registers(op: Operand | None):
         yield from operand_registers(item)
 
 
-def uses_and_definitions(instruction: Instruction, entry: Entry | None
+def uses_and_definitions(instruction: Instruction, entry: Entry
                          ) -> tuple[list[Register], list[Register], list[Register]]:
     """Registers read, registers surely overwritten in every lane, and all written registers.
 
     A guarded definition keeps the old value in other lanes, hence also reads it.
     """
-    defines = () if entry is None else entry.defines
     uses, definitions = list(operand_registers(instruction.guard)), []
     for position, op in enumerate(instruction.operands):
-        if position in defines and op.kind in ("reg", "pred", "pair", "vec"):
+        if position in entry.defines and op.kind in ("reg", "pred", "pair", "vec"):
             definitions += operand_registers(op)
         else:
             uses += operand_registers(op)
@@ -130,7 +123,7 @@ def uses_and_definitions(instruction: Instruction, entry: Entry | None
     return uses + definitions, [], definitions
 
 
-def analyse_liveness(kernel: Kernel, entries: list[Entry | None],
+def analyse_liveness(kernel: Kernel, entries: list[Entry],
                      keep: frozenset[str] = frozenset()) -> None:
     """Set ``live_out`` of every block and give a slot to each register that lives in memory.
 
@@ -221,7 +214,7 @@ def _assign_slots(registers: list[Register]) -> None:
 def mark_spins(kernel: Kernel) -> None:
     """Set ``spin`` on every mbarrier try_wait or test_wait whose false result loops back to it."""
     for instruction in kernel.instructions:
-        if _has_rule(instruction, Rule.WAIT):
+        if row_of(instruction).rule is Rule.WAIT:
             instruction.spin = _loops_on_false(kernel, instruction)
 
 
@@ -241,7 +234,7 @@ def _loops_on_false(kernel: Kernel, wait: Instruction) -> bool:
         instruction = kernel.instructions[index]
         if index == wait.index:
             return True
-        if instruction.opcode == "bra":
+        if row_of(instruction).jump is Jump.BRANCH:
             taken = _guard_value(instruction, known)
             if taken is None:
                 return False
@@ -260,8 +253,7 @@ def _loops_on_false(kernel: Kernel, wait: Instruction) -> bool:
 
 
 def _recomputes(instruction: Instruction, written: set[Register]) -> bool:
-    if instruction.guard is not None or instruction.opcode not in (
-            "mov", "add", "sub", "shl", "shr", "and", "or", "xor", "cvt", "cvta", "mad", "mul"):
+    if instruction.guard is not None or not row_of(instruction).addressing:
         return False
     destination = instruction.operands[0].register
     sources = {r for op in instruction.operands[1:] for r in operand_registers(op)}
@@ -289,31 +281,13 @@ def _evaluate(instruction: Instruction, known: dict) -> int | None:
             values.append(int(not known[op.register]) if op.negated else known[op.register])
         else:
             values.append(None)
-    opcode, modifiers = instruction.opcode, instruction.modifiers
-    if opcode == "selp" and values[2] is not None:
-        return values[0] if values[2] else values[1]
-    if not values or None in values:
-        return None
-    if opcode == "mov":
-        return values[0]
-    if opcode == "not" and modifiers == ("pred",):
-        return int(not values[0])
-    if opcode == "setp" and len(values) == 2 and modifiers[0] in ("eq", "ne"):
-        return int((values[0] == values[1]) == (modifiers[0] == "eq"))
-    if opcode in ("and", "or", "xor") and len(values) == 2:
-        a, b = values
-        return {"and": a & b, "or": a | b, "xor": a ^ b}[opcode]
-    return None
-
-
-def _has_rule(instruction: Instruction, rule: Rule) -> bool:
-    entry = row_of(instruction)
-    return entry is not None and entry.rule is rule
+    fold = row_of(instruction).fold
+    return None if fold is None or not values else fold(instruction.modifiers, values)
 
 
 def tensor_loads(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Those that load from tensor memory, in their order; the log of accesses numbers them so."""
-    return [i for i in instructions if _has_rule(i, Rule.TENSOR_LOAD)]
+    return [i for i in instructions if row_of(i).rule is Rule.TENSOR_LOAD]
 
 
 def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
@@ -325,7 +299,7 @@ def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
     for number, instruction in enumerate(tensor_loads(kernel.instructions)):
         for register in operand_registers(instruction.operands[0]):
             found[register] = found.get(register, frozenset()) | {number}
-    moves = [i for i in kernel.instructions if i.opcode == "mov"]
+    moves = [i for i in kernel.instructions if row_of(i).copies]
     changed = True
     while changed:
         changed = False

@@ -40,7 +40,6 @@ from .blocks import (
 from .native_forms import exported, operation_of
 from .runtime import ALIGN_MASK, ALIGN_NONE, ALIGN_REGISTER, BLOCK_RECORD, runtime_ir
 
-_CONTROL = ("bra", "brx", "ret", "exit")
 _ADDRESS_FUNCTIONS = (
     "address_shared", "address_own_shared", "address_local", "address_global", "address_generic",
 )  # fmt: skip
@@ -74,7 +73,7 @@ class CompiledKernel:
     seconds            {"ir": ..., "llvm": ...}, the time translation took
     """
 
-    def __init__(self, kernel: Kernel, entries: list[Entry | None]) -> None:
+    def __init__(self, kernel: Kernel, entries: list[Entry]) -> None:
         self.kernel, self.entries, self.instructions = kernel, entries, kernel.instructions
         self.executors: list[Callable | None] = [None] * len(kernel.instructions)
         self.seconds: dict[str, float] = {}
@@ -138,10 +137,9 @@ class CompiledKernel:
             end = block.stop + (block.terminator_instruction is not None)
             for i in range(block.start, end):
                 entry, instruction = self.entries[i], self.instructions[i]
-                name = "branch" if entry is None else entry.statistics_class(instruction)
                 counted = guards.get(i, (warps, lanes))
                 if counted[0]:
-                    yield instruction, name, *counted
+                    yield instruction, entry.statistics_class(instruction), *counted
 
 
 def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0,
@@ -155,7 +153,7 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     using them. Raises UnknownInstruction for whatever the table does not cover.
     """
     start = time.perf_counter()
-    entries = [None if i.opcode in _CONTROL else _resolve(i) for i in kernel.instructions]
+    entries = [_resolve(i) for i in kernel.instructions]
     if keep or not kernel.blocks:
         kernel.blocks = build_blocks(kernel, entries)
         mark_spins(kernel)
@@ -164,7 +162,7 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     if sanitize:
         compiled.watched = loaded_registers(kernel)
     for instruction, entry in zip(kernel.instructions, entries, strict=True):
-        if entry is not None and entry.bind is not None:
+        if entry.bind is not None:
             compiled.executors[instruction.index] = entry.bind(instruction, kernel)
     name = ptx and translation_cache.entry_name(
         ptx, kernel.name, sorted(keep), level, sanitize, *_host()[1:])

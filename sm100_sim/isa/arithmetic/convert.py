@@ -26,7 +26,7 @@ _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "")
 _TO_INTEGRAL = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
-@computes("cvt", statistics="cvt")
+@computes("cvt", statistics="cvt", addressing=True)
 def convert(e: Emitter, i: Instruction) -> None:
     """cvt{.rounding}{.ftz}{.relu}{.satfinite}{.sat}.dtype.atype d, a{, b}."""
     if arith_narrow.is_narrow(i):

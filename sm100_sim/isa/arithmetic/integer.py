@@ -7,6 +7,9 @@ inline instruction of the package.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
@@ -34,7 +37,7 @@ def is_float(instruction: Instruction) -> bool:
     return bool(instruction.modifiers) and "f" in instruction.modifiers[-1]
 
 
-@computes("add", "sub", statistics=pipe)
+@computes("add", "sub", statistics=pipe, addressing=True)
 def add_sub(e: Emitter, i: Instruction) -> None:
     """add, sub{.sat}{.cc}.type: d = a +- b, modulo the width unless .sat.s32."""
     if is_float(i):
@@ -79,7 +82,7 @@ def _add_with_carry(e: Emitter, i: Instruction, type_name: str, carry_in: bool,
     e.set(i.operands[0], kind, result)
 
 
-@computes("mul", statistics=pipe)
+@computes("mul", statistics=pipe, addressing=True)
 def multiply(e: Emitter, i: Instruction) -> None:
     """mul{.lo,.hi,.wide}.type."""
     if is_float(i):
@@ -88,7 +91,7 @@ def multiply(e: Emitter, i: Instruction) -> None:
     _set_product(e, i, part, type_name, None)
 
 
-@computes("mad", statistics=pipe)
+@computes("mad", statistics=pipe, addressing=True)
 def multiply_add(e: Emitter, i: Instruction) -> None:
     """mad{.lo,.hi,.wide}.type d = a * b + c."""
     if is_float(i):
@@ -224,7 +227,16 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], kind, value)
 
 
-@computes("and", "or", "xor", statistics="integer")
+def _fold_logic(operation: Callable[[int, int], int]) -> Callable:
+    def fold(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
+        return None if len(sources) != 2 or None in sources else operation(*sources)
+
+    return fold
+
+
+@computes("and", statistics="integer", addressing=True, fold=_fold_logic(operator.and_))
+@computes("or", statistics="integer", addressing=True, fold=_fold_logic(operator.or_))
+@computes("xor", statistics="integer", addressing=True, fold=_fold_logic(operator.xor))
 def logic(e: Emitter, i: Instruction) -> None:
     """and, or, xor of bits or predicates."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
@@ -233,7 +245,12 @@ def logic(e: Emitter, i: Instruction) -> None:
                                                          for op in i.operands[1:3])))
 
 
-@computes("not", "cnot", statistics="integer")
+def _fold_complement(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
+    return None if modifiers != ("pred",) or sources[0] is None else int(not sources[0])
+
+
+@computes("not", statistics="integer", fold=_fold_complement)
+@computes("cnot", statistics="integer")
 def complement(e: Emitter, i: Instruction) -> None:
     """not: every bit; cnot: 1 if zero, else 0."""
     (type_name,) = split_modifiers(i, (*BITS, "pred"))
@@ -266,7 +283,7 @@ def logic3(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "i32", choose(a, high, low))
 
 
-@computes("shl", "shr", statistics="integer")
+@computes("shl", "shr", statistics="integer", addressing=True)
 def shift(e: Emitter, i: Instruction) -> None:
     """shl, shr: amounts beyond the width shift everything out (9.7.8.7)."""
     types = BITS if i.opcode == "shl" else (*BITS, *INTEGERS)

@@ -19,7 +19,8 @@ def value_kind(type_name: str) -> str:
     return f"i{type_name[1:]}" if type_name[0] != "f" else {"f32": "i32", "f64": "i64"}[type_name]
 
 
-@computes("mov", statistics="mov")
+@computes("mov", statistics="mov", copies=True, addressing=True,
+          fold=lambda modifiers, sources: sources[0])
 def move(e: Emitter, i: Instruction) -> None:
     """mov.type: registers, immediates, addresses, special registers; packing and unpacking."""
     (type_name,) = split_modifiers(i, _ALL_TYPES)
@@ -90,7 +91,12 @@ def _unpack(e: Emitter, i: Instruction, items: tuple[Operand, ...], source: Oper
         e.set(op, f"i{part}", e.cast("trunc", piece, kind, f"i{part}"))
 
 
-@computes("selp", statistics="select")
+def _fold_selection(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
+    a, b, condition = sources
+    return None if condition is None else a if condition else b
+
+
+@computes("selp", statistics="select", fold=_fold_selection)
 def select_by_predicate(e: Emitter, i: Instruction) -> None:
     """selp.type d, a, b, p: a where p holds."""
     (type_name,) = split_modifiers(i, _VALUE_TYPES)
@@ -154,7 +160,13 @@ def _combine(e: Emitter, how: str, value: str, op: Operand) -> str:
     return e.binary(how, "i1", value, e.get(op, "i1")) if how else value
 
 
-@computes("setp", statistics="setp")
+def _fold_comparison(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
+    if len(sources) != 2 or None in sources or modifiers[0] not in ("eq", "ne"):
+        return None
+    return int((sources[0] == sources[1]) == (modifiers[0] == "eq"))
+
+
+@computes("setp", statistics="setp", fold=_fold_comparison)
 def set_predicate(e: Emitter, i: Instruction) -> None:
     """setp.cmp{.bool}{.ftz}.type p{|q}, a, b{, c}: p = cmp bool c, q = not cmp bool c."""
     comparison, how, ftz, type_name = split_modifiers(
@@ -191,7 +203,7 @@ _SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "param
            "param::entry", "const")
 
 
-@computes("cvta", statistics="integer")
+@computes("cvta", statistics="integer", addressing=True)
 def convert_address(e: Emitter, i: Instruction) -> None:
     """cvta{.to}.space.{u32,u64}: between an address in a space and a generic one.
 
