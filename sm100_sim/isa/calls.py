@@ -117,3 +117,11 @@ def bind_assert(instruction, kernel):
                               f"in lane {lane}")
 
     return execute
+
+
+@machine_op("call", rule=Rule.NOT_FOLLOWED, trace=Recorded.NOTHING, event=Event.NONE,
+            effect=Effect.NONE, ties=Ties.NEVER)
+def bind_call(instruction, kernel):
+    """Any other function."""
+    raise unknown(instruction, "function calls are not supported; a kernel must be one function "
+                               "(calls of vprintf and __assertfail are)")

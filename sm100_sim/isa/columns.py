@@ -56,6 +56,7 @@ class Rule(Enum):
     COPY = auto()
     COMMIT_COPIES = auto()
     WAIT_COPIES = auto()
+    WAIT_ALL_COPIES = auto()
     ARRIVE_COPIES = auto()
     ATOMIC = auto()
 
@@ -181,10 +182,8 @@ class MemoryAccess(Enum):
 
 
 class Jump(Enum):
-    """Where lanes go behind an instruction."""
+    """Where lanes go behind a branch or exit."""
 
-    #: To the next one.
-    NONE = auto()
     BRANCH = auto()
     #: To a target of a table.
     INDEXED = auto()

@@ -134,7 +134,9 @@ def bind_commit(instruction, kernel):
     return execute
 
 
-@machine_op("cp.async.wait_group", "cp.async.wait_all", rule=Rule.WAIT_COPIES, trace=Recorded.ENTRY,
+@machine_op("cp.async.wait_group", rule=Rule.WAIT_COPIES, trace=Recorded.ENTRY,
+            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+@machine_op("cp.async.wait_all", rule=Rule.WAIT_ALL_COPIES, trace=Recorded.ENTRY,
             event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
 def bind_wait(instruction, kernel):
     """cp.async.wait_group N: at most the N latest groups pend; wait_all: nothing pends."""

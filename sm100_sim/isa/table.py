@@ -52,7 +52,7 @@ class Entry:
     statistics: str | Callable[[Instruction], str]
     bind: Callable | None = None
     emit: Callable | None = None
-    jump: Jump = Jump.NONE
+    jump: Jump | None = None
     aligned: bool = False
     defines: tuple[int, ...] = ()
     member_mask: int | None = None
@@ -113,7 +113,7 @@ def _check(entry: Entry) -> None:
                 f"accepted are the members of columns.{values.__name__}: "
                 f"{', '.join(values.__members__)}"
             )
-    if (entry.bind is not None) + (entry.emit is not None) + (entry.jump is not Jump.NONE) != 1:
+    if [entry.bind, entry.emit, entry.jump].count(None) != 2:
         raise IncompleteRow(
             f"the row {entry.name!r} of the instruction table needs semantics, of one kind: bind, "
             "emit or jump"
@@ -203,7 +203,7 @@ def _search(parts: list[str]) -> tuple[Entry, tuple[str, ...]] | None:
 
 def row_of(instruction: Instruction) -> Entry:
     """The row of an instruction. Raises UnknownInstruction if it has none."""
-    return _found_for(instruction)[0]
+    return instruction.row or _found_for(instruction)[0]
 
 
 def _found_for(instruction: Instruction) -> tuple[Entry, tuple[str, ...]]:
@@ -224,8 +224,8 @@ def resolve(instruction: Instruction) -> Entry:
 
     Raises UnknownInstruction for an opcode that no entry covers.
     """
-    entry, instruction.modifiers = _found_for(instruction)
-    instruction.opcode = entry.name
+    entry, modifiers = _found_for(instruction)
+    instruction.row, instruction.opcode, instruction.modifiers = entry, entry.name, modifiers
     return entry
 
 

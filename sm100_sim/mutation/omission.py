@@ -173,7 +173,7 @@ class OmittingSanitizer(Sanitizer):
         groups = barrier_groups(instruction.operands[1], spaces[0] if spaces else "")
         parity = uniform(instruction.operands[2], 32)
         succeed = predicate_writer(instruction.operands[0])
-        by_parity = ".parity" in instruction.name
+        by_parity = "parity" in instruction.modifiers
 
         def run(warp: Any, lanes: int) -> None:
             state = self.begin(warp, instruction)

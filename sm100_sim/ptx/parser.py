@@ -12,6 +12,7 @@ import re
 import struct
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 RESERVED_SHARED_BYTES = 1024
 """Shared memory starts at this offset: the hardware keeps the first KiB of a CTA for itself."""
@@ -92,9 +93,9 @@ class Instruction:
     """One instruction.
 
     ``opcode`` and ``modifiers`` are the dotted name split at the first dot by the parser; loading
-    the kernel re-splits them at the longest prefix that the instruction table knows. ``source`` is
-    (file, line) of the last ``.loc``. ``spin`` marks a try_wait whose false result leads straight
-    back to it (set by the control-flow analysis).
+    the kernel re-splits them at the longest prefix that the instruction table knows, and sets
+    ``row`` to what is found there. ``source`` is (file, line) of the last ``.loc``. ``spin`` marks
+    a try_wait whose false result leads straight back to it (set by the control-flow analysis).
     """
 
     index: int
@@ -106,6 +107,7 @@ class Instruction:
     line: int
     source: tuple[str, int] | None = None
     spin: bool = False
+    row: Any = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:

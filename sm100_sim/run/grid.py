@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sm100_sim.isa.table import lookup
+from sm100_sim.isa.table import row_of
 
 
 class Grid:
@@ -98,9 +98,4 @@ def clusters_are_independent(instructions: Iterable[Any]) -> bool:
     write, are then a data race (PTX ISA, memory consistency model), which no kernel may rely on.
     An access whose state space is not named counts as global.
     """
-    return not any(_communicates(instruction.name) for instruction in instructions)
-
-
-def _communicates(name: str) -> bool:
-    found = lookup(name)
-    return found is not None and found[0].ties.binds(found[1])
+    return not any(row_of(i).ties.binds(i.modifiers) for i in instructions)

@@ -467,9 +467,9 @@ def _commit_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) ->
     return run
 
 
-@_hook(Rule.WAIT_COPIES)
+@_hook(Rule.WAIT_COPIES, Rule.WAIT_ALL_COPIES)
 def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    everything = instruction.opcode == "cp.async.wait_all"
+    everything = row_of(instruction).rule is Rule.WAIT_ALL_COPIES
     allowed = 0 if everything else instruction.operands[0].value
 
     def run(warp: Any, lanes: int) -> Any:
@@ -506,7 +506,9 @@ def _track_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> 
 @_hook(Rule.ATOMIC)
 def _atomic(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     parts = instruction.name.split(".")
-    operand = instruction.operands[1 if instruction.opcode == "atom" else 0]
+    # The address comes behind what is written, if anything is.
+    returns = len(row_of(instruction).defines)
+    operand = instruction.operands[returns]
     shared = any(part.startswith("shared") for part in parts)
     if operand.base is None:
         return _ordinary(instruction, execute, sanitizer)
@@ -523,7 +525,7 @@ def _atomic(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execut
             places, outside = offsets[offsets < 1 << 32], places[offsets >= 1 << 32]
         flags = [_touch_atomic(sanitizer, state, place, size) for place in places.tolist()]
         flags += outside.tolist()
-        if instruction.opcode == "atom":
+        if returns:
             sanitizer.flags.learn(state, flags, acquires)
         outcome = execute(warp, lanes)
         sanitizer.flags.publish(state, flags, releases)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.errors import LaunchError
-from sm100_sim.isa.columns import Effect, MemoryAccess
+from sm100_sim.isa.columns import Effect, MemoryAccess, require_complete
 from sm100_sim.isa.table import row_of
 from sm100_sim.state.events import AsyncOp
 from sm100_sim.translate.access_log import AccessLog
@@ -477,27 +477,22 @@ class Sanitizer:
 
     def submit(self, operation: AsyncOp) -> None:
         """Record an operation as it is issued, and follow it until it takes effect."""
-        touches = operation.touches
-        state = self.state(touches.warp)
-        state.instruction = touches.instruction
-        if operation.kind == Effect.MMA:
-            self.flush(state, touches.mmas)
-            state.recorded = 0
-            return
-        if operation.kind == Effect.COMMIT:
-            self._commit(state, operation)
-        elif touches.cells:
-            self._tensor_copy(state, operation)
-        elif operation.kind == Effect.TMA_STORE:
-            self._bulk_store(state, touches)
-        elif operation.kind == Effect.COPY:
-            return
-        elif operation.kind == Effect.ARRIVE_COPIES:
-            completion = Completion(state, {})
-            completion.frontier[state.copy] = state.issued[COPY]
-            self._follow(operation, completion)
-        else:
-            self._copy(state, operation, touches)
+        state = self.state(operation.touches.warp)
+        state.instruction = operation.touches.instruction
+        _SUBMITTED[operation.kind](self, state, operation)
+
+    def _chain(self, state: WarpState, operation: AsyncOp) -> None:
+        """MMAs on one accumulator."""
+        self.flush(state, operation.touches.mmas)
+        state.recorded = 0
+
+    def _copies_in_order(self, state: WarpState, operation: AsyncOp) -> None:
+        """cp.async: its hook has recorded it."""
+
+    def _arrive_copies(self, state: WarpState, operation: AsyncOp) -> None:
+        completion = Completion(state, {})
+        completion.frontier[state.copy] = state.issued[COPY]
+        self._follow(operation, completion)
 
     def _tensor_copy(self, state: WarpState, operation: AsyncOp) -> None:
         """tcgen05.cp and shift: ordered with the MMAs of their thread, and committed like them."""
@@ -523,7 +518,8 @@ class Sanitizer:
             self._visit_barrier(access, state, address >> 24)
         self._follow(operation, completion)
 
-    def _copy(self, state: WarpState, operation: AsyncOp, touches: Any) -> None:
+    def _copy(self, state: WarpState, operation: AsyncOp) -> None:
+        touches = operation.touches
         kind = _KINDS.get(operation.kind, "tma")
         accesses: dict[int, Access] = {}
         for cta, offset, size, signal in touches.writes:
@@ -547,7 +543,8 @@ class Sanitizer:
             self.maps.use(state, touches.descriptor, list(accesses.values()))
         self._follow(operation, Completion(state, accesses))
 
-    def _bulk_store(self, state: WarpState, touches: Any) -> None:
+    def _bulk_store(self, state: WarpState, operation: AsyncOp) -> None:
+        touches = operation.touches
         access = state.asynchronous(BULK, "bulk", False)
         for cta, offset, size in touches.reads:
             self._touch_bytes(cta, offset, size, access, state.frontier)
@@ -639,3 +636,13 @@ class Sanitizer:
         yield from self.found.values()
 
 
+#: What is recorded of each asynchronous operation as it is issued.
+_SUBMITTED = {
+    Effect.MMA: Sanitizer._chain, Effect.COMMIT: Sanitizer._commit,
+    Effect.TENSOR_COPY: Sanitizer._tensor_copy, Effect.TENSOR_SHIFT: Sanitizer._tensor_copy,
+    Effect.TMA_LOAD: Sanitizer._copy, Effect.TMA_STORE: Sanitizer._bulk_store,
+    Effect.BULK: Sanitizer._copy, Effect.COPY: Sanitizer._copies_in_order,
+    Effect.ARRIVE_COPIES: Sanitizer._arrive_copies, Effect.CANCEL: Sanitizer._copy,
+    Effect.STORE: Sanitizer._copy, Effect.REDUCE: Sanitizer._copy,
+}  # fmt: skip
+require_complete("sanitizer.sanitizer", Effect, _SUBMITTED, without=(Effect.NONE,))

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
-from sm100_sim.isa.columns import Jump
 from sm100_sim.isa.table import row_of
 
 _ORDERED = {"acquire", "release", "acq_rel"}
@@ -35,6 +34,6 @@ class Stretches:
 
 
 def _ends(instruction: Any) -> bool:
-    if row_of(instruction).jump is not Jump.NONE:
+    if row_of(instruction).jump is not None:
         return instruction.guard is None
     return synchronises(instruction) or bool(_ORDERED.intersection(instruction.modifiers))

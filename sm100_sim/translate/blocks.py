@@ -53,7 +53,7 @@ def build_blocks(kernel: Kernel, entries: list[Entry]) -> list[Block]:
     leaders = {0, count}
     for i, instruction in enumerate(instructions):
         entry = entries[i]
-        if entry.jump is not Jump.NONE:
+        if entry.jump is not None:
             leaders.add(i + 1)
             leaders.update(_target_indices(instruction))
         elif entry.bind is not None:
@@ -81,7 +81,7 @@ def _make_block(kernel: Kernel, entries: list[Entry], index: int, start: int, st
     if entries[start].aligned:
         block.aligned = first
     entry = entries[stop - 1]
-    if entry.jump is not Jump.NONE:
+    if entry.jump is not None:
         block.terminator = _TERMINATORS[entry.jump]
     elif entry.bind is not None:
         block.terminator = TRAP

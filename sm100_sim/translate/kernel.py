@@ -20,7 +20,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from sm100_sim.isa.emitter import Emitter
-from sm100_sim.isa.table import Entry, lookup, resolve, unknown
+from sm100_sim.isa.table import Entry, resolve
 from sm100_sim.native.compiler import module_text
 from sm100_sim.native.layout import Operation
 from sm100_sim.ptx.parser import Instruction, Kernel, Register
@@ -153,7 +153,7 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     using them. Raises UnknownInstruction for whatever the table does not cover.
     """
     start = time.perf_counter()
-    entries = [_resolve(i) for i in kernel.instructions]
+    entries = [resolve(i) for i in kernel.instructions]
     if keep or not kernel.blocks:
         kernel.blocks = build_blocks(kernel, entries)
         mark_spins(kernel)
@@ -192,13 +192,6 @@ def _native_code(compiled: CompiledKernel, name: str, level: int
     header, code = translation_cache.obtain(name, make) if name else make()
     compiled._guarded = header["guarded"]
     return dict(header["functions"]), engine or _link(code, level), emitted
-
-
-def _resolve(instruction: Instruction) -> Entry:
-    if instruction.opcode == "call" and lookup(instruction.name) is None:
-        raise unknown(instruction, "function calls are not supported; a kernel must be one "
-                                   "function (calls of vprintf and __assertfail are)")
-    return resolve(instruction)
 
 
 def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:

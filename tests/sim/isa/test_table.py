@@ -1,9 +1,11 @@
 """The instruction table: a row without a hole for every opcode, and nothing beside the table."""
 
+import ast
 import dataclasses
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +28,7 @@ from sm100_sim.isa.shared import shared_address, submit
 from sm100_sim.isa.table import IncompleteRow, effect_of, entries, machine_op, split_modifiers
 from sm100_sim.launcher import forget_kernels, parsed_kernel
 from sm100_sim.mutation.score import synchronisation
-from sm100_sim.sanitizer import hooks
+from sm100_sim.sanitizer import hooks, sanitizer
 from sm100_sim.state.warp import uniform
 from sm100_sim.timing import events
 from sm100_sim.translate import native_forms
@@ -130,6 +132,7 @@ def test_what_the_sanitizer_does_not_follow_is_listed():
     [
         (hooks, "@_hook(Rule.INVALIDATE)\n", "Rule.INVALIDATE"),
         (native_forms, "@_form(NativeForm.COMMIT)\n", "NativeForm.COMMIT"),
+        (sanitizer, "Effect.CANCEL: Sanitizer._copy,", "clc.try_cancel"),
         (events, '    Event.BULK_WAIT: r"DEPBAR\\.LE",\n', "bulk_wait"),
     ],
 )  # fmt: skip
@@ -146,6 +149,91 @@ def test_a_value_that_nobody_acts_on_is_refused_at_import(module, handler, missi
 def test_a_handler_of_no_value_is_refused():
     with pytest.raises(ValueError, match=r"handled and no value .*: \['planted'\]"):
         require_complete("planted", Ties, {*Ties, "planted"})
+
+
+# ---------------------------------------------------------------- no opcodes beside the table
+
+#: Files of other rooms that may say the names of opcodes, what they say (a regular expression), and
+#: why.
+ALLOWED = {
+    "ptx/parser.py": (r"bra, brx|ld, st|instruction.opcode == 'brx'", "syntax of the PTX language"),
+    "run/residency.py": (r"mbarrier\.(init|inval)", "words of errors"),
+    "sanitizer/findings.py": (r"ld, st", "kinds of access to tensor memory"),
+    "sanitizer/records.py": (r"ld, st", "the same, numbered for native code"),
+    "sanitizer/sanitizer.py": (r"(ld|st), st", "the same"),
+    "timing/conflicts.py": (r"ldmatrix, stmatrix", "kinds of access to shared memory"),
+    "timing/events.py": (r".*'NANOSLEEP.SYNCS'", "SASS"),
+    "timing/resources.py": (r".*instruction.opcode.*", "SASS"),
+    "timing/mixes.py": (r".*", "arithmetic that ptxas leaves as it is: PTX beside SASS"),
+    "timing/program.py": (r"'[\w.:]+' (not )?in .*opcode", "modifiers of what was recorded; SASS"),
+}  # fmt: skip
+
+
+def _documentation(tree: ast.Module) -> set[int]:
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return {id(node.body[0].value) for node in ast.walk(tree)
+            if isinstance(node, holders) and isinstance(node.body[0], ast.Expr)}
+
+
+def _names_opcodes(text: str) -> bool:
+    """Whether a string is a dotted opcode or a prefix of some, regular expressions included."""
+    text = text.replace("\\", "").rstrip(".")
+    if not re.fullmatch(r"[a-z]\w*(\.|::)[\w.:]*", text):
+        return False
+    return any(text == name or text.startswith(f"{name}.") or name.startswith((f"{text}.", text))
+               for name in entries())
+
+
+def _is_opcode(node: ast.expr) -> bool:
+    instruction = isinstance(node, ast.Attribute) and node.attr == "name" and isinstance(
+        node.value, ast.Name) and node.value.id in ("instruction", "i")
+    return instruction or isinstance(node, ast.Attribute) and node.attr == "opcode"
+
+
+def _opcodes_in(source: str) -> Iterator[str]:
+    """Opcodes that code names: dotted ones anywhere, short ones in comparisons and collections."""
+    tree = ast.parse(source)
+    documentation, names = _documentation(tree), entries()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in documentation:
+                if _names_opcodes(text):
+                    yield text
+            case ast.Compare(left=left, comparators=others):
+                if any(map(_is_opcode, (left, *others))):
+                    yield ast.unparse(node)
+            case ast.Call(func=ast.Attribute(value=value, attr="startswith" | "match"), args=args):
+                if any(map(_is_opcode, (value, *args))):
+                    yield ast.unparse(node)
+            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items) | ast.Dict(
+                    keys=items):
+                found = [item.value for item in items
+                         if isinstance(item, ast.Constant) and item.value in names]
+                if len(found) > 1:
+                    yield ", ".join(found)
+
+
+@pytest.mark.parametrize("source", [
+    '_NAMES = ("tcgen05.ld", "tcgen05.st")', "_PATTERN = r'mbarrier\\.try_wait'",
+    'if instruction.opcode == "mov": pass', 'if instruction.name.startswith("bar"): pass',
+    '_JUMPS = {"bra": 1, "exit": 2}', 'x = instruction.opcode in _LIST',
+    'prefix = "tcgen05.fence::before"',
+])  # fmt: skip
+def test_a_list_of_opcodes_is_seen(source):
+    assert list(_opcodes_in(source))
+
+
+def test_opcodes_are_named_in_the_table_only():
+    # Tools write programs in PTX; the table is in isa.
+    found, room = {}, ROOT / "sm100_sim"
+    for path in room.rglob("*.py"):
+        name = path.relative_to(room).as_posix()
+        if name.split("/")[0] not in ("isa", "tools"):
+            pattern, _ = ALLOWED.get(name, ("(?!)", ""))
+            said = list(_opcodes_in(path.read_text()))
+            assert bool(said) == (name in ALLOWED), (name, said)
+            found[name] = [text for text in said if not re.fullmatch(pattern, text)]
+    assert {name: said for name, said in found.items() if said} == {}
 
 
 # ---------------------------------------------------------------- a new instruction
