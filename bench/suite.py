@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)
@@ -98,13 +98,13 @@ class Case:
     def __str__(self) -> str:
         return f"{self.group}: {self.shape}, heads {self.heads_text}, {self.mask}"
 
-    def flop(self, direction: str) -> float:
+    def flop(self, direction: str, head_dim: int = HEAD_DIM) -> float:
         """By the convention in the module's docstring."""
         if self.window == (None, None):
             pairs = sum(q * k for q, k in self.lengths) / (2 if self.causal else 1)
         else:
             pairs = sum(_visible_pairs(q, k, *self.bounds) for q, k in self.lengths)
-        forward = 4.0 * HEAD_DIM * self.heads * pairs
+        forward = 4.0 * head_dim * self.heads * pairs
         return forward * BACKWARD_FLOP if direction == BACKWARD else forward
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from .report import Report, remember
 from .run.blas import single_threaded
 from .run.grid import Grid, clusters_are_independent
 from .run.machine import Machine
-from .run.native_machine import NativeMachine
+from .run.observer import Observer
 from .run.together import run_together
 from .settings import Settings, read_settings
 from .state.events import EagerPolicy, LazyPolicy, RandomPolicy
@@ -226,10 +226,9 @@ def run_kernel(
     translated = time.perf_counter()
     trace = Trace() if options.trace else None
     memory = GlobalMemory(ranges, parameters)
-    kind = _machine_type(options)
-    machine = make_machine(kind, compiled, config, memory, options, trace)
+    machine = make_machine(compiled, config, memory, options, observers_of(options, trace))
     others = [
-        make_machine(kind, compiled, config, memory, options, None, machine.grid)
+        make_machine(compiled, config, memory, options, (), machine.grid)
         for _ in range(_threads(machine, options) - 1)
     ]
     with single_threaded():
@@ -242,23 +241,42 @@ def run_kernel(
     return dataclasses.replace(report, threads=1 + len(others))
 
 
+def observers_of(options: Options, trace: Trace | None = None) -> tuple[Observer, ...]:
+    """Who looks on at a launch, by what the options ask for; trace: what is filled, or None.
+
+    The code of an observer is imported only when it is asked for.
+    """
+    found: list[Observer] = []
+    if options.sanitize:
+        from .sanitizer import READINGS, Watch
+
+        found.append(Watch(READINGS[options.sanitize]))
+    if trace is not None:
+        from .trace.observer import Tracer
+
+        # The sanitizer has the log of accesses for itself.
+        found.append(Tracer(trace, ports=not options.sanitize))
+    return tuple(found)
+
+
 def make_machine(
-    kind: type[Machine], compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory,
-    options: Options, trace: Trace | None = None, grid: Grid | None = None,
+    compiled: CompiledKernel, config: LaunchConfig, memory: GlobalMemory, options: Options,
+    observers: Iterable[Observer] = (), grid: Grid | None = None,
 ) -> Machine:
     """A machine for one launch; with `grid` for some of its clusters, those it takes from there."""
     resident = options.clusters or default_clusters(compiled, config)
-    machine = kind(compiled, config, memory, resident, options.policy(), trace, grid)
+    machine = Machine(compiled, config, memory, resident, options.policy(), observers, grid)
     if grid is None:
         machine.grid.progress = options.progress
     return machine
 
 
 def _threads(machine: Machine, options: Options) -> int:
-    """Threads that run clusters: one unless native code runs clusters that are independent."""
+    """Threads that run clusters: one unless nobody looks on, the order of warps is fixed and the
+    clusters are independent."""
     wanted = options.threads or _cores()
     most = min(wanted, machine.resident)
-    if most == 1 or options.sanitize or not isinstance(machine, NativeMachine):
+    if most == 1 or machine.observers or machine.policy.random_order:
         return 1
     return most if clusters_are_independent(machine.compiled.instructions) else 1
 
@@ -276,20 +294,6 @@ def _run_in_threads(machines: list[Machine]) -> None:
     run_together(machines)
     for other in machines[1:]:
         machines[0].absorb(other)
-
-
-def _machine_type(options: Options) -> type[Machine]:
-    if not options.sanitize:
-        if options.trace:
-            from .trace.machine import TracedMachine
-
-            return TracedMachine
-        return NativeMachine if options.seed is None else Machine
-    # Imported only when asked for: nothing of it is loaded otherwise.
-    from .sanitizer import machine_for
-
-    native = options.seed is None and options.schedule == "eager" and not options.trace
-    return machine_for(options.sanitize, native)
 
 
 def default_clusters(compiled: CompiledKernel, config: LaunchConfig) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import style
 
@@ -17,6 +19,8 @@ def checkout(tmp_path):
     for room in style.ROOMS:
         (tmp_path / room).mkdir(parents=True, exist_ok=True)
         (tmp_path / room / "__init__.py").write_text("")
+    for room in itertools.chain(*style.SIMULATOR):
+        (tmp_path / "sm100_sim" / f"{room}.py").write_text("")
     (tmp_path / "tests" / "sim").mkdir(parents=True)
     (tmp_path / "tests" / "test_a.py").write_text("")
     return tmp_path
@@ -63,7 +67,13 @@ def test_this_checkout_has_the_files_that_are_checked():
      "fa4_hd256/environment/a (room fa4_hd256/environment) imports fa4_hd256/gpus "
      "(room fa4_hd256/gpus)"),
     ("fa4_hd256/run/a.py", "import sm100_sim.launcher\n", style.imports,
-     "fa4_hd256/run/a (room fa4_hd256/run) imports sm100_sim (room sm100_sim)"),
+     "fa4_hd256/run/a (room fa4_hd256/run) imports sm100_sim/launcher (room sm100_sim)"),
+    ("sm100_sim/run.py", "if TYPE_CHECKING:\n    from .launcher import launch\n", style.imports,
+     "sm100_sim/run imports sm100_sim/launcher, which is no lower room of the simulator"),
+    ("sm100_sim/trace.py", "from . import sanitizer\n", style.imports,
+     "sm100_sim/trace imports sm100_sim/sanitizer, which is no lower room of the simulator"),
+    ("sm100_sim/sanitizer.py", "from . import launcher\n", style.imports,
+     "sm100_sim/sanitizer imports sm100_sim/launcher, which is no lower room of the simulator"),
     ("schedulers/a.py", "def f():\n    from . import a, b\n", style.imports, None),
     ("tests/sim/test_a.py", "", style.module_names, "2 files of tests/ are called test_a.py"),
     ("bench/a.py", f"HERE = '{HOME}me'\n", style.machine_paths, f"bench/a.py holds {HOME}"),

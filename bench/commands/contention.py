@@ -14,19 +14,12 @@ from typing import Any
 
 from bench import suite
 from bench.measure.providers import OURS
-from bench.model import workload
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
 from bench.model.replays import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.suite import BACKWARD, DIRECTIONS, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing.problem import ALONE, Room
 
 #: CTA pairs that are held: 8 to 32 CTAs of NCCL hold half as many, or as many where no two share a
@@ -44,12 +37,11 @@ def default_cases() -> list[Case]:
 def _seconds(
     predictor: Predictor, case: Case, direction: str, use_clc: bool, room: Room
 ) -> tuple[float, Paths]:
-    kind = workload.Kind.of(case)
     if direction == BACKWARD:
-        backward = predictor.backward(OURS, kind, use_clc)
+        backward = predictor.backward(OURS, case, use_clc)
         return float(backward.seconds(case, room)[0]), backward.paths_of(case)
-    kernel = predictor.kernel(OURS, kind, use_clc)
-    return workload.run(case, kernel, room)[0].seconds, kernel.paths
+    kernel = predictor.forward(OURS, case, use_clc)
+    return kernel.run(case, room)[0].seconds, kernel.paths
 
 
 def modelled_rows(

@@ -21,23 +21,20 @@ import torch
 from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs, Ours
 from bench.measure.timer import CudaTimer, Sampling, add_sampling_options, interleave
-from bench.model import workload
+from bench.model import ours
+from bench.model.calls import Kind
 from bench.model.predictor import add_model_options
 from bench.model.replays import PATH_COLUMNS, Paths, Replayed, path_figures, path_note
+from bench.model.samples import SAMPLES
+from bench.model.tiles import STEP_WORK
 from bench.processes import add_jobs_option, each
 from bench.suite import FORWARD, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 from softmax_emu.coefficients import COEFFICIENTS
@@ -51,8 +48,8 @@ BLOCK = ForwardConfig.block_kv
 #: What stands for each class of `tuning.SEQLEN_CLASSES`; 32k tokens, or one sequence.
 SEQLENS = {"short": 1024, "medium": 8192, "long": 65536}
 HEADS = (16, 2)
-#: What a mix is replayed on, beside the hardware's mix on `workload.SAMPLES`: one long tile.
-SAMPLE = workload.SAMPLES[-1]
+#: What a mix is replayed on, beside the hardware's mix on `SAMPLES`: one long tile.
+SAMPLE = SAMPLES[-1]
 
 
 @dataclass(frozen=True)
@@ -158,8 +155,8 @@ def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
     """The sample under one mix."""
     pattern, causal, machine, draws = job
     config = ForwardConfig(ex2_pattern=pattern)
-    variant = workload.Variant(workload.Kind(causal), config=config, samples=(SAMPLE,))
-    return workload.our_replays(variant, load(machine), draws)[0]
+    variant = ours.Variant(Kind(causal), config=config, samples=(SAMPLE,))
+    return ours.replays(variant, load(machine), draws)[0]
 
 
 def modelled_times(
@@ -172,7 +169,7 @@ def modelled_times(
     """
     todo = [(pattern, causal, machine, draws) for pattern in patterns]
     replays = each(_replayed, todo, jobs)
-    base = workload.our_kernel(workload.Variant(workload.Kind(causal)), load(machine), draws)
+    base = ours.Ours().forward(ours.Variant(Kind(causal)), load(machine), draws)
     hardware = replays[patterns.index(HARDWARE_ONLY)]
     found = {}
     for pattern, run in zip(patterns, replays, strict=True):
@@ -180,10 +177,10 @@ def modelled_times(
             TileCosts(c.begin, c.each, c.rate + (clocks - without) / run.work)
             for c, clocks, without in zip(base.costs, run.clocks, hardware.clocks, strict=True)
         ]
-        kernel, clocks = replace(base, costs=costs), workload.STEP_WORK * costs[0].rate
+        kernel, clocks = replace(base, costs=costs), STEP_WORK * costs[0].rate
         paths = base.paths + Paths.of([run])
         for name, seqlen in SEQLENS.items():
-            schedules = workload.run(case_of(seqlen, causal), kernel)
+            schedules = kernel.run(case_of(seqlen, causal))
             seconds = np.array([schedule.seconds for schedule in schedules])
             found[pattern, name] = Times(seconds, schedules[0].bound, clocks, paths)
     return found

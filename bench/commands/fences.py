@@ -12,19 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.model import backward as modelled_backward
-from bench.model import workload
-from bench.model.workload import Kind
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.model import ours
+from bench.model.calls import Kind
+from bench.suite import FORWARD
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, load
 from sm100_sim.timing.replay import replay
@@ -33,21 +26,17 @@ from sm100_sim.timing.replay import replay
 def calls(seqlen: int) -> dict[str, Callable[[], tuple[Any, tuple]]]:
     """Name -> what makes the compiled kernel and its arguments: one head on one CTA pair."""
 
-    def backward(which: str, causal: bool) -> Callable[[], tuple[Any, tuple]]:
-        variant = modelled_backward.Variant(Kind(causal), use_clc=causal)
-        return lambda: modelled_backward.our_call(variant, which, (seqlen, 1))
-
-    def forward(causal: bool) -> Callable[[], tuple[Any, tuple]]:
-        variant = workload.Variant(Kind(causal), use_clc=causal)
-        return lambda: workload.our_call(variant, (seqlen, 1))
+    def kernel(which: str, causal: bool) -> Callable[[], tuple[Any, tuple]]:
+        variant = ours.Variant(Kind(causal), use_clc=causal, kernel=which)
+        return lambda: ours.call(variant, (seqlen, 1))
 
     return {
-        "dK/dV, dS stored, full": backward("kept dkdv", False),
-        "dK/dV, dS stored, causal, CLC": backward("kept dkdv", True),
-        "dQ from stored dS, full": backward("kept dq", False),
-        "dQ from stored dS, causal, CLC": backward("kept dq", True),
-        "forward, full": forward(False),
-        "forward, causal, CLC": forward(True),
+        "dK/dV, dS stored, full": kernel("kept dkdv", False),
+        "dK/dV, dS stored, causal, CLC": kernel("kept dkdv", True),
+        "dQ from stored dS, full": kernel("kept dq", False),
+        "dQ from stored dS, causal, CLC": kernel("kept dq", True),
+        "forward, full": kernel(FORWARD, False),
+        "forward, causal, CLC": kernel(FORWARD, True),
     }
 
 

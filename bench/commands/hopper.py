@@ -24,16 +24,9 @@ import numpy as np
 
 from bench.measure import hopper_fences, hopper_kernels, hopper_pipeline
 from bench.measure.hopper_kernels import Kernel
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, run_kernel, translated_kernel
 from sm100_sim.timing.machine_constants import load

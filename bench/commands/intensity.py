@@ -13,19 +13,13 @@ from typing import Any
 
 from bench.model import demand
 from bench.model.demand import Total
-from bench.model.forward import FLOP_PER_CLOCK, gpu_of
+from bench.model.machines import gpu_of
+from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
 from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim.timing.machine_constants import Machine, Values, load
 
 COLUMNS = (
@@ -89,7 +83,7 @@ def rows(case: Case, direction: str, machine: Machine) -> list[dict[str, Any]]:
             intensity = flop / moved
 
             def margin(values: Values, level: Level = level, intensity: float = intensity) -> float:
-                return intensity * level.bytes_per_clock(values) / FLOP_PER_CLOCK
+                return intensity * level.bytes_per_clock(values) / SM100_FLOP_PER_CLOCK
 
             central = margin(machine.values())
             low, high = demand.extremes(margin, machine, level.constants)

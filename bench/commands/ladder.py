@@ -19,27 +19,22 @@ import torch
 from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs, Ours, Provider, PyTorchSdpa, attempt, forward_call
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options, interleave
-from bench.model import forward as modelled
-from bench.model import workload
+from bench.model import ours
+from bench.model.calls import Kind
 from bench.model.predictor import add_model_options
 from bench.model.replays import PATH_COLUMNS, Paths, path_figures, path_note
+from bench.model.samples import SAMPLES as ALL_SAMPLES
+from bench.model.tiles import STEP_WORK
 from bench.processes import add_jobs_option, each
 from bench.suite import FORWARD, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    markdown_text,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit, markdown_text
 from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing.machine_constants import Machine, load
 from softmax_emu.pattern import Ex2Pattern
 
@@ -48,8 +43,8 @@ from softmax_emu.pattern import Ex2Pattern
 RESOLUTION = 0.05
 #: The field's mix: 37.5 % of a step's columns.
 PATTERN = Ex2Pattern(4, 3)
-#: Of the replays (`workload.Samples`); three costs of a tile follow from them.
-SAMPLES = (workload.SAMPLES[0], workload.SAMPLES[2], workload.SAMPLES[-1])
+#: Of the replays (`model.samples`); three costs of a tile follow from them.
+SAMPLES = (ALL_SAMPLES[0], ALL_SAMPLES[2], ALL_SAMPLES[-1])
 #: (queries, keys) of the simulated check: several tiles, ends inside a tile.
 CHECKED = (520, 600)
 NOT_RUNNABLE = "not runnable here"
@@ -151,14 +146,10 @@ class Prediction:
 
     def __call__(self, rung: Rung) -> Timing:
         case = self.case
-        kind = workload.Kind(case.causal)
-        variant = workload.Variant(kind, rung.use_clc, rung.config, SAMPLES)
-        kernel = workload.our_kernel(variant, load(self.machine), self.draws)
-        shape = modelled.Shape(
-            case.batch, case.seqlen_q, case.heads, case.heads_kv, case.causal
-        )
+        variant = ours.Variant(Kind(case.causal), rung.use_clc, rung.config, SAMPLES)
+        kernel = ours.Ours().forward(variant, load(self.machine), self.draws)
         error = simulated_error(rung, case.causal)
-        seconds, clocks = kernel.seconds(shape), kernel.costs[0].rate * workload.STEP_WORK
+        seconds, clocks = kernel.seconds(case), kernel.costs[0].rate * STEP_WORK
         return Timing(rung, seconds, error, clocks, kernel.paths)
 
 

@@ -19,18 +19,11 @@ from unittest import mock
 import torch
 
 from bench.peers import flash_attn_4
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    simulator_machine,
-)
+from bench.tables.origin import simulator_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim import attached
 from sm100_sim.devices import VARIABLE as DEVICE
 from sm100_sim.launcher import Options
@@ -149,9 +142,7 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
     do not grow some phases are waited for by nobody (docs/sanitizer.md)."""
     with mock.patch.dict(os.environ, {DEVICE: "b200:2"}), attached(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from flash_attn.cute.interface import flash_attn_func as public
-
-        public(*inputs(shape, falling), causal=causal)
+        flash_attn_4.attention(*inputs(shape, falling), causal=causal)
 
 
 def _packed_shape(lengths: Lengths, heads_q: int = 1) -> Shape:

@@ -24,8 +24,9 @@ import torch
 
 from bench.measure.providers import Inputs, Ours, attempt, backward_call, forward_call
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
-from bench.tables.results import BASIS, MACHINE, Column, Plot, Table, add_output_options, emit
+from bench.tables.results import add_output_options, emit
 from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
 #: Direction -> regular expression of its kernels' names.
 KERNELS = {FORWARD: "ForwardKernel", BACKWARD: "(Preprocess|DqProduct|Dq|Dkdv)Kernel"}

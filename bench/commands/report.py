@@ -14,18 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.tables.results import (
-    BASES,
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    draw,
-    emit,
-    read_json,
-)
+from bench.tables.results import add_output_options, draw, emit, read_json
+from bench.tables.table import BASES, BASIS, MACHINE, Column, Plot, Table
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem;

@@ -11,19 +11,12 @@ import argparse
 from typing import Any
 
 from bench.model import demand
-from bench.model.forward import gpu_of
+from bench.model.machines import gpu_of
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
 from bench.tables.shape_options import add_shape_options, chosen_case
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import CTAS, ForwardConfig
 from sm100_sim.timing.machine_constants import Machine, load

@@ -19,20 +19,12 @@ import torch
 from bench import suite
 from bench.measure.providers import OURS, Inputs, Ours
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.model import workload
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
 from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from schedulers.choice import VARIABLE
 
 from .throughput import RESOLUTION, measured_rows, times_of
@@ -71,16 +63,16 @@ def default_cases() -> list[Case]:
 
 def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> dict[str, Any]:
     """Both schedulers on one case, for each of the drawn machines."""
-    choices, kind = {STATIC: False, CLC: True}, workload.Kind.of(case)
+    choices = {STATIC: False, CLC: True}
     if direction == BACKWARD:
-        kernels = {name: predictor.backward(OURS, kind, clc) for name, clc in choices.items()}
+        kernels = {name: predictor.backward(OURS, case, clc) for name, clc in choices.items()}
         seconds = {name: kernel.seconds(case) for name, kernel in kernels.items()}
         paths = [kernel.paths_of(case) for kernel in kernels.values()]
         details = {name: {"ms": float(found[0]) * 1e3} for name, found in seconds.items()}
         of_launch = dict.fromkeys(("tiles", "static_balance", "clc_balance", "bound"))
     else:
-        kernels = {name: predictor.kernel(OURS, kind, clc) for name, clc in choices.items()}
-        runs = {name: workload.run(case, kernel) for name, kernel in kernels.items()}
+        kernels = {name: predictor.forward(OURS, case, clc) for name, clc in choices.items()}
+        runs = {name: kernel.run(case) for name, kernel in kernels.items()}
         seconds = {name: np.array([run.seconds for run in found]) for name, found in runs.items()}
         paths = [kernel.paths for kernel in kernels.values()]
         details = {

@@ -16,18 +16,12 @@ import numpy as np
 import torch
 
 import sm100_sim
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    simulator_machine,
-)
+from bench.tables.origin import simulator_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.compile import compile_forward
 from fa4_hd256.run.launch import run_forward
 from sm100_sim.run.blas import single_threaded

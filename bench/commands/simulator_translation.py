@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from bench.tables.results import BASIS, MACHINE, Column, Table, simulator_machine
+from bench.tables.origin import simulator_machine
+from bench.tables.table import BASIS, MACHINE, Column, Table
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec

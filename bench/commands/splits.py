@@ -19,31 +19,24 @@ import torch
 from bench import suite
 from bench.measure.providers import OURS, FlashAttention4, Ours
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.model import forward as modelled
-from bench.model import their_splits, workload
+from bench.model.calls import default_splits, defaults_to_clc
+from bench.model.flash_attn_4 import split_numbers
+from bench.model.machines import B200, gpu_of
 from bench.model.predictor import (
     Predicted,
     Predictor,
     add_model_options,
-    defaults_to_clc,
     printing_predictor,
 )
 from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.peers import flash_attn_4
 from bench.suite import FORWARD, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.splits import LARGEST
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.run.launch import gpu_of
+from fa4_hd256.run.launch import gpu_of as device_gpu
 
 from .throughput import RESOLUTION, measured_rows, times_of
 
@@ -74,7 +67,7 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
         n: predictor.predict_forward(OURS, case, use_clc, n) for n in range(1, LARGEST + 1)
     }
     seconds = {n: one.seconds for n, one in found.items()}
-    chosen = workload.default_splits(case, modelled.gpu_of(predictor.machine))
+    chosen = default_splits(case, gpu_of(predictor.machine))
     theirs = {}
     if predictor.refuses(THEIRS, case, FORWARD) is None:
         theirs = their_predictions(case, predictor)
@@ -88,12 +81,8 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
 def their_predictions(case: Case, predictor: Predictor) -> dict[int, Predicted]:
     """flash-attn-4's calls by number of parts, undivided first."""
     found = {1: predictor.predict(THEIRS, case, FORWARD)}
-    numbers = their_splits.numbers(case, int(predictor.machine.values().sms))
-    if numbers:
-        predictor.note(f"replaying {THEIRS}, {case}, keys divided")
-        kernel = their_splits.kernel(case, predictor.machine, predictor.draws)
-        found |= {n: their_splits.predict(case, kernel, n) for n in numbers}
-    return found
+    numbers = split_numbers(case, int(predictor.machine.values().sms))
+    return found | {n: predictor.predict_forward(THEIRS, case, False, n) for n in numbers}
 
 
 def _fastest(seconds: dict[int, np.ndarray]) -> int:
@@ -136,15 +125,15 @@ def _row(
 def _gpu_of(timer: Timer) -> Gpu:
     """What the operator takes the timer's GPU for."""
     if torch.cuda.is_available():
-        return gpu_of(torch.device("cuda"))
-    return replace(modelled.B200, sms=timer.gpu.sms, pairs=timer.gpu.sms // 2)
+        return device_gpu(torch.device("cuda"))
+    return replace(B200, sms=timer.gpu.sms, pairs=timer.gpu.sms // 2)
 
 
 def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[dict[str, Any]]:
     """Rows on the timer's GPU, results checked before."""
     rows = []
     for case in cases:
-        chosen = workload.default_splits(case, _gpu_of(timer))
+        chosen = default_splits(case, _gpu_of(timer))
         numbers = sorted({*NUMBERS, chosen})
         theirs = {n: f"{THEIRS} {n}" for n in _their_measured(case, timer.gpu.sms)}
         providers = [
@@ -164,7 +153,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
 
 def _their_measured(case: Case, sms: int) -> list[int]:
     """Parts that flash-attn-4 is timed with: `NUMBERS` among those of its rule, and the last."""
-    allowed = their_splits.numbers(case, sms)
+    allowed = split_numbers(case, sms)
     return [1, *sorted({*(n for n in NUMBERS if n in allowed), *allowed[-1:]})]
 
 

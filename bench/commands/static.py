@@ -14,26 +14,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
-
+from bench.model import ours
+from bench.model.calls import Kind
 from bench.model.sass_loops import CLASS_NAMES, LoopNest, class_counts, kernel_code
 from bench.peers import flash_attn_4
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    compiler_machine,
-    emit,
-    markdown,
-)
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
-from fa4_hd256.run.compile import compile_forward
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
-from fa4_hd256.run.launch import empty_results, gpu_of
+from bench.tables.origin import compiler_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table, markdown
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.resources import resource_usage
 from sm100_sim.host.host_code import HostProgram
 from sm100_sim.timing.sass import SassInstruction
@@ -191,12 +180,7 @@ def _launched_smem(compiled: Any, arguments: tuple, keywords: dict[str, Any]) ->
 def our_report(causal: bool, mix: Ex2Pattern) -> KernelReport:
     """Our forward, bf16, full or causal attention, static scheduler."""
     config = ForwardConfig(ex2_pattern=mix)
-    q, k, v = (torch.zeros(1, 256, n, HEAD_DIM, dtype=torch.bfloat16) for n in (2, 1, 1))
-    options = Options.check(None, causal, (None, None), 0.0, False)
-    problem = Problem.describe((q, k, v), options)
-    compiled = compile_forward(config, problem.problem_class)
-    tensors = CallTensors(q, k, v, *empty_results(problem))
-    arguments = call_arguments(tensors, problem, gpu_of(q.device), 0)
+    compiled, arguments = ours.call(ours.Variant(Kind(causal), config=config), (256, 2))
     smem = _launched_smem(compiled, arguments, {})
     is_default = mix == ForwardConfig().ex2_pattern
     return _report((OURS, _mask(causal), is_default), mix, compiled.cubin, smem)

@@ -16,11 +16,12 @@ import torch
 import sm100_sim
 from bench.model.sass_loops import kernel_code
 from bench.peers import flash_attn_4
-from bench.tables.results import BASIS, MACHINE, Column, Plot, Table, compiler_machine
+from bench.tables.origin import compiler_machine
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import BackwardConfig, flash_attn_func
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.call.portions import divide
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import BackwardCall, Wanted, kernel_specs, run_backward
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import gpu_of
@@ -151,15 +152,12 @@ def their_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     with attached(observe=observe), warnings.catch_warnings():
         # It is older than the DSL it runs on here.
         warnings.simplefilter("ignore")
-        from flash_attn.cute.interface import flash_attn_func as their_attention
-
         shape = (1, seqlen, 1, HEAD_DIM)
         q, k, v = (
             torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
             for _ in range(3)
         )
-        out = their_attention(q, k, v)
-        out = out[0] if isinstance(out, tuple) else out
+        out = flash_attn_4.attention(q, k, v)
         out.backward(torch.randn_like(out))
     return found
 

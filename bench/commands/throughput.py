@@ -30,7 +30,6 @@ from bench.measure.providers import (
     forward_call,
 )
 from bench.measure.timer import (
-    B200_TFLOPS,
     CudaTimer,
     Gpu,
     Samples,
@@ -39,22 +38,16 @@ from bench.measure.timer import (
     add_sampling_options,
     interleave_prepared,
 )
+from bench.model.calls import Kind
 from bench.model.predictor import Predicted, Predictor, add_model_options, printing_predictor
 from bench.model.replays import PATH_COLUMNS, path_figures, path_note
-from bench.model.workload import Kind
+from bench.peaks import B200_TFLOPS, SM100_FLOP_PER_CLOCK
 from bench.peers import flash_attn_4
 from bench.processes import add_jobs_option, each
 from bench.suite import BACKWARD, DIRECTIONS, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
 #: Differences of predictions below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
@@ -165,7 +158,7 @@ def modelled_rows(
     """Predict every (case, direction); one row for each."""
     machine = predictor.machine
     values, rows = machine.values(), []
-    peak = values.sms * 8192 * values.clock_ghz / 1e3
+    peak = values.sms * SM100_FLOP_PER_CLOCK * values.clock_ghz / 1e3
     origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
     for case, direction in cases:
         details, predicted = {}, {}

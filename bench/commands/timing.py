@@ -6,25 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from bench.model.forward import ONE_PAIR
+from bench.model import ours
+from bench.model.calls import Kind
 from bench.peers import flash_attn_4
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
-from fa4_hd256.run.compile import compile_forward
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
-from fa4_hd256.run.launch import empty_results
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim import timing
 from sm100_sim.timing.prediction import tensor_core_clocks
 from softmax_emu.pattern import Ex2Pattern
@@ -34,15 +22,7 @@ def our_forward(
     seqlen: int, causal: bool, machine: str = "b200", config: ForwardConfig | None = None
 ) -> timing.Prediction:
     """Our forward, two heads sharing one of keys and values, on one CTA pair."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).bfloat16()
-        for heads in (2, 1, 1)
-    )
-    problem = Problem.describe((q, k, v), Options.check(None, causal, (None, None), 0.0, False))
-    compiled = compile_forward(config or ForwardConfig(), problem.problem_class)
-    tensors = CallTensors(q, k, v, *empty_results(problem))
-    arguments = call_arguments(tensors, problem, ONE_PAIR, 0)
+    compiled, arguments = ours.call(ours.Variant(Kind(causal), config=config), (seqlen, 2))
     return timing.predict(compiled, *arguments, machine=machine)[-1]
 
 

@@ -19,24 +19,19 @@ import numpy as np
 import torch
 
 from bench.measure.providers import OURS
-from bench.model import backward as modelled_backward
-from bench.model import forward as modelled
-from bench.model import workload
-from bench.model.backward_tiles import DKDV, DQ_PRODUCT
-from bench.model.forward import Shape, fitted, one_cluster, their_versions
-from bench.model.replays import Replayed, kept, replayed
+from bench.model import flash_attn_4 as theirs
+from bench.model import ours
+from bench.model.backward import Backward
+from bench.model.calls import Kind
+from bench.model.forward import Kernel
+from bench.model.replays import Replayed, fitted, kept, one_cluster, replayed
+from bench.model.samples import BACKWARD_HELD_OUT, HELD_OUT, Samples
+from bench.model.tiles import DKDV, DQ_PRODUCT, STEP_WORK
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
-from bench.tables.results import (
-    BASIS,
-    MACHINE,
-    Column,
-    Plot,
-    Table,
-    add_output_options,
-    emit,
-    modelled_machine,
-)
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, load
 from sm100_sim.timing.problem import Tile, TileCosts, schedule
@@ -78,10 +73,7 @@ class Published:
         return f"attention {self.head_dim}, {mask}, {self.batch}x{self.seqlen}{heads}"
 
     @property
-    def problem(self) -> Shape | Case:
-        """As the model of its direction takes it."""
-        if self.direction == FORWARD:
-            return Shape(self.batch, self.seqlen, *self.heads, self.causal)
+    def problem(self) -> Case:
         return Case("published", ((self.seqlen,) * 2,) * self.batch, *self.heads, self.causal)
 
 
@@ -218,7 +210,7 @@ def gemm_seconds(size: int, machine_name: str) -> np.ndarray:
             found.append(replayed(session.predictions[-1], tiles))
         return found
 
-    rows = kept((their_versions(), "gemm", GEMM_SAMPLES), machine, DRAWS, make)
+    rows = kept((flash_attn_4.versions(), "gemm", GEMM_SAMPLES), machine, DRAWS, make)
     # 256 x 256 x 16 takes a pair 128 clocks.
     work = size / 16 * 128
     tiles = [Tile(work, own_bytes=2.0 * GEMM_TILE**2)] * (size // GEMM_TILE) ** 2
@@ -245,17 +237,15 @@ def _rate_row(
     }
 
 
-def _theirs(row: Published, machine_name: str) -> modelled.Kernel | modelled_backward.Backward:
-    if row.direction == BACKWARD:
-        kind = workload.Kind(row.causal)
-        return modelled_backward.their_backward(kind, load(machine_name), DRAWS)
-    return modelled.their_kernel(row.head_dim, row.causal, machine_name, DRAWS)
+def _theirs(row: Published, machine_name: str) -> Kernel | Backward:
+    variant = theirs.Variant(Kind(row.causal), row.head_dim)
+    return getattr(theirs.FlashAttention4(), row.direction)(variant, load(machine_name), DRAWS)
 
 
 def _attention_rows(
     published: Iterable[Published], machine_name: str
 ) -> Iterator[dict[str, Any]]:
-    kernels: dict[tuple, modelled.Kernel | modelled_backward.Backward] = {}
+    kernels: dict[tuple, Kernel | Backward] = {}
     for row in published:
         key = row.head_dim, row.causal, row.direction
         if key not in kernels:
@@ -315,7 +305,7 @@ def rates(machine_name: str) -> list[Table]:
 
 
 def _held_out_rows(
-    name: str, costs: TileCosts, outside: tuple[workload.Samples, list[Replayed]], step: float
+    name: str, costs: TileCosts, outside: tuple[Samples, list[Replayed]], step: float
 ) -> Iterator[dict[str, Any]]:
     """outside: samples and their replays. step: clocks of the tensor core in a step."""
     for (seqlen, _, left), run in zip(*outside, strict=True):
@@ -330,27 +320,29 @@ def _held_out_rows(
 
 def held_out(machine: Machine) -> Table:
     """Replays of windowed kernels beside what costs fitted to other replays say of them."""
-    kind = workload.Kind(True, window=True)
-    variant, samples = workload.Variant(kind, samples=workload.HELD_OUT), workload.HELD_OUT
+    kind = Kind(True, window=True)
+    given = machine, DRAWS
+    inside, outside = ours.Variant(kind), ours.Variant(kind, samples=HELD_OUT)
     rows = list(
         _held_out_rows(
-            OURS, fitted(workload.our_replays(workload.Variant(kind), machine, DRAWS), "static")[0],
-            (samples, workload.our_replays(variant, machine, DRAWS)), workload.STEP_WORK,
+            OURS, fitted(ours.replays(inside, *given), inside.policy)[0],
+            (HELD_OUT, ours.replays(outside, *given)), STEP_WORK,
         )
     )  # fmt: skip
+    variant = theirs.Variant(kind)
     rows += _held_out_rows(
-        flash_attn_4.PACKAGE,
-        fitted(workload.their_replays(kind, machine, DRAWS), "single")[0],
-        (samples, workload.their_replays(kind, machine, DRAWS, samples)), workload.STEP_WORK,
+        flash_attn_4.PACKAGE, fitted(theirs.replays(variant, *given), "single")[0],
+        (HELD_OUT, theirs.replays(variant, *given, HELD_OUT)), STEP_WORK,
     )  # fmt: skip
     # Under the scheduler that such a call takes by default, as the suite has replayed them.
-    both, samples = modelled_backward.Variant(kind, use_clc=True), modelled_backward.HELD_OUT
     for which, name, work in (
         ("kept dkdv", "dK/dV, dS stored", DKDV), ("kept dq", "dQ from stored dS", DQ_PRODUCT)
     ):  # fmt: skip
-        costs = fitted(modelled_backward.our_replays(both, which, machine, DRAWS), "dynamic")[0]
-        runs = modelled_backward.our_replays(both, which, machine, DRAWS, samples)
-        rows += _held_out_rows(f"{OURS}, {name}", costs, (samples, runs), work)
+        inside = ours.Variant(kind, use_clc=True, kernel=which)
+        outside = replace(inside, samples=BACKWARD_HELD_OUT)
+        costs = fitted(ours.replays(inside, *given), inside.policy)[0]
+        runs = ours.replays(outside, *given)
+        rows += _held_out_rows(f"{OURS}, {name}", costs, (BACKWARD_HELD_OUT, runs), work)
     for row in rows:
         row |= {"role": CONSISTENCY, BASIS: "modelled", MACHINE: modelled_machine(machine)}
     note = (

@@ -12,7 +12,8 @@ import torch
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
 from fa4_hd256.gpus.family import describe_family, in_family
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM, ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
 
 OURS = "ours"
 
@@ -135,23 +136,16 @@ class FlashAttention4:
         return None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
-
         case = inputs.case
         options = {"causal": case.causal, "window_size": case.window}
         if self._num_splits is not None:
             options["num_splits"] = self._num_splits
         if case.softcap:
             options["softcap"] = case.softcap
-        if inputs.cu_seqlens is None:
-            result = flash_attn_func(*inputs.leaves, **options)
-        else:
-            offsets_q, offsets_k = inputs.cu_seqlens
-            result = flash_attn_varlen_func(
-                *inputs.leaves, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k,
-                max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k, **options,
-            )  # fmt: skip
-        return result[0] if isinstance(result, tuple) else result
+        packed = None
+        if inputs.cu_seqlens is not None:
+            packed = tuple(zip(inputs.cu_seqlens, (case.seqlen_q, case.seqlen_k), strict=True))
+        return flash_attn_4.attention(*inputs.leaves, packed, **options)
 
 
 class Frost:

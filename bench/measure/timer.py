@@ -15,11 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-#: Dense bf16 FLOP of an SM and clock, by compute capability: 4096 fused multiply-adds on SM100
-#: (148 SMs at 1.86 GHz give the 2250 TFLOPS of the data sheet), half of that on SM90.
-FLOP_PER_CLOCK = {(9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-#: Dense bf16, from the data sheet of a B200.
-B200_TFLOPS = 2250.0
+from bench.peaks import FLOP_PER_CLOCK
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from sm100_sim.timing.machine_constants import Machine, Values
 from sm100_sim.timing.tensor import mma_cost
 from softmax_emu.pattern import Ex2Pattern
 
-from .backward_plan import plan
-from .forward import B200
+from .calls import backward_portions
+from .machines import B200
 
 #: K of one tcgen05.mma of 16-bit operands.
 MMA_K = 16
@@ -225,7 +225,7 @@ def totals(
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
-        portions = plan(case, config.ds_bytes, gpu)
+        portions = backward_portions(case, config.ds_bytes, gpu)
         partial, keeps_ds = portions[0].partial, portions[0].keeps_ds
         kv_tiles = sum(one.count * _counts(one.case)[2] * one.splits for one in portions)
         rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv

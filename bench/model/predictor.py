@@ -1,26 +1,58 @@
-"""Predicted times of the suite's cases, for ours and for flash-attn-4."""
+"""Predicted times of the suite's cases, of every implementation whose kernels can be replayed.
+
+`PROVIDERS` lists those; one more is one more class with the methods of `Provider`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from bench.measure.providers import OURS
-from bench.peers import flash_attn_4
-from bench.suite import BACKWARD, Case
-from schedulers.choice import backward_prefers_clc, prefers_clc
+from bench.suite import BACKWARD, FORWARD, Case
 from sm100_sim.timing.machine_constants import Machine, load
 
-from . import backward as modelled_backward
-from . import forward as modelled
-from . import workload
+from .backward import Backward
+from .flash_attn_4 import FlashAttention4
+from .forward import Kernel, combine_seconds
+from .ours import Ours
 from .replays import Paths
 
-PREDICTED = (OURS, flash_attn_4.PACKAGE)
+
+class Provider(Protocol):
+    """An implementation whose kernels the timing model replays.
+
+    A variant says which of its kernels, in a form that is the same for all cases that share it;
+    `forward` and `backward` compile and replay it, keep what they find (`replays.kept`, by the
+    versions or the code of what is replayed), and say how it cuts a case into tiles.
+    """
+
+    name: str
+
+    def version(self) -> str:
+        """Of what is replayed."""
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        """Why a case cannot be predicted, None if it can."""
+
+    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
+        """(whether a call takes CLC, parts of its keys) if it asks for neither."""
+
+    def variant(
+        self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
+    ) -> Hashable:
+        """The kernel that a case takes. divided: with keys in parts, whose number is left open."""
+
+    def forward(self, variant: Any, machine: Machine, draws: int) -> Kernel: ...
+
+    def backward(self, variant: Any, machine: Machine, draws: int) -> Backward: ...
+
+
+PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4())}
 
 
 @dataclass(frozen=True)
@@ -55,88 +87,56 @@ class Predictor:
 
     def refuses(self, provider: str, case: Case, direction: str) -> str | None:
         """Why a case cannot be predicted, None if it can."""
-        if provider not in PREDICTED:
+        if provider not in PROVIDERS:
             return "the timing model needs its kernels' SASS for sm_100a; measured only"
-        if provider == flash_attn_4.PACKAGE:
-            kind, reason = workload.Kind.of(case), flash_attn_4.unavailable()
-            if reason is None and direction == BACKWARD:
-                return flash_attn_4.backward_refusal(kind.window, kind.softcap)
-            return reason
-        return None
+        return PROVIDERS[provider].refuses(case, direction)
 
-    def kernel(
-        self, provider: str, kind: workload.Kind, use_clc: bool = False,
-        split_rows: int | None = None,
-    ) -> modelled.Kernel:
-        """The forward kernel of a kind, replayed at the first call; use_clc, split_rows: of ours,
-        see `workload.Variant`."""
-        key = provider, kind, use_clc, split_rows
+    def forward(
+        self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
+    ) -> Kernel:
+        """The kernel that a forward takes, replayed at the first call. use_clc: of ours. splits:
+        parts of its keys."""
+        variant = PROVIDERS[provider].variant(case, FORWARD, use_clc, splits > 1)
+        found = self._replayed(provider, FORWARD, variant)
+        return found.divided(splits) if splits > 1 else found
+
+    def backward(self, provider: str, case: Case, use_clc: bool = False) -> Backward:
+        """The backward that a case takes, each of its kernels replayed where a case first needs
+        it."""
+        variant = PROVIDERS[provider].variant(case, BACKWARD, use_clc)
+        return self._replayed(provider, BACKWARD, variant)
+
+    def _replayed(self, provider: str, direction: str, variant: Hashable) -> Any:
+        key = provider, direction, variant
         if key not in self._kernels:
-            divided = f", keys of {split_rows} rows divided" if split_rows else ""
-            self.note(f"replaying {provider}, {kind}{', CLC' if use_clc else ''}{divided}")
-            self._kernels[key] = self._replayed(*key)
-        return self._kernels[key]
-
-    def _replayed(
-        self, provider: str, kind: workload.Kind, use_clc: bool, split_rows: int | None
-    ) -> modelled.Kernel:
-        name, draws = self.machine.name, self.draws
-        if provider == OURS:
-            variant = workload.Variant(kind, use_clc, split_rows=split_rows)
-            return workload.our_kernel(variant, self.machine, draws)
-        if kind.is_dense:
-            return modelled.their_kernel(workload.HEAD_DIM, kind.causal, name, draws)
-        return workload.their_kernel(kind, self.machine, draws)
-
-    def backward(
-        self, provider: str, kind: workload.Kind, use_clc: bool = False
-    ) -> modelled_backward.Backward:
-        """The backward of a kind, each of its kernels replayed where a case first needs it."""
-        key = provider, kind, use_clc, BACKWARD
-        if key not in self._kernels:
-            self.note(f"replaying {provider}'s backward, {kind}{', CLC' if use_clc else ''}")
-            if provider == OURS:
-                variant = modelled_backward.Variant(kind, use_clc)
-                found = modelled_backward.our_backward(variant, self.machine, self.draws)
-            else:
-                found = modelled_backward.their_backward(kind, self.machine, self.draws)
-            self._kernels[key] = found
+            self.note(f"replaying {provider}, {direction}: {variant}")
+            make = getattr(PROVIDERS[provider], direction)
+            self._kernels[key] = make(variant, self.machine, self.draws)
         return self._kernels[key]
 
     def predict(self, provider: str, case: Case, direction: str) -> Predicted:
-        """Ours by the scheduler and with the division of keys that it takes by default. Raises
+        """A call by the scheduler and with the division of keys that it takes by default. Raises
         ValueError for a case that `refuses` gives a reason for."""
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
-        kind = workload.Kind.of(case)
-        use_clc = provider == OURS and defaults_to_clc(case, direction)
+        use_clc, splits = PROVIDERS[provider].default(case, direction, self.machine)
         if direction == BACKWARD:
-            backward = self.backward(provider, kind, use_clc)
+            backward = self.backward(provider, case, use_clc)
             return Predicted(backward.seconds(case), None, backward.paths_of(case))
-        splits = 1
-        if provider == OURS:
-            splits = workload.default_splits(case, modelled.gpu_of(self.machine))
         return self.predict_forward(provider, case, use_clc, splits)
 
     def predict_forward(
         self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
     ) -> Predicted:
-        """A forward; use_clc, splits: of ours."""
-        kind = workload.Kind.of(case)
-        if splits == 1:
-            kernel = self.kernel(provider, kind, use_clc)
-        else:
-            # Costs follow how many rows a tile has, which store their O; windowed samples have all.
-            rows = workload.ROWS
-            if not kind.window:
-                rows = min(case.seqlen_q * workload.problem_of(case).packed_heads, rows)
-            kernel = replace(self.kernel(provider, kind, use_clc, rows), num_splits=splits)
-        found = workload.run(case, kernel)
+        """A forward; use_clc, splits: see `forward`. Where keys are divided, with the kernel that
+        makes one result of the parts, at a launch and HBM's rate."""
+        kernel = self.forward(provider, case, use_clc, splits)
+        found = kernel.run(case)
         seconds = np.array([s.seconds for s in found])
         unlimited = np.array([s.seconds_without("power") for s in found])
         if splits > 1:
-            beside = [workload.combine_seconds(case, splits, v) for v in kernel.values]
+            beside = [combine_seconds(case, splits, v) for v in kernel.values]
             seconds, unlimited = seconds + beside, unlimited + beside
         return Predicted(seconds, found[0].bound, kernel.paths, unlimited)
 
@@ -160,12 +160,3 @@ def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     parser.add_argument(
         "--draws", type=int, default=draws, help="draws of its uncertain constants"
     )
-
-
-def defaults_to_clc(case: Case, direction: str) -> bool:
-    """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
-    bounded = case.bounds != (None, None)
-    if direction == BACKWARD:
-        return backward_prefers_clc(bounded, case.packed)
-    rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
-    return prefers_clc(bounded, rows, capacity)

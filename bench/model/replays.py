@@ -3,7 +3,8 @@
 A prediction simulates a kernel and replays it several times, which takes from seconds to a minute.
 What a whole problem needs of it is a few numbers. They are kept in the cache directory under a key
 of everything they depend on: the kernel, the problem replayed, the machine's constants, and the
-sources of the timing model. Deleting the directory is always safe.
+code of the timing model. Deleting the directory is always safe. `fitted` makes costs of a tile of
+them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 
 import torch
 
-from bench.tables.results import Column
+from bench.tables.table import Column
 from fa4_hd256.environment import CACHE_DIR, cache_directory
 from fa4_hd256.run.native_cache import NativeCache
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
+from sm100_sim.timing.problem import Sample, TileCosts, fit
 
 #: Rooms of the simulator whose sources decide a replay: the timing model, and what it is given.
 _DECIDING = ("timing", "trace")
@@ -55,6 +57,14 @@ def replayed(prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> 
     work = sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
     clocks = tuple(map(float, prediction.clocks))
     return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous, masked)
+
+
+def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
+    """Costs of a tile for each of the replays' machines. policy: see `problem.POLICIES`."""
+    return [
+        fit([Sample(r.tiles, r.work, r.clocks[n], r.masked) for r in rows], policy == "single")
+        for n in range(len(rows[0].clocks))
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,36 @@ def seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         yield
+
+
+@contextlib.contextmanager
+def one_cluster() -> Iterator[None]:
+    """Persistent kernels that ask CuTe DSL for the number of SMs get two."""
+    from cutlass.utils import HardwareInfo
+
+    saved = HardwareInfo.get_device_multiprocessor_count
+    HardwareInfo.get_device_multiprocessor_count = lambda self: 2
+    try:
+        yield
+    finally:
+        HardwareInfo.get_device_multiprocessor_count = saved
+
+
+def of_kernels(
+    predictions: Sequence[timing.Prediction], *parts: str
+) -> list[timing.Prediction]:
+    """Of the launches of one call, that of the kernel with each of the parts in its name.
+
+    Raises RuntimeError where a part does not name exactly one of them.
+    """
+    found = []
+    for part in parts:
+        named = [p for p in predictions if part in p.report.kernel.lower()]
+        if len(named) != 1:
+            kernels = [p.report.kernel for p in predictions]
+            raise RuntimeError(f"expected one kernel with {part!r} in its name, found {kernels}")
+        found += named
+    return found
 
 
 _memory: dict[str, list[Replayed]] = {}

@@ -1,4 +1,8 @@
-"""flash-attn-4's head_dim 256 forward (two CTAs a tile), compiled for sm_100a without a GPU."""
+"""flash-attn-4: which version is known here, what it refuses, how it is called and compiled.
+
+`attention` is its public function, on a GPU or where `sm100_sim` stands in for one;
+`compile_forward` its head_dim 256 forward alone, compiled for sm_100a without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.blackwell.forward.config import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.compile import targeting
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
@@ -78,6 +82,48 @@ def backward_refusal(window: bool, softcap: bool) -> str | None:
     if window:
         return "SM100 backward with head_dim=256 does not support local attention"
     return None
+
+
+def versions() -> tuple[str, ...]:
+    """What its compiled kernels depend on."""
+    names = (PACKAGE, "nvidia-cutlass-dsl", "quack-kernels")
+    return tuple(importlib.metadata.version(name) for name in names)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    packed: tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]] | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """out of its public functions, shaped like q.
+
+    q, k, v: (batch, seqlen, heads, head_dim), or without the batch where sequences are packed;
+    packed: (cu_seqlens, longest length) of queries and of keys then. options: causal, window_size,
+    softcap, num_splits, handed on as they are.
+    """
+    from flash_attn.cute import interface
+
+    if packed is None:
+        result = interface.flash_attn_func(q, k, v, **options)
+    else:
+        (offsets_q, longest_q), (offsets_k, longest_k) = packed
+        result = interface.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k, **options,
+        )  # fmt: skip
+    return result[0] if isinstance(result, tuple) else result
+
+
+def backward_of_an_empty_sequence(rows: int, causal: bool) -> None:
+    """Its backward of one sequence without queries and keys, said to have at most `rows`."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    tensor = torch.zeros(rows, 1, HEAD_DIM, dtype=torch.bfloat16)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    _flash_attn_bwd(
+        *[tensor] * 5, torch.zeros(1, rows), causal=causal, cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets, max_seqlen_q=rows, max_seqlen_k=rows,
+    )  # fmt: skip
 
 
 def split_numbers(tiles: int, steps: int, sms: int) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .results import Table
+from .table import Table
 
 _PANEL_INCHES = (7.0, 3.6)
 #: Letters that fit side by side below one panel.

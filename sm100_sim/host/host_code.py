@@ -222,7 +222,8 @@ def _launch_kernel_ex(config: int, kernel: int, arguments: int) -> None:
             named[ATTRIBUTE_NAMES.get(number, str(number))] = word0
     # A launch with preferred clusters finds room for them everywhere; the others are its fallback.
     cluster = shapes.get(_PREFERRED_CLUSTER) or shapes.get(_CLUSTER) or (1, 1, 1)
-    _launch((gx, gy, gz), (bx, by, bz), cluster, (smem, stream, kernel, arguments), named)
+    call = smem, stream, kernel, arguments
+    _launch((gx, gy, gz), (bx, by, bz), cluster, call, named, explicit_cluster=bool(shapes))
 
 
 def _launch_kernel(kernel: int, *rest: int) -> None:
@@ -230,7 +231,7 @@ def _launch_kernel(kernel: int, *rest: int) -> None:
     _launch(grid, block, (1, 1, 1), (smem or 0, stream or 0, kernel, arguments), {})
 
 
-def _launch(grid, block, cluster, call, attributes) -> None:
+def _launch(grid, block, cluster, call, attributes, explicit_cluster=False) -> None:
     run = _runs.stack[-1]
     smem, stream, kernel, arguments = call
     if kernel not in _handles:
@@ -253,6 +254,7 @@ def _launch(grid, block, cluster, call, attributes) -> None:
         registers=run.program.registers.get(name),
         shared_limit=allowed.get((kernel, _SHARED_LIMIT), SHARED_AT_FIRST),
         non_portable_cluster=bool(allowed.get((kernel, _NON_PORTABLE))),
+        explicit_cluster=explicit_cluster,
         moves_registers=name in run.program.moving or name not in run.program.registers,
     )
     if run.on_launch is not None:

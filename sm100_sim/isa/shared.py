@@ -51,6 +51,20 @@ def require_own(warp: Warp, shared: int, what: str) -> None:
         )
 
 
+def require_cluster(warp: Warp, what: str) -> None:
+    """Raise MemoryFault in a launch without clusters, where the hardware knows no such operation.
+
+    A cluster of one CTA will do, if the kernel or its launch names it (docs/silicon.md,
+    `cluster-copies`).
+    """
+    if not warp.cta.cluster.machine.explicit_cluster:
+        raise MemoryFault(
+            f"{what} to .shared::cluster in a launch without clusters; launch clusters, be they of "
+            "one CTA, or name them by .reqnctapercluster (the hardware ends the kernel with an "
+            "illegal instruction)"
+        )
+
+
 def submit(
     warp: Warp, instruction, effect: Effect, perform: Callable[[], None],
     queue: Hashable | None = None, **touched,

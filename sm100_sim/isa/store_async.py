@@ -14,7 +14,7 @@ from sm100_sim.state.warp import Warp, reader
 
 from .atomics import combiner, lane_source
 from .columns import Effect, Event, Recorded, Rule, Ties
-from .shared import submit
+from .shared import require_cluster, submit
 from .table import effect_of, machine_op, split_modifiers, unknown
 
 _SPACE = ("shared::cluster", "")
@@ -70,6 +70,7 @@ def _execution(instruction, nbytes: int, value):
     effect = effect_of(instruction)
 
     def execute(warp: Warp, lanes: int) -> None:
+        require_cluster(warp, instruction.opcode)
         cluster = warp.cta.cluster
         writes, values = [], []
         places, barriers = targets(warp).tolist(), signals(warp).tolist()

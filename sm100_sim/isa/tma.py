@@ -25,7 +25,7 @@ from sm100_sim.state.warp import address, reader, uniform
 
 from . import tiles
 from .columns import ByModifier, Effect, Event, NativeForm, Recorded, Rule, Ties
-from .shared import shared_address, submit
+from .shared import require_cluster, shared_address, submit
 from .table import effect_of, machine_op, unknown
 
 _HINTS = {"L2::cache_hint"}
@@ -366,6 +366,8 @@ def _bind_bulk_load(instruction, from_global: bool):
     split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
+        if not from_global:
+            require_cluster(warp, "a bulk copy")
         cta, cluster = warp.cta, warp.cta.cluster
         machine = cluster.machine
         for lane in split(warp, lanes):
@@ -468,6 +470,7 @@ def _bind_shared_reduction(instruction):
     split, effect = _issues(instruction), effect_of(instruction)
 
     def execute(warp, lanes: int) -> None:
+        require_cluster(warp, "a bulk reduction")
         cta, cluster = warp.cta, warp.cta.cluster
         for lane in split(warp, lanes):
             count, offset = size(warp, lane), _own_offset(cta, source(warp, lane))

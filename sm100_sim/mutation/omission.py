@@ -22,10 +22,10 @@ from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.table import row_of
 from sm100_sim.sanitizer.clocks import BULK, STORE
 from sm100_sim.sanitizer.findings import Finding
-from sm100_sim.sanitizer.machine import SanitizedMachine
 from sm100_sim.sanitizer.sanitizer import Sanitizer
 from sm100_sim.sanitizer.shadow import Access
 from sm100_sim.sanitizer.state import WarpState
+from sm100_sim.sanitizer.watch import Reading, Watch
 from sm100_sim.state.warp import predicate_writer, uniform
 
 #: The warp executes nothing more that the instruction could order.
@@ -91,9 +91,9 @@ class Caught(SimulationError):
 class OmittingSanitizer(Sanitizer):
     """The sanitizer of such a run; `ledger` accounts for what was left out."""
 
-    def __init__(self, machine: Any, strict: bool) -> None:
-        super().__init__(machine, strict)
-        self.omitted = machine.omitted
+    def __init__(self, machine: Any, reading: Reading, omitted: int, known: frozenset) -> None:
+        super().__init__(machine, reading)
+        self.omitted, self._known = omitted, known
         self.ledger = Ledger()
         self._caught = False
         #: By warp: index of the instruction from which it last learned an entry of its frontier.
@@ -124,7 +124,7 @@ class OmittingSanitizer(Sanitizer):
     def report(self, finding: Finding, key: tuple) -> None:
         super().report(finding, key)
         # Reports also come from within native code, where nothing can be raised.
-        self._caught |= (finding.kind, finding.lines) not in self.machine.known
+        self._caught |= (finding.kind, finding.lines) not in self._known
 
     def begin(self, warp: Any, instruction: Any) -> WarpState:
         if self._caught:
@@ -452,22 +452,9 @@ _ANALYSES: dict[Rule, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
 }
 
 
-class OmittingMachine(SanitizedMachine):
-    """A machine that leaves out the instruction with index `omitted`.
+def watch_without(index: int, reading: Reading, known: frozenset = frozenset()) -> Watch:
+    """The observer of one mutant: the instruction with that index is left out.
 
     known: kinds and PTX lines of the kernel's own findings; any other ends the run.
     """
-
-    sanitizer_type = OmittingSanitizer
-    omitted = -1
-    known: frozenset = frozenset()
-
-
-@functools.lru_cache(maxsize=1)
-def machine_without(
-    index: int, kind: type[SanitizedMachine], known: frozenset = frozenset()
-) -> type[OmittingMachine]:
-    """The machine for one mutant under the reading of `kind`."""
-    reading = {"strict": kind.strict, "in_order": kind.in_order}
-    members = {"omitted": index, "known": known, **reading}
-    return type("OmittingMachine", (OmittingMachine,), members)
+    return Watch(reading, functools.partial(OmittingSanitizer, omitted=index, known=known), False)

@@ -26,12 +26,13 @@ from sm100_sim import launcher
 from sm100_sim.errors import SimulationError
 from sm100_sim.launcher import Options, make_machine, translated_kernel
 from sm100_sim.run.blas import single_threaded
-from sm100_sim.sanitizer import READINGS
+from sm100_sim.run.machine import Machine
+from sm100_sim.sanitizer import READINGS, Watch
 from sm100_sim.sanitizer.stretches import synchronises
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory
 
-from .omission import Caught, machine_without
+from .omission import Caught, watch_without
 
 #: What tells one finding from another in different runs: its kind and PTX lines, or the error.
 Key = tuple
@@ -88,18 +89,17 @@ class Launch:
 
     def run(
         self, options: Options, without: int | None = None, known: frozenset[Key] = frozenset()
-    ) -> tuple[dict[Key, str], Any]:
-        """(findings and the error that ended the run, the machine).
+    ) -> tuple[dict[Key, str], Machine, Watch]:
+        """(findings and the error that ended the run, the machine, the sanitizer's observer).
 
         without: an instruction that is left out; the first finding that is not in `known` ends
         such a run.
         """
         self.restore()
-        kind = READINGS[options.sanitize]
-        if without is not None:
-            kind = machine_without(without, kind, known)
+        reading = READINGS[options.sanitize]
+        watch = Watch(reading) if without is None else watch_without(without, reading, known)
         memory = GlobalMemory(self.ranges, self.parameters)
-        machine = make_machine(kind, self.compiled, self.config, memory, options)
+        machine = make_machine(self.compiled, self.config, memory, options, (watch,))
         found: dict[Key, str] = {}
         try:
             with single_threaded():
@@ -110,7 +110,7 @@ class Launch:
             name = type(error).__name__
             found[name,] = f"{name}: {error.message}"
         found.update(((f.kind, f.lines), str(f)) for f in machine.all_findings())
-        return found, machine
+        return found, machine, watch
 
 
 @dataclass
@@ -232,7 +232,7 @@ class _Trials:
 
     def _run(
         self, seed: int | None, without: int | None = None, known: frozenset[Key] = frozenset()
-    ) -> tuple[dict[Key, str], Any]:
+    ) -> tuple[dict[Key, str], Machine, Watch]:
         return self.launch.run(dataclasses.replace(self.options, seed=seed), without, known)
 
     def executed(self) -> set[int]:
@@ -252,11 +252,11 @@ class _Trials:
         edges: dict[str, None] = {}
         whole = True
         for runs, seed in enumerate(seeds, 1):
-            found, machine = self._run(seed, index, known)
+            found, _, watch = self._run(seed, index, known)
             fresh = [text for key, text in found.items() if key not in known]
             if fresh:
                 return "caught", fresh[0], runs
-            implied = machine.sanitizer.implied()
+            implied = watch.sanitizer.implied()
             whole = whole and implied != ""
             edges.update(dict.fromkeys(implied.split("; ") if implied else ()))
         if whole and edges:

@@ -156,6 +156,7 @@ class Kernel:
     registers: list[Register] = field(default_factory=list)
     blocks: list = field(default_factory=list)
     reqntid: tuple[int, int, int] | None = None
+    explicit_cluster: bool = False
     maxntid: tuple[int, int, int] | None = None
     min_ctas_per_sm: int = 1
     max_registers: int | None = None
@@ -249,6 +250,11 @@ def _parse_params(text: str) -> list[Param]:
     return params
 
 
+#: Directives that make every launch of a kernel one of clusters (PTX ISA, "Cluster Dimension
+#: Directives").
+_CLUSTER_DIRECTIVE = re.compile(r"\.(reqnctapercluster|explicitcluster)\b")
+
+
 def _dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
     match = re.search(rf"\.{name}\s+([\d,\s]+)", directives)
     if match is None:
@@ -301,6 +307,7 @@ class _KernelParser:
         self.kernel = kernel = Kernel(entry[1], _parse_params(entry[2] or ""), {},
                                       module_data=self.data)
         kernel.reqntid = _dimensions(entry[3], "reqntid")
+        kernel.explicit_cluster = bool(_CLUSTER_DIRECTIVE.search(entry[3]))
         kernel.maxntid = _dimensions(entry[3], "maxntid")
         minimum = re.search(r"\.minnctapersm\s+(\d+)", entry[3])
         kernel.min_ctas_per_sm = int(minimum[1]) if minimum else 1

@@ -13,55 +13,34 @@ of any resident cluster.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sm100_sim.devices import MAX_THREADS, REGISTER_FILE, SHARED_OF_AN_SM
-from sm100_sim.errors import (
-    CtaExited,
-    DivergenceError,
-    Hang,
-    LaunchError,
-    MemoryFault,
-    Misaligned,
-    SimulationError,
-)
-from sm100_sim.isa.sync import most_asked
-from sm100_sim.state.barriers import (
-    MAX_REGISTERS,
-    MBarrier,
-    RegisterPool,
-    most_registers,
-    whole_granules,
-)
+from sm100_sim.errors import Hang, SimulationError
+from sm100_sim.native.loop import IDLE, LANES_EXITED, POLLING, TRAP
+from sm100_sim.state.barriers import MBarrier
 from sm100_sim.state.events import YIELD, AsyncOp, EagerPolicy, Waiting
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.memory import GlobalMemory
 from sm100_sim.state.warp import DEFAULT_BUDGET
-from sm100_sim.trace.records import Trace
 
 from .grid import Grid
+from .in_step import in_step
+from .limits import check_launch, registers_at_launch
+from .native_state import NativeCluster, NativeLaunch
+from .observer import Observer
 from .residency import Cluster, Cta, ResidentWarp
+from .stops import hang_of, stop_error
 
-#: Threads in z; CTAs in x, y and z (CUDA Programming Guide, "Technical Specifications per Compute
-#: Capability").
-MAX_BLOCK_Z = 64
-MAX_GRID = 2**31 - 1, 65535, 65535
-MAX_CLUSTER = 16
-#: CTAs of a cluster without a function attribute.
-PORTABLE_CLUSTER = 8
-#: Bytes of a kernel's parameters (CUDA 12.1 and later).
-MAX_PARAMETERS = 32_764
 #: Rounds of polling in which nothing else happens before a launch counts as hanging; a warp that
 #: has used up its budget of backward branches counts for many.
 POLLING_ROUNDS = 100_000
 ROUNDS_OF_A_BUDGET = 50
-#: Waiting warps that the report of a hang lists.
-LISTED_WARPS = 64
-
 #: Indices of the kinds of stop that native code returns (`warp.Stop`).
 _TRAP, _EXIT, _YIELD, _FAULT, _BLOCKED, _DIVERGENCE = range(6)
 
@@ -71,14 +50,16 @@ class Machine:
 
     compiled: the kernel translated to native code. config: grid, block, cluster, dynamic shared
     memory. memory: what it may touch. resident: most clusters at once. policy: when asynchronous
-    operations take effect and in which order warps run. trace: records machine operations, or None.
-    grid: the clusters, where other machines run some of them.
+    operations take effect and in which order warps run. observers: who looks on; a machine
+    operation goes through the executors of the last one first. grid: the clusters, where other
+    machines run some of them.
 
-    counters: bytes and requests counted by instructions.
+    Native code does machine operations by itself in a fixed order of warps, unless an observer
+    must see each of them in Python (`Observer.table`).
+
+    counters: bytes and requests counted by instructions. seconds: of processor time, by what it
+    was spent on (`report.Report.seconds`).
     """
-
-    #: Backward branches that a warp may take before it loses its turn.
-    budget = DEFAULT_BUDGET
 
     def __init__(
         self,
@@ -87,107 +68,78 @@ class Machine:
         memory: GlobalMemory,
         resident: int,
         policy: EagerPolicy,
-        trace: Trace | None = None,
+        observers: Iterable[Observer] = (),
         grid: Grid | None = None,
     ) -> None:
         self.compiled = compiled
         self.config = config
         self.memory = memory
         self.policy = policy
+        self.observers = tuple(observers)
         self.counters: Counter[str] = Counter()
-        self.trace = trace
         self._found_in: dict[str, int] = {}
-        #: Where native code spent the time of the run (`report.Report.seconds`).
         self.seconds: dict[str, float] = {}
         self.threads = math.prod(config.block)
         self.cluster_size = math.prod(config.cluster)
+        self.explicit_cluster = (config.explicit_cluster or self.cluster_size > 1
+                                 or compiled.kernel.explicit_cluster)
         self.shared_bytes = compiled.kernel.dynamic_shared_offset + config.dynamic_smem
-        self._check(compiled.kernel)
+        check_launch(compiled, config, self.threads, self.shared_bytes)
+        self.registers_at_launch = registers_at_launch(compiled, config)
         self.cluster_grid = tuple(g // c for g, c in zip(config.grid, config.cluster, strict=True))
         self.clusters = math.prod(self.cluster_grid)
         self.grid = Grid(self.clusters) if grid is None else grid
         self.resident = self.limit = min(resident, self.clusters)
         self.counts = compiled.new_counters()
-        executors = compiled.executors if trace is None else trace.wrapped(compiled)
-        self._executors = [executors[i.index] for i in compiled.block_instruction]
-        #: Machine operations done, by block: [executions by a warp, lanes].
+        self.native = NativeLaunch(len(compiled.kernel.blocks))
+        for observer in self.observers:
+            observer.attach(self)
+        self._table = self._choose_table()
+        #: Whether native code does machine operations by itself.
+        self.by_itself = self._table is not compiled.table
+        self._at_once = policy.at_once and self.by_itself
+        self._budget = self._choose_budget()
+        self._executors = self._bind_executors()
+        #: Machine operations done in Python, by block: [executions by a warp, lanes].
         self._operations = [[0, 0] for _ in compiled.block_instruction]
         policy.bind(self._perform, self._complete)
         self._resident: dict[int, Cluster] = {}
         #: Clusters with a turn to come, in order; a number stands for one that has not begun.
         self._turns: deque[Cluster | int] = deque()
         self._polling: list[Cluster] = []
+        #: Ready warps of all clusters, for a random order.
         self._ready: list[ResidentWarp] = []
         self._waiters: dict[int, list[tuple[ResidentWarp, int]]] = {}
         self._in_order = not policy.random_order
         self._alive = 0
         self._idle = 0
-        self._turn_over = False
         self._cluster: Cluster | None = None
 
-    def _check(self, kernel: Any) -> None:
-        config = self.config
-        if any(g % c for g, c in zip(config.grid, config.cluster, strict=True)):
-            raise LaunchError(f"grid {config.grid} is not a multiple of cluster {config.cluster}")
-        if any(size > most for size, most in zip(config.grid, MAX_GRID, strict=True)):
-            raise LaunchError(
-                f"grid {config.grid}; accepted are up to {MAX_GRID[0]} CTAs in x and {MAX_GRID[1]} "
-                "in y and z"
-            )
-        if not 1 <= math.prod(config.cluster) <= MAX_CLUSTER:
-            raise LaunchError(f"cluster {config.cluster}; accepted are up to {MAX_CLUSTER} CTAs")
-        if math.prod(config.cluster) > PORTABLE_CLUSTER and not config.non_portable_cluster:
-            raise LaunchError(
-                f"cluster {config.cluster}; more than {PORTABLE_CLUSTER} CTAs need the function "
-                "attribute cudaFuncAttributeNonPortableClusterSizeAllowed"
-            )
-        if config.dynamic_smem > config.shared_limit:
-            raise LaunchError(
-                f"{config.dynamic_smem} bytes of dynamic shared memory; the kernel may have "
-                f"{config.shared_limit}: set cudaFuncAttributeMaxDynamicSharedMemorySize first"
-            )
-        if not 1 <= self.threads <= MAX_THREADS or not math.prod(config.grid):
-            raise LaunchError(f"grid {config.grid} of blocks {config.block} cannot be launched")
-        if config.block[2] > MAX_BLOCK_Z:
-            raise LaunchError(f"block {config.block}; threads in z: up to {MAX_BLOCK_Z}")
-        if kernel.reqntid is not None and tuple(kernel.reqntid) != tuple(config.block):
-            raise LaunchError(
-                f"block {config.block} for a kernel compiled for blocks of {kernel.reqntid}"
-            )
-        if kernel.maxntid is not None and self.threads > math.prod(kernel.maxntid):
-            raise LaunchError(
-                f"block {config.block} for a kernel compiled for blocks of up to {kernel.maxntid}"
-            )
-        if whole_granules(self.registers_at_launch) > most_registers(self.threads):
-            raise LaunchError(
-                f"{self.threads} threads with {self.registers_at_launch} registers each, as the "
-                f"kernel was compiled; an SM has {REGISTER_FILE}"
-            )
-        if kernel.param_bytes > MAX_PARAMETERS:
-            raise LaunchError(
-                f"{kernel.param_bytes} bytes of parameters; accepted are up to {MAX_PARAMETERS}"
-            )
-        if self.shared_bytes > SHARED_OF_AN_SM:
-            raise LaunchError(
-                f"{self.shared_bytes} bytes of shared memory a CTA, the system's 1024 included; "
-                f"the limit is {SHARED_OF_AN_SM}"
-            )
+    def _choose_table(self) -> Any:
+        """The block table: which machine operations native code does, and by which routines."""
+        compiled = self.compiled
+        if self.policy.random_order:
+            return compiled.table
+        tables = [observer.table() for observer in self.observers] or [compiled.native_table]
+        # Two observers need not have routines in common.
+        return compiled.table if len(tables) > 1 or tables[0] is None else tables[0]
 
-    @functools.cached_property
-    def registers_at_launch(self) -> int:
-        """Registers of each thread at launch; the hardware allots whole granules of them.
+    def _choose_budget(self) -> int:
+        asked = [observer.budget for observer in self.observers if observer.budget is not None]
+        return DEFAULT_BUDGET if self.by_itself else min(asked, default=DEFAULT_BUDGET)
 
-        The kernel's own number where its machine code is known; else the most that its PTX lets
-        ptxas give it, which is what kernels that use setmaxnreg are compiled for. That is no more
-        than the largest setmaxnreg.inc asks for (seen of ptxas 13.0 and on an H200).
-        """
-        kernel, known = self.compiled.kernel, self.config.registers
-        if known is not None:
-            return known
-        threads = math.prod(kernel.reqntid or kernel.maxntid or self.config.block)
-        most = min(most_registers(threads, kernel.min_ctas_per_sm), MAX_REGISTERS)
-        return min(kernel.max_registers or most,
-                   most_asked(self.compiled.instructions) or MAX_REGISTERS)
+    def _bind_executors(self) -> list[Any]:
+        """By block, what Python does of a machine operation."""
+        executors = self.compiled.executors
+        for observer in self.observers:
+            executors = observer.around(executors)
+        found = [executors[instruction.index] for instruction in self.compiled.block_instruction]
+        if not self._at_once:
+            return found
+        return [
+            execute and in_step(self, instruction, execute)
+            for instruction, execute in zip(self.compiled.block_instruction, found, strict=True)
+        ]
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
         """Cluster coordinates of the `number`-th cluster of the grid, x fastest."""
@@ -206,21 +158,44 @@ class Machine:
             p * c + i for p, c, i in zip(position, self.config.cluster, inside, strict=True)
         )
 
-    def ready_list(self) -> Any:
-        """Where a cluster keeps its ready warps: one list for all of them in a random order."""
-        return deque() if self._in_order else self._ready
+    def new_queues(self) -> tuple[NativeCluster, Any]:
+        """What native code sees of a new cluster, with its queue of ready warps, and where ready
+        warps go: that queue, or one list for all clusters in a random order."""
+        warps = self.cluster_size * -(-self.threads // 32)
+        queue = NativeCluster(self.native, self.cluster_size, warps, self.shared_bytes)
+        return queue, queue if self._in_order else self._ready
 
     # ------------------------------------------------------------ called by instructions
 
     def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
         """The object of an mbarrier that a CTA initialises."""
-        return MBarrier(address, count, self.wake)
+        wake = functools.partial(self._wake_barrier, cta.cluster)
+        record = cta.cluster.queue.new_barrier(address)
+        for observer in self.observers:
+            barrier = observer.new_mbarrier(address, count, wake, record)
+            if barrier is not None:
+                return barrier
+        return MBarrier(address, count, wake, record)
 
     def end_mbarriers(self, cta: Cta, address: int | None) -> None:
         """The mbarrier at a shared address of a CTA, or all of them for None, is gone."""
+        cta.cluster.queue.end_barriers(cta.rank, address)
+
+    def learn_tensor_map(self, pointer: int) -> None:
+        """A copy by the TMA descriptor at an address has gone well: native code may use it."""
+        if self.native.learn(self, pointer):
+            for observer in self.observers:
+                observer.tensor_map_learned()
+
+    def current_warp(self) -> ResidentWarp | None:
+        """The warp that runs now, None between two."""
+        cluster = self._cluster
+        return None if cluster is None else cluster.queue.current_of(cluster.warps)
 
     def submit(self, operation: AsyncOp) -> None:
         """Issue an asynchronous operation."""
+        for observer in self.observers:
+            observer.issued(operation)
         operation.cluster = self._cluster
         self.policy.submit(operation)
 
@@ -234,6 +209,19 @@ class Machine:
                 if not warp.queued:
                     self._enqueue(warp)
 
+    def _wake_barrier(self, cluster: Cluster, barrier: MBarrier) -> None:
+        """A phase has been completed by Python: lanes that native code let wait go on, too."""
+        record = barrier.record
+        if record.first:
+            self._idle = cluster.polls = 0
+            self.native.wake_waiters(ctypes.addressof(record))
+            if not cluster.queued and cluster is not self._cluster:
+                cluster.queued = True
+                self._turns.append(cluster)
+        if record.watched:
+            record.watched = 0
+            self.wake(barrier)
+
     def finding(self, text: str) -> None:
         """Record something wrong that does not end the run; the same text once."""
         cluster = -1 if self._cluster is None else self._cluster.id
@@ -246,11 +234,15 @@ class Machine:
 
     def all_findings(self) -> list[str]:
         """What the report of the launch lists."""
-        return self.findings
+        found = self.findings
+        for observer in self.observers:
+            found = observer.findings(found)
+        return found
 
     def end_turn(self) -> None:
         """The running cluster gives the others a turn before it goes on."""
-        self._turn_over = True
+        if self._cluster is not None:
+            self._cluster.queue.record.turn_over = 1
 
     def cancel_cluster(self) -> tuple[int, int, int] | None:
         """Take a cluster that has not been launched, as the policy chooses, out of the grid.
@@ -273,15 +265,22 @@ class Machine:
 
         Raises a SimulationError, with what was found before, at the first thing that ends it.
         """
+        started = time.thread_time()
         try:
             self._launch_clusters()
             if self._in_order:
                 self._run_in_order()
             else:
                 self._run_random()
+            for observer in self.observers:
+                observer.run_ends()
         except (SimulationError, KeyboardInterrupt) as error:
             error.findings = tuple(self.all_findings())
             raise
+        self.seconds = self.native.account(self.counters, time.thread_time() - started)
+        for counts, native in zip(self._operations, self.native.done.tolist(), strict=True):
+            counts[0] += native[0]
+            counts[1] += native[1]
 
     def _launch_clusters(self) -> None:
         while self._alive < self.limit and (number := self.grid.take()) is not None:
@@ -293,8 +292,10 @@ class Machine:
 
     def _begin(self, number: int) -> Cluster:
         cluster = self._resident[number] = Cluster(self, number)
-        for cta in cluster.ctas:
-            cluster.ready.extend(cta.warps)
+        cluster.queue.attach(cluster, self._table, self._at_once)
+        for observer in self.observers:
+            observer.cluster_begins(cluster)
+        cluster.ready.extend(cluster.warps)
         return cluster
 
     def _enqueue(self, warp: ResidentWarp) -> None:
@@ -337,17 +338,11 @@ class Machine:
     def _run_cluster(self, cluster: Cluster) -> None:
         """One turn of a cluster, in a fixed order."""
         self._cluster = cluster
-        self._turn_over = False
-        ready = cluster.ready
-        while ready:
-            if cluster.polls > len(ready):
-                self._polling.append(cluster)
-                break
-            self._run_warp(ready.popleft())
-            if self._turn_over:
-                break
+        kind = self._turn(cluster)
         self._cluster = None
-        if ready and cluster not in self._polling:
+        if kind == POLLING:
+            self._polling.append(cluster)
+        elif cluster.queue:
             cluster.queued = True
             self._turns.append(cluster)
 
@@ -362,32 +357,47 @@ class Machine:
             index = policy.choose(len(ready))
             ready[index], ready[-1] = ready[-1], ready[index]
             warp = ready.pop()
-            self._cluster = warp.cta.cluster
-            self._run_warp(warp)
+            self._cluster = cluster = warp.cta.cluster
+            cluster.polls = 0
+            cluster.queue.append(warp)
+            self._turn(cluster)
             self._cluster = None
 
-    def _run_warp(self, warp: ResidentWarp) -> None:
-        """Run a warp until it waits, exits, polls or loses its turn."""
-        context, run, address = warp.context, warp.compiled.run, warp.address
+    def _turn(self, cluster: Cluster) -> int:
+        """Run the warps in the queue of a cluster, each until it waits, exits, polls or loses its
+        turn. Returns why that is over: nobody is ready, all only poll, or the cluster gives way."""
+        queue, native = cluster.queue, self.native
+        run, record, address = native.run, queue.record, queue.address
         interrupts = None if self._in_order else self.policy.interrupts
-        context.budget = self.budget
+        record.turn_over = 0
         while True:
-            kind = run(address)
-            if kind == _TRAP:
+            record.polls = cluster.polls
+            started = time.thread_time()
+            kind = run(address, self._budget)
+            native.seconds += time.thread_time() - started
+            cluster.polls = record.polls
+            if record.progress:
+                record.progress = self._idle = 0
+            warp = cluster.warps[record.stopped]
+            if kind == TRAP:
                 if not self._operate(warp):
-                    return
-                if interrupts is not None and warp.runnable and interrupts():
-                    warp.cta.cluster.ready.append(warp)
-                    return
-            elif kind == _BLOCKED:
-                warp.queued = False
-                warp.cta.cluster.polls = 0
-                if context.live != warp.present:
-                    self._exit_lanes(warp)
-                return
-            else:
+                    record.current = 0
+                elif interrupts is not None and warp.runnable and interrupts():
+                    record.current = 0
+                    self._ready.append(warp)
+            elif kind < IDLE:
+                record.current = 0
                 self._stop(warp, kind)
-                return
+            elif kind == LANES_EXITED:
+                self._leave(warp)
+                self._exit_lanes(warp)
+            else:
+                return kind
+
+    def _leave(self, warp: ResidentWarp) -> None:
+        """A warp does not go on: observers close its account before another one runs."""
+        for observer in self.observers:
+            observer.warp_leaves(warp)
 
     def _operate(self, warp: ResidentWarp) -> bool:
         """Do the machine operation at which native code stopped; False if the warp then polls."""
@@ -411,12 +421,13 @@ class Machine:
 
     def _stop(self, warp: ResidentWarp, kind: int) -> None:
         """A warp has exited or used up its budget; raises for a fault or a divergence."""
+        self._leave(warp)
         if kind == _EXIT:
             self._exit(warp)
         elif kind == _YIELD:
             self._poll(warp, ROUNDS_OF_A_BUDGET)
         else:
-            raise self._stop_error(warp, kind)
+            raise stop_error(warp, kind == _DIVERGENCE)
 
     def _wait(self, warp: ResidentWarp, lanes: int, outcome: Waiting | tuple) -> int:
         """Put lanes to sleep until `wake` is called with the key of what they wait for.
@@ -427,6 +438,8 @@ class Machine:
         again = 0
         for waiting in outcome if type(outcome) is tuple else (outcome,):
             blocked = lanes if waiting.lanes is None else waiting.lanes
+            if isinstance(waiting.key, MBarrier):
+                waiting.key.record.watched = 1
             waiting.instruction = self.compiled.block_instruction[context.stop_block]
             if waiting.retry:
                 warp.block(blocked, waiting)
@@ -462,6 +475,8 @@ class Machine:
         self.wake(operation)
 
     def _exit(self, warp: ResidentWarp) -> None:
+        for observer in self.observers:
+            observer.warp_exits(warp)
         cta = warp.cta
         cluster = cta.cluster
         self._idle = cluster.polls = 0
@@ -477,6 +492,8 @@ class Machine:
     def _exit_lanes(self, warp: ResidentWarp) -> None:
         """Lanes have exited since the last look: the cluster barrier waits for them no more."""
         gone = warp.present & ~warp.live
+        if not gone:
+            return
         warp.present = warp.live
         warp.cta.cluster.barrier.exit(warp, gone)
         warp.cta.lanes_exited(warp)
@@ -491,6 +508,8 @@ class Machine:
             )
             while any(not op.completed for op in left) and self.policy.step():
                 pass
+        for observer in self.observers:
+            observer.cluster_ends(cluster)
         del self._resident[cluster.id]
         self._alive -= 1
         self.grid.count_done()
@@ -510,8 +529,14 @@ class Machine:
             mine[0] += theirs[0]
             mine[1] += theirs[1]
         self.counters.update(other.counters)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
         for text, cluster in other._found_in.items():
             self._found_in[text] = min(cluster, self._found_in.get(text, cluster))
+
+    def executed_indices(self) -> set[int]:
+        """Indices of the instructions that were executed."""
+        return {instruction.index for instruction, *_ in self.executed()}
 
     def executed(self) -> Iterator[tuple[Any, str, int, int]]:
         """Every instruction executed: (instruction, statistics class, warps, lanes).
@@ -543,79 +568,10 @@ class Machine:
         instruction = self.compiled.block_instruction[block]
         return error.at(instruction, warp.cta.ctaid, warp.index, lane)
 
-    def _stop_error(self, warp: ResidentWarp, kind: int) -> SimulationError:
-        """The error for a fault or a divergence that native code reported."""
-        context, compiled = warp.context, self.compiled
-        if kind == _DIVERGENCE:
-            return DivergenceError(
-                "lanes of one warp wait for each other at different instructions that all of them "
-                f"must execute together; lanes {context.stop_lanes:#010x} are at the one named here"
-            ).at(compiled.block_instruction[context.stop_block], warp.cta.ctaid, warp.index)
-        fault = warp.fault()
-        text = f"{fault.reason}: {fault.width} bytes at address {fault.address:#x}"
-        if "global" in fault.reason:
-            text += f". {self.memory.nearest(fault.address)}"
-        elif "shared::cta" in fault.reason:
-            text += (
-                f" (CTA rank {fault.address >> 24 & 0xFF}, executed in CTA rank {warp.cta.rank}); "
-                "only .shared::cluster and generic addresses reach other CTAs"
-            )
-        elif "shared" in fault.reason:
-            text += (
-                f" (CTA rank {fault.address >> 24 & 0xFF}, offset {fault.address & 0xFFFFFF:#x}; "
-                f"a CTA has {self.shared_bytes} bytes, of which the first 1024 are the system's)"
-            )
-        instruction = compiled.instructions[context.fault_instruction]
-        error = Misaligned if "misaligned" in fault.reason else MemoryFault
-        if "allocated bytes" in fault.reason:
-            target = warp.cta.cluster.cta(fault.address >> 24 & 0xFF)
-            if not target.running:
-                what = (
-                    f"{fault.width} bytes at its shared offset {fault.address & 0xFFFFFF:#x} are "
-                    "accessed"
-                )
-                error, text = CtaExited, target.gone(what)
-        return error(text).at(instruction, warp.cta.ctaid, warp.index, fault.lane)
-
     def residents(self) -> list[Cluster]:
         """The clusters that have begun and not ended."""
         return list(self._resident.values())
 
     def hang(self, clusters: Iterable[Cluster]) -> Hang:
         """The error that says what these clusters, the only ones left, wait for."""
-        left = sorted(clusters, key=lambda cluster: cluster.id)
-        warps = [warp for cluster in left for warp in cluster.warps]
-        # Who waits for registers comes first: the others often wait for such a warp.
-        warps.sort(key=lambda warp: not _waits_for_registers(warp))
-        lines = [line for warp in warps for line in _waiting_lines(warp)]
-        shown = lines[:LISTED_WARPS]
-        if len(lines) > LISTED_WARPS:
-            shown.append(f"  and {len(lines) - LISTED_WARPS} more")
-        return Hang(
-            "the launch hangs: no warp can go on and no asynchronous operation is in flight; "
-            f"{len(left)} clusters are resident, {self.grid.done} of {self.clusters} are "
-            "done. Waiting:\n" + "\n".join(shown)
-        )
-
-
-def _waits_for_registers(warp: ResidentWarp) -> bool:
-    return any(isinstance(waiting.key, RegisterPool) for _, waiting in warp.all_waiting())
-
-
-def _waiting_lines(warp: ResidentWarp) -> list[str]:
-    """What the lanes of a warp wait for, one line for each thing."""
-    name = f"  CTA {warp.cta.ctaid} warp {warp.index}"
-    lines = []
-    for lanes, waiting in warp.all_waiting():
-        instruction = waiting.instruction
-        source = f", {instruction.source[0]}:{instruction.source[1]}" if instruction.source else ""
-        lines.append(
-            f"{name} lanes {lanes:#010x} at `{instruction.text}` (PTX line {instruction.line}"
-            f"{source}) waits for {waiting.describe()}"
-        )
-    if not lines and warp.live:
-        lane = (warp.live & -warp.live).bit_length() - 1
-        instruction = warp.instruction_of(lane)
-        text = f"polls near `{instruction.text}` (PTX line {instruction.line})"
-        lines.append(f"{name} lanes {warp.live:#010x} {text}")
-    return lines
+        return hang_of(clusters, self.grid.done, self.clusters)

@@ -40,6 +40,7 @@ class Host(Protocol):
     shared_bytes: int
     registers_at_launch: int
     cluster_grid: tuple[int, ...]
+    explicit_cluster: bool
     resident: int
 
     def cluster_position(self, number: int) -> tuple[int, int, int]:
@@ -51,8 +52,8 @@ class Host(Protocol):
     def ctaid(self, number: int, rank: int) -> tuple[int, int, int]:
         """Coordinates in the grid of the CTA of a rank in a cluster."""
 
-    def ready_list(self) -> Any:
-        """Where a cluster keeps its ready warps."""
+    def new_queues(self) -> tuple[Any, Any]:
+        """What native code sees of a new cluster, and where its ready warps go."""
 
     def new_mbarrier(self, cta: Cta, address: int, count: int) -> MBarrier:
         """The object of an mbarrier that a CTA initialises."""
@@ -268,6 +269,7 @@ class Cluster:
     id: number in the grid, x fastest. ctas: by rank. warps: of all CTAs. smem: uint8 (CTAs,
     bytes), index = shared offset. limits: bytes of each row that may be accessed, 0 once the CTA
     has exited.
+    queue: what native code sees of the cluster, with its queue; ready: where its ready warps go.
     mbarriers: shared address -> barrier, of CTAs that have not exited. adversary: the policy if it
     makes waits fail spuriously, else None.
     """
@@ -283,7 +285,7 @@ class Cluster:
         self.mbarriers: dict[int, MBarrier] = {}
         self.adversary = machine.policy if machine.policy.random_order else None
         self.position = machine.cluster_position(number)
-        self.ready = machine.ready_list()
+        self.queue, self.ready = machine.new_queues()
         self.queued = False
         self.polls = 0
         environment = Environment(
@@ -368,5 +370,5 @@ def special_registers(
         "%nwarpid": -(-machine.threads // 32),
         "%dynamic_smem_size": config.dynamic_smem,
         "%total_smem_size": machine.shared_bytes,
-        "%is_explicit_cluster": int(size > 1),
+        "%is_explicit_cluster": int(machine.explicit_cluster),
     }

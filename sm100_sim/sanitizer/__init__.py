@@ -1,7 +1,6 @@
 """The sanitizer: races, lifetime and synchronisation errors of a launch (docs/sanitizer.md)."""
 
 from .findings import Finding
-from .machine import READINGS, SanitizedMachine
-from .native_machine import machine_for
+from .watch import READINGS, Reading, Watch
 
-__all__ = ["READINGS", "Finding", "SanitizedMachine", "machine_for"]
+__all__ = ["READINGS", "Finding", "Reading", "Watch"]

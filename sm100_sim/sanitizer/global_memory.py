@@ -115,7 +115,7 @@ class GlobalWrites:
             count = -(-int(self._ends[index] - self._starts[index]) // GRANULE)
             plane = self._planes[index] = np.zeros(count + 1, np.int32)
             self._ranges[index].plane = plane.ctypes.data
-            self._sanitizer.machine.follow_writes()
+            self._sanitizer.follow_writes()
         return plane, int(self._starts[index])
 
     def _by_range(self, addresses: np.ndarray) -> list[np.ndarray]:

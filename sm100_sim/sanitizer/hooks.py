@@ -47,13 +47,15 @@ def _hook(*rules: Rule) -> Callable:
     return decorate
 
 
-def wrapped(compiled: Any, sanitizer: Sanitizer) -> list[Executor | None]:
-    """The kernel's executors, each followed by the sanitizer."""
+def wrapped(
+    compiled: Any, executors: list[Executor | None], sanitizer: Sanitizer
+) -> list[Executor | None]:
+    """The executors of a kernel, each followed by the sanitizer."""
     return [
         None if execute is None
         else sanitizer.bind_omitted(instruction) if instruction.index == sanitizer.omitted
         else _bind(instruction, execute, compiled, sanitizer)
-        for instruction, execute in zip(compiled.instructions, compiled.executors, strict=True)
+        for instruction, execute in zip(compiled.instructions, executors, strict=True)
     ]
 
 

@@ -46,6 +46,9 @@ class Rules(Protocol):
     def flush(self, state: Any, run: Any = None) -> None:
         """Record the MMAs of a warp's open chain."""
 
+    def follow_writes(self) -> None:
+        """The launch has written to a range of global memory for the first time."""
+
     def offering(self, state: Any) -> None:
         """A warp is about to publish what it knows."""
 

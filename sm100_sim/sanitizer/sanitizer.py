@@ -17,6 +17,7 @@ import numpy as np
 from sm100_sim.errors import LaunchError
 from sm100_sim.isa.columns import Effect, MemoryAccess, require_complete
 from sm100_sim.isa.table import row_of
+from sm100_sim.run.in_step import has_native_chain, native_chain
 from sm100_sim.state.events import AsyncOp
 from sm100_sim.translate.access_log import AccessLog
 from sm100_sim.translate.blocks import tensor_loads
@@ -24,11 +25,12 @@ from sm100_sim.translate.blocks import tensor_loads
 from . import findings, footprints
 from .barriers import WatchedBarrier
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, MMA, WAIT, Layout
+from .engine import native_drain
 from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
 from .launch_control import Responses
-from .shadow import Access, signal_detail
+from .shadow import Access, raise_failure, signal_detail
 from .state import ClusterState, CtaState, WarpState
 from .stretches import Stretches
 from .tensor_maps import TensorMaps
@@ -90,10 +92,9 @@ class Sanitizer:
 
     omitted = -1
 
-    def __init__(self, machine: Any, strict: bool) -> None:
+    def __init__(self, machine: Any, reading: Any) -> None:
         self.machine = machine
-        self.strict = strict
-        self.in_order = machine.in_order
+        self.strict, self.in_order = reading
         ctas = math.prod(machine.config.cluster)
         self.layout = Layout(ctas, -(-machine.threads // 32))
         self.tensor_entries = self.layout.tensor()
@@ -178,6 +179,7 @@ class Sanitizer:
 
     def begin(self, warp: Any, instruction: Any) -> WarpState:
         """A warp executes a machine operation: first comes what it did natively."""
+        raise_failure()
         state = self.state(warp)
         self.actor = self.running = state
         self._join(state)
@@ -203,8 +205,18 @@ class Sanitizer:
 
     def drain(self) -> None:
         """Record the native accesses of the running warp."""
-        self._join(self.running)
-        self._note_all(self.running, self.log.records())
+        # Native code may have gone from warp to warp since Python was asked last.
+        warp = self.machine.current_warp()
+        if warp is not None:
+            self.running = self.state(warp)
+        state = self.running
+        self._join(state)
+        # Python does what native code leaves to it, and that goes on behind it.
+        while self.log.waiting:
+            if not self.log.failed and native_drain()(state.warp.address):
+                break
+            self._note_all(state, self.log.first())
+        raise_failure()
 
     def _join(self, state: WarpState) -> None:
         """Take in the result of the barrier that a warp has passed last."""
@@ -598,7 +610,9 @@ class Sanitizer:
     def flush(self, state: WarpState, run: Any = None) -> None:
         """Record the MMAs of the warp's open chain that have not been recorded."""
         instruction = state.instruction
-        if run is None:
+        if run is None and has_native_chain(state.warp):
+            state.instruction, run = native_chain(state.warp)
+        elif run is None:
             chain = state.warp.cta.tmem.open_chains.get(state.warp.index)
             if not chain:
                 return
@@ -626,6 +640,11 @@ class Sanitizer:
                 memory.update(region, results, frontier)
             else:
                 memory.touch(region, results, frontier)
+
+    def follow_writes(self) -> None:
+        """Leave loads from memory that the launch has written to to Python."""
+        for tile_map in self.machine.native.maps:
+            tile_map.written = self.writes.has_plane(tile_map.address)
 
     def end_cluster(self, number: int) -> None:
         """All CTAs of a cluster have exited: its state goes."""

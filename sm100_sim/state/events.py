@@ -107,6 +107,8 @@ class EagerPolicy:
 
     name = "eager"
     seed: int | None = None
+    #: Whether operations take effect where they are issued; native code may then perform them.
+    at_once = True
     #: Whether the order of warps is random: the run loop then asks `choose` and `interrupts`.
     random_order = False
 
@@ -164,6 +166,7 @@ class LazyPolicy(EagerPolicy):
     """Operations take effect as late as allowed: when no warp can run, oldest first."""
 
     name = "lazy"
+    at_once = False
 
     def __init__(self) -> None:
         super().__init__()

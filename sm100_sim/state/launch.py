@@ -20,6 +20,7 @@ class LaunchConfig:
     `moves_registers` whether it has setmaxnreg, taken for granted where it is not known.
     `shared_limit`: bytes of dynamic shared memory that the kernel's attributes allow;
     `non_portable_cluster`: whether they allow clusters of more than 8 CTAs.
+    `explicit_cluster`: whether a launch attribute names the shape of clusters, be it one CTA.
     """
 
     kernel_name: str
@@ -36,3 +37,4 @@ class LaunchConfig:
     moves_registers: bool = True
     shared_limit: int = SHARED_OPT_IN
     non_portable_cluster: bool = True
+    explicit_cluster: bool = False

@@ -47,7 +47,7 @@ class TraceEntry:
 class Trace:
     """Collects `entries`; an instruction that waits is recorded once, when it is through.
 
-    shared_accesses: as in `Report`, filled by `traced_machine`.
+    shared_accesses: as in `Report`, filled by `observer.Tracer`.
     """
 
     def __init__(self) -> None:
@@ -57,15 +57,15 @@ class Trace:
         #: Warp -> blocks executed since its last entry.
         self._blocks: dict[Any, Counter[int]] = {}
 
-    def wrapped(self, compiled: Any) -> list[Callable | None]:
-        """The kernel's executors, those of recorded instructions followed by a note here."""
+    def wrapped(
+        self, instructions: list[Any], executors: list[Callable | None]
+    ) -> list[Callable | None]:
+        """The executors by instruction, those of recorded instructions followed by a note here."""
         return [
             None if execute is None
             else self._accounting(execute) if row_of(instruction).trace is Recorded.NOTHING
             else self._recording(instruction, execute)
-            for instruction, execute in zip(
-                compiled.instructions, compiled.executors, strict=True
-            )
+            for instruction, execute in zip(instructions, executors, strict=True)
         ]
 
     def _account(self, warp: Any) -> Counter[int]:

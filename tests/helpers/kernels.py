@@ -30,18 +30,20 @@ def kernel_text(body: str, arrays: int) -> str:
 
 def run_kernel_text(
     body: str, arrays: list[np.ndarray] | tuple = (), *, grid=(1, 1, 1), block=(32, 1, 1),
-    cluster=(1, 1, 1), dynamic_smem: int = 4096, registers: int | None = None, **options,
+    cluster=(1, 1, 1), dynamic_smem: int = 4096, registers: int | None = None,
+    explicit_cluster: bool = False, **options,
 ) -> Report:
     """Launch `body`; parameter i is the address of arrays[i], already loaded into %rd(8 + i).
 
-    registers: a thread, at launch; None: as many as fit.
+    registers: a thread, at launch; None: as many as fit. explicit_cluster: also of one CTA.
     """
     ptx = kernel_text(body, len(arrays))
     pointers = [array.__array_interface__["data"][0] for array in arrays]
     kernel = parsed_kernel(ptx, "test")
     parameters = parameter_buffer(kernel, [np.uint64(p).tobytes() for p in pointers])
     config = LaunchConfig(
-        "test", grid, block, cluster, dynamic_smem, (), ptx=ptx, registers=registers
+        "test", grid, block, cluster, dynamic_smem, (), ptx=ptx, registers=registers,
+        explicit_cluster=explicit_cluster,
     )
     ranges = [
         (pointer, pointer + array.nbytes, f"p{i}")

@@ -10,7 +10,7 @@ import numpy as np
 from sm100_sim.native import layout
 from sm100_sim.native.operands import CONSTANT
 from sm100_sim.run.blas import sgemm
-from sm100_sim.run.native_machine import SCRATCH
+from sm100_sim.run.native_state import SCRATCH
 from sm100_sim.state.warp import aligned_zeros
 from sm100_sim.translate.kernel import routine_address
 

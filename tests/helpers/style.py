@@ -64,6 +64,23 @@ ROOMS = {
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
     "bench": ("fa4_hd256/check", *_CHECK),
 }
+#: Rooms of the simulator, from the lowest: each imports those of lower rows alone.
+SIMULATOR = (
+    ("causes", "devices", "native", "ptx", "settings"),
+    ("errors",),
+    ("state",),
+    ("host", "isa"),
+    ("translate",),
+    ("run",),
+    ("sanitizer", "trace"),
+    ("report",),
+    ("launcher",),
+    ("ptx_launcher",),
+    ("attach", "tools"),
+    ("mutation",),
+    ("timing",),
+    ("__main__",),
+)
 TOPS = tuple(sorted({room.split("/")[0] for room in ROOMS}))
 #: Packages whose modules import each other in no circle, not even inside functions.
 WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim")
@@ -165,14 +182,30 @@ def _circles(graph: dict[str, set[str]]) -> list[str]:
     return [f"import circle: {', '.join(group)}" for group in sorted(groups)]
 
 
+def _upwards(module: str, imported: set[str]) -> list[str]:
+    """What a module of the simulator imports from its own row of `SIMULATOR` or a higher one."""
+    rows = {room: row for row, rooms in enumerate(SIMULATOR) for room in rooms}
+    room = f"{module}/".split("/")[1]
+    found = []
+    for name in sorted(imported):
+        top, _, rest = name.partition("/")
+        other = rest.split("/")[0]
+        if top == "sm100_sim" and room in rows and other != room:
+            if rows.get(other, len(SIMULATOR)) >= rows[room]:
+                found.append(f"{module} imports {name}, which is no lower room of the simulator")
+    return found
+
+
 def imports(root: Path) -> list[str]:
-    """Imports between rooms that `ROOMS` does not allow, and import circles."""
+    """Imports between rooms that `ROOMS` or `SIMULATOR` does not allow, and import circles."""
     graph, found = import_graph(root), []
     for module, imported in sorted(graph.items()):
         room = _room(module)
         for name in sorted(imported):
             if _room(name) not in (room, *ROOMS[room]):
                 found.append(f"{module} (room {room}) imports {name} (room {_room(name)})")
+        if module.startswith("sm100_sim/"):
+            found += _upwards(module, imported)
     inside = {m: names for m, names in graph.items() if m.split("/")[0] in WITHOUT_CIRCLES}
     return found + _circles(inside)
 

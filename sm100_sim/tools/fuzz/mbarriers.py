@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sm100_sim.tools.golden.rules_cluster import BULK_REDUCTIONS
+
 from .arithmetic import Registers
 from .program import Launch, Piece, Program, Writer, random_words, writer
 from .shared import Phases
 from .straight import finish
 
 _THREADS = 64
-_REDUCTIONS = ("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32",
-               "or.b32", "xor.b32", "inc.u32", "dec.u32", "add.u64")
 
 
 @dataclass
@@ -136,7 +136,7 @@ class _Arrivals(Phases):
     def _combined(self) -> str:
         """A bulk reduction of one half of the tile into the other."""
         choose = self.w.random
-        size, form = 16 * choose.randrange(1, 64), choose.choice(_REDUCTIONS)
+        size, form = 16 * choose.randrange(1, 64), choose.choice(BULK_REDUCTIONS)
         target = 4096 + 16 * choose.randrange((4096 - size) // 16 + 1)
         init, address = self.barrier(1)
         first, state, here, there, read = (
@@ -165,5 +165,7 @@ def arrivals(seed: int) -> Program:
     phases = _Arrivals(w, registers, _THREADS)
     pieces = [phases.phase() for _ in range(w.random.randrange(2, 5))]
     head = f"{phases.head()}.reg .b64 %more_in;\nld.param.u64 %more_in, [p1];\n"
-    return finish(w, registers, "arrivals", seed, pieces, Launch(1, _THREADS), extra_head=head,
+    # Bulk reductions into shared::cluster need a launch of clusters, be they of one CTA.
+    launch = Launch(1, _THREADS, directives=".reqnctapercluster 1, 1, 1\n")
+    return finish(w, registers, "arrivals", seed, pieces, launch, extra_head=head,
                   extra_inputs=(random_words(w.random, 512),), may_hang=True)

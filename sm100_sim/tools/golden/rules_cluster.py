@@ -13,6 +13,11 @@ _ARRIVAL = "an arrival on a peer's barrier counts there, whatever its semantics 
 _GONE = "shared memory of a CTA that has exited"
 _FLIGHT = "what a CTA has in flight when it exits"
 _DESTINATION = "the barrier of a copy is in the CTA of its destination"
+_REDUCED = "a bulk reduction between shared memories"
+#: Operations and types of cp.reduce.async.bulk in shared memory (PTX ISA, "cp.reduce.async.bulk").
+BULK_REDUCTIONS = ("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32",
+                   "or.b32", "xor.b32", "inc.u32", "dec.u32", "add.u64")
+_ALONE = "shared::cluster in a CTA that has no other"
 _CONTENTS = "what an mbarrier is given beyond its range"
 
 
@@ -44,6 +49,7 @@ def cases() -> Iterator[Case]:
     """All cases of this module."""
     yield from _arrivals()
     yield from _copies()
+    yield from _reductions()
     yield from _exits()
     yield from _ranges()
 
@@ -123,6 +129,48 @@ def _copies() -> Iterator[Case]:
                 {0: [_EXPECT, asked(0), _seen()],
                  2: [_once(_PLACES + "mov.u32 %r19, 24;\n" + _push("%r19", "%r16"))]},
                 "a size that is not a multiple of 16", end=MEET_CLUSTER)
+
+
+def _reduce(form: str, target: str, barrier: str) -> str:
+    return _once(_PLACES + "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx"
+                 f"::bytes.{form} [{target}], [%r16], 128, [{barrier}];")
+
+
+def _reductions() -> Iterator[Case]:
+    for form in BULK_REDUCTIONS:
+        yield _pair(f"bulk {form} into the peer", _REDUCED,
+                    {0: [_EXPECT, asked(0), _seen()], 2: [_reduce(form, "%far", "%near")]},
+                    end=MEET_CLUSTER)
+    own = "mov.u32 %far, tile;\nadd.u32 %far, %far, 512;\nmov.u32 %near, bar;\n"
+    mapped = own + ("mapa.shared::cluster.u32 %far, %far, %rank;\n"
+                    "mapa.shared::cluster.u32 %near, %near, %rank;\n")
+    for name, place in (("itself", own), ("itself, by mapa", mapped)):
+        for launch, directives in (("without a cluster", ""),
+                                   ("in a cluster of one", ".reqnctapercluster 1, 1, 1")):
+            yield from _alone(f"{name}, {launch}", place, directives)
+        text = _reduce("add.u32", "%far", "%near").replace("cp.reduce", f"{place}cp.reduce")
+        yield _pair(f"bulk add.u32 into {name}", _REDUCED, {0: [_EXPECT, text, asked(0), _seen()]},
+                    end=MEET_CLUSTER)
+        copy = _once(_PLACES + place + _push(128, "%r16"))
+        yield _pair(f"copy into {name}", _DESTINATION, {0: [_EXPECT, copy, asked(0), _seen()]},
+                    end=MEET_CLUSTER)
+
+
+def _alone(name: str, place: str, directives: str) -> Iterator[Case]:
+    """What goes through shared::cluster in a CTA that has no other."""
+    four = _once("mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 4;")
+    stored = _once(place + "mov.u32 %r18, 4711;\nst.async.weak.shared::cluster.mbarrier::"
+                   "complete_tx::bytes.u32 [%far], %r18, [%near];")
+    arrive = _once(f"{place}mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%near];")
+    for kind, script in (
+        ("bulk add.u32", [_EXPECT, _reduce("add.u32", "%far", "%near").replace(
+            "cp.reduce", f"{place}cp.reduce"), asked(0), _seen()]),
+        ("copy", [_EXPECT, _once(_PLACES + place + _push(128, "%r16")), asked(0), _seen()]),
+        ("st.async", [four, stored, asked(0), _seen()]),
+        ("arrive", [arrive, asked(0), _seen()]),
+    ):
+        yield scripted(f"cluster/{kind} into {name}", _ALONE, {0: script}, block=64,
+                       shared=_SHARED, start=_start(), end=MEET_CLUSTER, directives=directives)
 
 
 def _exits() -> Iterator[Case]:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from bench.commands import contention
-from bench.model import forward as modelled
+from bench.model.forward import Kernel
 from bench.model.replays import Paths
+from bench.model.tiles import ForwardTiling
 from bench.suite import FORWARD, Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
@@ -16,10 +17,10 @@ MACHINE = load("b200")
 CASE = Case("dense", ((1024, 1024),), 37, 37, False)
 
 
-def kernel(use_clc: bool) -> modelled.Kernel:
+def kernel(use_clc: bool) -> Kernel:
     """Every tile takes a million clocks, so that neither HBM nor power binds."""
-    return modelled.Kernel(
-        "ours", 256, 256, 2, "dynamic" if use_clc else "static", [MACHINE.values()],
+    return Kernel(
+        "ours", ForwardTiling("dynamic" if use_clc else "static"), [MACHINE.values()],
         [TileCosts(begin=0.0, each=1e6, rate=0.0)], paths=Paths(0, int(use_clc)),
     )  # fmt: skip
 
@@ -27,7 +28,7 @@ def kernel(use_clc: bool) -> modelled.Kernel:
 @pytest.fixture
 def rows():
     predictor = SimpleNamespace(
-        machine=MACHINE, kernel=lambda provider, kind, use_clc: kernel(use_clc)
+        machine=MACHINE, forward=lambda provider, case, use_clc: kernel(use_clc)
     )
     found = contention.modelled_rows(CASE, predictor, FORWARD, (1, 37))
     contention.table(found)

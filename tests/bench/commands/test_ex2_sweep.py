@@ -8,8 +8,10 @@ import pytest
 from bench.__main__ import main
 from bench.commands import ex2_sweep
 from bench.commands.ex2_sweep import Error, Times
-from bench.model import forward as modelled
+from bench.model.forward import Kernel
+from bench.model.ours import Ours
 from bench.model.replays import Paths
+from bench.model.tiles import ForwardTiling
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim.timing.machine_constants import load
@@ -120,11 +122,11 @@ def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
     """The whole command with one mix, replayed on one tile; costs of hardware exp2 are given."""
     pytest.importorskip("numba")
     values = load("b200").values()
-    base = modelled.Kernel(
-        "ours", 256, 256, 2, "static", [values], [TileCosts(7000.0, 1500.0, 1.04)],
-        paths=Paths(3, 1000),
+    base = Kernel(
+        "ours", ForwardTiling("static"), [values], [TileCosts(7000.0, 1500.0, 1.04)],
+        Paths(3, 1000),
     )  # fmt: skip
-    monkeypatch.setattr(ex2_sweep.workload, "our_kernel", lambda *given: base)
+    monkeypatch.setattr(Ours, "forward", lambda *given: base)
     monkeypatch.setattr(ex2_sweep, "SAMPLE", (256, 1))
     table = tmp_path / "tuning.json"
     # A mix that tests of the kernel compile, too.

@@ -13,9 +13,11 @@ from bench.__main__ import main
 from bench.commands import ladder
 from bench.measure.providers import PyTorchSdpa
 from bench.measure.timer import Sampling, State
-from bench.model import forward as modelled
-from bench.model import workload
+from bench.model.calls import Kind
+from bench.model.forward import Kernel
+from bench.model.ours import Ours
 from bench.model.replays import Paths
+from bench.model.tiles import ForwardTiling
 from bench.suite import Case
 from fa4_hd256 import ForwardConfig
 from sm100_sim.timing.problem import TileCosts
@@ -116,17 +118,15 @@ def test_simulated_error_of_a_rung():
 def test_command(tmp_path, monkeypatch, capsys):
     """The modelled way, with costs that depend on the configuration in place of replays."""
 
-    def our_kernel(variant, machine, draws):
-        assert variant.kind == workload.Kind(True) and variant.samples == ladder.SAMPLES
+    def forward(self, variant, machine, draws):
+        assert variant.kind == Kind(True) and variant.samples == ladder.SAMPLES
         rate = 3.0 / variant.config.s_stages
-        shape = ("ours", 256, 256, 2, "dynamic" if variant.use_clc else "static")
+        tiling = ForwardTiling(variant.policy, ordered=variant.config.ordered_tiles)
         costs = [TileCosts(5000.0, 2000.0, rate)] * (draws + 1)
-        return modelled.Kernel(
-            *shape, [machine.values()] * (draws + 1), costs, variant.config.ordered_tiles,
-            paths=Paths(0, 7 + variant.config.s_stages),
-        )  # fmt: skip
+        paths = Paths(0, 7 + variant.config.s_stages)
+        return Kernel("ours", tiling, [machine.values()] * (draws + 1), costs, paths)
 
-    monkeypatch.setattr(workload, "our_kernel", our_kernel)
+    monkeypatch.setattr(Ours, "forward", forward)
     monkeypatch.setattr(ladder, "simulated_error", lambda rung, causal: RIGHT)
     files = {name: tmp_path / f"ladder.{name}" for name in ("json", "md", "svg")}
     arguments = ["ladder", "--causal", "--modelled", "--jobs", "1", "--json", str(files["json"]),

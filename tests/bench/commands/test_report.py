@@ -7,7 +7,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.tables import results
-from bench.tables.results import Column, Plot, Table
+from bench.tables.table import Column, Plot, Table
 
 pytest.importorskip("cutlass")
 

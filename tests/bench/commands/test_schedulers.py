@@ -9,8 +9,9 @@ from fake_timer import FakeTimer
 
 from bench import suite
 from bench.commands import schedulers
-from bench.model import forward as modelled
+from bench.model.forward import Kernel
 from bench.model.replays import Paths
+from bench.model.tiles import ForwardTiling
 from bench.suite import BACKWARD, FORWARD, Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
@@ -23,14 +24,14 @@ MACHINE = load("b200")
 class FakePredictor:
     machine = MACHINE
 
-    def kernel(self, provider, kind, use_clc):
+    def forward(self, provider, case, use_clc):
         values = [MACHINE.values()] * 2
         costs = [TileCosts(7000.0, 1500.0, rate) for rate in (1.04, 1.1)]
         policy = "dynamic" if use_clc else "static"
         paths = Paths(int(use_clc), 40 + use_clc)
-        return modelled.Kernel(provider, 256, 256, 2, policy, values, costs, paths=paths)
+        return Kernel(provider, ForwardTiling(policy), values, costs, paths)
 
-    def backward(self, provider, kind, use_clc):
+    def backward(self, provider, case, use_clc):
         return FakeBackward(use_clc)
 
 

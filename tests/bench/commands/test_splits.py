@@ -8,28 +8,27 @@ import torch
 from fake_timer import FakeTimer
 
 from bench.commands import splits
-from bench.model import forward as modelled
-from bench.model import workload
+from bench.model.calls import default_splits
+from bench.model.flash_attn_4 import split_numbers
+from bench.model.forward import combine_seconds
+from bench.model.machines import B200
 from bench.model.predictor import Predicted
 from bench.model.replays import Paths
+from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
 from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
 
 pytest.importorskip("cutlass")
 
 MACHINE = load("b200")
 VALUES = MACHINE.values()
-COSTS = TileCosts(7000.0, 1500.0, 1.04)
-KERNEL = modelled.Kernel(
-    "ours", 256, 256, 2, "static", [VALUES], [COSTS], packs_heads=True, num_splits=1
-)
+TILING = ForwardTiling("static", packs_heads=True)
 STEP_CLOCKS = 2048
 DECODING = Case("decoding", ((1, 2048),) * 8, 16, 2, True)
 
 
 def test_parts_share_the_work_and_the_keys():
-    whole, parts = (workload.tiles(DECODING, replace(KERNEL, num_splits=n)) for n in (1, 5))
+    whole, parts = (forward_tiles(DECODING, replace(TILING, num_splits=n)) for n in (1, 5))
     assert len(whole) == 16 and len(parts) == 80
     # 16 steps in 5 parts: 3, 3, 3, 3, 4.
     assert sorted(tile.work for tile in parts) == [3 * STEP_CLOCKS] * 64 + [4 * STEP_CLOCKS] * 16
@@ -40,9 +39,9 @@ def test_parts_share_the_work_and_the_keys():
 def test_parts_of_a_window_hold_its_masked_steps_where_they_are():
     """1500 keys that end in the sequence's last one: 12 steps, masked at both ends for 32 rows."""
     case = Case("window", ((32, 8192),), 1, 1, True, (1499, None))
-    tiles = workload.tiles(case, replace(KERNEL, num_splits=4))
+    tiles = forward_tiles(case, replace(TILING, num_splits=4))
     masked = [tile.masked / STEP_CLOCKS for tile in tiles]
-    (whole,) = workload.tiles(case, KERNEL)
+    (whole,) = forward_tiles(case, TILING)
     assert sum(tile.work for tile in tiles) == whole.work
     assert sum(masked) * STEP_CLOCKS == whole.masked
     assert masked[0] and masked[3] and not masked[1] and not masked[2]
@@ -50,12 +49,12 @@ def test_parts_of_a_window_hold_its_masked_steps_where_they_are():
 
 def test_a_window_reads_the_keys_that_it_sees():
     case = Case("window", ((1, 65536),), 8, 4, True, (1023, None))
-    (tile, *_) = workload.tiles(case, KERNEL)
+    (tile, *_) = forward_tiles(case, TILING)
     assert tile.shared_bytes == 4 * 256 * 1024
 
 
 def test_the_second_kernel_is_a_launch_and_its_bytes():
-    seconds = [workload.combine_seconds(DECODING, n, VALUES) for n in (4, 8)]
+    seconds = [combine_seconds(DECODING, n, VALUES) for n in (4, 8)]
     launch = VALUES.launch_us * 1e-6
     nbytes = 8 * 16 * (4 * 1028 + 516)
     assert seconds[0] - launch == pytest.approx(nbytes / VALUES.hbm_terabytes / 1e12)
@@ -77,25 +76,17 @@ class FakePredictor:
         return Predicted(np.array([40.0, 44.0]) * 1e-6, None)
 
     def predict_forward(self, provider, case, use_clc, number):
+        """flash-attn-4's 16 tiles of 128 rows: 20 microseconds more than ours, least at 5 parts."""
+        if provider == splits.THEIRS:
+            seconds = 20.0 + 4 * abs(number - 5)
+            return Predicted(np.array([seconds, seconds + 2]) * 1e-6, None, Paths(number, 0))
         assert use_clc, "the default of a causal mask"
         turns = -(-16 * number // 74)
         steps = turns * -(-case.seqlen_k // 128 // number) + 4 * (number > 1)
         return Predicted(np.array([8.0 + steps, 9.0 + steps]) * 1e-6, None, Paths(0, number))
 
 
-@pytest.fixture
-def divided_by_them(monkeypatch):
-    """flash-attn-4's 16 tiles of 128 rows: 20 microseconds more than ours, least at 5 parts."""
-
-    def predict(case, kernel, number):
-        seconds = 20.0 + 4 * abs(number - 5)
-        return Predicted(np.array([seconds, seconds + 2]) * 1e-6, None, Paths(number, 0))
-
-    monkeypatch.setattr(splits.their_splits, "kernel", lambda case, machine, draws: None)
-    monkeypatch.setattr(splits.their_splits, "predict", predict)
-
-
-def test_a_modelled_row(divided_by_them):
+def test_a_modelled_row():
     row = splits.modelled_row(DECODING, FakePredictor())
     assert row["parts"] == 4 and row["best"] == 4 and row["behind"] == 0
     assert row["1"] == pytest.approx(24) and row["4"] == pytest.approx(16)
@@ -126,7 +117,7 @@ def test_a_modelled_row(divided_by_them):
     ],
 )
 def test_their_rule(case, numbers):
-    assert splits.their_splits.numbers(case, 148) == numbers
+    assert split_numbers(case, 148) == numbers
 
 
 def test_their_rule_is_what_their_interface_does():
@@ -140,13 +131,13 @@ def test_their_rule_is_what_their_interface_does():
 
 def test_their_parts_are_equal_but_for_the_last():
     """16 steps in 5 parts: 4, 4, 4, 4, none."""
-    kernel = replace(KERNEL, rows=128, cluster=1, policy="single", num_splits=5, equal_parts=True)
-    tiles = workload.tiles(DECODING, kernel)
+    tiling = replace(TILING, rows=128, cluster=1, policy="single", num_splits=5, equal_parts=True)
+    tiles = forward_tiles(DECODING, tiling)
     assert sorted(tile.work for tile in tiles) == [0] * 16 + [4 * STEP_CLOCKS] * 64
 
 
 def test_the_default_cases_reach_both_sides_of_the_rule():
-    chosen = {workload.default_splits(case, modelled.B200) for case in splits.default_cases()}
+    chosen = {default_splits(case, B200) for case in splits.default_cases()}
     assert {1, 32} < chosen
     assert {case.group for case in splits.default_cases()} == {"decoding", "chunk", "window"}
 

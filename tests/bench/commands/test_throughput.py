@@ -15,9 +15,11 @@ from bench.measure import checking, providers
 from bench.measure import timer as measuring
 from bench.measure.timer import Sampling, State
 from bench.model import predictor as predicting
-from bench.model import workload
+from bench.model.calls import Kind
+from bench.model.ours import Ours
 from bench.model.predictor import Predicted
 from bench.model.replays import Paths
+from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.check import reference
 from sm100_sim.timing.machine_constants import load
@@ -233,23 +235,23 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
         def paths_of(self, case):
             return Paths(1, case.seqlen_q)
 
-    def ours(variant, machine, draws):
+    def ours(self, variant, machine, draws):
         asked.append((variant.kind, variant.use_clc, machine.name, draws))
         return Attention()
 
-    monkeypatch.setattr(predicting.modelled_backward, "our_backward", ours)
+    monkeypatch.setattr(Ours, "backward", ours)
     predictor = predicting.Predictor(load("b200"), 1)
     for case in (CAUSAL, CAUSAL, PACKED, DENSE):
         found = predictor.predict("ours", case, BACKWARD)
     assert asked == [
-        (workload.Kind(CAUSAL.causal), True, "b200", 1),
-        (workload.Kind.of(PACKED), PACKED.causal, "b200", 1),
-        (workload.Kind(DENSE.causal), DENSE.causal, "b200", 1),
+        (Kind(CAUSAL.causal), True, "b200", 1),
+        (Kind.of(PACKED), PACKED.causal, "b200", 1),
+        (Kind(DENSE.causal), DENSE.causal, "b200", 1),
     ]
     assert list(found.seconds) == [DENSE.seqlen_q * 1e-6, 1.0] and found.bound is None
     assert found.paths == Paths(1, DENSE.seqlen_q)
     assert "measured only" in predictor.refuses("cuDNN", CAUSAL, FORWARD)
-    monkeypatch.setattr(predicting.flash_attn_4, "unavailable", lambda: None)
+    monkeypatch.setattr(flash_attn_4, "unavailable", lambda: None)
     windowed = replace(CAUSAL, window=(16, None))
     for direction, case, reason in (
         (BACKWARD, CAUSAL, None), (BACKWARD, PACKED, None), (FORWARD, windowed, None),

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from bench.commands import validate
-from bench.model import backward as modelled_backward
-from bench.model import forward as modelled
-from bench.model import workload
+from bench.model import flash_attn_4 as theirs
+from bench.model import ours
 from bench.model.replays import Replayed
+from bench.model.samples import forward_work
 from bench.suite import BACKWARD
 from bench.tables.results import draw
 from sm100_sim.timing.machine_constants import load
@@ -36,8 +36,8 @@ class Known:
 @pytest.fixture
 def tables(monkeypatch):
     known = Known([load().values()])
-    monkeypatch.setattr(modelled, "their_kernel", lambda *arguments: known)
-    monkeypatch.setattr(modelled_backward, "their_backward", lambda *arguments: known)
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(theirs.FlashAttention4, direction, lambda *arguments: known)
     monkeypatch.setattr(validate, "gemm_seconds", lambda size, machine: np.full(3, 1e-3))
     return validate.rates("b200")
 
@@ -74,28 +74,24 @@ def test_replays_outside_the_fit_are_predicted_from_those_inside(monkeypatch):
     def replays(samples, single, extra=1.0):
         found = []
         for sample in samples:
-            tiles = workload._sample_work(sample)
+            tiles = forward_work(sample)
             tiles = [max(tiles)] if single else tiles
             work, masked = (sum(column) for column in zip(*tiles))
             clocks = (0 if single else 8000) + 1700 * len(tiles) + 1.05 * work + 0.2 * masked
             found.append(Replayed(len(tiles), work, (clocks * extra,), 0, 0, masked))
         return found
 
-    def ours(variant, machine, draws):
+    def of_ours(variant, machine, draws):
+        if variant.kernel != "forward":
+            assert variant.use_clc and variant.kind.window and variant.kernel.startswith("kept ")
         outside = variant.samples is not None
-        samples = variant.samples or variant.kind.samples(single=False)
-        return replays(samples, False, 1.02 if outside else 1.0)
+        return replays(variant.chosen_samples(), False, 1.02 if outside else 1.0)
 
-    def theirs(kind, machine, draws, samples=None):
-        return replays(samples or kind.samples(single=True), True)
+    def of_theirs(variant, machine, draws, samples=None):
+        return replays(samples or variant.samples(), True)
 
-    def backward(variant, which, machine, draws, chosen=None):
-        assert variant.use_clc and variant.kind.window and which.startswith("kept ")
-        return replays(chosen or modelled_backward.WINDOW_SAMPLES, False, 1.02 if chosen else 1.0)
-
-    monkeypatch.setattr(modelled_backward, "our_replays", backward)
-    monkeypatch.setattr(workload, "our_replays", ours)
-    monkeypatch.setattr(workload, "their_replays", theirs)
+    monkeypatch.setattr(ours, "replays", of_ours)
+    monkeypatch.setattr(theirs, "replays", of_theirs)
     rows = validate.held_out(load()).rows
     backward_names = ["ours, dK/dV, dS stored"] * 2 + ["ours, dQ from stored dS"] * 2
     assert [row["kernel"] for row in rows] == ["ours"] * 3 + ["flash-attn-4"] * 3 + backward_names

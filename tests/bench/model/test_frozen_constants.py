@@ -4,7 +4,7 @@
 import pytest
 from checkout import ROOT
 
-from bench.tables.results import modelled_machine
+from bench.tables.origin import modelled_machine
 from sm100_sim.timing.machine_constants import load, machines
 
 PAGE = ROOT / "docs" / "timing.md"

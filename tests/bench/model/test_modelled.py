@@ -2,30 +2,32 @@
 
 import numpy as np
 
-from bench.model import forward as modelled
 from bench.model import replays
-from bench.model.forward import Kernel, Shape
-from bench.model.replays import Paths, Replayed, kept, path_figures
+from bench.model.forward import Kernel
+from bench.model.replays import Paths, Replayed, fitted, kept, path_figures
+from bench.model.tiles import ForwardTiling
+from bench.suite import FORWARD, Case
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import TileCosts
 
 MACHINE = load()
 IDEAL = [TileCosts(0.0, 0.0, 1.0)]
 VALUES = [MACHINE.values()._replace(launch_us=0.0, power_tflops=1e9, hbm_terabytes=1e9)]
-FULL, CAUSAL = Shape(2, 4096, 8, 2, False), Shape(2, 4096, 8, 2, True)
+FULL, CAUSAL = (Case("dense", ((4096, 4096),) * 2, 8, 2, causal) for causal in (False, True))
 
 
 def forward():
-    return Kernel("ideal", 256, 256, 2, "static", VALUES, IDEAL)
+    return Kernel("ideal", ForwardTiling("static"), VALUES, IDEAL)
 
 
 def test_flop_by_convention():
-    assert FULL.flop(256) == 4 * 4096**2 * 256 * 16
-    assert CAUSAL.flop(256) == FULL.flop(256) / 2
+    assert FULL.flop(FORWARD) == 4 * 4096**2 * 256 * 16
+    assert CAUSAL.flop(FORWARD) == FULL.flop(FORWARD) / 2
+    assert FULL.flop(FORWARD, 128) == FULL.flop(FORWARD) / 2
 
 
 def test_ideal_full_attention_takes_its_tensor_core_time():
-    found = forward().run(Shape(1, 4096, 74, 74, False))[0]
+    found = forward().run(Case("dense", ((4096, 4096),), 74, 74, False))[0]
     steps = 4096 // 256 * 74 * 4096 // 128 / 74
     assert found.clocks == steps * 2048 and found.balance == 1.0
 
@@ -58,7 +60,7 @@ def test_paths_of_replays_are_added():
 
 def test_costs_of_each_draw():
     rows = [Replayed(1, 1000.0, (1600.0, 1700.0)), Replayed(1, 2000.0, (2700.0, 2900.0))]
-    costs = modelled.fitted(rows, "single")
+    costs = fitted(rows, "single")
     assert np.allclose([(c.each, c.rate) for c in costs], [(500.0, 1.1), (500.0, 1.2)])
 
 

@@ -9,11 +9,22 @@ import torch
 
 import sm100_sim
 from bench.model import backward as modelled_backward
+from bench.model import flash_attn_4 as theirs
+from bench.model import ours, samples
 from bench.model.backward import Backward
-from bench.model.backward_plan import Portion, plan
-from bench.model.backward_tiles import DKDV, DQ, DQ_PRODUCT, DS, ROW, Order, dkdv_tiles, dq_tiles
+from bench.model.calls import Kind, Portion, backward_portions
+from bench.model.machines import B200
 from bench.model.replays import Paths, Replayed
-from bench.model.workload import Kind
+from bench.model.tiles import (
+    DKDV,
+    DQ,
+    DQ_PRODUCT,
+    DS,
+    ROW,
+    BackwardTiling,
+    dkdv_tiles,
+    dq_tiles,
+)
 from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
 from fa4_hd256.check.reference import visible
@@ -27,7 +38,8 @@ IDEAL = [TileCosts(0.0, 0.0, 1.0)]
 VALUES = [MACHINE.values()._replace(launch_us=0.0, power_tflops=1e9, hbm_terabytes=1e9)]
 FULL = Case("test", ((4096, 4096),) * 2, 8, 2, False)
 CAUSAL = replace(FULL, causal=True)
-OURS, THEIRS = Order("static", True, True, 256), Order("single", False, False, 128)
+OURS = BackwardTiling("static", True, True, 256)
+THEIRS = BackwardTiling("single", False, False, 128)
 
 MASKS = [
     (((700, 700),), False, (None, None)),
@@ -183,7 +195,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
         Portion(Case("part", ((512, 1024),), 8, 2, True), 1, False, 2),
         Portion(Case("part", ((300, 300), (40, 40)), 8, 2, True, packed=True), 4, False),
     ]
-    monkeypatch.setattr(modelled_backward, "plan", lambda *given: parts)
+    monkeypatch.setattr(modelled_backward, "backward_portions", lambda *given: parts)
     found = backward(OURS)
     alone = [sum(run[0].seconds for run in found.run(part).values()) for part in parts]
     beside = found._beside(FULL, parts, VALUES[0])
@@ -211,7 +223,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_plan_of_a_backward_is_the_operators(case, ds_bytes, expected):
-    found = plan(case, ds_bytes, modelled_backward.B200)
+    found = backward_portions(case, ds_bytes, B200)
     assert [(p.case.heads_kv, p.splits, p.keeps_ds, p.count) for p in found] == expected
     assert all(p.case.heads == p.case.heads_kv * case.heads // case.heads_kv for p in found)
 
@@ -230,53 +242,54 @@ def test_paths_of_the_kernels_that_a_case_takes():
 
 @pytest.mark.parametrize("which", ["dq", "dkdv", "kept dq", "kept dkdv", "kept dkdv partial"])
 def test_masked_work_of_samples_is_that_of_their_tiles(which):
-    for seqlen, heads, left in modelled_backward.WINDOW_SAMPLES:
+    for seqlen, heads, left in samples.WINDOW_SAMPLES:
         case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
         # Two parts of one query head: the second is empty, and its tiles store zeros.
         splits = 2 if which.endswith("partial") else 1
         tiles = dq_tiles(case, OURS) if which.endswith("dq") else dkdv_tiles(case, OURS, splits)
         masked = 0.0 if which == "kept dq" else sum(tile.masked for tile in tiles)
-        found = modelled_backward._sample_tiles(which, (seqlen, heads, left))
+        found = samples.backward_tiles(which, (seqlen, heads, left))
         assert found == (len(tiles), masked)
-    assert modelled_backward._sample_tiles(which, (512, 2))[1] == 0.0
+    assert samples.backward_tiles(which, (512, 2))[1] == 0.0
 
 
 def test_empty_tiles_cost_what_they_add_to_a_replay():
     """32 tiles where there was 1, 62 clocks more each; of dK/dV 32 for 2 of each of two parts."""
     without, some = Replayed(1, 4096.0, (9000.0, 9500.0)), Replayed(32, 4096.0, (10922.0, 11050.0))
     costs = [TileCosts(7.0, 5.0, 1.1), TileCosts(8.0, 5.0, 1.2)]
-    found = modelled_backward._with_empty_tiles(costs, without, some)
+    found = ours.with_empty_tiles(costs, without, some)
     assert found == [replace(costs[0], empty=62.0), replace(costs[1], empty=50.0)]
     counts = {
-        which: modelled_backward._sample_tiles(which, (modelled_backward.LONGEST, 1))[0]
-        - modelled_backward._sample_tiles(which, modelled_backward.EMPTY_SAMPLE)[0]
+        which: samples.backward_tiles(which, (samples.LONGEST, 1))[0]
+        - samples.backward_tiles(which, samples.EMPTY_SAMPLE)[0]
         for which in ("dq", "dkdv", "kept dkdv partial")
     }
     assert counts == {"dq": 15, "dkdv": 30, "kept dkdv partial": 60}
-    assert modelled_backward.EMPTY_SAMPLE == modelled_backward.SAMPLES[0]
+    assert samples.EMPTY_SAMPLE == samples.BACKWARD_SAMPLES[0]
 
 
 def test_samples_of_windows_have_masked_and_unmasked_units():
     kind = Kind(True, window=True)
     for tiles_of, unit in ((dq_tiles, DQ), (lambda c, o: dkdv_tiles(c, o, 1), DKDV)):
         shares = []
-        for seqlen, heads, left in modelled_backward.samples(kind, single=False):
+        for seqlen, heads, left in ours.Variant(kind, kernel="dq").chosen_samples():
             case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
             tiles = tiles_of(case, OURS)
             shares.append(sum(t.masked for t in tiles) / sum(t.work for t in tiles))
         assert shares[:2] == [1.0, 1.0] and max(shares[2:]) < 0.6, (unit, shares)
-    fitted_to = {sample[2] for sample in modelled_backward.WINDOW_SAMPLES}
-    assert not fitted_to & {sample[2] for sample in modelled_backward.HELD_OUT}
+    fitted_to = {sample[2] for sample in samples.WINDOW_SAMPLES}
+    assert not fitted_to & {sample[2] for sample in samples.BACKWARD_HELD_OUT}
 
 
 def test_what_flash_attn_4_refuses_is_not_predicted():
     assert flash_attn_4.backward_refusal(False, False) is None
     if flash_attn_4.unavailable():
         return
+    backward = theirs.FlashAttention4().backward
     with pytest.raises(ValueError, match="does not support local attention"):
-        modelled_backward.their_backward(Kind(True, window=True), MACHINE, 1)
+        backward(theirs.Variant(Kind(True, window=True)), MACHINE, 1)
     with pytest.raises(ValueError, match="does not support softcap"):
-        modelled_backward.their_backward(Kind(True, window=True, softcap=True), MACHINE, 1)
+        backward(theirs.Variant(Kind(True, window=True, softcap=True)), MACHINE, 1)
 
 
 @pytest.mark.simulator

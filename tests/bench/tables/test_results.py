@@ -9,7 +9,7 @@ import pytest
 
 from bench import __main__ as command_line
 from bench.tables import results
-from bench.tables.results import Column, Plot, Table
+from bench.tables.table import Column, Plot, Table
 
 pytest.importorskip("cutlass")
 

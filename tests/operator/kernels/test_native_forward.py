@@ -5,7 +5,7 @@ import torch
 
 from fa4_hd256 import flash_attn_func
 from sm100_sim import last_reports, launcher
-from sm100_sim.run.machine import Machine
+from sm100_sim.run.observer import Observer
 
 pytestmark = pytest.mark.simulator
 
@@ -20,7 +20,7 @@ def test_native_and_python_agree(monkeypatch, seqlen, heads, causal, clc):
     results, reports = [], []
     for python in (False, True):
         if python:
-            monkeypatch.setattr(launcher, "_machine_type", lambda options: Machine)
+            monkeypatch.setattr(launcher, "observers_of", lambda *_: (Observer(),))
         results.append(flash_attn_func(q, k, v, causal=causal, return_lse=True, use_clc=clc))
         reports.append(last_reports()[-1])
     for native, slow in zip(*results, strict=True):

@@ -48,6 +48,7 @@ class Rig:
 
     def __init__(self, count: int = 2, tensors=()) -> None:
         self.issued = []
+        self.explicit_cluster = count > 1
         self.counters = Counter()
         self.woken = []
         self.wake = self.woken.append

@@ -8,7 +8,7 @@ import pytest
 from sm100_sim.host.host_code import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.timing.conflicts import KINDS, Wavefronts, accesses_before, sass_access_kind
-from sm100_sim.trace.machine import wavefronts
+from sm100_sim.trace.observer import wavefronts
 
 LANES = np.arange(32, dtype=np.uint64)
 

@@ -24,8 +24,6 @@ pytestmark = pytest.mark.simulator
 
 #: What an H200 gave, a few programs of each family out of thousands (docs/golden.md).
 RECORDED, ABOUT = outcomes.load(DIRECTORY / "fuzz.json")
-#: Families that no GPU has run yet.
-UNRECORDED = {"sequences", "arrivals"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +41,7 @@ def simulated(variants: list[Variant]) -> dict[str, Outcome]:
     return {one.key: simulate.outcome_of(one)[1] for one in variants}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in UNRECORDED])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_simulator_says_what_an_h200_says(family):
     """Bit for bit and hang for hang, under every schedule."""
     keys = of_family(family)
@@ -58,14 +56,8 @@ def test_the_simulator_says_what_an_h200_says(family):
 
 def test_what_was_recorded():
     assert ABOUT["capability"] == "9.0"
-    assert {key.split("/")[0] for key in RECORDED} == set(FAMILIES) - UNRECORDED
-    assert all(len(of_family(family)) > 9 for family in FAMILIES if family not in UNRECORDED)
-
-
-@pytest.mark.parametrize("family", sorted(UNRECORDED))
-def test_programs_that_no_gpu_has_run_end_under_every_schedule(family):
-    mine = simulated([Variant(f"{family}/{seed}") for seed in range(4)])
-    assert {outcome.state for outcome in mine.values()} == {ENDED}
+    assert {key.split("/")[0] for key in RECORDED} == set(FAMILIES)
+    assert all(len(of_family(family)) > 9 for family in FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

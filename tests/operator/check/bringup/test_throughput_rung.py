@@ -10,7 +10,8 @@ from bench.commands.throughput import _row, summary, table
 from bench.measure.providers import OURS
 from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import cases
-from bench.tables.results import BASIS, MACHINE, json_text
+from bench.tables.results import json_text
+from bench.tables.table import BASIS, MACHINE
 from fa4_hd256.check.bringup import page, throughput
 from fa4_hd256.check.bringup.outcome import Target
 

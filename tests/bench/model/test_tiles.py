@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.model import forward as modelled
-from bench.model import workload
+from bench.model.forward import Kernel
+from bench.model.samples import HELD_OUT, WINDOW_SAMPLES, forward_work
+from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
 from fa4_hd256.check.reference import visible
 from sm100_sim.timing.machine_constants import load
@@ -15,7 +16,8 @@ from sm100_sim.timing.problem import TileCosts
 pytest.importorskip("cutlass")
 
 COSTS, VALUES = TileCosts(7000.0, 1500.0, 1.04), load("b200").values()
-KERNEL = modelled.Kernel("ours", 256, 256, 2, "static", [VALUES], [COSTS])
+TILING = ForwardTiling("static")
+KERNEL = Kernel("ours", TILING, [VALUES], [COSTS])
 STEP_CLOCKS = 2048
 
 
@@ -32,7 +34,7 @@ STEP_CLOCKS = 2048
 )  # the last rows of (1000, 300) see something, the first three tiles' rows nothing or little
 def test_work_is_the_key_tiles_that_any_row_sees(lengths, causal, window):
     case = Case("test", (lengths,), 2, 1, causal, window)
-    tiles = workload.tiles(case, KERNEL)
+    tiles = forward_tiles(case, TILING)
     seen = visible(lengths, case.bounds).numpy()
     expected = []
     for begin in range(0, lengths[0], 256):
@@ -45,7 +47,7 @@ def test_work_is_the_key_tiles_that_any_row_sees(lengths, causal, window):
 def test_masked_work_is_what_some_row_sees_and_another_does_not(left):
     case = Case("test", ((2000, 2000),), 1, 1, True, (left, None))
     seen = visible((2000, 2000), case.bounds).numpy()
-    for begin, tile in zip(range(0, 2000, 256), _upwards(workload.tiles(case, KERNEL))):
+    for begin, tile in zip(range(0, 2000, 256), _upwards(forward_tiles(case, TILING))):
         rows = seen[begin : begin + 256, : 2000 // 128 * 128].reshape(-1, 2000 // 128, 128)
         some, every = rows.any(axis=(0, 2)), rows.all(axis=(0, 2))
         # The last, short step has keys past the sequence.
@@ -64,52 +66,54 @@ def _upwards(tiles):
 def test_the_longest_tiles_are_worked_on_first(left, right):
     """Of those far from the ends of a sequence, where a bound cuts nothing off."""
     case = Case("test", ((4096, 4096),), 1, 1, False, (left, right))
-    work = [tile.work for tile in workload.tiles(case, KERNEL)][1:-1]
+    work = [tile.work for tile in forward_tiles(case, TILING)][1:-1]
     assert work == sorted(work, reverse=True)
     assert (len(set(work)) > 1) == ((left is None) != (right is None))
 
 
 def test_samples_of_windowed_kernels_have_masked_and_unmasked_steps():
-    found = [workload._sample_work(sample) for sample in workload.WINDOW_SAMPLES]
+    found = [forward_work(sample) for sample in WINDOW_SAMPLES]
     assert [len(tiles) for tiles in found] == [2, 4, 4, 8]
     for tiles in found[:2]:
         assert all(work == masked for work, masked in tiles)
     assert sum(work > 2 * masked for tiles in found[2:] for work, masked in tiles) == 8
-    held_out = {sample[2] for sample in workload.HELD_OUT}
-    assert not held_out & {sample[2] for sample in workload.WINDOW_SAMPLES}
-    dense = workload._sample_work((512, 2))
+    held_out = {sample[2] for sample in HELD_OUT}
+    assert not held_out & {sample[2] for sample in WINDOW_SAMPLES}
+    dense = forward_work((512, 2))
     assert dense == [(2 * STEP_CLOCKS, 0.0), (4 * STEP_CLOCKS, 0.0)] * 2
-    assert workload._sample_work((256, 1, None, 4096)) == [(32 * STEP_CLOCKS, 0.0)]
+    assert forward_work((256, 1, None, 4096)) == [(32 * STEP_CLOCKS, 0.0)]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_dense_tiles_are_those_of_the_dense_model(causal):
-    case = Case("dense", ((1024, 1024),) * 3, 12, 4, causal)
-    shape = modelled.Shape(3, 1024, 12, 4, causal)
-    assert workload.tiles(case, KERNEL) == KERNEL.tiles(shape)
+def test_tiles_that_are_not_ordered_go_head_by_head_and_upwards():
+    case = Case("dense", ((1024, 1024),) * 3, 12, 4, True)
+    ordered, plain = (
+        forward_tiles(case, replace(TILING, ordered=ordered)) for ordered in (True, False)
+    )
+    assert sorted(map(repr, ordered)) == sorted(map(repr, plain)) and ordered != plain
+    assert [tile.group for tile in plain] == sorted(tile.group for tile in plain)
+    assert [tile.work / STEP_CLOCKS for tile in plain] == [2, 4, 6, 8] * 36
 
 
 def test_tiles_past_a_sequence_are_skipped():
     case = Case("ragged", ((600, 600), (10, 10), (0, 300)), 2, 2, True, packed=True)
-    tiles = workload.tiles(case, KERNEL)
+    tiles = forward_tiles(case, TILING)
     assert len(tiles) == 3 * 3 * 2
     assert sum(not tile.skipped for tile in tiles) == (3 + 1) * 2
-    (schedule,) = workload.run(case, KERNEL)
+    (schedule,) = KERNEL.run(case)
     longest = COSTS.begin + COSTS.each + COSTS.rate * 5 * STEP_CLOCKS
     assert schedule.clocks == pytest.approx(longest)
 
 
 def test_packed_heads_fill_the_rows_of_a_tile():
     """256 rows are 32 queries of 8 heads; a ratio that does not divide 128 rows is not packed."""
-    packing = replace(KERNEL, packs_heads=True, exact_grid=True)
+    packing = replace(TILING, packs_heads=True, exact_grid=True)
     causal = Case("dense", ((512, 512),), 16, 2, True)
-    tiles = workload.tiles(causal, packing)
-    assert packing.tiles(modelled.Shape(1, 512, 16, 2, True)) == tiles
+    tiles = forward_tiles(causal, packing)
     # Of each KV head 16 blocks, which see 1, 1, 1, 1, 2, .. 4 key tiles.
     steps = [tile.work / STEP_CLOCKS for tile in tiles]
     assert sorted(steps) == sorted([1, 2, 3, 4] * 8)
     assert {tile.group for tile in tiles} == {0, 1}
     ragged = Case("ragged", ((34, 34), (1, 2048), (0, 5)), 16, 2, True, packed=True)
-    assert len(workload.tiles(ragged, packing)) == (2 + 1) * 2
+    assert len(forward_tiles(ragged, packing)) == (2 + 1) * 2
     odd = Case("dense", ((512, 512),), 24, 4, True)
-    assert workload.tiles(odd, packing) == workload.tiles(odd, KERNEL)
+    assert forward_tiles(odd, packing) == forward_tiles(odd, TILING)

@@ -1,4 +1,4 @@
-"""A machine that keeps a trace, and how each access to shared memory uses its port."""
+"""The observer that keeps a trace, and how each access to shared memory uses its port."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.isa.table import row_of
-from sm100_sim.run.machine import Machine
-from sm100_sim.run.residency import Cluster
+from sm100_sim.run.observer import Executor, Observer
 from sm100_sim.translate.access_log import AccessLog
 from sm100_sim.translate.blocks import tensor_loads
+
+from .records import Trace
 
 BANKS, BANK_BYTES = 32, 4
 #: Executions of one instruction that are looked at; all others are taken to be like these.
@@ -74,30 +75,40 @@ def _is_shared(instruction: Any) -> bool:
     return row_of(instruction).access.is_shared(instruction.modifiers)
 
 
-class TracedMachine(Machine):
-    """`machine.Machine` with a trace; the kernel was translated with sanitize=True, so that its
-    native code logs accesses to memory."""
+class Tracer(Observer):
+    """Keeps a trace; the kernel was translated with sanitize=True, so that its native code logs
+    accesses to memory.
 
-    def __init__(self, compiled: Any, *arguments: Any) -> None:
-        super().__init__(compiled, *arguments)
+    trace: what is filled. ports: whether accesses to shared memory are looked at, which takes the
+    log of the launch.
+    """
+
+    def __init__(self, trace: Trace, ports: bool = True) -> None:
+        self.trace = trace
+        self._ports = ports
         self._log = AccessLog(self._drain)
-        instructions = compiled.instructions
+        self._machine: Any = None
+
+    def attach(self, machine: Any) -> None:
+        self._machine = machine
+        instructions = machine.compiled.instructions
         self._is_shared = np.array([_is_shared(i) for i in instructions], bool)
         # Native code also notes here which tensor-memory loads are used; nobody reads it.
         loads = len(tensor_loads(instructions))
         self._uses = np.zeros(max(loads, 1), np.uint8)
 
-    def run(self) -> None:
-        super().run()
+    def around(self, executors: list[Executor | None]) -> list[Executor | None]:
+        return self.trace.wrapped(self._machine.compiled.instructions, executors)
+
+    def run_ends(self) -> None:
         self._drain()
 
-    def _begin(self, number: int) -> Cluster:
-        cluster = super()._begin(number)
-        for cta in cluster.ctas:
-            for warp in cta.warps:
-                warp.context.log = self._log.address
-                warp.context.uses = self._uses.__array_interface__["data"][0]
-        return cluster
+    def cluster_begins(self, cluster: Any) -> None:
+        if not self._ports:
+            return
+        for warp in cluster.warps:
+            warp.context.log = self._log.address
+            warp.context.uses = self._uses.__array_interface__["data"][0]
 
     def _drain(self) -> None:
         """Count what is in the log, up to about `_SAMPLES` executions of an instruction."""

@@ -1,0 +1,68 @@
+"""`python -m bench pictures [NAME...]`: the pictures of docs/pictures, drawn from the code.
+
+Kernels' plans and barriers, layouts, the polynomial's error and the planted race are taken from the
+code as it is; rates and the timeline from the small files of bench/pictures/data, which --replay
+makes again on the timing model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of pictures; all unless chosen")
+    parser.add_argument("--write", type=Path, metavar="DIR", default=FOLDER,
+                        help="default: docs/pictures")
+    parser.add_argument("--check", action="store_true",
+                        help="write nothing; exit status 1 if a file there is not current")
+    parser.add_argument("--replay", action="store_true",
+                        help="first make the data of the replays again: some minutes")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """The exit status. Raises ValueError for a name that is none."""
+    from bench.pictures import data
+    from bench.pictures.catalogue import PICTURES
+
+    for name in arguments.names:
+        if name not in PICTURES:
+            raise ValueError(f"picture {name!r}; accepted are {', '.join(PICTURES)}")
+    if arguments.replay:
+        data.replay()
+    rows = [
+        _row(name, arguments.write / f"{name}.svg", PICTURES[name]().svg(), arguments.check)
+        for name in arguments.names or PICTURES
+    ]
+    stale = [row for row in rows if row["state"] == "not current"]
+    note = ("What is not current is drawn anew by `python -m bench pictures`.",) if stale else ()
+    columns = Column("picture"), Column("state"), Column("bytes")
+    emit(Table("pictures", f"Pictures in {arguments.write.name}", columns, rows, note), arguments)
+    return 1 if stale else 0
+
+
+def _row(name: str, target: Path, drawn: str, only_check: bool) -> dict[str, Any]:
+    """Write a picture, or look whether its file is current."""
+    from bench.pictures import data
+
+    if only_check:
+        same = target.is_file() and target.read_text("utf-8") == drawn
+        state = "current" if same else "not current"
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(drawn, "utf-8")
+        state = "written"
+    is_modelled = name in data.MODELLED
+    return {
+        "picture": name, "state": state, "bytes": len(drawn.encode()),
+        BASIS: "modelled" if is_modelled else "computed",
+        MACHINE: data.constants() if is_modelled else "this code",
+    }  # fmt: skip

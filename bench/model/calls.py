@@ -1,0 +1,126 @@
+"""What the operator makes of a case from its shape alone.
+
+Which kernels it takes (`Kind`), by which tile scheduler, into how many parts it divides keys, and
+the portions of a backward, each with a launch of dK/dV and one of dQ to itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from bench.suite import BACKWARD, Case
+from fa4_hd256.call import portions
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.forward_problem import Options, Problem, packed_heads
+from fa4_hd256.call.splits import splits_for
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.limits import HEAD_DIM
+from schedulers.choice import backward_prefers_clc, prefers_clc
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of a case is compiled into the kernel."""
+
+    causal: bool
+    window: bool = False
+    softcap: bool = False
+    packed: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> Kind:
+        windowed = case.window != (None, None)
+        return cls(case.bounds[1] == 0, windowed, bool(case.softcap), case.packed)
+
+    @property
+    def is_dense(self) -> bool:
+        return not (self.window or self.softcap or self.packed)
+
+
+def forward_problem(case: Case) -> Problem:
+    """A case as the operator describes it, without its tensors; bf16."""
+    ragged = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
+    queries, _ = _rows(case)
+    return Problem(
+        (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
+        torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
+        packed_heads(case.heads // case.heads_kv, ragged),
+    )  # fmt: skip
+
+
+def backward_problem(case: Case) -> BackwardProblem:
+    """The same of its backward, all gradients asked for, nothing split so far."""
+    _, keys = _rows(case)
+    return BackwardProblem(forward_problem(case), (*keys, case.heads_kv, HEAD_DIM), False, 1)
+
+
+def _rows(case: Case) -> list[tuple[int, int]]:
+    """(batch, rows) of the tensors of queries and of keys; packed sequences lie behind one
+    another."""
+    sides = zip(*case.lengths)
+    return [(1, sum(side)) if case.packed else (case.batch, max(side)) for side in sides]
+
+
+def default_splits(case: Case, gpu: Gpu) -> int:
+    """Parts into which a call of ours divides the keys by default."""
+    return splits_for(forward_problem(case), gpu)
+
+
+def defaults_to_clc(case: Case, direction: str) -> bool:
+    """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
+    bounded = case.bounds != (None, None)
+    if direction == BACKWARD:
+        return backward_prefers_clc(bounded, case.packed)
+    rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
+    return prefers_clc(bounded, rows, capacity)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A part of a backward that has a launch of dK/dV and one of dQ to itself.
+
+    case: of this part, with the lengths, heads and bounds that the kernels are given. splits: parts
+    of the group of query heads of each KV head. keeps_ds: dK/dV stores dS for dQ. count: portions
+    of this kind, one after the other. adds: each adds to dK and dV of others.
+    """
+
+    case: Case
+    splits: int
+    keeps_ds: bool
+    count: int = 1
+    adds: bool = False
+
+    @property
+    def partial(self) -> bool:
+        """Whether dK and dV are written in float32."""
+        return self.splits > 1 or self.adds
+
+
+def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
+    """As `fa4_hd256.run.backward.run_backward` decides where all gradients are asked for.
+
+    ds_bytes: memory that dS may take at a time.
+    """
+    problem = backward_problem(case)
+    splits = problem.head_parts_for(case.heads_kv, case.batch, gpu)
+    division = portions.divide(replace(problem, head_parts=splits), ds_bytes, gpu)
+    whole = division.problem
+    counts = Counter(_case(case, part) for part in division.portions if part.keys)
+    return [
+        Portion(one, whole.head_parts, whole.keeps_ds, count, whole.adds)
+        for one, count in counts.items()
+    ]
+
+
+def _case(case: Case, portion: portions.Portion) -> Case:
+    heads_kv = len(portion.heads_kv)
+    heads = heads_kv * case.heads // case.heads_kv
+    if case.packed:
+        return replace(case, heads=heads, heads_kv=heads_kv)
+    left, right = portion.problem.forward.options.window
+    lengths = ((len(portion.queries), len(portion.keys)),) * len(portion.sequences)
+    window = left, None if case.causal else right
+    return replace(case, lengths=lengths, heads=heads, heads_kv=heads_kv, window=window)

@@ -1,0 +1,249 @@
+"""Our kernels on the timing model: which one a call takes, its small calls, its replays.
+
+A `Variant` names a kernel of the forward or of the backward; `call` makes it and a small problem on
+one CTA pair, `replays` has that replayed, and `forward` and `backward` fit costs of tiles to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.measure.providers import OURS
+from bench.suite import BACKWARD, FORWARD, Case
+from fa4_hd256 import BackwardConfig
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.splits import divided
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.run.backward import empty_stats, kernel_specs
+from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
+from fa4_hd256.run.compile import compile_forward, compile_kernel, versions
+from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+from fa4_hd256.run.launch import empty_results
+from sm100_sim import timing
+from sm100_sim.timing.machine_constants import Machine
+from sm100_sim.timing.problem import TileCosts
+
+from .backward import Backward
+from .calls import Kind, default_splits, defaults_to_clc, forward_problem
+from .forward import Kernel
+from .machines import ONE_PAIR, gpu_of
+from .replays import SEED, Paths, Replayed, digest, fitted, kept, replayed
+from .samples import (
+    BACKWARD_SAMPLES,
+    EMPTY_SAMPLE,
+    LONGEST,
+    SAMPLE_SOFTCAP,
+    SAMPLE_SPLITS,
+    SAMPLES,
+    SPLIT_SAMPLES,
+    WINDOW_SAMPLES,
+    Sample,
+    Samples,
+    backward_tiles,
+    forward_work,
+    parts_of,
+)
+from .tiles import ROWS, BackwardTiling, ForwardTiling
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of our kernels.
+
+    kernel: "forward", or one of the backward's (`backward.Backward`), or "backward" for all of
+    these. config: of that direction, None for the default one. samples: that costs are fitted to,
+    None for those of its kind. split_rows: for the forward that divides the keys of a tile, how
+    many rows of it exist, all in samples of windows; None for the other one.
+    """
+
+    kind: Kind
+    use_clc: bool = False
+    config: ForwardConfig | BackwardConfig | None = None
+    samples: Samples | None = None
+    split_rows: int | None = None
+    kernel: str = FORWARD
+
+    @property
+    def policy(self) -> str:
+        return "dynamic" if self.use_clc else "static"
+
+    @property
+    def num_splits(self) -> int:
+        """Parts of a tile in each sample."""
+        return 1 if self.split_rows is None else SAMPLE_SPLITS
+
+    def chosen_samples(self) -> Samples:
+        if self.samples:
+            return self.samples
+        if self.kind.window:
+            return WINDOW_SAMPLES
+        if self.kernel != FORWARD:
+            return BACKWARD_SAMPLES
+        if self.split_rows is None:
+            return SAMPLES
+        return tuple((self.split_rows, *others) for _, *others in SPLIT_SAMPLES)
+
+    def sample_tiles(self, sample: Sample) -> tuple[int, float]:
+        """(tiles, masked work in all) of a sample."""
+        if self.kernel != FORWARD:
+            return backward_tiles(self.kernel, sample)
+        work = forward_work(sample)
+        return len(work) * self.num_splits, sum(masked for _, masked in work)
+
+
+class Ours:
+    """This project's kernels, as `predictor.Provider`."""
+
+    name = OURS
+
+    def version(self) -> str:
+        return versions()["fa4-hd256"]
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return None
+
+    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
+        """(whether a call takes CLC, parts of its keys) if it asks for neither."""
+        splits = 1 if direction == BACKWARD else default_splits(case, gpu_of(machine))
+        return defaults_to_clc(case, direction), splits
+
+    def variant(
+        self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
+    ) -> Variant:
+        kind, rows = Kind.of(case), None
+        if divided:
+            # Costs follow how many rows a tile has, which store their O; windowed samples have all.
+            packed = forward_problem(case).packed_heads
+            rows = ROWS if kind.window else min(case.seqlen_q * packed, ROWS)
+        return Variant(kind, use_clc, split_rows=rows, kernel=direction)
+
+    def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
+        """Our forward, with costs fitted to replays of that kernel."""
+        found, config = replays(variant, machine, draws), variant.config or ForwardConfig()
+        tiling = ForwardTiling(variant.policy, ordered=config.ordered_tiles, packs_heads=True)
+        costs = fitted(found, variant.policy)
+        return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
+
+    def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
+        """Our dQ and dK/dV kernels under the static or the CLC scheduler."""
+
+        @functools.cache
+        def costs(which: str) -> list[TileCosts]:
+            one = replace(variant, kernel=which)
+            rows = replays(one, machine, draws)
+            found = fitted(rows, variant.policy)
+            if variant.kind.packed:
+                rows = [*rows, *empty_replays(one, machine, draws)]
+                found = with_empty_tiles(found, rows[0], rows[-1])
+            paths[which] = Paths.of(rows)
+            return found
+
+        tiling, paths = BackwardTiling(variant.policy, True, True, ROWS), {}
+        config = variant.config or BackwardConfig()
+        return Backward(
+            self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths,
+            gpu_of(machine),
+        )  # fmt: skip
+
+
+def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
+    """One CTA pair on each of the variant's samples, every tile of them run by it."""
+    samples = variant.chosen_samples()
+
+    def make() -> list[Replayed]:
+        found = []
+        for sample in samples:
+            compiled, arguments = call(variant, sample)
+            prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
+            found.append(replayed(prediction, *variant.sample_tiles(sample)))
+        return found
+
+    compiled, _ = call(variant, samples[0])
+    what = digest(compiled.cubin), variant.kernel, variant.kind, samples
+    return kept(what, machine, draws, make)
+
+
+def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
+    """One, of `EMPTY_SAMPLE` on a grid for `LONGEST`; its tiles are those of the grid."""
+
+    def make() -> list[Replayed]:
+        prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
+        return [replayed(prediction, variant.sample_tiles((LONGEST, 1))[0])]
+
+    compiled, arguments = call(variant, EMPTY_SAMPLE, LONGEST)
+    what = digest(compiled.cubin), variant.kernel, EMPTY_SAMPLE, LONGEST
+    return kept(what, machine, draws, make)
+
+
+def with_empty_tiles(
+    costs: list[TileCosts], without: Replayed, some: Replayed
+) -> list[TileCosts]:
+    """Costs with those of an empty tile. without, some: replays that differ in such tiles only."""
+    tiles = some.tiles - without.tiles
+    return [
+        replace(one, empty=(more - less) / tiles)
+        for one, more, less in zip(costs, some.clocks, without.clocks, strict=True)
+    ]
+
+
+def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA pair). longest: length that packed sequences
+    are said to have at most, by default that of the sample."""
+    queries, heads, left, keys = parts_of(sample)
+    kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
+    shapes = ((queries, heads), (keys, 1), (keys, 1), (queries, heads))
+    tensors = [
+        torch.randn(1, rows, n, HEAD_DIM, generator=generator).bfloat16() for rows, n in shapes
+    ]
+    softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
+    bounds = (left if kind.window else None, None)
+    options = Options.check(None, kind.causal, bounds, softcap, variant.use_clc)
+    ragged = {}
+    if kind.packed:
+        ragged = {
+            name: torch.tensor([0, rows], dtype=torch.int32)
+            for name, rows in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys))
+        }
+    limits = (longest or queries, longest or keys) if kind.packed else (None, None)
+    problem = Problem.describe(tuple(tensors[:3]), options, None, ragged, *limits)
+    make = _forward_call if variant.kernel == FORWARD else _backward_call
+    return make(variant, problem, tensors, tuple(ragged.values()))
+
+
+def _forward_call(
+    variant: Variant, problem: Problem, tensors: list[torch.Tensor], ragged: tuple
+) -> tuple[Any, tuple]:
+    problem = divided(problem, variant.num_splits, ONE_PAIR)
+    compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
+    results = empty_results(problem, parts=problem.num_splits > 1)
+    given = CallTensors(*tensors[:3], *results, ragged)
+    return compiled, call_arguments(given, problem, ONE_PAIR, 0)
+
+
+def _backward_call(
+    variant: Variant, forward: Problem, tensors: list[torch.Tensor], ragged: tuple
+) -> tuple[Any, tuple]:
+    (q, k, *_), which = tensors, variant.kernel
+    keeps, is_dq = which.startswith("kept "), which.endswith("dq")
+    splits = 2 if which.endswith(" partial") else 1
+    problem = BackwardProblem(forward, tuple(k.shape), False, splits, keeps_ds=keeps)
+    stats = empty_stats(problem)
+    # Rows as the preprocess kernel leaves them; their values decide no instruction.
+    stats.zero_()
+    dtype = torch.float32 if splits > 1 else q.dtype
+    results = (
+        (torch.empty_like(q),)
+        if is_dq
+        else tuple(torch.empty(1, k.shape[1], splits, HEAD_DIM, dtype=dtype) for _ in range(2))
+    )
+    spec = kernel_specs(problem, variant.config or BackwardConfig())["dq" if is_dq else "dkdv"]
+    # Zeros: a dS of another call would do as well, but no bits that are not numbers.
+    ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
+    given = GradientTensors(tuple(tensors), stats, results, ragged, ds)
+    return compile_kernel(spec), gradient_call_arguments(given, problem, ONE_PAIR, 0)

@@ -1,0 +1,87 @@
+"""Small problems whose replays the costs of tiles are fitted to.
+
+A sample is (queries, heads), the left bound for windowed kernels, and the number of keys if it is
+another; one cluster runs all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .tiles import (
+    DKDV,
+    DQ,
+    KEYS,
+    ROWS,
+    STEP_WORK,
+    dkdv_units,
+    dq_units,
+    key_steps,
+)
+
+Sample = tuple[int | None, ...]
+Samples = tuple[Sample, ...]
+
+#: As Gemma 2's.
+SAMPLE_SOFTCAP = 50.0
+
+#: Of our forward, and one tile of many steps: causal ones of few tell little of the pace of many.
+SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (256, 1, None, 4096))
+#: Of kernels that run one tile a cluster.
+SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1), (2048, 1))
+#: Of persistent kernels of others.
+PERSISTENT_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (2048, 1))
+#: For windowed kernels. Where the bound is 256 every step is masked; in the last two most are not.
+#: Costs of masked and unmasked steps follow from both. No sample is a single short tile: one of two
+#: steps never reaches the pace of the loop.
+WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
+#: Not in the fit, to hold its predictions against (`bench validate`).
+HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
+#: For kernels whose keys are divided, each sample in `SAMPLE_SPLITS` parts; how many of the 256
+#: rows of a tile exist goes in place of the first figure.
+SPLIT_SAMPLES = ((ROWS, 1, None, 1024), (ROWS, 2, None, 1024), (ROWS, 1, None, 2048))
+SAMPLE_SPLITS = 2
+
+#: Of the backward: (seqlen, query heads of one KV head).
+BACKWARD_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
+#: The same for kernels with one tile a cluster, whose tiles are to be of different length.
+BACKWARD_SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
+#: Packed sequences whose longest is said to be 4096, but there is only one of 256: what an empty
+#: tile costs.
+EMPTY_SAMPLE, LONGEST = (256, 1), 4096
+BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
+
+
+def parts_of(sample: Iterable[int | None]) -> tuple[int, int, int | None, int]:
+    """(queries, heads, left bound, keys) of a sample."""
+    queries, heads, left, keys = (*sample, None, None)[:4]
+    return queries, heads, left, keys or queries
+
+
+def forward_work(sample: Sample) -> list[tuple[float, float]]:
+    """(work, its masked part) of each tile of a sample; nothing masked without a window, where what
+    the diagonal costs is the same for each tile and part of that."""
+    queries, heads, left, keys = parts_of(sample)
+    found = []
+    for begin in range(0, queries, ROWS):
+        tile = begin, min(begin + ROWS, queries)
+        steps, masked = key_steps(*tile, (queries, keys), (left, 0))
+        found.append((STEP_WORK * steps, 0.0 if left is None else STEP_WORK * masked))
+    return found * heads
+
+
+def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
+    """(tiles, masked work in all) of a sample of a kernel of the backward (`backward.Backward`);
+    nothing masked without a window, nor in a product of a kept dS."""
+    seqlen, heads, left, _ = parts_of(sample)
+    lengths, bounds, is_dq = (seqlen, seqlen), (left, 0), which.endswith("dq")
+    # Where parts of a group are summed, each of the two heads' parts has tiles of its own.
+    parts = 2 if which.endswith(" partial") else 1
+    blocks = -(-seqlen // ROWS) * heads if is_dq else -(-seqlen // KEYS) * parts
+    if left is None or which == "kept dq":
+        return blocks, 0.0
+    if is_dq:
+        units = [dq_units(block, lengths, bounds) for block in range(-(-seqlen // ROWS))]
+        return blocks, DQ * heads * sum(masked for _, masked in units)
+    units = [dkdv_units(block, lengths, bounds, ROWS) for block in range(-(-seqlen // KEYS))]
+    return blocks, DKDV * heads * sum(masked for _, masked in units)

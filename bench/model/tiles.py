@@ -1,0 +1,310 @@
+"""The tiles that kernels cut a case into, in the order in which they are worked on.
+
+Any mask, lengths equal, unequal or packed. A tile of the forward is 256 rows of queries with a step
+for every 128 keys that some of them see. dQ has a tile for 256 queries of a query head, with a unit
+of work for every 128 keys that some of them see; dK/dV one for 128 keys of a KV head, or of a part
+of its query heads, with a unit for 256 queries of each of those heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench.peaks import SM100_FLOP_PER_CLOCK
+from bench.suite import Case
+from fa4_hd256.call.portions import visible_keys
+from fa4_hd256.kernels.limits import HEAD_DIM
+from schedulers import TileOrder, TileProblem, section_heads_for, tile_coordinates
+from sm100_sim.timing.problem import Tile
+
+from .machines import B200
+
+#: Keys of a step, and of a unit of the backward; queries of a tile and of a unit.
+KEYS, ROWS = 128, 256
+#: Clocks of the tensor core in a step, of each CTA of a pair.
+STEP_WORK = 4 * ROWS * KEYS * HEAD_DIM / SM100_FLOP_PER_CLOCK / 2
+#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, or 1 from dS that
+#: is kept, dK/dV 4.
+DQ, DQ_PRODUCT, DKDV = 3 * 1024.0, 1024.0, 4 * 1024.0
+#: Bytes of dS in such a unit.
+DS = 2.0 * ROWS * KEYS
+#: Bytes of a row of q, k, v, out or a gradient, and of a gradient summed in parts.
+ROW, PARTIAL_ROW = 2.0 * HEAD_DIM, 4.0 * HEAD_DIM
+
+Bounds = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class ForwardTiling:
+    """How a forward kernel cuts a case into tiles and shares them out.
+
+    head_dim; rows: queries of a cluster's tile; cluster: CTAs. policy: see
+    `sm100_sim.timing.problem.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
+    whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
+    stay those of replays with one query head. exact_grid: whether the grid of packed sequences
+    follows their queries; otherwise each has blocks for the longest one. num_splits: parts into
+    which the keys of a tile are divided; equal_parts: of equal size but for the last ones, which
+    may be empty, else as even as can be.
+    """
+
+    policy: str
+    head_dim: int = HEAD_DIM
+    rows: int = ROWS
+    cluster: int = 2
+    ordered: bool = True
+    packs_heads: bool = False
+    exact_grid: bool = False
+    num_splits: int = 1
+    equal_parts: bool = False
+
+    def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
+        """(queries of a tile, heads that have tiles of their own).
+
+        Heads are packed where a CTA's rows are a multiple of the ratio, in ours
+        (`fa4_hd256.call.forward_problem.packed_heads`) and in flash-attn-4.
+        """
+        ratio = heads // heads_kv
+        if self.packs_heads and (self.rows // self.cluster) % ratio == 0:
+            return self.rows // ratio, heads_kv
+        return self.rows, heads
+
+
+@dataclass(frozen=True)
+class BackwardTiling:
+    """How a project's backward orders tiles and shares them out.
+
+    policy: as `ForwardTiling`'s. sections: heads take turns so that they share
+    L2, the longest tiles first; else one head after the other, blocks ascending. splits: groups of
+    query heads are split where there are few KV heads. rows: of queries, what a dK/dV tile ends at
+    a multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
+    tcgen05.mma that it executes in the simulator are as many).
+    """
+
+    policy: str
+    sections: bool
+    splits: bool
+    rows: int
+
+
+class Parts(NamedTuple):
+    """Which part of how many; equal: see `ForwardTiling.equal_parts`."""
+
+    which: int = 0
+    count: int = 1
+    equal: bool = False
+
+    def of(self, first: int, limit: int) -> tuple[int, int]:
+        """Of the KV tiles first .. limit - 1 the first and the one behind the last."""
+        whole = limit - first
+        if self.equal:
+            each = -(-whole // self.count)
+            return tuple(first + min(n * each, whole) for n in (self.which, self.which + 1))
+        return tuple(first + whole * n // self.count for n in (self.which, self.which + 1))
+
+
+WHOLE = Parts()
+
+
+def key_steps(
+    begin: int, end: int, lengths: tuple[int, int], bounds: Bounds, keys: int = KEYS,
+    parts: Parts = WHOLE,
+) -> tuple[int, int]:
+    """(KV tiles that the rows begin .. end - 1 see any key of, those of them with a key that not
+    all of these rows see); the mask is bottom-right aligned. keys: of a KV tile. parts: of these KV
+    tiles."""
+    seen = visible_keys(begin, end, lengths, bounds)
+    if not seen:
+        return 0, 0
+    seqlen_q, seqlen_k = lengths
+    left, right = bounds
+    offset = seqlen_k - seqlen_q
+    # Keys that every row sees.
+    common_first = 0 if left is None else max(0, end - 1 + offset - left)
+    common_limit = seqlen_k if right is None else min(seqlen_k, begin + 1 + offset + right)
+    first, limit = seen.start // keys, -(-seen.stop // keys)
+    first, limit = parts.of(first, limit)
+    unmasked = min(common_limit // keys, limit) - max(-(-common_first // keys), first)
+    return limit - first, limit - first - max(0, unmasked)
+
+
+def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
+    """The tiles of a forward in order, those skipped included."""
+    queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
+    order, ratio = _forward_order(case, tiling), heads // case.heads_kv
+    splits = tiling.num_splits
+
+    @functools.cache
+    def of(block: int, lengths: tuple[int, int], part: int) -> tuple[float, float, float]:
+        return _forward_tile(case, tiling, block, lengths, part)
+
+    @functools.cache
+    def seen(lengths: tuple[int, int]) -> int:
+        """Keys of a sequence that any of its queries sees."""
+        return len(visible_keys(0, lengths[0], lengths, case.bounds))
+
+    found = []
+    for index in range(order.num_tiles):
+        block, head, entry = tile_coordinates(index, order)
+        batch, part = divmod(entry, splits)
+        lengths = case.lengths[batch]
+        if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
+            continue
+        shared = 4.0 * seen(lengths) * tiling.head_dim / splits
+        work, own, masked = of(block, lengths, part)
+        found.append(Tile(work, entry * case.heads_kv + head // ratio, shared, own, masked))
+    return found
+
+
+def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
+    queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
+    blocks = -(-case.seqlen_q // queries)
+    keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
+    entries = case.batch * tiling.num_splits
+    section = 1 if not tiling.ordered else section_heads_for(
+        num_heads_per_kv=heads // case.heads_kv, num_pairs=entries * heads,
+        kv_bytes_per_head=4 * tiling.head_dim * keys, l2_bytes=B200.l2_bytes_for_tiles,
+        unequal_lengths=case.packed or case.bounds != (None, None),
+    )  # fmt: skip
+    later_first = tiling.ordered and case.bounds[1] is not None
+    return TileProblem(blocks, heads, entries, section, later_first).order()
+
+
+def _forward_tile(
+    case: Case, tiling: ForwardTiling, block: int, lengths: tuple[int, int], part: int
+) -> tuple[float, float, float]:
+    """(work, own bytes, masked work) of a block of queries, or a part of its keys; without a
+    window masked work is not told apart (`samples.forward_work`)."""
+    queries, _ = tiling.tile_of_queries(case.heads, case.heads_kv)
+    begin, end = block * queries, min((block + 1) * queries, lengths[0])
+    if begin >= lengths[0]:
+        return 0.0, 0.0, 0.0
+    parts = Parts(part, tiling.num_splits, tiling.equal_parts)
+    steps, masked = key_steps(begin, end, lengths, case.bounds, parts=parts)
+    flop = 4 * tiling.rows * KEYS * tiling.head_dim
+    step = flop / SM100_FLOP_PER_CLOCK / tiling.cluster
+    # Q is read, O written; parts of it in float32.
+    own_bytes = (4.0 if tiling.num_splits == 1 else 6.0) * tiling.rows * tiling.head_dim
+    return step * steps, own_bytes, step * masked * (case.bounds[0] is not None)
+
+
+def dq_units(
+    block: int, lengths: tuple[int, int], bounds: Bounds
+) -> tuple[int, int]:
+    """(units, masked ones) of a tile of queries of a sequence."""
+    begin = block * ROWS
+    return key_steps(begin, min(begin + ROWS, lengths[0]), lengths, bounds)
+
+
+def dkdv_units(
+    block: int, lengths: tuple[int, int], bounds: Bounds, rows: int
+) -> tuple[float, float]:
+    """(units, masked ones) of a tile of keys and one query head. rows: see `BackwardTiling`; masked
+    ones are counted as a kernel with 256 has them.
+
+    The mask of the transposed scores is the same one with its sides exchanged.
+    """
+    begin, (seqlen_q, seqlen_k), (left, right) = block * KEYS, lengths, bounds
+    tile, sides = (begin, min(begin + KEYS, seqlen_k), (seqlen_k, seqlen_q)), (right, left)
+    units, masked = key_steps(*tile, sides, ROWS)
+    # Past the last of its own steps a finer kernel leaves the rest of the unit out.
+    last = visible_keys(*tile, sides).stop
+    return units - (-last % ROWS // rows * rows / ROWS if units else 0), masked
+
+
+def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list[Tile]:
+    """The tiles of dQ in order. keeps_ds: from a dS that is kept."""
+    ratio, work = case.heads // case.heads_kv, DQ_PRODUCT if keeps_ds else DQ
+    rows_k = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
+    grid = -(-case.seqlen_q // ROWS), case.heads, case.batch
+    # K and V are shared; Q, dO and dQ are not. With dS: K, and dQ beside what each unit reads.
+    shared, own = (ROW if keeps_ds else 2 * ROW), (ROW if keeps_ds else 3 * ROW)
+    masks = case.window[0] is not None
+
+    @functools.cache
+    def of(block: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
+        rows = min(lengths[0] - block * ROWS, ROWS)
+        if rows <= 0:
+            return 0.0, 0.0, 0.0
+        units, masked = dq_units(block, lengths, case.bounds)
+        read = 2.0 * ROWS * min(units * KEYS, lengths[1]) * keeps_ds
+        return work * units, own * rows + read, work * masked * masks
+
+    found = []
+    # As the kernels count them, both alike: K and V.
+    section = _section(case, tiling, grid, ratio, 2 * ROW * rows_k)
+    later_first = case.bounds[1] is not None
+    for block, head, batch in _indices(tiling, grid, section, later_first):
+        lengths = case.lengths[batch]
+        clocks, nbytes, masked = of(block, lengths)
+        group = batch * case.heads_kv + head // ratio
+        found.append(Tile(clocks, group, shared * lengths[1], nbytes, masked))
+    return found
+
+
+def dkdv_tiles(
+    case: Case, tiling: BackwardTiling, splits: int, keeps_ds: bool = False,
+    partial: bool | None = None,
+) -> list[Tile]:
+    """The tiles of dK/dV in order. splits: parts of each group of query heads. keeps_ds: dS is
+    written. partial: dK and dV are written in float32, by default where there are such parts."""
+    ratio, heads = case.heads // case.heads_kv, case.heads_kv * splits
+    part = -(-ratio // splits)
+    rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
+    grid = -(-case.seqlen_k // KEYS), heads, case.batch
+    # K and V are read, dK and dV written; Q and dO are shared.
+    partial = splits > 1 if partial is None else partial
+    own, shared = 2 * ROW + 2 * (PARTIAL_ROW if partial else ROW), 2 * ROW * part
+    masks = case.window[0] is not None
+
+    @functools.cache
+    def of(block: int, query_heads: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
+        begin = block * KEYS
+        rows = min(lengths[1] - begin, KEYS)
+        if rows <= 0:
+            return 0.0, 0.0, 0.0
+        units, masked = (
+            count * query_heads for count in dkdv_units(block, lengths, case.bounds, tiling.rows)
+        )
+        written = 2.0 * ROWS * min(KEYS, case.seqlen_k - begin) * units * keeps_ds
+        return DKDV * units, own * rows + written, DKDV * masked * masks
+
+    found = []
+    section = _section(case, tiling, grid, 1, shared * rows_q)
+    later_first = case.bounds[0] is not None
+    for block, head, batch in _indices(tiling, grid, section, later_first):
+        lengths, query_heads = case.lengths[batch], min(part, ratio - head % splits * part)
+        clocks, nbytes, masked = of(block, query_heads, lengths)
+        found.append(Tile(clocks, batch * heads + head, shared * lengths[0], nbytes, masked))
+    return found
+
+
+def _section(
+    case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float
+) -> int | None:
+    """Pairs of head and batch that take turns, None where none do. grid: (blocks, heads, batch);
+    nbytes: of what the tiles of a pair share."""
+    if not tiling.sections:
+        return None
+    return section_heads_for(
+        num_heads_per_kv=group, num_pairs=grid[1] * grid[2], kv_bytes_per_head=int(nbytes),
+        l2_bytes=B200.l2_bytes_for_tiles,
+        unequal_lengths=case.packed or case.bounds != (None, None),
+    )  # fmt: skip
+
+
+def _indices(
+    tiling: BackwardTiling, grid: tuple[int, int, int], section: int | None, later_first: bool
+) -> Iterator[tuple[int, int, int]]:
+    """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
+    come first."""
+    blocks, heads, batch = grid
+    if section is None:
+        for index in range(blocks * heads * batch):
+            yield index % blocks, index // blocks % heads, index // blocks // heads
+        return
+    places = TileProblem(*grid, section, later_first).order()
+    for index in range(places.num_tiles):
+        yield tile_coordinates(index, places)

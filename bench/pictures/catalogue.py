@@ -1,0 +1,57 @@
+"""Every picture by its name: what `python -m bench pictures` writes into docs/pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+
+from .barriers import barrier_graph
+from .exp2 import exp2_error
+from .flow import backward_flow
+from .layouts import operand_majors, pair_operands, swizzle, tensor_memory_lanes
+from .memory import memory_map
+from .race import happens_before
+from .rates import accuracy_of_the_model, throughput_forward, throughput_peers
+from .simulator import instruction_life, simulator_tower
+from .svg import Drawing
+from .timeline import role_timeline
+
+__all__ = ["PICTURES"]
+
+
+def _of_kernels() -> dict[str, Callable[[], Drawing]]:
+    """The memory map and the barriers of each kernel on CTA pairs."""
+    backward = BackwardConfig()
+    kernels = {
+        "forward": ("forward", ForwardConfig()),
+        "dkdv": ("dK/dV", replace(backward.dkdv, stores_ds=True)),
+        "dq-product": ("dQ from stored dS", backward.dq_product),
+        "dq": ("dQ with dS computed anew", backward.dq),
+    }
+    found: dict[str, Callable[[], Drawing]] = {}
+    for name, (title, plan) in kernels.items():
+        found[f"memory-{name}"] = lambda t=title, p=plan: memory_map(t, p.smem, p.tmem)
+        found[f"barriers-{name}"] = lambda t=title, p=plan: barrier_graph(t, p.edges)
+    return found
+
+
+#: Name of the file without its suffix -> what draws it.
+PICTURES: dict[str, Callable[[], Drawing]] = {
+    "throughput-forward": throughput_forward,
+    "throughput-one-sequence": throughput_peers,
+    "model-accuracy": accuracy_of_the_model,
+    "timeline-forward": role_timeline,
+    "pair-operands": pair_operands,
+    "swizzle": swizzle,
+    "operand-majors": operand_majors,
+    "tensor-memory-lanes": tensor_memory_lanes,
+    **_of_kernels(),
+    "backward-flow": backward_flow,
+    "exp2-error": exp2_error,
+    "simulator-tower": simulator_tower,
+    "instruction-life": instruction_life,
+    "race": happens_before,
+}

@@ -1,0 +1,141 @@
+"""The figures behind pictures that take minutes of replays, kept as small files beside this module.
+
+Each file says which command made it and from which constants of the timing model;
+`python -m bench pictures --replay` makes them again. published.json is not made but collected: each
+of its series names its source.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.tables.origin import modelled_machine
+from sm100_sim.timing.machine_constants import load
+
+__all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]
+
+ROOM = Path(__file__).resolve().parent / "data"
+MACHINE = "b200"
+#: Pictures that show figures of the timing model.
+MODELLED = ("throughput-forward", "throughput-one-sequence", "model-accuracy", "timeline-forward")
+#: What makes the rates: arguments of `python -m bench`.
+RATES = {
+    "dense": ("throughput", "--modelled", "--group", "dense", "--heads", "8/8"),
+    "few KV heads": ("throughput", "--modelled", "--group", "few KV heads"),
+    "validation": ("validate", "--no-hopper"),
+}
+#: Of the timeline: full attention, two query heads that share their tiles, one CTA pair.
+SEQLEN = 1024
+#: Clocks that the timeline shows before and after the end of a tile.
+BEFORE, AFTER = 5200, 6400
+
+
+def constants() -> str:
+    """Machine and digest of the constants, as every modelled row has them."""
+    return modelled_machine(load(MACHINE))
+
+
+def basis() -> str:
+    """The same in words for a picture."""
+    machine, digest = constants().split(" modelled, constants ")
+    return f"timing model, {machine}, constants {digest}; not measured"
+
+
+def read(name: str) -> dict[str, Any]:
+    """What a file holds: "published", "rates" or "timeline".
+
+    Raises ValueError for one that was made from other constants than those of today.
+    """
+    found = json.loads((ROOM / f"{name}.json").read_text("utf-8"))
+    made = found.get("constants", constants())
+    if made != constants():
+        raise ValueError(
+            f"{name}.json was made from {made}, and the constants are {constants()} now; make it "
+            "again by `python -m bench pictures --replay`"
+        )
+    return found
+
+
+def replay() -> None:
+    """Make rates.json and timeline.json again: some minutes, more where no replay is kept."""
+    _write("rates", {"rows": rates(_run_all())})
+    _write("timeline", timeline())
+
+
+def _run_all() -> dict[str, list[dict[str, Any]]]:
+    """The tables of the commands of `RATES`."""
+    from bench.__main__ import main
+
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory) / "result.json"
+        for name, command in RATES.items():
+            if main([*command, "--json", str(target)]):
+                raise RuntimeError(f"python -m bench {' '.join(command)} failed")
+            found[name] = json.loads(target.read_text("utf-8"))["tables"]
+    return found
+
+
+def rates(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the pictures need of those tables: TFLOPS to a whole number."""
+    rows = []
+    for group in ("dense", "few KV heads"):
+        for row in tables[group][0]["rows"]:
+            for name, found in row["details"].items():
+                if "tflops" in found:
+                    batch, seqlen = map(int, row["shape"].split("x"))
+                    rows.append({
+                        "group": group, "provider": name, "direction": row["direction"],
+                        "mask": row["mask"], "heads": row["heads"], "batch": batch,
+                        "seqlen": seqlen, **{
+                            key: round(found[key]) for key in ("tflops", "tflops_low",
+                                                               "tflops_high")
+                        },
+                    })  # fmt: skip
+    for table in tables["validation"]:
+        for row in table["rows"]:
+            if "published" in row and row["role"] == "validation":
+                rows.append({
+                    "group": "validation", "title": table["title"], "case": row["case"],
+                    "published": round(row["published"]), "modelled": round(row["modelled"]),
+                })  # fmt: skip
+    return rows
+
+
+def timeline() -> dict[str, Any]:
+    """What every role does around the end of the third tile of a replay of the forward."""
+    from bench.commands.timing import our_forward
+    from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+
+    from .spans import forward_spans
+
+    config = ForwardConfig()
+    steps, tile = SEQLEN // config.block_kv, 2
+    prediction = our_forward(SEQLEN, False, MACHINE)
+    spans = forward_spans(prediction, config, steps)
+    end = next(s.end for s in spans if (s.what, s.tile, s.step) == ("PV", tile, steps - 1))
+    shown = [
+        [span.lane, span.what, span.tile - tile, span.step, span.begin - end, span.end - end]
+        for span in spans
+        if span.end > end - BEFORE and span.begin < end + AFTER
+    ]
+    return {
+        "problem": f"full attention, batch 1, heads 2/1, {SEQLEN} tokens, one CTA pair",
+        "steps": steps,
+        "columns": ["lane", "what", "tile", "step", "begin", "end"],
+        "spans": shown,
+    }
+
+
+def _write(name: str, content: dict[str, Any]) -> None:
+    """One row a line."""
+    head = {"command": "python -m bench pictures --replay", "constants": constants()}
+    (key, rows) = next((k, v) for k, v in content.items() if k in ("rows", "spans"))
+    others = {**head, **{k: v for k, v in content.items() if k != key}}
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in others.items()]
+    body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    text = "\n".join(["{", *lines, f' "{key}": [', body, " ]", "}"]) + "\n"
+    (ROOM / f"{name}.json").write_text(text, "utf-8")

@@ -1,0 +1,193 @@
+"""TFLOPS over the sequence length, and how far the timing model can be believed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .data import basis, read
+from .plot import Axes, Scale, mark
+from .svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Drawing, text_width, tint
+
+__all__ = ["accuracy_of_the_model", "throughput_forward", "throughput_peers"]
+
+OURS, THEIRS = "ours", "flash-attn-4"
+_LENGTHS = {512 << n: f"{(512 << n) / 1024:g}k" for n in range(9)}
+_PANEL = (470, 330)
+_TOP = 150
+
+
+def throughput_forward() -> Drawing:
+    """Forward over seqlen at 32k tokens, full and causal, beside published measurements."""
+    drawing = Drawing(
+        1120, 548, "Forward TFLOPS over the sequence length, modelled, beside published rates",
+        "Two panels, full and causal attention, heads 8/8, 32,768 tokens: modelled rates of this "
+        "project and of flash-attn-4 4.0.0b36 with bands over the uncertain constants, and rates "
+        "of an earlier flash-attn-4 measured on a B200.",
+    )
+    drawing.heading(
+        "Forward at head_dim 256, bf16: TFLOPS over sequence length",
+        f"heads 8/8, 32,768 tokens (at least one sequence); lines: {basis()}",
+    )
+    _legend(drawing, [
+        (BLUE, "line", "this project, modelled"),
+        (ORANGE, "line", "flash-attn-4 4.0.0b36, modelled"),
+        (INK, "diamond",
+         "flash-attn-4 of PR 2454 (half of exp2 emulated), measured, B200 at 1965 MHz"),
+    ])  # fmt: skip
+    drawing.text((24, 110), "Bands: draws of the model's uncertain constants.", 12, colour=GREY)
+    for number, mask in enumerate(("full", "causal")):
+        axes = _axes(drawing, 84 + number * 530, 2000)
+        axes.frame(mask, "tokens a sequence", "TFLOPS" if number == 0 else "")
+        _modelled(axes, "dense", "forward", mask)
+        for series in _published(mask, "forward", "8/8"):
+            _marks(axes, series, INK, "full diamond")
+    return drawing
+
+
+def throughput_peers() -> Drawing:
+    """One causal sequence, few KV heads: forward and backward beside NVIDIA's published tables."""
+    drawing = Drawing(
+        1120, 568, "TFLOPS of one causal sequence, modelled for a B200, beside GB200 measurements",
+        "Two panels, forward and backward, batch 1, heads 32/2: modelled rates of this project and "
+        "of flash-attn-4 4.0.0b36 on a B200, and rates that NVIDIA measured on a GB200 with cuDNN, "
+        "its CuTe DSL kernels and flash-attn-4.",
+    )
+    drawing.heading(
+        "One causal sequence, heads 32/2, head_dim 256, bf16: TFLOPS over its length",
+        f"lines: {basis()}",
+    )
+    _legend(drawing, [
+        (BLUE, "line", "this project, modelled, B200"),
+        (ORANGE, "line", "flash-attn-4 4.0.0b36, modelled, B200"),
+        (GREEN, "square", "cuDNN 9.27, measured, GB200"),
+    ])  # fmt: skip
+    _legend(drawing, [
+        (PURPLE, "circle", "CuTe DSL kernels of the cuDNN frontend 1.31, measured, GB200"),
+        (RED, "triangle", "flash-attn-4 (version not said), measured, GB200"),
+    ], 104)  # fmt: skip
+    kinds = {
+        "cuDNN 9.27": (GREEN, "square"),
+        "cuDNN frontend 1.31, CuTe DSL": (PURPLE, "circle"),
+        "flash-attn-4, version not said": (RED, "triangle"),
+    }
+    for number, direction in enumerate(("forward", "backward")):
+        axes = _axes(drawing, 84 + number * 530, 2000, lengths=(2048, 32768), top=170)
+        axes.frame(direction, "tokens", "TFLOPS" if number == 0 else "")
+        _modelled(axes, "few KV heads", direction, "causal")
+        for series in _published("causal", direction, "32/2"):
+            colour, kind = kinds[series["name"]]
+            _marks(axes, series, colour, kind, line=True)
+    return drawing
+
+
+def accuracy_of_the_model() -> Drawing:
+    """Predicted over published TFLOPS: every row of `bench validate` that is a validation."""
+    drawing = Drawing(
+        860, 744, "Predicted over published TFLOPS",
+        "Each point is a published rate of flash-attn-4 or of a GEMM on a B200 and what the timing "
+        "model says of it. Backward rates lie on the diagonal, forward rates above it: the model "
+        "is too fast, most of all for short sequences.",
+    )
+    drawing.heading(
+        "Where the timing model is right, and where it is too fast",
+        f"every validation row of `python -m bench validate`; {basis()}",
+    )
+    ticks = tuple((float(n), str(n)) for n in range(600, 1801, 200))
+    scale = Scale(540, 1840, ticks)
+    axes = Axes(drawing, (92, 120, 560, 560), scale, scale)
+    corners = [axes.at(x, y) for x, y in ((540, 540), (1840, 1840))]
+    for share in (0.2, 0.1):
+        top = 1840 / (1 + share)
+        band = [axes.at(540, 540 * (1 + share)), axes.at(top, 1840), axes.at(1840, 1840),
+                axes.at(1840, 1840 * (1 - share)), axes.at(540 / (1 - share), 540),
+                axes.at(540, 540)]  # fmt: skip
+        drawing.polygon(band, tint(GREY, 0.08 if share == 0.2 else 0.16))
+    axes.frame("", "published TFLOPS", "modelled TFLOPS")
+    drawing.line(corners, INK, 1.4)
+    x, y = axes.at(1500, 1500)
+    drawing.text((x + 12, y + 46), "within 10 %", 11.5, colour=GREY)
+    drawing.text((x + 30, y + 86), "within 20 %", 11.5, colour=GREY)
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in read("rates")["rows"]:
+        if row["group"] == "validation":
+            groups[_kind(row)].append(row)
+    styles = ((BLUE, "circle"), (GREEN, "square"), (ORANGE, "triangle"))
+    for number, ((name, rows), (colour, kind)) in enumerate(
+        zip(sorted(groups.items()), styles, strict=True)
+    ):
+        axes.marks([r["published"] for r in rows], [r["modelled"] for r in rows], colour, kind)
+        errors = sorted(abs(r["modelled"] / r["published"] - 1) for r in rows)
+        middle = len(errors) // 2
+        median = (errors[middle] + errors[-middle - 1]) / 2
+        place = (672, 136 + 62 * number)
+        mark(drawing, (place[0] + 6, place[1] - 4), kind, "#ffffff", colour)
+        drawing.lines((place[0] + 22, place[1]), [name, f"{len(rows)} rows",
+                      f"median error {median:.0%}"], 12.5)  # fmt: skip
+    return drawing
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """What a validation row is of, as the legend names it."""
+    if row["title"].startswith("Backward"):
+        return "backward, 256"
+    return "forward, 256" if "256" in row["title"] else "forward 128, GEMM"
+
+
+def _axes(
+    drawing: Drawing, left: float, highest: float, lengths: tuple[int, int] = (512, 131072),
+    top: float = _TOP,
+) -> Axes:
+    x = Scale(lengths[0] / 1.12, lengths[1] * 1.12,
+              tuple((n, t) for n, t in _LENGTHS.items() if lengths[0] <= n <= lengths[1]), True)
+    y = Scale(0, highest, tuple((float(n), f"{n:,}") for n in range(0, int(highest) + 1, 500)))
+    return Axes(drawing, (left, top, *_PANEL), x, y)
+
+
+def _modelled(axes: Axes, group: str, direction: str, mask: str) -> None:
+    """Bands, then lines: ours drawn through, the other dashed over it."""
+    rows = read("rates")["rows"]
+    lines = []
+    for provider, colour in ((THEIRS, ORANGE), (OURS, BLUE)):
+        found = [
+            row for row in rows
+            if row["group"] == group and (row["provider"], row["direction"], row["mask"])
+            == (provider, direction, mask)
+        ]  # fmt: skip
+        if not found:
+            raise ValueError(f"rates.json holds no {direction} of {provider}, {group}, {mask}")
+        xs = [row["seqlen"] for row in found]
+        axes.band(xs, [r["tflops_low"] for r in found], [r["tflops_high"] for r in found], colour)
+        lines.append((xs, [row["tflops"] for row in found], colour))
+    # Where the two agree, ours shows through the dashes.
+    for (xs, ys, colour), dash in zip(reversed(lines), ("", "9 6"), strict=True):
+        axes.line(xs, ys, colour, 2.6, dash)
+
+
+def _published(mask: str, direction: str, heads: str) -> Iterable[dict[str, Any]]:
+    for series in read("published")["series"]:
+        if (series["mask"], series["direction"], series["heads"]) == (mask, direction, heads):
+            yield series
+
+
+def _marks(
+    axes: Axes, series: dict[str, Any], colour: str, kind: str, line: bool = False
+) -> None:
+    xs, ys = [int(n) for n in series["tflops"]], list(series["tflops"].values())
+    if line:
+        axes.line(xs, ys, colour, 1.2, "3 3")
+    axes.marks(xs, ys, colour, kind)
+
+
+def _legend(drawing: Drawing, entries: Sequence[tuple[str, str, str]], y: float = 82) -> None:
+    x = 24.0
+    for colour, kind, words in entries:
+        if kind == "line":
+            drawing.rect(x, y - 10, 26, 12, tint(colour, 0.22))
+            drawing.line([(x, y - 4), (x + 26, y - 4)], colour, 2.6,
+                         "9 6" if colour == ORANGE else "")
+        else:
+            mark(drawing, (x + 13, y - 4), kind, colour if kind == "diamond" else "#ffffff", colour)
+        drawing.text((x + 34, y), words, 12.5)
+        x += 34 + text_width(words, 12.5) + 28

@@ -1,0 +1,61 @@
+"""What figures are of: the machine of a row, and the versions that a result depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, str]:
+    """Versions of what results depend on, the commit of a checkout, the time in UTC."""
+    from bench.peers.flash_attn_4 import PACKAGE
+    from fa4_hd256.run.compile import versions
+
+    try:
+        theirs = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        theirs = "not installed"
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True)
+        commit = asked.stdout.strip() if asked.returncode == 0 else ""
+    except OSError:
+        commit = ""
+    return {
+        **versions(),
+        PACKAGE: theirs,
+        "commit": commit or "not a git checkout",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def simulator_machine() -> str:
+    """For `machine`: figures that the simulator counted, or of its own speed."""
+    return f"simulator on a CPU, {len(os.sched_getaffinity(0))} cores"
+
+
+def compiler_machine() -> str:
+    """For `machine`: figures read from compiled code."""
+    from fa4_hd256.gpus.family import TARGET
+
+    return f"{TARGET}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
+
+
+def modelled_machine(machine: Any) -> str:
+    """For `machine`: figures of the timing model.
+
+    machine: a `sm100_sim.timing.machine_constants.Machine`; a hash tells which constants.
+    """
+    content = {
+        name: (constant.value, constant.low, constant.high)
+        for name, constant in sorted(machine.constants.items())
+    }
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
+    return f"{machine.name.upper()} modelled, constants {digest}"

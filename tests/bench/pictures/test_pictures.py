@@ -1,0 +1,149 @@
+"""The pictures of docs/pictures are current, legible, and right about layouts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from checkout import ROOT
+
+from bench.__main__ import main
+from bench.commands.pictures import FOLDER
+from bench.pictures import data
+from bench.pictures.catalogue import PICTURES
+from bench.pictures.layouts import accumulator_parts, place_of_chunk
+from bench.pictures.race import KERNEL, planted_race, run_text
+from bench.pictures.simulator import FLOORS, OBSERVERS
+from bench.pictures.svg import Drawing
+from fa4_hd256.kernels.blackwell.instructions import MmaShape
+from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
+from sm100_sim.isa.descriptors import MatrixDescriptor, chunk_addresses, decode_instruction
+from sm100_sim.isa.tensor_core import destinations
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {name: draw() for name, draw in PICTURES.items()}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_is_current(name, drawn):
+    """What differs is drawn anew by `python -m bench pictures`; look at it then."""
+    assert (FOLDER / f"{name}.svg").read_text("utf-8") == drawn[name].svg()
+
+
+def test_no_picture_is_left_over():
+    assert {path.stem for path in FOLDER.iterdir()} == set(PICTURES)
+    assert set(data.MODELLED) < set(PICTURES)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_is_legible(name, drawn):
+    """No line of text covers another or leaves the picture; words for those who cannot see it."""
+    picture = drawn[name]
+    assert not complaints(picture)
+    tree = ElementTree.fromstring(picture.svg())
+    assert tree.find("{*}title").text and tree.find("{*}desc").text
+
+
+def complaints(picture: Drawing) -> list[str]:
+    found = [
+        f"{one.text!r} covers {other.text!r}"
+        for one, other in itertools.combinations(picture.texts, 2)
+        if one.overlaps(other)
+    ]
+    for box in picture.texts:
+        if min(box.left, box.top) < 0 or box.right > picture.width or box.bottom > picture.height:
+            found.append(f"{box.text!r} leaves the picture")
+    return found
+
+
+def test_what_is_not_legible_is_told():
+    picture = Drawing(200, 100, "title", "description")
+    picture.text((10, 50), "first")
+    picture.text((30, 55), "second")
+    picture.text((10, 99), "gone below")
+    assert len(complaints(picture)) == 2
+
+
+def test_check_tells_what_is_stale(tmp_path, capsys):
+    assert main(["pictures", "swizzle", "exp2-error", "--write", str(tmp_path)]) == 0
+    assert main(["pictures", "swizzle", "exp2-error", "--write", str(tmp_path), "--check"]) == 0
+    path = tmp_path / "swizzle.svg"
+    path.write_text(path.read_text("utf-8").replace("xor", "or"), "utf-8")
+    assert main(["pictures", "swizzle", "exp2-error", "--write", str(tmp_path), "--check"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("not current") == 2 and "drawn anew by" in printed
+
+
+def test_a_name_that_is_none_is_refused(capsys):
+    assert main(["pictures", "sunset"]) == 2
+    assert "picture 'sunset'; accepted are throughput-forward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rates", "timeline"])
+def test_data_of_other_constants_are_refused(name, tmp_path, monkeypatch):
+    content = json.loads((data.ROOM / f"{name}.json").read_text("utf-8"))
+    content["constants"] = "B200 modelled, constants 00000000"
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    monkeypatch.setattr(data, "ROOM", tmp_path)
+    with pytest.raises(ValueError, match="bench pictures --replay"):
+        data.read(name)
+
+
+def test_published_rates_name_their_sources():
+    series = data.read("published")["series"]
+    assert series and all(row["source"].startswith("github.com/") for row in series)
+
+
+def test_swizzle_is_that_of_the_tensor_core():
+    """Chunks of an atom, and of both operands' slices, where the tensor core reads them."""
+    keys = k_major_operand(64)
+    for number in range(4):
+        descriptor = MatrixDescriptor(
+            keys.step_bytes[number], keys.leading_bytes, keys.stride_bytes, 128
+        )
+        addresses = chunk_addresses(descriptor, False, 8, 2)
+        for row, half in itertools.product(range(8), range(2)):
+            line, place = place_of_chunk(row, 2 * number + half)
+            assert addresses[row, half] == line * 128 + place * 16
+    values = mn_major_operand(128)
+    descriptor = MatrixDescriptor(0, values.leading_bytes, values.stride_bytes, 128)
+    addresses = chunk_addresses(descriptor, True, 128, 2)
+    for k, chunk in itertools.product(range(16), range(16)):
+        block, inside = divmod(chunk, 8)
+        line, place = place_of_chunk(k % 8, inside)
+        start = block * values.leading_bytes + k // 8 * 1024
+        assert addresses[k, chunk] == start + line * 128 + place * 16
+
+
+@pytest.mark.parametrize(("m", "n"), [(256, 128), (128, 256)])
+def test_lanes_are_those_of_the_tensor_core(m, n):
+    descriptor = decode_instruction(MmaShape(m, n, True).instruction_descriptor, "f16", 2)
+    mma = SimpleNamespace(ctas=(None, None), descriptor=descriptor, d=0)
+    found = [
+        (range(128)[lanes], range(n)[columns]) for columns, _, lanes in destinations(mma)
+    ]
+    parts = accumulator_parts(m, n)
+    assert found == [(lanes, columns) for lanes, _, columns in parts]
+    assert all(len(lanes) == len(rows) for lanes, rows, _ in parts)
+
+
+def test_race_is_gone_when_the_read_comes_first():
+    """The words beside the picture: without the bug nothing is found."""
+    assert planted_race().kind == "race"
+    arrive, read = (
+        next(line for line in KERNEL.split("\n") if line.endswith(comment))
+        for comment in ("arrive empty", "read the slot")
+    )
+    mended = KERNEL.replace(f"{arrive}\n{read}", f"{read}\n{arrive}")
+    assert mended != KERNEL and not run_text(mended).findings
+
+
+def test_the_tower_names_rooms_that_exist():
+    named = [room for rooms, _ in FLOORS for room in rooms] + [room for room, *_ in OBSERVERS]
+    missing = [room for room in named if not (ROOT / "sm100_sim" / room).is_dir()]
+    assert not missing
