@@ -1,7 +1,7 @@
 """`python -m bench report DIR`: one self-contained HTML page from the JSON results in a directory.
 
-Every `*.json` file there that another command wrote with --json is shown: its tables, plots, notes
-and environment. The page needs no other file and no network.
+Every `*.json` file there that another command wrote with --json is shown: all plots first, then the
+tables with their notes and environment. The page needs no other file and no network.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import io
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.tables.results import add_output_options, draw, emit, read_json
+from bench.tables.plots import draw_panels
+from bench.tables.results import add_output_options, emit, read_json
 from bench.tables.table import BASES, BASIS, MACHINE, Column, Plot, Table
 
 _STYLE = """
@@ -26,10 +26,19 @@ table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; display: blo
 th, td { border: 1px solid #d0d7de; padding: 2px 8px; text-align: left; white-space: nowrap }
 th { background: #f6f8fa } td.number { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f8fa; padding: 8px; overflow-x: auto; font-size: 12px }
-img { max-width: 100% } .basis { border-radius: 4px; padding: 0 6px; font-size: 12px }
+nav { columns: 2; font-size: 14px } nav ul { margin: 0 }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(34rem, 1fr)); gap: 1.5rem }
+figure { margin: 0; border: 1px solid #d0d7de; border-radius: 6px; padding: 10px;
+         overflow-x: auto }
+figcaption { font-size: 13px; color: #59636e } img { max-width: 100% }
+summary { cursor: pointer; color: #59636e }
+.basis { border-radius: 4px; padding: 0 6px; font-size: 12px }
 .measured { background: #d3f5d8 } .modelled { background: #ffeac2 }
 .computed { background: #dbe9ff }
 """
+
+#: Rows up to which a table is open when the page is.
+_SHORT = 24
 
 
 @dataclass(frozen=True)
@@ -62,28 +71,62 @@ def collect(directory: Path) -> Found:
 
 
 def page(found: Found) -> str:
-    """The HTML page."""
-    sections, links = [], []
+    """The HTML page: every plot, then every table."""
+    figures, sections, links = [], [], []
     for number, (name, table) in enumerate(found.tables):
-        title = f"{table.command}: {table.title}"
-        links.append(f'<li><a href="#t{number}">{html.escape(title)}</a></li>')
-        sections.append(f'<h2 id="t{number}">{html.escape(title)}</h2>{_section(name, table)}')
+        title = html.escape(f"{table.command}: {table.title}")
+        links.append(f'<li><a href="#t{number}">{title}</a></li>')
+        figures += _figures(table, number)
+        sections.append(f'<h2 id="t{number}">{title}</h2>{_section(name, table)}')
     others = "".join(
         f"<p>{html.escape(name)} is left out: {html.escape(reason)}</p>"
         for name, reason in found.others.items()
     )
+    plots = f'<div class="plots">{"".join(figures)}</div>' if figures else "<p>None.</p>"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>fa4-hd256: results</title><style>{_STYLE}</style></head><body>"
         "<h1>fa4-hd256: results</h1><p>Every row says whether it was measured, modelled (by the "
         "timing model, without a GPU) or computed (from a closed form or the compiled code), and "
-        f"on what.</p><ul>{''.join(links)}</ul>{others}{''.join(sections)}</body></html>\n"
+        f"on what.</p>{others}<h2>Plots</h2>{plots}"
+        f"<h2>Tables</h2><nav><ul>{''.join(links)}</ul></nav>{''.join(sections)}</body></html>\n"
     )
 
 
+def _figures(table: Table, number: int) -> list[str]:
+    """Each panel of the plot with what its rows rest on; why there is none, where one was meant."""
+    if table.plot is None or not table.rows:
+        return []
+    try:
+        panels = draw_panels(table)
+    except ValueError as error:
+        return [f"<p>{html.escape(str(error))}</p>"]
+    origins = " ".join(
+        f"{_badge(basis)} {html.escape(machine)}"
+        for basis, machine in dict.fromkeys((row[BASIS], row[MACHINE]) for row in table.rows)
+    )
+    found = []
+    for title, drawn in panels:
+        content = base64.b64encode(drawn).decode()
+        found.append(
+            f'<figure><img alt="{html.escape(title, quote=True)}" '
+            f'src="data:image/svg+xml;base64,{content}"><figcaption>{origins}; '
+            f'<a href="#t{number}">the table</a></figcaption></figure>'
+        )
+    return found
+
+
+def _badge(basis: str) -> str:
+    return f'<span class="basis {html.escape(basis)}">{html.escape(basis)}</span>'
+
+
 def _section(name: str, table: Table) -> str:
-    parts = [_html_table(table), _image(table)]
+    """The table, opened where it is short, its notes and environment."""
+    is_open = " open" if len(table.rows) <= _SHORT else ""
+    parts = [
+        f"<details{is_open}><summary>{len(table.rows)} rows</summary>{_html_table(table)}</details>"
+    ]
     for note in table.notes:
         tag = "pre" if "\n" in note else "p"
         parts.append(f"<{tag}>{html.escape(note)}</{tag}>")
@@ -97,8 +140,7 @@ def _html_table(table: Table) -> str:
     lines = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in header) + "</tr>"]
     for row in table.rows:
         cells = [_cell(column, row[column.name]) for column in table.columns]
-        basis = html.escape(row[BASIS])
-        cells.append(f'<td><span class="basis {basis}">{basis}</span></td>')
+        cells.append(f"<td>{_badge(row[BASIS])}</td>")
         cells.append(f"<td>{html.escape(row[MACHINE])}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table>{''.join(lines)}</table>"
@@ -108,20 +150,6 @@ def _cell(column: Column, value: object) -> str:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     kind = ' class="number"' if is_number else ""
     return f"<td{kind}>{html.escape(column.cell(value))}</td>"
-
-
-def _image(table: Table) -> str:
-    """The plot inside the page; why there is none, where one was meant."""
-    if table.plot is None or not table.rows:
-        return ""
-    drawn = io.BytesIO()
-    try:
-        draw([table], drawn, "svg")
-    except ValueError as error:
-        return f"<p>{html.escape(str(error))}</p>"
-    content = base64.b64encode(drawn.getvalue()).decode()
-    title = html.escape(table.title, quote=True)
-    return f'<img alt="{title}" src="data:image/svg+xml;base64,{content}">'
 
 
 def summary(found: Found) -> Table:

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import io
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from .table import Table
 
 _PANEL_INCHES = (7.0, 3.6)
+#: Of a panel whose bars lie on their sides: above and below them, and each bar.
+_AROUND_INCHES, _BAR_INCHES = 1.1, 0.13
 #: Letters that fit side by side below one panel.
 _LABEL_LETTERS = 100
+#: Letters of a title that fit into an inch.
+_TITLE_LETTERS = 12
+#: Okabe and Ito's colours, which people with any common colour vision tell apart; quiet axes.
+_STYLE = {
+    "axes.prop_cycle": "cycler('color', ['0072b2', 'e69f00', '009e73', 'd55e00', 'cc79a7', "
+                       "'56b4e9', '59636e'])",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "svg.hashsalt": "bench",
+}  # fmt: skip
 
 
 def draw_tables(tables: list[Table], target: Any, form: str | None) -> None:
     """One figure with axes for each panel of each table; arguments as `results.draw`."""
+    panels = [panel for table in tables for panel in _panels(table)]
+    if not panels:
+        raise ValueError("nothing to plot: no row has the figure that is drawn")
+    _draw(panels, target, form)
+
+
+def draw_panels(table: Table) -> list[tuple[str, bytes]]:
+    """(title, SVG) of each panel of a table by itself. Raises ValueError without matplotlib."""
+    found = []
+    for panel in _panels(table):
+        target = io.BytesIO()
+        _draw([panel], target, "svg")
+        found.append((panel.title, target.getvalue()))
+    return found
+
+
+def _draw(panels: list[_Panel], target: Any, form: str | None) -> None:
+    """One figure, panels below one another."""
     try:
         import matplotlib
     except ImportError as error:
@@ -23,26 +57,21 @@ def draw_tables(tables: list[Table], target: Any, form: str | None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = []
-    for table in tables:
-        points = _points(table)
-        for name in dict.fromkeys(point.panel for point in points):
-            panels.append((table, name, [point for point in points if point.panel == name]))
-    if not panels:
-        raise ValueError("nothing to plot: no row has the figure that is drawn")
-    width, height = _PANEL_INCHES
-    most = max(len(_labels(points)) for _, _, points in panels)
-    figure, axes = plt.subplots(
-        len(panels), 1, squeeze=False, layout="constrained",
-        figsize=(max(width, 0.3 * most), height * len(panels)),
-    )
-    try:
-        for axis, (table, name, points) in zip(axes[:, 0], panels):
-            _draw_panel(axis, table, points)
-            axis.set_title(f"{table.title}, {name}" if name else table.title, fontsize=9)
-        figure.savefig(target, format=form)
-    finally:
-        plt.close(figure)
+    width = max(panel.width for panel in panels)
+    heights = [panel.height for panel in panels]
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            len(panels), 1, squeeze=False, layout="constrained", figsize=(width, sum(heights)),
+            height_ratios=heights,
+        )
+        try:
+            for axis, panel in zip(axes[:, 0], panels):
+                _draw_panel(axis, panel)
+                lines = textwrap.wrap(panel.title, round(_TITLE_LETTERS * width))
+                axis.set_title("\n".join(lines), fontsize=9, pad=16)
+            figure.savefig(target, format=form)
+        finally:
+            plt.close(figure)
 
 
 @dataclass(frozen=True)
@@ -54,6 +83,57 @@ class _Point:
     label: Any
     y: float
     errors: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """What goes into axes of its own."""
+
+    table: Table
+    name: str
+    points: list[_Point]
+
+    @property
+    def title(self) -> str:
+        return f"{self.table.title}, {self.name}" if self.name else self.table.title
+
+    @property
+    def has_long_labels(self) -> bool:
+        """Whether labels side by side would not be legible."""
+        texts = [str(label) for label in _labels(self.points)]
+        return len(texts) > 6 or sum(map(len, texts)) > _LABEL_LETTERS
+
+    @property
+    def is_sideways(self) -> bool:
+        """Whether bars lie on their sides, each with its label in front of it."""
+        return self.table.plot.kind == "bar" and self.has_long_labels
+
+    @property
+    def series(self) -> list[str | None]:
+        return list(dict.fromkeys(point.series for point in self.points))
+
+    @property
+    def width(self) -> float:
+        """In inches."""
+        width, _ = _PANEL_INCHES
+        if self.is_sideways:
+            longest = max(len(str(label)) for label in _labels(self.points))
+            return width + max(0.0, 0.055 * longest - 2.0)
+        return max(width, 0.3 * len(_labels(self.points)))
+
+    @property
+    def height(self) -> float:
+        """In inches."""
+        if self.is_sideways:
+            bars = len(_labels(self.points)) * (len(self.series) + 0.4)
+            return _AROUND_INCHES + _BAR_INCHES * bars
+        return _PANEL_INCHES[1]
+
+
+def _panels(table: Table) -> list[_Panel]:
+    points = _points(table)
+    names = dict.fromkeys(point.panel for point in points)
+    return [_Panel(table, name, [p for p in points if p.panel == name]) for name in names]
 
 
 def _points(table: Table) -> list[_Point]:
@@ -82,34 +162,72 @@ def _labels(points: list[_Point]) -> list:
     return list(dict.fromkeys(point.label for point in points))
 
 
-def _draw_panel(axis: Any, table: Table, points: list[_Point]) -> None:
+def _draw_panel(axis: Any, panel: _Panel) -> None:
+    table, points = panel.table, panel.points
     plot, labels = table.plot, _labels(points)
-    places = {label: i for i, label in enumerate(labels)}
     numeric = plot.kind == "line" and all(isinstance(label, (int, float)) for label in labels)
-    names = list(dict.fromkeys(point.series for point in points))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        drawn = [point for point in points if point.series == name]
-        y = [point.y for point in drawn]
-        errors = None if plot.low is None else list(zip(*(point.errors for point in drawn)))
-        if plot.kind == "bar":
-            x = [places[point.label] + (number + 0.5) * width - 0.4 for point in drawn]
-            axis.bar(x, y, width, yerr=errors, label=name, capsize=2)
-        else:
-            x = [point.label if numeric else places[point.label] for point in drawn]
-            axis.errorbar(x, y, yerr=errors, label=name, marker="o", markersize=3, capsize=2)
+    if plot.kind == "bar":
+        _draw_bars(axis, panel)
+    else:
+        _draw_lines(axis, panel, numeric)
+    unit = _unit(table)
     if numeric:
         axis.set_xscale("log", base=2) if plot.log_x else None
         axis.set_xlabel(_heading(table, plot.x))
+    elif panel.is_sideways:
+        axis.set_yticks(range(len(labels)), [str(label) for label in labels], fontsize=6.5)
+        axis.invert_yaxis()
+        axis.set_xlabel(unit)
     else:
-        texts = [str(label) for label in labels]
-        upright = len(texts) > 6 or sum(map(len, texts)) > _LABEL_LETTERS
-        axis.set_xticks(range(len(texts)), texts, fontsize=6, rotation=90 if upright else 0)
-    units = [c.unit for c in table.columns if c.name in plot.y]
-    axis.set_ylabel(_heading(table, plot.y) if isinstance(plot.y, str) else units[0])
-    axis.grid(axis="y", alpha=0.3)
-    if names != [None]:
-        axis.legend(fontsize=7)
+        turned = 90 if panel.has_long_labels else 0
+        axis.set_xticks(range(len(labels)), [str(label) for label in labels], fontsize=6,
+                        rotation=turned)  # fmt: skip
+    if not panel.is_sideways:
+        axis.set_ylabel(unit)
+    axis.grid(axis="x" if panel.is_sideways else "y", alpha=0.3)
+    if panel.series != [None]:
+        # Above the panel, where it covers nothing; below the title, which stands at the left.
+        axis.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False,
+                    ncols=len(panel.series))  # fmt: skip
+
+
+def _errors(panel: _Panel, points: list[_Point]) -> list[tuple[float, ...]] | None:
+    """As matplotlib takes them: below, above."""
+    if panel.table.plot.low is None:
+        return None
+    return list(zip(*(point.errors for point in points)))
+
+
+def _draw_bars(axis: Any, panel: _Panel) -> None:
+    places = {label: i for i, label in enumerate(_labels(panel.points))}
+    width = 0.8 / len(panel.series)
+    for number, name in enumerate(panel.series):
+        drawn = [point for point in panel.points if point.series == name]
+        at = [places[point.label] + (number + 0.5) * width - 0.4 for point in drawn]
+        values, errors = [point.y for point in drawn], _errors(panel, drawn)
+        if panel.is_sideways:
+            axis.barh(at, values, width, xerr=errors, label=name, capsize=2)
+        else:
+            axis.bar(at, values, width, yerr=errors, label=name, capsize=2)
+
+
+def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:
+    places = {label: i for i, label in enumerate(_labels(panel.points))}
+    for name in panel.series:
+        drawn = [point for point in panel.points if point.series == name]
+        x = [point.label if numeric else places[point.label] for point in drawn]
+        axis.errorbar(
+            x, [point.y for point in drawn], yerr=_errors(panel, drawn), label=name, marker="o",
+            markersize=3, capsize=2,
+        )
+
+
+def _unit(table: Table) -> str:
+    """What the values are of."""
+    y = table.plot.y
+    if isinstance(y, str):
+        return _heading(table, y)
+    return next((column.unit for column in table.columns if column.name in y), "")
 
 
 def _heading(table: Table, name: str) -> str:

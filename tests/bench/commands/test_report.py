@@ -58,6 +58,9 @@ def test_a_page_of_several_results(tmp_path, capsys):
     text = "".join(parser.text)
     assert text.count("<one> & more") == 2 and "1234" in text and "lines <b>" in text
     assert "measured" in parser.text and "modelled" in parser.text
+    # Plots lead.
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("<h2>Plots") < page.index("<img") and page.rindex("<img") < page.index("<tr")
     # Nothing is loaded from elsewhere.
     assert all(re.match(r"#t\d|data:image/svg", source) for source in parser.sources)
     assert sum(source.startswith("data:") for source in parser.sources) == 2
