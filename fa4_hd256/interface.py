@@ -145,7 +145,15 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-def _call(tensors, options, sink, ragged, longest, names, choices):
+def _call(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    options: Options,
+    sink: torch.Tensor | None,
+    ragged: dict[str, torch.Tensor],
+    longest: tuple[int | None, int | None],
+    names: tuple[str, str],
+    choices: tuple[bool | None, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Hand a checked call to the operator, whose schema takes plain values only.
 
     longest: (max_seqlen_q, max_seqlen_k); names: of both configurations; choices: (use_clc,
@@ -167,7 +175,9 @@ def _call(tensors, options, sink, ragged, longest, names, choices):
     )  # fmt: skip
 
 
-def _longest(ragged, max_seqlen_q, max_seqlen_k):
+def _longest(
+    ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[int | None, int | None]:
     """(max_seqlen_q, max_seqlen_k) of packed sequences; None where they are not packed."""
     offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
     if offsets_q is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = ["backward_prefers_clc", "clc_requested", "prefers_clc", "scheduler_class"]
 
@@ -65,7 +66,7 @@ def clc_requested(
     return default if value is None else value == "1"
 
 
-def scheduler_class(use_clc: bool):
+def scheduler_class(use_clc: bool) -> Any:
     """The scheduler class for a resolved choice (see `clc_requested`)."""
     if use_clc:
         from .clc import ClcScheduler

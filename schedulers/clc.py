@@ -61,7 +61,9 @@ _LEADER = 0
 
 
 @cute.jit
-def _query(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState, slot) -> None:
+def _query(
+    channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState, slot: cute.Pointer
+) -> None:
     """In the leader CTA: wait for the slot, arm its full barriers and issue try_cancel."""
     if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
         channel.producer_acquire(state)

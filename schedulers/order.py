@@ -20,7 +20,7 @@ section the block is the slow index and the head the fast one::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -166,7 +166,7 @@ class TileOrder:
             count = len(cutlass.extract_mlir_values(old))
             fields.append(cutlass.new_from_mlir_values(old, values[:count]))
             values = values[count:]
-        return TileOrder(*fields, self.later_blocks_first)
+        return replace(self, **dict(zip(self._DYNAMIC, fields, strict=True)))
 
 
 def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:

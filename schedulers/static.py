@@ -30,7 +30,7 @@ class _StaticScheduler:
         return None
 
     @classmethod
-    def create(cls, order: TileOrder, channel: None):
+    def create(cls, order: TileOrder, channel: None) -> Any:
         """The scheduler of one warp; `channel` is None."""
         index, stride = cluster_index()
         return cls(order, Int32(index), Int32(stride))
@@ -48,7 +48,7 @@ class _StaticScheduler:
     def __extract_mlir_values__(self) -> list:
         return cutlass.extract_mlir_values(self.index)
 
-    def __new_from_mlir_values__(self, values: list):
+    def __new_from_mlir_values__(self, values: list) -> Any:
         index = cutlass.new_from_mlir_values(self.index, values)
         return type(self)(self.order, index, self.stride)
 

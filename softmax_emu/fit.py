@@ -104,6 +104,7 @@ def _search(coefficients: np.ndarray) -> np.ndarray:
     indices = range(1, len(best))
     # Higher coefficients matter less, so their useful steps are larger: powers of two in ulps.
     steps = [sign * 2**power for power in range(5) for sign in (1, -1)]
+    moves: list[tuple[tuple[int, int], ...]]
     moves = [((index, step),) for index in indices for step in steps]
     moves += [
         ((i, step_i), (j, step_j))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .coefficients import COEFFICIENTS
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
@@ -41,14 +42,14 @@ def _sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(inexact & even, np.nextafter(total, towards), total)
 
 
-def fma(a, b, c) -> np.ndarray:
+def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> np.ndarray:
     """fma.rn.f32 (PTX ISA 9.7.3): a * b + c of float32 arrays with one rounding to nearest."""
     a, b, c = (np.asarray(value, np.float32).astype(np.float64) for value in (a, b, c))
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(_sum_to_odd(a * b, c)).astype(np.float32)
 
 
-def add_round_down(a, b) -> np.ndarray:
+def add_round_down(a: ArrayLike, b: ArrayLike) -> np.ndarray:
     """add.rm.f32 (PTX ISA 9.7.3): a + b of float32 arrays rounded towards minus infinity."""
     a, b = (np.asarray(value, np.float32).astype(np.float64) for value in (a, b))
     exact = np.asarray(_sum_to_odd(a, b))
@@ -58,7 +59,7 @@ def add_round_down(a, b) -> np.ndarray:
     return np.where(too_large, np.nextafter(nearest, np.float32(-np.inf)), nearest)
 
 
-def horner(fraction, coefficients: Sequence[float]) -> np.ndarray:
+def horner(fraction: ArrayLike, coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
     """c0 + c1 f + ... by float32 fma from the highest coefficient down."""
     fraction = np.asarray(fraction, np.float32)
     value = np.full_like(fraction, np.float32(coefficients[-1]))
@@ -67,7 +68,9 @@ def horner(fraction, coefficients: Sequence[float]) -> np.ndarray:
     return value
 
 
-def exp2_polynomial(x, degree: int = 3, coefficients: Sequence[float] | None = None) -> np.ndarray:
+def exp2_polynomial(
+    x: ArrayLike, degree: int = 3, coefficients: Sequence[float] | None = None
+) -> np.ndarray:
     """2^x as `exp2.exp2_polynomial_pair` computes it; float32 in, float32 out, same shape.
 
     `coefficients` replaces the kernels' own ones of that degree.
@@ -83,9 +86,9 @@ def exp2_polynomial(x, degree: int = 3, coefficients: Sequence[float] | None = N
 
 
 def exponentiate(
-    scores,
+    scores: ArrayLike,
     scale_log2: float,
-    row_max,
+    row_max: ArrayLike,
     pattern: Ex2Pattern,
     hardware_exp2: Callable[[np.ndarray], np.ndarray] = np.exp2,
 ) -> np.ndarray:
@@ -112,7 +115,7 @@ def exponentiate(
     )
 
 
-def round_to_bfloat16(x) -> np.ndarray:
+def round_to_bfloat16(x: ArrayLike) -> np.ndarray:
     """cvt.rn.bf16.f32 (PTX ISA 9.7.9, cvt), as float32; NaN not allowed, ties to even."""
     bits = np.ascontiguousarray(np.asarray(x, np.float32)).view(np.uint32)
     bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))

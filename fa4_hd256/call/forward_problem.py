@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +68,9 @@ class Options:
         rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
         Raises as `clc_requested` does.
         """
-        filling = (1, 1) if offsets is None else (rows, (offsets.numel() - 1) * longest)
+        filling = (1, 1)
+        if offsets is not None and longest is not None:
+            filling = rows, (offsets.numel() - 1) * longest
         default = prefers_clc(self.window != (None, None), *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))
 
@@ -232,7 +235,13 @@ def _check_equal(what: str, values: dict[str, object], error: type[Exception]) -
         raise error(f"{', '.join(values)} must share one {what}; got {given}")
 
 
-def check_shapes(q, k, v, packed_q: bool = False, packed_k: bool = False) -> None:
+def check_shapes(
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    packed_q: bool = False,
+    packed_k: bool = False,
+) -> None:
     """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result,
     and so are packed sequences without any row."""
     if tuple(k) != tuple(v):
@@ -271,7 +280,7 @@ def check_softcap(softcap: Any) -> float:
     """The softcap as a Python float, 0 for none."""
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a real number, got {type(softcap).__name__}")
-    if not 0 <= softcap <= torch.finfo(torch.float32).max:
+    if not 0 <= float(softcap) <= torch.finfo(torch.float32).max:
         raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
     return float(softcap)
 
@@ -303,13 +312,14 @@ def check_ragged_types(ragged: dict[str, Any]) -> None:
             raise TypeError(f"{name} must be an int32 tensor")
 
 
-def check_max_type(side: str, longest: Any) -> None:
-    """An int: reading a tensor would synchronise with the device."""
+def check_max_type(side: str, longest: Any) -> int:
+    """The same, an int: reading a tensor would synchronise with the device."""
     if longest is None or isinstance(longest, bool) or not isinstance(longest, int):
         raise TypeError(
             f"max_seqlen_{side} must be an int with cu_seqlens_{side}, got {longest!r}; a tensor "
             "is not accepted because reading it would synchronise with the device"
         )
+    return longest
 
 
 def check_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
@@ -358,7 +368,7 @@ def check_max_seqlen(
     offsets = ragged.get(f"cu_seqlens_{side}")
     if offsets is None:
         return tensor.shape[1]
-    check_max_type(side, longest)
+    longest = check_max_type(side, longest)
     if longest < 1:
         raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
     if tensor.device.type == "cpu" and offsets.numel() > 1:

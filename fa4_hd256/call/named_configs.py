@@ -53,6 +53,6 @@ def _from_fields(kind: type, fields: dict[str, Any]) -> Any:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return _from_fields(hint, value)
     return tuple(value) if isinstance(value, list) else value

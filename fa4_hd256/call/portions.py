@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.sequences import PADDING
@@ -163,7 +164,7 @@ def _portion(
     """These heads, sequences and rows as a call of their own."""
     forward = whole.forward
     (batch_q, seqlen_q, *_), (batch_k, seqlen_k, _, columns) = forward.q_shape, whole.k_shape
-    changes = {}
+    changes: dict[str, Any] = {}
     if len(sequences) < forward.sequences:
         batch_q = batch_k = changes["sequences"] = len(sequences)
     if len(queries) < seqlen_q or len(keys) < seqlen_k:

@@ -109,7 +109,10 @@ def _options() -> Options:
 
 
 def _run_backward(
-    inputs: tuple, out: torch.Tensor, lse: torch.Tensor, generator: torch.Generator
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """Gradients for a random gradient of out: their errors, and what each kernel took."""
     device = out.device.type

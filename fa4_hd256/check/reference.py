@@ -80,7 +80,8 @@ def attention(
     for b in range(batch):
         for h in range(heads):
             one = (q[b, :, h], k[b, :, h // group], v[b, :, h // group])
-            out, lse = _one_head(tuple(t.cpu().double() for t in one), chosen, h)
+            of_q, of_k, of_v = (t.cpu().double() for t in one)
+            out, lse = _one_head((of_q, of_k, of_v), chosen, h)
             outs.append(out)
             lses.append(lse)
     if not outs:
@@ -240,7 +241,9 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(out: torch.Tensor, lse: torch.Tensor, inputs: tuple, **options) -> Comparison:
+def compare(
+    out: torch.Tensor, lse: torch.Tensor, inputs: tuple, **options: Any
+) -> Comparison:
     """Compare (out, lse) for `inputs` (q, k, v) with the reference; `options` as of `attention`.
 
     NaN anywhere gives an infinite error. Infinities of lse must be in the same places.

@@ -46,7 +46,7 @@ def register(name: str = NAME) -> str:
             f"({error}); tested: 2.13"
         ) from error
 
-    def activate():
+    def activate() -> Any:
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"{name} cannot be activated for SDPA: PyTorch finds no CUDA device, and its "
@@ -122,17 +122,18 @@ def _flash_attn_bwd(
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
     use_clc = checked.backward_use_clc(None, any(offsets is not None for offsets in ragged))
     sides = (-1 if side is None else side for side in checked.window)
-    tensors = (dout, None, q, k, v, out, lse)
-    is_packed = (packed[0], False, packed[0], packed[1], packed[1], packed[0], packed[0])
-    tensors = (t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True))
+    tensors = (dout, q, k, v, out, lse)
+    is_packed = (packed[0], packed[0], packed[1], packed[1], packed[0], packed[0])
+    padded = [t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True)]
     *gradients, _ = backward(
-        *tensors, checked.softmax_scale, *sides, 0.0, None, *ragged, None, None, *longest,
-        use_clc, named_configs.encode(None, BackwardConfig), [True, True, False],
+        padded[0], None, *padded[1:], checked.softmax_scale, *sides, 0.0, None, *ragged, None,
+        None, *longest, use_clc, named_configs.encode(None, BackwardConfig), [True, True, False],
     )  # fmt: skip
-    return tuple(
+    dq, dk, dv = (
         gradient.squeeze(0) if tensor.ndim == 3 else gradient
         for gradient, tensor in zip(gradients, (q, k, v), strict=True)
     )
+    return dq, dk, dv
 
 
 def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -118,10 +118,9 @@ def attention(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    window, reach = (None, None), options.get("sliding_window")
-    if reach is not None:
-        window = (reach - 1, 0 if causal else reach - 1)
-    arguments = {
+    reach = options.get("sliding_window")
+    window = (None, None) if reach is None else (reach - 1, 0 if causal else reach - 1)
+    arguments: dict[str, Any] = {
         "softmax_scale": options.get("scaling"),
         "causal": bool(causal),
         "window_size": window,
@@ -130,11 +129,17 @@ def attention(
     }
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if attention_mask is None:
-        return flash_attn_func(q, k, v, **arguments), None
+        return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
     return _padded(q, k, v, attention_mask, arguments), None
 
 
-def _padded(q, k, v, ranges, arguments):
+def _padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
     """Attention of the rows in use: they are moved to the front, their numbers being `seqused`.
 
     Nothing is read back from the device, and all shapes are those of the padded tensors.
@@ -153,7 +158,7 @@ def _padded(q, k, v, ranges, arguments):
         seqused_k=(ranges[:, KEY_END] - first_key).contiguous(),
         **arguments,
     )  # fmt: skip
-    return _rolled(out, -first_query)
+    return _rolled(cast(torch.Tensor, out), -first_query)
 
 
 def _rolled(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -239,7 +244,12 @@ def _check_contiguous(in_use: torch.Tensor, ranges: torch.Tensor) -> None:
         )
 
 
-def _check_pattern(mask_function, window, lengths, options) -> bool:
+def _check_pattern(
+    mask_function: Callable | None,
+    window: int | None,
+    lengths: tuple[int, int, int, Any, int],
+    options: dict[str, Any],
+) -> bool:
     """Whether the pattern is full. Raises ValueError unless it is that, causal, or a window.
 
     Known functions of transformers are recognised as such. Any other is evaluated once and
@@ -263,7 +273,7 @@ def _check_pattern(mask_function, window, lengths, options) -> bool:
     if torch.compiler.is_compiling():
         raise ValueError(_unknown_pattern(mask_function) + "; it cannot be evaluated while tracing")
     batch_size, q_length, kv_length, q_offset, kv_offset = lengths
-    wanted = known.sdpa_mask(
+    wanted: Any = known.sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
         allow_is_causal_skip=False, use_vmap=options.get("use_vmap", False),
         device=options["device"],

@@ -134,7 +134,7 @@ def run_backward(
     if wanted.dkdv:
         dk, dv = (_sum_of_parts(problem, t) for t in results["dkdv"])
     dsink = q.new_empty(0) if call.sink is None else call.sink.new_empty(0)
-    if wanted.dsink:
+    if wanted.dsink and call.sink is not None:
         dsink = _sink_gradient(call.sink, stats)
     return dq, dk, dv, dsink
 
@@ -227,7 +227,8 @@ def _empty_dkdv(problem: BackwardProblem) -> tuple[torch.Tensor, torch.Tensor]:
     shape = list(problem.dkdv_shape)
     if problem.adds:
         shape[2] = problem.k_shape[2] * problem.copies
-    return tuple(_result(forward, tuple(shape), dtype, is_zero) for _ in range(2))
+    dk, dv = (_result(forward, tuple(shape), dtype, is_zero) for _ in range(2))
+    return dk, dv
 
 
 def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:

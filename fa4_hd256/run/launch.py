@@ -134,8 +134,8 @@ def _every_gpu_can_take_it() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        others = {i: _capability(i) for i in range(torch.cuda.device_count())}
-        others = [f"cuda:{i} ({a}.{b})" for i, (a, b) in others.items() if not in_family((a, b))]
+        seen = {i: _capability(i) for i in range(torch.cuda.device_count())}
+        others = [f"cuda:{i} ({a}.{b})" for i, (a, b) in seen.items() if not in_family((a, b))]
         if not others:
             raise
         raise RuntimeError(

@@ -29,13 +29,13 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     which, _, scheduler = item.rpartition(" ")
     call, use_clc = _CALL, scheduler == "clc"
     q, k, v, dout = kernels.tensors(call, target.device)
-    inputs = [t.requires_grad_() for t in (q, k, v)]
+    q, k, v = inputs = tuple(t.requires_grad_() for t in (q, k, v))
     note(f"{which}, capture")
 
     def work() -> tuple:
         from fa4_hd256 import flash_attn_func
 
-        out, lse = flash_attn_func(*inputs, return_lse=True, use_clc=use_clc, **call.options)
+        out, lse = flash_attn_func(q, k, v, return_lse=True, use_clc=use_clc, **call.options)
         if which == "forward":
             return out, lse
         return (out, lse, *torch.autograd.grad(out, inputs, dout))

@@ -194,8 +194,9 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
     offsets = [torch.tensor(e, dtype=torch.int32, device=target.device) for e in ends]
     longest = [max(side) for side in zip(*_PACKED)]
     out, lse = flash_attn_varlen_func(
-        *leaves, *offsets, *longest, causal=True, return_lse=True, use_clc=use_clc
-    )
+        leaves[0], leaves[1], leaves[2], offsets[0], offsets[1], longest[0], longest[1],
+        causal=True, return_lse=True, use_clc=use_clc,
+    )  # fmt: skip
     gradients = torch.autograd.grad(out, leaves, dout) if is_backward else ()
     worst, right = 0.0, True
     for (a, b), (c, d) in zip(*(itertools.pairwise(e) for e in ends)):
@@ -205,8 +206,9 @@ def _packed(is_backward: bool, use_clc: bool, target: Target) -> Outcome:
         if is_backward:
             parts = {n: g[i:j][None]
                      for n, g, i, j in zip("qkv", gradients, (a, c, c), (b, d, d))}
-            found = list(reference.compare_gradients(parts, one, dout[a:b][None],
-                                                     causal=True).values())
+            found: list[Any] = list(
+                reference.compare_gradients(parts, one, dout[a:b][None], causal=True).values()
+            )
         else:
             found = [reference.compare(out[a:b][None].detach(), lse[None, :, a:b].detach(), one,
                                        causal=True)]

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,10 @@ def missing() -> str:
 
 
 def _assembler() -> Path:
-    home = importlib.util.find_spec("triton").submodule_search_locations[0]
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("triton is not installed; its ptxas is needed", name="triton")
+    home = spec.submodule_search_locations[0]
     return Path(home, "backends", "nvidia", "bin", "ptxas-blackwell")
 
 
@@ -60,7 +64,7 @@ def clocks(kernel: Timed, replayed: bool) -> float:
     return _replayed(ptx, kernel, report) if replayed else 0.0
 
 
-def _replayed(ptx: str, kernel: Timed, report) -> float:
+def _replayed(ptx: str, kernel: Timed, report: Any) -> float:
     from sm100_sim import timing
 
     compiled = timing.traced_program(report, ptx, timing.disassemble(_cubin(ptx))[ENTRY])

@@ -40,7 +40,7 @@ def content(
 
     started: date and time of the run's first step.
     """
-    rungs = {}
+    rungs: dict[str, Any] = {}
     for name, found in results.items():
         if name == HIDDEN[0].name:
             continue
@@ -51,10 +51,10 @@ def content(
             "seconds": round(sum(o.get("seconds", 0.0) for o in found.values()), 1),
             "steps": kept,
         }
-    found = {"bringup": VERSION, "date": started, "target": target.as_json(), "stopped": stopped,
-             "rungs": rungs}  # fmt: skip
+    made = {"bringup": VERSION, "date": started, "target": target.as_json(), "stopped": stopped,
+            "rungs": rungs}  # fmt: skip
     described = machine(target, results, started)
-    return {**found, "machine": described} if described else found
+    return {**made, "machine": described} if described else made
 
 
 def summary_line(results: Results, stopped: str = "") -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from sm100_sim.tools import golden
 from sm100_sim.tools.golden import Case, Vectors
@@ -52,7 +53,7 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     note(f"grid {case.grid}, block {case.block}, cluster {case.cluster}: {case.rule}")
     found = ending(case, target)
     wrong = rule_difference(case, found, recorded)
-    values = {"ending": found[0]}
+    values: dict[str, Any] = {"ending": found[0]}
     if target.is_gpu and found[0].startswith(("hang", "run")):
         values["broken"] = True
     return Outcome("differs" if wrong else "passed", wrong, values)

@@ -7,6 +7,7 @@ times must not be known to ptxas, so zeros come from memory where an address dep
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 ENTRY = "timed"
 #: Results a launch may store: 64-bit words, one a warp of the first CTAs.
@@ -76,7 +77,7 @@ _CLUSTER_SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 
 def timed(
     name: str, body: str, *, setup: str = "", finish: str = "", keep: str = "", rounds: int = 64,
-    summed: bool = False, **shape: int,
+    summed: bool = False, **shape: Any,
 ) -> Timed:
     """A kernel: `setup`, `rounds` times `body` between the clocks, `keep`, and `finish` at the end.
 
