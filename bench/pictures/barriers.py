@@ -9,9 +9,9 @@ from .svg import BLUE, GREEN, GREY, INK, ORANGE, RULE, Drawing, text_width, tint
 __all__ = ["barrier_graph"]
 
 _ROW, _TOP = 34, 132
-_NAMES, _FIRST, _LAST = 24, 232, 700
-_WORDS = 770
-_WIDTH = 1130
+_NAMES, _FIRST, _LAST = 24, 216, 580
+_WORDS = 642
+_WIDTH = 980
 _SIGNALS = {
     Signal.TMA_PAIR: (BLUE, "TMA bytes"),
     Signal.TMA_CTA: (BLUE, "TMA bytes"),
@@ -38,8 +38,8 @@ def barrier_graph(title: str, edges: EdgeTable) -> Drawing:
     bottom = _TOP + rows * _ROW - 8
     for role, x in places.items():
         drawing.line([(x, 104), (x, bottom)], RULE, 2)
-        drawing.rect(x - 46, 78, 92, 27, tint(GREY, 0.12), GREY, 5)
-        drawing.text((x, 96), role, 13, "middle", style="bold")
+        drawing.rect(x - 43, 78, 86, 27, tint(GREY, 0.12), GREY, 5)
+        drawing.text((x, 96), role, 12.5, "middle", style="bold")
     drawing.text((_NAMES, 96), "edge, buffers", 12, colour=GREY)
     drawing.text((_WORDS, 96), "what changes hands", 12, colour=GREY)
     for row, edge in enumerate(edges.edges):

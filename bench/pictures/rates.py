@@ -14,31 +14,31 @@ __all__ = ["accuracy_of_the_model", "throughput_forward", "throughput_peers"]
 
 OURS, THEIRS = "ours", "flash-attn-4"
 _LENGTHS = {512 << n: f"{(512 << n) / 1024:g}k" for n in range(9)}
-_PANEL = (470, 330)
+_PANEL = (392, 330)
 _TOP = 150
 
 
 def throughput_forward() -> Drawing:
     """Forward over seqlen at 32k tokens, full and causal, beside published measurements."""
     drawing = Drawing(
-        1120, 548, "Forward TFLOPS over the sequence length, modelled, beside published rates",
+        960, 548, "Forward TFLOPS over the sequence length, modelled, beside published rates",
         "Two panels, full and causal attention, heads 8/8, 32,768 tokens: modelled rates of this "
         "project and of flash-attn-4 4.0.0b36 with bands over the uncertain constants, and rates "
         "of an earlier flash-attn-4 measured on a B200.",
     )
     drawing.heading(
         "Forward at head_dim 256, bf16: TFLOPS over sequence length",
-        f"heads 8/8, 32,768 tokens (at least one sequence); lines: {basis()}",
+        f"heads 8/8, 32,768 tokens or one sequence; lines: {basis()}",
     )
     _legend(drawing, [
         (BLUE, "line", "this project, modelled"),
         (ORANGE, "line", "flash-attn-4 4.0.0b36, modelled"),
-        (INK, "diamond",
-         "flash-attn-4 of PR 2454 (half of exp2 emulated), measured, B200 at 1965 MHz"),
     ])  # fmt: skip
-    drawing.text((24, 110), "Bands: draws of the model's uncertain constants.", 12, colour=GREY)
+    drawing.text((510, 82), "bands: draws of the uncertain constants", 12.5, colour=GREY)
+    published = "flash-attn-4 of PR 2454 (half of exp2 emulated), measured on a B200 at 1965 MHz"
+    _legend(drawing, [(INK, "diamond", published)], 104)
     for number, mask in enumerate(("full", "causal")):
-        axes = _axes(drawing, 84 + number * 530, 2000)
+        axes = _axes(drawing, 84 + number * 458, 2000)
         axes.frame(mask, "tokens a sequence", "TFLOPS" if number == 0 else "")
         _modelled(axes, "dense", "forward", mask)
         for series in _published(mask, "forward", "8/8"):
@@ -49,7 +49,7 @@ def throughput_forward() -> Drawing:
 def throughput_peers() -> Drawing:
     """One causal sequence, few KV heads: forward and backward beside NVIDIA's published tables."""
     drawing = Drawing(
-        1120, 568, "TFLOPS of one causal sequence, modelled for a B200, beside GB200 measurements",
+        960, 568, "TFLOPS of one causal sequence, modelled for a B200, beside GB200 measurements",
         "Two panels, forward and backward, batch 1, heads 32/2: modelled rates of this project and "
         "of flash-attn-4 4.0.0b36 on a B200, and rates that NVIDIA measured on a GB200 with cuDNN, "
         "its CuTe DSL kernels and flash-attn-4.",
@@ -73,7 +73,7 @@ def throughput_peers() -> Drawing:
         "flash-attn-4, version not said": (RED, "triangle"),
     }
     for number, direction in enumerate(("forward", "backward")):
-        axes = _axes(drawing, 84 + number * 530, 2000, lengths=(2048, 32768), top=170)
+        axes = _axes(drawing, 84 + number * 458, 2000, lengths=(2048, 32768), top=170)
         axes.frame(direction, "tokens", "TFLOPS" if number == 0 else "")
         _modelled(axes, "few KV heads", direction, "causal")
         for series in _published("causal", direction, "32/2"):

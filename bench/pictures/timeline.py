@@ -8,7 +8,7 @@ from .svg import BLUE, GREY, INK, ORANGE, RULE, Drawing, text_width, tint
 
 __all__ = ["role_timeline"]
 
-_LEFT, _INNER, _TOP, _LANE, _BAR = 128, 1100, 112, 46, 30
+_LEFT, _INNER, _TOP, _LANE, _BAR = 122, 960, 112, 46, 30
 _SCALE = _INNER / (BEFORE + AFTER)
 #: How strongly the bar of something is coloured.
 _STRENGTH = {"QK": 0.3, "PV": 0.75, "sum": 0.12, "P": 0.5, "drain": 0.5, "rescale": 0.9}
@@ -27,21 +27,22 @@ def role_timeline() -> Drawing:
     )
     drawing.heading(
         "One tile ends while the next has begun",
-        f"forward, leader CTA, {found['problem']}; {basis()}",
+        f"forward, leader CTA, {found['problem']}",
     )
+    drawing.text((24, 72), basis(), 12, colour=GREY)
     _legend(drawing)
     bottom = _TOP + len(LANES) * _LANE
     for number, lane in enumerate(LANES):
         y = _TOP + number * _LANE
         drawing.line([(_LEFT, y + _LANE - 3), (_LEFT + _INNER, y + _LANE - 3)], RULE)
         drawing.text((_LEFT - 12, y + 27), lane, 13, "end", style="bold")
+    x = _LEFT + BEFORE * _SCALE
+    drawing.line([(x, _TOP - 6), (x, bottom + 4)], INK, 1.2, "5 4")
+    drawing.text((x, _TOP - 12), "the tile's last P V is done", 12, "middle", INK)
     spans = [Span(*row) for row in found["spans"]]
     # Moments lie over lengths.
     for span in sorted(spans, key=lambda span: span.what == "o_free"):
         _bar(drawing, span, steps)
-    x = _LEFT + BEFORE * _SCALE
-    drawing.line([(x, _TOP - 6), (x, bottom + 4)], INK, 1.2, "5 4")
-    drawing.text((x, _TOP - 12), "the tile's last P V is done", 12, "middle", INK)
     _scale(drawing, bottom)
     return drawing
 
@@ -61,9 +62,9 @@ def _bar(drawing: Drawing, span: Span, steps: int) -> None:
     strength = _STRENGTH.get(span.what, 0.3)
     drawing.rect(left, top, width, _BAR, tint(colour, strength), colour, 3)
     label = _label(span, steps)
-    if label and text_width(label, 12) < width - 6:
+    if label and text_width(label, 12.5) < width - 4:
         white = strength > 0.7 and colour == BLUE
-        drawing.text((left + width / 2, top + 20), label, 12, "middle",
+        drawing.text((left + width / 2, top + 20), label, 12.5, "middle",
                      "#ffffff" if white else INK)
 
 
@@ -83,7 +84,7 @@ def _label(span: Span, steps: int) -> str:
 
 
 def _legend(drawing: Drawing) -> None:
-    x = 860.0
+    x = 700.0
     for colour, words in ((BLUE, "this tile"), (ORANGE, "the next tile, steps 0', 1', ...")):
         drawing.rect(x, 22, 16, 12, tint(colour, 0.5), colour, 2)
         drawing.text((x + 24, 32), words, 12.5, colour=GREY)
