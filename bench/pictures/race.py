@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 import sm100_sim
 
 from .svg import BLUE, GREEN, GREY, INK, RED, RULE, Drawing, Point, tint
@@ -92,11 +90,8 @@ def planted_race() -> sm100_sim.Finding:
 
 def run_text(ptx: str) -> sm100_sim.Report:
     """The sanitized run of a kernel with 64 threads and no parameters."""
-    from sm100_sim.host.host_code import LaunchConfig
-    from sm100_sim.launcher import Options, run_kernel
-
-    config = LaunchConfig("race", (1, 1, 1), (64, 1, 1), (1, 1, 1), 1024, (), ptx=ptx)
-    return run_kernel(config, np.zeros(0, np.uint8), [], Options(sanitize=True))
+    options = sm100_sim.Options(sanitize=True)
+    return sm100_sim.launch_ptx(ptx, "race", [], block=64, dynamic_smem=1024, options=options)
 
 
 _LANES = (190.0, 540.0)
