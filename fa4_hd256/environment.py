@@ -45,7 +45,7 @@ RESERVED_SMS = Variable(
     "SMs that grids of the static tile scheduler leave to other kernels (NCCL's, say); same bits",
 )
 
-#: Every variable that this project reads, for the README and `python -m fa4_hd256 env`.
+#: Every variable that this project reads, for docs/environment.md and `python -m fa4_hd256 env`.
 VARIABLES = (
     CACHE_DIR,
     PROGRESS,

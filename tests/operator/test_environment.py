@@ -10,15 +10,14 @@ from checkout import ROOT
 from fa4_hd256 import environment
 from fa4_hd256.run import launch as backends
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "environment.md"
 
 
-def test_the_readme_lists_the_same_table():
-    text = README.read_text("utf-8")
-    table = text[text.index("## Environment variables") :].split("\n## ")[0]
+def test_the_page_lists_the_same_table():
+    text = PAGE.read_text("utf-8")
     rows = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
+        for line in text.splitlines()
         if line.startswith("| `")
     ]
     assert rows == [[v.name, v.default, v.meaning] for v in environment.VARIABLES]
