@@ -8,8 +8,15 @@ when it is imported.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from typing import Any
+
+
+class _Text(str, Enum):
+    """Members that are, and print as, their values: what enum.StrEnum is from Python 3.11 on."""
+
+    __str__ = str.__str__
+    __format__ = str.__format__
 
 
 class Rule(Enum):
@@ -61,7 +68,7 @@ class Rule(Enum):
     ATOMIC = auto()
 
 
-class Effect(StrEnum):
+class Effect(_Text):
     """The asynchronous operation that an instruction issues; the value stands in reports."""
 
     NONE = ""
@@ -91,7 +98,7 @@ class Recorded(Enum):
     LANES = auto()
 
 
-class Event(StrEnum):
+class Event(_Text):
     """What an execution is to the timing model, which finds its SASS by it (`timing.events`)."""
 
     NONE = ""
