@@ -39,12 +39,12 @@ if TYPE_CHECKING:
         UnknownInstruction,
     )
     from .host import LaunchConfig, keeping_ptx, launch_configs
+    from .jit.cache import cache_state
     from .launcher import Options, launch
     from .ptx.parser import PtxSyntaxError
     from .ptx_launcher import launch_ptx
     from .report import Report, last_reports
     from .sanitizer.findings import Finding
-    from .translate.cache import cache_state
 
 __version__ = "0.1.0"
 
@@ -96,7 +96,7 @@ _HOMES = {
     "ptx_launcher": ("launch_ptx",),
     "report": ("Report", "last_reports"),
     "sanitizer.findings": ("Finding",),
-    "translate.cache": ("cache_state",),
+    "jit.cache": ("cache_state",),
 }  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sm100_sim.isa.columns import Rule
+from sm100_sim.jit.engine import native_engine
 from sm100_sim.native.compiler import module_text
-from sm100_sim.translate.kernel import native_engine
 
 from .draining import drain_log
 from .watched import WATCHED, WATCHED_ORDERS

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.jit.engine import native_engine
 from sm100_sim.native.compiler import module_text
-from sm100_sim.translate.kernel import native_engine
 
 from .records import IN_FLIGHT, KINDS, AccessRow, Buffer, ShadowRecord
 from .tracking import FIRST_STATE, UNTRACKED, touch_cells, touch_rows

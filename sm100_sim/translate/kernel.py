@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,12 +20,19 @@ import numpy as np
 
 from sm100_sim.isa.emitter import Emitter
 from sm100_sim.isa.table import Entry, resolve
+from sm100_sim.jit import cache as translation_cache
+from sm100_sim.jit.engine import (
+    compile_module,
+    function_attributes,
+    host,
+    link,
+    native_engine,
+)
 from sm100_sim.native.compiler import module_text
 from sm100_sim.native.layout import Operation
 from sm100_sim.ptx.parser import Instruction, Kernel, Register
 from sm100_sim.state.warp import ALL_LANES, Environment, Warp
 
-from . import cache as translation_cache
 from .blocks import (
     BRANCH,
     INDEXED,
@@ -47,7 +53,6 @@ _KERNEL_SYMBOLS = (*_ADDRESS_FUNCTIONS, "log_access")
 _RUNTIME_FUNCTIONS = (
     "run", *_KERNEL_SYMBOLS, *(routine.name for routine in exported()),
 )
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +170,7 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
         if entry.bind is not None:
             compiled.executors[instruction.index] = entry.bind(instruction, kernel)
     name = ptx and translation_cache.entry_name(
-        ptx, kernel.name, sorted(keep), level, sanitize, *_host()[1:])
+        ptx, kernel.name, sorted(keep), level, sanitize, *host()[1:])
     functions, engine, emitted = _native_code(compiled, name, level)
     compiled._engine = engine
     _fill_table(compiled, {block: engine.get_function_address(name)
@@ -181,17 +186,18 @@ def _native_code(compiled: CompiledKernel, name: str, level: int
     name: of the entry in the cache on disk, "" for code that is not kept.
     """
     emitted, engine = time.perf_counter(), None
+    _offer_symbols()
 
     def make() -> tuple[dict[str, Any], bytes]:
         nonlocal emitted, engine
         text, functions = _module_text(compiled)
         emitted = time.perf_counter()
-        engine, code = _compile(text, level)
+        engine, code = compile_module(text, level)
         return {"functions": list(functions.items()), "guarded": compiled._guarded}, code
 
     header, code = translation_cache.obtain(name, make) if name else make()
     compiled._guarded = header["guarded"]
-    return dict(header["functions"]), engine or _link(code, level), emitted
+    return dict(header["functions"]), engine or link(code, level), emitted
 
 
 def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
@@ -218,7 +224,7 @@ def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
     if compiled.watched is not None:
         declarations.add("declare void @log_access(ptr, i32, ptr, i32, i32)")
     text = "\n".join([*sorted(declarations), *shared.values(), *bodies,
-                      f"attributes #0 = {{ {_function_attributes()} }}"])
+                      f"attributes #0 = {{ {function_attributes()} }}"])
     return text, functions
 
 
@@ -257,73 +263,6 @@ def _alignment(compiled: CompiledKernel, block: Block) -> tuple[int, int]:
     return ALIGN_REGISTER, mask.slot
 
 
-# LLVM.
-
-@functools.cache
-def _host() -> tuple[llvm.Target, str, str]:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features()
-    # Without it LLVM calls functions of a compiler's library, which no process need have.
-    if not features.get("f16c", True):
-        raise RuntimeError(
-            f"this CPU ({llvm.get_host_cpu_name()}) has no instructions for half precision (F16C, "
-            "in x86 CPUs since 2012), which the simulator's code needs; for a virtual machine "
-            "choose a CPU model that has them, such as that of its host"
-        )
-    return llvm.Target.from_default_triple(), llvm.get_host_cpu_name(), features.flatten()
-
-
-@functools.cache
-def host_has(feature: str) -> bool:
-    """Whether the CPU has a feature, by LLVM's name of it (e.g. "avx512f")."""
-    return f"+{feature}" in _host()[2].split(",")
-
-
-@functools.cache
-def _function_attributes() -> str:
-    """Wide vectors by name: some CPUs' tuning would otherwise split them in halves."""
-    width = "512" if host_has("avx512f") else "256"
-    return (f'nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" '
-            f'"frame-pointer"="none"')
-
-
-def _target_machine(level: int) -> llvm.TargetMachine:
-    target, cpu, features = _host()
-    return target.create_target_machine(cpu=cpu, features=features, opt=level, jit=True,
-                                        codemodel="jitdefault")
-
-
-def _engine(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> llvm.ExecutionEngine:
-    for name in _KERNEL_SYMBOLS:
-        llvm.add_symbol(name, routine_address(name))
-    return llvm.create_mcjit_compiler(module, machine)
-
-
-def _compile(text: str, level: int) -> tuple[llvm.ExecutionEngine, bytes]:
-    """The linked code of a module and its object file."""
-    with _lock:
-        engine = _engine(llvm.parse_assembly(text), _target_machine(level))
-        return engine, _finalize(engine)
-
-
-def _finalize(engine: llvm.ExecutionEngine) -> bytes:
-    """Compile and link; returns the object file."""
-    objects: list[bytes] = []
-    engine.set_object_cache(notify_func=lambda _, code: objects.append(bytes(code)))
-    engine.finalize_object()
-    return objects[0]
-
-
-def _link(code: bytes, level: int) -> llvm.ExecutionEngine:
-    """An object file that `_compile` made, linked."""
-    with _lock:
-        engine = _engine(llvm.parse_assembly(""), _target_machine(level))
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        return engine
-
-
 @dataclass(frozen=True, slots=True)
 class _Runtime:
     engine: llvm.ExecutionEngine
@@ -340,34 +279,11 @@ def _runtime() -> _Runtime:
     return _Runtime(engine, run, addresses)
 
 
-def native_engine(text: str) -> llvm.ExecutionEngine:
-    """Optimised code of a module in IR; attribute group #0 and declarations are completed here."""
-    machine = _target_machine(2)
-    text = _once_declared(f"{text}\nattributes #0 = {{ {_function_attributes()} }}\n")
-    engine = None
-
-    def make() -> tuple[dict[str, Any], bytes]:
-        nonlocal engine
-        module = llvm.parse_assembly(text)
-        module.verify()
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
-        builder.getModulePassManager().run(module, builder)
-        engine = llvm.create_mcjit_compiler(module, machine)
-        return {}, _finalize(engine)
-
-    _, code = translation_cache.obtain(translation_cache.entry_name(text, *_host()[1:]), make)
-    if engine is None:
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-    return engine
-
-
-def _once_declared(text: str) -> str:
-    """IR with each external declaration (a line of its own) only once, in front."""
-    lines = text.splitlines()
-    declarations = dict.fromkeys(line for line in lines if line.startswith("declare "))
-    return "\n".join([*declarations, *(line for line in lines if line not in declarations)])
+@functools.cache
+def _offer_symbols() -> None:
+    """Let kernels' code be linked to the functions of the runtime that it calls."""
+    for name in _KERNEL_SYMBOLS:
+        llvm.add_symbol(name, routine_address(name))
 
 
 def routine_address(name: str) -> int:

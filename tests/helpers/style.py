@@ -66,7 +66,9 @@ ROOMS = {
 }
 #: Rooms of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
-    ("causes", "devices", "native", "ptx", "settings"),
+    ("causes", "devices", "ptx", "settings"),
+    ("jit",),
+    ("native",),
     ("errors",),
     ("state",),
     ("host", "isa"),

@@ -5,6 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
+from sm100_sim.jit import engine
+from sm100_sim.jit.engine import native_engine
 from sm100_sim.native.compiler import NativeError, module_text
 from sm100_sim.native.language import (
     bits_of,
@@ -25,8 +27,6 @@ from sm100_sim.native.language import (
     u32,
     u64,
 )
-from sm100_sim.translate import kernel as codegen
-from sm100_sim.translate.kernel import native_engine
 
 pytestmark = pytest.mark.simulator
 CONSTANT = 7
@@ -197,8 +197,8 @@ def test_only_compiled():
 
 def test_a_cpu_without_half_precision_is_refused(monkeypatch):
     """An old CPU, or a virtual one: an error in words where conversions would crash."""
-    features = codegen.llvm.get_host_cpu_features()
+    features = engine.llvm.get_host_cpu_features()
     features["f16c"] = False
-    monkeypatch.setattr(codegen.llvm, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(engine.llvm, "get_host_cpu_features", lambda: features)
     with pytest.raises(RuntimeError, match="F16C.*for a virtual machine choose a CPU model"):
-        codegen._host.__wrapped__()
+        engine.host.__wrapped__()

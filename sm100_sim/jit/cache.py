@@ -25,7 +25,7 @@ from .native_cache import NativeCache
 
 #: Where the sources lie whose code says what a kernel is translated to: these folders import
 #: nothing else of the package but a few modules that hold errors, settings and device figures.
-TRANSLATING = ("isa", "native", "ptx", "state", "translate")
+TRANSLATING = ("isa", "jit", "native", "ptx", "state", "translate")
 _LENGTH = struct.Struct("<Q")
 #: Bytes that the directory may hold before the entries used least recently go.
 CACHE_LIMIT = 1 << 30
