@@ -1,0 +1,61 @@
+"""What is kept of the tables of other commands, and how files are written."""
+
+from __future__ import annotations
+
+import json
+
+from bench.pictures import data
+
+
+def test_rates_are_taken_from_the_tables():
+    rate = {"status": "ok", "tflops": 1733.4, "tflops_low": 1700.6, "tflops_high": 1800.5}
+    dense = {
+        "direction": "forward", "mask": "full", "heads": "8/8", "shape": "16x2048",
+        "details": {"ours": rate, "cuDNN": {"status": "measured only"}},
+    }  # fmt: skip
+    published = {"case": "a case", "published": 1000.4, "modelled": 1100.2, "role": "validation"}
+    tables = {
+        "dense": [{"rows": [dense]}],
+        "few KV heads": [{"rows": []}],
+        "validation": [
+            {"title": "instructions", "rows": [{"n": 64, "role": "built from"}]},
+            {"title": "rates", "rows": [published, {**published, "role": "fitted"}]},
+        ],
+    }
+    assert data.rates(tables) == [
+        {"group": "dense", "provider": "ours", "direction": "forward", "mask": "full",
+         "heads": "8/8", "batch": 16, "seqlen": 2048, "tflops": 1733, "tflops_low": 1701,
+         "tflops_high": 1800},
+        {"group": "validation", "title": "rates", "case": "a case", "published": 1000,
+         "modelled": 1100},
+    ]  # fmt: skip
+
+
+def test_files_say_what_made_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "ROOM", tmp_path)
+    data._write("timeline", {"steps": 8, "spans": [["load K", "K", 0, 1, 5, 9], [1]]})
+    text = (tmp_path / "timeline.json").read_text("utf-8")
+    assert json.loads(text) == {
+        "command": "python -m bench pictures --replay",
+        "constants": data.constants(),
+        "steps": 8,
+        "spans": [["load K", "K", 0, 1, 5, 9], [1]],
+    }
+    assert data.read("timeline")["steps"] == 8
+
+
+def test_kept_files_are_of_this_form():
+    """Every seqlen of the suite is there for both projects, and validation of both directions."""
+    rows = data.read("rates")["rows"]
+    lengths = {
+        (row["provider"], row["direction"], row["mask"]): set()
+        for row in rows if row["group"] == "dense"
+    }  # fmt: skip
+    for row in rows:
+        if row["group"] == "dense":
+            lengths[row["provider"], row["direction"], row["mask"]].add(row["seqlen"])
+    assert len(lengths) == 8 and {len(found) for found in lengths.values()} == {9}
+    assert len([row for row in rows if row["group"] == "validation"]) == 84
+    assert {row[0] for row in data.read("timeline")["spans"]} == {
+        "load Q", "load K", "load V", "tensor core", "softmax", "correction", "epilogue"
+    }  # fmt: skip
