@@ -74,16 +74,21 @@ def copy(source: cute.Tensor, target: cute.Tensor, release: cutlass.Constexpr):
     )
 
 
-def main() -> None:
-    """Copy a tensor and count the elements that differ."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--release", action="store_true", help="with the barrier")
-    release = parser.parse_args().release
+def run(release: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor and its copy, (ROWS, TILES * COLUMNS) float32; release: with the barrier."""
     source = torch.arange(ROWS * TILES * COLUMNS, dtype=torch.float32, device="cuda")
     source = source.reshape(ROWS, TILES * COLUMNS)
     target = torch.zeros_like(source)
     copy(from_dlpack(source, assumed_align=16), from_dlpack(target, assumed_align=16), release)
     torch.cuda.synchronize()
+    return source, target
+
+
+def main() -> None:
+    """Copy a tensor and count the elements that differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--release", action="store_true", help="with the barrier")
+    source, target = run(parser.parse_args().release)
     print(f"{int((source != target).sum())} of {source.numel()} elements differ")
 
 

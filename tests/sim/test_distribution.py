@@ -22,6 +22,9 @@ PACKAGE = ROOT / "sm100_sim"
 #: Modules whose `__all__` is what they publish; besides them every module under `sm100_sim.tools`.
 PUBLIC = {"sm100_sim": sm100_sim, "sm100_sim.timing": timing}
 
+#: Examples that need nothing else.
+NO_EXTRA = ("first_kernel", "planted_race", "hang")
+
 #: Runs in an interpreter that finds nothing of this project but the wheel, and no optional package.
 ALONE = """
 import sys
@@ -96,7 +99,7 @@ def test_it_runs_alone(site):
     """A kernel of PTX, a golden case, the constants of the timing model; the examples that need no
     more."""
     done = alone(site, """
-import runpy
+import contextlib, runpy
 from sm100_sim.tools.golden import Vectors, all_cases
 from sm100_sim.tools.golden.comparing import difference
 from sm100_sim.tools.golden.replay import replay
@@ -104,10 +107,22 @@ case = next(case for case in all_cases() if case.group == "integer")
 assert not difference(case, replay(case), Vectors().outputs(case))
 assert sm100_sim.timing.load("b200").values().sms == sm100_sim.device("b200").sms
 for example in sys.argv[2:]:
-    runpy.run_path(example, run_name="__main__")
-""", str(ROOT / "examples" / "first_kernel.py"))  # fmt: skip
+    sys.argv = [example]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(example, run_name="__main__")
+""", *(str(ROOT / "examples" / f"{name}.py") for name in NO_EXTRA))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("0 of 1000 elements differ")
+    for line in ("0 of 1000 elements differ", "race in shared memory", "the launch hangs"):
+        assert f"\n{line}" in f"\n{done.stdout}"
+
+
+def test_the_kernel_of_the_page(site):
+    """The first kernel of README.md prints what the page says."""
+    (code,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.S)
+    (said,) = re.findall(r"# (\[0 2 4 6\].*)\n", code)
+    done = alone(site, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{said}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""The scripts under examples/ that reproduce docs/findings.md, by `python -m sm100_sim`."""
+"""The scripts under examples/, by themselves or by `python -m sm100_sim`, as their texts say."""
 
+import json
 import re
+import runpy
+import sys
 
 import pytest
 from checkout import ROOT
@@ -59,6 +62,79 @@ def test_flash_attn_4(run):
         assert ours < torchs
 
 
-def test_every_command_of_the_page_names_a_script():
-    commands = re.findall(r"-m sm100_sim (examples/\S+)", (ROOT / "docs/findings.md").read_text())
-    assert commands and all((ROOT / command).is_file() for command in commands)
+def test_nvidias_gemm(run):
+    """The one that takes tiles by cluster launch control is exact and clean."""
+    pytest.importorskip("cutlass.operators")
+    out, causes = run("nvidia_gemm.py")
+    assert out.startswith("max error 0.0e+00") and causes == []
+
+
+def test_nvidias_gemm_that_frees_tensor_memory_in_use(monkeypatch, capsys):
+    pytest.importorskip("cutlass.operators")
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    assert run_script([str(EXAMPLES / "nvidia_gemm.py"), "TgvGemmOperator"]) == 1
+    shown = capsys.readouterr()
+    assert "1. freed-in-use in tensor memory" in shown.out and "TmemError" in shown.err
+
+
+@pytest.fixture
+def plain(monkeypatch, capsys):
+    """Runs an example that is no GPU script: what it prints."""
+
+    def plain(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *map(str, arguments)])
+        # As Python does for a script.
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+        return capsys.readouterr().out
+
+    return plain
+
+
+def test_the_first_kernel(plain):
+    right, counts, *fault = plain("first_kernel.py").splitlines()
+    assert right == "0 of 1000 elements differ" and counts.endswith("1000 lanes added")
+    assert fault[0].startswith("global access outside the tensors") and "warp 3, lane 8" in fault[1]
+
+
+def test_a_planted_race(plain):
+    right, cause, finding = plain("planted_race.py").splitlines()
+    assert right == "0 of 128 elements differ; findings of 1 cause(s)"
+    assert cause.startswith("race in shared memory: 1 finding")
+    assert "write (`st.shared.u32" in finding and "then read (`ld.shared.u32" in finding
+    assert plain("planted_race.py", "--barrier").endswith("findings of 0 cause(s)\n")
+
+
+def test_a_hang(plain):
+    right, *report = plain("hang.py").splitlines()
+    assert right == "0 of 64 elements differ"
+    assert report[0].startswith("the launch hangs") and len(report) == 3
+    assert all("256 bytes pending" in line for line in report[1:])
+
+
+def test_a_timeline(plain, tmp_path):
+    """Each of four warps and the TMA loads of eight tiles are in the trace."""
+    pytest.importorskip("numba")
+    out = plain("timeline.py", tmp_path / "timeline.json")
+    assert "critical path of the whole run" in out and "0 events or sites unmatched" in out
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"warp 0", "warp 1", "warp 2", "warp 3", "L2 to SM"} <= rows
+    loads = [event for event in events if event["name"] == "load"]
+    assert len(loads) == 8 and {event["args"]["bytes"] for event in loads} == {128 * 32 * 4}
+    assert all(event["dur"] > 0 for event in events if event["ph"] == "X")
+
+
+def test_every_command_of_the_pages_names_a_script():
+    for page in ("docs/findings.md", "examples/README.md", "sm100_sim/README.md"):
+        commands = re.findall(r"(?<![\w/])examples/\w+\.py", (ROOT / page).read_text())
+        assert all((ROOT / command).is_file() for command in commands), page
+        assert commands or page == "sm100_sim/README.md"
+
+
+def test_every_example_is_listed():
+    listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
