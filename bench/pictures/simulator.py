@@ -6,13 +6,14 @@ from .svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, Drawing, tint
 
 __all__ = ["FLOORS", "OBSERVERS", "instruction_life", "simulator_tower"]
 
-#: Floors from the ground up: rooms of `sm100_sim`, and what happens there.
+#: Floors from the ground up: rooms of `sm100_sim`, and what happens there. Each imports lower ones
+#: alone.
 FLOORS = (
-    (("host",), "links the kernel's own host code and catches its launch: true grid, parameters"),
-    (("ptx",), "text to instructions, basic blocks"),
-    (("isa",), "one table: what every opcode does, checks and touches; unknown ones are errors"),
-    (("translate", "native"), "arithmetic to LLVM, a vector of 32 lanes a register; code is kept"),
+    (("ptx",), "text to instructions and operands"),
+    (("jit", "native"), "LLVM in process, its code kept on disk; routines for what runs most"),
     (("state",), "registers, shared and tensor memory, mbarriers; what is in flight is an object"),
+    (("host", "isa"), "host code, caught at its launch; one table of what every opcode does"),
+    (("translate",), "basic blocks to LLVM, a vector of 32 lanes a register; lanes that diverge"),
     (("run",), "clusters and warps; who waits, who is woken; hangs are named"),
 )
 #: What watches a run, beside the floors.
@@ -33,7 +34,7 @@ def simulator_tower() -> Drawing:
     )
     drawing.heading(
         "The simulator runs the compiled kernel: host code and PTX, nothing rewritten",
-        "floors from the ground up; names are rooms of sm100_sim",
+        "floors from the ground up, rooms of sm100_sim; each imports only those below it",
     )
     left, width, tall = 24.0, 700.0, 58.0
     ground = 520.0

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from checkout import ROOT
+from style import SIMULATOR
 
 from bench.__main__ import main
 from bench.commands.pictures import FOLDER
@@ -143,7 +144,11 @@ def test_race_is_gone_when_the_read_comes_first():
     assert mended != KERNEL and not run_text(mended).findings
 
 
-def test_the_tower_names_rooms_that_exist():
+def test_the_tower_stands_in_the_order_of_imports():
+    """That of tests/helpers/style.py, which holds the code to it."""
+    row = {room: number for number, rooms in enumerate(SIMULATOR) for room in rooms}
+    floors = [[row[room] for room in rooms] for rooms, _ in FLOORS]
+    assert all(max(lower) < min(upper) for lower, upper in itertools.pairwise(floors))
+    assert all(row[room] > max(floors[-1]) for room, *_ in OBSERVERS)
     named = [room for rooms, _ in FLOORS for room in rooms] + [room for room, *_ in OBSERVERS]
-    missing = [room for room in named if not (ROOT / "sm100_sim" / room).is_dir()]
-    assert not missing
+    assert all((ROOT / "sm100_sim" / room).is_dir() for room in named)
