@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """The exit status. Raises ValueError for a name that is none."""
-    from bench.pictures import data
+    from bench.pictures import inputs
     from bench.pictures.catalogue import PICTURES
 
     for name in arguments.names:
         if name not in PICTURES:
             raise ValueError(f"picture {name!r}; accepted are {', '.join(PICTURES)}")
     if arguments.replay:
-        data.replay()
+        inputs.replay()
     rows = [
         _row(name, arguments.write / f"{name}.svg", PICTURES[name]().svg(), arguments.check)
         for name in arguments.names or PICTURES
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _row(name: str, target: Path, drawn: str, only_check: bool) -> dict[str, Any]:
     """Write a picture, or look whether its file is current."""
-    from bench.pictures import data
+    from bench.pictures import inputs
 
     if only_check:
         same = target.is_file() and target.read_text("utf-8") == drawn
@@ -60,9 +60,9 @@ def _row(name: str, target: Path, drawn: str, only_check: bool) -> dict[str, Any
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(drawn, "utf-8")
         state = "written"
-    is_modelled = name in data.MODELLED
+    is_modelled = name in inputs.MODELLED
     return {
         "picture": name, "state": state, "bytes": len(drawn.encode()),
         BASIS: "modelled" if is_modelled else "computed",
-        MACHINE: data.constants() if is_modelled else "this code",
+        MACHINE: inputs.constants() if is_modelled else "this code",
     }  # fmt: skip

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .data import basis, read
+from .inputs import basis, read
 from .plot import Axes, Scale, mark
 from .svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Drawing, text_width, tint
 

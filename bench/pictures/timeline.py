@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .data import AFTER, BEFORE, basis, read
+from .inputs import AFTER, BEFORE, basis, read
 from .spans import LANES, Span
 from .svg import BLUE, GREY, INK, ORANGE, RULE, Drawing, text_width, tint
 

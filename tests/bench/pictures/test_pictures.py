@@ -13,7 +13,7 @@ from style import SIMULATOR
 
 from bench.__main__ import main
 from bench.commands.pictures import FOLDER
-from bench.pictures import data
+from bench.pictures import inputs
 from bench.pictures.catalogue import PICTURES
 from bench.pictures.layouts import accumulator_parts, place_of_chunk
 from bench.pictures.race import KERNEL, planted_race, run_text
@@ -38,7 +38,7 @@ def test_picture_is_current(name, drawn):
 
 def test_no_picture_is_left_over():
     assert {path.stem for path in FOLDER.iterdir()} == set(PICTURES)
-    assert set(data.MODELLED) < set(PICTURES)
+    assert set(inputs.MODELLED) < set(PICTURES)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -87,16 +87,16 @@ def test_a_name_that_is_none_is_refused(capsys):
 
 @pytest.mark.parametrize("name", ["rates", "timeline"])
 def test_data_of_other_constants_are_refused(name, tmp_path, monkeypatch):
-    content = json.loads((data.ROOM / f"{name}.json").read_text("utf-8"))
+    content = json.loads((inputs.ROOM / f"{name}.json").read_text("utf-8"))
     content["constants"] = "B200 modelled, constants 00000000"
     (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    monkeypatch.setattr(data, "ROOM", tmp_path)
+    monkeypatch.setattr(inputs, "ROOM", tmp_path)
     with pytest.raises(ValueError, match="bench pictures --replay"):
-        data.read(name)
+        inputs.read(name)
 
 
 def test_published_rates_name_their_sources():
-    series = data.read("published")["series"]
+    series = inputs.read("published")["series"]
     assert series and all(row["source"].startswith("github.com/") for row in series)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bench.pictures import data
+from bench.pictures import inputs
 
 
 def test_rates_are_taken_from_the_tables():
@@ -22,7 +22,7 @@ def test_rates_are_taken_from_the_tables():
             {"title": "rates", "rows": [published, {**published, "role": "fitted"}]},
         ],
     }
-    assert data.rates(tables) == [
+    assert inputs.rates(tables) == [
         {"group": "dense", "provider": "ours", "direction": "forward", "mask": "full",
          "heads": "8/8", "batch": 16, "seqlen": 2048, "tflops": 1733, "tflops_low": 1701,
          "tflops_high": 1800},
@@ -32,21 +32,21 @@ def test_rates_are_taken_from_the_tables():
 
 
 def test_files_say_what_made_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "ROOM", tmp_path)
-    data._write("timeline", {"steps": 8, "spans": [["load K", "K", 0, 1, 5, 9], [1]]})
+    monkeypatch.setattr(inputs, "ROOM", tmp_path)
+    inputs._write("timeline", {"steps": 8, "spans": [["load K", "K", 0, 1, 5, 9], [1]]})
     text = (tmp_path / "timeline.json").read_text("utf-8")
     assert json.loads(text) == {
         "command": "python -m bench pictures --replay",
-        "constants": data.constants(),
+        "constants": inputs.constants(),
         "steps": 8,
         "spans": [["load K", "K", 0, 1, 5, 9], [1]],
     }
-    assert data.read("timeline")["steps"] == 8
+    assert inputs.read("timeline")["steps"] == 8
 
 
 def test_kept_files_are_of_this_form():
     """Every seqlen of the suite is there for both projects, and validation of both directions."""
-    rows = data.read("rates")["rows"]
+    rows = inputs.read("rates")["rows"]
     lengths = {
         (row["provider"], row["direction"], row["mask"]): set()
         for row in rows if row["group"] == "dense"
@@ -56,6 +56,6 @@ def test_kept_files_are_of_this_form():
             lengths[row["provider"], row["direction"], row["mask"]].add(row["seqlen"])
     assert len(lengths) == 8 and {len(found) for found in lengths.values()} == {9}
     assert len([row for row in rows if row["group"] == "validation"]) == 84
-    assert {row[0] for row in data.read("timeline")["spans"]} == {
+    assert {row[0] for row in inputs.read("timeline")["spans"]} == {
         "load Q", "load K", "load V", "tensor core", "softmax", "correction", "epilogue"
     }  # fmt: skip
