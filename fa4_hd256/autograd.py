@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from .call import named_configs
+from .call.backward_problem import BackwardCall
 from .call.forward_problem import Options, given_ragged
 from .kernels.blackwell.backward.config import BackwardConfig
+from .run.backward import Wanted, run_backward
 
 __all__ = ["backward", "gradients", "save_for_backward"]
 
@@ -47,9 +49,7 @@ def backward(
     wanted: whether dq, whether dk and dv, whether dsink are asked for; the others are empty.
     Bitwise the same for the same arguments. The other arguments are those of `forward`.
     """
-    from .run.backward import BackwardCall, Wanted, run_backward
-
-    options = Options.check(softmax_scale, False, (window_left, window_right), softcap, use_clc)
+    options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k)

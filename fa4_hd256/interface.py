@@ -6,24 +6,12 @@ import torch
 
 from .autograd import gradients, save_for_backward
 from .call import named_configs
-from .call.forward_problem import (
-    RAGGED,
-    Options,
-    Problem,
-    check_max_type,
-    check_ragged_types,
-    check_shapes,
-    check_sink,
-    check_tensors,
-    given_ragged,
-    without_expanded_heads,
-)
-from .call.splits import BY_RULE, check_num_splits, divided
-from .gpus.devices import Gpu
+from .call.checks import check_kinds, check_longest, with_batch
+from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
+from .call.splits import BY_RULE, check_num_splits
 from .kernels.blackwell.backward.config import BackwardConfig
 from .kernels.blackwell.forward.config import ForwardConfig
-
-UNBOUNDED = -1
+from .run.forward import run_forward
 
 
 def flash_attn_func(
@@ -76,10 +64,10 @@ def flash_attn_func(
     compiled.
     """
     options = Options.check(softmax_scale, causal, window_size, softcap)
-    check_tensors({"q": q, "k": k, "v": v})
+    check_kinds({"q": q, "k": k, "v": v, "learnable_sink": learnable_sink}, {}, num_splits)
     names = _names(config, backward_config)
-    choices = use_clc, check_num_splits(num_splits)
-    out, lse = _call((q, k, v), options, learnable_sink, {}, (None, None), names, choices)
+    call = ForwardCall(q, k, v, learnable_sink, {})
+    out, lse = _forward(call, options, (None, None), names, (use_clc, num_splits))
     return (out, lse) if return_lse else out
 
 
@@ -131,47 +119,41 @@ def flash_attn_varlen_func(
         raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
     options = Options.check(softmax_scale, causal, window_size, softcap)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    packed = {"q": cu_seqlens_q is not None, "k": cu_seqlens_k is not None}
-    packed["v"] = packed["k"]
     tensors = {"q": q, "k": k, "v": v}
-    check_tensors(tensors, packed)
+    check_kinds({**tensors, "learnable_sink": learnable_sink}, ragged, num_splits)
     longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
-    q, k, v = (t.unsqueeze(0) if packed[name] else t for name, t in tensors.items())
+    packed = {name: f"cu_seqlens_{'q' if name == 'q' else 'k'}" in ragged for name in tensors}
+    q, k, v = (with_batch(name, t) if packed[name] else t for name, t in tensors.items())
     names = _names(config, backward_config)
-    choices = use_clc, check_num_splits(num_splits)
-    out, lse = _call((q, k, v), options, learnable_sink, ragged, longest, names, choices)
+    call = ForwardCall(q, k, v, learnable_sink, ragged)
+    out, lse = _forward(call, options, longest, names, (use_clc, num_splits))
     if packed["q"]:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
-def _call(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def _forward(
+    call: ForwardCall,
     options: Options,
-    sink: torch.Tensor | None,
-    ragged: dict[str, torch.Tensor],
     longest: tuple[int | None, int | None],
     names: tuple[str, str],
     choices: tuple[bool | None, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hand a checked call to the operator, whose schema takes plain values only.
+    """Hand a call to the operator, whose schema takes plain values only.
 
     longest: (max_seqlen_q, max_seqlen_k); names: of both configurations; choices: (use_clc,
     num_splits).
     """
-    if sink is not None:
-        check_sink(sink, tensors[0])
-    check_ragged_types(ragged)
-    # Packed queries have a batch of 1.
-    rows, offsets = tensors[0].shape[1], ragged.get("cu_seqlens_q")
     use_clc, num_splits = choices
-    backward_use_clc = options.backward_use_clc(use_clc, bool(ragged))
+    offsets = call.ragged.get("cu_seqlens_q")
+    # Packed queries have a batch of 1.
+    rows = 1 if offsets is None else call.q.shape[1]
+    backward_use_clc = options.backward_use_clc(use_clc, bool(call.ragged))
     options = options.scheduled(use_clc, rows, offsets, longest[0])
-    window = (UNBOUNDED if side is None else side for side in options.window)
-    sequences = [ragged.get(name) for name in RAGGED]
     return forward(
-        *tensors, options.softmax_scale, *window, options.softcap, sink, *sequences, *longest,
-        options.use_clc, *names, num_splits, backward_use_clc,
+        call.q, call.k, call.v, options.softmax_scale, *options.bounds, options.softcap, call.sink,
+        *(call.ragged.get(name) for name in RAGGED), *longest, options.use_clc, *names, num_splits,
+        backward_use_clc,
     )  # fmt: skip
 
 
@@ -183,11 +165,11 @@ def _longest(
     if offsets_q is None:
         max_seqlen_q = None
     else:
-        check_max_type("q", max_seqlen_q)
+        check_longest("q", max_seqlen_q)
     if offsets_k is None:
         max_seqlen_k = None
     elif max_seqlen_k is not None:
-        check_max_type("k", max_seqlen_k)
+        check_longest("k", max_seqlen_k)
     elif offsets_k is offsets_q:
         max_seqlen_k = max_seqlen_q
     return max_seqlen_q, max_seqlen_k
@@ -227,41 +209,23 @@ def forward(
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
     is the backward's is used by autograd alone.
     """
-    from .run.compile import compile_forward
-    from .run.launch import empty_results, gpu_of, run_forward
-
-    options = Options.check(
-        softmax_scale, False, (window_left, window_right), softcap, use_clc
-    )
+    options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    k, v = without_expanded_heads(k, v)
-    problem = Problem.describe((q, k, v), options, sink, ragged, max_seqlen_q, max_seqlen_k)
-    if problem.is_empty:
-        return empty_results(problem)
+    call = ForwardCall(q, k, v, sink, ragged)
+    problem = call.describe(options, max_seqlen_q, max_seqlen_k)
     if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
         # How long a tile is, is not known.
         num_splits = 1
-    gpu = gpu_of(problem.device)
-    problem = divided(problem, num_splits, gpu)
-    optional = () if sink is None else (sink.detach().float().contiguous(),)
-    optional += tuple(ragged[name] for name in problem.ragged)
-    chosen = named_configs.decode(config, ForwardConfig) if config else _tuned(problem, gpu)
-    compiled = compile_forward(chosen, problem.problem_class)
-    return run_forward(compiled, problem, (q, k, v), optional)
-
-
-def _tuned(problem: Problem, gpu: Gpu) -> ForwardConfig:
-    """The default configuration of a call on a GPU."""
-    causal = problem.options.window[1] is not None
-    return ForwardConfig.tuned(causal, problem.max_seqlen_k, gpu.tuning_name)
+    chosen = named_configs.decode(config, ForwardConfig) if config else None
+    return run_forward(call, problem, num_splits, chosen)
 
 
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
       backward_config, num_splits, backward_use_clc):  # fmt: skip
-    check_tensors({"q": q, "k": k, "v": v})
-    check_shapes(q.shape, k.shape, v.shape, cu_seqlens_q is not None, cu_seqlens_k is not None)
+    check_call(q, k, v, sink, given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+    check_num_splits(num_splits)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 

@@ -77,14 +77,14 @@ def _seeded():
 @pytest.fixture
 def combined(monkeypatch):
     """(problem, out and lse of the parts) of each call whose keys were divided."""
-    from fa4_hd256.run import launch as backends
+    from fa4_hd256.run import forward as run_of_forward
 
     seen = []
-    original = backends.combine
+    original = run_of_forward.combine
 
     def spy(problem, parts, results):
         seen.append((problem, parts))
         return original(problem, parts, results)
 
-    monkeypatch.setattr(backends, "combine", spy)
+    monkeypatch.setattr(run_of_forward, "combine", spy)
     return seen

@@ -23,7 +23,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.compile import compile_forward
-from fa4_hd256.run.launch import run_forward
+from fa4_hd256.run.forward import launch_forward
 from sm100_sim.run.blas import single_threaded
 
 from . import simulator_translation as translation
@@ -114,17 +114,17 @@ def measure(shape: Shape, runs: int = 3) -> Measurement:
     times, cpu_times, reports = [], [], []
     for _ in range(1 + runs):
         start, cpu_start = time.perf_counter(), time.process_time()
-        run_forward(compiled, problem, (q, k, v))
+        launch_forward(compiled, problem, (q, k, v))
         times.append(time.perf_counter() - start)
         cpu_times.append(time.process_time() - cpu_start)
         reports.append(sm100_sim.last_reports()[-1])
     sanitized = []
     if runs:
         with sanitizing():
-            run_forward(compiled, problem, (q, k, v))
+            launch_forward(compiled, problem, (q, k, v))
             for _ in range(runs):
                 cpu_start = time.process_time()
-                run_forward(compiled, problem, (q, k, v))
+                launch_forward(compiled, problem, (q, k, v))
                 sanitized.append(time.process_time() - cpu_start)
     fastest = min(range(min(1, runs), 1 + runs), key=times.__getitem__)
     return Measurement(

@@ -19,10 +19,12 @@ from bench.peers import flash_attn_4
 from bench.tables.origin import compiler_machine
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import BackwardConfig, flash_attn_func
+from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.call.portions import divide
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.backward import BackwardCall, Wanted, kernel_specs, run_backward
+from fa4_hd256.run.backward import Wanted, run_backward
+from fa4_hd256.run.catalogue import backward_specs
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
@@ -126,7 +128,7 @@ def our_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     for config in (BackwardConfig(ds_bytes=0), BackwardConfig()):
         run_backward(call, problem, Wanted(), config)
         kept = divide(problem, config.ds_bytes, gpu_of(q.device)).problem
-        specs = kernel_specs(kept, config).values()
+        specs = backward_specs(kept, config).values()
         reports = sm100_sim.last_reports()[-len(specs) :]
         for spec, report in zip(specs, reports, strict=True):
             kernel = compile_kernel(spec)

@@ -20,11 +20,12 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.backward import empty_stats, kernel_specs
+from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
+from fa4_hd256.run.catalogue import backward_specs
 from fa4_hd256.run.compile import compile_forward, compile_kernel, versions
+from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
-from fa4_hd256.run.launch import empty_results
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine
 from sm100_sim.timing.problem import TileCosts
@@ -242,7 +243,7 @@ def _backward_call(
         if is_dq
         else tuple(torch.empty(1, k.shape[1], splits, HEAD_DIM, dtype=dtype) for _ in range(2))
     )
-    spec = kernel_specs(problem, variant.config or BackwardConfig())["dq" if is_dq else "dkdv"]
+    spec = backward_specs(problem, variant.config or BackwardConfig())["dq" if is_dq else "dkdv"]
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
     given = GradientTensors(tuple(tensors), stats, results, ragged, ds)

@@ -12,11 +12,13 @@ from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
 from fa4_hd256.kernels.sequences import PADDING
 
-from .forward_problem import Problem
+from .checks import check_gradients
+from .forward_problem import ForwardCall, Options, Problem
+from .layouts import without_expanded_heads
 
 __all__ = [
+    "BackwardCall",
     "BackwardProblem",
-    "check_gradients",
     "choose_head_parts",
     "count_key_tiles",
 ]
@@ -106,25 +108,42 @@ class BackwardProblem:
         return self.k_shape[1] == 0
 
 
-def check_gradients(
-    named: dict[str, torch.Tensor | None], q: torch.Tensor, lse_shape: tuple[int, ...]
-) -> None:
-    """out and its gradient like q; lse and its gradient (batch, heads, seqlen_q) float32.
+@dataclass(frozen=True)
+class BackwardCall:
+    """The tensors of a backward call, as the user has them.
 
-    named: out, dout, lse, dlse; None for one not given. Raises TypeError for another dtype,
-    ValueError for another shape or device.
+    q, out, dout: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); lse,
+    dlse: (batch, heads_q, seqlen_q) float32, dlse None for zero; sink: (heads_q,) or None; packed
+    sequences have a batch of 1. ragged: those of `forward_problem.RAGGED` that are given.
     """
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        of_rows = name in ("lse", "dlse")
-        shape, dtype = (lse_shape, torch.float32) if of_rows else (q.shape, q.dtype)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
-        if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {tuple(shape)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {q.device}, like q")
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    sink: torch.Tensor | None
+    ragged: dict[str, torch.Tensor]
+
+    def describe(
+        self, options: Options, max_seqlen_q: int | None, max_seqlen_k: int | None
+    ) -> BackwardProblem:
+        """Validate the call; raises as `Problem.describe` and `check_gradients` do."""
+        forward = ForwardCall(self.q, self.k, self.v, self.sink, self.ragged).describe(
+            options, max_seqlen_q, max_seqlen_k
+        )
+        check_gradients(
+            {"out": self.out, "dout": self.dout, "lse": self.lse, "dlse": self.dlse},
+            self.q,
+            forward.lse_shape,
+        )
+        k, _ = without_expanded_heads(self.k, self.v)
+        # One head that was expanded: each of its copies has its own gradient, which is the part of
+        # the query heads that read it.
+        copies = self.k.shape[2] // k.shape[2]
+        return BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies, copies)
 
 
 def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:

@@ -1,31 +1,26 @@
-"""One validated description of a forward call.
-
-Everything a user can get wrong is found here, before anything is compiled, and said in the user's
-words: what was given, what is accepted. What comes after may rely on a `Problem` being sound.
-"""
+"""One validated description of a forward call; what comes after may rely on its being sound."""
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fa4_hd256.gpus.devices import sms_are_shared
-from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_Q, TILE_Q
-from fa4_hd256.kernels.limits import HEAD_DIM, TMA_ALIGNMENT, TMA_STRIDE_LIMIT
-from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, ProblemClass
+from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.sequences import SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
-DTYPES = tuple(ELEMENT_TYPES)
+from . import checks
+from .layouts import without_expanded_heads
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
+
+#: A side of a window without a bound, in an operator's schema.
+UNBOUNDED = -1
 
 
 @dataclass(frozen=True)
@@ -47,14 +42,26 @@ class Options:
     ) -> Options:
         """Validate the options as users give them.
 
-        Raises TypeError or ValueError; see the check_* functions for what is accepted.
+        Raises TypeError or ValueError; see `checks` for what is accepted.
         """
-        check_causal(causal)
-        left, right = check_window(window_size)
-        return cls(
-            check_scale(softmax_scale), (left, 0 if causal else right), check_softcap(softcap),
-            use_clc,
-        )
+        checks.check_causal(causal)
+        left, right = checks.check_window(window_size)
+        scale, softcap = checks.check_scale(softmax_scale), checks.check_softcap(softcap)
+        return cls(scale, (left, 0 if causal else right), softcap, use_clc)
+
+    @classmethod
+    def of_operator(
+        cls, softmax_scale: float, left: int, right: int, softcap: float, use_clc: bool
+    ) -> Options:
+        """From an operator's arguments, `bounds` among them, which were validated before."""
+        left_bound, right_bound = (None if side == UNBOUNDED else side for side in (left, right))
+        return cls(softmax_scale, (left_bound, right_bound), softcap, use_clc)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The window as an operator's schema takes it: `UNBOUNDED` for None."""
+        left, right = (UNBOUNDED if side is None else side for side in self.window)
+        return left, right
 
     def scheduled(
         self,
@@ -123,20 +130,18 @@ class Problem:
         shape, head_dim, ratio of heads, device or length.
         """
         q, k, v = tensors
-        named = {"q": q, "k": k, "v": v}
         ragged = ragged or {}
-        check_tensors(named)
-        check_shapes(q.shape, k.shape, v.shape, "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged)
-        check_device(q.device)
-        if sink is not None:
-            check_sink(sink, q)
-        sequences = check_sequences(q, k, ragged)
+        check_call(q, k, v, sink, ragged)
+        sequences = checks.count_sequences(q, k, ragged)
+        checks.check_device(q.device)
+        if q.device.type == "cpu":
+            checks.check_contents(q, k, ragged)
         if max_seqlen_k is None:
             max_seqlen_k = max(1, k.shape[1])
         return cls(
             q_shape=tuple(q.shape),
-            max_seqlen_q=check_max_seqlen("q", q, ragged, max_seqlen_q),
-            max_seqlen_k=check_max_seqlen("k", k, ragged, max_seqlen_k),
+            max_seqlen_q=checks.check_max_seqlen("q", q, ragged, max_seqlen_q),
+            max_seqlen_k=checks.check_max_seqlen("k", k, ragged, max_seqlen_k),
             sequences=sequences,
             dtype=q.dtype,
             device=q.device,
@@ -195,271 +200,47 @@ def packed_heads(group: int, ragged: Any) -> int:
     return group if BLOCK_Q % group == 0 and "seqused_q" not in ragged else 1
 
 
-def check_tensors(
-    tensors: dict[str, torch.Tensor], packed: dict[str, bool] | None = None
-) -> None:
-    """Each a tensor of head_dim 256, all of one accepted dtype and on one device.
+@dataclass(frozen=True)
+class ForwardCall:
+    """The tensors of a forward call, as the user has them.
 
-    packed: which of them are (total, heads, 256), the others being (batch, seqlen, heads, 256).
+    q: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); sink: (heads_q,) or
+    None; packed sequences have a batch of 1. ragged: those of `RAGGED` that are given.
     """
-    packed = packed or {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got {tensor.layout}")
-        if tensor.dtype not in DTYPES:
-            accepted = " or ".join(map(str, DTYPES))
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
-        dimensions, form = 4, f"(batch, seqlen, heads, {HEAD_DIM})"
-        if packed.get(name):
-            dimensions, form = 3, f"(total, heads, {HEAD_DIM})"
-        if tensor.ndim != dimensions:
-            raise ValueError(
-                f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; "
-                f"accepted: {dimensions}, {form}"
-            )
-        if tensor.shape[-1] != HEAD_DIM:
-            raise ValueError(
-                f"{name} has head_dim {tensor.shape[-1]}, shape {tuple(tensor.shape)}; "
-                f"accepted: {HEAD_DIM} only"
-            )
-    _check_equal("dtype", {name: t.dtype for name, t in tensors.items()}, TypeError)
-    _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sink: torch.Tensor | None
+    ragged: dict[str, torch.Tensor]
+
+    def describe(
+        self, options: Options, max_seqlen_q: int | None, max_seqlen_k: int | None
+    ) -> Problem:
+        """Validate the call; raises as `Problem.describe` does."""
+        tensors = self.q, *without_expanded_heads(self.k, self.v)
+        return Problem.describe(
+            tensors, options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k
+        )
 
 
-def _check_equal(what: str, values: dict[str, object], error: type[Exception]) -> None:
-    if len(set(values.values())) > 1:
-        given = ", ".join(f"{name} {value}" for name, value in values.items())
-        raise error(f"{', '.join(values)} must share one {what}; got {given}")
-
-
-def check_shapes(
-    q: Sequence[int],
-    k: Sequence[int],
-    v: Sequence[int],
-    packed_q: bool = False,
-    packed_k: bool = False,
+def check_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    ragged: dict[str, torch.Tensor],
 ) -> None:
-    """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result,
-    and so are packed sequences without any row."""
-    if tuple(k) != tuple(v):
-        raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}")
-    if q[0] != k[0] and packed_q == packed_k:
-        raise ValueError(f"q, k and v must have the same batch; got q {q[0]}, k and v {k[0]}")
-    for name, shape, packed in (("q", q, packed_q), ("k", k, packed_k)):
-        if shape[1] < 1 and not packed:
-            raise ValueError(f"{name} has seqlen 0, shape {tuple(shape)}; accepted: 1 or more")
-        if shape[2] < 1:
-            raise ValueError(f"{name} has no heads, shape {tuple(shape)}; accepted: 1 or more")
-    if q[2] % k[2]:
-        raise ValueError(
-            f"{q[2]} query heads over {k[2]} key/value heads; accepted: a number of query heads "
-            "that is a multiple of the number of key/value heads"
-        )
-
-
-def check_window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right) with None for unbounded; -1 means unbounded too."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
-    sides = []
-    for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
-        if side is not None and side < -1:
-            raise ValueError(
-                f"window_size is {window_size!r}; accepted: 0 or more, None or -1 for unbounded"
-            )
-        sides.append(None if side == -1 else side)
-    return sides[0], sides[1]
-
-
-def check_softcap(softcap: Any) -> float:
-    """The softcap as a Python float, 0 for none."""
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        raise TypeError(f"softcap must be a real number, got {type(softcap).__name__}")
-    if not 0 <= float(softcap) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
-    return float(softcap)
-
-
-def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
-    """One logit per query head."""
-    if not isinstance(sink, torch.Tensor):
-        raise TypeError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
-    if sink.dtype not in (torch.float32, *DTYPES):
-        accepted = ", ".join(map(str, (torch.float32, *DTYPES)))
-        raise TypeError(f"learnable_sink has dtype {sink.dtype}; accepted: {accepted}")
-    if tuple(sink.shape) != (q.shape[2],):
-        raise ValueError(
-            f"learnable_sink has shape {tuple(sink.shape)}; accepted: ({q.shape[2]},), one logit "
-            "per query head"
-        )
-    _check_equal("device", {"q": q.device, "learnable_sink": sink.device}, ValueError)
+    """All that can be checked where sizes are symbols and tensors have no contents."""
+    packed_q, packed_k = "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged
+    packed = {"q": packed_q, "k": packed_k, "v": packed_k}
+    checks.check_tensors({"q": q, "k": k, "v": v}, packed)
+    checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k)
+    if sink is not None:
+        checks.check_sink(sink, q)
+    checks.check_ragged(q, ragged)
 
 
 def given_ragged(*tensors: Any) -> dict[str, Any]:
     """Those of the four tensors of `RAGGED`, given in its order, that are not None, by name."""
     return {name: t for name, t in zip(RAGGED, tensors, strict=True) if t is not None}
-
-
-def check_ragged_types(ragged: dict[str, Any]) -> None:
-    """Each an int32 tensor."""
-    for name, tensor in ragged.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
-            raise TypeError(f"{name} must be an int32 tensor")
-
-
-def check_max_type(side: str, longest: Any) -> int:
-    """The same, an int: reading a tensor would synchronise with the device."""
-    if longest is None or isinstance(longest, bool) or not isinstance(longest, int):
-        raise TypeError(
-            f"max_seqlen_{side} must be an int with cu_seqlens_{side}, got {longest!r}; a tensor "
-            "is not accepted because reading it would synchronise with the device"
-        )
-    return longest
-
-
-def check_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
-    """Types, shapes and, on the CPU, contents of the ragged tensors; returns the batch size."""
-    check_ragged_types(ragged)
-    sizes = {}
-    for name, tensor in ragged.items():
-        if tensor.ndim != 1 or tensor.stride(0) != 1:
-            raise ValueError(f"{name} must be one-dimensional and contiguous")
-        _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
-        sizes[name] = tensor.numel() - name.startswith("cu_")
-    for side, tensor in (("q", q), ("k", k)):
-        if f"cu_seqlens_{side}" not in ragged:
-            sizes[side] = tensor.shape[0]
-    if len(set(sizes.values())) > 1 or min(sizes.values()) < 0:
-        raise ValueError(
-            f"the batch sizes disagree: {sizes} (cu_seqlens hold batch + 1 offsets, seqused batch "
-            "lengths)"
-        )
-    if q.device.type == "cpu":
-        _check_offsets(q, k, ragged)
-    return next(iter(sizes.values()))
-
-
-def _check_offsets(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
-    """Offsets ascend from 0 to the total; lengths in use are not negative. Only on the CPU, where
-    reading them costs no synchronisation."""
-    for side, tensor in (("q", q), ("k", k)):
-        offsets = ragged.get(f"cu_seqlens_{side}")
-        if offsets is not None and offsets.numel():
-            steps = offsets.diff()
-            if offsets[0] != 0 or offsets[-1] != tensor.shape[1] or (steps < 0).any():
-                raise ValueError(
-                    f"cu_seqlens_{side} is {offsets.tolist()}; accepted: offsets that ascend from "
-                    f"0 to {tensor.shape[1]}, the number of rows of {side}"
-                )
-        used = ragged.get(f"seqused_{side}")
-        if used is not None and (used < 0).any():
-            raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
-
-
-def check_max_seqlen(
-    side: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor], longest: int | None
-) -> int:
-    """The longest sequence of a side, "q" or "k"; given by the caller for packed sequences."""
-    offsets = ragged.get(f"cu_seqlens_{side}")
-    if offsets is None:
-        return tensor.shape[1]
-    longest = check_max_type(side, longest)
-    if longest < 1:
-        raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
-    if tensor.device.type == "cpu" and offsets.numel() > 1:
-        found = int(offsets.diff().max())
-        if found > longest:
-            rows = {"q": "query", "k": "key"}[side]
-            raise ValueError(
-                f"max_seqlen_{side} is {longest}, but a sequence has {found} {rows} rows"
-            )
-    return longest
-
-
-def check_scale(softmax_scale: float | None) -> float:
-    """The scale as a Python float; 1 / sqrt(256) for None."""
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(HEAD_DIM)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(
-            f"softmax_scale must be a real number or None, got {type(softmax_scale).__name__}"
-        )
-    scale = float(softmax_scale)
-    # The kernel computes with float32, where a larger finite number turns infinite.
-    if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"softmax_scale is {scale}; accepted: any number that is finite in float32, "
-            "negative ones and 0 too"
-        )
-    return scale
-
-
-def check_causal(causal: bool) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
-
-
-def check_device(device: torch.device) -> None:
-    """CPU tensors run in the simulator, CUDA tensors on a GPU of the family (`family.FAMILY`);
-    nothing else is offered."""
-    if device.type == "cpu":
-        return
-    accepted = (
-        f"accepted: CUDA tensors on a {describe_family()}, or CPU tensors, for which the compiled "
-        "kernel runs in the simulator"
-    )
-    if device.type != "cuda":
-        raise ValueError(f"q, k and v are on device {device}; {accepted}")
-    capability = torch.cuda.get_device_capability(device)
-    if not in_family(capability):
-        raise ValueError(
-            f"q, k and v are on {device}, a {torch.cuda.get_device_name(device)} with compute "
-            f"capability {capability[0]}.{capability[1]}; {accepted}"
-        )
-
-
-def tma_can_take(tensor: torch.Tensor) -> bool:
-    """Whether TMA can read the tensor where it lies; strides of dimensions of size 1 mean nothing.
-
-    A stride of 0 (an expanded dimension) is refused: CuTe DSL 4.8 encodes it as a positive one
-    into the descriptor.
-    """
-    if tensor.numel() == 0:
-        return True
-    if tensor.data_ptr() % TMA_ALIGNMENT:
-        return False
-    *outer, last = zip(tensor.shape, tensor.stride())
-    if last[0] > 1 and last[1] != 1:
-        return False
-    strides = (stride * tensor.element_size() for size, stride in outer if size > 1)
-    return all(s % TMA_ALIGNMENT == 0 and 0 < s < TMA_STRIDE_LIMIT for s in strides)
-
-
-def without_expanded_heads(
-    k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v with one head where all their heads are one expanded head: grouped queries read
-    it without a copy."""
-    if k.shape[2] > 1 and k.stride(2) == 0 and v.stride(2) == 0:
-        return k[:, :, :1], v[:, :, :1]
-    return k, v
-
-
-def as_kernel_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the kernel may read it: itself where TMA can take it, else one copy.
-
-    A dimension of size 1 may carry any stride; it gets that of a contiguous tensor, so that every
-    stride the kernel sees keeps TMA's rule.
-    """
-    if not tma_can_take(tensor):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    strides, below = [], 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
-        strides.append(stride if size > 1 else below)
-        below = max(below, size * strides[-1])
-    return tensor.as_strided(tensor.shape, strides[::-1])

@@ -48,6 +48,7 @@ class Division:
 def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """Portions whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
+    problem = replace(problem, head_parts=problem.head_parts_for(heads_kv, sequences, gpu))
     of_head = problem.ds_bytes_of_head
     if not of_head or not ds_bytes:
         return _undivided(problem)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
@@ -32,10 +31,8 @@ STEP_SECONDS = 1.152e-6
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
 
 
-def check_num_splits(num_splits: Any) -> int:
-    """The number as it was given; TypeError or ValueError if it is not accepted."""
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+def check_num_splits(num_splits: int) -> int:
+    """The number as it was given; ValueError if it is not accepted."""
     if not 0 <= num_splits <= LARGEST:
         raise ValueError(
             f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import divide
 from fa4_hd256.gpus.family import TARGET
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.backward import BackwardCall, Wanted, kernel_specs, run_backward
+from fa4_hd256.run.backward import Wanted, run_backward
+from fa4_hd256.run.catalogue import backward_specs
 from fa4_hd256.run.compile import CompiledKernel, compile_forward, compile_kernel
-from fa4_hd256.run.launch import gpu_of, run_forward
+from fa4_hd256.run.forward import launch_forward
+from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
 
 from . import reference
@@ -80,7 +83,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     problem = Problem.describe((q, k, v), _options())
     compiled = compile_forward(config, problem.problem_class)
     start = time.perf_counter()
-    out, lse = run_forward(compiled, problem, (q, k, v))
+    out, lse = launch_forward(compiled, problem, (q, k, v))
     _synchronise(device)
     seconds = time.perf_counter() - start
     executed = _executed(config) if device == "cpu" else {}
@@ -122,7 +125,7 @@ def _run_backward(
     config = BackwardConfig()
     division = divide(problem, config.ds_bytes, gpu_of(out.device))
     problem = division.problem
-    specs = kernel_specs(problem, config)
+    specs = backward_specs(problem, config)
     kernels = [compile_kernel(spec) for spec in specs.values()]
     start = time.perf_counter()
     found = dict(zip("qkv", run_backward(call, problem, Wanted(), config)))

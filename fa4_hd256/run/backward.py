@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from fa4_hd256.call.backward_problem import BackwardProblem, check_gradients
-from fa4_hd256.call.forward_problem import (
-    Options,
-    Problem,
-    as_kernel_operand,
-    without_expanded_heads,
-)
+from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.call.layouts import as_kernel_operand, row_operand, without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
-from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.sequences import padded_rows
 
@@ -34,16 +29,13 @@ from .backward_arguments import (
     gradient_call_arguments,
     preprocess_call_arguments,
 )
-from .catalogue import KernelSpec
+from .catalogue import KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
 
 __all__ = [
-    "BackwardCall",
     "Wanted",
     "empty_stats",
-    "kernel_specs",
-    "row_operand",
     "run_backward",
     "run_preprocess",
 ]
@@ -55,47 +47,6 @@ class Wanted(NamedTuple):
     dq: bool = True
     dkdv: bool = True
     dsink: bool = False
-
-
-@dataclass(frozen=True)
-class BackwardCall:
-    """The tensors of a backward call, as the user has them.
-
-    q, out, dout: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); lse,
-    dlse: (batch, heads_q, seqlen_q) float32, dlse None for zero; sink: (heads_q,) or None; packed
-    sequences have a batch of 1. ragged: those of `problem.RAGGED` that are given.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    sink: torch.Tensor | None
-    ragged: dict[str, torch.Tensor]
-
-    def describe(
-        self, options: Options, max_seqlen_q: int | None, max_seqlen_k: int | None
-    ) -> BackwardProblem:
-        """Validate the call; raises as `Problem.describe` and `check_gradients` do."""
-        k, v = without_expanded_heads(self.k, self.v)
-        forward = Problem.describe(
-            (self.q, k, v), options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k
-        )
-        check_gradients(
-            {"out": self.out, "dout": self.dout, "lse": self.lse, "dlse": self.dlse},
-            self.q,
-            forward.lse_shape,
-        )
-        # One head that was expanded: each of its copies has its own gradient, which is the part of
-        # the query heads that read it.
-        copies = self.k.shape[2] // k.shape[2]
-        lse_gradient = self.dlse is not None
-        problem = BackwardProblem(forward, tuple(k.shape), lse_gradient, copies, copies)
-        head_parts = problem.head_parts_for(k.shape[2], forward.sequences, gpu_of(self.q.device))
-        return replace(problem, head_parts=head_parts)
 
 
 def run_backward(
@@ -139,24 +90,10 @@ def run_backward(
     return dq, dk, dv, dsink
 
 
-def kernel_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, KernelSpec]:
-    """The kernels of a problem by what they make: "preprocess", "dkdv", "dq"."""
-    dq = "backward_dq_product" if problem.keeps_ds else "backward_dq"
-    return {
-        "preprocess": _preprocess_spec(problem),
-        "dkdv": KernelSpec("backward_dkdv", config.of_kernel("backward_dkdv"), problem.dkdv_class),
-        "dq": KernelSpec(dq, config.of_kernel(dq), problem.dq_class),
-    }
-
-
-def _preprocess_spec(problem: BackwardProblem) -> KernelSpec:
-    return KernelSpec("backward_preprocess", PreprocessConfig(), problem.preprocess_class)
-
-
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
     launch(
-        compile_kernel(_preprocess_spec(problem)),
+        compile_kernel(preprocess_spec(problem)),
         problem.forward.device,
         lambda gpu, stream: preprocess_call_arguments(tensors, problem, stream),
     )
@@ -170,7 +107,7 @@ def _run_gradients(
 ) -> None:
     """Fill `results`: of the kernels "dkdv" and "dq", in this order, those that are in it."""
     whole, portions = division.problem, division.portions
-    specs = kernel_specs(whole, config)
+    specs = backward_specs(whole, config)
     # Room for the largest portion; every portion has a view of its begin.
     ds = _room(whole, [p.problem.ds_shape for p in portions]) if whole.keeps_ds else None
     parts = tuple(
@@ -287,11 +224,3 @@ def empty_stats(problem: BackwardProblem) -> torch.Tensor:
     elif forward.device.type == "cpu":
         stats.fill_(math.nan)
     return stats
-
-
-def row_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """One float per row as the kernel may read it: itself, or a copy where a stride is 0, which
-    CuTe DSL 4.8 takes for a static one."""
-    if 0 in tensor.stride():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor

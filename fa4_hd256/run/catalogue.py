@@ -1,4 +1,5 @@
-"""Every kernel of the package: what it is compiled for, and how it is built and called."""
+"""Every kernel of the package: which of them a call takes, in which configuration, and how each is
+built."""
 
 from __future__ import annotations
 
@@ -6,7 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KINDS", "KernelSpec", "build"]
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.forward_problem import Problem
+from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
+from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.forward_combine import CombineConfig
+
+__all__ = [
+    "KINDS",
+    "KernelSpec",
+    "backward_specs",
+    "build",
+    "combine_spec",
+    "forward_spec",
+    "preprocess_spec",
+]
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,33 @@ class KernelSpec:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; accepted: {', '.join(KINDS)}")
+
+
+def forward_spec(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> KernelSpec:
+    """The forward's kernel; config: None for the default one of the call on this GPU."""
+    if config is None:
+        causal = problem.options.window[1] is not None
+        config = ForwardConfig.tuned(causal, problem.max_seqlen_k, gpu.tuning_name)
+    return KernelSpec("forward", config, problem.problem_class)
+
+
+def combine_spec(problem: Problem) -> KernelSpec:
+    """The kernel after a forward whose keys are divided."""
+    return KernelSpec("forward_combine", CombineConfig(), problem.dtype)
+
+
+def backward_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, KernelSpec]:
+    """The kernels of a divided backward by what they make: "preprocess", "dkdv", "dq"."""
+    dq = "backward_dq_product" if problem.keeps_ds else "backward_dq"
+    return {
+        "preprocess": preprocess_spec(problem),
+        "dkdv": KernelSpec("backward_dkdv", config.of_kernel("backward_dkdv"), problem.dkdv_class),
+        "dq": KernelSpec(dq, config.of_kernel(dq), problem.dq_class),
+    }
+
+
+def preprocess_spec(problem: BackwardProblem) -> KernelSpec:
+    return KernelSpec("backward_preprocess", PreprocessConfig(), problem.preprocess_class)
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -12,90 +11,14 @@ from typing import Any
 import torch
 
 from fa4_hd256 import environment
-from fa4_hd256.call.forward_problem import Problem, as_kernel_operand
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
 from fa4_hd256.gpus.family import TARGET, describe_family, in_family
 from fa4_hd256.kernels.blackwell.pair_plan import CTAS
-from fa4_hd256.kernels.forward_combine import CombineConfig
 
-from .catalogue import KernelSpec
-from .compile import CompiledKernel, compile_kernel
-from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
+from .compile import CompiledKernel
 
 #: Seconds of a simulated run after which the progress bar appears.
 PROGRESS_AFTER = 3.0
-
-
-def run_forward(
-    compiled: CompiledKernel,
-    problem: Problem,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    optional: tuple[torch.Tensor, ...] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel on 4-D q, k, v and return (out, lse), new contiguous tensors.
-
-    optional: the sink in float32, then the ragged tensors in the problem's order. out has the
-    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
-    """
-    is_split = problem.num_splits > 1
-    results = empty_results(problem)
-    parts = empty_results(problem, parts=True) if is_split else results
-    if is_split:
-        # Both kernels are there before either is launched.
-        compile_kernel(_combine_spec(problem))
-    q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
-    if k.shape[1] == 0:
-        # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
-        k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
-    tensors = CallTensors(q, k, v, *parts, optional)
-    launch(
-        compiled,
-        problem.device,
-        lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
-    )
-    if is_split:
-        combine(problem, parts, results)
-    return results
-
-
-def combine(
-    problem: Problem,
-    parts: tuple[torch.Tensor, torch.Tensor],
-    results: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """Fill results from the parts, each (out, lse), by `forward_combine`."""
-    launch(
-        compile_kernel(_combine_spec(problem)),
-        problem.device,
-        lambda gpu, stream: combine_call_arguments(parts, results, stream),
-    )
-
-
-def _combine_spec(problem: Problem) -> KernelSpec:
-    return KernelSpec("forward_combine", CombineConfig(), problem.dtype)
-
-
-def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results to write to; NaN on the CPU, so that an element never written shows.
-
-    Rows past seqused_q are not written: they are 0 with an LSE of -inf. parts: those of the parts
-    of the keys, float32, one after the other for each batch entry; the combining kernel then writes
-    every row of the results proper, and reads no O of a part with an LSE of -inf.
-    """
-    (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
-    dtype = torch.float32 if parts else problem.dtype
-    entries = batch * problem.num_splits if parts else batch
-    out = torch.empty((entries, *rows), dtype=dtype, device=problem.device)
-    lse = torch.empty((entries, *lse_rows), dtype=torch.float32, device=problem.device)
-    if problem.device.type == "cpu":
-        out.fill_(math.nan)
-        lse.fill_(math.nan)
-    is_split = problem.num_splits > 1
-    if "seqused_q" in problem.ragged and parts == is_split:
-        lse.fill_(-math.inf)
-        if not is_split:
-            out.zero_()
-    return out, lse
 
 
 def launch(

@@ -8,7 +8,7 @@ import pytest
 from checkout import ROOT
 
 from fa4_hd256 import environment
-from fa4_hd256.run import launch as backends
+from fa4_hd256.run import launch as launching
 
 PAGE = ROOT / "docs" / "environment.md"
 
@@ -59,9 +59,9 @@ def test_progress_setting(monkeypatch):
 @pytest.mark.parametrize(("seconds", "appears"), [(1.0, False), (10.0, True)])
 def test_the_progress_bar_appears_in_long_runs_only(monkeypatch, capsys, seconds, appears):
     clock = [0.0]
-    monkeypatch.setattr(backends.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(launching.time, "monotonic", lambda: clock[0])
     monkeypatch.setenv("FA4_HD256_PROGRESS", "1")
-    with backends._progress() as report:
+    with launching._progress() as report:
         clock[0] = seconds
         report(3, 8)
         report(8, 8)
@@ -70,5 +70,5 @@ def test_the_progress_bar_appears_in_long_runs_only(monkeypatch, capsys, seconds
 
 def test_no_progress_bar_where_it_is_switched_off(monkeypatch):
     monkeypatch.setenv("FA4_HD256_PROGRESS", "0")
-    with backends._progress() as report:
+    with launching._progress() as report:
         assert report is None

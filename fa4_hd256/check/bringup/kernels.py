@@ -155,10 +155,11 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
 
 def _backward(call: Call, target: Target, wanted: dict[str, bool], **config: Any) -> Outcome:
     """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
+    from fa4_hd256.call.backward_problem import BackwardCall
     from fa4_hd256.call.forward_problem import Options
     from fa4_hd256.check import reference
     from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
-    from fa4_hd256.run.backward import BackwardCall, Wanted, run_backward
+    from fa4_hd256.run.backward import Wanted, run_backward
 
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v, **call.options)
@@ -248,6 +249,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     """-LSE in base 2 and -rowsum(O dO) of every row."""
     import torch
 
+    from fa4_hd256.call.backward_problem import BackwardCall
     from fa4_hd256.call.forward_problem import Options
     from fa4_hd256.check import reference
     from fa4_hd256.run import backward
@@ -256,7 +258,7 @@ def _preprocess(call: Call, target: Target) -> Outcome:
     q, k, v, dout = tensors(call, target.device)
     out, lse = reference.attention(q, k, v)
     out, lse = out.to(q.dtype).to(q.device), lse.float().to(q.device)
-    given = backward.BackwardCall(q, k, v, out, lse, dout, None, None, {})
+    given = BackwardCall(q, k, v, out, lse, dout, None, None, {})
     problem = given.describe(Options.check(None, False, (None, None), 0.0), None, None)
     stats = backward.empty_stats(problem)
     backward.run_preprocess(problem, PreprocessTensors(out, dout, lse, None, stats, ()))

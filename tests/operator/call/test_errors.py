@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.forward_problem import check_device
+from fa4_hd256.call.checks import check_device
 from fa4_hd256.run import compile
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa4_hd256.call.forward_problem import Options, Problem, as_kernel_operand, tma_can_take
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.layouts import as_kernel_operand, tma_can_take
 
 
 def tensor(*shape):

@@ -12,7 +12,7 @@ from fa4_hd256 import ForwardConfig, environment
 from fa4_hd256.__main__ import main
 from fa4_hd256.check import demo
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
-from fa4_hd256.run import launch as backends
+from fa4_hd256.run import launch as launching
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_env_lists_the_gpus(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    monkeypatch.setattr(backends, "cuda_gpu", lambda device: gpu(76, "gb300"))
+    monkeypatch.setattr(launching, "cuda_gpu", lambda device: gpu(76, "gb300"))
     monkeypatch.setenv("SM100_SIM_DEVICE", "b200:19")
     assert main(["env"]) == 0
     shown = capsys.readouterr().out

@@ -9,14 +9,15 @@ import pytest
 import torch
 from gpus import gpu
 
-from fa4_hd256 import ForwardConfig, flash_attn_func, interface
+from fa4_hd256 import ForwardConfig, flash_attn_func
 from fa4_hd256.call.backward_problem import choose_head_parts
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus import devices, driver
 from fa4_hd256.kernels.blackwell import tuning
-from fa4_hd256.run import launch as backends
+from fa4_hd256.run import launch as launching
 from fa4_hd256.run.arguments import call_scalars
+from fa4_hd256.run.catalogue import forward_spec
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 MIB = 1 << 20
@@ -45,19 +46,19 @@ def machine(monkeypatch):
 
 def test_the_device_of_the_tensors_decides(machine):
     """Not the current one; nor does what was asked before."""
-    first, second = (backends.gpu_of(torch.device("cuda", index)) for index in (0, 1))
+    first, second = (launching.gpu_of(torch.device("cuda", index)) for index in (0, 1))
     assert (first.sms, first.pairs, first.l2_bytes_for_tiles) == (148, 74, 64 * MIB)
     # An SM without a peer, and one more that lies alone in its group.
     assert (second.sms, second.pairs, second.l2_bytes_for_tiles) == (19, 8, 8 * MIB)
     assert (first.tuning_name, second.tuning_name) == ("B200", "B300")
-    assert backends.gpu_of(torch.device("cuda")) is first
-    assert backends.gpu_of(torch.device("cuda", 1)) is second
+    assert launching.gpu_of(torch.device("cuda")) is first
+    assert launching.gpu_of(torch.device("cuda", 1)) is second
 
 
 def test_each_gpu_is_asked_once(machine, monkeypatch):
-    found = backends.gpu_of(torch.device("cuda", 1))
+    found = launching.gpu_of(torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
-    assert backends.gpu_of(torch.device("cuda", 1)) is found
+    assert launching.gpu_of(torch.device("cuda", 1)) is found
 
 
 def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
@@ -70,7 +71,7 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
     problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))
     found = {}
     for index in (0, 1):
-        one = backends.gpu_of(torch.device("cuda", index))
+        one = launching.gpu_of(torch.device("cuda", index))
         scalars = call_scalars(problem, one)
         mix = tuning.pattern_for(True, 8192, one.tuning_name, table)
         found[index] = (splits_for(problem, one), mix, scalars.clusters, scalars.l2_bytes)
@@ -84,13 +85,13 @@ def test_without_an_answer_of_the_driver(machine, monkeypatch):
 
     monkeypatch.setattr(driver, "resident_pairs", fails)
     with pytest.warns(RuntimeWarning, match="cuda:1 holds .*JIT_COMPILER.*half of its 19 SMs"):
-        assert backends.gpu_of(torch.device("cuda", 1)).pairs == 9
+        assert launching.gpu_of(torch.device("cuda", 1)).pairs == 9
 
 
 def test_without_the_clock_of_the_memory(machine, monkeypatch):
     """Then as much for an SM as the family has."""
     monkeypatch.setattr(driver, "hbm_bytes_per_second", lambda index: 0.0)
-    rates = [backends.gpu_of(torch.device("cuda", i)).hbm_bytes_per_second for i in (0, 1)]
+    rates = [launching.gpu_of(torch.device("cuda", i)).hbm_bytes_per_second for i in (0, 1)]
     assert 7.5e12 < rates[0] < 8.5e12 and rates[1] == pytest.approx(rates[0] * 19 / 148)
 
 
@@ -113,7 +114,7 @@ def test_the_driver_says_why_it_fails():
 )
 def test_tensors_on_the_cpu_have_the_simulators_gpu(monkeypatch, name, sms, pairs):
     monkeypatch.setenv("SM100_SIM_DEVICE", name)
-    found = backends.gpu_of(CPU)
+    found = launching.gpu_of(CPU)
     assert (found.sms, found.pairs, found.l2_bytes_for_tiles) == (sms, pairs, 64 * MIB)
     assert found.hbm_bytes_per_second == 8e12
     assert found.tuning_name == ("B300" if name == "gb300" else "B200")
@@ -130,9 +131,10 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
         return ForwardConfig()
 
     monkeypatch.setattr(ForwardConfig, "tuned", tuned)
-    problem = SimpleNamespace(options=SimpleNamespace(window=(None, 0)), max_seqlen_k=4)
+    options = SimpleNamespace(window=(None, 0))
+    problem = SimpleNamespace(options=options, max_seqlen_k=4, problem_class=None)
     for name in ("b200", "gb200", "b300", "gb300"):
-        interface._tuned(problem, gpu(name=name))
+        forward_spec(problem, gpu(name=name), None)
     assert asked == ["B200", "B200", "B300", "B300"]
     monkeypatch.undo()
     if "B300" not in {entry["gpu"] for entry in listed}:
@@ -191,7 +193,7 @@ def two_gpus(monkeypatch, other: tuple[int, int]) -> None:
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((10, 0), other)[i])
-    monkeypatch.setattr(backends, "cuda_gpu", lambda device: gpu())
+    monkeypatch.setattr(launching, "cuda_gpu", lambda device: gpu())
 
 
 @pytest.mark.parametrize("other", [(10, 3), (8, 6)])
@@ -202,14 +204,14 @@ def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
     if other == (8, 6):
         kind, message = RuntimeError, r"NoKernelImage.*\n.*cuda:1 \(8.6\).*CUDA_VISIBLE_DEVICES"
     with pytest.raises(kind, match=message):
-        backends.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: ())
+        launching.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: ())
 
 
 def test_a_setting_that_is_refused_is_not_laid_to_another_gpu(monkeypatch):
     two_gpus(monkeypatch, (8, 6))
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "148")
     with pytest.raises(ValueError, match="^FA4_HD256_RESERVED_SMS is 148"):
-        backends.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_pairs,))
+        launching.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_pairs,))
 
 
 def test_a_gpu_that_cannot_be_used_does_not_end_the_report(monkeypatch):
@@ -223,7 +225,7 @@ def test_a_gpu_that_cannot_be_used_does_not_end_the_report(monkeypatch):
             raise RuntimeError("it holds no CTA pair")
         return gpu()
 
-    monkeypatch.setattr(backends, "cuda_gpu", described)
-    lines = backends.describe_gpus().splitlines()
+    monkeypatch.setattr(launching, "cuda_gpu", described)
+    lines = launching.describe_gpus().splitlines()
     assert "cuda:0: B200, 10.0: " in lines[1] and "cannot" not in lines[1]
     assert lines[2] == "cuda:1: B300, 10.3: cannot be used: it holds no CTA pair"

@@ -15,9 +15,9 @@ from fa4_hd256.gpus import family
 from fa4_hd256.kernels.forward_combine import CombineConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile
-from fa4_hd256.run import launch as backends
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_forward
+from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 
 
@@ -77,7 +77,7 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
     alone = compile.trace_and_compile(spec)
     results = []
     for compiled in (shipped, alone):
-        out, lse = backends.empty_results(problem)
+        out, lse = empty_results(problem)
         arguments = call_arguments(CallTensors(q, k, v, out, lse), problem, gpu(), 0)
         sm100_sim.launch(compiled, *arguments)
         results.append((out, lse))

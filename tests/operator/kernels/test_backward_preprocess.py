@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem, tma_can_take
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.layouts import row_operand, tma_can_take
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.problem_class import PreprocessClass
 from fa4_hd256.run import backward
@@ -112,8 +113,8 @@ def test_a_gradient_that_is_one_expanded_number(device):
     """What lse.sum().backward() hands over."""
     out, dout, lse = random_rows(2, 20, 2, device)
     dlse = torch.ones((), device=device).expand(2, 2, 20)
-    assert backward.row_operand(lse) is lse
-    stats = run((out, dout, lse), backward.row_operand(dlse))
+    assert row_operand(lse) is lse
+    stats = run((out, dout, lse), row_operand(dlse))
     for b in range(2):
         check(stats, b * 256, expected(out[b], dout[b], lse[b], dlse[b]))
 

@@ -12,7 +12,7 @@ from cutlass import Float32
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.forward_combine import CombineConfig
 from fa4_hd256.run import compile
-from fa4_hd256.run import launch as backends
+from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
@@ -43,7 +43,7 @@ def run(parts, splits, dtype=torch.bfloat16):
     batch, device = entries // splits, parts[0].device
     out = torch.full((batch, seqlen, heads, 256), math.nan, dtype=dtype, device=device)
     lse = torch.full((batch, heads, seqlen), math.nan, device=device)
-    backends.combine(describe(out), parts, (out, lse))
+    run_of_forward.combine(describe(out), parts, (out, lse))
     return out, lse
 
 
@@ -174,7 +174,7 @@ def test_any_strides(device):
     rows = torch.full((5, 4, 2, 272), math.nan, dtype=torch.bfloat16, device=device)
     columns = torch.full((4, 2, 7), math.nan, device=device)
     results = rows[..., 8:264].permute(2, 0, 1, 3), columns[..., 1:6].transpose(0, 1)
-    backends.combine(describe(wanted[0]), (out, lse), results)
+    run_of_forward.combine(describe(wanted[0]), (out, lse), results)
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
     # Nothing beside the results is written.
     beside = rows[..., :8], rows[..., 264:], columns[..., :1], columns[..., 6:]

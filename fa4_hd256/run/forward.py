@@ -1,0 +1,107 @@
+"""The forward: into how many parts the keys are divided, which kernels run, in which order.
+
+Where keys are divided, each part of them has a result of its own, and `forward_combine` makes one
+of these. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fa4_hd256.call.forward_problem import ForwardCall, Problem
+from fa4_hd256.call.layouts import as_kernel_operand, without_expanded_heads
+from fa4_hd256.call.splits import divided
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+
+from .catalogue import combine_spec, forward_spec
+from .compile import CompiledKernel, compile_kernel
+from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
+from .launch import gpu_of, launch
+
+__all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
+
+
+def run_forward(
+    call: ForwardCall, problem: Problem, num_splits: int, config: ForwardConfig | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a described call. num_splits: see `splits.divided`. config: None for the
+    default one of the call and the GPU."""
+    if problem.is_empty:
+        return empty_results(problem)
+    gpu = gpu_of(problem.device)
+    problem = divided(problem, num_splits, gpu)
+    compiled = compile_kernel(forward_spec(problem, gpu, config))
+    optional = () if call.sink is None else (call.sink.detach().float().contiguous(),)
+    optional += tuple(call.ragged[name] for name in problem.ragged)
+    inputs = call.q, *without_expanded_heads(call.k, call.v)
+    return launch_forward(compiled, problem, inputs, optional)
+
+
+def launch_forward(
+    compiled: CompiledKernel,
+    problem: Problem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    optional: tuple[torch.Tensor, ...] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors.
+
+    optional: the sink in float32, then the ragged tensors in the problem's order. out has the
+    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
+    """
+    is_split = problem.num_splits > 1
+    results = empty_results(problem)
+    parts = empty_results(problem, parts=True) if is_split else results
+    if is_split:
+        # Both kernels are there before either is launched.
+        compile_kernel(combine_spec(problem))
+    q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
+    if k.shape[1] == 0:
+        # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
+        k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
+    tensors = CallTensors(q, k, v, *parts, optional)
+    launch(
+        compiled,
+        problem.device,
+        lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
+    )
+    if is_split:
+        combine(problem, parts, results)
+    return results
+
+
+def combine(
+    problem: Problem,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Fill results from the parts, each (out, lse), by `forward_combine`."""
+    launch(
+        compile_kernel(combine_spec(problem)),
+        problem.device,
+        lambda gpu, stream: combine_call_arguments(parts, results, stream),
+    )
+
+
+def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results to write to; NaN on the CPU, so that an element never written shows.
+
+    Rows past seqused_q are not written: they are 0 with an LSE of -inf. parts: those of the parts
+    of the keys, float32, one after the other for each batch entry; the combining kernel then writes
+    every row of the results proper, and reads no O of a part with an LSE of -inf.
+    """
+    (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
+    dtype = torch.float32 if parts else problem.dtype
+    entries = batch * problem.num_splits if parts else batch
+    out = torch.empty((entries, *rows), dtype=dtype, device=problem.device)
+    lse = torch.empty((entries, *lse_rows), dtype=torch.float32, device=problem.device)
+    if problem.device.type == "cpu":
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+    is_split = problem.num_splits > 1
+    if "seqused_q" in problem.ragged and parts == is_split:
+        lse.fill_(-math.inf)
+        if not is_split:
+            out.zero_()
+    return out, lse
