@@ -57,7 +57,7 @@ def files(cache):
 
 def test_the_copies_are_equal():
     """Neither package imports the other: one file, twice."""
-    other = SOURCE.parents[2] / "sm100_sim" / "translate" / SOURCE.name
+    other = SOURCE.parents[2] / "sm100_sim" / "jit" / SOURCE.name
     assert other.read_bytes() == SOURCE.read_bytes()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import published
 import style
 from checkout import ROOT
 
@@ -25,6 +26,16 @@ def test_sizes():
 def test_imports():
     """What rooms may import, and no circles."""
     offences = style.imports(ROOT)
+    assert not offences, say(offences)
+
+
+def test_the_simulator_is_used_by_its_published_names():
+    offences = published.imports(ROOT)
+    assert not offences, say(offences)
+
+
+def test_the_simulators_packages_are_listed():
+    offences = published.packages(ROOT)
     assert not offences, say(offences)
 
 
