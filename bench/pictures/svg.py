@@ -51,7 +51,7 @@ _WIDTHS = (
 )  # fmt: skip
 _OTHERS = {"·": 32, "→": 84, "←": 84, "≤": 84, "ᵀ": 40, "²": 40}
 _MONO_WIDTH = 0.61
-_BOLD = 1.1
+_BOLD = 1.2
 
 
 def text_width(text: str, size: float, mono: bool = False, bold: bool = False) -> float:

@@ -18,7 +18,7 @@ from bench.pictures.catalogue import PICTURES
 from bench.pictures.layouts import accumulator_parts, place_of_chunk
 from bench.pictures.race import KERNEL, planted_race, run_text
 from bench.pictures.simulator import FLOORS, OBSERVERS
-from bench.pictures.svg import Drawing
+from bench.pictures.svg import Drawing, text_width
 from fa4_hd256.kernels.blackwell.instructions import MmaShape
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
 from sm100_sim.isa.descriptors import MatrixDescriptor, chunk_addresses, decode_instruction
@@ -152,3 +152,20 @@ def test_the_tower_stands_in_the_order_of_imports():
     assert all(row[room] > max(floors[-1]) for room, *_ in OBSERVERS)
     named = [room for rooms, _ in FLOORS for room in rooms] + [room for room, *_ in OBSERVERS]
     assert all((ROOT / "sm100_sim" / room).is_dir() for room in named)
+
+
+@pytest.mark.parametrize("style", ["", "bold", "mono"])
+def test_no_text_is_wider_than_the_table_says(style):
+    """By DejaVu Sans, among the widest fonts that a reader falls back to."""
+    fonts = pytest.importorskip("matplotlib.font_manager")
+    from matplotlib.ft2font import FT2Font, LoadFlags
+
+    family = "DejaVu Sans Mono" if style == "mono" else "DejaVu Sans"
+    weight = "bold" if style == "bold" else "normal"
+    font = FT2Font(fonts.findfont(fonts.FontProperties(family=family, weight=weight)))
+    font.set_size(100, 72)
+    for text in ("fill the slot", "full", "tcgen05.mma", "SMEM: 230,192 B", "S = Q Kᵀ"):
+        glyphs = (font.load_char(ord(c), flags=LoadFlags.NO_HINTING) for c in text)
+        width = sum(glyph.linearHoriAdvance for glyph in glyphs) / 65536
+        found = text_width(text, 100, style == "mono", style == "bold")
+        assert 0.99 * width <= found <= 1.3 * width
