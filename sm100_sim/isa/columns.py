@@ -68,6 +68,18 @@ class Rule(Enum):
     ATOMIC = auto()
 
 
+#: Rules of what orders: leaving it out is a mutation.
+ORDERING = frozenset({
+    Rule.ARRIVE, Rule.WAIT, Rule.NAMED_BARRIER, Rule.CLUSTER_ARRIVE, Rule.CLUSTER_WAIT, Rule.FENCE,
+    Rule.FENCE_SHARED, Rule.FENCE_INIT, Rule.FENCE_PROXY, Rule.FENCE_PROXY_ACQUIRE,
+    Rule.FENCE_PROXY_RELEASE, Rule.FENCE_MAP_ACQUIRE, Rule.FENCE_MAP_RELEASE, Rule.FENCE_BEFORE,
+    Rule.FENCE_AFTER, Rule.WAIT_LOADS, Rule.WAIT_STORES, Rule.COMMIT_BULK, Rule.WAIT_BULK,
+    Rule.COMMIT_COPIES, Rule.WAIT_COPIES, Rule.WAIT_ALL_COPIES, Rule.ARRIVE_COPIES,
+})  # fmt: skip
+#: Rules under which an asynchronous operation is recorded.
+SUBMITTING = frozenset({Rule.BY_OBJECTS, Rule.COPY, Rule.ARRIVE_COPIES})
+
+
 class Effect(_Text):
     """The asynchronous operation that an instruction issues; the value stands in reports."""
 
@@ -136,6 +148,23 @@ class Event(_Text):
     GLOBAL_ATOMIC = "global_atomic"
     LAUNCH_DEPENDENTS = "launch_dependents"
     WAIT_DEPENDENTS = "wait_dependents"
+
+
+class Mix(Enum):
+    """Arithmetic that ptxas leaves as it is: by it paths with the same events are told apart
+    (`timing.mixes`)."""
+
+    EXP2 = auto()
+    #: Other functions of the special function unit.
+    SPECIAL = auto()
+    #: Two float32 in one instruction; sums of them.
+    PACKED = auto()
+    PACKED_SUM = auto()
+    #: Conversions to two narrow floats.
+    NARROW = auto()
+    SELECT = auto()
+    SHUFFLE = auto()
+    VOTE = auto()
 
 
 #: Modifiers of loads and stores that communicate beyond a thread.

@@ -1,8 +1,8 @@
-"""The one table of instruction semantics.
+"""The one table of instructions: a row has all that the simulator knows of an opcode.
 
 Every opcode is either *inline* (an emit function writes LLVM IR for it) or a *machine operation*
 (a bind function validates the modifiers once and returns an executor that Python runs for each
-warp). An entry is keyed by a dotted prefix; the longest prefix of the full opcode wins, and the
+warp). A row is keyed by a dotted prefix; the longest prefix of the full opcode wins, and the
 rest are its modifiers. What is not in the table is an error that names the instruction.
 """
 
@@ -16,7 +16,20 @@ from typing import Any
 from sm100_sim.errors import UnknownInstruction
 from sm100_sim.ptx.parser import Instruction
 
-from .columns import ByModifier, Effect, Event, Jump, MemoryAccess, NativeForm, Recorded, Rule, Ties
+from .columns import (
+    ORDERING,
+    SUBMITTING,
+    ByModifier,
+    Effect,
+    Event,
+    Jump,
+    MemoryAccess,
+    Mix,
+    NativeForm,
+    Recorded,
+    Rule,
+    Ties,
+)
 
 
 class IncompleteRow(ValueError):
@@ -24,7 +37,7 @@ class IncompleteRow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Row:
     """One row of the table: all that the simulator knows of an opcode.
 
     Semantics: exactly one of ``bind``, ``emit`` and ``jump`` is set. ``aligned`` says
@@ -40,12 +53,12 @@ class Entry:
     the chain of MMAs that its warp is issuing.
 
     What others make of it: the sanitizer's ``rule``; what a ``trace`` records; the ``event`` of
-    the timing model; ``ties``, whether clusters communicate through it; ``synchronises``, whether
-    leaving it out is a mutation; ``native``, its native form, None if Python executes it.
-    ``statistics`` names the class under which executions are counted, or computes it from the
-    instruction.
+    the timing model, and what an inline operation counts for in its instruction ``mix``;
+    ``ties``, whether clusters communicate through it; ``synchronises``, whether leaving it out is
+    a mutation; ``native``, its native form, None if Python executes it. ``statistics`` names the
+    class under which executions are counted, or computes it from the instruction.
 
-    ``effect`` and ``event`` may depend on the modifiers (`ByModifier`).
+    ``effect``, ``event`` and ``mix`` may depend on the modifiers (`ByModifier`).
     """
 
     name: str
@@ -65,6 +78,7 @@ class Entry:
     rule: Rule | None = None
     trace: Recorded | None = None
     event: Event | ByModifier | None = None
+    mix: Mix | ByModifier | None = None
     ties: Ties | None = None
     synchronises: bool = False
     native: NativeForm | None = None
@@ -81,6 +95,11 @@ class Entry:
         return _value(self.event, modifiers)
 
 
+    def mix_with(self, modifiers: Iterable[str]) -> Mix | None:
+        """What the instruction with these modifiers counts for."""
+        return _value(self.mix, modifiers)
+
+
 def _value(cell: Any, modifiers: Iterable[str]) -> Any:
     return cell.of(modifiers) if isinstance(cell, ByModifier) else cell
 
@@ -89,47 +108,54 @@ def _value(cell: Any, modifiers: Iterable[str]) -> Any:
 _REQUIRED = {"rule": Rule, "trace": Recorded, "event": Event, "effect": Effect, "ties": Ties}
 #: Rules of inline operations: at no other does native code stop.
 _INLINE_RULES = (Rule.COMPUTES, Rule.LOGGED, Rule.NOT_FOLLOWED)
-_ENTRIES: dict[str, Entry] = {}
+_ROWS: dict[str, Row] = {}
 #: Dotted name -> its row and modifiers.
-_found: dict[str, tuple[Entry, tuple[str, ...]] | None] = {}
+_found: dict[str, tuple[Row, tuple[str, ...]] | None] = {}
 
 
-def _register(entry: Entry) -> None:
-    if entry.name in _ENTRIES:
-        raise ValueError(f"the instruction table already has an entry {entry.name!r}")
-    _check(entry)
-    _ENTRIES[entry.name] = entry
+def _register(row: Row) -> None:
+    if row.name in _ROWS:
+        raise ValueError(f"the instruction table already has a row {row.name!r}")
+    _check(row)
+    _ROWS[row.name] = row
     _found.clear()
 
 
-def _check(entry: Entry) -> None:
+def _check(row: Row) -> None:
     """Raise IncompleteRow for a row with a hole, or that says what nobody would act on."""
     for column, values in _REQUIRED.items():
-        cell = getattr(entry, column)
+        cell = getattr(row, column)
         cells = cell.values if isinstance(cell, ByModifier) else (cell,)
         if not all(isinstance(one, values) for one in cells):
             raise IncompleteRow(
-                f"the row {entry.name!r} of the instruction table says {cell!r} for {column!r}; "
+                f"the row {row.name!r} of the instruction table says {cell!r} for {column!r}; "
                 f"accepted are the members of columns.{values.__name__}: "
                 f"{', '.join(values.__members__)}"
             )
-    if [entry.bind, entry.emit, entry.jump].count(None) != 2:
+    if [row.bind, row.emit, row.jump].count(None) != 2:
         raise IncompleteRow(
-            f"the row {entry.name!r} of the instruction table needs semantics, of one kind: bind, "
+            f"the row {row.name!r} of the instruction table needs semantics, of one kind: bind, "
             "emit or jump"
         )
-    if entry.bind is None:
-        passive = entry.trace is Recorded.NOTHING and not entry.effect and not entry.event
-        if entry.rule not in _INLINE_RULES or not passive or entry.native or entry.synchronises:
+    if row.effect and row.rule not in SUBMITTING or row.event and row.trace is Recorded.NOTHING:
+        raise IncompleteRow(
+            f"the row {row.name!r}: an asynchronous operation ({row.effect!r}) must be recorded by "
+            f"the sanitizer (rule {row.rule}), an event ({row.event!r}) by a trace ({row.trace})"
+        )
+    if row.rule in ORDERING and not row.synchronises:
+        raise IncompleteRow(f"the row {row.name!r}: what the rule {row.rule} is for synchronises")
+    if row.bind is None:
+        passive = row.trace is Recorded.NOTHING and not row.effect and not row.event
+        if row.rule not in _INLINE_RULES or not passive or row.native or row.synchronises:
             raise IncompleteRow(
-                f"the row {entry.name!r} is inline: nothing can be done at its execution beside "
+                f"the row {row.name!r} is inline: nothing can be done at its execution beside "
                 "what it computes. Make it a machine operation, or take what it cannot have away"
             )
-    logged = entry.rule is Rule.LOGGED
-    if logged != (entry.access is not MemoryAccess.NONE) or logged and entry.emit is None:
+    logged = row.rule is Rule.LOGGED
+    if logged != (row.access is not MemoryAccess.NONE) or logged and row.emit is None:
         raise IncompleteRow(
-            f"the row {entry.name!r}: accesses to memory are logged for inline operations, and "
-            f"these say which: rule {entry.rule}, access {entry.access}"
+            f"the row {row.name!r}: accesses to memory are logged for inline operations, and "
+            f"these say which: rule {row.rule}, access {row.access}"
         )
 
 
@@ -140,13 +166,13 @@ def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | Non
     bind checks every modifier (raising UnknownInstruction) and binds the operand accessors once.
     execute gets the mask of executing lanes and returns None when done, or a waiting object: then
     the lanes stay at the instruction and it is executed again when they wake up.
-    ``statistics`` defaults to the name. columns: fields of `Entry`; rule, trace, event, effect and
+    ``statistics`` defaults to the name. columns: fields of `Row`; rule, trace, event, effect and
     ties must be there. Raises IncompleteRow if one is not.
     """
 
     def decorate(bind: Callable) -> Callable:
         for name in names:
-            _register(Entry(name, statistics or name, bind=bind, **columns))
+            _register(Row(name, statistics or name, bind=bind, **columns))
         return bind
 
     return decorate
@@ -158,7 +184,7 @@ def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None
     """Decorator: register ``emit(emitter, instruction)``, which writes LLVM IR, under ``names``.
 
     An operation with a membermask operand waits until those lanes have converged, an aligned one
-    for all lanes that are alive. columns: fields of `Entry`. Nothing observes the execution of an
+    for all lanes that are alive. columns: fields of `Row`. Nothing observes the execution of an
     inline operation, so trace, event and effect are none; rule and ties must be there.
     """
     aligned = aligned or member_mask is not None
@@ -166,7 +192,7 @@ def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None
 
     def decorate(emit: Callable) -> Callable:
         for name in names:
-            _register(Entry(name, statistics or name, emit=emit, aligned=aligned,
+            _register(Row(name, statistics or name, emit=emit, aligned=aligned,
                             member_mask=member_mask, **columns))
         return emit
 
@@ -180,53 +206,53 @@ def computes(*names: str, defines: tuple[int, ...] = (0,), **columns: Any) -> Ca
 
 def jump_op(name: str, jump: Jump) -> None:
     """Register a branch or an exit: blocks of native code end with it."""
-    _register(Entry(
+    _register(Row(
         name, "branch", jump=jump, rule=Rule.COMPUTES, trace=Recorded.NOTHING, event=Event.NONE,
         effect=Effect.NONE, ties=Ties.NEVER,
     ))  # fmt: skip
 
 
-def lookup(name: str) -> tuple[Entry, tuple[str, ...]] | None:
-    """Entry with the longest prefix of the dotted ``name`` and the remaining modifiers."""
+def lookup(name: str) -> tuple[Row, tuple[str, ...]] | None:
+    """Row with the longest prefix of the dotted ``name`` and the remaining modifiers."""
     if name not in _found:
         _found[name] = _search(name.split("."))
     return _found[name]
 
 
-def _search(parts: list[str]) -> tuple[Entry, tuple[str, ...]] | None:
+def _search(parts: list[str]) -> tuple[Row, tuple[str, ...]] | None:
     for count in range(len(parts), 0, -1):
-        entry = _ENTRIES.get(".".join(parts[:count]))
-        if entry is not None:
-            return entry, tuple(parts[count:])
+        row = _ROWS.get(".".join(parts[:count]))
+        if row is not None:
+            return row, tuple(parts[count:])
     return None
 
 
-def row_of(instruction: Instruction) -> Entry:
+def row_of(instruction: Instruction) -> Row:
     """The row of an instruction. Raises UnknownInstruction if it has none."""
     return instruction.row or _found_for(instruction)[0]
 
 
-def _found_for(instruction: Instruction) -> tuple[Entry, tuple[str, ...]]:
+def _found_for(instruction: Instruction) -> tuple[Row, tuple[str, ...]]:
     found = lookup(instruction.name)
     if found is None:
-        raise unknown(instruction, "no entry of the instruction table covers this opcode")
+        raise unknown(instruction, "no row of the instruction table covers this opcode")
     return found
 
 
 def effect_of(instruction: Instruction) -> Effect:
     """The asynchronous operation that an instruction issues."""
-    entry, modifiers = _found_for(instruction)
-    return entry.effect_with(modifiers)
+    row, modifiers = _found_for(instruction)
+    return row.effect_with(modifiers)
 
 
-def resolve(instruction: Instruction) -> Entry:
-    """Find the entry and split ``instruction`` into opcode and modifiers accordingly.
+def resolve(instruction: Instruction) -> Row:
+    """Find the row and split ``instruction`` into opcode and modifiers accordingly.
 
-    Raises UnknownInstruction for an opcode that no entry covers.
+    Raises UnknownInstruction for an opcode that no row covers.
     """
-    entry, modifiers = _found_for(instruction)
-    instruction.row, instruction.opcode, instruction.modifiers = entry, entry.name, modifiers
-    return entry
+    row, modifiers = _found_for(instruction)
+    instruction.row, instruction.opcode, instruction.modifiers = row, row.name, modifiers
+    return row
 
 
 def unknown(instruction: Instruction, why: str) -> UnknownInstruction:
@@ -255,24 +281,24 @@ def split_modifiers(instruction: Instruction, *groups: tuple[str, ...]) -> list[
 
 
 @contextlib.contextmanager
-def temporary_rows(*entries: Entry) -> Iterator[None]:
+def temporary_rows(*changed: Row) -> Iterator[None]:
     """The table with other or further rows meanwhile, those that are registered inside included.
 
     Kernels that were translated with them keep them.
     """
-    before = dict(_ENTRIES)
+    before = dict(_ROWS)
     try:
-        for entry in entries:
-            _check(entry)
-            _ENTRIES[entry.name] = entry
+        for row in changed:
+            _check(row)
+            _ROWS[row.name] = row
         _found.clear()
         yield
     finally:
-        _ENTRIES.clear()
-        _ENTRIES.update(before)
+        _ROWS.clear()
+        _ROWS.update(before)
         _found.clear()
 
 
-def entries() -> dict[str, Entry]:
-    """All entries by name (a copy)."""
-    return dict(_ENTRIES)
+def rows() -> dict[str, Row]:
+    """All rows by name (a copy)."""
+    return dict(_ROWS)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.isa.columns import MemoryAccess
+from sm100_sim.isa.table import row_of
 from sm100_sim.translate.kernel import CompiledKernel
 
 from .sass import SassFunction
@@ -58,7 +59,7 @@ def block_accesses(
         for index in range(block.start, block.stop):
             if index in found:
                 width, executions, clocks = found[index]
-                kind = _ptx_access_kind(compiled.entries[index].access, width)
+                kind = _ptx_access_kind(row_of(compiled.instructions[index]).access, width)
                 counted[number, 0, kind] += 1
                 counted[number, 1, kind] += clocks / executions
     return counted

@@ -9,35 +9,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sm100_sim.isa.columns import Rule
+from sm100_sim.isa.columns import MemoryAccess, Mix, Rule, require_complete
+from sm100_sim.isa.table import row_of
 from sm100_sim.translate.blocks import operand_registers, uses_and_definitions
 from sm100_sim.translate.kernel import CompiledKernel
 
 from .sass import SassFunction
 
-#: (name, weight of a difference of one, PTX opcodes, SASS opcodes), as regular expressions.
+
+class Feature(NamedTuple):
+    """What is counted. name; weight of a difference of one; sass: opcodes, a regular expression;
+    ptx: what rows of the instruction table say of it, and which modifier must be there besides."""
+
+    name: str
+    weight: float
+    sass: str
+    ptx: frozenset[Mix | MemoryAccess]
+    modifier: str = ""
+
+    def counts(self, instruction: Any) -> bool:
+        """Whether an instruction of the PTX is one of these."""
+        row, modifiers = row_of(instruction), instruction.modifiers
+        if self.ptx.isdisjoint((row.mix_with(modifiers), row.access)):
+            return False
+        return not self.modifier or any(part.startswith(self.modifier) for part in modifiers)
+
+
+def _feature(name: str, weight: float, sass: str, *ptx: Mix | MemoryAccess, modifier: str = ""
+             ) -> Feature:
+    return Feature(name, weight, sass, frozenset(ptx), modifier)
+
+
 FEATURES = (
-    ("exp2", 1.0, r"ex2", r"MUFU\.EX2"),
-    ("mufu", 2.0, r"(rcp|rsqrt|lg2|sqrt|tanh|sin|cos)\.approx", r"MUFU\.(?!EX2)"),
-    ("packed float", 1.0, r"(fma|mul|add|sub)\S*f32x2", r"(FFMA2|FMUL2|FADD2)"),
-    ("round down", 1.0, r"add\.rm\S*f32x2", r"FADD2\.RM"),
-    ("pack", 1.0, r"cvt\S*(bf16x2|f16x2|e4m3x2|e5m2x2)", r"F2FP"),
-    ("select", 0.5, r"selp", r"(F?SEL)\b"),
-    ("shared load", 2.0, r"ld\.\S*shared", r"LDS\b"),
-    ("shared store", 2.0, r"st\.(?!async|bulk)\S*shared", r"STS\b"),
-    ("global load", 4.0, r"ld\.\S*global", r"LDG"),
-    ("global store", 4.0, r"st\.(?!async|bulk)\S*global", r"STG"),
-    ("matrix", 2.0, r"(ld|st)matrix", r"(LDSM|STSM)"),
-    ("shuffle", 3.0, r"shfl", r"SHFL"),
-    ("vote", 3.0, r"vote", r"VOTE"),
+    _feature("exp2", 1.0, r"MUFU\.EX2", Mix.EXP2),
+    _feature("mufu", 2.0, r"MUFU\.(?!EX2)", Mix.SPECIAL),
+    _feature("packed float", 1.0, r"(FFMA2|FMUL2|FADD2)", Mix.PACKED, Mix.PACKED_SUM),
+    _feature("round down", 1.0, r"FADD2\.RM", Mix.PACKED_SUM, modifier="rm"),
+    _feature("pack", 1.0, r"F2FP", Mix.NARROW),
+    _feature("select", 0.5, r"(F?SEL)\b", Mix.SELECT),
+    _feature("shared load", 2.0, r"LDS\b", MemoryAccess.LOAD, modifier="shared"),
+    _feature("shared store", 2.0, r"STS\b", MemoryAccess.STORE, modifier="shared"),
+    _feature("global load", 4.0, r"LDG", MemoryAccess.LOAD, modifier="global"),
+    _feature("global store", 4.0, r"STG", MemoryAccess.STORE, modifier="global"),
+    _feature("matrix", 2.0, r"(LDSM|STSM)", MemoryAccess.MATRIX_LOAD, MemoryAccess.MATRIX_STORE),
+    _feature("shuffle", 3.0, r"SHFL", Mix.SHUFFLE),
+    _feature("vote", 3.0, r"VOTE", Mix.VOTE),
 )
-WEIGHTS = np.array([weight for _, weight, _, _ in FEATURES])
-_PTX = [re.compile(ptx) for _, _, ptx, _ in FEATURES]
-_SASS = [re.compile(sass) for _, _, _, sass in FEATURES]
+WEIGHTS = np.array([feature.weight for feature in FEATURES])
+_SASS = [re.compile(feature.sass) for feature in FEATURES]
+require_complete(
+    "timing.mixes", Mix, {value for feature in FEATURES for value in feature.ptx} & {*Mix}
+)
 
 
 def useful(compiled: CompiledKernel) -> list[bool]:
@@ -50,15 +76,14 @@ def useful(compiled: CompiledKernel) -> list[bool]:
     definers: dict[Any, list[int]] = {}
     reads: list[set] = []
     pending: list[int] = []
-    for number, (instruction, entry) in enumerate(
-        zip(instructions, compiled.entries, strict=True)
-    ):
-        uses, _, definitions = uses_and_definitions(instruction, entry)
+    for number, instruction in enumerate(instructions):
+        row = row_of(instruction)
+        uses, _, definitions = uses_and_definitions(instruction)
         reads.append({*uses, *operand_registers(instruction.guard)})
         for register in definitions:
             definers.setdefault(register, []).append(number)
-        acts = entry.emit is None or "volatile" in instruction.modifiers
-        if not definitions or acts and entry.rule is not Rule.TENSOR_LOAD:
+        acts = row.emit is None or "volatile" in instruction.modifiers
+        if not definitions or acts and row.rule is not Rule.TENSOR_LOAD:
             pending.append(number)
     found = [False] * len(instructions)
     while pending:
@@ -78,8 +103,7 @@ def ptx_mixes(compiled: CompiledKernel, used: list[bool]) -> np.ndarray:
     for number, block in enumerate(blocks):
         for index in range(block.start, block.stop):
             if used[index]:
-                for feature, pattern in enumerate(_PTX):
-                    found[number, feature] += bool(pattern.match(instructions[index].name))
+                found[number] += [feature.counts(instructions[index]) for feature in FEATURES]
     return found
 
 

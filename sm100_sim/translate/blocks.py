@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sm100_sim.isa.columns import Jump, Rule
-from sm100_sim.isa.table import Entry, row_of
+from sm100_sim.isa.table import row_of
 from sm100_sim.ptx.parser import Instruction, Kernel, Operand, Register
 
 NEXT, BRANCH, EXIT, TRAP, INDEXED = range(5)
@@ -44,25 +44,25 @@ class Block:
     live_out: set[Register] = field(default_factory=set)
 
 
-def build_blocks(kernel: Kernel, entries: list[Entry]) -> list[Block]:
-    """Cut the kernel into basic blocks; ``entries[i]`` is the row of instruction i."""
+def build_blocks(kernel: Kernel) -> list[Block]:
+    """Cut a kernel into basic blocks, after its instructions have been found in the table."""
     instructions = kernel.instructions
     count = len(instructions)
     if not count:
         raise ValueError(f"kernel {kernel.name} has no instructions")
     leaders = {0, count}
     for i, instruction in enumerate(instructions):
-        entry = entries[i]
-        if entry.jump is not None:
+        row = row_of(instruction)
+        if row.jump is not None:
             leaders.add(i + 1)
             leaders.update(_target_indices(instruction))
-        elif entry.bind is not None:
+        elif row.bind is not None:
             leaders.update((i, i + 1))
-        elif entry.aligned:
+        elif row.aligned:
             leaders.add(i)
     starts = sorted(leaders)
     block_at = {start: index for index, start in enumerate(starts)}
-    blocks = [_make_block(kernel, entries, index, start, stop, block_at)
+    blocks = [_make_block(kernel, index, start, stop, block_at)
               for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))]
     # Running off the end of a kernel is an exit.
     blocks.append(Block(len(blocks), count, count, EXIT))
@@ -74,16 +74,16 @@ def _target_indices(instruction: Instruction) -> list[int]:
     return [label.value for op in labels for label in (op.items or (op,))]
 
 
-def _make_block(kernel: Kernel, entries: list[Entry], index: int, start: int, stop: int,
+def _make_block(kernel: Kernel, index: int, start: int, stop: int,
                 block_at: dict[int, int]) -> Block:
     block = Block(index, start, stop, following=index + 1)
     first, last = kernel.instructions[start], kernel.instructions[stop - 1]
-    if entries[start].aligned:
+    if row_of(first).aligned:
         block.aligned = first
-    entry = entries[stop - 1]
-    if entry.jump is not None:
-        block.terminator = _TERMINATORS[entry.jump]
-    elif entry.bind is not None:
+    row = row_of(last)
+    if row.jump is not None:
+        block.terminator = _TERMINATORS[row.jump]
+    elif row.bind is not None:
         block.terminator = TRAP
     else:
         return block
@@ -106,15 +106,16 @@ def operand_registers(op: Operand | None):
         yield from operand_registers(item)
 
 
-def uses_and_definitions(instruction: Instruction, entry: Entry
+def uses_and_definitions(instruction: Instruction
                          ) -> tuple[list[Register], list[Register], list[Register]]:
     """Registers read, registers surely overwritten in every lane, and all written registers.
 
     A guarded definition keeps the old value in other lanes, hence also reads it.
     """
+    defines = row_of(instruction).defines
     uses, definitions = list(operand_registers(instruction.guard)), []
     for position, op in enumerate(instruction.operands):
-        if position in entry.defines and op.kind in ("reg", "pred", "pair", "vec"):
+        if position in defines and op.kind in ("reg", "pred", "pair", "vec"):
             definitions += operand_registers(op)
         else:
             uses += operand_registers(op)
@@ -123,8 +124,7 @@ def uses_and_definitions(instruction: Instruction, entry: Entry
     return uses + definitions, [], definitions
 
 
-def analyse_liveness(kernel: Kernel, entries: list[Entry],
-                     keep: frozenset[str] = frozenset()) -> None:
+def analyse_liveness(kernel: Kernel, keep: frozenset[str] = frozenset()) -> None:
     """Set ``live_out`` of every block and give a slot to each register that lives in memory.
 
     ``keep`` names registers that stay readable after the kernel has exited (for tests).
@@ -138,7 +138,7 @@ def analyse_liveness(kernel: Kernel, entries: list[Entry],
     for block in blocks:
         block_use, block_kill = 0, 0
         for i in _instruction_range(block):
-            uses, definitions, _ = uses_and_definitions(kernel.instructions[i], entries[i])
+            uses, definitions, _ = uses_and_definitions(kernel.instructions[i])
             for register in uses:
                 block_use |= (1 << number[register]) & ~block_kill
             for register in definitions:

@@ -19,7 +19,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from sm100_sim.isa.emitter import Emitter
-from sm100_sim.isa.table import Entry, resolve
+from sm100_sim.isa.table import resolve, row_of
 from sm100_sim.jit import cache as translation_cache
 from sm100_sim.jit.engine import (
     compile_module,
@@ -78,8 +78,8 @@ class CompiledKernel:
     seconds            {"ir": ..., "llvm": ...}, the time translation took
     """
 
-    def __init__(self, kernel: Kernel, entries: list[Entry]) -> None:
-        self.kernel, self.entries, self.instructions = kernel, entries, kernel.instructions
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.instructions = kernel, kernel.instructions
         self.executors: list[Callable | None] = [None] * len(kernel.instructions)
         self.seconds: dict[str, float] = {}
         #: With the sanitizer: registers that hold data of tcgen05.ld -> numbers of those loads.
@@ -141,10 +141,10 @@ class CompiledKernel:
                 continue
             end = block.stop + (block.terminator_instruction is not None)
             for i in range(block.start, end):
-                entry, instruction = self.entries[i], self.instructions[i]
+                instruction = self.instructions[i]
                 counted = guards.get(i, (warps, lanes))
                 if counted[0]:
-                    yield instruction, entry.statistics_class(instruction), *counted
+                    yield instruction, row_of(instruction).statistics_class(instruction), *counted
 
 
 def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0,
@@ -158,17 +158,19 @@ def translate(kernel: Kernel, keep: frozenset[str] = frozenset(), level: int = 0
     using them. Raises UnknownInstruction for whatever the table does not cover.
     """
     start = time.perf_counter()
-    entries = [resolve(i) for i in kernel.instructions]
+    for instruction in kernel.instructions:
+        resolve(instruction)
     if keep or not kernel.blocks:
-        kernel.blocks = build_blocks(kernel, entries)
+        kernel.blocks = build_blocks(kernel)
         mark_spins(kernel)
-        analyse_liveness(kernel, entries, keep)
-    compiled = CompiledKernel(kernel, entries)
+        analyse_liveness(kernel, keep)
+    compiled = CompiledKernel(kernel)
     if sanitize:
         compiled.watched = loaded_registers(kernel)
-    for instruction, entry in zip(kernel.instructions, entries, strict=True):
-        if entry.bind is not None:
-            compiled.executors[instruction.index] = entry.bind(instruction, kernel)
+    for instruction in kernel.instructions:
+        bind = row_of(instruction).bind
+        if bind is not None:
+            compiled.executors[instruction.index] = bind(instruction, kernel)
     name = ptx and translation_cache.entry_name(
         ptx, kernel.name, sorted(keep), level, sanitize, *host()[1:])
     functions, engine, emitted = _native_code(compiled, name, level)
@@ -210,7 +212,8 @@ def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
         if compiled.watched is not None:
             emitter.logging, emitter.watched = True, compiled.watched
         for i in range(block.start, block.stop):
-            emitter.emit(compiled.instructions[i], compiled.entries[i].emit)
+            instruction = compiled.instructions[i]
+            emitter.emit(instruction, row_of(instruction).emit)
         emitter.store_registers(block.live_out)
         if not emitter.lines:
             continue
@@ -254,10 +257,10 @@ def _alignment(compiled: CompiledKernel, block: Block) -> tuple[int, int]:
     instruction = block.aligned
     if instruction is None:
         return ALIGN_NONE, 0
-    entry = compiled.entries[instruction.index]
-    if entry.bind is not None or entry.member_mask is None:
+    row = row_of(instruction)
+    if row.bind is not None or row.member_mask is None:
         return ALIGN_MASK, ALL_LANES
-    mask = instruction.operands[entry.member_mask]
+    mask = instruction.operands[row.member_mask]
     if mask.kind == "imm":
         return ALIGN_MASK, mask.value & ALL_LANES
     return ALIGN_REGISTER, mask.slot

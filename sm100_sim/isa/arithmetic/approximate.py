@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable
 
+from sm100_sim.isa.columns import ByModifier, Mix
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
@@ -95,14 +96,17 @@ def _by_type(e: Emitter, i: Instruction, type_name: str,
     e.set(destination, "i16", results[0])
 
 
-@computes("ex2", statistics="mufu.ex2")
+_APPROXIMATE = ByModifier({"approx": Mix.SPECIAL}, None)
+
+
+@computes("ex2", statistics="mufu.ex2", mix=Mix.EXP2)
 def ex2(e: Emitter, i: Instruction) -> None:
     """ex2.approx{.ftz}.{f32,f16,f16x2,bf16,bf16x2}: relative error below 2^-22 (f32)."""
     _, ftz, type_name = split_modifiers(i, ("approx",), ("ftz", ""), ("f32", *_HALF_TYPES))
     _by_type(e, i, type_name, lambda x: exp2(e, x, bool(ftz)))
 
 
-@computes("tanh", statistics="mufu.tanh")
+@computes("tanh", statistics="mufu.tanh", mix=_APPROXIMATE)
 def tanh(e: Emitter, i: Instruction) -> None:
     """tanh.approx.{f32,f16,f16x2,bf16,bf16x2}: relative error below 2^-11."""
     _, type_name = split_modifiers(i, ("approx",), ("f32", *_HALF_TYPES))
@@ -128,7 +132,7 @@ def tanh(e: Emitter, i: Instruction) -> None:
     _by_type(e, i, type_name, lambda x: e.shared_function("tanh", function, x))
 
 
-@computes("rcp", "sqrt", statistics=lambda i: f"mufu.{i.opcode}")
+@computes("rcp", "sqrt", statistics=lambda i: f"mufu.{i.opcode}", mix=_APPROXIMATE)
 def reciprocal_root(e: Emitter, i: Instruction) -> None:
     """rcp, sqrt{.approx,.rn}{.ftz}.f32 and .rn.f64: correctly rounded in every form."""
     mode, ftz, type_name = split_modifiers(
@@ -154,7 +158,7 @@ def reciprocal_root(e: Emitter, i: Instruction) -> None:
         name, function, e.get(i.operands[1], kind), kind=kind, result=kind))
 
 
-@computes("rsqrt", statistics="mufu.rsqrt")
+@computes("rsqrt", statistics="mufu.rsqrt", mix=_APPROXIMATE)
 def reciprocal_square_root(e: Emitter, i: Instruction) -> None:
     """rsqrt.approx{.ftz}.f32: rounded from double."""
     _, ftz, _ = split_modifiers(i, ("approx",), ("ftz", ""), ("f32",))
@@ -166,7 +170,7 @@ def reciprocal_square_root(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "float", _nan(e, e.compare("uno", "float", result, result), result))
 
 
-@computes("lg2", statistics="mufu.lg2")
+@computes("lg2", statistics="mufu.lg2", mix=_APPROXIMATE)
 def lg2(e: Emitter, i: Instruction) -> None:
     """lg2.approx{.ftz}.f32, rounded from double.
 
@@ -202,7 +206,7 @@ def lg2(e: Emitter, i: Instruction) -> None:
     e.set(i.operands[0], "float", _nan(e, e.compare("ult", "float", x, zero), result))
 
 
-@computes("sin", "cos", statistics=lambda i: f"mufu.{i.opcode}")
+@computes("sin", "cos", statistics=lambda i: f"mufu.{i.opcode}", mix=_APPROXIMATE)
 def sine(e: Emitter, i: Instruction) -> None:
     """sin, cos.approx{.ftz}.f32 as the hardware does it, evaluated in double.
 

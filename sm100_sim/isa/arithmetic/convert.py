@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sm100_sim.isa.columns import ByModifier, Mix
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
@@ -26,7 +27,8 @@ _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "")
 _TO_INTEGRAL = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
-@computes("cvt", statistics="cvt", addressing=True)
+@computes("cvt", statistics="cvt", addressing=True, mix=ByModifier(
+    dict.fromkeys(("bf16x2", "f16x2", "e4m3x2", "e5m2x2"), Mix.NARROW), None))
 def convert(e: Emitter, i: Instruction) -> None:
     """cvt{.rounding}{.ftz}{.relu}{.satfinite}{.sat}.dtype.atype d, a{, b}."""
     if arith_narrow.is_narrow(i):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sm100_sim.isa.columns import ByModifier, Mix
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction, Operand
@@ -345,7 +346,8 @@ def fused(e: Emitter, i: Instruction) -> None:
 
 
 @computes("fma", statistics=lambda i: "fma" if "f32" in i.modifiers else {
-    "f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half"))
+    "f32x2": "fma.f32x2", "f64": "fma.f64"}.get(i.modifiers[-1], "fma.half"),
+          mix=ByModifier({"f32x2": Mix.PACKED}, None))
 def fma(e: Emitter, i: Instruction) -> None:
     """fma{.rnd}{.ftz}{.sat}{.relu}.type d = a * b + c with one rounding."""
     _apply(e, i, "fma")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+from sm100_sim.isa.columns import ByModifier, Mix
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
@@ -37,7 +38,8 @@ def is_float(instruction: Instruction) -> bool:
     return bool(instruction.modifiers) and "f" in instruction.modifiers[-1]
 
 
-@computes("add", "sub", statistics=pipe, addressing=True)
+@computes("add", "sub", statistics=pipe, addressing=True,
+          mix=ByModifier({"f32x2": Mix.PACKED_SUM}, None))
 def add_sub(e: Emitter, i: Instruction) -> None:
     """add, sub{.sat}{.cc}.type: d = a +- b, modulo the width unless .sat.s32."""
     if is_float(i):
@@ -82,7 +84,7 @@ def _add_with_carry(e: Emitter, i: Instruction, type_name: str, carry_in: bool,
     e.set(i.operands[0], kind, result)
 
 
-@computes("mul", statistics=pipe, addressing=True)
+@computes("mul", statistics=pipe, addressing=True, mix=ByModifier({"f32x2": Mix.PACKED}, None))
 def multiply(e: Emitter, i: Instruction) -> None:
     """mul{.lo,.hi,.wide}.type."""
     if is_float(i):

@@ -6,7 +6,7 @@ them together.
 
 from __future__ import annotations
 
-from sm100_sim.isa.columns import Rule, Ties
+from sm100_sim.isa.columns import Mix, Rule, Ties
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, inline_op, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
@@ -26,7 +26,7 @@ def _lanes(e: Emitter) -> str:
     return e.lane_constants(range(32))
 
 
-@computes("shfl.sync", statistics="shfl", member_mask=4)
+@computes("shfl.sync", statistics="shfl", member_mask=4, mix=Mix.SHUFFLE)
 def shuffle(e: Emitter, i: Instruction) -> None:
     """shfl.sync.{up,down,bfly,idx}.b32 d{|p}, a, b, c, membermask (9.7.9.6).
 
@@ -66,7 +66,7 @@ def _member_lanes(e: Emitter, i: Instruction, op) -> str:
     return e.executing_mask()
 
 
-@computes("vote.sync", statistics="vote", member_mask=2)
+@computes("vote.sync", statistics="vote", member_mask=2, mix=Mix.VOTE)
 def vote(e: Emitter, i: Instruction) -> None:
     """vote.sync.{all,any,uni}.pred p, a, mask and vote.sync.ballot.b32 d, a, mask."""
     mode, type_name = split_modifiers(i, ("all", "any", "uni", "ballot"), ("pred", "b32"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sm100_sim.isa.columns import Mix
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction, Operand
@@ -96,7 +97,7 @@ def _fold_selection(modifiers: tuple[str, ...], sources: list[int | None]) -> in
     return None if condition is None else a if condition else b
 
 
-@computes("selp", statistics="select", fold=_fold_selection)
+@computes("selp", statistics="select", fold=_fold_selection, mix=Mix.SELECT)
 def select_by_predicate(e: Emitter, i: Instruction) -> None:
     """selp.type d, a, b, p: a where p holds."""
     (type_name,) = split_modifiers(i, _VALUE_TYPES)

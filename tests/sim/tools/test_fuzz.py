@@ -98,7 +98,7 @@ def test_the_sanitizer_finds_no_races_in_them(family, monkeypatch):
 def test_a_planted_bug_is_found_and_shrunk():
     """A simulator whose bfi.b64 takes its operands the wrong way round, against one as it is."""
     load_table()
-    right = table.entries()["bfi"]
+    right = table.rows()["bfi"]
 
     def wrong(emitter, instruction):
         first, a, b, *rest = instruction.operands
