@@ -30,7 +30,7 @@ from sm100_sim.launcher import forget_kernels, parsed_kernel
 from sm100_sim.mutation.score import synchronisation
 from sm100_sim.sanitizer import hooks, sanitizer
 from sm100_sim.state.warp import uniform
-from sm100_sim.timing import events
+from sm100_sim.timing import events, mixes
 from sm100_sim.translate import native_forms
 from sm100_sim.translate.kernel import translate
 
@@ -102,6 +102,19 @@ def test_an_inline_row_says_nothing_that_nobody_would_do(row):
         )
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"rule": Rule.FENCE}, {"rule": Rule.COMPUTES, "effect": Effect.STORE},
+        {"rule": Rule.NOT_FOLLOWED, "effect": Effect.MMA},
+        {"trace": Recorded.NOTHING, "event": Event.MMA}, {"rule": Rule.LOGGED},
+    ],
+)  # fmt: skip
+def test_a_row_that_contradicts_itself_is_refused(row):
+    with pytest.raises(IncompleteRow, match=r"planted.row"):
+        machine_op("planted.row", **{**COMPLETE, **row})(lambda instruction, kernel: None)
+
+
 def _used(column: str) -> set:
     cells = [getattr(row, column) for row in rows().values()]
     return {value for cell in cells
@@ -111,7 +124,8 @@ def _used(column: str) -> set:
 @pytest.mark.parametrize(
     ("column", "values"),
     [("rule", Rule), ("trace", Recorded), ("event", Event), ("effect", Effect), ("ties", Ties),
-     ("native", NativeForm), ("access", columns.MemoryAccess)],
+     ("native", NativeForm), ("access", columns.MemoryAccess), ("mix", columns.Mix),
+     ("jump", columns.Jump)],
 )  # fmt: skip
 def test_every_value_of_a_column_stands_in_a_row(column, values):
     assert _used(column) - {None} == set(values)
@@ -133,6 +147,7 @@ def test_what_the_sanitizer_does_not_follow_is_listed():
         (hooks, "@_hook(Rule.INVALIDATE)\n", "Rule.INVALIDATE"),
         (native_forms, "@_form(NativeForm.COMMIT)\n", "NativeForm.COMMIT"),
         (sanitizer, "Effect.CANCEL: Sanitizer._copy,", "clc.try_cancel"),
+        (mixes, '    _feature("vote", 3.0, r"VOTE", Mix.VOTE),\n', "Mix.VOTE"),
         (events, '    Event.BULK_WAIT: r"DEPBAR\\.LE",\n', "bulk_wait"),
     ],
 )  # fmt: skip
