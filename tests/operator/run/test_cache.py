@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -316,7 +317,7 @@ def test_edits_that_do(copy, name, before, after):
 
 #: What the sources in `COMPILED_IN` import besides, and why the key need not cover it.
 BESIDES = {
-    # For host code, which is not compiled.
+    # For host code, which is not compiled; see `TYPES`.
     "fa4_hd256/call", "fa4_hd256/gpus", "fa4_hd256",
     # Settings of the compiler are in the key.
     "fa4_hd256/environment",
@@ -325,15 +326,19 @@ BESIDES = {
     # Names alone.
     "softmax_emu",
 }  # fmt: skip
+#: What they import of `call` and `gpus`: types of calls, and the target, which is in the key.
+TYPES = {"BackwardProblem", "Gpu", "Portion", "Problem", "family"}
 
 
 def test_what_is_compiled_in_imports_nothing_else():
     """A module that is compiled in and not among the sources would leave stale kernels."""
     graph = style.import_graph(ROOT)
-    sources = {name for name, _ in compile.compiled_sources()}
+    sources = dict(compile.compiled_sources())
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in sources}
     assert len(modules) > 30 and modules <= graph.keys()
     besides = set().union(*(graph[module] for module in modules)) - modules
-    unknown = {name for name in besides if name not in BESIDES
-               and not name.startswith(("fa4_hd256/call/", "fa4_hd256/gpus/"))}
-    assert not unknown
+    hosts = ("fa4_hd256/call/", "fa4_hd256/gpus/")
+    assert {name for name in besides if not name.startswith(hosts)} <= BESIDES
+    imported = re.findall(rb"^from fa4_hd256\.(?:call|gpus)[\w.]* import (.*)$",
+                          b"\n".join(sources.values()), re.M)  # fmt: skip
+    assert {name for names in imported for name in names.decode().split(", ")} == TYPES
