@@ -35,6 +35,7 @@ class Rule(Enum):
     WAIT = auto()
     INVALIDATE = auto()
     NAMED_BARRIER = auto()
+    NAMED_ARRIVE = auto()
     CLUSTER_ARRIVE = auto()
     CLUSTER_WAIT = auto()
     #: Fences: between threads; of shared memory alone; of mbarrier.init; between proxies, alone and
@@ -70,10 +71,11 @@ class Rule(Enum):
 
 #: Rules of what orders: leaving it out is a mutation.
 ORDERING = frozenset({
-    Rule.ARRIVE, Rule.WAIT, Rule.NAMED_BARRIER, Rule.CLUSTER_ARRIVE, Rule.CLUSTER_WAIT, Rule.FENCE,
-    Rule.FENCE_SHARED, Rule.FENCE_INIT, Rule.FENCE_PROXY, Rule.FENCE_PROXY_ACQUIRE,
-    Rule.FENCE_PROXY_RELEASE, Rule.FENCE_MAP_ACQUIRE, Rule.FENCE_MAP_RELEASE, Rule.FENCE_BEFORE,
-    Rule.FENCE_AFTER, Rule.WAIT_LOADS, Rule.WAIT_STORES, Rule.COMMIT_BULK, Rule.WAIT_BULK,
+    Rule.ARRIVE, Rule.WAIT, Rule.NAMED_BARRIER, Rule.NAMED_ARRIVE, Rule.CLUSTER_ARRIVE,
+    Rule.CLUSTER_WAIT, Rule.FENCE, Rule.FENCE_SHARED, Rule.FENCE_INIT, Rule.FENCE_PROXY,
+    Rule.FENCE_PROXY_ACQUIRE, Rule.FENCE_PROXY_RELEASE, Rule.FENCE_MAP_ACQUIRE,
+    Rule.FENCE_MAP_RELEASE, Rule.FENCE_BEFORE, Rule.FENCE_AFTER, Rule.WAIT_LOADS,
+    Rule.WAIT_STORES, Rule.COMMIT_BULK, Rule.WAIT_BULK,
     Rule.COMMIT_COPIES, Rule.WAIT_COPIES, Rule.WAIT_ALL_COPIES, Rule.ARRIVE_COPIES,
 })  # fmt: skip
 #: Rules under which an asynchronous operation is recorded.

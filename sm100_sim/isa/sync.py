@@ -283,7 +283,8 @@ def _named_barrier_op(kind: str, event: Event, aligned: bool) -> Callable:
     if aligned:
         names += [f"bar.{kind}", f"bar.cta.{kind}"]
     return machine_op(
-        *names, statistics="barrier", aligned=aligned, rule=Rule.NAMED_BARRIER,
+        *names, statistics="barrier", aligned=aligned, defines=(0,) if kind == "red" else (),
+        rule=Rule.NAMED_ARRIVE if kind == "arrive" else Rule.NAMED_BARRIER,
         trace=Recorded.ENTRY, event=event, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
     )  # fmt: skip
 

@@ -157,11 +157,12 @@ def _invalidate(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
 # ---------------------------------------------------------------- named and cluster barriers
 
 
-@_hook(Rule.NAMED_BARRIER)
+@_hook(Rule.NAMED_BARRIER, Rule.NAMED_ARRIVE)
 def _named(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    parts = instruction.name.split(".")
-    number = uniform(instruction.operands[1 if "red" in parts else 0], 32)
-    waits = "arrive" not in parts
+    row = row_of(instruction)
+    # The barrier's number comes behind the result of a reduction.
+    number = uniform(instruction.operands[len(row.defines)], 32)
+    waits = row.rule is not Rule.NAMED_ARRIVE
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)

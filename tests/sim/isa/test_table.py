@@ -28,10 +28,12 @@ from sm100_sim.isa.shared import shared_address, submit
 from sm100_sim.isa.table import IncompleteRow, effect_of, machine_op, rows, split_modifiers
 from sm100_sim.launcher import forget_kernels, parsed_kernel
 from sm100_sim.mutation.score import synchronisation
+from sm100_sim.ptx.parser import parse_module
 from sm100_sim.sanitizer import hooks, sanitizer
 from sm100_sim.state.warp import uniform
 from sm100_sim.timing import events, mixes
 from sm100_sim.translate import native_forms
+from sm100_sim.translate.blocks import uses_and_definitions
 from sm100_sim.translate.kernel import translate
 
 pytestmark = pytest.mark.simulator
@@ -129,6 +131,25 @@ def _used(column: str) -> set:
 )  # fmt: skip
 def test_every_value_of_a_column_stands_in_a_row(column, values):
     assert _used(column) - {None} == set(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "reads", "writes"),
+    [
+        ("atom.shared.add.u32 %r0, [smem], %r1;", {"%r1"}, {"%r0"}),
+        ("red.shared.add.u32 [smem], %r1;", {"%r1"}, set()),
+        ("bar.red.popc.u32 %r0, 1, %p1;", {"%p1"}, {"%r0"}),
+        ("bar.sync %r0;", {"%r0"}, set()),
+        ("mbarrier.try_wait.parity.shared.b64 %p0, [smem], %r1;", {"%r1"}, {"%p0"}),
+        ("mbarrier.arrive.shared.b64 %rd0, [%r1];", {"%r1"}, {"%rd0"}),
+        ("setp.eq.u32 %p0, %r0, %r1;", {"%r0", "%r1"}, {"%p0"}),
+        ("st.shared.v2.b32 [%r0], {%r1, %r2};", {"%r0", "%r1", "%r2"}, set()),
+    ],
+)  # fmt: skip
+def test_what_an_instruction_reads_and_writes(text, reads, writes):
+    kernel = parse_module(kernel_text(text, 0))["test"]
+    used, defined, _ = uses_and_definitions(kernel.instructions[0])
+    assert {r.name for r in used} == reads and {r.name for r in defined} == writes
 
 
 def test_what_the_sanitizer_does_not_follow_is_listed():
