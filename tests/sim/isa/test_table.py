@@ -293,28 +293,14 @@ _WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p1, [smem], %r1;  @!%p1 bra W;\
 
 @pytest.fixture
 def fill():
-    """An instruction that the table does not have: one row, as docs/simulator.md says."""
-
-    @machine_op("fill.async", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.STORE_ASYNC,
-                effect=Effect.STORE, ties=Ties.NEVER)
-    def bind_fill(instruction, kernel):
-        """fill.async.shared::cta.b32 [a], b, [mbar]: 16 bytes of shared memory become words b."""
-        split_modifiers(instruction, ("shared::cta",), ("b32",))
-        target, signal = (shared_address(instruction.operands[place]) for place in (0, 2))
-        value, effect = uniform(instruction.operands[1], 32), effect_of(instruction)
-
-        def execute(warp, lanes):
-            cta, place, barrier = warp.cta, target(warp, lanes) & 0xFFFFFF, signal(warp, lanes)
-            word = value(warp, lanes)
-
-            def perform():
-                cta.smem[place : place + 16].view(np.uint32)[:] = word
-                cta.cluster.mbarrier(barrier).complete_tx(16)
-
-            submit(warp, instruction, effect, perform, writes=((cta, place, 16, barrier),))
-
-        return execute
-
+    """The instruction that docs/simulator.md adds, as it stands there: one row."""
+    chapter = (ROOT / "docs/simulator.md").read_text().split("## Adding an instruction")[1]
+    code = chapter.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "docs/simulator.md", "exec"), {
+        "machine_op": machine_op, "split_modifiers": split_modifiers, "effect_of": effect_of,
+        "shared_address": shared_address, "submit": submit, "uniform": uniform, "np": np,
+        "Rule": Rule, "Recorded": Recorded, "Event": Event, "Effect": Effect, "Ties": Ties,
+    })  # fmt: skip
     yield
     forget_kernels()
 
