@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from .errors import MissingExtra
+
 #: Command -> (module, function of its arguments that returns the exit status, what it does). Each
 #: is imported when it is called: `record`, `litmus` and `fuzz --on gpu` run without llvmlite.
 COMMANDS = {
@@ -23,8 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
         module, function, _ = COMMANDS[arguments[0]]
-        run = getattr(importlib.import_module(f"sm100_sim.{module}"), function)
-        return run(arguments[1:])
+        try:
+            run = getattr(importlib.import_module(f"sm100_sim.{module}"), function)
+            return run(arguments[1:])
+        except MissingExtra as error:
+            print(f"sm100_sim: {error}", file=sys.stderr)
+            return 2
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2

@@ -77,6 +77,18 @@ class SimulationError(Exception):
         return text
 
 
+class MissingExtra(ImportError):
+    """A package is not installed that an extra of this distribution brings."""
+
+    def __init__(self, what: str, extra: str, error: ImportError) -> None:
+        """what: needs it ("attached()"). error: of the import."""
+        super().__init__(
+            f"{what} needs {error.name}, which is not installed; pip install 'sm100-sim[{extra}]' "
+            "installs all that it needs",
+            name=error.name,
+        )
+
+
 class UnknownInstruction(SimulationError):
     """An opcode, modifier or operand form the simulator does not implement."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sm100_sim import devices
-from sm100_sim.errors import LaunchError, SimulationError
+from sm100_sim.errors import LaunchError, MissingExtra, SimulationError
 from sm100_sim.host import LaunchConfig, keeping_ptx, program_of
 from sm100_sim.host.arguments import tensor_ranges
 from sm100_sim.host.capsule import CudaCapsule
@@ -94,11 +94,7 @@ def attached(
 
         from . import driver, torch_cuda
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"attached() needs {error.name}, which is not installed: PyTorch, CuTe DSL and "
-            "cuda-bindings come with pip install 'sm100-sim[attach]'",
-            name=error.name,
-        ) from error
+        raise MissingExtra("attached()", "attach", error) from error
 
     session = Session(clusters=clusters, seed=seed, schedule=schedule, sanitize=sanitize,
                       trace=trace, observe=observe)  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sm100_sim.causes import causes_of, listed
-from sm100_sim.errors import SimulationError
+from sm100_sim.errors import MissingExtra, SimulationError
 from sm100_sim.report import Report
 
 from . import Session, attached
@@ -85,7 +85,7 @@ def run_script(arguments: list[str]) -> int:
         with contextlib.ExitStack() as stack:
             try:
                 session = stack.enter_context(attached())
-            except ImportError as error:
+            except MissingExtra as error:
                 print(f"sm100_sim: {error}", file=sys.stderr)
                 return 2
             stack.enter_context(_terminations())

@@ -14,6 +14,7 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | mma_cost, MmaCost, MEASURED | closed forms of tcgen05.mma, and what they reproduce |
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
 | traced_program, Compiled, replay_program, Replay | the steps of `predict` one by one |
+| Action | what an event of a replay does |
 | clocks_measured, tensor_core_clocks | figures of a replay |
 
 What is not listed here is private.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .program import Compiled
     from .replay import Replay, ReplayError, clocks_measured
     from .replay import replay as replay_program
+    from .resources import Action
     from .sass import SassFunction, SassInstruction, disassemble
     from .tensor import MEASURED, MmaCost, mma_cost
 
@@ -49,6 +51,7 @@ __all__ = [
     "ALONE",
     "MEASURED",
     "POLICIES",
+    "Action",
     "Compiled",
     "Constant",
     "Machine",
@@ -92,6 +95,7 @@ _HOMES = {
         "Replay": "Replay", "ReplayError": "ReplayError", "clocks_measured": "clocks_measured",
         "replay_program": "replay",
     },
+    "resources": ("Action",),
     "sass": ("SassFunction", "SassInstruction", "disassemble"),
     "tensor": ("MEASURED", "MmaCost", "mma_cost"),
 }  # fmt: skip

@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from sm100_sim.errors import MissingExtra
+
 try:
     import numba
 except ImportError as error:
-    raise ImportError(
-        "the timing model's replay is compiled with numba, which is not installed: "
-        "pip install 'sm100-sim[timing]'"
-    ) from error
+    raise MissingExtra("the timing model's replay", "timing", error) from error
 
 _HERE = Path(__file__).parent
 

@@ -117,15 +117,35 @@ def test_the_kernel_of_the_page(site):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("sm100_sim.timing.predict", r"numba.*pip install 'sm100-sim\[timing\]'"),
-        ("with sm100_sim.attached(): pass", r"pip install 'sm100-sim\[attach\]'"),
+        ("sm100_sim.timing.predict", r"needs numba, .*; pip install 'sm100-sim\[timing\]'"),
+        ("with sm100_sim.attached(): pass",
+         r"needs cutlass, .*; pip install 'sm100-sim\[attach\]'"),
+        ("from sm100_sim.tools.golden.record import Gpu; Gpu()",
+         r"needs cuda, .*; pip install 'sm100-sim\[gpu\]'"),
     ],
 )
 def test_what_an_extra_is_for_says_so(site, code, said):
     done = alone(site, code)
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("ImportError: "), done.stderr
+    assert done.returncode == 1 and last.startswith("sm100_sim.errors.MissingExtra: "), done.stderr
     assert re.search(said, last), last
+
+
+@pytest.mark.parametrize("arguments", [
+    ["script.py"], ["predict", "script.py"], ["mutate", "script.py"], ["record", "--out", "a"],
+], ids=" ".join)  # fmt: skip
+def test_a_command_without_what_it_needs(site, tmp_path, arguments):
+    """One line that says what to install, no traceback."""
+    (tmp_path / "script.py").write_text("")
+    done = alone(site, f"""
+import os, runpy
+os.chdir({str(tmp_path)!r})
+sys.argv = ["sm100_sim", *{arguments}]
+runpy.run_module("sm100_sim", run_name="__main__")
+""")  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"sm100_sim: .* needs \w+, .*; pip install 'sm100-sim\[\w+\]' .*", line)
 
 
 def test_help_of_the_commands(site):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.errors import MissingExtra
 from sm100_sim.state.tensormap import TENSORMAP_BYTES, TensorMap
 
 from .cases import KERNEL, TENSOR_MAPS, Case, Vectors
@@ -45,7 +46,10 @@ class Gpu:
     """A context on device 0 and the few driver calls that a case needs."""
 
     def __init__(self) -> None:
-        from cuda.bindings import driver
+        try:
+            from cuda.bindings import driver
+        except ModuleNotFoundError as error:
+            raise MissingExtra("the driver of a GPU", "gpu", error) from error
 
         self.driver = driver
         self.call("cuInit", 0)
