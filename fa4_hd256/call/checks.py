@@ -1,8 +1,9 @@
 """Everything a user can get wrong, found before anything is compiled and said in the user's words:
 what was given, what is accepted.
 
-In two steps, each of which comes once. Where a user calls: options, and the kinds of arguments that
-an operator's schema could not carry. In the operator: all the rest, of tensors and their contents.
+In two steps, each of which comes once. Where a user calls: kinds of arguments, which an operator's
+schema could not carry (`check_kinds`, `..._of`). In the operator, which graphs call by itself: all
+the rest, ranges of options, tensors and their contents.
 """
 
 from __future__ import annotations
@@ -31,6 +32,61 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
             raise TypeError(_NOT_INT32.format(name))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be an int, got {num_splits!r}")
+
+
+def causal_of(causal: Any) -> bool:
+    """The same, a bool."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
+    return causal
+
+
+def window_of(window_size: Any) -> tuple[int | None, int | None]:
+    """(left, right) with None for unbounded; -1 means unbounded too."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
+    left, right = (None if side == -1 else side for side in window_size)
+    return left, right
+
+
+def scale_of(softmax_scale: Any) -> float:
+    """A Python float; 1 / sqrt(256) for None."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(HEAD_DIM)
+    return _real("softmax_scale", softmax_scale, "a real number or None")
+
+
+def softcap_of(softcap: Any) -> float:
+    """A Python float, 0 for none."""
+    return _real("softcap", softcap, "a real number")
+
+
+def _real(name: str, value: Any, accepted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+    return float(value)
+
+
+def check_options(
+    softmax_scale: float, window: tuple[int | None, int | None], softcap: float
+) -> None:
+    """Their ranges. window: None for unbounded."""
+    # The kernel computes with float32, where a larger finite number turns infinite.
+    largest = torch.finfo(torch.float32).max
+    if not abs(softmax_scale) <= largest:
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}; accepted: any number that is finite in float32, "
+            "negative ones and 0 too"
+        )
+    if any(side is not None and side < 0 for side in window):
+        raise ValueError(
+            f"window_size is {window}; accepted: 0 or more, None or -1 for unbounded"
+        )
+    if not 0 <= softcap <= largest:
+        raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
 
 
 _NOT_INT32 = "{} must be an int32 tensor"
@@ -98,31 +154,6 @@ def check_shapes(
             f"{q[2]} query heads over {k[2]} key/value heads; accepted: a number of query heads "
             "that is a multiple of the number of key/value heads"
         )
-
-
-def check_window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right) with None for unbounded; -1 means unbounded too."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right)")
-    sides = []
-    for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window_size is {window_size!r}; each side must be an int or None")
-        if side is not None and side < -1:
-            raise ValueError(
-                f"window_size is {window_size!r}; accepted: 0 or more, None or -1 for unbounded"
-            )
-        sides.append(None if side == -1 else side)
-    return sides[0], sides[1]
-
-
-def check_softcap(softcap: Any) -> float:
-    """The softcap as a Python float, 0 for none."""
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        raise TypeError(f"softcap must be a real number, got {type(softcap).__name__}")
-    if not 0 <= float(softcap) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
-    return float(softcap)
 
 
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
@@ -206,29 +237,6 @@ def check_max_seqlen(
                 f"max_seqlen_{side} is {longest}, but a sequence has {found} {rows} rows"
             )
     return longest
-
-
-def check_scale(softmax_scale: float | None) -> float:
-    """The scale as a Python float; 1 / sqrt(256) for None."""
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(HEAD_DIM)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(
-            f"softmax_scale must be a real number or None, got {type(softmax_scale).__name__}"
-        )
-    scale = float(softmax_scale)
-    # The kernel computes with float32, where a larger finite number turns infinite.
-    if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"softmax_scale is {scale}; accepted: any number that is finite in float32, "
-            "negative ones and 0 too"
-        )
-    return scale
-
-
-def check_causal(causal: bool) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
 
 
 def check_device(device: torch.device) -> None:

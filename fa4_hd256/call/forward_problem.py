@@ -25,7 +25,7 @@ UNBOUNDED = -1
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside q, k and v, validated.
+    """What a call asks for beside q, k and v.
 
     softmax_scale: finite. window: keys visible to the left and right of the diagonal, None for
     unbounded; causal is (., 0). softcap: 0 for none.
@@ -40,20 +40,21 @@ class Options:
     def check(
         cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, use_clc: bool = False
     ) -> Options:
-        """Validate the options as users give them.
+        """The options as users give them.
 
-        Raises TypeError or ValueError; see `checks` for what is accepted.
+        Raises TypeError, or ValueError for a window that is no pair; see `checks` for what is
+        accepted. Their ranges are checked with the tensors (`Problem.describe`).
         """
-        checks.check_causal(causal)
-        left, right = checks.check_window(window_size)
-        scale, softcap = checks.check_scale(softmax_scale), checks.check_softcap(softcap)
-        return cls(scale, (left, 0 if causal else right), softcap, use_clc)
+        is_causal = checks.causal_of(causal)
+        left, right = checks.window_of(window_size)
+        scale, softcap = checks.scale_of(softmax_scale), checks.softcap_of(softcap)
+        return cls(scale, (left, 0 if is_causal else right), softcap, use_clc)
 
     @classmethod
     def of_operator(
         cls, softmax_scale: float, left: int, right: int, softcap: float, use_clc: bool
     ) -> Options:
-        """From an operator's arguments, `bounds` among them, which were validated before."""
+        """From an operator's arguments; left, right: `bounds`."""
         left_bound, right_bound = (None if side == UNBOUNDED else side for side in (left, right))
         return cls(softmax_scale, (left_bound, right_bound), softcap, use_clc)
 
@@ -121,16 +122,17 @@ class Problem:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Problem:
-        """Validate q, k, v (4-D) and what goes with them.
+        """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
         ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
         with cu_seqlens_k; None for as many as k has rows.
 
         Raises TypeError for an argument of the wrong kind or dtype and ValueError for a wrong
-        shape, head_dim, ratio of heads, device or length.
+        shape, head_dim, ratio of heads, device, length or option.
         """
         q, k, v = tensors
         ragged = ragged or {}
+        checks.check_options(options.softmax_scale, options.window, options.softcap)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         checks.check_device(q.device)

@@ -121,13 +121,13 @@ def _flash_attn_bwd(
     packed = [tensor.ndim == 3 for tensor in (q, k)]
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
     use_clc = checked.backward_use_clc(None, any(offsets is not None for offsets in ragged))
-    sides = (-1 if side is None else side for side in checked.window)
     tensors = (dout, q, k, v, out, lse)
     is_packed = (packed[0], packed[0], packed[1], packed[1], packed[0], packed[0])
     padded = [t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True)]
     *gradients, _ = backward(
-        padded[0], None, *padded[1:], checked.softmax_scale, *sides, 0.0, None, *ragged, None,
-        None, *longest, use_clc, named_configs.encode(None, BackwardConfig), [True, True, False],
+        padded[0], None, *padded[1:], checked.softmax_scale, *checked.bounds, 0.0, None, *ragged,
+        None, None, *longest, use_clc, named_configs.encode(None, BackwardConfig),
+        [True, True, False],
     )  # fmt: skip
     dq, dk, dv = (
         gradient.squeeze(0) if tensor.ndim == 3 else gradient

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 
-from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func, interface
+from fa4_hd256.call import checks
 from fa4_hd256.call.checks import check_device
 from fa4_hd256.run import compile
 
@@ -191,6 +193,67 @@ def packed(**changes):
 def test_varlen(changes, error, message):
     with pytest.raises(error, match=message):
         flash_attn_varlen_func(**packed(**changes))
+
+
+#: Arguments of the operator behind q, k and v; see `interface.forward`.
+OPERATOR = (0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 0, False)
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, math.nan, "softmax_scale is nan"),
+        (1, -2, r"window_size is \(-2, None\); accepted: 0 or more"),
+        (3, -1.0, "softcap is -1.0; accepted: 0"),
+        (12, "{}x", "names no ForwardConfig"),
+        (14, 33, "num_splits is 33"),
+    ],
+)
+def test_the_operator_by_itself(position, value, message):
+    """As graphs and other callers of the operator reach it, past the functions."""
+    options = list(OPERATOR)
+    options[position] = value
+    with pytest.raises(ValueError, match=message):
+        torch.ops.fa4_hd256.forward(*inputs(), *options)
+
+
+@pytest.mark.parametrize(("tensors", "message"), [
+    (inputs(q=(4, 2, 256)), "q has 3 dimensions"),
+    (inputs(k=(4, 256)), "k has 2 dimensions"),
+    (inputs(q=(1, 4, 2, 128)), "q has head_dim 128"),
+])  # fmt: skip
+def test_tensors_of_the_operator_by_itself(tensors, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.fa4_hd256.forward(*tensors, *OPERATOR)
+
+
+def test_every_check_comes_once(monkeypatch):
+    """On the way from the function to the launch, which this call without any row has none of."""
+    seen = Counter()
+
+    def counted(name, function):
+        def check(*arguments):
+            seen[name] += 1
+            return function(*arguments)
+
+        return check
+
+    names = [name for name in vars(checks) if name.startswith("check_") or name.endswith("_of")]
+    for name in names:
+        check = counted(name, getattr(checks, name))
+        for module in (checks, interface):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, check)
+    none = torch.zeros(2, dtype=torch.int32)
+    call = packed(q=torch.zeros(0, 2, 256).bfloat16(), cu_seqlens_q=none, cu_seqlens_k=none)
+    k = torch.zeros(0, 1, 256).bfloat16()
+    sink = torch.zeros(2)
+    flash_attn_varlen_func(**{**call, "k": k, "v": k, "learnable_sink": sink, "softcap": 1.0})
+    # The longest sequence: of the queries, and of the keys.
+    assert seen.pop("check_max_seqlen") == 2
+    # Those of gradients and of other kinds of GPU are not on this way.
+    assert set(names) - set(seen) == {"check_gradients", "check_max_seqlen"}
+    assert set(seen.values()) == {1}
 
 
 def test_window_that_is_no_pair():
