@@ -1,8 +1,8 @@
 """The family of GPUs that the kernels run on, and the one target they are compiled for.
 
 NOTE [one binary for the family].  ptxas makes the same instructions for sm_100f as for sm_100a, one
-by one (tests/operator/gpus/test_family.py), and refuses on sm_100f what is not in all of the family
-(PTX ISA 11.1.2, .target).  A cubin of sm_100f runs on every GPU of the family (CUDA programming
+by one (test_family compares them), and refuses on sm_100f what is not in all of the family (PTX ISA
+11.1.2, .target).  A cubin of sm_100f runs on every GPU of the family (CUDA programming
 guide, family-specific features), so one entry in the cache serves a process with both capabilities:
 CuTe DSL loads a kernel into every GPU that the process sees.
 """

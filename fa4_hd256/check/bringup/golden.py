@@ -37,11 +37,11 @@ def _vectors() -> Vectors:
 
 
 def missing(target: Target) -> str:
-    """The vectors lie in a checkout, not in an installed package."""
+    """The vectors come with sm100_sim."""
     try:
         Vectors()
     except FileNotFoundError as error:
-        return f"no vectors here: {error}; run it in a checkout"
+        return f"no vectors here: {error}"
     return ""
 
 
