@@ -55,4 +55,4 @@ $(STAMP): $(DEMO_STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info sm100_sim/build sm100_sim/*.egg-info

@@ -31,6 +31,9 @@ CHECKS = (style.sizes, style.imports, style.module_names, style.machine_paths)
 
 def test_nothing_is_found_where_nothing_is(checkout):
     (checkout / "fa4_hd256/kernels/role.py").write_text(ROLE)
+    built = checkout / "sm100_sim/build/lib"
+    built.mkdir(parents=True)
+    (built / "test_a.py").write_text(LONG)
     (checkout / "fa4_hd256/run/launch/a.py").write_text("import sm100_sim\nfrom ... import call\n")
     assert [check(checkout) for check in CHECKS] == [[], [], [], []]
 

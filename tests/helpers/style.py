@@ -91,12 +91,13 @@ TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".tx
 
 
 def sources(root: Path) -> list[str]:
-    """Python files of the checkout, relative to `root`, sorted."""
-    return sorted(
+    """Python files of the checkout, relative to `root`, sorted; not what `pip install` left."""
+    names = (
         path.relative_to(root).as_posix()
         for top in (*TOPS, "examples", "tests")
         for path in (root / top).rglob("*.py")
     )
+    return sorted(name for name in names if not name.startswith("sm100_sim/build/"))
 
 
 def _functions(source: str, tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, bool]]:

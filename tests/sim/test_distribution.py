@@ -56,17 +56,24 @@ def test_its_license_is_the_projects():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The wheel, unpacked."""
+    """The wheel, built from the source distribution, both unpacked."""
     pytest.importorskip("setuptools", minversion="77")
     directory = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     shutil.copytree(PACKAGE, directory / "source", ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
-               "--no-build-isolation", "--wheel-dir", str(directory), str(directory / "source")]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+
+    def run(*command):
+        done = subprocess.run([sys.executable, *command], cwd=directory / "source",
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    run("-c", f"import setuptools.build_meta as b; b.build_sdist({str(directory)!r})")
+    (packed,) = directory.glob("*.tar.gz")
+    run("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir",
+        str(directory), str(packed))  # fmt: skip
     (wheel,) = directory.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(directory / "site")
+    shutil.unpack_archive(packed, directory / "site")
     return directory / "site"
 
 
@@ -74,6 +81,8 @@ def test_the_wheel_holds_every_file(site):
     held = {path.relative_to(site).as_posix() for path in (site / "sm100_sim").rglob("*")
             if path.is_file()}
     assert held == sources()
+    (unpacked,) = site.glob("sm100_sim-*/pyproject.toml")
+    assert {"CHANGELOG.md", "LICENSE", "README.md"} <= {p.name for p in unpacked.parent.iterdir()}
     (information,) = site.glob("*.dist-info")
     assert information.name == f"sm100_sim-{sm100_sim.__version__}.dist-info"
     assert (information / "licenses" / "LICENSE").is_file()
