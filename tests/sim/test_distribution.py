@@ -18,6 +18,7 @@ from published import private_imports
 
 import sm100_sim
 from sm100_sim import timing
+from sm100_sim.__main__ import COMMANDS, main
 
 PACKAGE = ROOT / "sm100_sim"
 #: Modules whose `__all__` is what they publish.
@@ -157,13 +158,21 @@ runpy.run_module("sm100_sim", run_name="__main__")
     assert re.fullmatch(r"sm100_sim: .* needs \w+, .*; pip install 'sm100-sim\[\w+\]' .*", line)
 
 
-def test_help_of_the_commands(site):
-    done = alone(site, """
-import runpy
-sys.argv = ["sm100_sim", "--help"]
-runpy.run_module("sm100_sim", run_name="__main__")
-""")  # fmt: skip
-    assert done.returncode == 0 and "mutate" in done.stdout, done.stderr
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m sm100_sim {name} ")
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["-h"], 0), ([], 2)])
+def test_the_table_of_commands(arguments, status, capsys):
+    assert main(arguments) == status
+    shown = capsys.readouterr()
+    text, empty = (shown.err, shown.out) if status else (shown.out, shown.err)
+    assert text.startswith("usage: python -m sm100_sim SCRIPT.py") and not empty
+    assert all(re.search(rf"^  {name} +\w", text, re.M) for name in COMMANDS)
 
 
 # ---------------------------------------------------------------- published names
