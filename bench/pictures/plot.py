@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .svg import GREY, INK, RULE, Drawing, Point, tint
 
-__all__ = ["Axes", "Scale"]
+__all__ = ["Axes", "Scale", "mark"]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sm100_sim
 
 from .svg import BLUE, GREEN, GREY, INK, RED, RULE, Drawing, Point, tint
 
-__all__ = ["KERNEL", "Operation", "happens_before", "planted_race"]
+__all__ = ["KERNEL", "Operation", "happens_before", "planted_race", "run_text"]
 
 #: Warp 0 fills a slot of shared memory, warp 1 reads it, twice. Each line with a comment is drawn.
 #: The bug: warp 1 gives the slot back before it has read.
@@ -57,7 +57,6 @@ END:
 ret;
 }
 """
-ROUNDS = 2
 
 
 class Operation(NamedTuple):
@@ -88,9 +87,9 @@ def planted_race() -> sm100_sim.Finding:
     raise RuntimeError(f"no race was found in the planted kernel: {report.findings}")
 
 
-def run_text(ptx: str) -> sm100_sim.Report:
-    """The sanitized run of a kernel with 64 threads and no parameters."""
-    options = sm100_sim.Options(sanitize=True)
+def run_text(ptx: str, **schedule: Any) -> sm100_sim.Report:
+    """The sanitized run of a kernel with 64 threads and no parameters, under a schedule."""
+    options = sm100_sim.Options(sanitize=True, **schedule)
     return sm100_sim.launch_ptx(ptx, "race", [], block=64, dynamic_smem=1024, options=options)
 
 

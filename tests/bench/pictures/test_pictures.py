@@ -141,7 +141,10 @@ def test_race_is_gone_when_the_read_comes_first():
         for comment in ("arrive empty", "read the slot")
     )
     mended = KERNEL.replace(f"{arrive}\n{read}", f"{read}\n{arrive}")
-    assert mended != KERNEL and not run_text(mended).findings
+    assert mended != KERNEL
+    for schedule in ({}, {"schedule": "lazy"}, {"seed": 1}, {"seed": 2}):
+        assert {finding.kind for finding in run_text(KERNEL, **schedule).findings} == {"race"}
+        assert not run_text(mended, **schedule).findings
 
 
 def test_the_tower_stands_in_the_order_of_imports():
