@@ -7,55 +7,12 @@ it is compiled, and as if these fences took no longer than their issue.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-
-from bench.model import ours
-from bench.model.calls import Kind
-from bench.suite import FORWARD
-from bench.tables.origin import modelled_machine
+from bench.model.fences import calls, row
 from bench.tables.results import add_output_options, emit
-from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from bench.tables.table import Column, Plot, Table
 from sm100_sim import timing
 from sm100_sim.timing.machine_constants import Machine, load
-from sm100_sim.timing.replay import replay
-
-
-def calls(seqlen: int) -> dict[str, Callable[[], tuple[Any, tuple]]]:
-    """Name -> what makes the compiled kernel and its arguments: one head on one CTA pair."""
-
-    def kernel(which: str, causal: bool) -> Callable[[], tuple[Any, tuple]]:
-        variant = ours.Variant(Kind(causal), use_clc=causal, kernel=which)
-        return lambda: ours.call(variant, (seqlen, 1))
-
-    return {
-        "dK/dV, dS stored, full": kernel("kept dkdv", False),
-        "dK/dV, dS stored, causal, CLC": kernel("kept dkdv", True),
-        "dQ from stored dS, full": kernel("kept dq", False),
-        "dQ from stored dS, causal, CLC": kernel("kept dq", True),
-        "forward, full": kernel(FORWARD, False),
-        "forward, causal, CLC": kernel(FORWARD, True),
-    }
-
-
-def row(name: str, found: timing.Prediction) -> dict[str, Any]:
-    """A prediction beside a replay of it without fences."""
-    compiled, program = found.compiled, found.compiled.program
-    fences = compiled.fences
-    waits = (found.central.done - found.central.started)[program.event[fences]]
-    waits = waits if len(waits) else np.zeros(1)
-    by_warp = [int(fences[a:b].sum()) for a, b in zip(program.first, program.last)]
-    without = replay(compiled.without_fences(), found.values[0]).clocks
-    return {
-        "kernel": name, "fences": max(by_warp), "wait": float(np.median(waits)),
-        "longest": int(waits.max()), "clocks": int(found.clocks[0]), "without": without,
-        "cost": float(found.clocks[0] / without - 1),
-        "unmatched": compiled.unmatched, "ambiguous": compiled.ambiguous,
-        BASIS: "modelled", MACHINE: modelled_machine(found.machine),
-    }  # fmt: skip
-
 
 COLUMNS = (
     Column("kernel"), Column("fences", title="of a warp, at most"),

@@ -8,17 +8,12 @@ configuration and of the machine's constants.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from bench.model import demand
-from bench.model.machines import gpu_of
+from bench.model.roofline import resource_rows
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case
-from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.shape_options import add_shape_options, chosen_case
-from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
-from fa4_hd256.kernels.blackwell.forward.config import CTAS, ForwardConfig
+from bench.tables.table import Column, Plot, Table
 from sm100_sim.timing.machine_constants import Machine, load
 from softmax_emu.pattern import Ex2Pattern
 
@@ -37,80 +32,13 @@ COLUMNS = (
 )
 
 
-def rows(
-    case: Case, direction: str, machine: Machine, pattern: Ex2Pattern | None = None
-) -> list[dict[str, Any]]:
-    """A row for each kernel of the direction and each resource.
-
-    low, high: of the clocks of a step, over the ranges of the machine's constants. share: of the
-    kernel's busiest resource, over the whole problem. tflops: what the convention's FLOP of the
-    kernel would give if this resource were the only limit; a backward kernel has the part of them
-    that its products are of all products.
-    """
-    values, found = machine.values(), []
-    kernels = demand.totals(case, direction, configuration(direction, pattern), gpu_of(machine))
-    products = sum(total.demand.flop for total in kernels)
-    for total in kernels:
-        clocks = {
-            resource.name: demand.machine_clocks(total, resource, values)
-            for resource in demand.RESOURCES
-        }
-        clocks[demand.HBM] = demand.hbm_clocks(total, values)
-        flop = case.flop(direction) * total.demand.flop / products if products else 0.0
-        for name, whole in clocks.items():
-            if not whole:
-                continue
-            seconds = whole / (values.clock_ghz * 1e9)
-            found.append({
-                "direction": direction, "kernel": total.kernel.name, "resource": name,
-                **_step(total, name, machine),
-                "clocks": whole, "share": whole / max(clocks.values()),
-                "microseconds": seconds * 1e6,
-                "tflops": flop / seconds / 1e12 if flop else None,
-                "steps": total.steps, "tiles": total.tiles,
-                BASIS: "computed", MACHINE: modelled_machine(machine),
-            })  # fmt: skip
-    return found
-
-
-def configuration(direction: str, pattern: Ex2Pattern | None) -> Any:
-    """The default configuration with that mix of exp2, None for its own."""
-    kind = ForwardConfig if direction == FORWARD else BackwardConfig
-    return kind() if pattern is None else kind(ex2_pattern=pattern)
-
-
-def _step(total: demand.Total, name: str, machine: Machine) -> dict[str, Any]:
-    """Amount and clocks of one step of a CTA; of HBM its part of the whole, if it has steps."""
-    if name == demand.HBM:
-        if not total.steps:
-            return dict.fromkeys(("step_amount", "step_clocks", "low", "high")) | {"unit": "B"}
-        ctas = CTAS * total.steps
-        clocks = [
-            function * machine.values().sms / ctas
-            for function in (
-                demand.hbm_clocks(total, machine.values()),
-                *demand.extremes(
-                    lambda values: demand.hbm_clocks(total, values), machine,
-                    ("hbm_terabytes", "clock_ghz"),
-                ),
-            )
-        ]  # fmt: skip
-        amount = total.hbm_bytes / ctas
-        return dict(zip(("step_clocks", "low", "high"), clocks)) | {
-            "step_amount": amount, "unit": "B"
-        }
-    resource = next(r for r in demand.RESOURCES if r.name == name)
-    step = total.kernel.step if total.steps else total.kernel.tile
-    low, high = resource.clock_range(step, machine)
-    return {
-        "step_amount": resource.amount(step), "unit": resource.unit,
-        "step_clocks": resource.clocks(step, machine.values()), "low": low, "high": high,
-    }  # fmt: skip
-
-
 def table(case: Case, directions: tuple[str, ...], machine: Machine, pattern=None) -> Table:
     """All kernels of the directions on one case."""
-    found = [row for direction in directions for row in rows(case, direction, machine, pattern)]
+    found = [
+        row
+        for direction in directions
+        for row in resource_rows(case, direction, machine, pattern)
+    ]
     bounds = []
     for name in dict.fromkeys((row["direction"], row["kernel"]) for row in found):
         chosen = [row for row in found if (row["direction"], row["kernel"]) == name]

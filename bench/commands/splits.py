@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from bench import suite
-from bench.measure.providers import OURS, FlashAttention4, Ours
+from bench.measure.providers import FlashAttention4, Ours
+from bench.measure.throughput import measured_rows, times_of
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model.calls import default_splits, defaults_to_clc
 from bench.model.flash_attn_4 import split_numbers
@@ -31,14 +32,13 @@ from bench.model.predictor import (
 from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.peers import flash_attn_4
 from bench.suite import FORWARD, Case
+from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.splits import LARGEST
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.run.launch import gpu_of as device_gpu
-
-from .throughput import RESOLUTION, measured_rows, times_of
 
 #: Parts of a tile's keys that the table shows; 1: not divided.
 NUMBERS = (1, 2, 4, 8, 16, 32)

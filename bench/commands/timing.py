@@ -6,38 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from bench.model import ours
-from bench.model.calls import Kind
+from bench.model.step import our_forward, their_forward
 from bench.peers import flash_attn_4
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim import timing
 from sm100_sim.timing.prediction import tensor_core_clocks
-from softmax_emu.pattern import Ex2Pattern
-
-
-def our_forward(
-    seqlen: int, causal: bool, machine: str = "b200", config: ForwardConfig | None = None
-) -> timing.Prediction:
-    """Our forward, two heads sharing one of keys and values, on one CTA pair."""
-    compiled, arguments = ours.call(ours.Variant(Kind(causal), config=config), (seqlen, 2))
-    return timing.predict(compiled, *arguments, machine=machine)[-1]
-
-
-def their_forward(
-    seqlen: int, causal: bool, machine: str = "b200", mix: Ex2Pattern | None = None
-) -> timing.Prediction:
-    """flash-attn-4's forward on the first CTA pair of its grid. mix: of exp2, None as it tunes
-    it."""
-    import cuda.bindings.driver as cuda
-
-    mix = mix or flash_attn_4.tuned_pattern(causal)
-    compiled = flash_attn_4.compile_forward(causal, mix)
-    arguments: tuple[Any, ...] = flash_attn_4.arguments(seqlen)
-    return timing.predict(compiled, *arguments, stream=cuda.CUstream(0), machine=machine)[-1]
-
 
 COLUMNS = (
     Column("provider"),

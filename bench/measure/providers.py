@@ -11,11 +11,10 @@ import torch
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
+from bench.tables.comparison import OURS
 from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
-
-OURS = "ours"
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from bench.measure.providers import OURS
 from bench.suite import BACKWARD, FORWARD, Case
+from bench.tables.comparison import OURS
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem

@@ -107,7 +107,7 @@ def rates(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def timeline() -> dict[str, Any]:
     """What every role does around the end of the third tile of a replay of the forward."""
-    from bench.commands.timing import our_forward
+    from bench.model.step import our_forward
     from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 
     from .spans import forward_spans

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.commands import accuracy
+from bench.measure import accuracy as measured
 from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 pytestmark = pytest.mark.simulator
 pytest.importorskip("cutlass")
 
 # Two steps of keys, so that rows are rescaled or not; the second one ends early.
-SHAPE = accuracy.Shape(40, 200)
+SHAPE = measured.Shape(40, 200)
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,9 @@ def results():
     """Hardware, and a polynomial that is too coarse to hide in the rounding of fp16."""
     coarse = Ex2Pattern(2, 2, 0, last_fragment_hardware=False, degree=2)
     cases = [
-        accuracy.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)
+        measured.Case(pattern, torch.float16, SHAPE) for pattern in (HARDWARE_ONLY, coarse)
     ]
-    return accuracy.measure_all(cases, jobs=1)
+    return measured.measure_all(cases, jobs=1)
 
 
 def test_errors_and_shares(results):
@@ -37,25 +37,25 @@ def test_errors_and_shares(results):
 
 
 def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
-    compile_forward = accuracy.compile_forward
+    compile_forward = measured.compile_forward
 
     def compile_another(config, problem_class):
-        return compile_forward(accuracy.ForwardConfig(), problem_class)
+        return compile_forward(measured.ForwardConfig(), problem_class)
 
-    monkeypatch.setattr(accuracy, "compile_forward", compile_another)
+    monkeypatch.setattr(measured, "compile_forward", compile_another)
     with pytest.raises(RuntimeError, match="0.0000% of the score elements were emulated"):
-        accuracy.measure(accuracy.Case(POLYNOMIAL_ONLY, torch.float16, SHAPE))
+        measured.measure(measured.Case(POLYNOMIAL_ONLY, torch.float16, SHAPE))
 
 
 def test_the_grid():
-    cases = accuracy.default_cases()
+    cases = measured.default_cases()
     found = {(case.dtype, case.pattern.true_share(), case.pattern.degree) for case in cases}
     assert len(found) == len(cases) == 2 * (1 + 3 * 4)
     assert {float(share) for _, share, _ in found} == {0.0, 0.1875, 0.375, 1.0}
 
 
 def test_forms(results, monkeypatch, capsys):
-    monkeypatch.setattr(accuracy, "measure_all", lambda cases, jobs: results)
+    monkeypatch.setattr(measured, "measure_all", lambda cases, jobs: results)
     assert main(["accuracy", "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     rows = table["rows"]

@@ -8,6 +8,8 @@ import pytest
 from bench.__main__ import main
 from bench.commands import ex2_sweep
 from bench.commands.ex2_sweep import Error, Times
+from bench.measure import exp2 as measured
+from bench.model import exp2 as modelled
 from bench.model.forward import Kernel
 from bench.model.ours import Ours
 from bench.model.replays import Paths
@@ -25,20 +27,20 @@ AXES = {"freq": [4, 8], "res": [2, 3, 4], "start": [0], "degree": [3, 5]}
 
 
 def test_the_grid_has_every_mix_once():
-    patterns = ex2_sweep.grid(AXES, last_fragment_hardware=True)
+    patterns = measured.grid(AXES, last_fragment_hardware=True)
     # Pairs are emulated or not, so res 3 is res 2 of freq 4 and res 4 of freq 8 is half of it.
     shares = sorted({float(p.true_share()) for p in patterns})
     assert patterns[0] == HARDWARE_ONLY
     assert shares == [0.0, 0.1875, 0.375, 0.75]
     assert len(patterns) == 1 + 2 * 4
-    assert not any(p.last_fragment_hardware for p in ex2_sweep.grid(AXES, False)[1:])
+    assert not any(p.last_fragment_hardware for p in measured.grid(AXES, False)[1:])
     with pytest.raises(ValueError, match="ex2_emu_freq is 3"):
-        ex2_sweep.grid({**AXES, "freq": [3]}, True)
+        measured.grid({**AXES, "freq": [3]}, True)
 
 
 def test_errors_follow_the_polynomial():
     hardware, coarse, fine = (
-        ex2_sweep.error_of(p)
+        measured.error_of(p)
         for p in (HARDWARE_ONLY, Ex2Pattern(2, 2, degree=2), Ex2Pattern(2, 2, degree=3))
     )
     assert hardware.exp2 < 1e-6 < fine.exp2 <= 8.7e-5 < coarse.exp2 < 2.1e-3
@@ -51,7 +53,7 @@ def times(hardware: float, half: float) -> dict:
     return {
         (pattern, name): Times(np.array([seconds, 0.99 * seconds, 1.01 * seconds]), "clusters", 1.0)
         for pattern, seconds in ((HARDWARE_ONLY, hardware), (HALF, half))
-        for name in ex2_sweep.SEQLENS
+        for name in measured.SEQLENS
     }
 
 
@@ -77,7 +79,7 @@ def test_less_than_five_per_cent_is_not_ranked(half, chosen, tmp_path):
 
 def test_a_gain_of_some_draws_only_leaves_the_default():
     found = times(1.0, 0.9)
-    for name in ex2_sweep.SEQLENS:
+    for name in measured.SEQLENS:
         found[HALF, name].seconds[2] = 1.1
     errors = {HARDWARE_ONLY: Error(4e-7, 1e-3), HALF: Error(8.6e-5, 1e-3)}
     rows = ex2_sweep.rows_of(found, errors, True, {"gpu": "B200", "basis": "modelled",
@@ -90,7 +92,7 @@ def test_measured_ranges_that_overlap_are_not_ranked():
     errors = {HARDWARE_ONLY: Error(4e-7, 1e-3), HALF: Error(8.6e-5, 1e-3)}
     for slowest, chosen in ((0.97, HARDWARE_ONLY), (0.92, HALF)):
         found = times(1.0, 0.9)
-        for name in ex2_sweep.SEQLENS:
+        for name in measured.SEQLENS:
             found[HARDWARE_ONLY, name].seconds[:] = 1.0, 0.95, 1.02
             found[HALF, name].seconds[:] = 0.9, 0.89, slowest
         rows = ex2_sweep.rows_of(found, errors, True, {"gpu": "B200", "basis": "measured",
@@ -127,7 +129,7 @@ def test_a_replayed_sweep(monkeypatch, tmp_path, capsys):
         Paths(3, 1000),
     )  # fmt: skip
     monkeypatch.setattr(Ours, "forward", lambda *given: base)
-    monkeypatch.setattr(ex2_sweep, "SAMPLE", (256, 1))
+    monkeypatch.setattr(modelled, "SAMPLE", (256, 1))
     table = tmp_path / "tuning.json"
     # A mix that tests of the kernel compile, too.
     command = ["ex2-sweep", "--freq", "4", "--res", "3", "--start", "0", "--mask", "full"]

@@ -7,16 +7,20 @@ import pytest
 pytest.importorskip("numba")
 pytest.importorskip("triton", reason="its ptxas compiles the kernels for sm_90a")
 
-from bench.commands import fences, hopper
+from bench.commands import fences
+from bench.measure import hopper_cubins, hopper_kernels
+from bench.model import fences as our_fences
+from bench.model import hopper as modelled
+from sm100_sim import timing
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.replay import replay
 
-MEASURED = json.loads(hopper.MEASUREMENTS.read_text())
-VALUES = load(hopper.GPU).values()._replace(sms=1.0)
+MEASURED = json.loads(hopper_cubins.MEASUREMENTS.read_text())
+VALUES = load(modelled.GPU).values()._replace(sms=1.0)
 
 
 def test_every_kernel_has_been_measured():
-    names = [kernel.name for kernel in hopper.kernels()]
+    names = [kernel.name for kernel in hopper_cubins.kernels()]
     assert len(set(names)) == len(names) and set(names) == set(MEASURED["rounds"])
 
 
@@ -29,33 +33,33 @@ def test_every_kernel_has_been_measured():
      "async fence and relaxed arrive, peer; 8 own stores"],
 )  # fmt: skip
 def test_modelled_within_a_tenth_of_measured(name):
-    kernel = next(k for k in hopper.kernels() if k.name.startswith(name))
+    kernel = next(k for k in hopper_cubins.kernels() if k.name.startswith(name))
     assert kernel.sets == ""
-    compiled = hopper.program_of(kernel)
+    compiled = modelled.program_of(kernel)
     assert compiled.unmatched == 0
-    clocks = hopper.round_clocks(compiled, replay(compiled, VALUES))
+    clocks = modelled.round_clocks(compiled, replay(compiled, VALUES))
     assert clocks == pytest.approx(MEASURED["rounds"][kernel.name], rel=0.1)
 
 
 def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
     release, relaxed = (
-        next(k for k in hopper.kernels() if k.name == f"{kind} arrive, peer; 8 own stores")
+        next(k for k in hopper_cubins.kernels() if k.name == f"{kind} arrive, peer; 8 own stores")
         for kind in ("release", "relaxed")
     )
-    compiled, other = hopper.program_of(release), hopper.program_of(relaxed)
+    compiled, other = modelled.program_of(release), modelled.program_of(relaxed)
     fenceless = compiled.without_fences()
     # One a round, and those of the two cluster barriers in each warp.
-    assert compiled.fences.sum() == hopper.hopper_kernels.ROUNDS + 4 and not fenceless.fences.any()
+    assert compiled.fences.sum() == hopper_kernels.ROUNDS + 4 and not fenceless.fences.any()
     found, expected = (
-        hopper.round_clocks(one, replay(one, VALUES)) for one in (fenceless, other)
+        modelled.round_clocks(one, replay(one, VALUES)) for one in (fenceless, other)
     )
     assert found == pytest.approx(expected, rel=0.1)
 
 
 def test_fences_of_our_kernels():
     """All are those of the cluster barrier, once or twice a warp; in a loop they would be many."""
-    compiled, arguments = fences.calls(256)["dQ from stored dS, full"]()
-    found = fences.row("dQ", fences.timing.predict(compiled, *arguments, draws=0)[-1])
+    compiled, arguments = our_fences.calls(256)["dQ from stored dS, full"]()
+    found = our_fences.row("dQ", timing.predict(compiled, *arguments, draws=0)[-1])
     assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
     assert found["clocks"] > found["without"] and found["unmatched"] == 0
     with pytest.raises(ValueError, match="'dP' in its name; there are dK/dV, dS stored, full"):

@@ -11,8 +11,10 @@ pytest.importorskip("cutlass")
 
 from bench.__main__ import main
 from bench.commands import ladder
+from bench.measure import ladder as of_rungs
 from bench.measure.providers import PyTorchSdpa
 from bench.measure.timer import Sampling, State
+from bench.model import ladder as modelled
 from bench.model.calls import Kind
 from bench.model.forward import Kernel
 from bench.model.ours import Ours
@@ -24,11 +26,11 @@ from sm100_sim.timing.problem import TileCosts
 from softmax_emu.pattern import Ex2Pattern
 
 CASE = Case("chosen", ((300, 300),), 2, 1, True)
-RIGHT = ladder.Error(1e-3, 2e-3, 1e-6)
+RIGHT = of_rungs.Error(1e-3, 2e-3, 1e-6)
 
 
 def test_one_switch_a_rung():
-    found = ladder.rungs()
+    found = of_rungs.rungs()
     *steps, last = found
     assert [rung.name for rung in steps] == [
         "plain exp2", "folded scale", "packed f32x2", "double-buffered S", "conditional rescale",
@@ -43,17 +45,17 @@ def test_one_switch_a_rung():
         assert len(changed) == 1, (after.name, changed)
     assert last.config == ForwardConfig() and not last.use_clc
     # Nothing is compared twice.
-    default = ladder.rungs(ForwardConfig().ex2_pattern)
+    default = of_rungs.rungs(ForwardConfig().ex2_pattern)
     assert default[-2].config == ForwardConfig() and default[-1].name == "CLC"
 
 
 def test_gains_and_what_is_ranked():
     seconds = [[10.0, 11.0], [8.0, 9.0], [7.9, 8.9], [7.9, 8.8], [9.0, 10.0]]
-    names = ladder.rungs()
+    names = of_rungs.rungs()
     timings = [
-        ladder.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
+        of_rungs.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
     ]
-    timings[-1] = dataclasses.replace(timings[-1], error=ladder.Error(3e-3, 2e-3))
+    timings[-1] = dataclasses.replace(timings[-1], error=of_rungs.Error(3e-3, 2e-3))
     origin = {"basis": "modelled", "machine": "m"}
     rows = ladder.rows(timings, CASE, None, origin)
     assert rows[0]["gain"] is None and rows[0]["effect"] is None
@@ -66,7 +68,7 @@ def test_gains_and_what_is_ranked():
     # Median, p20 and p80: ahead where slow runs of one are before the fast ones of the other.
     seconds = [[10.0, 9.9, 10.1], [9.8, 9.7, 9.8], [9.0, 8.0, 9.75], [8.0, 7.9, 8.0]]
     timings = [
-        ladder.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
+        of_rungs.Timing(rung, np.array(times), RIGHT) for rung, times in zip(names, seconds)
     ]
     measured = ladder.rows(timings, CASE, 20.0, {"basis": "measured", "machine": "g"})
     assert [row["effect"] for row in measured[1:]] == ["not ranked", "not ranked", "not ranked"]
@@ -75,7 +77,7 @@ def test_gains_and_what_is_ranked():
     measured = ladder.rows(timings, CASE, 20.0, {"basis": "measured", "machine": "g"})
     assert [row["effect"] for row in measured[2:]] == ["faster", "faster"]
     # A wrong LSE is wrong, too.
-    assert not ladder.Error(0.0, 1.0, 1e-2).correct
+    assert not of_rungs.Error(0.0, 1.0, 1e-2).correct
 
 
 class Clock:
@@ -98,9 +100,9 @@ class Clock:
 @pytest.mark.simulator
 def test_measured():
     """Correctness is checked on the inputs that are timed; PyTorch is timed with them."""
-    rung = ladder.Rung("default", ForwardConfig())
+    rung = of_rungs.Rung("default", ForwardConfig())
     pytorch = (PyTorchSdpa("math", "MATH"), PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"))
-    timings, others = ladder.measure_all([rung], CASE, Clock(), Sampling(1, 3), pytorch)
+    timings, others = of_rungs.measure_all([rung], CASE, Clock(), Sampling(1, 3), pytorch)
     assert timings[0].seconds.tolist() == [1.0, 1.0, 1.0] and timings[0].error.correct
     found = ladder.rows(timings, CASE, None, {"basis": "measured", "machine": "m"})
     assert "unmatched" not in ladder.table(found, CASE, others).as_markdown()
@@ -111,7 +113,7 @@ def test_measured():
 
 @pytest.mark.simulator
 def test_simulated_error_of_a_rung():
-    found = ladder.simulated_error(ladder.Rung("default", ForwardConfig()), True)
+    found = of_rungs.simulated_error(of_rungs.Rung("default", ForwardConfig()), True)
     assert found.correct and 0 < found.error and found.lse_error < 1e-4
 
 
@@ -119,7 +121,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     """The modelled way, with costs that depend on the configuration in place of replays."""
 
     def forward(self, variant, machine, draws):
-        assert variant.kind == Kind(True) and variant.samples == ladder.SAMPLES
+        assert variant.kind == Kind(True) and variant.samples == modelled.SAMPLES
         rate = 3.0 / variant.config.s_stages
         tiling = ForwardTiling(variant.policy, ordered=variant.config.ordered_tiles)
         costs = [TileCosts(5000.0, 2000.0, rate)] * (draws + 1)
@@ -127,7 +129,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         return Kernel("ours", tiling, [machine.values()] * (draws + 1), costs, paths)
 
     monkeypatch.setattr(Ours, "forward", forward)
-    monkeypatch.setattr(ladder, "simulated_error", lambda rung, causal: RIGHT)
+    monkeypatch.setattr(modelled, "simulated_error", lambda rung, causal: RIGHT)
     files = {name: tmp_path / f"ladder.{name}" for name in ("json", "md", "svg")}
     arguments = ["ladder", "--causal", "--modelled", "--jobs", "1", "--json", str(files["json"]),
                  "--markdown", str(files["md"]), "--plot", str(files["svg"])]  # fmt: skip
@@ -150,5 +152,5 @@ def test_command(tmp_path, monkeypatch, capsys):
 
 def test_the_pattern_of_the_emulation_rung():
     pattern = Ex2Pattern(16, 8)
-    chosen = {rung.name: rung.config.ex2_pattern for rung in ladder.rungs(pattern)}
+    chosen = {rung.name: rung.config.ex2_pattern for rung in of_rungs.rungs(pattern)}
     assert chosen["emulation ratio"] == pattern and not chosen["conditional rescale"].true_share()

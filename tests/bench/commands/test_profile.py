@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 
 import sm100_sim
 from bench.__main__ import main
-from bench.commands import profile
+from bench.measure import nsight
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import flash_attn_func
 
@@ -69,8 +69,8 @@ def test_summary_of_a_raw_page(tmp_path, capsys):
 )  # fmt: skip
 def test_units_of_a_page(unit, value, expected):
     units = [*UNITS[:5], unit, *UNITS[6:]]
-    launches = profile.read_raw_page(page([*LAUNCH[:5], value, *LAUNCH[6:]], units=units))
-    assert profile.rows(launches)[0]["duration"] == pytest.approx(expected)
+    launches = nsight.read_raw_page(page([*LAUNCH[:5], value, *LAUNCH[6:]], units=units))
+    assert nsight.rows(launches)[0]["duration"] == pytest.approx(expected)
 
 
 def test_what_is_no_raw_page(tmp_path, capsys):
@@ -81,8 +81,8 @@ def test_what_is_no_raw_page(tmp_path, capsys):
 
 
 def test_command_line():
-    sampling = profile.Sampling(interval=2, buffer_bytes=1 << 26)
-    command = profile.collect_command(CASE, BACKWARD, "out.ncu-rep", sampling)
+    sampling = nsight.Sampling(interval=2, buffer_bytes=1 << 26)
+    command = nsight.collect_command(CASE, BACKWARD, "out.ncu-rep", sampling)
     options = dict(zip(command, command[1:]))
     assert command[0] == "ncu" and options["--set"] == "full"
     assert options["--import-source"] == "no"
@@ -92,9 +92,9 @@ def test_command_line():
     # The workload starts the profiler for its second call; no count of launches is assumed.
     assert options["--profile-from-start"] == "off" and "--launch-count" not in command
     with pytest.raises(ValueError, match="0 to 31"):
-        profile.Sampling(interval=32)
+        nsight.Sampling(interval=32)
     with pytest.raises(ValueError, match="1 MiB"):
-        profile.Sampling(buffer_bytes=1)
+        nsight.Sampling(buffer_bytes=1)
 
 
 @pytest.mark.simulator
@@ -105,14 +105,14 @@ def test_names_of_the_kernels_match_the_filter():
     reports = [r for r in sm100_sim.last_reports() if not any(r is e for e in earlier)]
     names = [report.kernel for report in reports]
     for direction, count in ((FORWARD, 1), (BACKWARD, 3)):
-        matching = [name for name in names if re.search(profile.KERNELS[direction], name)]
+        matching = [name for name in names if re.search(nsight.KERNELS[direction], name)]
         assert len(matching) == count, (direction, names)
     assert len(names) == 4
 
 
 def test_the_workload_reads_its_own_options(capsys):
     """The command that is profiled parses, and stops here for want of a GPU."""
-    words = profile.workload(CASE, FORWARD)
+    words = nsight.workload(CASE, FORWARD)
     assert words[:3] == ["python", "-m", "bench"]
     status = main(words[3:])
     if not torch.cuda.is_available():

@@ -9,8 +9,8 @@ pytest.importorskip("cutlass")
 
 import sm100_sim
 from bench.__main__ import main
-from bench.commands import intensity, roofline
 from bench.model import demand
+from bench.model import roofline as closed_forms
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
 from fa4_hd256.check import reference
@@ -106,7 +106,7 @@ def test_clocks_of_a_step():
 
 def test_rows_of_a_case():
     machine = load("b200")
-    found = roofline.rows(case(4096, 4096), FORWARD, machine)
+    found = closed_forms.resource_rows(case(4096, 4096), FORWARD, machine)
     by_name = {row["resource"]: row for row in found}
     assert set(by_name) == {r.name for r in demand.RESOURCES} | {demand.HBM}
     busiest = by_name["tensor core"]
@@ -116,7 +116,7 @@ def test_rows_of_a_case():
     assert busiest["tflops"] == pytest.approx(peak)
     for row in found:
         assert row["low"] <= row["step_clocks"] <= row["high"]
-    emulated = roofline.rows(case(4096, 4096), FORWARD, machine, Ex2Pattern(4, 3))
+    emulated = closed_forms.resource_rows(case(4096, 4096), FORWARD, machine, Ex2Pattern(4, 3))
     emulated = {row["resource"]: row for row in emulated}
     # 37.5 % of the exponentials leave the MUFU; the factor a row and step stays.
     assert emulated["MUFU"]["step_amount"] == 128 * 128 * 0.625 + 128
@@ -129,9 +129,9 @@ def test_intensity_follows_from_roofline():
     for direction in (FORWARD, BACKWARD):
         clocks = {
             (row["kernel"], row["resource"]): row["clocks"]
-            for row in roofline.rows(chosen, direction, machine)
+            for row in closed_forms.resource_rows(chosen, direction, machine)
         }
-        for row in intensity.rows(chosen, direction, machine):
+        for row in closed_forms.level_rows(chosen, direction, machine):
             resource = {"HBM": "HBM", "L2": "TMA and L2", "SMEM, all": "SMEM port"}.get(
                 row["level"]
             )
@@ -139,13 +139,13 @@ def test_intensity_follows_from_roofline():
                 ratio = clocks[row["kernel"], "tensor core"] / clocks[row["kernel"], resource]
                 assert row["margin"] == pytest.approx(ratio)
             assert row["margin_low"] <= row["margin"] <= row["margin_high"]
-    useful = {row["useful"] for row in intensity.rows(chosen, FORWARD, machine)}
+    useful = {row["useful"] for row in closed_forms.level_rows(chosen, FORWARD, machine)}
     # 16 blocks of 128 queries of both heads see 1 to 16 key tiles; by convention half of 256 count.
     assert useful == {128 / 136}
 
 
 def test_a_window_without_work_does_not_break_the_table():
-    rows = roofline.rows(case(64, 1, causal=True), BACKWARD, load("b300"))
+    rows = closed_forms.resource_rows(case(64, 1, causal=True), BACKWARD, load("b300"))
     assert {row["kernel"] for row in rows} == {"preprocess", "dQ from dS", "dK/dV"}
 
 

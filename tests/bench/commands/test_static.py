@@ -9,6 +9,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.commands import static
+from bench.model import compiled_forward
 from bench.model.sass_loops import CLASS_NAMES, LoopNest, class_counts, instruction_class
 from bench.peers import flash_attn_4
 from sm100_sim.timing.sass import Control, SassFunction, SassInstruction
@@ -113,12 +114,12 @@ def test_classes(opcode, operands, expected):
 
 
 def test_mixes_have_equal_shares():
-    assert [mix.share for mix in static.MIXES] == [0, Fraction(3, 16), Fraction(3, 8)]
+    assert [mix.share for mix in compiled_forward.MIXES] == [0, Fraction(3, 16), Fraction(3, 8)]
     with pytest.raises(ValueError, match="not the same true share"):
-        static.Mix(HARDWARE_ONLY, Ex2Pattern(4, 3))
+        compiled_forward.Mix(HARDWARE_ONLY, Ex2Pattern(4, 3))
 
 
-def check_report(report: static.KernelReport, share: Fraction) -> None:
+def check_report(report: compiled_forward.KernelReport, share: Fraction) -> None:
     """What must hold for a kernel of either project."""
     assert report.share == report.softmax.share == share
     assert (report.stack, report.local, report.spills) == (0, 0, 0)
@@ -131,21 +132,22 @@ def check_report(report: static.KernelReport, share: Fraction) -> None:
     assert classes["MUFU"] == 128 - 2 * pairs + 1
     assert classes["F2F, F2FP"] == 64
     assert report.softmax.total == sum(classes.values())
-    assert report.mma.classes["UTCMMA"] >= static.STEP_MMAS
+    assert report.mma.classes["UTCMMA"] >= compiled_forward.STEP_MMAS
     assert report.mma.total == sum(report.mma.classes.values())
 
 
 @pytest.fixture(scope="module")
 def reports():
     """Both projects, full attention, at the share of one mix."""
-    return static.measure(masks=[False], mixes=[static.MIXES[-1]])
+    return compiled_forward.measure(masks=[False], mixes=[compiled_forward.MIXES[-1]])
 
 
 def test_kernels(reports):
     if flash_attn_4.unavailable():
-        assert [report.project for report in reports] == [static.OURS]
+        assert [report.project for report in reports] == [compiled_forward.OURS]
     else:
-        assert [report.project for report in reports] == [static.OURS, flash_attn_4.PACKAGE]
+        expected = [compiled_forward.OURS, flash_attn_4.PACKAGE]
+        assert [report.project for report in reports] == expected
         ours, theirs = reports
         assert ours.softmax.total <= theirs.softmax.total and ours.mma.total <= theirs.mma.total
     for report in reports:
@@ -157,13 +159,13 @@ def test_flash_attn_4_compiles_to_the_pattern_of_its_tuning():
     if reason:
         pytest.skip(reason)
     for causal in (False, True):
-        assert flash_attn_4.tuned_pattern(causal) == static.MIXES[1].theirs
+        assert flash_attn_4.tuned_pattern(causal) == compiled_forward.MIXES[1].theirs
     with pytest.raises(ValueError, match="its res is 4"):
         flash_attn_4.compile_forward(False, Ex2Pattern(4, 3))
 
 
 def test_forms(reports, monkeypatch, capsys):
-    monkeypatch.setattr(static, "measure", lambda: reports)
+    monkeypatch.setattr(compiled_forward, "measure", lambda: reports)
     command = ["static", "--direction", "forward"]
     assert main([*command, "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
@@ -193,4 +195,5 @@ def test_a_missing_flash_attn_4_is_said(reports, monkeypatch):
         flash_attn_4.compile_forward(False, HARDWARE_ONLY)
     monkeypatch.undo()
     monkeypatch.setattr(flash_attn_4, "unavailable", lambda: "flash-attn-4 is not installed")
-    assert "compare with: flash-attn-4 is not installed" in static.table(reports[:1]).as_markdown()
+    text = static.forward_table(reports[:1]).as_markdown()
+    assert "compare with: flash-attn-4 is not installed" in text

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench.__main__ import main
-from bench.commands import static_backward
+from bench.model import compiled_backward
 from bench.peers import flash_attn_4
 
 pytestmark = pytest.mark.simulator
@@ -20,16 +20,16 @@ UNITS = 2
 
 @pytest.fixture(scope="module")
 def ours():
-    return static_backward.our_reports(SEQLEN)
+    return compiled_backward.our_reports(SEQLEN)
 
 
 def test_our_kernels(ours):
     ours = {report.kernel: report for report in ours}
-    assert sorted(ours) == sorted(static_backward.KERNELS)
+    assert sorted(ours) == sorted(compiled_backward.KERNELS)
     for report in ours.values():
         assert (report.stack, report.local, report.spills) == (0, 0, 0)
         assert report.executed > 0 and report.instructions > 0
-    preprocess, dq, dkdv, storing, product = (ours[name] for name in static_backward.KERNELS)
+    preprocess, dq, dkdv, storing, product = (ours[name] for name in compiled_backward.KERNELS)
     assert (preprocess.tmem_columns, preprocess.mmas) == (0, 0)
     assert {report.tmem_columns for report in (dq, dkdv, storing, product)} == {512}
     # S, dP over 256 columns of the head; dQ over 128 keys, dV and dK over 256 queries; K = 16.
@@ -46,8 +46,8 @@ def test_their_kernels(ours):
     reason = flash_attn_4.unavailable()
     if reason:
         pytest.skip(reason)
-    theirs = {report.kernel: report for report in static_backward.their_reports(SEQLEN)}
-    assert sorted(theirs) == sorted(static_backward.KERNELS[:3])
+    theirs = {report.kernel: report for report in compiled_backward.their_reports(SEQLEN)}
+    assert sorted(theirs) == sorted(compiled_backward.KERNELS[:3])
     ours = {report.kernel: report for report in ours}
     dq, dkdv = ours["dQ"], ours["dK/dV"]
     # The kernels differ, so must what is read of each, although one cubin holds two of them.
@@ -58,15 +58,15 @@ def test_their_kernels(ours):
 
 def test_columns_of_tensor_memory():
     alloc = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], "
-    assert static_backward.tmem_columns("mov.b32 \t%r2, 256;\n" + alloc + "%r2;") == 256
-    assert static_backward.tmem_columns(alloc + "64;") == 64
-    assert static_backward.tmem_columns("ret;") == 0
+    assert compiled_backward.tmem_columns("mov.b32 \t%r2, 256;\n" + alloc + "%r2;") == 256
+    assert compiled_backward.tmem_columns(alloc + "64;") == 64
+    assert compiled_backward.tmem_columns("ret;") == 0
     with pytest.raises(ValueError, match="no constant"):
-        static_backward.tmem_columns("add.u32 %r2, %r3, 4;\n" + alloc + "%r2;")
+        compiled_backward.tmem_columns("add.u32 %r2, %r3, 4;\n" + alloc + "%r2;")
 
 
 def test_forms(ours, monkeypatch, capsys):
-    monkeypatch.setattr(static_backward, "measure", lambda: ours)
+    monkeypatch.setattr(compiled_backward, "measure", lambda: ours)
     command = ["static", "--direction", "backward"]
     assert main([*command, "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]

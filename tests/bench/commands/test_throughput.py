@@ -12,9 +12,11 @@ from bench import suite
 from bench.__main__ import main
 from bench.commands import throughput
 from bench.measure import checking, providers
+from bench.measure import throughput as measured
 from bench.measure import timer as measuring
 from bench.measure.timer import Sampling, State
 from bench.model import predictor as predicting
+from bench.model import throughput as modelled
 from bench.model.calls import Kind
 from bench.model.ours import Ours
 from bench.model.predictor import Predicted
@@ -59,7 +61,7 @@ def test_runs_take_turns():
 def test_measured_rows_hold_rates_and_reasons():
     shown = [Reference("ours"), Reference("wrong", 0.5), Reference("PyTorch math")]
     jobs = [(DENSE, FORWARD), (DENSE, BACKWARD), (PACKED, FORWARD)]
-    rows = throughput.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
+    rows = measured.measured_rows(jobs, shown, FakeTimer(), Sampling(1, 3), torch.bfloat16)
     forward, backward, packed = rows
     assert (forward["basis"], forward["machine"]) == ("measured", "a GPU, driver 1.0")
     assert forward["clock_mhz"] == 2000
@@ -102,7 +104,7 @@ def test_an_error_of_one_provider_ends_nothing():
     timer = Timer()
     timer.prepared = []
     shown = [Broken("ours"), Reference("first"), Reference("second"), Reference("third")]
-    (row,) = throughput.measured_rows(
+    (row,) = measured.measured_rows(
         [(DENSE, FORWARD)], shown, timer, Sampling(0, 2), torch.bfloat16
     )
     found = row["details"]
@@ -265,7 +267,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("spread", "faster"), [(0.01, "ours"), (0.08, "not ranked")])
 def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, capsys):
-    monkeypatch.setattr(throughput, "printing_predictor", lambda *given: FakePredictor(spread))
+    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(spread))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
     assert main([*command, "--direction", "forward"]) == 0
@@ -296,7 +298,7 @@ def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, cap
 
 def test_several_processes_give_the_rows_of_one():
     """In the order of the cases; a provider that has no model needs no replay."""
-    wanted = throughput.Predictions(("PyTorch math",), "b200", 1)
+    wanted = modelled.Predictions(("PyTorch math",), "b200", 1)
     cases = [(case, direction) for case in (CAUSAL, DENSE, replace(CAUSAL, heads=CAUSAL.heads_kv))
              for direction in (FORWARD, BACKWARD)]  # fmt: skip
     rows = wanted.all(cases, 2)
@@ -305,7 +307,7 @@ def test_several_processes_give_the_rows_of_one():
 
 
 def test_no_ratio_without_the_limit_where_kernels_share_the_time(monkeypatch, capsys):
-    monkeypatch.setattr(throughput, "printing_predictor", lambda *given: FakePredictor(0.01))
+    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(0.01))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
     assert main([*command, "--direction", "backward"]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from bench.commands import validate
 from bench.model import flash_attn_4 as theirs
-from bench.model import ours
+from bench.model import ours, published, validation
 from bench.model.replays import Replayed
 from bench.model.samples import forward_work
 from bench.suite import BACKWARD
@@ -18,7 +18,7 @@ from sm100_sim.timing.machine_constants import load
 
 def test_instructions_are_no_validation():
     table = validate.instructions(load())
-    assert {row["role"] for row in table.rows} == {validate.BUILT_FROM} and len(table.rows) == 24
+    assert {row["role"] for row in table.rows} == {published.BUILT_FROM} and len(table.rows) == 24
     for row in table.rows:
         assert abs(row["latency_modelled"] - row["latency_published"]) <= 4
 
@@ -38,24 +38,24 @@ def tables(monkeypatch):
     known = Known([load().values()])
     for direction in ("forward", "backward"):
         monkeypatch.setattr(theirs.FlashAttention4, direction, lambda *arguments: known)
-    monkeypatch.setattr(validate, "gemm_seconds", lambda size, machine: np.full(3, 1e-3))
+    monkeypatch.setattr(validation, "gemm_seconds", lambda size, machine: np.full(3, 1e-3))
     return validate.rates("b200")
 
 
 def test_errors_and_roles_of_published_rates(tables):
     table = tables[0]
-    assert len(table.rows) == 1 + len(validate.PUBLISHED)
+    assert len(table.rows) == 1 + len(published.PUBLISHED)
     gemm, first = table.rows[:2]
     assert gemm["modelled"] == pytest.approx(2 * 8192**3 / 1e-3 / 1e12)
     assert first["error"] == pytest.approx(1400 / 1534.8 - 1)
     assert (first["low"], first["high"]) == (1350.0, 1450.0)
     assert all(row["source"] for table in tables for row in table.rows)
-    fitted = [row for row in table.rows if row["role"] == validate.FITTED]
+    fitted = [row for row in table.rows if row["role"] == published.FITTED]
     assert [row["case"] for row in fitted] == ["attention 256, full, 1x32768"]
     drawn = io.BytesIO()
     draw([validate.instructions(load()), *tables], drawn, "svg")
     assert drawn.getvalue().count(b"<svg")
-    errors = sorted(abs(r["error"]) for r in table.rows if r["role"] == validate.VALIDATION)
+    errors = sorted(abs(r["error"]) for r in table.rows if r["role"] == published.VALIDATION)
     assert f"median error {np.median(errors):.0%}" in table.notes[0]
 
 
@@ -63,7 +63,7 @@ def test_a_locked_clock_is_modelled_at_that_clock(tables):
     _, forward, backward = tables
     assert (len(forward.rows), len(backward.rows)) == (40, 24)
     for row in forward.rows + backward.rows:
-        assert row["clock"] in (1.755, 1.965) and row["role"] == validate.VALIDATION
+        assert row["clock"] in (1.755, 1.965) and row["role"] == published.VALIDATION
         assert row["modelled"] == pytest.approx(1400 * row["clock"] / 1.85)
         assert row["error"] == pytest.approx(row["modelled"] / row["published"] - 1)
 
@@ -101,8 +101,8 @@ def test_replays_outside_the_fit_are_predicted_from_those_inside(monkeypatch):
 
 
 def test_published_shapes_have_as_many_tokens_as_their_listing():
-    assert all(row.batch * row.seqlen == 32768 for row in validate.PUBLISHED)
-    for row in validate.PUBLISHED_256 + validate.PUBLISHED_BACKWARD:
+    assert all(row.batch * row.seqlen == 32768 for row in published.PUBLISHED)
+    for row in published.PUBLISHED_256 + published.PUBLISHED_BACKWARD:
         assert row.batch * row.seqlen == (32768 if row.clock_ghz == 1.965 else 131072)
 
 
@@ -112,6 +112,6 @@ def test_published_shapes_have_as_many_tokens_as_their_listing():
 )
 def test_the_shapes_of_the_backward_listing_give_its_times(seqlen, rate, milliseconds):
     """The listing has both; the batch and the count of FLOP follow from them."""
-    row = next(r for r in validate.PUBLISHED_BACKWARD if r.seqlen == seqlen)
+    row = next(r for r in published.PUBLISHED_BACKWARD if r.seqlen == seqlen)
     assert row.tflops == rate
     assert row.problem.flop(BACKWARD) / (rate * 1e9) == pytest.approx(milliseconds, rel=2e-3)

@@ -6,10 +6,10 @@ import json
 import subprocess
 from types import SimpleNamespace
 
-from bench.commands.throughput import _row, summary, table
-from bench.measure.providers import OURS
+from bench.commands.throughput import summary, table
 from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import cases
+from bench.tables.comparison import OURS, comparison_row
 from bench.tables.results import json_text
 from bench.tables.table import BASIS, MACHINE
 from fa4_hd256.check.bringup import page, throughput
@@ -21,7 +21,8 @@ FAST = {"status": "ok", "tflops": 1500.0, "tflops_low": 1490.0, "tflops_high": 1
 
 def tables(ours: dict) -> str:
     """What bench writes of two cases, flash-attn-4 beside ours."""
-    rows = [_row(case, "forward", {OURS: ours, PACKAGE: FAST}) for case in cases(["dense"])[:2]]
+    details = {OURS: ours, PACKAGE: FAST}
+    rows = [comparison_row(case, "forward", details) for case in cases(["dense"])[:2]]
     rows = [row | {BASIS: "measured", MACHINE: "a B200"} for row in rows]
     return json_text([found for found in (table(rows), summary(rows)) if found])
 

@@ -1,23 +1,21 @@
-"""`python -m bench static`: our backward kernels beside flash-attn-4's.
+"""What the compiler made of our backward kernels and of flash-attn-4's.
 
-What the compiler reports of each kernel, and what it executes for one unit of 256 queries x 128
-keys: both projects run in the simulator on the same problem (bf16, batch 1, one head, full
-attention), and everything is divided by its units, prologue and epilogue included.
+What it reports of each kernel, and what each executes for one unit of 256 queries x 128 keys: both
+projects run in the simulator on the same problem (bf16, batch 1, one head, full attention), and
+everything is divided by its units, prologue and epilogue included.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 import sm100_sim
 from bench.model.sass_loops import kernel_code
 from bench.peers import flash_attn_4
-from bench.tables.origin import compiler_machine
-from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import BackwardConfig, flash_attn_func
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
@@ -39,7 +37,6 @@ UNIT_Q, UNIT_KV = 256, 128
 SEQLEN = 1024
 #: The last two are the first choice of ours: dS is stored, and dQ is a product of it.
 KERNELS = ("preprocess", "dQ", "dK/dV", "dK/dV, storing dS", "dQ from dS")
-
 _ALLOC = re.compile(r"tcgen05\.alloc[^;]*,\s*(%\w+|\d+);")
 
 
@@ -168,36 +165,3 @@ def measure(seqlen: int = SEQLEN) -> list[BackwardReport]:
     """Both projects' kernels; flash-attn-4's are left out if it is not installed."""
     theirs = [] if flash_attn_4.unavailable() else their_reports(seqlen)
     return sorted(our_reports(seqlen) + theirs, key=lambda r: KERNELS.index(r.kernel))
-
-
-COLUMNS = (
-    Column("project"),
-    Column("kernel"),
-    Column("registers"),
-    Column("stack"),
-    Column("local"),
-    Column("spills"),
-    Column("smem_bytes", "B", title="SMEM"),
-    Column("tmem_columns", title="TMEM columns"),
-    Column("instructions"),
-    Column("executed", "a unit", ".0f"),
-    Column("mmas", "a unit", ".1f", "MMAs"),
-    Column("load_bytes", "B a unit", ".0f", "TMA loads"),
-    Column("store_bytes", "B a unit", ".0f", "TMA stores"),
-)
-
-
-def table(reports: list[BackwardReport], seqlen: int = SEQLEN) -> Table:
-    """A row for each kernel."""
-    missing = flash_attn_4.unavailable()
-    notes = [f"Without the other project to compare with: {missing}."] if missing else []
-    notes.append(
-        f"A unit is {UNIT_Q} queries x {UNIT_KV} keys; what is executed in it was counted in a "
-        f"simulated run: full attention, seqlen {seqlen}, one head, prologues included."
-    )
-    origin = {BASIS: "computed", MACHINE: compiler_machine()}
-    rows = [asdict(report) | origin for report in reports]
-    title = f"Compiled kernels, backward, bf16, head_dim {HEAD_DIM}"
-    return Table(
-        "static", title, COLUMNS, rows, tuple(notes), Plot("kernel", "executed", series="project")
-    )

@@ -1,0 +1,129 @@
+"""Forward and backward timed on a GPU, provider by provider, their results checked before."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.measure.checking import Check, check_forward, check_gradients
+from bench.measure.providers import (
+    Inputs,
+    Provider,
+    attempt,
+    backward_call,
+    forward_call,
+)
+from bench.measure.timer import (
+    Gpu,
+    Samples,
+    Sampling,
+    Timer,
+    interleave_prepared,
+)
+from bench.peaks import B200_TFLOPS
+from bench.suite import BACKWARD, Case
+from bench.tables.comparison import comparison_row
+from bench.tables.table import BASIS, MACHINE
+
+
+def measured_rows(
+    cases: Iterable[tuple[Case, str]], providers: Sequence[Provider], timer: Timer,
+    sampling: Sampling, dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """Check and time every (case, direction) on the timer's GPU; one row for each."""
+    missing = {provider.name: provider.missing() for provider in providers}
+    rows = []
+    for case, direction in cases:
+        print(f"{direction}, {case}", file=sys.stderr, flush=True)
+        ready, details = _ready(case, direction, providers, (timer, dtype, missing))
+        found, failed = attempt(lambda r=ready: interleave_prepared(timer, r, sampling))
+        for name in ready:
+            if failed:
+                details[name] |= {"status": f"while timing: {failed}", "failed": True}
+            else:
+                details[name] |= _measured(found[name], case.flop(direction), timer.gpu)
+        origin = {BASIS: "measured", MACHINE: f"{timer.gpu.name}, driver {timer.gpu.driver}"}
+        rows.append(comparison_row(case, direction, details) | origin)
+        # Graphs and their memory must be gone before the next case allocates its own.
+        del ready
+        gc.collect()
+        timer.release_memory()
+    return rows
+
+
+def _ready(
+    case: Case, direction: str, providers: Sequence[Provider],
+    setting: tuple[Timer, torch.dtype, dict[str, str | None]],
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(what `Timer.prepare` made of the providers whose results are right, what is known of each
+    provider)."""
+    timer, dtype, missing = setting
+    inputs, ready, details = None, {}, {}
+    for provider in providers:
+        reason = missing[provider.name] or provider.refuses(case, direction)
+        if reason is not None:
+            details[provider.name] = {"status": reason}
+            continue
+        inputs = inputs or Inputs.random(case, timer.device, dtype)
+        with timer.on_stream():
+            checked, reason = attempt(
+                lambda p=provider, i=inputs: _checked(p, i, direction)
+            )
+        if reason is not None:
+            details[provider.name] = {"status": reason, "failed": True}
+            continue
+        call, check = checked
+        figures = {"max_error": check.error, "tolerance": check.tolerance}
+        status = f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}"
+        if check.passed:
+            prepared, reason = attempt(lambda c=call: timer.prepare(c))
+            status = reason or "ok"
+            if reason is None:
+                ready[provider.name] = prepared
+        details[provider.name] = {"status": status, "failed": status != "ok", **figures}
+    return ready, details
+
+
+def _checked(provider: Provider, inputs: Inputs, direction: str) -> tuple[Any, Check]:
+    """(the call to time, how far its result is from the reference)."""
+    if direction == BACKWARD:
+        check = check_gradients(provider, inputs)
+        call = backward_call(provider, inputs)
+        call()
+        return call, check
+    call = forward_call(provider, inputs)
+    return call, check_forward(inputs, call())
+
+
+def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:
+    """Figures of one provider: TFLOPS at the median time, and at that of p80 and p20."""
+    low, median, high = (samples.quantile(share) for share in (0.2, 0.5, 0.8))
+    state, tflops = samples.median_state(), flop / median / 1e12
+    peak = gpu.peak_tflops(state.clock_mhz)
+    return {
+        "median_ms": median * 1e3, "p20_ms": low * 1e3, "p80_ms": high * 1e3,
+        "tflops": tflops, "tflops_low": flop / high / 1e12, "tflops_high": flop / low / 1e12,
+        "of_peak": None if peak is None else tflops / peak, "of_2250": tflops / B200_TFLOPS,
+        "clock_mhz": state.clock_mhz, "power_watts": state.power_watts,
+        "runs": len(samples.seconds), "launch": samples.launch,
+    }  # fmt: skip
+
+
+def times_of(case: Case, row: dict[str, Any], required: Iterable[str]) -> dict[str, np.ndarray]:
+    """Provider -> seconds (median, p20, p80) of a measured row, of those that ran.
+
+    Raises RuntimeError if a required one did not.
+    """
+    details = row["details"]
+    failed = {n: details[n]["status"] for n in required if details[n]["status"] != "ok"}
+    if failed:
+        raise RuntimeError(f"{case}: {failed}")
+    return {
+        name: np.array([found[key] for key in ("median_ms", "p20_ms", "p80_ms")]) / 1e3
+        for name, found in details.items() if found["status"] == "ok"
+    }

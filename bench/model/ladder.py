@@ -1,0 +1,48 @@
+"""The rungs of the optimisation ladder on the timing model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.measure.ladder import Rung, Timing, simulated_error
+from bench.model import ours
+from bench.model.calls import Kind
+from bench.model.samples import SAMPLES as ALL_SAMPLES
+from bench.model.tiles import STEP_WORK
+from bench.processes import each
+from bench.suite import Case
+from sm100_sim.timing.machine_constants import load
+
+#: Of the replays (`model.samples`); three costs of a tile follow from them.
+SAMPLES = (ALL_SAMPLES[0], ALL_SAMPLES[2], ALL_SAMPLES[-1])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What to predict; a function of the rung, for a pool of processes."""
+
+    case: Case
+    machine: str
+    draws: int
+
+    def __call__(self, rung: Rung) -> Timing:
+        case = self.case
+        variant = ours.Variant(Kind(case.causal), rung.use_clc, rung.config, SAMPLES)
+        kernel = ours.Ours().forward(variant, load(self.machine), self.draws)
+        error = simulated_error(rung, case.causal)
+        seconds, clocks = kernel.seconds(case), kernel.costs[0].rate * STEP_WORK
+        return Timing(rung, seconds, error, clocks, kernel.paths)
+
+
+def predict_all(chosen: Sequence[Rung], prediction: Prediction, jobs: int) -> list[Timing]:
+    """Predict every rung, on `jobs` processes."""
+    if jobs == 1:
+        return [_announced(prediction, rung) for rung in chosen]
+    return each(prediction, chosen, jobs)
+
+
+def _announced(prediction: Callable[[Rung], Timing], rung: Rung) -> Timing:
+    print(rung.name, file=sys.stderr, flush=True)
+    return prediction(rung)

@@ -1,0 +1,100 @@
+"""Forward and backward on the timing model, provider by provider."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.model.calls import Kind
+from bench.model.predictor import Predicted, Predictor, printing_predictor
+from bench.model.replays import path_figures
+from bench.peaks import B200_TFLOPS, SM100_FLOP_PER_CLOCK
+from bench.peers import flash_attn_4
+from bench.processes import each
+from bench.suite import Case
+from bench.tables.comparison import OURS, comparison_row
+from bench.tables.origin import modelled_machine
+from bench.tables.table import BASIS, MACHINE
+
+
+def modelled_rows(
+    cases: Iterable[tuple[Case, str]], names: Sequence[str], predictor: Predictor
+) -> list[dict[str, Any]]:
+    """Predict every (case, direction); one row for each."""
+    machine = predictor.machine
+    values, rows = machine.values(), []
+    peak = values.sms * SM100_FLOP_PER_CLOCK * values.clock_ghz / 1e3
+    origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
+    for case, direction in cases:
+        details, predicted = {}, {}
+        for name in names:
+            reason = predictor.refuses(name, case, direction)
+            if reason is None:
+                found = predictor.predict(name, case, direction)
+                details[name] = _predicted(found, case.flop(direction), peak)
+                details[name]["clock_mhz"] = values.clock_ghz * 1e3
+                predicted[name] = found
+            else:
+                details[name] = {"status": reason}
+        both = [predicted.get(name) for name in (OURS, flash_attn_4.PACKAGE)]
+        row = comparison_row(case, direction, details) | origin
+        row |= path_figures(*(found and found.paths for found in both))
+        if None not in both:
+            # The same draw of the constants for both.
+            ours, theirs = (found.seconds for found in both)
+            ratios = theirs / ours
+            row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
+        rows.append(row | _unlimited(both))
+    return rows
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """`modelled_rows` as a function of the cases, for a pool of processes."""
+
+    names: tuple[str, ...]
+    machine: str
+    draws: int
+
+    def __call__(self, cases: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
+        predictor = printing_predictor(self.machine, self.draws)
+        return modelled_rows(cases, self.names, predictor)
+
+    def all(self, cases: Sequence[tuple[Case, str]], jobs: int) -> list[dict[str, Any]]:
+        """Rows of all cases in their order, on `jobs` processes; those that share kernels go to one
+        process."""
+        groups: dict[tuple[str, Kind], list[int]] = defaultdict(list)
+        for index, (case, direction) in enumerate(cases):
+            groups[direction, Kind.of(case)].append(index)
+        parts = [[cases[index] for index in group] for group in groups.values()]
+        rows = {}
+        for group, found in zip(groups.values(), each(self, parts, jobs), strict=True):
+            rows |= zip(group, found, strict=True)
+        return [rows[index] for index in range(len(cases))]
+
+
+def _unlimited(both: Sequence[Predicted | None]) -> dict[str, Any]:
+    """The ratio of ours and the other if nothing limits the power, with its range over draws that
+    are the same for both; nothing in it for a direction whose time several kernels share."""
+    seconds = [None if found is None else found.unlimited for found in both]
+    names = ("unlimited_ratio", "unlimited_ratio_low", "unlimited_ratio_high")
+    if any(of_one is None for of_one in seconds):
+        return dict.fromkeys((*names, "unlimited"))
+    ratios = seconds[1] / seconds[0]
+    figures = float(ratios[0]), float(ratios.min()), float(ratios.max())
+    text = "{:.2f} ({:.2f}..{:.2f})".format(*figures)
+    return {**dict(zip(names, figures, strict=True)), "unlimited": text}
+
+
+def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
+    tflops = flop / found.seconds[0] / 1e12
+    return {
+        "status": "ok", "median_ms": found.seconds[0] * 1e3,
+        "low_ms": found.low * 1e3, "high_ms": found.high * 1e3,
+        "tflops": tflops, "tflops_low": flop / found.high / 1e12,
+        "tflops_high": flop / found.low / 1e12, "of_peak": tflops / peak,
+        "of_2250": tflops / B200_TFLOPS, "bound": found.bound,
+        "unmatched": found.paths.unmatched, "ambiguous": found.paths.ambiguous,
+    }  # fmt: skip
