@@ -20,7 +20,7 @@ from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
-from sm100_sim.timing.problem import ALONE, Room
+from sm100_sim.timing import ALONE, Room
 
 #: CTA pairs that are held: 8 to 32 CTAs of NCCL hold half as many, or as many where no two share a
 #: pair of SMs.

@@ -36,7 +36,7 @@ from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 from softmax_emu.coefficients import COEFFICIENTS
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 

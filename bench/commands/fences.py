@@ -12,7 +12,7 @@ from bench.model.fences import calls, row
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import Column, Plot, Table
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import Machine, load
+from sm100_sim.timing import Machine, load
 
 COLUMNS = (
     Column("kernel"), Column("fences", title="of a warp, at most"),

@@ -25,8 +25,7 @@ from bench.model.hopper import GPU, program_of, round_clocks
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.replay import replay
+from sm100_sim.timing import load, replay_program
 
 COLUMNS = (
     Column("kernel"),
@@ -49,7 +48,7 @@ def compare(draws: int = 4, chosen: str = "") -> Table:
         if chosen not in kernel.name:
             continue
         compiled = program_of(kernel)
-        clocks = [round_clocks(compiled, replay(compiled, drawn)) for drawn in values]
+        clocks = [round_clocks(compiled, replay_program(compiled, drawn)) for drawn in values]
         found = measured["rounds"].get(kernel.name)
         rows.append({
             "kernel": kernel.name,

@@ -26,7 +26,7 @@ from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit, markdown_text
 from bench.tables.shape_options import add_shape_options, chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from sm100_sim.timing.machine_constants import Machine, load
+from sm100_sim.timing import Machine, load
 from softmax_emu.pattern import Ex2Pattern
 
 NOT_RUNNABLE = "not runnable here"

@@ -24,9 +24,8 @@ from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim import attached
+from sm100_sim import Options, attached
 from sm100_sim.devices import VARIABLE as DEVICE
-from sm100_sim.launcher import Options
 from sm100_sim.mutation.score import Collector, Score, captured
 
 

@@ -12,7 +12,7 @@ from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from sm100_sim import timing
-from sm100_sim.timing.prediction import tensor_core_clocks
+from sm100_sim.timing import tensor_core_clocks
 
 COLUMNS = (
     Column("provider"),

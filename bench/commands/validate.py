@@ -35,8 +35,7 @@ from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from sm100_sim.timing.machine_constants import Machine, load
-from sm100_sim.timing.tensor import MEASURED, mma_cost
+from sm100_sim.timing import MEASURED, Machine, load, mma_cost
 
 INSTRUCTION_COLUMNS = (
     Column("instruction"),

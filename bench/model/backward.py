@@ -16,8 +16,7 @@ import numpy as np
 from bench.suite import BACKWARD, Case
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing.machine_constants import Values
-from sm100_sim.timing.problem import ALONE, Room, Schedule, TileCosts, schedule
+from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Values, schedule
 
 from .calls import Portion, backward_portions
 from .machines import B200, memory_seconds

@@ -26,8 +26,7 @@ from fa4_hd256.run.catalogue import backward_specs
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
-from sm100_sim.host.host_code import LaunchConfig
-from sm100_sim.report import Report
+from sm100_sim import LaunchConfig, Report, attached
 
 OURS = "fa4_hd256"
 #: How the names of our kernels begin.
@@ -139,8 +138,6 @@ def their_reports(seqlen: int = SEQLEN) -> list[BackwardReport]:
     reason = flash_attn_4.unavailable()
     if reason:
         raise RuntimeError(reason)
-    from sm100_sim.attach import attached
-
     found = []
 
     def observe(config: LaunchConfig, report: Report) -> None:

@@ -20,8 +20,8 @@ from bench.peers import flash_attn_4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.resources import resource_usage
-from sm100_sim.host.host_code import HostProgram
-from sm100_sim.timing.sass import SassInstruction
+from sm100_sim import launch_configs
+from sm100_sim.timing import SassInstruction
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 OURS = "fa4_hd256"
@@ -166,9 +166,7 @@ def _report(
 
 def _launched_smem(compiled: Any, arguments: tuple, keywords: dict[str, Any]) -> int:
     """Dynamic SMEM in bytes that the host code asks for."""
-    configs = []
-    HostProgram(compiled).run(arguments, configs.append, keywords)
-    return configs[-1].dynamic_smem
+    return launch_configs(compiled, *arguments, **keywords)[-1].dynamic_smem
 
 
 def our_report(causal: bool, mix: Ex2Pattern) -> KernelReport:

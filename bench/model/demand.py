@@ -21,8 +21,7 @@ from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConf
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
-from sm100_sim.timing.machine_constants import Machine, Values
-from sm100_sim.timing.tensor import mma_cost
+from sm100_sim.timing import Machine, Values, mma_cost
 from softmax_emu.pattern import Ex2Pattern
 
 from .calls import backward_portions

@@ -19,8 +19,7 @@ from bench.model.samples import SAMPLES
 from bench.model.tiles import STEP_WORK
 from bench.processes import each
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 #: What a mix is replayed on, beside the hardware's mix on `SAMPLES`: one long tile.

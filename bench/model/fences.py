@@ -14,7 +14,7 @@ from bench.suite import FORWARD
 from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from sm100_sim import timing
-from sm100_sim.timing.replay import replay
+from sm100_sim.timing import replay_program
 
 
 def calls(seqlen: int) -> dict[str, Callable[[], tuple[Any, tuple]]]:
@@ -41,7 +41,7 @@ def row(name: str, found: timing.Prediction) -> dict[str, Any]:
     waits = (found.central.done - found.central.started)[program.event[fences]]
     waits = waits if len(waits) else np.zeros(1)
     by_warp = [int(fences[a:b].sum()) for a, b in zip(program.first, program.last)]
-    without = replay(compiled.without_fences(), found.values[0]).clocks
+    without = replay_program(compiled.without_fences(), found.values[0]).clocks
     return {
         "kernel": name, "fences": max(by_warp), "wait": float(np.median(waits)),
         "longest": int(waits.max()), "clocks": int(found.clocks[0]), "without": without,

@@ -20,8 +20,7 @@ from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import Machine
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import Machine, TileCosts
 
 from .backward import Backward
 from .calls import Kind

@@ -13,8 +13,7 @@ import numpy as np
 
 from bench.suite import FORWARD, Case
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing.machine_constants import Values
-from sm100_sim.timing.problem import ALONE, Room, Schedule, TileCosts, schedule
+from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Values, schedule
 
 from .machines import memory_seconds
 from .replays import Paths

@@ -13,7 +13,7 @@ from bench.model.samples import SAMPLES as ALL_SAMPLES
 from bench.model.tiles import STEP_WORK
 from bench.processes import each
 from bench.suite import Case
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 #: Of the replays (`model.samples`); three costs of a tile follow from them.
 SAMPLES = (ALL_SAMPLES[0], ALL_SAMPLES[2], ALL_SAMPLES[-1])

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.run.launch import simulated_gpu
-from sm100_sim import devices
-from sm100_sim.timing.machine_constants import Machine, Values
+from sm100_sim import DEVICES, device
+from sm100_sim.timing import Machine, Values
 
 #: A B200 as the operator sees it, and one with a single CTA pair, for replays.
-B200 = simulated_gpu(devices.named("b200"))
+B200 = simulated_gpu(device("b200"))
 ONE_PAIR = replace(B200, pairs=1)
 
 
@@ -18,8 +18,8 @@ def gpu_of(machine: Machine) -> Gpu:
     """A modelled machine as the operator would see it."""
     values = machine.values()
     sms = int(values.sms)
-    if machine.name in devices.DEVICES:
-        return simulated_gpu(replace(devices.DEVICES[machine.name], sms=sms))
+    if machine.name in DEVICES:
+        return simulated_gpu(replace(DEVICES[machine.name], sms=sms))
     return replace(
         B200, sms=sms, pairs=sms // 2, l2_bytes=int(values.l2_megabytes * 1e6),
         hbm_bytes_per_second=values.hbm_terabytes * 1e12,

@@ -27,8 +27,7 @@ from fa4_hd256.run.compile import compile_forward, compile_kernel, versions
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import Machine
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import Machine, TileCosts
 
 from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench.suite import BACKWARD, FORWARD, Case
-from sm100_sim.timing.machine_constants import Machine, load
+from sm100_sim.timing import Machine, load
 
 from .backward import Backward
 from .flash_attn_4 import FlashAttention4

@@ -9,7 +9,6 @@ them.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -22,10 +21,9 @@ import torch
 
 from bench.tables.table import Column
 from fa4_hd256.environment import CACHE_DIR, cache_directory
-from fa4_hd256.run.native_cache import NativeCache
+from fa4_hd256.run.native_cache import NativeCache, meaning_of
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import Machine
-from sm100_sim.timing.problem import Sample, TileCosts, fit
+from sm100_sim.timing import Machine, Sample, TileCosts, fit
 
 #: Rooms of the simulator whose sources decide a replay: the timing model, and what it is given.
 _DECIDING = ("timing", "trace")
@@ -182,20 +180,10 @@ def digest(content: bytes) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the code that decides a replay; comments and docstrings are none of it."""
+    """A digest of what the code that decides a replay means; comments and docstrings are none of
+    it."""
     package = Path(timing.__file__).parents[1]
     files = [path for room in _DECIDING for path in sorted((package / room).glob("*.py"))]
-    found = [_code(path) for path in files if path.name not in _READING]
-    return digest("\0".join(found).encode())
-
-
-def _code(path: Path) -> str:
-    tree = ast.parse(path.read_bytes())
-    for node in filter(_has_docstring, ast.walk(tree)):
-        del node.body[0]
-    return ast.dump(tree)
-
-
-def _has_docstring(node: ast.AST) -> bool:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return isinstance(node, documented) and ast.get_docstring(node) is not None
+    return meaning_of(
+        [(path.name, path.read_bytes()) for path in files if path.name not in _READING]
+    )

@@ -18,7 +18,7 @@ from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import CTAS, ForwardConfig
-from sm100_sim.timing.machine_constants import Machine, Values
+from sm100_sim.timing import Machine, Values
 from softmax_emu.pattern import Ex2Pattern
 
 

@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 
-from sm100_sim.timing.sass import SassFunction, SassInstruction, disassemble
+from sm100_sim.timing import SassFunction, SassInstruction, disassemble
 
 #: Class -> opcodes, up to the first dot; the first class that matches counts. `_class_of` adds
 #: the moves that ptxas writes as multiplications and the uniform datapath (U...).

@@ -18,7 +18,7 @@ from bench.suite import Case
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers import TileOrder, TileProblem, section_heads_for, tile_coordinates
-from sm100_sim.timing.problem import Tile
+from sm100_sim.timing import Tile
 
 from .machines import B200
 

@@ -23,8 +23,7 @@ from bench.model.replays import Replayed, fitted, kept, one_cluster, replayed
 from bench.model.samples import Samples
 from bench.peers import flash_attn_4
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import Tile, TileCosts, schedule
+from sm100_sim.timing import Tile, TileCosts, load, schedule
 
 DRAWS = 4
 #: (M, N, K) of the GEMMs whose replays give the costs of a tile of 256 x 256.

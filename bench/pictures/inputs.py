@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tables.origin import modelled_machine
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 __all__ = ["MACHINE", "MODELLED", "basis", "constants", "read", "replay"]
 

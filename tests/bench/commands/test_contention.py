@@ -9,8 +9,7 @@ from bench.model.forward import Kernel
 from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from bench.suite import FORWARD, Case
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 
 MACHINE = load("b200")
 #: 37 heads of 1024 queries: 148 tiles, two for each of 74 CTA pairs.

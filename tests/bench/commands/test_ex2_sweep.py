@@ -16,8 +16,7 @@ from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 from softmax_emu.pattern import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
 
 pytest.importorskip("cutlass")

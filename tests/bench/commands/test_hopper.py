@@ -12,8 +12,7 @@ from bench.measure import hopper_cubins, hopper_kernels
 from bench.model import fences as our_fences
 from bench.model import hopper as modelled
 from sm100_sim import timing
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.replay import replay
+from sm100_sim.timing import load, replay_program
 
 MEASURED = json.loads(hopper_cubins.MEASUREMENTS.read_text())
 VALUES = load(modelled.GPU).values()._replace(sms=1.0)
@@ -37,7 +36,7 @@ def test_modelled_within_a_tenth_of_measured(name):
     assert kernel.sets == ""
     compiled = modelled.program_of(kernel)
     assert compiled.unmatched == 0
-    clocks = modelled.round_clocks(compiled, replay(compiled, VALUES))
+    clocks = modelled.round_clocks(compiled, replay_program(compiled, VALUES))
     assert clocks == pytest.approx(MEASURED["rounds"][kernel.name], rel=0.1)
 
 
@@ -51,7 +50,7 @@ def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
     # One a round, and those of the two cluster barriers in each warp.
     assert compiled.fences.sum() == hopper_kernels.ROUNDS + 4 and not fenceless.fences.any()
     found, expected = (
-        modelled.round_clocks(one, replay(one, VALUES)) for one in (fenceless, other)
+        modelled.round_clocks(one, replay_program(one, VALUES)) for one in (fenceless, other)
     )
     assert found == pytest.approx(expected, rel=0.1)
 

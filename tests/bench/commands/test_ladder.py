@@ -22,7 +22,7 @@ from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from bench.suite import Case
 from fa4_hd256 import ForwardConfig
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts
 from softmax_emu.pattern import Ex2Pattern
 
 CASE = Case("chosen", ((300, 300),), 2, 1, True)

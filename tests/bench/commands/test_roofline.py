@@ -14,7 +14,7 @@ from bench.model import roofline as closed_forms
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
 from fa4_hd256.check import reference
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 from softmax_emu.pattern import Ex2Pattern
 
 

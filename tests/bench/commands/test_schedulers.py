@@ -13,8 +13,7 @@ from bench.model.forward import Kernel
 from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from bench.suite import BACKWARD, FORWARD, Case
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")
 

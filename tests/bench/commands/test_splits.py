@@ -16,7 +16,7 @@ from bench.model.predictor import Predicted
 from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

@@ -24,7 +24,7 @@ from bench.model.replays import Paths
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.check import reference
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")
 

@@ -13,7 +13,7 @@ from bench.model.replays import Replayed
 from bench.model.samples import forward_work
 from bench.suite import BACKWARD
 from bench.tables.results import draw
-from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing import load
 
 
 def test_instructions_are_no_validation():

@@ -7,8 +7,7 @@ from bench.model.forward import Kernel
 from bench.model.replays import Paths, Replayed, fitted, kept, path_figures
 from bench.model.tiles import ForwardTiling
 from bench.suite import FORWARD, Case
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 
 MACHINE = load()
 IDEAL = [TileCosts(0.0, 0.0, 1.0)]
@@ -64,12 +63,11 @@ def test_costs_of_each_draw():
     assert np.allclose([(c.each, c.rate) for c in costs], [(500.0, 1.1), (500.0, 1.2)])
 
 
-def test_a_docstring_or_a_comment_invalidates_no_replay(tmp_path):
-    def code(text):
-        file = tmp_path / "module.py"
-        file.write_text(text)
-        return replays._code(file)
-
-    plain = code("def f():\n    return 1\n")
-    assert code('"""What."""\n\n\ndef f():\n    """Why."""\n    return 1  # so\n') == plain
-    assert code("def f():\n    return 2\n") != plain
+def test_the_digest_of_replays_is_of_the_code_that_decides_them(monkeypatch):
+    """The timing model but for what reads replays, and the trace it is given; by their meaning."""
+    seen = []
+    monkeypatch.setattr(replays, "meaning_of", lambda sources: seen.extend(sources) or "digest")
+    assert replays._sources.__wrapped__() == "digest"
+    names = {name for name, _ in seen}
+    assert {"engine.py", "replay.py", "paths.py", "records.py"} <= names
+    assert not {"problem.py", "chrome.py", "critical.py"} & names

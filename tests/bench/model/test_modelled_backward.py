@@ -28,8 +28,7 @@ from bench.model.tiles import (
 from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
 from fa4_hd256.check.reference import visible
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")
 

@@ -10,8 +10,7 @@ from bench.model.samples import HELD_OUT, WINDOW_SAMPLES, forward_work
 from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
 from fa4_hd256.check.reference import visible
-from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import TileCosts
+from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")
 
