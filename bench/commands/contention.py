@@ -14,10 +14,10 @@ from typing import Any
 
 from bench import suite
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
-from bench.model.replays import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.suite import BACKWARD, DIRECTIONS, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
+from bench.tables.paths import PATH_COLUMNS, Paths, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 from sm100_sim.timing import ALONE, Room

@@ -28,11 +28,11 @@ from bench.measure.providers import Ours
 from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
 from bench.model.exp2 import modelled_times
 from bench.model.predictor import add_model_options
-from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.processes import add_jobs_option
 from bench.suite import FORWARD
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
+from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.kernels.blackwell import tuning

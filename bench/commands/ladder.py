@@ -18,11 +18,11 @@ from bench.measure.providers import Ours, PyTorchSdpa
 from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
 from bench.model.ladder import Prediction, predict_all
 from bench.model.predictor import add_model_options
-from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.processes import add_jobs_option
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import RESOLUTION
 from bench.tables.origin import modelled_machine
+from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit, markdown_text
 from bench.tables.shape_options import add_shape_options, chosen_case
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table

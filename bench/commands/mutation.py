@@ -1,202 +1,20 @@
 """`python -m bench mutation`: the mutation score of this project's kernels and of flash-attn-4's.
 
 Each target calls a public function with small shapes that together reach every synchronisation
-instruction of its kernels, which `sm100_sim.mutation.score` then leaves out one by one.
+instruction of its kernels, which `sm100_sim.tools.mutants` then leaves out one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import torch
-
-from bench.peers import flash_attn_4
+from bench.measure.mutation_targets import Target, measure, targets
 from bench.tables.origin import simulator_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim import Options, attached
-from sm100_sim.devices import VARIABLE as DEVICE
-from sm100_sim.mutation.score import Collector, Score, captured
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One call with heads_q query heads and one KV head."""
-
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int = 1
-    batch: int = 1
-
-    def __str__(self) -> str:
-        batch = f"batch {self.batch}, " if self.batch > 1 else ""
-        return f"{batch}{self.seqlen_q} x {self.seqlen_k}, heads {self.heads_q}/1"
-
-
-#: (queries, keys) of packed sequences.
-Lengths = tuple[tuple[int, int], ...]
-#: A pair works on several tiles each time, of one to three key tiles, masked and not.
-SHAPES = (Shape(520, 300), Shape(300, 256), Shape(520, 100))
-#: Between two tiles with keys is one of which no row sees a key.
-CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
-#: Of flash-attn-4, which takes another kernel for one block of 128 queries. With more than two key
-#: tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of padding.
-FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
-#: Packed sequences: tiles without keys first, between others and last, and two with keys in
-#: succession.
-LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0))
-#: The same for the backward: tiles of one step and of more; first, next to others, after tiles
-#: without keys or without queries.
-BACKWARD_LENGTHS = (
-    (40, 60), (270, 290), (50, 0), (0, 50), (70, 100), (30, 60), (50, 0), (0, 50), (130, 290),
-)  # fmt: skip
-#: And with a tile of one step first, as second blocks of queries come before first ones.
-SHORT_LENGTHS = ((260, 100), (40, 60))
-#: And with a tile without queries first.
-EMPTY_FIRST_LENGTHS = ((0, 50), (40, 60))
-
-
-def alternating(tiles: torch.Tensor) -> torch.Tensor:
-    """Factors of the key tiles: every second one has larger scores, so that the softmax moves its
-    maximum and O is rescaled, in whichever order the tiles are visited."""
-    return 1 + 6 * (tiles % 2)
-
-
-def falling(tiles: torch.Tensor) -> torch.Tensor:
-    """Visited from the last one, each key tile has larger scores than those before."""
-    return 1 + 6 * (tiles.max() - tiles)
-
-
-def inputs(
-    shape: Shape, factors: Callable[[torch.Tensor], torch.Tensor] = alternating
-) -> list[torch.Tensor]:
-    """q, k, v of a shape, bf16."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(shape.batch, rows, heads, HEAD_DIM, generator=generator)
-        for rows, heads in (
-            (shape.seqlen_q, shape.heads_q), (shape.seqlen_k, 1), (shape.seqlen_k, 1)
-        )
-    )
-    k *= factors(torch.arange(shape.seqlen_k) // 128).reshape(1, -1, 1, 1)
-    return [t.bfloat16() for t in (q, k, v)]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A kernel, or the kernels of one call, to be scored.
-
-    run: makes the call of a shape. reading: of the sanitizer, True or "strict". kernels: part of
-    the names of those that are scored; the others only run.
-    """
-
-    name: str
-    run: Callable[[Shape], Any]
-    shapes: tuple[Shape, ...] = SHAPES
-    reading: bool | str = "strict"
-    kernels: str = ""
-
-
-def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    return flash_attn_func(*tensors, **options)
-
-
-def _packed(
-    tensors: list[torch.Tensor], lengths: tuple[Lengths, ...] = (LENGTHS,), **options: Any
-) -> torch.Tensor:
-    """The sequences are those of `lengths` that have as many queries as q has rows."""
-    packed = next(one for one in lengths if _packed_shape(one).seqlen_q == tensors[0].shape[1])
-    sizes = torch.tensor([[0, 0], *packed])
-    offsets_q, offsets_k = sizes.cumsum(0).int().T.contiguous()
-    return flash_attn_varlen_func(
-        *(tensor[0] for tensor in tensors), offsets_q, offsets_k,
-        *sizes.amax(0).tolist(), **options,
-    )  # fmt: skip
-
-
-def _forward(shape: Shape, call: Callable, **options: Any) -> None:
-    call(inputs(shape), **options)
-
-
-def _backward(shape: Shape, call: Callable, wanted: str, **options: Any) -> None:
-    """wanted: of "qkv", those whose gradients are computed."""
-    named = zip("qkv", inputs(shape), strict=True)
-    out = call([tensor.requires_grad_(name in wanted) for name, tensor in named], **options)
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype))
-
-
-def _flash_attention_4(shape: Shape, causal: bool) -> None:
-    """flash-attn-4's public function on a GPU with two SMs, so that its persistent kernel gives one
-    CTA pair several tiles. Its correction warps wait for O only to rescale it, so with scores that
-    do not grow some phases are waited for by nobody (docs/sanitizer.md)."""
-    with mock.patch.dict(os.environ, {DEVICE: "b200:2"}), attached(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        flash_attn_4.attention(*inputs(shape, falling), causal=causal)
-
-
-def _packed_shape(lengths: Lengths, heads_q: int = 1) -> Shape:
-    return Shape(*(sum(side) for side in zip(*lengths, strict=True)), heads_q)
-
-
-def _targets() -> Iterator[Target]:
-    packed = (_packed_shape(LENGTHS),)
-    every = {"window_size": (400, 64), "softcap": 30.0, "learnable_sink": torch.ones(1)}
-    for clc in (False, True):
-        scheduler = "dynamic" if clc else "static"
-        for name, call, options, shapes in (
-            ("full", _dense, {}, SHAPES),
-            ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
-            ("varlen, causal", _packed, {"causal": True}, packed),
-            ("varlen, window, softcap, sink", _packed, every, packed),
-        ):
-            run = functools.partial(_forward, call=call, **options, use_clc=clc)
-            yield Target(f"forward, {name}, {scheduler}", run, shapes)
-        backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
-        call = functools.partial(_packed, lengths=backward)
-        for name, kernel, wanted in (
-            ("dK/dV and dS", "backward_dkdv", "qkv"),
-            ("dQ from dS", "backward_dq_product", "qkv"),
-            ("dK/dV", "backward_dkdv", "kv"),
-            ("dQ", "backward_dq", "q"),
-        ):
-            run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
-            shapes = tuple(map(_packed_shape, backward))
-            yield Target(f"{name}, varlen, causal, {scheduler}", run, shapes, kernels=kernel)
-    for causal in (False, True):
-        name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
-        run = functools.partial(_flash_attention_4, causal=causal)
-        yield Target(name, run, FLASH_ATTN_SHAPES, reading=True)
-
-
-def targets() -> dict[str, Target]:
-    """What can be scored, by name."""
-    return {target.name: target for target in _targets()}
-
-
-def measure(
-    target: Target, seeds: int = 20, confirm: int = 4, jobs: int = 1,
-    write: Callable[[str], None] = lambda line: None,
-) -> list[Score]:
-    """Scores of the kernels of a target; one CTA pair does all tiles."""
-    collector = Collector(
-        Options(clusters=1, sanitize=target.reading), seeds, confirm, jobs=jobs,
-        launches=len(target.shapes), kernel=target.kernels, write=write,
-    )
-    with captured(collector.take), mock.patch.dict(os.environ, {DEVICE: "b200:2"}):
-        for shape in target.shapes:
-            target.run(shape)
-    return collector.scores
-
+from sm100_sim.tools import mutants
 
 COLUMNS = (
     Column("kernel"),
@@ -213,7 +31,7 @@ COLUMNS = (
 PLOT = Plot("kernel", ("caught", "redundant", "survived", "unreached"))
 
 
-def rows(target: Target, scores: list[Score]) -> list[dict[str, Any]]:
+def rows(target: Target, scores: list[mutants.Score]) -> list[dict[str, Any]]:
     """The rows of one target, one for each of its kernels that has anything to leave out."""
     scores = [score for score in scores if score.mutants]
     return [

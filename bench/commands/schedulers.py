@@ -21,10 +21,10 @@ from bench.measure.providers import Inputs, Ours
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
-from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
+from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from schedulers.choice import VARIABLE

@@ -29,11 +29,11 @@ from bench.model.predictor import (
     add_model_options,
     printing_predictor,
 )
-from bench.model.replays import PATH_COLUMNS, path_figures, path_note
 from bench.peers import flash_attn_4
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
+from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 from fa4_hd256.call.splits import LARGEST

@@ -22,12 +22,12 @@ from bench.measure.timer import (
     add_sampling_options,
 )
 from bench.model.predictor import add_model_options
-from bench.model.replays import PATH_COLUMNS, path_note
 from bench.model.throughput import Predictions
 from bench.peers import flash_attn_4
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS
 from bench.tables.comparison import OURS, RESOLUTION
+from bench.tables.paths import PATH_COLUMNS, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 

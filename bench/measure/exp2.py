@@ -15,8 +15,8 @@ import torch
 from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs, Ours
 from bench.measure.timer import CudaTimer, Sampling, interleave
-from bench.model.replays import Paths
 from bench.suite import Case
+from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern

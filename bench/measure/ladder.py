@@ -14,8 +14,8 @@ import torch
 from bench.measure.checking import check_forward
 from bench.measure.providers import Inputs, Provider, attempt, forward_call
 from bench.measure.timer import Sampling, Timer, interleave
-from bench.model.replays import Paths
 from bench.suite import FORWARD, Case
+from bench.tables.paths import Paths
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bench.suite import BACKWARD, Case
+from bench.tables.paths import Paths
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Values, schedule
 
 from .calls import Portion, backward_portions
 from .machines import B200, memory_seconds
-from .replays import Paths
 from .tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 
 FLOAT_BYTES = 4.0

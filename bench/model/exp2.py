@@ -14,10 +14,11 @@ from bench.measure.exp2 import (
 )
 from bench.model import ours
 from bench.model.calls import Kind
-from bench.model.replays import Paths, Replayed
+from bench.model.replays import Replayed
 from bench.model.samples import SAMPLES
 from bench.model.tiles import STEP_WORK
 from bench.processes import each
+from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim.timing import TileCosts, load
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern

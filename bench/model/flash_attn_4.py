@@ -18,6 +18,7 @@ import torch
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
+from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim import timing
 from sm100_sim.timing import Machine, TileCosts
@@ -25,17 +26,7 @@ from sm100_sim.timing import Machine, TileCosts
 from .backward import Backward
 from .calls import Kind
 from .forward import Kernel
-from .replays import (
-    SEED,
-    Paths,
-    Replayed,
-    fitted,
-    kept,
-    of_kernels,
-    one_cluster,
-    replayed,
-    seeded,
-)
+from .replays import SEED, Replayed, fitted, kept, of_kernels, one_cluster, replayed, seeded
 from .samples import (
     BACKWARD_SINGLE_SAMPLES,
     PERSISTENT_SAMPLES,

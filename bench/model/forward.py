@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.suite import FORWARD, Case
+from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Values, schedule
 
 from .machines import memory_seconds
-from .replays import Paths
 from .tiles import ForwardTiling, forward_tiles
 
 

@@ -14,6 +14,7 @@ import torch
 
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
+from bench.tables.paths import Paths
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
@@ -33,7 +34,7 @@ from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
 from .forward import Kernel
 from .machines import ONE_PAIR, gpu_of
-from .replays import SEED, Paths, Replayed, digest, fitted, kept, replayed
+from .replays import SEED, Replayed, digest, fitted, kept, replayed
 from .samples import (
     BACKWARD_SAMPLES,
     EMPTY_SAMPLE,

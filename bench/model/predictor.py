@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench.suite import BACKWARD, FORWARD, Case
+from bench.tables.paths import Paths
 from sm100_sim.timing import Machine, load
 
 from .backward import Backward
 from .flash_attn_4 import FlashAttention4
 from .forward import Kernel, combine_seconds
 from .ours import Ours
-from .replays import Paths
 
 
 class Provider(Protocol):

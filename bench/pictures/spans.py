@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.edges import EdgeTable
-from sm100_sim.timing import Prediction
-from sm100_sim.timing.resources import Action
+from sm100_sim.timing import Action, Prediction
 
 __all__ = ["LANES", "Span", "forward_spans"]
 

@@ -40,6 +40,11 @@ _RUN = ("fa4_hd256/call", *_CALL)
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/launch", *_RUN)
 _CHECK = ("fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
+_KNOWN = ("fa4_hd256/check", *_CHECK)
+#: Of bench, from the lowest.
+_BENCH = ("bench/suite", "bench/peaks", "bench/processes", "bench/peers", "bench/tables",
+          "bench/measure", "bench/model")  # fmt: skip
+
 #: Which other rooms a room may import (docs/architecture.md): those below it. A module is in the
 #: room of the longest name that its path begins with; a room of one file has the file's name.
 ROOMS = {
@@ -62,7 +67,18 @@ ROOMS = {
     "fa4_hd256/check": _CHECK,
     # The commands: above all rooms, and imported by none.
     "fa4_hd256/__main__": ("fa4_hd256/check", *_CHECK),
-    "bench": ("fa4_hd256/check", *_CHECK),
+    # Its modules are imported when their commands are called.
+    "bench/__main__": (),
+    "bench/suite": _CHECK,
+    "bench/peaks": _CHECK,
+    "bench/processes": _CHECK,
+    "bench/peers": ("bench/suite", *_CHECK),
+    "bench/tables": (*_BENCH[:4], *_KNOWN),
+    "bench/measure": (*_BENCH[:5], *_KNOWN),
+    "bench/model": (*_BENCH[:6], *_KNOWN),
+    "bench/pictures": ("bench/__main__", *_BENCH, *_KNOWN),
+    "bench/commands": (*_BENCH, "bench/pictures", *_KNOWN),
+    "bench": (*_BENCH, "bench/pictures", "bench/commands", *_KNOWN),
 }
 #: Rooms of the simulator, from the lowest: each imports those of lower rows alone.
 SIMULATOR = (
@@ -78,14 +94,14 @@ SIMULATOR = (
     ("report",),
     ("launcher",),
     ("ptx_launcher",),
-    ("attach", "tools"),
+    ("attach",),
     ("mutation",),
-    ("timing",),
+    ("timing", "tools"),
     ("__main__",),
 )
 TOPS = tuple(sorted({room.split("/")[0] for room in ROOMS}))
 #: Packages whose modules import each other in no circle, not even inside functions.
-WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim")
+WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
 
 TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml")
 

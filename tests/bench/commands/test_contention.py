@@ -6,9 +6,9 @@ import pytest
 
 from bench.commands import contention
 from bench.model.forward import Kernel
-from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from bench.suite import FORWARD, Case
+from bench.tables.paths import Paths
 from sm100_sim.timing import TileCosts, load
 
 MACHINE = load("b200")

@@ -12,8 +12,8 @@ from bench.measure import exp2 as measured
 from bench.model import exp2 as modelled
 from bench.model.forward import Kernel
 from bench.model.ours import Ours
-from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
+from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim.timing import TileCosts, load

@@ -18,9 +18,9 @@ from bench.model import ladder as modelled
 from bench.model.calls import Kind
 from bench.model.forward import Kernel
 from bench.model.ours import Ours
-from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from bench.suite import Case
+from bench.tables.paths import Paths
 from fa4_hd256 import ForwardConfig
 from sm100_sim.timing import TileCosts
 from softmax_emu.pattern import Ex2Pattern

@@ -10,9 +10,9 @@ from fake_timer import FakeTimer
 from bench import suite
 from bench.commands import schedulers
 from bench.model.forward import Kernel
-from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling
 from bench.suite import BACKWARD, FORWARD, Case
+from bench.tables.paths import Paths
 from sm100_sim.timing import TileCosts, load
 
 pytest.importorskip("cutlass")

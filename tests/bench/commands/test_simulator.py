@@ -6,7 +6,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.commands import simulator
-from bench.commands import simulator_translation as translation
+from sm100_sim.tools import speed
 from sm100_sim.translate import kernel as codegen
 
 pytestmark = pytest.mark.simulator
@@ -24,12 +24,12 @@ def test_a_small_shape(runs, capsys):
     assert row["floor_seconds"] == pytest.approx(row["product_seconds"] / row["cores"])
     # 300 queries are two tiles of 256, 300 keys three steps of 128, for each of two heads.
     assert row["ratio_to_floor"] == pytest.approx(row["seconds"] / row["floor_seconds"])
-    assert simulator._steps(simulator.Shape(300, 2, 1), simulator.ForwardConfig()) == 12
+    assert simulator.steps(simulator.Shape(300, 2, 1), simulator.ForwardConfig()) == 12
     assert (row["sanitized_cpu_seconds"] is None) is (runs == 0)
     if runs:
         ratio = row["sanitized_cpu_seconds"] / row["cpu_seconds"]
         assert row["sanitized_ratio"] == pytest.approx(ratio)
-    spent = [row[part] for part in simulator.PARTS]
+    spent = [row[part] for part in speed.PARTS]
     assert all(seconds > 0 for seconds in spent)
     assert sum(spent) <= row["cpu_seconds"]
 
@@ -52,10 +52,10 @@ def test_translation(monkeypatch):
     done = []
     for step in ("_compile", "_link"):
         monkeypatch.setattr(codegen, step, noted(getattr(codegen, step), done))
-    specs = translation.kernels()
+    specs = simulator.kernels()
     assert {spec.kind for spec in specs.values()} == {"forward", "backward_dkdv", "backward_dq"}
     name = "dQ, packed windows, softcap"
-    (row,) = translation.table({name: specs[name]}).rows
+    (row,) = simulator.translation_table({name: specs[name]}).rows
     assert row["kernel"] == name and row["instructions"] > 5000
     assert min(row["seconds"], row["sanitized_seconds"], row["cached_seconds"]) > 0
     # Both that are timed, perhaps the one that is kept, and the kept one once more.

@@ -13,9 +13,9 @@ from bench.model.flash_attn_4 import split_numbers
 from bench.model.forward import combine_seconds
 from bench.model.machines import B200
 from bench.model.predictor import Predicted
-from bench.model.replays import Paths
 from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
+from bench.tables.paths import Paths
 from sm100_sim.timing import load
 
 pytest.importorskip("cutlass")

@@ -20,9 +20,9 @@ from bench.model import throughput as modelled
 from bench.model.calls import Kind
 from bench.model.ours import Ours
 from bench.model.predictor import Predicted
-from bench.model.replays import Paths
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
+from bench.tables.paths import Paths
 from fa4_hd256.check import reference
 from sm100_sim.timing import load
 

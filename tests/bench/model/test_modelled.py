@@ -4,9 +4,10 @@ import numpy as np
 
 from bench.model import replays
 from bench.model.forward import Kernel
-from bench.model.replays import Paths, Replayed, fitted, kept, path_figures
+from bench.model.replays import Replayed, fitted, kept
 from bench.model.tiles import ForwardTiling
 from bench.suite import FORWARD, Case
+from bench.tables.paths import Paths, path_figures
 from sm100_sim.timing import TileCosts, load
 
 MACHINE = load()

@@ -14,7 +14,7 @@ from bench.model import ours, samples
 from bench.model.backward import Backward
 from bench.model.calls import Kind, Portion, backward_portions
 from bench.model.machines import B200
-from bench.model.replays import Paths, Replayed
+from bench.model.replays import Replayed
 from bench.model.tiles import (
     DKDV,
     DQ,
@@ -27,6 +27,7 @@ from bench.model.tiles import (
 )
 from bench.peers import flash_attn_4
 from bench.suite import Case, ragged_lengths
+from bench.tables.paths import Paths
 from fa4_hd256.check.reference import visible
 from sm100_sim.timing import TileCosts, load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.pictures import spans
 from bench.pictures.spans import Span
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from sm100_sim.timing.resources import Action
+from sm100_sim.timing import Action
 
 STEPS = 2
 
