@@ -20,7 +20,7 @@ from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.compile import compile_forward
-from fa4_hd256.run.launch import run_forward
+from fa4_hd256.run.forward import launch_forward
 from softmax_emu.coefficients import COEFFICIENTS
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
@@ -76,7 +76,7 @@ def measure(case: Case) -> Accuracy:
     )
     problem = Problem.describe((q, k, v), Options.check(None, False, (None, None), 0.0, False))
     compiled = compile_forward(config, problem.problem_class)
-    out, lse = run_forward(compiled, problem, (q, k, v))
+    out, lse = launch_forward(compiled, problem, (q, k, v))
     share = _executed_share(config, shape)
     if share != case.pattern.true_share(config.block_kv):
         raise RuntimeError(f"{share:.4%} of the score elements were emulated; {case.pattern}")

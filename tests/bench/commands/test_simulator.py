@@ -50,7 +50,7 @@ def test_wrong_numbers_of_runs(capsys):
 def test_translation(monkeypatch):
     """Every kernel is one that the project makes; what the cache on disk has is not compiled."""
     done = []
-    for step in ("_compile", "_link"):
+    for step in ("compile_module", "link"):
         monkeypatch.setattr(codegen, step, noted(getattr(codegen, step), done))
     specs = simulator.kernels()
     assert {spec.kind for spec in specs.values()} == {"forward", "backward_dkdv", "backward_dq"}
@@ -59,4 +59,4 @@ def test_translation(monkeypatch):
     assert row["kernel"] == name and row["instructions"] > 5000
     assert min(row["seconds"], row["sanitized_seconds"], row["cached_seconds"]) > 0
     # Both that are timed, perhaps the one that is kept, and the kept one once more.
-    assert done[:2] == ["_compile"] * 2 and done[3:] == ["_link"]
+    assert done[:2] == ["compile_module"] * 2 and done[3:] == ["link"]
