@@ -1,13 +1,12 @@
-"""Movement of TMA tiles between global and shared memory, one numpy operation per tile.
+"""Which bytes a TMA tile takes from global and shared memory, and reductions of tiles.
 
 PTX ISA 9.3, "Tensor copies", and the CUDA driver API's `cuTensorMapEncodeTiled`: a tile starts at
-signed coordinates, elements outside the tensor are filled on loads and dropped on stores, and in
-shared memory it is dense, dimension 0 fastest, with the swizzle XOR of `descriptors.swizzled` on
-absolute shared-memory address bits. Rows shorter than the swizzle span stand one span apart.
+signed coordinates. `native.tiles` moves it.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
+from sm100_sim.native.calling import callable_of
+from sm100_sim.native.layout import DIMENSIONS, TileMap
+from sm100_sim.native.tiles import move_tile
 from sm100_sim.state.tensormap import PADDED, TensorMap
 
-from .descriptors import swizzled
-
-#: Out-of-bounds NaN fill, the same bytes for every element type.
-_NAN_BYTES = np.frombuffer(b"\xf7\x7f" * 8, np.uint8)
+_ONES = (1,) * DIMENSIONS
 _NUMPY = {
     "u32": np.uint32,
     "s32": np.int32,
@@ -106,23 +105,8 @@ def _clipped_window(t: TensorMap, coordinates: tuple[int, ...]) -> Window | None
 
 
 @lru_cache(maxsize=1024)
-def _permutation(size: int, swizzle: tuple[int, int], phase: int, inner: int) -> np.ndarray:
-    """Where the 16-byte chunk i of a tile of `size` bytes really is, in chunks from its start.
-
-    `swizzle`: its span and atom. `phase`: the tile's address modulo the swizzle period (8 * span
-    bytes). `inner`: bytes of a row. If rows are as long as the span, the index is its own inverse.
-    """
-    span, atom = swizzle
-    position = np.arange(0, size, 16, dtype=np.int64)
-    linear = phase + position // inner * span + position % inner
-    index = (swizzled(linear, span, atom) - phase >> 4).astype(np.intp)
-    index.setflags(write=False)
-    return index
-
-
-@lru_cache(maxsize=256)
-def _tile_plan(tensor_map: TensorMap) -> tuple[int, tuple[int, ...]]:
-    """(bytes of the tile, its shape slowest dimension first with bytes innermost).
+def record_of(tensor_map: TensorMap) -> TileMap:
+    """A descriptor as `native.tiles` takes it; elements have whole bytes.
 
     Raises SimulationError for descriptors whose tiles are not modelled.
     """
@@ -131,12 +115,41 @@ def _tile_plan(tensor_map: TensorMap) -> tuple[int, tuple[int, ...]]:
         raise SimulationError(f"TMA with interleave {t.interleave} B is not modelled")
     if t.element_bits < 8:
         raise SimulationError(f"packed {t.dtype} elements are copied in bytes")
-    tile = t.tile_shape
-    inner = tile[0] * t.element_bits // 8
-    return t.tile_bytes, (*reversed(tile[1:]), inner)
+    width = t.element_bits // 8
+    record = TileMap(
+        address=t.address, bytes=t.tile_bytes, shared_bytes=t.shared_bytes, width=width,
+        rank=t.rank, swizzle=t.swizzle, atom=t.atom, tf32=t.tf32, nan_fill=t.nan_fill,
+    )
+    columns = zip(
+        range(DIMENSIONS), t.sizes + _ONES, t.steps + _ONES, (width, *t.strides, *_ONES),
+        t.tile_shape + _ONES,
+    )
+    for i, *cells in columns:
+        record.sizes[i], record.steps[i], record.strides[i], record.counts[i] = cells
+    return record
 
 
-def _shared_region(smem: np.ndarray, offset: int, size: int, what: str) -> np.ndarray:
+def _move(
+    record: TileMap, coordinates: tuple[int, ...], smem: np.ndarray, offset: int, load: bool
+) -> None:
+    """Move a tile whose every byte has been checked; swizzled places count from a row's start."""
+    at = (ctypes.c_int64 * DIMENSIONS)(*coordinates)
+    callable_of(move_tile)(
+        smem.ctypes.data, offset, ctypes.addressof(record), ctypes.addressof(at), load
+    )
+
+
+def _dense(t: TensorMap, tile: np.ndarray) -> TileMap:
+    """The record of a tensor that is one dense tile, as it stands in an array."""
+    rows = -(-tile.size // t.row_bytes)
+    shape = t.row_bytes, rows, 1, 1, 1
+    return TileMap(
+        address=tile.ctypes.data, bytes=tile.size, width=1, rank=2, swizzle=t.swizzle, atom=t.atom,
+        sizes=shape, steps=_ONES, strides=(1, t.row_bytes, 0, 0, 0), counts=shape,
+    )  # fmt: skip
+
+
+def _check_shared(smem: np.ndarray, offset: int, size: int, what: str) -> None:
     if offset % SHARED_ALIGNMENT:
         raise Misaligned(
             f"{what}: shared-memory offset {offset:#x} of a TMA tile is not a multiple of "
@@ -147,22 +160,6 @@ def _shared_region(smem: np.ndarray, offset: int, size: int, what: str) -> np.nd
             f"{what}: TMA tile at shared-memory offset {offset} of {size} bytes ends outside the "
             f"CTA's {smem.size} bytes"
         )
-    return smem[offset : offset + size]
-
-
-def _global_view(memory: Any, inside: Window, write: bool, what: str) -> np.ndarray:
-    memory.check(inside.start, inside.span, write, what)
-    raw = memory.view(inside.start, inside.span)
-    return np.ndarray(inside.shape, np.uint8, raw, 0, inside.strides)
-
-
-def _rounded_to_tf32(source: np.ndarray) -> np.ndarray:
-    """Bytes of f32 values to those of tf32: nearest even, NaN canonical."""
-    words = np.ascontiguousarray(source).view(np.uint32)
-    rounded = words + 0xFFF + (words >> 13 & 1) & 0xFFFFE000
-    magnitude = words & 0x7FFFFFFF
-    rounded = np.where(magnitude < 0x7F800000, rounded, words)
-    return np.where(magnitude > 0x7F800000, np.uint32(0x7FFFE000), rounded).view(np.uint8)
 
 
 def load_tile(
@@ -181,30 +178,15 @@ def load_tile(
     t = tensor_map
     if t.dtype in PADDED:
         return _load_padded(t, coordinates, memory, (smem, offset), what)
-    size, shape = _tile_plan(t)
-    region = _shared_region(smem, offset, t.shared_bytes, what)
+    record = record_of(t)
+    _check_shared(smem, offset, t.shared_bytes, what)
     inside = window(t, coordinates)
     if inside is None:
         _check_base(t, coordinates, memory, what)
-    direct = not t.swizzle
-    tile = region.reshape(shape) if direct else np.empty(shape, np.uint8)
-    if inside is None or inside.where is not None:
-        if t.nan_fill:
-            tile.reshape(-1, len(_NAN_BYTES))[...] = _NAN_BYTES
-        else:
-            tile[...] = 0
-    if inside is not None:
-        source = _global_view(memory, inside, False, what)
-        tile[inside.where or ...] = _rounded_to_tf32(source) if t.tf32 else source
-    if not direct:
-        index = _permutation(size, (t.swizzle, t.atom), offset % (8 * t.swizzle), shape[-1])
-        chunks, target = tile.reshape(-1).view(np.complex128), region.view(np.complex128)
-        if region.size == size:
-            # Taking is faster than placing, and the index its own inverse.
-            chunks.take(index, out=target, mode="clip")
-        else:
-            target[index] = chunks
-    return size
+    else:
+        memory.check(inside.start, inside.span, False, what)
+    _move(record, coordinates, smem, offset, True)
+    return t.tile_bytes
 
 
 def _check_base(t: TensorMap, coordinates: tuple[int, ...], memory: Any, what: str) -> None:
@@ -228,14 +210,10 @@ def _load_padded(
     packed = np.empty(data.tile_bytes, np.uint8)
     load_tile(replace(data, swizzle=0), first, memory, packed, 0, what)
     smem, offset = target
-    region = _shared_region(smem, offset, t.shared_bytes, what)
-    units = np.zeros((t.shared_bytes // 16, 16), np.uint8)
+    _check_shared(smem, offset, t.shared_bytes, what)
+    units = np.zeros((t.tile_bytes * 8 // t.element_bits // 16, 16), np.uint8)
     units[:, : 2 * t.element_bits] = packed.reshape(len(units), -1)
-    index = np.arange(len(units))
-    if t.swizzle:
-        phase = offset % (8 * t.swizzle)
-        index = _permutation(t.shared_bytes, (t.swizzle, t.atom), phase, t.row_bytes)
-    region.reshape(-1, 16)[index] = units
+    _move(_dense(t, units.reshape(-1)), (0, 0), smem, offset, True)
     return t.tile_bytes
 
 
@@ -338,17 +316,20 @@ def store_tile(
     """
     t = tensor_map
     what = "TMA store" if reduction is None else "TMA reduction"
-    size, shape = _tile_plan(t)
-    region = _shared_region(smem, offset, t.shared_bytes, what)
+    record = record_of(t)
+    _check_shared(smem, offset, t.shared_bytes, what)
     inside = window(_stored(t), coordinates)
     if inside is None:
-        return size
-    target = _global_view(memory, inside, True, what)
-    if t.swizzle:
-        index = _permutation(size, (t.swizzle, t.atom), offset % (8 * t.swizzle), shape[-1])
-        region = region.view(np.complex128).take(index, mode="clip").view(np.uint8)
-    tile = region.reshape(shape)[inside.where or ...]
-    if reduction is not None:
-        tile = reduced(reduction, t.dtype, np.ascontiguousarray(target), np.ascontiguousarray(tile))
-    target[...] = tile
-    return size
+        return t.tile_bytes
+    memory.check(inside.start, inside.span, True, what)
+    if reduction is None:
+        _move(record, coordinates, smem, offset, False)
+        return t.tile_bytes
+    tile = np.empty(t.tile_bytes, np.uint8)
+    _move(_dense(t, tile), (0, 0), smem, offset, False)
+    raw = memory.view(inside.start, inside.span)
+    target = np.ndarray(inside.shape, np.uint8, raw, 0, inside.strides)
+    shape = (*reversed(t.tile_shape[1:]), t.row_bytes)
+    tile = np.ascontiguousarray(tile.reshape(shape)[inside.where or ...])
+    target[...] = reduced(reduction, t.dtype, np.ascontiguousarray(target), tile)
+    return t.tile_bytes

@@ -33,7 +33,7 @@ class Value(NamedTuple):
     text: Any
 
 
-def _signature(routine: Native) -> tuple[dict[str, Any], Any]:
+def signature(routine: Native) -> tuple[dict[str, Any], Any]:
     """Parameters by name, and the result (None for none)."""
     function = routine.function
     names = {
@@ -66,7 +66,7 @@ class _Routine:
     def __init__(self, routine: Native) -> None:
         self.routine = routine
         self.globals = routine.function.__globals__
-        self.parameters, self.result = _signature(routine)
+        self.parameters, self.result = signature(routine)
         self.lines: list[str] = []
         self.entry: list[str] = []
         self.locals: dict[str, tuple[Any, str]] = {}
@@ -436,7 +436,7 @@ class _Routine:
             return self.cast(self.value(node.args[0]), target)
         if isinstance(target, Native):
             self.called.append(target)
-            parameters, result = _signature(target)
+            parameters, result = signature(target)
             kinds = tuple(parameters.values())
         elif isinstance(target, External):
             result, kinds = target.result, target.parameters

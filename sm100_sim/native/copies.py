@@ -1,15 +1,16 @@
-"""TMA copies of whole tiles in native code (`isa.tma`, `tiles` have the rules).
+"""TMA tensor copies in native code (`isa.tma` has the rules, `tiles` moves the bytes).
 
-Tiles that lie inside their tensor, with a descriptor that Python has seen before; others are left
+With a descriptor that Python has seen before, of a tensor all of which is memory; others are left
 to Python.
 """
 
 from __future__ import annotations
 
 from .barriers import TRANSACTION_LIMIT, barrier_at, change
-from .language import boolean, copy, cycles, i32, i64, native, ptr, u8, u32, u64
-from .layout import DIMENSIONS, Cluster, Context, Cta, Operand, Operation, TileMap
+from .language import boolean, cycles, i32, i64, native, ptr, stack, u32, u64
+from .layout import DIMENSIONS, Cluster, Context, Operand, Operation, TileMap
 from .operands import DONE, PYTHON, operand, shared_by_lanes
+from .tiles import move_tile
 
 #: Alignment of a tile in shared memory (`tiles.SHARED_ALIGNMENT`), as a mask.
 ALIGNMENT_MASK = 127
@@ -35,62 +36,25 @@ def known_map(c: ptr[Context], pointer: u64, rank: u64) -> ptr[TileMap]:
 
 
 @native
-def tile_start(
-    c: ptr[Context], lanes: u32, t: ptr[TileMap], coordinates: ptr[Operand]
-) -> u64:
-    """Global address of the tile at signed coordinates; 0 unless all of it is in the tensor and it
-    starts at a multiple of 16 bytes."""
-    address = t.address
-    if operand(c, lanes, coordinates[0]) * t.strides[0] & 15 != 0:
-        return 0
+def tile_at(
+    c: ptr[Context], lanes: u32, t: ptr[TileMap], coordinates: ptr[Operand], at: ptr[i64]
+) -> boolean:
+    """Read the signed coordinates of a tile; False unless it starts at a multiple of 16 bytes."""
+    for i in range(DIMENSIONS):
+        at[i] = 0
     for i in range(t.rank):
-        coordinate = i64(i32(u32(operand(c, lanes, coordinates[i]))))
-        if coordinate < 0 or coordinate > t.last[i]:
-            return 0
-        address += u64(coordinate) * t.strides[i]
-    return address
+        at[i] = i64(i32(u32(operand(c, lanes, coordinates[i]))))
+    return u64(at[0]) * t.width & 15 == 0
 
 
 @native
-def move_row(tile: ptr[u8], offset: u64, source: ptr[u8], t: ptr[TileMap], load: u32) -> None:
-    """One row between global memory and its place in shared memory, which is XORed by chunks."""
-    length = t.counts[0]
-    if t.swizzle == 0:
-        if load == 1:
-            copy(tile + offset, source, length)
-        else:
-            copy(source, tile + offset, length)
-        return
-    mask = u64(t.swizzle) - 16
-    for i in range(length >> 4):
-        linear = offset + i * 16
-        place = linear ^ (linear >> 3 & mask)
-        if load == 1:
-            copy(tile + place, source + i * 16, 16)
-        else:
-            copy(source + i * 16, tile + place, 16)
-
-
-@native
-def move_tile(cta: ptr[Cta], offset: u64, start: u64, t: ptr[TileMap], load: u32) -> None:
-    """A whole tile between global memory at `start` and a CTA's shared memory at `offset`."""
-    for i4 in range(t.counts[4]):
-        for i3 in range(t.counts[3]):
-            for i2 in range(t.counts[2]):
-                outer = start + i4 * t.strides[4] + i3 * t.strides[3] + i2 * t.strides[2]
-                for i1 in range(t.counts[1]):
-                    move_row(cta.smem, offset, ptr[u8](outer + i1 * t.strides[1]), t, load)
-                    offset += t.counts[0]
-
-
-@native
-def can_land(k: ptr[Cluster], rank: u64, offset: u64, signal: u64, size: u64) -> boolean:
+def can_land(k: ptr[Cluster], rank: u64, offset: u64, signal: u64, t: ptr[TileMap]) -> boolean:
     """Whether a tile fits at an offset of a CTA and its mbarrier can be signalled natively."""
     b = barrier_at(k, signal)
-    if not b or offset & ALIGNMENT_MASK != 0 or offset + size > k.ctas[rank].smem_bytes:
+    if not b or offset & ALIGNMENT_MASK != 0 or offset + t.shared_bytes > k.ctas[rank].smem_bytes:
         return False
     # Several destinations of a multicast may signal one barrier.
-    room = i64(size) * i64(k.cta_count)
+    room = i64(t.bytes) * i64(k.cta_count)
     return b.watched == 0 and i64(b.transactions) - room > 0 - TRANSACTION_LIMIT
 
 
@@ -109,7 +73,7 @@ def load_ranks(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u64:
     if not same_in_all(c, lanes, o.operands, u64(9)):
         return 0
     t = known_map(c, operand(c, lanes, o.operands[2]), o.form[0])
-    if not t or tile_start(c, lanes, t, o.operands + 3) == 0:
+    if not t or not tile_at(c, lanes, t, o.operands + 3, stack(i64, DIMENSIONS)):
         return 0
     target = operand(c, lanes, o.operands[0])
     barrier = operand(c, lanes, o.operands[1])
@@ -125,7 +89,7 @@ def load_ranks(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u64:
         return 0
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
-            if not can_land(k, rank, offset, load_signal(barrier, rank, o), t.bytes):
+            if not can_land(k, rank, offset, load_signal(barrier, rank, o), t):
                 return 0
     return ranks
 
@@ -147,7 +111,8 @@ def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     if ranks == 0:
         return PYTHON
     t = known_map(c, operand(c, lanes, o.operands[2]), o.form[0])
-    start = tile_start(c, lanes, t, o.operands + 3)
+    at = stack(i64, DIMENSIONS)
+    tile_at(c, lanes, t, o.operands + 3, at)
     offset = operand(c, lanes, o.operands[0]) & 0xFFFFFF
     barrier = operand(c, lanes, o.operands[1])
     k = c.cluster
@@ -155,7 +120,7 @@ def tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
         if ranks >> rank & 1 == 1:
             signal = load_signal(barrier, rank, o)
             started = cycles()
-            move_tile(k.ctas[rank], offset, start, t, u32(1))
+            move_tile(k.ctas[rank].smem, offset, t, at, u32(1))
             k.machine.copy_ticks += cycles() - started
             change(barrier_at(k, signal), u64(0), 0 - i64(t.bytes))
             k.machine.loaded += t.bytes
@@ -171,17 +136,20 @@ def tile_store(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     if not same_in_all(c, lanes, o.operands, u64(2) + DIMENSIONS):
         return PYTHON
     t = known_map(c, operand(c, lanes, o.operands[1]), o.form[0])
-    if not t or t.writable == 0:
+    at = stack(i64, DIMENSIONS)
+    if not t or not tile_at(c, lanes, t, o.operands + 2, at):
         return PYTHON
-    start = tile_start(c, lanes, t, o.operands + 2)
+    for i in range(t.rank):
+        if at[i] < 0:
+            return PYTHON
     source = operand(c, lanes, o.operands[0])
     offset = source & 0xFFFFFF
-    if start == 0 or source >> 24 != u64(c.cta.rank) or offset & ALIGNMENT_MASK != 0:
+    if source >> 24 != u64(c.cta.rank) or offset & ALIGNMENT_MASK != 0:
         return PYTHON
-    if offset + t.bytes > c.cta.smem_bytes:
+    if offset + t.shared_bytes > c.cta.smem_bytes:
         return PYTHON
     started = cycles()
-    move_tile(c.cta, offset, start, t, u32(0))
+    move_tile(c.cta.smem, offset, t, at, u32(0))
     c.cluster.machine.copy_ticks += cycles() - started
     c.cluster.machine.stored += t.bytes
     return DONE

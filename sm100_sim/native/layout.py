@@ -131,18 +131,21 @@ class Chain(ctypes.Structure):
 
 
 class TileMap(ctypes.Structure):
-    """A TMA descriptor whose tiles native code copies when they lie inside the tensor.
+    """A TMA descriptor (`state.tensormap.TensorMap`) for `native.tiles`.
 
-    pointer: where the descriptor is. last: largest coordinate of a tile inside, by dimension.
-    strides: bytes; counts: of the tile, dimension 0 in bytes. writable: stores may go there.
-    written: whether loads are for Python, since the sanitizer follows writes to that memory.
+    pointer: where the descriptor is. bytes: of a whole tile; shared_bytes: that it takes up in
+    shared memory. width: bytes of an element; swizzle, atom: bytes. sizes: of the tensor, counts:
+    of the tile, in elements; steps: of the tile in elements of the tensor; strides: bytes.
+    Dimensions from the rank on have size and count 1. written: whether loads are for Python, since
+    the sanitizer follows writes to that memory.
     """
 
     _fields_ = [
-        ("pointer", c_uint64), ("address", c_uint64), ("bytes", c_uint64), ("rank", c_uint32),
-        ("swizzle", c_uint32), ("writable", c_uint32), ("written", c_uint32),
-        ("last", c_int64 * DIMENSIONS), ("strides", c_uint64 * DIMENSIONS),
-        ("counts", c_uint64 * DIMENSIONS),
+        ("pointer", c_uint64), ("address", c_uint64), ("bytes", c_uint64),
+        ("shared_bytes", c_uint64), ("width", c_uint64), ("rank", c_uint32), ("swizzle", c_uint32),
+        ("atom", c_uint32), ("tf32", c_uint32), ("nan_fill", c_uint32), ("written", c_uint32),
+        ("sizes", c_int64 * DIMENSIONS), ("steps", c_uint64 * DIMENSIONS),
+        ("strides", c_uint64 * DIMENSIONS), ("counts", c_uint64 * DIMENSIONS),
     ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa import tiles
 from sm100_sim.isa.tma import read_descriptor
 from sm100_sim.native import layout
 from sm100_sim.native.products import K_STEP, ROWS
@@ -70,8 +71,8 @@ class NativeLaunch:
         record = _tile_map(read_descriptor(machine, pointer), memory)
         if record is None:
             return False
-        record.pointer = pointer
         self._maps[self.record.map_count] = record
+        self._maps[self.record.map_count].pointer = pointer
         self.record.map_count += 1
         return True
 
@@ -174,27 +175,12 @@ class NativeCluster:
 
 
 def _tile_map(tensor_map: TensorMap, memory: GlobalMemory) -> layout.TileMap | None:
-    """A descriptor for `native.copies`; None if its tiles are not copied byte by byte, or if the
+    """A descriptor for `native.copies`; None if its elements are not moved as they are, or if the
     tensor is not all in memory that the launch may touch."""
-    t = tensor_map
-    if t.interleave or t.element_bits < 8 or any(step != 1 for step in t.steps):
+    low, high = tensor_map.extent()
+    if tensor_map.element_bits < 8 or not memory.holds(low, high - low):
         return None
-    if t.tf32 or t.dtype == "f32.ftz" or t.shared_bytes != t.tile_bytes or t.atom != 16:
-        return None
-    width = t.element_bits // 8
-    counts = (t.tile_shape[0] * width, *t.tile_shape[1:])
-    low, high = t.extent()
-    if t.swizzle not in (0, counts[0]) or not memory.holds(low, high - low):
-        return None
-    record = layout.TileMap(
-        address=t.address, bytes=t.tile_bytes, rank=t.rank, swizzle=t.swizzle, writable=1
-    )
-    for i in range(layout.DIMENSIONS):
-        inside = i < t.rank
-        record.last[i] = t.sizes[i] - t.tile_shape[i] if inside else 0
-        record.strides[i] = (width, *t.strides)[i] if inside else 0
-        record.counts[i] = counts[i] if inside else 1
-    return record
+    return tiles.record_of(tensor_map)
 
 
 def _address(array: np.ndarray) -> int:

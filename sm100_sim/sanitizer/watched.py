@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sm100_sim.isa.columns import Rule
 from sm100_sim.native.barriers import barrier_at, change, mbarrier_arrive, mbarrier_wait
-from sm100_sim.native.copies import known_map, load_ranks, load_signal, move_tile, tile_start
+from sm100_sim.native.copies import known_map, load_ranks, load_signal, tile_at
 from sm100_sim.native.fragments import tensor_load, tensor_store
 from sm100_sim.native.language import (
     Signature,
@@ -25,7 +25,7 @@ from sm100_sim.native.language import (
     u32,
     u64,
 )
-from sm100_sim.native.layout import Barrier, Context, Operation
+from sm100_sim.native.layout import DIMENSIONS, Barrier, Context, Operation
 from sm100_sim.native.operands import DONE, PYTHON, operand, shared_by_lanes
 from sm100_sim.native.products import (
     CHAIN_IN_PYTHON,
@@ -35,6 +35,7 @@ from sm100_sim.native.products import (
     tensor_commit,
     tensor_mma,
 )
+from sm100_sim.native.tiles import move_tile
 
 from .clocks import AGENTS_OF_A_WARP, COPY, GENERIC, LOAD, MMA, STORE, WAIT
 from .draining import GRANULE_SHIFT, add_access, agent_of, drain
@@ -500,10 +501,11 @@ def watched_tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
         return PYTHON
     t = known_map(c, operand(c, lanes, o.operands[2]), o.form[0])
     barrier = operand(c, lanes, o.operands[1])
-    if t.written != 0 or t.bytes & 15 != 0 or not may_load(c, ranks, barrier, o):
+    if t.written != 0 or t.shared_bytes & 15 != 0 or not may_load(c, ranks, barrier, o):
         return PYTHON
     offset = operand(c, lanes, o.operands[0]) & 0xFFFFFF
-    start = tile_start(c, lanes, t, o.operands + 3)
+    at = stack(i64, DIMENSIONS)
+    tile_at(c, lanes, t, o.operands + 3, at)
     k = c.cluster
     accesses = stack(u32, 16)
     for rank in range(k.cta_count):
@@ -515,11 +517,11 @@ def watched_tile_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
             accesses[rank] = access
             visit(w, u32(rank), b.agent, access)
             touch_run(w.cluster.ctas[rank].smem, access, u32(1), w.frontier,
-                      offset >> GRANULE_SHIFT, t.bytes >> GRANULE_SHIFT)
+                      offset >> GRANULE_SHIFT, t.shared_bytes >> GRANULE_SHIFT)
     for rank in range(k.cta_count):
         if ranks >> rank & 1 == 1:
             started = cycles()
-            move_tile(k.ctas[rank], offset, start, t, u32(1))
+            move_tile(k.ctas[rank].smem, offset, t, at, u32(1))
             k.machine.copy_ticks += cycles() - started
             signal_copy(w, barrier_at(k, load_signal(barrier, rank, o)), accesses[rank], t.bytes)
             k.machine.loaded += t.bytes
