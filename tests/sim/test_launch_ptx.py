@@ -53,15 +53,19 @@ ret;
 """
 
 
-@pytest.mark.parametrize("kind", [np.zeros, torch.zeros], ids=["numpy", "torch"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "cute"])
 def test_arguments(kind):
     """Arrays by address, scalars by the size of their parameter, bytes as they are."""
-    out = kind(64, dtype=np.float64 if kind is np.zeros else torch.float64)
+    out = given = np.zeros(64)
+    if kind == "torch":
+        given = torch.from_numpy(out)
+    if kind == "cute":
+        given = pytest.importorskip("cutlass.cute.runtime").from_dlpack(torch.from_numpy(out))
     pair = np.array([5, 2], np.uint32).tobytes()
     report = launch_ptx(
-        SCALARS, "scalars", [out, -3, 0.5, np.float64(0.25), pair, np.int16(-1)], grid=2, block=32
+        SCALARS, "scalars", [given, -3, 0.5, np.float64(0.25), pair, np.int16(-1)], grid=2, block=32
     )
-    assert np.asarray(out).tolist() == [-3 + 5 - 2 - 1 + 0.5 + 0.25] * 64
+    assert out.tolist() == [-3 + 5 - 2 - 1 + 0.5 + 0.25] * 64
     assert (report.grid, report.block, report.cluster) == ((2, 1, 1), (32, 1, 1), (1, 1, 1))
     assert sm100_sim.last_reports()[-1] is report
 

@@ -76,9 +76,7 @@ def compiled():
 
 
 def launches(compiled, *args):
-    found = []
-    programs.program_of(compiled).run(args, found.append)
-    return found
+    return sm100_sim.launch_configs(compiled, *args)
 
 
 def test_launch_configuration(compiled):
