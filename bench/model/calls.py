@@ -104,9 +104,7 @@ def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
 
     ds_bytes: memory that dS may take at a time.
     """
-    problem = backward_problem(case)
-    splits = problem.head_parts_for(case.heads_kv, case.batch, gpu)
-    division = portions.divide(replace(problem, head_parts=splits), ds_bytes, gpu)
+    division = portions.divide(backward_problem(case), ds_bytes, gpu)
     whole = division.problem
     counts = Counter(_case(case, part) for part in division.portions if part.keys)
     return [

@@ -8,6 +8,7 @@ call they carry its values. `forward_arguments` and `backward_arguments` have th
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +32,7 @@ __all__ = [
 LARGEST_WINDOW = 1 << 29
 
 
-def tensor_type(element_type, rank: int, alignment: int):
+def tensor_type(element_type: Any, rank: int, alignment: int) -> Any:
     """A tensor of dynamic sizes whose outer strides are multiples of `alignment` bytes."""
     divisibility = alignment * 8 // element_type.width
     return make_fake_tensor(
@@ -42,12 +43,12 @@ def tensor_type(element_type, rank: int, alignment: int):
     )
 
 
-def vector_type(element_type):
+def vector_type(element_type: Any) -> Any:
     """A contiguous vector of dynamic length."""
     return make_fake_tensor(element_type, (cute.sym_int32(),), (1,), assumed_align=4)
 
 
-def dynamic_tensor(tensor: torch.Tensor, alignment: int):
+def dynamic_tensor(tensor: torch.Tensor, alignment: int) -> Any:
     """A tensor of a call, for one that `tensor_type` or `vector_type` describes."""
     described = from_dlpack(tensor.detach(), assumed_align=alignment)
     return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
@@ -60,17 +61,13 @@ def row_alignment(bits: int) -> int:
 
 def scalar_types(backward: bool = False) -> CallScalars:
     """The scalars by type only; backward: with those that are None in the forward."""
-    of_backward = {"softmax_scale", "max_seqlen_k", "head_parts"}
-    return CallScalars(
-        **{
-            name: None
-            if name in of_backward and not backward
-            else cutlass.Float32(1)
-            if "scale" in name
-            else cutlass.Int32(1)
-            for name in CallScalars._fields
-        }
-    )
+    types: dict[str, Any] = {
+        name: cutlass.Float32(1) if "scale" in name else cutlass.Int32(1)
+        for name in CallScalars._fields
+    }
+    if not backward:
+        types |= dict.fromkeys(("softmax_scale", "max_seqlen_k", "head_parts"))
+    return CallScalars(**types)
 
 
 def call_scalars(problem: Problem, gpu: Gpu, head_parts: int | None = None) -> CallScalars:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -73,7 +74,8 @@ def preprocess_call_arguments(
 ) -> tuple:
     """The values of one call of the preprocess kernel."""
     rows = PreprocessRows(
-        *(dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.out, tensors.dout)),
+        dynamic_tensor(tensors.out, TMA_ALIGNMENT),
+        dynamic_tensor(tensors.dout, TMA_ALIGNMENT),
         _row_values(tensors.lse),
         None if tensors.dlse is None else _row_values(tensors.dlse),
     )
@@ -83,7 +85,7 @@ def preprocess_call_arguments(
     return rows, stats, ragged, longest, cuda.CUstream(stream)
 
 
-def _row_values(tensor: torch.Tensor):
+def _row_values(tensor: torch.Tensor) -> Any:
     """A tensor of one float per row. The dimension that is added has the static stride of 1, so
     that all others may have any."""
     return dynamic_tensor(tensor.unsqueeze(-1), _WORD)

@@ -33,8 +33,8 @@ def run_forward(
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
-    optional = () if call.sink is None else (call.sink.detach().float().contiguous(),)
-    optional += tuple(call.ragged[name] for name in problem.ragged)
+    sink = () if call.sink is None else (call.sink.detach().float().contiguous(),)
+    optional = (*sink, *(call.ragged[name] for name in problem.ragged))
     inputs = call.q, *without_expanded_heads(call.k, call.v)
     return launch_forward(compiled, problem, inputs, optional)
 

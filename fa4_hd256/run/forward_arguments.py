@@ -16,6 +16,7 @@ proper, and the stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,12 +47,12 @@ def compile_arguments(problem_class: ProblemClass) -> tuple:
     return q, k, v, results, tuple(optional) or None, scalar_types(), cuda.CUstream(0)
 
 
-def combine_compile_arguments(element_type) -> tuple:
+def combine_compile_arguments(element_type: Any) -> tuple:
     """What `cute.compile` gets for the combining kernel; element_type: of out."""
     return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
 
 
-def _result_types(element_type) -> tuple:
+def _result_types(element_type: Any) -> tuple:
     """(out, lse)."""
     out = tensor_type(element_type, 4, row_alignment(element_type.width))
     return out, tensor_type(cutlass.Float32, 3, alignment=4)

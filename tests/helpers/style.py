@@ -100,8 +100,6 @@ SIMULATOR = (
     ("__main__",),
 )
 TOPS = tuple(sorted({room.split("/")[0] for room in ROOMS}))
-#: Packages whose modules import each other in no circle, not even inside functions.
-WITHOUT_CIRCLES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
 
 TEXT = ("", ".cfg", ".html", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml")
 
@@ -225,8 +223,7 @@ def imports(root: Path) -> list[str]:
                 found.append(f"{module} (room {room}) imports {name} (room {_room(name)})")
         if module.startswith("sm100_sim/"):
             found += _upwards(module, imported)
-    inside = {m: names for m, names in graph.items() if m.split("/")[0] in WITHOUT_CIRCLES}
-    return found + _circles(inside)
+    return found + _circles(graph)
 
 
 def module_names(root: Path) -> list[str]:
