@@ -10,7 +10,7 @@ from pathlib import Path
 #: Modules whose `__all__` is what they publish; besides them every module under `sm100_sim.tools`.
 PUBLIC = ("sm100_sim", "sm100_sim.timing")
 #: Who may import no more than that.
-ROOMS = ("fa4_hd256", "examples")
+ROOMS = ("fa4_hd256", "bench", "examples")
 
 
 def names_of(root: Path, module: str) -> set[str]:
