@@ -1,5 +1,6 @@
-# The two commands of a fresh clone: `make demo` and `make test`. Both need Python (3.10 or newer,
-# with venv) and nothing else; everything is installed into .venv, pinned by constraints.txt.
+# The commands of a fresh clone: `make demo`, `make test`, and `make check` for every edit. They need
+# Python (3.10 or newer, with venv) and nothing else; everything is installed into .venv, pinned by
+# constraints.txt.
 #
 #   PYTHON=python3.12   another interpreter for .venv
 #   TORCH_INDEX=URL     an extra package index for torch (its CPU build is smaller and serves here)
@@ -18,10 +19,18 @@ CLC_TESTS ?= -n 2 tests/operator/test_forward.py tests/operator/test_backward.py
     -k "(lengths or batch or tiles or visible or fp16) and not negative"
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-static test-clc lint clean
+.PHONY: demo check check-tests test test-static test-clc lint types clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m fa4_hd256 demo $(DEMO)
+
+# What every edit should pass, in little more than a minute: lint, types, style and, of each room,
+# tests that are quick. Types go beside the tests, which leave a core free while they start.
+check: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types check-tests
+
+check-tests: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
 # Both parts run whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
@@ -36,6 +45,9 @@ test-clc: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 # torch goes first and alone: an index given for it must not serve any other package.
 # Package and simulator, a distribution of its own, are installed in place, so that the tests run the

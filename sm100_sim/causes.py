@@ -100,7 +100,7 @@ def listed(causes: Iterable[Cause]) -> str:
     return "\n".join(paragraphs)
 
 
-def _links(finding: str) -> Iterator[Any]:
+def _links(finding: Any) -> Iterator[Any]:
     """What two findings of one cause have in common, one of these at least."""
     stretches = getattr(finding, "stretches", ())
     if not stretches:
@@ -116,8 +116,8 @@ def _links(finding: str) -> Iterator[Any]:
             yield *rule, frozenset(parties), party, stretch
 
 
-def _cause(group: Sequence[str]) -> Cause:
-    different: dict[Any, str] = {}
+def _cause(group: Sequence[Any]) -> Cause:
+    different: dict[Any, Any] = {}
     for finding in group:
         at = getattr(finding, "lines", ())
         different.setdefault((finding.kind, at) if at else str(finding), finding)

@@ -163,7 +163,8 @@ def run_host_code(
     def on_launch(config: LaunchConfig) -> None:
         try:
             reports.append(_run_config(config, ranges, options))
-        except (SimulationError, KeyboardInterrupt) as error:
+        except (SimulationError, KeyboardInterrupt) as ended:
+            error: Any = ended
             error.kernel = config.kernel_name
             raise
         remember(reports[-1], report_file)
@@ -366,5 +367,5 @@ def _report(
         seconds=machine.seconds,
         findings=machine.all_findings(),
         trace=None if trace is None else trace.entries,
-        shared_accesses=None if trace is None else trace.shared_accesses,
+        shared_accesses={} if trace is None else trace.shared_accesses,
     )

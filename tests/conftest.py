@@ -49,7 +49,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "simulator: needs the simulator, whatever --device says")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: PyTorch finds no CUDA device here")
 

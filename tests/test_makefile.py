@@ -58,3 +58,24 @@ def test_a_goal_installs_what_it_needs_and_no_more(tmp_path, goal, extras):
     package = [line.split()[-1].strip("'") for line in installs if "--editable" in line]
     assert [name for name in package if name.startswith(".[")] == extras
     assert ("--no-deps nvidia-cudnn-frontend" in installs) == (goal != "demo")
+
+
+def test_the_check_runs_its_three_parts(tmp_path):
+    lines = make(tmp_path, "-n", "check").stdout.splitlines()
+    commands = [line.split("/bin/")[1] for line in lines if line.startswith(str(tmp_path))]
+    assert [c for c in commands if "pip install" not in c] == [
+        "ruff check .", "mypy", "python -m pytest -q -n 2 @tests/check.txt",
+    ]  # fmt: skip
+
+
+def test_the_check_has_tests_of_each_room():
+    """Of each folder, but those of other projects' kernels, and only tests that there are."""
+    listed = (ROOT / "tests" / "check.txt").read_text().split()
+    files = {entry.partition("::")[0] for entry in listed}
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    for entry in listed:
+        file, _, name = entry.partition("::")
+        assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), entry
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    wanted = {folder.relative_to(ROOT).as_posix() for folder in folders}
+    assert wanted - {file.rpartition("/")[0] for file in files} == {"tests/sim/third_party"}

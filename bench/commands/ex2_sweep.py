@@ -130,7 +130,8 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
     )
     figure = "tflops" if rows[0]["step_clocks"] is None else "step_clocks"
     plot = Plot("true_share", figure, "line", series="seqlen_class", panel="mask")
-    columns, notes = (*_CLASS, *_MIX, *_TIME), ()
+    columns: tuple[Column, ...] = (*_CLASS, *_MIX, *_TIME)
+    notes: tuple[str, ...] = ()
     if rows[0][BASIS] == "modelled":
         columns += PATH_COLUMNS
         replays = "the replay of a mix and those that costs of tiles are fitted to"

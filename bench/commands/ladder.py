@@ -40,7 +40,8 @@ def rows(
     pytorch: seconds of PyTorch's fastest implementation, None where it did not run. origin: basis
     and machine.
     """
-    flop, found, before = case.flop(FORWARD), [], None
+    flop, found = case.flop(FORWARD), []
+    before: Any = None
     for timing in timings:
         seconds = timing.seconds
         tflops = flop / seconds / 1e12
@@ -120,7 +121,8 @@ def table(found: list[dict[str, Any]], case: Case, others: dict[str, float | str
         for name, value in others.items()
     )
     title = f"Optimisation ladder, forward, {case.shape}, heads {case.heads_text}, {case.mask}"
-    columns, notes = COLUMNS, (*_NOTES, ranges, f"PyTorch: {listed}.")
+    columns: tuple[Column, ...] = COLUMNS
+    notes: tuple[str, ...] = (*_NOTES, ranges, f"PyTorch: {listed}.")
     if replayed:
         columns, notes = columns + PATH_COLUMNS, (*notes, path_note("the replays of a step"))
     plot = Plot("step", "tflops", low="tflops_low", high="tflops_high")

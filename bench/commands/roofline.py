@@ -32,7 +32,8 @@ COLUMNS = (
 )
 
 
-def table(case: Case, directions: tuple[str, ...], machine: Machine, pattern=None) -> Table:
+def table(case: Case, directions: tuple[str, ...], machine: Machine,
+          pattern: Ex2Pattern | None = None) -> Table:
     """All kernels of the directions on one case."""
     found = [
         row

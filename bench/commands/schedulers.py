@@ -64,11 +64,13 @@ def default_cases() -> list[Case]:
 def modelled_row(case: Case, predictor: Predictor, direction: str = FORWARD) -> dict[str, Any]:
     """Both schedulers on one case, for each of the drawn machines."""
     choices = {STATIC: False, CLC: True}
+    details: dict[str, dict[str, Any]]
     if direction == BACKWARD:
-        kernels = {name: predictor.backward(OURS, case, clc) for name, clc in choices.items()}
-        seconds = {name: kernel.seconds(case) for name, kernel in kernels.items()}
-        paths = [kernel.paths_of(case) for kernel in kernels.values()]
+        both = {name: predictor.backward(OURS, case, clc) for name, clc in choices.items()}
+        seconds = {name: kernel.seconds(case) for name, kernel in both.items()}
+        paths = [kernel.paths_of(case) for kernel in both.values()]
         details = {name: {"ms": float(found[0]) * 1e3} for name, found in seconds.items()}
+        of_launch: dict[str, Any]
         of_launch = dict.fromkeys(("tiles", "static_balance", "clc_balance", "bound"))
     else:
         kernels = {name: predictor.forward(OURS, case, clc) for name, clc in choices.items()}
@@ -166,7 +168,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "direction over the whole range."
     )
     modelled = "Tiles past the end of a short sequence cost the CLC scheduler a query each."
-    columns, notes = COLUMNS, (note,)
+    columns: tuple[Column, ...] = COLUMNS
+    notes: tuple[str, ...] = (note,)
     if rows[0][BASIS] == "modelled":
         columns += PATH_COLUMNS
         notes += (modelled, path_note(f"the replays behind a row, {STATIC} / {CLC}"))

@@ -44,12 +44,13 @@ def row(shape: Shape, runs: int = 3) -> dict[str, Any]:
     Raises ValueError for a negative number of runs.
     """
     generator = torch.Generator().manual_seed(0)
-    tensors = tuple(
+    q, k, v = (
         torch.randn(1, shape.seqlen, heads, HEAD_DIM, generator=generator).bfloat16()
         for heads in (shape.heads, shape.heads_kv, shape.heads_kv)
     )
     config = ForwardConfig()
     options = Options.check(None, False, (None, None), 0.0, False)
+    tensors = q, k, v
     problem = Problem.describe(tensors, options)
     compiled = compile_forward(config, problem.problem_class)
     found = speed.measure(lambda: launch_forward(compiled, problem, tensors), runs)
@@ -127,7 +128,7 @@ TRANSLATION_NOTE = (
 
 def kernels() -> dict[str, KernelSpec]:
     """This project's plain forward, and the largest of each of its kernels."""
-    everything = {
+    everything: dict[str, Any] = {
         "dtype": torch.bfloat16, "bounded_left": True, "bounded_right": True, "softcap": True,
         "ragged": ("cu_seqlens_q", "cu_seqlens_k"), "use_clc": True,
     }  # fmt: skip

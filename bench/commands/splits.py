@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench import suite
-from bench.measure.providers import FlashAttention4, Ours
+from bench.measure.providers import FlashAttention4, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model.calls import default_splits, defaults_to_clc
@@ -66,12 +66,12 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     found = {
         n: predictor.predict_forward(OURS, case, use_clc, n) for n in range(1, LARGEST + 1)
     }
-    seconds = {n: one.seconds for n, one in found.items()}
+    seconds: dict[int, Any] = {n: one.seconds for n, one in found.items()}
     chosen = default_splits(case, gpu_of(predictor.machine))
     theirs = {}
     if predictor.refuses(THEIRS, case, FORWARD) is None:
         theirs = their_predictions(case, predictor)
-    calls = {n: one.seconds for n, one in theirs.items()}
+    calls: dict[int, Any] = {n: one.seconds for n, one in theirs.items()}
     best = theirs[_fastest(calls)].paths if calls else None
     paths = path_figures(found[chosen].paths, best)
     origin = {BASIS: "modelled", MACHINE: modelled_machine(predictor.machine)}
@@ -136,7 +136,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         chosen = default_splits(case, _gpu_of(timer))
         numbers = sorted({*NUMBERS, chosen})
         theirs = {n: f"{THEIRS} {n}" for n in _their_measured(case, timer.gpu.sms)}
-        providers = [
+        providers: list[Provider] = [
             *(Ours(str(n), num_splits=n) for n in numbers),
             *(FlashAttention4(name, num_splits=n) for n, name in theirs.items()),
         ]
@@ -173,8 +173,8 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    columns = COLUMNS
-    notes = (
+    columns: tuple[Column, ...] = COLUMNS
+    notes: tuple[str, ...] = (
         f"The number of parts that a call without num_splits= takes stands under \"chosen\"; "
         f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} at best: the fastest of "
         "num_splits=1, two CTAs a tile of 256 rows, and of the numbers its rule picks from, one "

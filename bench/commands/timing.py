@@ -59,6 +59,7 @@ def measure(
     each of the frequencies of emulated exp2."""
     rows = [row("ours", seqlen, causal, our_forward(seqlen, causal, machine))]
     if flash_attn_4.unavailable() is None:
+        mixes: dict[str, Any]
         mixes = {f"{flash_attn_4.PACKAGE}, freq {n}": flash_attn_4.pattern(n) for n in frequencies}
         for name, mix in (mixes or {flash_attn_4.PACKAGE: None}).items():
             rows.append(row(name, seqlen, causal, their_forward(seqlen, causal, machine, mix)))

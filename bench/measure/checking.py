@@ -135,10 +135,10 @@ def check_gradients(provider: Provider, inputs: Inputs) -> Check:
 
 def _check_small_gradients(provider: Provider, inputs: Inputs) -> Check:
     case = inputs.case
-    lengths = tuple(min(CHECKED_SEQLEN, length) for length in case.lengths[-1])
+    queries, keys = (min(CHECKED_SEQLEN, length) for length in case.lengths[-1])
     small = Case(
-        case.group, (lengths,), case.heads, case.heads_kv, case.causal, case.window, case.softcap,
-        case.packed,
+        case.group, ((queries, keys),), case.heads, case.heads_kv, case.causal, case.window,
+        case.softcap, case.packed,
     )  # fmt: skip
     cut = Inputs.random(small, inputs.q.device, inputs.q.dtype)
     found = _gradients(provider, cut, cut.dout)

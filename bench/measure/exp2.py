@@ -6,8 +6,10 @@ Errors are of the numpy twin, and of the compiled forward in the simulator (`sim
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,14 +117,15 @@ def measured_times(
     found = {}
     for name, seqlen in SEQLENS.items():
         inputs = Inputs.random(case_of(seqlen, causal), timer.device, torch.bfloat16)
-        calls = {}
+        calls: dict[Any, Callable[[], Any]] = {}
         for pattern in patterns:
             provider = Ours(config=ForwardConfig(ex2_pattern=pattern))
             check = check_forward(inputs, provider.call(inputs))
             if not check.passed:
                 raise RuntimeError(f"{pattern}: error {check.error}, accepted {check.tolerance}")
-            calls[pattern] = lambda p=provider, i=inputs: p.call(i)
-        for pattern, samples in interleave(timer, calls, sampling).items():
+            calls[pattern] = partial(provider.call, inputs)
+        timed: dict[Any, Any] = interleave(timer, calls, sampling)
+        for pattern, samples in timed.items():
             quantiles = [samples.quantile(share) for share in (0.5, 0.2, 0.8)]
             found[pattern, name] = Times(np.array(quantiles))
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,10 +40,11 @@ class Rung:
     def call(self, inputs: Inputs) -> torch.Tensor:
         """out of the operator, as `Provider.call`."""
         case = inputs.case
-        return flash_attn_func(
+        out = flash_attn_func(
             *inputs.leaves, causal=case.causal, window_size=case.window, config=self.config,
             use_clc=self.use_clc,
         )  # fmt: skip
+        return cast(torch.Tensor, out)
 
 
 def rungs(pattern: Ex2Pattern = PATTERN) -> list[Rung]:
@@ -123,7 +125,9 @@ def measure_all(
     All of them are timed by turns, on the same inputs.
     """
     inputs = Inputs.random(case, timer.device, torch.bfloat16)
-    calls, errors, others = {}, {}, {}
+    calls: dict[str, Any] = {}
+    errors: dict[str, Error] = {}
+    others: dict[str, float | str] = {}
     for rung in chosen:
         calls[rung.name] = forward_call(rung, inputs)
         check = check_forward(inputs, calls[rung.name]())

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -105,7 +105,8 @@ class Target:
 
 
 def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    return flash_attn_func(*tensors, **options)
+    q, k, v = tensors
+    return cast(torch.Tensor, flash_attn_func(q, k, v, **options))
 
 
 def _packed(
@@ -115,10 +116,12 @@ def _packed(
     packed = next(one for one in lengths if _packed_shape(one).seqlen_q == tensors[0].shape[1])
     sizes = torch.tensor([[0, 0], *packed])
     offsets_q, offsets_k = sizes.cumsum(0).int().T.contiguous()
-    return flash_attn_varlen_func(
-        *(tensor[0] for tensor in tensors), offsets_q, offsets_k,
-        *sizes.amax(0).tolist(), **options,
-    )  # fmt: skip
+    q, k, v = (tensor[0] for tensor in tensors)
+    longest_q, longest_k = sizes.amax(0).tolist()
+    out = flash_attn_varlen_func(
+        q, k, v, offsets_q, offsets_k, longest_q, longest_k, **options
+    )
+    return cast(torch.Tensor, out)
 
 
 def _forward(shape: Shape, call: Callable, **options: Any) -> None:
@@ -138,11 +141,13 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
     do not grow some phases are waited for by nobody (docs/sanitizer.md)."""
     with mock.patch.dict(os.environ, {DEVICE: "b200:2"}), attached(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flash_attn_4.attention(*inputs(shape, falling), causal=causal)
+        q, k, v = inputs(shape, falling)
+        flash_attn_4.attention(q, k, v, causal=causal)
 
 
 def _packed_shape(lengths: Lengths, heads_q: int = 1) -> Shape:
-    return Shape(*(sum(side) for side in zip(*lengths, strict=True)), heads_q)
+    queries, keys = (sum(side) for side in zip(*lengths, strict=True))
+    return Shape(queries, keys, heads_q)
 
 
 def _targets() -> Iterator[Target]:
@@ -167,8 +172,8 @@ def _targets() -> Iterator[Target]:
             ("dQ", "backward_dq", "q"),
         ):
             run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
-            shapes = tuple(map(_packed_shape, backward))
-            yield Target(f"{name}, varlen, causal, {scheduler}", run, shapes, kernels=kernel)
+            of_all = tuple(map(_packed_shape, backward))
+            yield Target(f"{name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel)
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
         run = functools.partial(_flash_attention_4, causal=causal)

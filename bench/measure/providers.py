@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -45,10 +45,11 @@ class Inputs:
             tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
         offsets = None
         if case.packed:
-            offsets = tuple(
+            of_q, of_k = (
                 torch.tensor([0, *lengths], device=device).cumsum(0).int()
                 for lengths in zip(*case.lengths)
             )
+            offsets = of_q, of_k
         q, k, v, dout = tensors
         return cls(case, q, k, v, dout, offsets)
 
@@ -109,15 +110,16 @@ class Ours:
         from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 
         case = inputs.case
-        options = {
+        options: dict[str, Any] = {
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
             "use_clc": self._use_clc, "config": self._config, "num_splits": self._num_splits,
         }  # fmt: skip
         if inputs.cu_seqlens is None:
-            return flash_attn_func(*inputs.leaves, **options)
-        return flash_attn_varlen_func(
+            return cast(torch.Tensor, flash_attn_func(*inputs.leaves, **options))
+        out = flash_attn_varlen_func(
             *inputs.leaves, *inputs.cu_seqlens, case.seqlen_q, case.seqlen_k, **options
         )
+        return cast(torch.Tensor, out)
 
 
 class FlashAttention4:
@@ -136,14 +138,15 @@ class FlashAttention4:
 
     def call(self, inputs: Inputs) -> torch.Tensor:
         case = inputs.case
-        options = {"causal": case.causal, "window_size": case.window}
+        options: dict[str, Any] = {"causal": case.causal, "window_size": case.window}
         if self._num_splits is not None:
             options["num_splits"] = self._num_splits
         if case.softcap:
             options["softcap"] = case.softcap
         packed = None
         if inputs.cu_seqlens is not None:
-            packed = tuple(zip(inputs.cu_seqlens, (case.seqlen_q, case.seqlen_k), strict=True))
+            of_q, of_k = inputs.cu_seqlens
+            packed = (of_q, case.seqlen_q), (of_k, case.seqlen_k)
         return flash_attn_4.attention(*inputs.leaves, packed, **options)
 
 
@@ -256,8 +259,8 @@ def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
 
 
-def forward_call(provider: Provider, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """What is returned runs the forward alone."""
+def forward_call(provider: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """What is returned runs the forward alone of a provider, or of what else has its `call`."""
 
     def call() -> torch.Tensor:
         with torch.no_grad():

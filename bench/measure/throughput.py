@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def measured_rows(
     for case, direction in cases:
         print(f"{direction}, {case}", file=sys.stderr, flush=True)
         ready, details = _ready(case, direction, providers, (timer, dtype, missing))
-        found, failed = attempt(lambda r=ready: interleave_prepared(timer, r, sampling))
+        found, failed = attempt(partial(interleave_prepared, timer, ready, sampling))
         for name in ready:
             if failed:
                 details[name] |= {"status": f"while timing: {failed}", "failed": True}
@@ -63,7 +64,9 @@ def _ready(
     """(what `Timer.prepare` made of the providers whose results are right, what is known of each
     provider)."""
     timer, dtype, missing = setting
-    inputs, ready, details = None, {}, {}
+    inputs: Inputs | None = None
+    ready: dict[str, Any] = {}
+    details: dict[str, dict[str, Any]] = {}
     for provider in providers:
         reason = missing[provider.name] or provider.refuses(case, direction)
         if reason is not None:
@@ -71,9 +74,7 @@ def _ready(
             continue
         inputs = inputs or Inputs.random(case, timer.device, dtype)
         with timer.on_stream():
-            checked, reason = attempt(
-                lambda p=provider, i=inputs: _checked(p, i, direction)
-            )
+            checked, reason = attempt(partial(_checked, provider, inputs, direction))
         if reason is not None:
             details[provider.name] = {"status": reason, "failed": True}
             continue
@@ -81,7 +82,7 @@ def _ready(
         figures = {"max_error": check.error, "tolerance": check.tolerance}
         status = f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}"
         if check.passed:
-            prepared, reason = attempt(lambda c=call: timer.prepare(c))
+            prepared, reason = attempt(partial(timer.prepare, call))
             status = reason or "ok"
             if reason is None:
                 ready[provider.name] = prepared

@@ -42,7 +42,10 @@ class State:
 
 
 class Timer(Protocol):
-    """What times a call."""
+    """What times a call. device: where; gpu: which."""
+
+    device: Any
+    gpu: Gpu
 
     def prepare(self, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
         """(what to run in its place, how it runs: "graph", or why it is launched plainly)."""

@@ -102,7 +102,7 @@ def _describe(
     ptx, cubin, name = code
     usage, instructions = resource_usage(cubin, name), kernel_code(cubin, name).instructions
     return BackwardReport(
-        project, kernel_of(report), usage.registers, usage.stack, usage.local,
+        project, kernel_of(report) or name, usage.registers, usage.stack, usage.local,
         sum(i.base in ("LDL", "STL") for i in instructions), report.dynamic_smem,
         tmem_columns(ptx), len(instructions), report.warp_instructions / units,
         report.warps("tcgen05.mma") / units, report.tma["load_bytes"] / units,

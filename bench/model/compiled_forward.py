@@ -155,7 +155,7 @@ def _report(
     share, softmax = mix.true_share(STEP_COLUMNS), softmax_loop(loops)
     if softmax.share != share:
         raise RuntimeError(
-            f"{project}, {mask}: {float(softmax.share):.2%} of the exp2 are emulated by the "
+            f"{project}, {mask}: {float(softmax.share or 0):.2%} of the exp2 are emulated by the "
             f"compiled instructions, but the pattern says {float(share):.2%}"
         )
     return KernelReport(

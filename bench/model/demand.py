@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from bench.suite import BACKWARD, FORWARD, Case
 from fa4_hd256.call.forward_problem import packed_heads
@@ -206,12 +207,12 @@ class Total:
 
 
 def totals(
-    case: Case, direction: str, config: ForwardConfig | BackwardConfig | None = None,
-    gpu: Gpu = B200,
+    case: Case, direction: str, config: Any = None, gpu: Gpu = B200
 ) -> list[Total]:
     """The kernels of one direction on a case, in the order in which they run.
 
-    gpu: decides how far query heads of dK and dV are split.
+    config: ForwardConfig or BackwardConfig, as the direction is; None for the default one. gpu:
+    decides how far query heads of dK and dV are split.
     Raises ValueError for another direction.
     """
     tokens_q, tokens_k = (sum(lengths) for lengths in zip(*case.lengths))

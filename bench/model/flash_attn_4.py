@@ -154,7 +154,8 @@ class FlashAttention4:
             paths[which] = Paths.of(rows)
             return found
 
-        tiling, paths = BackwardTiling("single", False, False, KEYS), {}
+        tiling = BackwardTiling("single", False, False, KEYS)
+        paths: dict[str, Paths] = {}
         return Backward(self.name, tiling, machine.sampled(draws), costs, paths=paths)
 
 
@@ -241,13 +242,13 @@ def _random(
 
 def _attention(leaves: list[torch.Tensor], kind: Kind, **options: Any) -> torch.Tensor:
     """leaves: q, k, v of one sequence."""
-    packed = None
+    packed, (q, k, v) = None, leaves
     if kind.packed:
-        packed = tuple(
-            (torch.tensor([0, len(t)], dtype=torch.int32, device="cuda"), len(t))
-            for t in leaves[:2]
+        of_q, of_k = (
+            (torch.tensor([0, len(t)], dtype=torch.int32, device="cuda"), len(t)) for t in (q, k)
         )
-    return flash_attn_4.attention(*leaves, packed, **options)
+        packed = of_q, of_k
+    return flash_attn_4.attention(q, k, v, packed, **options)
 
 
 #: As `Backward` names them, and parts of their names.

@@ -126,7 +126,8 @@ class Ours:
 
     def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
         """Our forward, with costs fitted to replays of that kernel."""
-        found, config = replays(variant, machine, draws), variant.config or ForwardConfig()
+        found = replays(variant, machine, draws)
+        config: Any = variant.config or ForwardConfig()
         tiling = ForwardTiling(variant.policy, ordered=config.ordered_tiles, packs_heads=True)
         costs = fitted(found, variant.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
@@ -145,8 +146,9 @@ class Ours:
             paths[which] = Paths.of(rows)
             return found
 
-        tiling, paths = BackwardTiling(variant.policy, True, True, ROWS), {}
-        config = variant.config or BackwardConfig()
+        tiling = BackwardTiling(variant.policy, True, True, ROWS)
+        paths: dict[str, Paths] = {}
+        config: Any = variant.config or BackwardConfig()
         return Backward(
             self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths,
             gpu_of(machine),
@@ -199,9 +201,9 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
     queries, heads, left, keys = parts_of(sample)
     kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
     shapes = ((queries, heads), (keys, 1), (keys, 1), (queries, heads))
-    tensors = [
+    tensors: Any = tuple(
         torch.randn(1, rows, n, HEAD_DIM, generator=generator).bfloat16() for rows, n in shapes
-    ]
+    )
     softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
     bounds = (left if kind.window else None, None)
     options = Options.check(None, kind.causal, bounds, softcap, variant.use_clc)
@@ -212,23 +214,25 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
             for name, rows in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys))
         }
     limits = (longest or queries, longest or keys) if kind.packed else (None, None)
-    problem = Problem.describe(tuple(tensors[:3]), options, None, ragged, *limits)
+    problem = Problem.describe(tensors[:3], options, None, ragged, *limits)
     make = _forward_call if variant.kernel == FORWARD else _backward_call
     return make(variant, problem, tensors, tuple(ragged.values()))
 
 
 def _forward_call(
-    variant: Variant, problem: Problem, tensors: list[torch.Tensor], ragged: tuple
+    variant: Variant, problem: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
     problem = divided(problem, variant.num_splits, ONE_PAIR)
-    compiled = compile_forward(variant.config or ForwardConfig(), problem.problem_class)
+    config: Any = variant.config or ForwardConfig()
+    compiled = compile_forward(config, problem.problem_class)
     results = empty_results(problem, parts=problem.num_splits > 1)
-    given = CallTensors(*tensors[:3], *results, ragged)
+    (q, k, v), (out, lse) = tensors[:3], results
+    given = CallTensors(q, k, v, out, lse, ragged)
     return compiled, call_arguments(given, problem, ONE_PAIR, 0)
 
 
 def _backward_call(
-    variant: Variant, forward: Problem, tensors: list[torch.Tensor], ragged: tuple
+    variant: Variant, forward: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
     (q, k, *_), which = tensors, variant.kernel
     keeps, is_dq = which.startswith("kept "), which.endswith("dq")
@@ -243,8 +247,9 @@ def _backward_call(
         if is_dq
         else tuple(torch.empty(1, k.shape[1], splits, HEAD_DIM, dtype=dtype) for _ in range(2))
     )
-    spec = backward_specs(problem, variant.config or BackwardConfig())["dq" if is_dq else "dkdv"]
+    config: Any = variant.config or BackwardConfig()
+    spec = backward_specs(problem, config)["dq" if is_dq else "dkdv"]
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
-    given = GradientTensors(tuple(tensors), stats, results, ragged, ds)
+    given = GradientTensors(tensors, stats, results, ragged, ds)
     return compile_kernel(spec), gradient_call_arguments(given, problem, ONE_PAIR, 0)

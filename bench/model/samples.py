@@ -7,6 +7,7 @@ another; one cluster runs all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from .tiles import (
     DKDV,
@@ -54,7 +55,8 @@ BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 
 def parts_of(sample: Iterable[int | None]) -> tuple[int, int, int | None, int]:
     """(queries, heads, left bound, keys) of a sample."""
-    queries, heads, left, keys = (*sample, None, None)[:4]
+    queries, heads, left, keys = cast(tuple[int, int, int | None, int | None],
+                                      (*sample, None, None)[:4])
     return queries, heads, left, keys or queries
 
 
@@ -81,6 +83,7 @@ def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
     if left is None or which == "kept dq":
         return blocks, 0.0
     if is_dq:
+        units: list[tuple[float, float]]
         units = [dq_units(block, lengths, bounds) for block in range(-(-seqlen // ROWS))]
         return blocks, DQ * heads * sum(masked for _, masked in units)
     units = [dkdv_units(block, lengths, bounds, ROWS) for block in range(-(-seqlen // KEYS))]

@@ -111,6 +111,7 @@ class LoopNest:
         def longest(index: int) -> tuple[int, tuple[int, ...]]:
             """(instructions, blocks) from this block to a latch; -1 if no latch is reached."""
             own = len(self.instructions_of(index))
+            best: tuple[int, tuple[int, ...]]
             best = (own, (index,)) if index in loop.latches else (-1, ())
             for successor in self.function.blocks[index].successors:
                 if successor in inside and successor != loop.header:

@@ -40,11 +40,11 @@ def modelled_rows(
                 details[name] = {"status": reason}
         both = [predicted.get(name) for name in (OURS, flash_attn_4.PACKAGE)]
         row = comparison_row(case, direction, details) | origin
-        row |= path_figures(*(found and found.paths for found in both))
-        if None not in both:
+        row |= path_figures(*(None if found is None else found.paths for found in both))
+        ours, theirs = both
+        if ours is not None and theirs is not None:
             # The same draw of the constants for both.
-            ours, theirs = (found.seconds for found in both)
-            ratios = theirs / ours
+            ratios = theirs.seconds / ours.seconds
             row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
         rows.append(row | _unlimited(both))
     return rows
@@ -69,7 +69,7 @@ class Predictions:
         for index, (case, direction) in enumerate(cases):
             groups[direction, Kind.of(case)].append(index)
         parts = [[cases[index] for index in group] for group in groups.values()]
-        rows = {}
+        rows: dict[int, dict[str, Any]] = {}
         for group, found in zip(groups.values(), each(self, parts, jobs), strict=True):
             rows |= zip(group, found, strict=True)
         return [rows[index] for index in range(len(cases))]
@@ -78,11 +78,11 @@ class Predictions:
 def _unlimited(both: Sequence[Predicted | None]) -> dict[str, Any]:
     """The ratio of ours and the other if nothing limits the power, with its range over draws that
     are the same for both; nothing in it for a direction whose time several kernels share."""
-    seconds = [None if found is None else found.unlimited for found in both]
+    ours, theirs = (None if found is None else found.unlimited for found in both)
     names = ("unlimited_ratio", "unlimited_ratio_low", "unlimited_ratio_high")
-    if any(of_one is None for of_one in seconds):
+    if ours is None or theirs is None:
         return dict.fromkeys((*names, "unlimited"))
-    ratios = seconds[1] / seconds[0]
+    ratios = theirs / ours
     figures = float(ratios[0]), float(ratios.min()), float(ratios.max())
     text = "{:.2f} ({:.2f}..{:.2f})".format(*figures)
     return {**dict(zip(names, figures, strict=True)), "unlimited": text}

@@ -93,7 +93,7 @@ class Parts(NamedTuple):
     """Which part of how many; equal: see `ForwardTiling.equal_parts`."""
 
     which: int = 0
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody asks of parts
     equal: bool = False
 
     def of(self, first: int, limit: int) -> tuple[int, int]:
@@ -101,8 +101,10 @@ class Parts(NamedTuple):
         whole = limit - first
         if self.equal:
             each = -(-whole // self.count)
-            return tuple(first + min(n * each, whole) for n in (self.which, self.which + 1))
-        return tuple(first + whole * n // self.count for n in (self.which, self.which + 1))
+            begin, end = (min(n * each, whole) for n in (self.which, self.which + 1))
+        else:
+            begin, end = (whole * n // self.count for n in (self.which, self.which + 1))
+        return first + begin, first + end
 
 
 WHOLE = Parts()

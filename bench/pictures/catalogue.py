@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
@@ -33,9 +35,17 @@ def _of_kernels() -> dict[str, Callable[[], Drawing]]:
     }
     found: dict[str, Callable[[], Drawing]] = {}
     for name, (title, plan) in kernels.items():
-        found[f"memory-{name}"] = lambda t=title, p=plan: memory_map(t, p.smem, p.tmem)
-        found[f"barriers-{name}"] = lambda t=title, p=plan: barrier_graph(t, p.edges)
+        found[f"memory-{name}"] = partial(_memory, title, plan)
+        found[f"barriers-{name}"] = partial(_barriers, title, plan)
     return found
+
+
+def _memory(title: str, plan: Any) -> Drawing:
+    return memory_map(title, plan.smem, plan.tmem)
+
+
+def _barriers(title: str, plan: Any) -> Drawing:
+    return barrier_graph(title, plan.edges)
 
 
 #: Name of the file without its suffix -> what draws it.

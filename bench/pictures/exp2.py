@@ -44,7 +44,7 @@ def exp2_error() -> Drawing:
         drawing.text((_LEFT + _INNER + 14, y + 4), f"{words}: {half_ulp:.2g}", 12.5)
     for degree, colour in _COLOURS.items():
         centres, largest = _envelope(degree)
-        axes.line(centres, largest, colour)
+        axes.line(centres.tolist(), largest.tolist(), colour)
         _, y = axes.at(1.0, largest[-8:].max())
         drawing.text(
             (_LEFT + _INNER + 14, y + (22 if degree == 2 else 4)),

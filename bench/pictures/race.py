@@ -82,7 +82,7 @@ def planted_race() -> sm100_sim.Finding:
     """The sanitizer's finding in `KERNEL`. Raises RuntimeError if it does not find the race."""
     report = run_text(KERNEL)
     for finding in report.findings:
-        if finding.kind == "race":
+        if isinstance(finding, sm100_sim.Finding) and finding.kind == "race":
             return finding
     raise RuntimeError(f"no race was found in the planted kernel: {report.findings}")
 

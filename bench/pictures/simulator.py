@@ -49,8 +49,8 @@ def simulator_tower() -> Drawing:
     top = ground - len(FLOORS) * (tall + 8)
     drawing.text((756, top - 8), "rooms that watch", 12.5, colour=GREY)
     step = (ground + 42 - top) / len(OBSERVERS)
-    for number, (room, *words) in enumerate(OBSERVERS):
-        drawing.box((756, top + number * step, 260, step - 10), [room, *words],
+    for number, (room, *lines) in enumerate(OBSERVERS):
+        drawing.box((756, top + number * step, 260, step - 10), [room, *lines],
                     (GREEN, PURPLE, ORANGE, ORANGE)[number], 15)
     for number in range(len(OBSERVERS)):
         y = top + number * step + (step - 10) / 2
@@ -100,9 +100,9 @@ def instruction_life() -> Drawing:
             drawing.arrow([(left - gap + 2, top + tall / 2), (left - 2, top + tall / 2)], INK, 1.8)
     y = 262.0
     drawing.text((24, y), "who looks on", 13, colour=GREY)
-    for name, words in _WATCHED:
+    for name, what in _WATCHED:
         y += 44
         drawing.rect(24, y - 22, 1132, 36, tint(GREY, 0.06), "none", 4)
         drawing.text((40, y + 1), name, 14, style="bold")
-        drawing.text((146, y + 1), words, 12.5)
+        drawing.text((146, y + 1), what, 12.5)
     return drawing

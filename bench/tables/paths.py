@@ -12,8 +12,11 @@ from bench.tables.table import Column
 class Replayed(Protocol):
     """What a count of a replay is taken from (`bench.model.replays.Replayed`)."""
 
-    unmatched: int
-    ambiguous: int
+    @property
+    def unmatched(self) -> int: ...
+
+    @property
+    def ambiguous(self) -> int: ...
 
 
 @dataclass(frozen=True)

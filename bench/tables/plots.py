@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from .table import Table
+from .table import Plot, Table
 
 _PANEL_INCHES = (7.0, 3.6)
 #: Of a panel whose bars lie on their sides: above and below them, and each bar.
@@ -17,7 +17,7 @@ _LABEL_LETTERS = 100
 #: Letters of a title that fit into an inch.
 _TITLE_LETTERS = 12
 #: Okabe and Ito's colours, which people with any common colour vision tell apart; quiet axes.
-_STYLE = {
+_STYLE: Any = {
     "axes.prop_cycle": "cycler('color', ['0072b2', 'e69f00', '009e73', 'd55e00', 'cc79a7', "
                        "'56b4e9', '59636e'])",
     "axes.spines.top": False,
@@ -106,7 +106,7 @@ class _Panel:
     @property
     def is_sideways(self) -> bool:
         """Whether bars lie on their sides, each with its label in front of it."""
-        return self.table.plot.kind == "bar" and self.has_long_labels
+        return _plot(self.table).kind == "bar" and self.has_long_labels
 
     @property
     def series(self) -> list[str | None]:
@@ -136,8 +136,14 @@ def _panels(table: Table) -> list[_Panel]:
     return [_Panel(table, name, [p for p in points if p.panel == name]) for name in names]
 
 
+def _plot(table: Table) -> Plot:
+    if table.plot is None:
+        raise ValueError(f"nothing says how to draw {table.title!r}")
+    return table.plot
+
+
 def _points(table: Table) -> list[_Point]:
-    plot, found = table.plot, []
+    plot, found = _plot(table), []
     names = (plot.y,) if isinstance(plot.y, str) else plot.y
     for row in table.rows:
         for name in names:
@@ -145,7 +151,7 @@ def _points(table: Table) -> list[_Point]:
                 continue
             series = row[plot.series] if plot.series else name if len(names) > 1 else None
             errors = None
-            if plot.low is not None:
+            if plot.low is not None and plot.high is not None:
                 errors = max(0.0, row[name] - row[plot.low]), max(0.0, row[plot.high] - row[name])
             panel = "" if plot.panel is None else str(row[plot.panel])
             series = None if series is None else str(series)
@@ -154,7 +160,7 @@ def _points(table: Table) -> list[_Point]:
 
 
 def _label(table: Table, row: dict) -> Any:
-    x = table.plot.x
+    x = _plot(table).x
     return row[x] if isinstance(x, str) else ", ".join(str(row[name]) for name in x)
 
 
@@ -164,14 +170,14 @@ def _labels(points: list[_Point]) -> list:
 
 def _draw_panel(axis: Any, panel: _Panel) -> None:
     table, points = panel.table, panel.points
-    plot, labels = table.plot, _labels(points)
+    plot, labels = _plot(table), _labels(points)
     numeric = plot.kind == "line" and all(isinstance(label, (int, float)) for label in labels)
     if plot.kind == "bar":
         _draw_bars(axis, panel)
     else:
         _draw_lines(axis, panel, numeric)
     unit = _unit(table)
-    if numeric:
+    if numeric and isinstance(plot.x, str):
         axis.set_xscale("log", base=2) if plot.log_x else None
         axis.set_xlabel(_heading(table, plot.x))
     elif panel.is_sideways:
@@ -193,7 +199,7 @@ def _draw_panel(axis: Any, panel: _Panel) -> None:
 
 def _errors(panel: _Panel, points: list[_Point]) -> list[tuple[float, ...]] | None:
     """As matplotlib takes them: below, above."""
-    if panel.table.plot.low is None:
+    if _plot(panel.table).low is None:
         return None
     return list(zip(*(point.errors for point in points)))
 
@@ -224,7 +230,7 @@ def _draw_lines(axis: Any, panel: _Panel, numeric: bool) -> None:
 
 def _unit(table: Table) -> str:
     """What the values are of."""
-    y = table.plot.y
+    y = _plot(table).y
     if isinstance(y, str):
         return _heading(table, y)
     return next((column.unit for column in table.columns if column.name in y), "")

@@ -95,7 +95,7 @@ def csv_text(tables: Sequence[Table]) -> str:
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{name}.")

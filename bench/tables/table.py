@@ -171,7 +171,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
         for cells in zip(*rows[1:])
     ] or [False] * len(widths)
 
-    def line(row: list[str]) -> str:
+    def line(row: Sequence[str]) -> str:
         cells = (
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(row, widths, right)

@@ -238,7 +238,7 @@ def meaning_of(sources: Sequence[tuple[str, bytes]]) -> str:
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list):
-                node.body = [statement for statement in body if not _is_text(statement)]
+                body[:] = [statement for statement in body if not _is_text(statement)]
         text = ast.dump(tree)
         digest.update(f"{name}\0{len(text)}\0{text}".encode())
     return digest.hexdigest()

@@ -213,7 +213,7 @@ def _tvm_ffi_patches(session: Session, call: Any) -> Iterator[Patch]:
 
     def function_itself(self: Any) -> Callable[..., None]:
         def call_by_position(*args: Any) -> None:
-            program = program_of(self)
+            program: Any = program_of(self)
             session.run(lambda on_launch: program.run_positional(args, on_launch), args)
 
         return call_by_position

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import numpy as np
 _MAX_DEPTH = 6
 
 
-def strided_extent(address: int, shape, strides, itemsize_bits: int) -> tuple[int, int] | None:
+def strided_extent(
+    address: int, shape: Sequence[int], strides: Sequence[int], itemsize_bits: int
+) -> tuple[int, int] | None:
     """[start, end) in bytes of a strided tensor, None if it has no element.
 
     `strides` are in elements and may be negative or zero; `itemsize_bits` may be below 8 for

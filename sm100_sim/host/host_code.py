@@ -19,7 +19,7 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,27 +231,31 @@ def _launch_kernel(kernel: int, *rest: int) -> None:
     _launch(grid, block, (1, 1, 1), (smem or 0, stream or 0, kernel, arguments), {})
 
 
-def _launch(grid, block, cluster, call, attributes, explicit_cluster=False) -> None:
+def _launch(
+    grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], call: Sequence[int],
+    attributes: dict[str, int], explicit_cluster: bool = False,
+) -> None:
     run = _runs.stack[-1]
     smem, stream, kernel, arguments = call
     if kernel not in _handles:
         raise LaunchError(f"launch of an unknown kernel handle {kernel:#x}")
     name = _handles[kernel]
     count = run.program.parameter_counts[name]
+    registers: Any = run.program.registers.get(name)
     allowed = run.program.function_attributes
     pointers = (ctypes.c_uint64 * count).from_address(arguments) if count else ()
     config = LaunchConfig(
         kernel_name=name,
-        grid=tuple(grid),
-        block=tuple(block),
-        cluster=tuple(max(1, c) for c in cluster),
+        grid=(grid[0], grid[1], grid[2]),
+        block=(block[0], block[1], block[2]),
+        cluster=(max(1, cluster[0]), max(1, cluster[1]), max(1, cluster[2])),
         dynamic_smem=smem,
         param_pointers=tuple(pointers),
         attributes=attributes,
         stream=stream or 0,
         ptx=run.program.ptx,
         cubin=run.program.cubin,
-        registers=run.program.registers.get(name),
+        registers=registers,
         shared_limit=allowed.get((kernel, _SHARED_LIMIT), SHARED_AT_FIRST),
         non_portable_cluster=bool(allowed.get((kernel, _NON_PORTABLE))),
         explicit_cluster=explicit_cluster,
@@ -261,7 +265,7 @@ def _launch(grid, block, cluster, call, attributes, explicit_cluster=False) -> N
         run.on_launch(config)
 
 
-def _numbers(kind: type, address: int, count: int) -> tuple[int, ...]:
+def _numbers(kind: Any, address: int, count: int) -> tuple[int, ...]:
     return tuple((kind * count).from_address(address)) if count else ()
 
 
@@ -372,7 +376,7 @@ class HostProgram:
         }
         self.static_shared = _static_shared_bytes(self.ptx)
         self.kernel_handles: dict[str, int] = {}
-        self.execution_args = getattr(compiled, "execution_args", None)
+        self.execution_args: Any = getattr(compiled, "execution_args", None)
         if not hasattr(compiled, "dump_to_object") or self.execution_args is None:
             raise LaunchError(
                 f"cannot run host code of a {type(compiled).__name__}; pass what cute.compile "
@@ -420,7 +424,7 @@ class HostProgram:
             function = self._function(f"_mlir_{self._prefix}_{name}")
             self._call(function, packed, result, Run(self))
 
-    def _call(self, function, packed, result, run: Run) -> None:
+    def _call(self, function: Any, packed: Any, result: Any, run: Run) -> None:
         with running(run):
             function(packed)
         if run.error is not None:

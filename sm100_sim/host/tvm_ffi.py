@@ -60,7 +60,7 @@ def _nothing(*_: Any) -> None:
     """Unloading libraries and choosing a device mean nothing here."""
 
 
-_SYMBOLS = {
+_SYMBOLS: dict[str, tuple[Callable, tuple]] = {
     "cuda_dialect_init_library_once": (_initialise_once, (_P, _P, _P, _P)),
     "cuda_dialect_unload_library_once": (_nothing, (_P,)),
     "_cudaSetDevice": (_nothing, (_I,)),

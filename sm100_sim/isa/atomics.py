@@ -7,14 +7,15 @@ on global memory and keeps them on shared memory.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned
 from sm100_sim.ptx.parser import Instruction, Operand
+from sm100_sim.state.memory import host_view
 from sm100_sim.state.warp import LOCAL_WINDOW, SHARED_WINDOW, Warp, reader
 
 from .columns import ByModifier, Effect, Event, Recorded, Rule, Ties
@@ -88,7 +89,7 @@ def host_bytes(warp: Warp, address: int, nbytes: int, space: str) -> np.ndarray:
     if row < 0 or address + nbytes > int(ranges[row, 1]) or not ranges[row, 2]:
         raise MemoryFault(f"atomic operation of {nbytes} bytes at global address {address:#x}, "
                           "outside the writable tensors of the launch")
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return host_view(address, nbytes)
 
 
 def _shared_bytes(warp: Warp, address: int, nbytes: int) -> np.ndarray:
@@ -111,7 +112,7 @@ class _Source:
     readers: tuple[Callable[[Warp], np.ndarray], ...]
     nbytes: int
 
-    def lane(self, warp: Warp, lane: int, dtype: type) -> np.ndarray:
+    def lane(self, warp: Warp, lane: int, dtype: Any) -> np.ndarray:
         raw = b"".join(int(read(warp)[lane]).to_bytes(8, "little")[:self.nbytes]
                        for read in self.readers)
         return np.frombuffer(raw, dtype)

@@ -11,6 +11,7 @@ import ctypes
 import re
 import struct
 import sys
+from typing import Any
 
 from sm100_sim.errors import MemoryFault, SimulationError
 from sm100_sim.ptx.parser import MODULE_DATA_WINDOW
@@ -40,7 +41,7 @@ class _Arguments:
         self.size, self.taken = context.local_bytes, 0
         self.base = context.local + lane * self.size
 
-    def take(self, code: str) -> int | float:
+    def take(self, code: str) -> Any:
         """The next argument as the struct format ``code``."""
         width = struct.calcsize(code)
         start = -(-self.offset // width) * width

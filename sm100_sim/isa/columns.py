@@ -16,7 +16,9 @@ class _Text(str, Enum):
     """Members that are, and print as, their values: what enum.StrEnum is from Python 3.11 on."""
 
     __str__ = str.__str__
-    __format__ = str.__format__
+
+    def __format__(self, form: str) -> str:
+        return str.__format__(self, form)
 
 
 class Rule(Enum):

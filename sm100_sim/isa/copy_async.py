@@ -8,6 +8,7 @@ tracks them make them visible.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import numpy as np
 
@@ -175,9 +176,7 @@ def bind_arrive(instruction, kernel):
             count = some.bit_count()
             if not fixed:
                 barrier.expect_arrivals(count)
-            submit(
-                warp, instruction, effect,
-                lambda barrier=barrier, count=count: barrier.arrive(count), _queue(warp),
-            )  # fmt: skip
+            arrive = partial(barrier.arrive, count)
+            submit(warp, instruction, effect, arrive, _queue(warp))
 
     return execute

@@ -302,8 +302,9 @@ def decode_instruction(
     _check_majors(types, majors, what)
     negate = bool(raw >> 13 & 1), bool(raw >> 14 & 1)
     _check(kind_name != "i8" or not any(negate), what + "negation of integer operands")
+    a_type, b_type, d_type = types
     return InstructionDescriptor(
-        kind, m, n, *types, *negate, *majors, bool(raw >> 3 & 1), ws=ws
+        kind, m, n, a_type, b_type, d_type, *negate, *majors, bool(raw >> 3 & 1), ws=ws
     )
 
 
@@ -332,8 +333,9 @@ def _decode_block_scaled(
     ids = raw >> 29 & 3, raw >> 4 & 3
     _check(all(first % count == 0 for first in ids), what + f"scale factor ids {ids} of A and B, "
            f"accepted multiples of {count}: a row has {count} adjacent bytes")
+    a_type, b_type = types
     return InstructionDescriptor(
-        kind, m, n, *types, "f32", bool(raw >> 13 & 1), bool(raw >> 14 & 1), *majors, False,
+        kind, m, n, a_type, b_type, "f32", bool(raw >> 13 & 1), bool(raw >> 14 & 1), *majors, False,
         scale, *ids, block,
     )  # fmt: skip
 

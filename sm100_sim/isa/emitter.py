@@ -9,7 +9,7 @@ which is harmless: whatever has an effect (memory, faults, counters, votes) is m
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from sm100_sim.ptx.parser import Instruction, Operand, Register
 from sm100_sim.state.warp import SPECIAL_INDEX, TID_OFFSET, Context
@@ -47,7 +47,8 @@ class Emitter:
     """
 
     def __init__(self, name: str, guard_base: int) -> None:
-        self.name, self.lines, self.names = name, [], 0
+        self.name, self.names = name, 0
+        self.lines: list[str] = []
         self.values: dict[Register, dict[str, str]] = {}
         self.defined: dict[Register, None] = {}
         self.declarations: set[str] = set()
@@ -57,7 +58,8 @@ class Emitter:
         self.fields: dict[str, str] = {}
         self.instruction: Instruction | None = None
         self.guard: str | None = None
-        self.guard_base, self.guarded = guard_base, []
+        self.guard_base = guard_base
+        self.guarded: list[int] = []
         self.carry: str | None = None
         self.scratch_needed = False
         #: Sanitizer: whether accesses to memory are logged, and which loads from tensor memory
@@ -480,7 +482,7 @@ class Emitter:
             new = self.name_for(f"add i64 {old}, {wide}")
             self.line(f"store i64 {new}, ptr {pointer}")
 
-    def store_registers(self, live_out: set[Register]) -> None:
+    def store_registers(self, live_out: Container[Register]) -> None:
         """Store the registers that other blocks read, in the active lanes."""
         self.guard = None
         for register in self.defined:

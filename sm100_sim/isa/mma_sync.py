@@ -45,17 +45,20 @@ class Shape:
         """(row, column) of A by [register, thread, element]."""
         i, t, j = np.ogrid[: self.m * self.k // 32 // per, :32, :per]
         high, block = (i % 2, i // 2) if self.m == 16 else (0, i)
-        return np.broadcast_arrays(t // 4 + 8 * high, t % 4 * per + j + 4 * per * block)
+        row, column = np.broadcast_arrays(t // 4 + 8 * high, t % 4 * per + j + 4 * per * block)
+        return row, column
 
     def places_b(self, per: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, column) of B by [register, thread, element]."""
         i, t, j = np.ogrid[: self.k // 4 // per, :32, :per]
-        return np.broadcast_arrays(t % 4 * per + j + 4 * per * i, t // 4)
+        row, column = np.broadcast_arrays(t % 4 * per + j + 4 * per * i, t // 4)
+        return row, column
 
     def places_c(self) -> tuple[np.ndarray, np.ndarray]:
         """(row, column) of C and D by [pair, thread, element of the pair]."""
         i, t, j = np.ogrid[: self.m // 8, :32, :2]
-        return np.broadcast_arrays(t // 4 + 8 * i, t % 4 * 2 + j)
+        row, column = np.broadcast_arrays(t // 4 + 8 * i, t % 4 * 2 + j)
+        return row, column
 
 
 def _factor(op, name: str, places, shape: tuple[int, int]):

@@ -8,6 +8,7 @@ waiting.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from sm100_sim.errors import MemoryFault
 from sm100_sim.state import barriers
@@ -79,7 +80,7 @@ def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]
     return groups
 
 
-def barrier_groups(operand, space: str, own: bool = False) -> Callable[[Warp, int], Groups]:
+def barrier_groups(operand, space: str, own: bool = False) -> Callable[[Warp, int], Any]:
     """Accessor of the mbarriers that the lanes name, each with the mask of its lanes.
 
     own: whether they must be the CTA's own, as those in .shared and .shared::cta.

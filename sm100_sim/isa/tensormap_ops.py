@@ -6,12 +6,12 @@ decodes them; they are written one by one, so a descriptor need not be valid bef
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
 
 from sm100_sim.errors import MemoryFault, Misaligned, SimulationError
+from sm100_sim.state.memory import host_view
 from sm100_sim.state.tensormap import TENSORMAP_BYTES
 from sm100_sim.state.warp import SHARED_WINDOW, Warp, address, uniform
 
@@ -77,7 +77,7 @@ def _bytes_at(warp: Warp, pointer: int, space: str, write: bool) -> np.ndarray:
         return smem[offset:offset + TENSORMAP_BYTES]
     memory = warp.cta.cluster.machine.memory
     memory.check(pointer, TENSORMAP_BYTES, write, "TMA descriptor")
-    return np.frombuffer((ctypes.c_uint8 * TENSORMAP_BYTES).from_address(pointer), np.uint8)
+    return host_view(pointer, TENSORMAP_BYTES)
 
 
 def _pointer(operand, space: str) -> Callable[[Warp, int], int]:

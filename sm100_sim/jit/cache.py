@@ -39,12 +39,13 @@ def translating_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[st
 
 def _source_digest() -> bytes:
     """Of the sources that translate; empty where nothing is kept, since no entry is named then."""
-    return _meaning() if disk_cache() else b""
+    cache = disk_cache()
+    return b"" if cache is None else _meaning(cache)
 
 
 @functools.cache
-def _meaning() -> bytes:
-    return disk_cache().meaning(translating_sources()).encode()
+def _meaning(cache: NativeCache) -> bytes:
+    return cache.meaning(translating_sources()).encode()
 
 
 def entry_name(*parts: Any) -> str:

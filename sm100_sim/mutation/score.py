@@ -109,7 +109,8 @@ class Launch:
         except SimulationError as error:
             name = type(error).__name__
             found[name,] = f"{name}: {error.message}"
-        found.update(((f.kind, f.lines), str(f)) for f in machine.all_findings())
+        findings: list[Any] = machine.all_findings()
+        found.update(((f.kind, f.lines), str(f)) for f in findings)
         return found, machine, watch
 
 
@@ -256,7 +257,8 @@ class _Trials:
             fresh = [text for key, text in found.items() if key not in known]
             if fresh:
                 return "caught", fresh[0], runs
-            implied = watch.sanitizer.implied()
+            omission: Any = watch.sanitizer
+            implied = omission.implied()
             whole = whole and implied != ""
             edges.update(dict.fromkeys(implied.split("; ") if implied else ()))
         if whole and edges:
@@ -348,20 +350,21 @@ class Collector:
 @contextlib.contextmanager
 def captured(take: Callable[[Launch], None]) -> Iterator[None]:
     """While active, `take` gets each launch before it runs."""
-    plain = launcher.run_kernel
+    plain: Any = launcher.run_kernel
+    module: Any = launcher
 
     def run(config: LaunchConfig, parameters: np.ndarray, ranges: list, options: Any) -> Any:
-        launcher.run_kernel = plain
+        module.run_kernel = plain
         try:
             launch = Launch.of(config, parameters, ranges)
             take(launch)
             launch.restore()
         finally:
-            launcher.run_kernel = run
+            module.run_kernel = run
         return plain(config, parameters, ranges, options)
 
-    launcher.run_kernel = run
+    module.run_kernel = run
     try:
         yield
     finally:
-        launcher.run_kernel = plain
+        module.run_kernel = plain

@@ -11,7 +11,7 @@ from sm100_sim.jit.engine import native_engine
 from .compiler import module_text, signature
 from .language import Native, Pointer, Scalar
 
-_BY_BITS = {
+_BY_BITS: dict[str, Any] = {
     "signed": {32: ctypes.c_int32, 64: ctypes.c_int64},
     "unsigned": {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64},
     "float": {32: ctypes.c_float},
@@ -31,6 +31,6 @@ def callable_of(routine: Native) -> Any:
     parameters, result = signature(routine)
     engine = native_engine(module_text((routine,)))
     kind = ctypes.CFUNCTYPE(_ctype(result), *map(_ctype, parameters.values()))
-    function = kind(engine.get_function_address(routine.name))
+    function: Any = kind(engine.get_function_address(routine.name))
     function.engine = engine  # whose code it is
     return function

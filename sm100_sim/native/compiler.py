@@ -79,7 +79,7 @@ class _Routine:
     def text(self, linkage: str) -> str:
         """The function definition."""
         source = textwrap.dedent(inspect.getsource(self.routine.function))
-        definition = ast.parse(source).body[0]
+        definition: Any = ast.parse(source).body[0]
         for name, kind in self.parameters.items():
             slot = self.local(name, kind)
             self.entry.append(f"  store {kind.llvm} %p.{name}, ptr {slot}")
@@ -143,6 +143,8 @@ class _Routine:
         """Nothing."""
 
     def do_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if not isinstance(node.target, ast.Name) or node.value is None:
+            raise self.fail("an annotation stands where a name is given a value, and nowhere else")
         kind = eval(ast.unparse(node.annotation), self.globals)
         name = node.target.id
         if name not in self.locals:
@@ -198,6 +200,8 @@ class _Routine:
     def do_Return(self, node: ast.Return) -> None:
         if self.result is None:
             self.emit("ret void")
+        elif node.value is None:
+            raise self.fail(f"a {self.result.llvm} is returned, and no value is given")
         else:
             self.emit(f"ret {self.result.llvm} {self.fit(self.value(node.value), self.result)}")
         self.begin(self.label())
@@ -424,7 +428,7 @@ class _Routine:
     # Calls.
 
     def of_Call(self, node: ast.Call) -> Value:
-        function = node.func
+        function: Any = node.func
         if isinstance(function, ast.Subscript):
             kind = eval(ast.unparse(function), self.globals)
             return self.cast(self.value(node.args[0]), kind)

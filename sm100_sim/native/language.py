@@ -81,7 +81,8 @@ def field_type(structure: type[ctypes.Structure], name: str) -> tuple[int, Any, 
     Fields that are pointers are c_uint64 and named in the structure's `pointers`, with the target
     type or a function that returns it. Arrays and structures in place give their address.
     """
-    ctype = dict(structure._fields_)[name]
+    ctypes_of: dict[str, Any] = {field[0]: field[1] for field in structure._fields_}
+    ctype = ctypes_of[name]
     offset = getattr(structure, name).offset
     pointers = getattr(structure, "pointers", {})
     if name in pointers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,8 +260,8 @@ def _dimensions(directives: str, name: str) -> tuple[int, int, int] | None:
     match = re.search(rf"\.{name}\s+([\d,\s]+)", directives)
     if match is None:
         return None
-    sizes = [int(part) for part in match[1].split(",")]
-    return tuple((sizes + [1, 1])[:3])
+    x, y, z = ([int(part) for part in match[1].split(",")] + [1, 1])[:3]
+    return x, y, z
 
 
 class _Scope:
@@ -276,8 +277,8 @@ class _Scope:
         self.tables: dict[str, tuple[str, ...]] = {}
         self.declared: dict[str, tuple[str, int]] = {}
 
-    def chain(self):
-        scope = self
+    def chain(self) -> Iterator[_Scope]:
+        scope: _Scope | None = self
         while scope is not None:
             yield scope
             scope = scope.parent
@@ -370,7 +371,8 @@ class _KernelParser:
                     self._instruction(statement, match.start("text"))
             elif kind == "brace":
                 depth += 1 if match["brace"] == "{" else -1
-                self.scope = _Scope(self.scope) if match["brace"] == "{" else self.scope.parent
+                outer = self.scope.parent or self.scope
+                self.scope = _Scope(self.scope) if match["brace"] == "{" else outer
             elif kind == "label":
                 self._label(match["label"], match.start())
             else:
@@ -469,13 +471,16 @@ class _KernelParser:
         except PtxSyntaxError:
             return [name], ()
 
-    def _parameter(self, opcode: str, modifiers: list[str], text: str, statement: str):
+    def _parameter(
+        self, opcode: str, modifiers: list[str], text: str, statement: str
+    ) -> tuple[str, list[str], tuple[Operand, ...]]:
         """ld.param and st.param: moves, if the parameter is that of a call in this body."""
         operands = self._operands(text, statement)
         place = operands[opcode == "ld"]
-        if place.kind == "mem" and not place.value and place.base.name in self.call_parameters:
+        base = place.base
+        if base is not None and not place.value and base.name in self.call_parameters:
             value = operands[opcode == "st"]
-            pair = (value, place.base) if opcode == "ld" else (place.base, value)
+            pair = (value, base) if opcode == "ld" else (base, value)
             return "mov", [modifiers[-1]], pair
         return opcode, modifiers, operands
 

@@ -57,7 +57,7 @@ def sgemm() -> tuple[int, bool]:
     function = getattr(library, f"{prefix}cblas_sgemm{suffix}", None)
     if function is None:
         return 0, False
-    return ctypes.cast(function, ctypes.c_void_p).value, suffix == "64_"
+    return ctypes.cast(function, ctypes.c_void_p).value or 0, suffix == "64_"
 
 
 @contextlib.contextmanager

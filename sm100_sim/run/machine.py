@@ -154,9 +154,10 @@ class Machine:
     def ctaid(self, number: int, rank: int) -> tuple[int, int, int]:
         """Coordinates in the grid of the CTA of a rank in the `number`-th cluster."""
         position, inside = self.cluster_position(number), self.position_inside(rank)
-        return tuple(
+        x, y, z = (
             p * c + i for p, c, i in zip(position, self.config.cluster, inside, strict=True)
         )
+        return x, y, z
 
     def new_queues(self) -> tuple[NativeCluster, Any]:
         """What native code sees of a new cluster, with its queue of ready warps, and where ready
@@ -256,7 +257,8 @@ class Machine:
         position = self.cluster_position(number)
         self.grid.count_done()
         self.counters["clc.stolen"] += 1
-        return tuple(p * c for p, c in zip(position, self.config.cluster, strict=True))
+        x, y, z = (p * c for p, c in zip(position, self.config.cluster, strict=True))
+        return x, y, z
 
     # ------------------------------------------------------------ the run loop
 
@@ -274,7 +276,8 @@ class Machine:
                 self._run_random()
             for observer in self.observers:
                 observer.run_ends()
-        except (SimulationError, KeyboardInterrupt) as error:
+        except (SimulationError, KeyboardInterrupt) as ended:
+            error: Any = ended
             error.findings = tuple(self.all_findings())
             raise
         self.seconds = self.native.account(self.counters, time.thread_time() - started)

@@ -253,8 +253,8 @@ class Cta:
                 barrier.settle()
         if self.running == 0:
             self.cluster.limits[self.rank] = 0
-            for barrier in self.barriers.values():
-                del self.cluster.mbarriers[barrier.address]
+            for mbarrier in self.barriers.values():
+                del self.cluster.mbarriers[mbarrier.address]
             self.cluster.machine.end_mbarriers(self, None)
             if self.tmem.leaked():
                 raise TmemError(

@@ -72,7 +72,7 @@ class Site(NamedTuple):
     """Who did one of the things that a finding is about: instruction (its index in the kernel, PTX
     line and opcode), CTA coordinates and warp index."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a site
     line: int
     opcode: str
     cta: tuple[int, ...]
@@ -116,9 +116,10 @@ class Finding(str):
     def again(self, other: Finding) -> None:
         """The same has been found once more, perhaps in other CTAs and warps."""
         self.times += other.times
-        for mine, theirs in ((self.ctas, other.ctas), (self.warps, other.warps)):
+        pairs: Any = (self.ctas, other.ctas), (self.warps, other.warps)
+        for mine, theirs in pairs:
             for known, fresh in zip(mine, theirs, strict=False):
-                known |= fresh
+                known.update(fresh)
 
 
 def place(instruction: Any, cta: Any, warp: int) -> str:

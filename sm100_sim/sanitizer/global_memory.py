@@ -86,7 +86,7 @@ class GlobalWrites:
         self._starts, self._ends = (np.ascontiguousarray(side) for side in table.T)
         self._planes: dict[int, np.ndarray] = {}
         self.writers = Writers(sanitizer)
-        self._ranges = (RangeRecord * len(table))(*map(tuple, table.tolist()))
+        self._ranges = (RangeRecord * len(table))(*(RangeRecord(*r) for r in table.tolist()))
         self._record = GlobalRecord(
             ctypes.addressof(self._ranges), len(table), self.writers.buffer.address
         )
@@ -183,13 +183,14 @@ class GlobalWrites:
         for some in self._by_range(addresses):
             found = self._cells(some, width, True)
             if found is not None:
-                self._mark(state, *found, access)
+                self._mark(state, found[0], found[1], access)
 
     def copy(self, state: WarpState, stored: tuple, clock: int) -> None:
         """A bulk store with that clock: (tensor map, coordinates) or (start, bytes)."""
         found = self._region(stored, True)
         if found is not None:
-            self._mark(state, *found, Access(state, state.bulk, clock, "bulk", True))
+            access = Access(state, state.bulk, clock, "bulk", True)
+            self._mark(state, found[0], found[1], access)
 
     def load(self, state: WarpState, addresses: np.ndarray, width: int) -> None:
         """ld.global, or reads of cp.async, of `width` bytes at host addresses."""
@@ -199,13 +200,13 @@ class GlobalWrites:
         for some in self._by_range(addresses):
             found = self._cells(some, width, False)
             if found is not None:
-                self._read(state, *found, access)
+                self._read(state, found[0], found[1], access)
 
     def fetch(self, state: WarpState, loaded: tuple) -> None:
         """A bulk or tensor copy reads (start, bytes) or (tensor map, coordinates)."""
         found = self._region(loaded, False) if self._planes else None
         if found is not None:
-            self._read(state, *found, Access(state, -1, None, "tma", False))
+            self._read(state, found[0], found[1], Access(state, -1, None, "tma", False))
 
     def _mark(self, state: WarpState, plane: np.ndarray, cells: Any, access: Access) -> None:
         number = self.writers.add(access, state.cluster.number)

@@ -51,9 +51,10 @@ def wrapped(
     compiled: Any, executors: list[Executor | None], sanitizer: Sanitizer
 ) -> list[Executor | None]:
     """The executors of a kernel, each followed by the sanitizer."""
+    omission: Any = sanitizer
     return [
         None if execute is None
-        else sanitizer.bind_omitted(instruction) if instruction.index == sanitizer.omitted
+        else omission.bind_omitted(instruction) if instruction.index == sanitizer.omitted
         else _bind(instruction, execute, compiled, sanitizer)
         for instruction, execute in zip(compiled.instructions, executors, strict=True)
     ]

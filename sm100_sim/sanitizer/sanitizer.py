@@ -136,9 +136,10 @@ class Sanitizer:
     # ------------------------------------------------------------ rules
 
     def judge(
-        self, before: Access | int, access: Access, frontier: np.ndarray, where: str
+        self, before: Any, access: Access, frontier: np.ndarray, where: str
     ) -> bool:
-        """Whether `before` is ordered before `access`, whose issuer has `frontier`; reports."""
+        """Whether `before`, an Access or FRESH or BARRIER, is ordered before `access`, whose issuer
+        has `frontier`; reports."""
         if before in (FRESH, BARRIER):
             if before == BARRIER or access.kind != "dealloc":
                 key = (access.instruction.index,) if access.instruction else ()
@@ -371,7 +372,7 @@ class Sanitizer:
 
     def barrier_begins(self, barrier: WatchedBarrier) -> None:
         """mbarrier.init by the acting warp."""
-        state = self.actor
+        state: Any = self.actor
         barrier.initialise(state.number, state.clock)
         state.unfenced_inits.append(barrier)
         state.record.inits = 1

@@ -70,10 +70,11 @@ class Touches(NamedTuple):
 class AsyncOp:
     """One asynchronous operation.
 
-    kind: for reports. perform: moves the data and, without a `complete` of its own, signals.
-    complete: signals, after `perform`. queue: operations with an equal, not-None key take effect
-    in the order of issue. `performed` and `completed` tell the state; `cluster` is the one whose
-    warp issued it. `touches` tells the sanitizer what the operation accesses (see `Touches`).
+    kind: its effect in the instruction table. perform: moves the data and, without a `complete` of
+    its own, signals. complete: signals, after `perform`. queue: operations with an equal, not-None
+    key take effect in the order of issue. `performed` and `completed` tell the state; `cluster` is
+    the one whose warp issued it. `touches` tells the sanitizer what the operation accesses (see
+    `Touches`).
     """
 
     __slots__ = (
@@ -82,7 +83,7 @@ class AsyncOp:
 
     def __init__(
         self,
-        kind: str,
+        kind: Any,
         perform: Callable[[], None],
         queue: Hashable | None = None,
         complete: Callable[[], None] | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,12 @@ from .warp import aligned_zeros
 
 #: Fill of shared memory that was never written: a NaN as float32, and as two bf16 or fp16.
 SHARED_POISON = 0x7FFF7FFF
+
+
+def host_view(address: int, nbytes: int) -> np.ndarray:
+    """Writable uint8 view of `nbytes` of this process at an address, which nothing checks."""
+    raw: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(raw, np.uint8)
 
 
 class GlobalMemory:
@@ -38,10 +45,7 @@ class GlobalMemory:
         self._parameter_range = (start, start + parameters.nbytes)
         self._starts = [low for low, _ in merged]
         self._ends = [high for _, high in merged]
-        self._bytes = [
-            np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
-            for low, high in merged
-        ]
+        self._bytes = [host_view(low, high - low) for low, high in merged]
 
     def check(self, start: int, nbytes: int, write: bool, what: str) -> None:
         """Raise MemoryFault unless [start, start + nbytes) lies in one range."""

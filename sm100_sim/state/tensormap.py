@@ -266,8 +266,9 @@ def from_driver(address: int, arrays: tuple[tuple[int, ...], ...], enumerators: 
         _check(0 <= number < limit, f"{name} {number}, accepted 0 to {limit - 1}")
     kind, interleave, swizzle, promotion, fill = enumerators
     (dtype, tf32), (span, atom) = _DRIVER_TYPES[kind], _DRIVER_SWIZZLES[swizzle]
-    return TensorMap(address, dtype, *arrays, span, 16 * interleave, bool(fill), tf32,
-                     (0, 64, 128, 256)[promotion], 0, atom)
+    shape, strides, box, steps = arrays
+    return TensorMap(address, dtype, shape, strides, box, steps, span, 16 * interleave,
+                     bool(fill), tf32, (0, 64, 128, 256)[promotion], 0, atom)
 
 
 def encode(tensor_map: TensorMap) -> bytes:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -104,8 +105,8 @@ class Warp:
     __slots__ = ("compiled", "cta", "index", "environment", "rank", "r32", "r64", "preds", "pcs",
                  "context", "waiting", "_bank", "_address", "_run", "_counters")
 
-    def __init__(self, compiled, cta, index: int, environment: Environment,
-                 specials: dict[str, int], counters, bank: WarpBank | None = None) -> None:
+    def __init__(self, compiled: Any, cta: Any, index: int, environment: Environment,
+                 specials: dict[str, int], counters: Any, bank: WarpBank | None = None) -> None:
         """``bank``: that of the CTA's warps, made with the same arguments; by default the warp
         gets one of its own."""
         if bank is None:
@@ -194,8 +195,8 @@ class WarpBank:
     (warps, 32); contexts: of the native code. Raises ValueError for warps without threads.
     """
 
-    def __init__(self, compiled, environment: Environment, specials: dict[str, int], counters,
-                 warps: range) -> None:
+    def __init__(self, compiled: Any, environment: Environment, specials: dict[str, int],
+                 counters: Any, warps: range) -> None:
         self.first, count = warps.start, len(warps)
         self.r32 = aligned_zeros((count, max(compiled.r32_count, 1), 32), np.uint32)
         self.r64 = aligned_zeros((count, max(compiled.r64_count, 1), 32), np.uint64)
@@ -210,7 +211,7 @@ class WarpBank:
         self.contexts = (Context * count)()
         self._fill_contexts(compiled, specials, warps)
 
-    def _fill_contexts(self, compiled, specials: dict[str, int], warps: range) -> None:
+    def _fill_contexts(self, compiled: Any, specials: dict[str, int], warps: range) -> None:
         environment, pointer = self._environment, _data_pointer
         template = Context(
             block_counters=pointer(self._counters.blocks),
@@ -237,7 +238,7 @@ class WarpBank:
             context.live = (1 << lanes) - 1
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Zeros that start on a cache line, so that no vector access straddles two lines."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + 64, np.uint8)
@@ -432,7 +433,7 @@ def writer(op: Operand, bits: int) -> Callable[[Warp, int, np.ndarray | int], No
     if bits == 128:
         rows = slice(slot, slot + 2)
 
-        def write_wide(warp: Warp, lanes: int, value: np.ndarray) -> None:
+        def write_wide(warp: Warp, lanes: int, value: np.ndarray | int) -> None:
             warp.r64[rows] = np.where(lane_array(lanes), value, warp.r64[rows])
 
         return write_wide

@@ -167,7 +167,7 @@ def labels_of(compiled: Compiled, ranks: Iterable[int] | None = None) -> dict[in
             # Roles differ in where they spend their instructions, not in a few of them.
             hot = tuple(np.unique(numbers[numbers.size // 4 : -(numbers.size // 4) or None])[:4])
             groups.setdefault((rank, hot), []).append((row, warp))
-    found = {}
+    found: dict = {}
     for (rank, _), members in groups.items():
         warps = [warp for _, warp in members]
         span = f"{warps[0]}" if len(warps) == 1 else f"{warps[0]}-{warps[-1]}"

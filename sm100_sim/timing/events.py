@@ -55,7 +55,8 @@ _SASS_OF = {
 }
 #: Kinds of SASS instructions that no instruction of the table becomes: other architectures' code.
 _SASS_ALONE = {"wgmma": r"[HIQB]GMMA"}
-_SASS = [(re.compile(sass), str(kind)) for kind, sass in {**_SASS_OF, **_SASS_ALONE}.items()]
+_SASS = [(re.compile(sass), str(kind))
+         for table in (_SASS_OF, _SASS_ALONE) for kind, sass in table.items()]
 
 #: Kinds of which ptxas adds or drops some: a difference costs little in the matching.
 SOFT = frozenset({Event.SETMAXNREG, Event.ASYNC_FENCE, Event.TMEM_ALLOC, Event.STORE_ASYNC,
@@ -74,9 +75,10 @@ def ptx_kind(opcode: str) -> str | None:
     if found is None:
         raise ValueError(f"{opcode}: not an opcode of the instruction table")
     event = found[0].event_with(found[1])
-    if event in _BY_WIDTH:
+    width = _WIDTH.search(opcode) if event in _BY_WIDTH else None
+    if width is not None:
         # Two loads of different width are never the same site.
-        return f"{event}.{_WIDTH.search(opcode)[1]}"
+        return f"{event}.{width[1]}"
     return str(event) or None
 
 

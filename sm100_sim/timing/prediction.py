@@ -130,7 +130,8 @@ class Collector:
             predict_report(report, function, config.ptx, self.machine, self._sampling)
         )
         # What was traced takes more memory than anything else of the run.
-        report.trace.clear()
+        if report.trace is not None:
+            report.trace.clear()
 
 
 @contextlib.contextmanager

@@ -133,7 +133,8 @@ def _rank(ctaid: tuple[int, int, int], cluster: tuple[int, int, int]) -> int:
 
 def _events(entries: Sequence[Any], mixes: np.ndarray, dead: set[int]) -> list[Event]:
     """The events of a warp, those left out at whose line ptxas finds nothing of use."""
-    events, mix, runs = [], np.zeros(mixes.shape[1]), Counter()
+    events, mix = [], np.zeros(mixes.shape[1])
+    runs: Counter = Counter()
     for entry in entries:
         mix = mix + mix_of_blocks(mixes, entry.blocks)
         # Entries that are no events, such as fences, may stand between the rounds of a loop.
@@ -200,8 +201,8 @@ class _Builder:
             if action == Action.WAIT:
                 # A try_wait outside a loop may have failed; a later one then waits for the phase.
                 arguments = (*arguments[:2], bool(event.entry.operands[0]))
-            padded = (*arguments, 0, 0, 0, 0)[:4]
-            self.rows.append((int(action), *(int(value) for value in padded)))
+            a, b, c, d = (int(value) for value in (*arguments, 0, 0, 0, 0)[:4])
+            self.rows.append((int(action), a, b, c, d))
         self.warps.append(warp)
         self.paths.append(path)
         rows = row_of[path.event_of]

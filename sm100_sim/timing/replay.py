@@ -148,8 +148,10 @@ def replay(compiled: Compiled, values: Values, limit: int = LIMIT) -> Replay:
         why = "takes too long" if clocks == -2 else "hangs"
         raise ReplayError(f"the replay {why}; not finished: {'; '.join(_stuck(compiled, model))}")
     pipes = slice(engine.USED_PIPE, engine.USED_PIPE + PIPES)
+    issued, reason = model.issued.T.copy()
+    started, done, cause = model.event.T.copy()
     return Replay(
-        int(clocks), *model.issued.T.copy(), *model.event.T.copy(), model.stalls,
+        int(clocks), issued, reason, started, done, cause, model.stalls,
         model.unit[:, engine.USED_UNIT : engine.USED_UNIT + len(BUSY)],
         model.slot[:, pipes], model.slot[:, engine.ISSUED],
     )  # fmt: skip

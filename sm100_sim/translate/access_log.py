@@ -75,8 +75,9 @@ class AccessLog:
         self._callback = ctypes.CFUNCTYPE(None)(self._full)
         header = self._raw[:LOG_HEADER].view(np.uint32)
         header[1] = RECORDS
-        self._raw[8:16].view(np.uint64)[0] = ctypes.cast(self._callback, ctypes.c_void_p).value
-        self._count = ctypes.c_uint32.from_buffer(self._raw)
+        drain_address = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
+        self._raw[8:16].view(np.uint64)[0] = drain_address
+        self._count = ctypes.c_uint32.from_buffer(self._raw.data)
         self._records = self._raw[LOG_HEADER:].view(LOG_RECORD)
 
     @property

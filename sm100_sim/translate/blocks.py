@@ -8,7 +8,7 @@ stand, so a program point is a block index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sm100_sim.isa.columns import Jump, Rule
@@ -95,7 +95,7 @@ def _make_block(kernel: Kernel, index: int, start: int, stop: int,
     return block
 
 
-def operand_registers(op: Operand | None):
+def operand_registers(op: Operand | None) -> Iterator[Register]:
     """Every register that an operand mentions, nested ones included."""
     if op is None:
         return
@@ -113,7 +113,8 @@ def uses_and_definitions(instruction: Instruction
     A guarded definition keeps the old value in other lanes, hence also reads it.
     """
     defines = row_of(instruction).defines
-    uses, definitions = list(operand_registers(instruction.guard)), []
+    uses = list(operand_registers(instruction.guard))
+    definitions: list[Register] = []
     for position, op in enumerate(instruction.operands):
         if position in defines and op.kind in ("reg", "pred", "pair", "vec"):
             definitions += operand_registers(op)
@@ -165,7 +166,7 @@ def _instruction_range(block: Block) -> range:
     return range(block.start, block.stop + (block.terminator_instruction is not None))
 
 
-def _bits(mask: int):
+def _bits(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -227,7 +228,8 @@ def _loops_on_false(kernel: Kernel, wait: Instruction) -> bool:
     known: dict[Register | None, int] = {wait.operands[0].register: 0}
     if wait.guard is not None:
         return False
-    index, written = wait.index + 1, set()
+    index = wait.index + 1
+    written: set[Register | None] = set()
     for _ in range(_SPIN_STEPS):
         if index >= len(kernel.instructions):
             return False
@@ -252,7 +254,7 @@ def _loops_on_false(kernel: Kernel, wait: Instruction) -> bool:
     return False
 
 
-def _recomputes(instruction: Instruction, written: set[Register]) -> bool:
+def _recomputes(instruction: Instruction, written: set[Register | None]) -> bool:
     if instruction.guard is not None or not row_of(instruction).addressing:
         return False
     destination = instruction.operands[0].register
@@ -273,7 +275,7 @@ def _evaluate(instruction: Instruction, known: dict) -> int | None:
     """Value of a pure instruction whose sources are all known, else None."""
     if instruction.guard is not None:
         return None
-    values = []
+    values: list[int | None] = []
     for op in instruction.operands[1:]:
         if op.kind == "imm":
             values.append(op.value)

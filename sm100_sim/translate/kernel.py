@@ -85,6 +85,8 @@ class CompiledKernel:
         #: With the sanitizer: registers that hold data of tcgen05.ld -> numbers of those loads.
         self.watched: dict[Register, frozenset[int]] | None = None
         self._guarded: list[int] = []
+        #: Owns the native code; set once it is linked.
+        self._engine: Any = None
         self._target_tables: list[np.ndarray] = []
         rows = {"r32": 0, "r64": 0, "pred": 0}
         for register in kernel.registers:
@@ -123,7 +125,7 @@ class CompiledKernel:
             self._native_table = table
         return self._native_table
 
-    def new_warp_state(self, cta, index: int, environment: Environment,
+    def new_warp_state(self, cta: Any, index: int, environment: Environment,
                        specials: dict[str, int], counters: KernelCounters) -> Warp:
         """State of warp ``index`` of a CTA at the kernel's entry."""
         return Warp(self, cta, index, environment, specials, counters)
@@ -204,7 +206,10 @@ def _native_code(compiled: CompiledKernel, name: str, level: int
 
 def _module_text(compiled: CompiledKernel) -> tuple[str, dict[int, str]]:
     """IR of all blocks that contain code, and the function name of each."""
-    functions, bodies, declarations, shared = {}, [], set(), {}
+    functions: dict[int, str] = {}
+    bodies: list[str] = []
+    declarations: set[str] = set()
+    shared: dict[str, str] = {}
     for block in compiled.kernel.blocks:
         if block.start == block.stop:
             continue

@@ -92,6 +92,7 @@ def test_rows_without_a_visible_key(device):
     assert (found["q"][:, :260] == 0).all() and found["q"][:, 260:].any()
 
 
+@pytest.mark.slow
 def test_keys_that_no_query_sees(device):
     """A window of 20 keys to the left of 30 queries: the first keys have no gradient at all."""
     found = check(inputs((30, 500), device=device), window_size=(20, None), softcap=50.0)

@@ -68,6 +68,7 @@ def lengths_of(lengths, device):
 
 
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
+@pytest.mark.slow
 def test_packed_sequences(lengths, device):
     tensors = packed(lengths, (2, 1), torch.bfloat16, device)
     dout = torch.randn_like(tensors[0])
@@ -75,6 +76,7 @@ def test_packed_sequences(lengths, device):
     check_each(found, tensors, dout, lengths, causal=True)
 
 
+@pytest.mark.slow
 def test_every_option_at_once(device):
     """Packed fp16 with windows, softcap, negative scale, a sink and the gradient of LSE."""
     lengths = ((150, 0, 300), (150, 20, 280))
@@ -129,6 +131,7 @@ def test_the_longest_key_sequence_need_not_be_given(device):
 
 
 @pytest.mark.simulator
+@pytest.mark.slow
 def test_grids_follow_the_longest_sequence():
     """64 sequences of 34 tokens: one block of queries and one of keys each, not the total's."""
     import sm100_sim
@@ -221,6 +224,7 @@ def test_nothing_to_do(device):
 
 
 @pytest.mark.simulator
+@pytest.mark.slow
 def test_schedulers_give_the_same_bits(monkeypatch):
     """FA_CLC and use_clc select the same kernels; clusters really take tiles from others."""
     import sm100_sim

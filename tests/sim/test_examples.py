@@ -47,12 +47,14 @@ def test_the_same_ring_with_the_barrier(run):
     assert causes == [] and out.startswith("0 of")
 
 
+@pytest.mark.third_party
 def test_rows_that_do_not_fill_a_thread_block(run):
     pytest.importorskip("quack")
     _, causes = run("quack_rows.py")
     assert {kinds for kinds, _ in causes} == {"uninitialised-read"}
 
 
+@pytest.mark.third_party
 def test_flash_attn_4(run):
     pytest.importorskip("flash_attn.cute")
     out, causes = run("flash_attn_4.py", "64")

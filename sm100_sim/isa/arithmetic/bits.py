@@ -65,9 +65,9 @@ def find_nth_set(e: Emitter, i: Instruction) -> None:
             here = e.binary("and", "i1", here, direction)
             found = e.select(here, "i32", splat("i32", bit), found)
     inside = e.compare("ult", "i32", base, splat("i32", 32))
-    bit = e.binary("and", "i32", e.binary("lshr", "i32", mask, e.binary(
+    own = e.binary("and", "i32", e.binary("lshr", "i32", mask, e.binary(
         "and", "i32", base, splat("i32", 31))), splat("i32", 1))
-    itself = e.binary("and", "i1", e.compare("ne", "i32", bit, splat("i32", 0)), inside)
+    itself = e.binary("and", "i1", e.compare("ne", "i32", own, splat("i32", 0)), inside)
     same = e.select(itself, "i32", base, splat("i32", -1))
     neither = e.compare("eq", "i32", offset, splat("i32", 0))
     e.set(i.operands[0], "i32", e.select(neither, "i32", same, found))

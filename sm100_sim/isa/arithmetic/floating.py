@@ -12,7 +12,7 @@ from that: with .rn on f32 the result has been rounded as a subnormal before, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sm100_sim.isa.columns import ByModifier, Mix
 from sm100_sim.isa.emitter import Emitter, splat
@@ -115,11 +115,11 @@ def _exact_sum(e: Emitter, a: str, b: str, rounding: str) -> str:
     return e.select(flip, "double", e.float_constant(1 << 63, "double"), odd)
 
 
-def _in_double(e: Emitter, operation: str, values: list[str], rounding: str) -> str:
+def _in_double(e: Emitter, operation: str, values: Sequence[str], rounding: str) -> str:
     """add, mul or fma of f32 lanes as double lanes, exact or rounded to odd."""
     wide = [e.cast("fpext", value, "float", "double") for value in values]
     if operation == "add":
-        return _exact_sum(e, *wide, rounding)
+        return _exact_sum(e, wide[0], wide[1], rounding)
     product = e.binary("fmul", "double", wide[0], wide[1])
     return product if operation == "mul" else _exact_sum(e, product, wide[2], rounding)
 
@@ -143,7 +143,7 @@ def _f32_operation(e: Emitter, operation: str, values: list[str], rounding: str,
     """add, mul or fma of f32 lanes with any rounding; "ftz" flushes the operands, too."""
 
     def steps(e: Emitter, *values: str) -> str:
-        values = [flush(e, v) for v in values] if ftz else values
+        values = tuple(flush(e, v) for v in values) if ftz else values
         if rounding in ("rn", ""):
             result = e.intrinsic("fma", "float", *values) if operation == "fma" \
                 else e.binary(f"f{operation}", "float", *values)
@@ -446,8 +446,8 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
         for value in values[1:]:
             result = larger(e, i.opcode, kind, result, value, bool(nan))
         if signs is not None:
-            bits = e.cast("bitcast", result, "float", "i32")
-            signed = e.cast("bitcast", e.binary("or", "i32", bits, signs), "i32", "float")
+            unsigned = e.cast("bitcast", result, "float", "i32")
+            signed = e.cast("bitcast", e.binary("or", "i32", unsigned, signs), "i32", "float")
             # A NaN result is canonical, whatever the signs.
             result = e.select(e.compare("uno", "float", result, result), "float", result, signed)
         return result

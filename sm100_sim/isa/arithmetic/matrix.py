@@ -14,7 +14,7 @@ Elements of 4 or 6 bits lie packed in their row and go to the low bits of their 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sm100_sim.isa.columns import MemoryAccess, Rule, Ties
 from sm100_sim.isa.emitter import LANES, Emitter, splat
@@ -62,6 +62,7 @@ def _registers(shape: str, trans: bool, matrix: int, bits: int) -> list[list[Pie
                   _each(lambda t, v=v: t // 4 + v // 2 * 8), 1, 8 * v) for v in range(4)
         ]]  # fmt: skip
     if shape == "m8n16":
+        places: list[list[tuple[int, Any, Any]]]
         places = [[(8 * matrix, lambda t: t // 4, lambda t, v=v: t % 4 * 4 + v)
                    for v in range(4)]]  # fmt: skip
     else:

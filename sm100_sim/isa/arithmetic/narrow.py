@@ -11,7 +11,9 @@ finite value in e2m3, e3m2 and e2m1, which have no NaN; widened, it is 0x7FFF.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import unknown
@@ -195,7 +197,7 @@ def _stochastic(e: Emitter, i: Instruction, options: list[str], to: str, source:
         bits = e.get(i.operands[3], "i32")
         fields = [e.binary("and", "i32", part, splat("i32", (1 << count) - 1))
                   for part in (e.binary("lshr", "i32", bits, splat("i32", 16)), bits)]
-        sources = i.operands[1:3]
+        sources: Sequence[Any] = i.operands[1:3]
     else:
         _accept(i, options, ("rs", "relu", "satfinite"), ("rs", "satfinite"))
         if to not in QUADS or len(i.operands) != 3 or len(i.operands[1].items) != 4:

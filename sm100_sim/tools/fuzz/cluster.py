@@ -115,8 +115,9 @@ class ClusterPhases(Phases):
                 f"and.b32 {read}, %thread, 31;\nmad.lo.u32 {read}, {read}, 4, %tile;\n"
                 f"ld.shared.b32 {registers.pick('r')}, [{read}];\n")
 
-    def _far_barrier(self, count: int | str, rank: str) -> tuple[str, str, str]:
-        """An mbarrier of each CTA, and its address in the CTA of a rank."""
+    def _far_barrier(self, count: int | str, rank: str) -> tuple[str, str, str, str]:
+        """An mbarrier of each CTA, and its address in the CTA of a rank: (text that makes it, text
+        that makes the far address, address, far address)."""
         init, address = self.barrier(count)
         far = self.w.register("b32")
         return (f"{init}fence.mbarrier_init.release.cluster;\n{self.sync()}",

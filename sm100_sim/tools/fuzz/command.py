@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +126,7 @@ def main(given: list[str]) -> int:
     run, about = _runner(arguments, arguments.on)
     start = time.perf_counter()
     mine: dict[str, Outcome] = {}
-    kept: dict[str, np.ndarray] = {}
+    kept: dict[str, Any] = {}
     for one, outcome, outputs in run(programs):
         mine[one.key] = outcome
         other = theirs.get(one.key)

@@ -7,7 +7,9 @@ branch. Where it does not know who executes, it writes no warp operation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .arithmetic import Registers
 from .program import Launch, Piece, Program, Writer, writer
@@ -48,6 +50,7 @@ class Flow:
         return found
 
     def _statement(self, mask: Mask | None, depth: int) -> Piece:
+        compound: list[Callable[[Any, int], Piece]]
         compound = [self._branch, self._loop, self._switch, self._forward]
         if mask is not None:
             compound += [self._constant_branch, self._voted_branch, self._voted_loop]
@@ -77,8 +80,8 @@ class Flow:
             return ""
         return f"bar.warp.sync {mask.operand};\n"
 
-    def _count(self) -> str:
-        """A fresh counter of 0 to 3, other in each lane."""
+    def _count(self) -> tuple[str, str]:
+        """(register, text) of a fresh counter of 0 to 3, other in each lane."""
         count = self.w.register("b32")
         shift = self.w.random.randrange(0, 30)
         return count, (f"shr.u32 {count}, {self.registers.pick('r')}, {shift};\n"

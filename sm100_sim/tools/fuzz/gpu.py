@@ -7,6 +7,7 @@ process is ended. After any error the programs of a batch are run one by one.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import time
@@ -99,7 +100,7 @@ class _Batch:
 
     def _pinned(self, array: np.ndarray) -> np.ndarray:
         pointer = self.gpu.call("cuMemHostAlloc", array.nbytes, 0)
-        raw = (np.ctypeslib.ctypes.c_uint8 * array.nbytes).from_address(int(pointer))
+        raw: Any = (ctypes.c_uint8 * array.nbytes).from_address(int(pointer))
         return np.frombuffer(raw, array.dtype).reshape(array.shape)
 
     def _is_done(self, stream: Any) -> bool:

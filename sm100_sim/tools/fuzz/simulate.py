@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from sm100_sim.tools.golden.replay import replay
 from .outcome import ENDED, HANG, REFUSED, VARIES, Outcome, Variant, digest
 
 #: Schedules of a program that may hang (its end must not depend on them) and of any other one.
-_HANG_SCHEDULES = ({}, {"seed": 1}, {"seed": 2}, {"seed": 3})
-_SCHEDULES = ({}, {"schedule": "lazy"})
+_HANG_SCHEDULES: tuple[dict[str, Any], ...] = ({}, {"seed": 1}, {"seed": 2}, {"seed": 3})
+_SCHEDULES: tuple[dict[str, Any], ...] = ({}, {"schedule": "lazy"})
 
 Result = tuple[Variant, Outcome, "list[np.ndarray] | None"]
 

@@ -41,7 +41,8 @@ FORMATS = {
 
 def values(array: np.ndarray, floats: str) -> np.ndarray:
     """float64 values of patterns of a format; pairs become single values."""
-    words = np.ascontiguousarray(array).ravel().view(FORMATS[floats.removesuffix("x2")].words)
+    form = FORMATS[floats.removesuffix("x2")]
+    words: np.ndarray = np.ascontiguousarray(array).ravel().view(form.words)
     with np.errstate(invalid="ignore"):
         if floats.startswith("bf16"):
             return (words.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
@@ -155,7 +156,7 @@ def bound_of(case: Case) -> Bound:
     parts = opcode.split(".")
     name, kind = parts[0], case.floats.removesuffix("x2")
     two_ulp = ("ulp", _always(2.0), "2 ulp")
-    table = {
+    table: dict[tuple[str, str], tuple[Callable, str, Callable, str]] = {
         ("ex2", "f32"): (np.exp2, *two_ulp),
         ("ex2", "f16"): (np.exp2, "relative", _always(2.0**-9.9), "2^-9.9 relative"),
         ("ex2", "bf16"): (np.exp2, "relative", _always(2.0**-7), "2^-7 relative"),

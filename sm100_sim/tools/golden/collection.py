@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def save(
     for group, cases in groups(all_cases()).items():
         if only and group not in only:
             continue
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for case in cases:
             if case.name in results:
                 # A case that ended with an error has no outputs.

@@ -21,7 +21,7 @@ def comparable(array: np.ndarray, floats: str) -> np.ndarray:
     if not floats:
         return array.ravel()
     layout = FORMATS[floats.removesuffix("x2")]
-    words = np.ascontiguousarray(array).ravel().view(layout.words)
+    words: np.ndarray = np.ascontiguousarray(array).ravel().view(layout.words)
     magnitude = words & layout.words(layout.magnitude)
     return np.where(magnitude > layout.words(layout.infinity), layout.words(layout.magnitude),
                     words)

@@ -109,11 +109,12 @@ def pairs(kind: str, seed: int, count: int) -> np.ndarray:
 
 def operands(kind: str, number: int, seed: int, count: int) -> list[np.ndarray]:
     """`number` arrays of patterns of a type; some last operands nearly cancel a product or sum."""
-    make = {"f32": floats, "f64": doubles}.get(kind)
-    if make is None:
-        make = (lambda s, n: pairs(kind[:-2], s, n)) if kind.endswith("x2") else (
-            lambda s, n: halves(kind, s, n))
-    values = [make(seed + 10 * n, count) for n in range(number)]
+    def make(seed: int) -> np.ndarray:
+        if kind in ("f32", "f64"):
+            return (floats if kind == "f32" else doubles)(seed, count)
+        return pairs(kind[:-2], seed, count) if kind.endswith("x2") else halves(kind, seed, count)
+
+    values = [make(seed + 10 * n) for n in range(number)]
     if kind == "f32" and number > 1:
         with np.errstate(all="ignore"):
             first = values[0].view(np.float32).astype(np.float64)

@@ -197,7 +197,7 @@ class Gpu:
 def _work(connection: Any) -> None:
     """A worker: receive case numbers, send back ("done", outputs), ("ended", what `Gpu.ending`
     gives) or ("failed", text)."""
-    gpu = None
+    gpu: Any = None
     try:
         gpu = Gpu()
     except Exception as error:  # reported by the parent with the first case

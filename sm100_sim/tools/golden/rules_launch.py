@@ -121,6 +121,7 @@ def _clipped() -> Iterator[Case]:
     pitch = 128
     t = TensorMap(-box * pitch, "u16", (64, box, rows + 1), (pitch, pitch), (64, box, 1), (1, 1, 1),
                   128, version=0)
+    places: list[tuple[int, ...]]
     places = [(0, box - n, end, 0, 0, offset) for n, end, offset in
               ((5, 21, 0), (16, 16, 1024), (1, 40, 0), (16, 40, 0), (7, 7, 1024))]
     yield _load("tma/clipped loads", rule, t, places, rows * pitch // 4)

@@ -53,7 +53,7 @@ class Probe:
         """What is wrong with outputs, or nothing."""
         if self.judge is not None:
             return self.judge(found)
-        for number, (mine, wanted) in enumerate(zip(found, self.expected, strict=True)):
+        for number, (mine, wanted) in enumerate(zip(found, self.expected or (), strict=True)):
             bad = np.argwhere(mine != wanted)
             if len(bad):
                 at = tuple(bad[0])
@@ -343,7 +343,8 @@ def _fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
     """(lane, column), each (32 threads, registers)."""
     per, place = _FRAGMENTS[shape]
     t, r = np.meshgrid(np.arange(32), np.arange(per * repeat), indexing="ij")
-    return tuple(np.broadcast_to(x, t.shape) for x in place(t, r))
+    lane, column = (np.broadcast_to(x, t.shape) for x in place(t, r))
+    return lane, column
 
 
 def _repeats(shape: str) -> tuple[int, ...]:

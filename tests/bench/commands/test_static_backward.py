@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.model import compiled_backward
 from bench.peers import flash_attn_4
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.slow]
 
 pytest.importorskip("cutlass")
 
@@ -42,6 +42,7 @@ def test_our_kernels(ours):
     assert product.load_bytes == 2 * 256 * 128 + 2 * 128 * 256
 
 
+@pytest.mark.third_party
 def test_their_kernels(ours):
     reason = flash_attn_4.unavailable()
     if reason:

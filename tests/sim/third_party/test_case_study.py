@@ -11,6 +11,7 @@ import sm100_sim
 from sm100_sim.errors import Hang, SimulationError
 
 pytestmark = [
+    pytest.mark.third_party,
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data"),
 ]

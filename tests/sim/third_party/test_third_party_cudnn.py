@@ -13,6 +13,7 @@ import sm100_sim
 from fa4_hd256.check import reference
 
 pytestmark = [
+    pytest.mark.third_party,
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]

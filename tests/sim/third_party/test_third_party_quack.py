@@ -10,6 +10,7 @@ import torch
 import sm100_sim
 
 pytestmark = [
+    pytest.mark.third_party,
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
