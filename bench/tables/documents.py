@@ -1,0 +1,99 @@
+"""The tables of docs/tables: one file each, headed by the command that prints it.
+
+`python -m bench tables NAME --write` runs the command and writes its file. A file says what it is
+of (measured, modelled with the digest of the constants, or computed) and which page explains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .table import BASIS, MACHINE, Table
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "tables"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file of docs/tables.
+
+    command: after `python -m bench`, without output options. page: of docs, which explains it.
+    tables: which of the command's tables it has, by number; None for all.
+    """
+
+    title: str
+    command: tuple[str, ...]
+    page: str
+    tables: tuple[int, ...] | None = None
+
+    def header(self, name: str) -> str:
+        """What every file begins with."""
+        return (
+            f"# {self.title}\n\n    python -m bench {' '.join(self.command)}\n\n"
+            f"Explained in [{self.page}](../{self.page}). Generated, not to be edited: "
+            f"`python -m bench tables {name} --write` makes it anew.\n\n"
+        )
+
+    def text(self, name: str, tables: Sequence[Table]) -> str:
+        """The whole file of the command's tables."""
+        chosen = [tables[n] for n in self.tables] if self.tables is not None else tables
+        return self.header(name) + f"{origin(chosen)}\n\n" + "\n\n".join(
+            table.as_markdown() for table in chosen
+        ) + "\n"
+
+
+def origin(tables: Sequence[Table]) -> str:
+    """What the tables' rows are of, and when and with which versions they were made."""
+    of_rows = dict.fromkeys((row[BASIS], row[MACHINE]) for table in tables for row in table.rows)
+    kinds = "; ".join(f"{basis}: {machine}" for basis, machine in of_rows)
+    versions = ", ".join(f"{key} {value}" for key, value in tables[0].environment.items())
+    return f"{kinds[:1].upper()}{kinds[1:]}. {versions}."
+
+
+DOCUMENTS = {
+    "throughput": Document(
+        "Throughput, every row of the suite", ("throughput", "--modelled"), "throughput.md"
+    ),
+    "throughput_summary": Document(
+        "Throughput, by group and by length", ("throughput", "--modelled"), "throughput.md", (1,)
+    ),
+    "throughput_h200": Document(
+        "PyTorch's attention on an H200", ("throughput", "--max-tokens", "32768"), "bench.md"
+    ),
+    "schedulers": Document(
+        "Tile schedulers, forward", ("schedulers", "--modelled"), "bench.md"
+    ),
+    "schedulers_backward": Document(
+        "Tile schedulers, backward", ("schedulers", "--modelled", "--direction", "backward"),
+        "bench.md",
+    ),
+    "contention": Document(
+        "Tile schedulers while another kernel holds SMs", ("contention",), "bench.md"
+    ),
+    "splits": Document("Keys divided among CTA pairs", ("splits", "--modelled"), "bench.md"),
+    "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
+    "accuracy": Document("Error by degree and emulated share", ("accuracy",), "softmax.md"),
+    "validate_rates": Document(
+        "Published rates and the model's", ("validate", "--no-hopper"), "timing.md", (1,)
+    ),
+    "validate_forward": Document(
+        "Forward at head_dim 256 with locked clocks", ("validate", "--no-hopper"), "timing.md",
+        (2,),
+    ),
+    "validate_backward": Document(
+        "Backward at head_dim 256 with locked clocks", ("validate", "--no-hopper"), "timing.md",
+        (3,),
+    ),
+    "validate_windows": Document(
+        "Windowed kernels outside the fit", ("validate", "--no-hopper"), "timing.md", (4,)
+    ),
+    "hopper": Document("The model against an H200", ("hopper",), "timing.md"),
+    "hopper_fences": Document(
+        "Fences and arrivals, the model against an H200", ("hopper", "--kernel", "'; '"),
+        "timing.md",
+    ),
+    "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
+    "mutation": Document("Mutation score of the kernels", ("mutation",), "sanitizer.md"),
+}  # fmt: skip

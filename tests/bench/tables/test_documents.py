@@ -1,0 +1,74 @@
+"""The files of docs/tables: in the catalogue, headed by their command, linked from their page."""
+
+import json
+import re
+
+import pytest
+from checkout import ROOT
+
+from bench.__main__ import COMMANDS, main
+from bench.commands import tables as command
+from bench.tables.documents import DOCUMENTS, FOLDER, Document
+from bench.tables.table import Column, Table
+
+
+def test_every_file_is_in_the_catalogue_and_the_other_way_round():
+    assert {path.stem for path in FOLDER.glob("*")} == set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_file_says_what_it_is(name):
+    document, text = DOCUMENTS[name], (FOLDER / f"{name}.md").read_text("utf-8")
+    assert text.startswith(document.header(name))
+    assert document.command[0] in COMMANDS
+    origin = text[len(document.header(name)) :].split("\n\n")[0]
+    bases = re.findall(r"\b(measured|modelled|computed):", origin.lower())
+    assert bases, origin
+    # Whoever reads a modelled figure is told by which constants.
+    assert "modelled" not in bases or re.search(r"constants [0-9a-z]{5,}", origin), origin
+    page = ROOT / "docs" / document.page
+    assert f"(tables/{name}.md)" in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize("planted", ["no command", "no constants"])
+def test_a_file_that_does_not_say_it_is_seen(planted, tmp_path, monkeypatch):
+    name = "contention"
+    text = (FOLDER / f"{name}.md").read_text("utf-8")
+    changed = text.replace(
+        *{"no command": ("python -m bench contention\n", ""), "no constants": ("4098d5b3", "")}[
+            planted
+        ]
+    )
+    assert changed != text
+    (tmp_path / f"{name}.md").write_text(changed)
+    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path)
+    with pytest.raises(AssertionError):
+        test_a_file_says_what_it_is(name)
+
+
+def test_a_file_is_made_by_its_command(tmp_path, monkeypatch, capsys):
+    row = {"x": 3, "basis": "modelled", "machine": "B200 modelled, constants 01234567"}
+    printed = Table("contention", "T", (Column("x"),), [row], environment={"commit": "abc"})
+    monkeypatch.setattr(command, "made", lambda document: [printed])
+    assert main(["tables", "contention", "--write", str(tmp_path), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["tables"]
+    assert listed["rows"][0]["state"] == "written"
+    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path)
+    test_a_file_says_what_it_is("contention")
+    text = (tmp_path / "contention.md").read_text()
+    assert "constants 01234567. commit abc." in text and "|   3 |" in text
+
+
+def test_a_command_is_run_with_its_options(monkeypatch):
+    """`intensity` is a closed form, and of the kernels of one direction only."""
+    document = Document("T", ("intensity", "--direction", "forward", "--seqlen", "512"), "p.md")
+    (found,) = command.made(document)
+    assert {row["direction"] for row in found.rows} == {"forward"}
+    assert document.text("name", [found]).count("| L2 ") == 1
+
+
+def test_names_that_are_none_and_a_run_of_everything_are_refused(capsys):
+    assert main(["tables", "nothing"]) == 2
+    assert "accepted are throughput" in capsys.readouterr().err
+    assert main(["tables", "--write"]) == 2
+    assert "--write takes names" in capsys.readouterr().err
