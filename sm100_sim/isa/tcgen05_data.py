@@ -12,14 +12,16 @@ thread t, register r, the cell is at lane L and column C from the address:
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from sm100_sim.errors import TmemError
-from sm100_sim.state.tmem import split_address
-from sm100_sim.state.warp import ALL_LANES, lowest_lane, reader, vector_reader, vector_writer
+from sm100_sim.native.calling import callable_of
+from sm100_sim.native.fragments import load_fragment, store_fragment
+from sm100_sim.native.layout import NO_SLOT, Fragment
+from sm100_sim.state.tmem import LANES, split_address
+from sm100_sim.state.warp import ALL_LANES, lowest_lane, reader
 
 from .columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from .table import machine_op, unknown
@@ -27,43 +29,23 @@ from .table import machine_op, unknown
 
 @dataclass(frozen=True)
 class Shape:
-    """A data-movement shape: registers per repetition and the TMEM lanes it covers."""
+    """A data-movement shape: registers and columns per repetition, and the TMEM lanes it covers."""
 
     registers: int
+    columns: int
     lanes: int
 
 
+#: In the order of the numbers that `native.fragments` has for them.
 SHAPES = {
-    "32x32b": Shape(1, 32),
-    "16x64b": Shape(1, 16),
-    "16x128b": Shape(2, 16),
-    "16x256b": Shape(4, 16),
-    "16x32bx2": Shape(1, 16),
+    "32x32b": Shape(1, 1, 32),
+    "16x64b": Shape(1, 2, 16),
+    "16x128b": Shape(2, 4, 16),
+    "16x256b": Shape(4, 8, 16),
+    "16x32bx2": Shape(1, 1, 16),
 }
 #: Most registers that one instruction moves per thread.
 MAX_REGISTERS = 128
-
-
-@lru_cache(maxsize=256)
-def fragment(shape: str, repeat: int, split: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, column) offset of every register: two arrays (registers, 32), [register, thread].
-
-    `split`: immHalfSplitoff of 16x32bx2, in columns.
-    """
-    t = np.arange(32)[None, :]
-    r = np.arange(SHAPES[shape].registers * repeat)[:, None]
-    if shape == "32x32b":
-        lane, column = t, r
-    elif shape == "16x64b":
-        lane, column = t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * r
-    elif shape == "16x128b":
-        lane, column = t // 4 + 8 * (r % 2), t % 4 + 4 * (r // 2)
-    elif shape == "16x256b":
-        lane, column = t // 4 + 8 * (r // 2 % 2), 2 * (t % 4) + r % 2 + 8 * (r // 4)
-    else:
-        lane, column = t % 16, r + split * (t // 16)
-    lane, column = np.broadcast_arrays(lane, column)
-    return np.ascontiguousarray(lane), np.ascontiguousarray(column)
 
 
 @dataclass(frozen=True)
@@ -85,34 +67,40 @@ class Form:
         return SHAPES[self.shape].registers * self.repeat
 
     @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of the columns touched, from the address, in runs that do not meet.
+
+        `split` is immHalfSplitoff of 16x32bx2: where the threads from 16 on begin.
+        """
+        width = SHAPES[self.shape].columns * self.repeat
+        found = ((0, self.split + width),)
+        if self.split > width:
+            found = (0, width), (self.split, self.split + width)
+        return tuple((first << self.packed, end << self.packed) for first, end in found)
+
+    @property
     def columns(self) -> int:
         """Columns from the address to the last one touched, inclusive."""
-        return (int(fragment(self.shape, self.repeat, self.split)[1].max()) + 1) << self.packed
+        return self.runs[-1][1]
 
 
-def load_cells(cells, lane: int, column: int, form: Form) -> np.ndarray:
-    """uint32 (registers, 32) that a tcgen05.ld at (lane, column) returns."""
-    if form.shape == "32x32b" and not form.packed:
-        return cells[column : column + form.repeat, lane : lane + 32]
-    lanes, columns = fragment(form.shape, form.repeat, form.split)
-    if not form.packed:
-        return cells[columns + column, lanes + lane]
-    low = cells[2 * columns + column, lanes + lane]
-    high = cells[2 * columns + (column + 1), lanes + lane]
-    return low & np.uint32(0xFFFF) | high << np.uint32(16)
+def items_of(operand) -> tuple:
+    """The registers of a vector operand, or the one register that it is."""
+    return operand.items if operand.kind == "vec" else (operand,)
 
 
-def store_cells(cells, lane: int, column: int, form: Form, values: np.ndarray) -> None:
-    """Write registers (registers, 32) as a tcgen05.st at (lane, column) does."""
-    if form.shape == "32x32b" and not form.packed:
-        cells[column : column + form.repeat, lane : lane + 32] = values
-        return
-    lanes, columns = fragment(form.shape, form.repeat, form.split)
-    if not form.packed:
-        cells[columns + column, lanes + lane] = values
-        return
-    cells[2 * columns + column, lanes + lane] = values & np.uint32(0xFFFF)
-    cells[2 * columns + (column + 1), lanes + lane] = values >> np.uint32(16)
+def fragment_record(form: Form, operand) -> Fragment:
+    """A form and its registers, for `native.fragments`."""
+    slots = [item.slot if item.kind == "reg" else NO_SLOT for item in items_of(operand)]
+    return Fragment(
+        shape=list(SHAPES).index(form.shape), count=form.registers, packed=form.packed,
+        split=form.split, slots=tuple(slots),
+    )
+
+
+def _cells(warp, lane: int, column: int) -> int:
+    """Address of a cell of the tensor memory of a warp's CTA."""
+    return warp.cta.tmem.record.cells + 4 * (column * LANES + lane)
 
 
 def form_of(instruction, pack: str, split: int | None) -> Form:
@@ -183,12 +171,13 @@ def bind_load(instruction, kernel):
     target, address, *rest = instruction.operands
     form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
     _check_vector(instruction, target, form)
-    write = vector_writer(target)
     locate = locator(instruction, address, form)
+    record = fragment_record(form, target)
 
     def execute(warp, lanes: int) -> None:
-        lane, column = locate(warp, lanes)
-        write(warp, lanes, load_cells(warp.cta.tmem.cells, lane, column, form))
+        cells = _cells(warp, *locate(warp, lanes))
+        load = callable_of(load_fragment)
+        load(warp.r32.ctypes.data, cells, ctypes.addressof(record), lanes)
 
     return execute
 
@@ -201,12 +190,12 @@ def bind_store(instruction, kernel):
     address, *split, source = instruction.operands
     form = form_of(instruction, "unpack::16b", split[0].value if split else None)
     _check_vector(instruction, source, form)
-    read = vector_reader(source)
     locate = locator(instruction, address, form)
+    record = fragment_record(form, source)
 
     def execute(warp, lanes: int) -> None:
-        lane, column = locate(warp, lanes)
-        store_cells(warp.cta.tmem.cells, lane, column, form, read(warp))
+        cells = _cells(warp, *locate(warp, lanes))
+        callable_of(store_fragment)(warp.r32.ctypes.data, cells, ctypes.addressof(record))
 
     return execute
 

@@ -119,6 +119,25 @@ class Operation(ctypes.Structure):
     ]  # fmt: skip
 
 
+#: Registers that one tcgen05.ld or st moves in a thread.
+FRAGMENT_REGISTERS = 128
+#: A slot of a Fragment that is no register: what is loaded there is dropped.
+NO_SLOT = 0xFFFFFFFF
+
+
+class Fragment(ctypes.Structure):
+    """The static part of a tcgen05.ld or st (`isa.tcgen05_data.Form`).
+
+    shape: place in `isa.tcgen05_data.SHAPES`. count: registers a thread; slots: theirs. packed: 1
+    if a register holds the low halves of two columns. split: of 16x32bx2, in columns.
+    """
+
+    _fields_ = [
+        ("shape", c_uint32), ("count", c_uint32), ("packed", c_uint32), ("split", c_uint32),
+        ("slots", c_uint32 * FRAGMENT_REGISTERS),
+    ]  # fmt: skip
+
+
 class Chain(ctypes.Structure):
     """The accumulator chain that a warp is issuing (`isa.tcgen05`): instructions that differ in
     their operands A and B only. block: of the first; group, a_in_tmem: of its form."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from sm100_sim.isa import tensor_core
 from sm100_sim.isa.descriptors import gather_plan
-from sm100_sim.isa.tcgen05_data import Form, fragment
+from sm100_sim.isa.tcgen05_data import SHAPES, Form
 from sm100_sim.isa.tensor_core import Mma
 from sm100_sim.state.tmem import split_address
 
@@ -89,12 +89,6 @@ def mma_results(head: Mma) -> Iterator[tuple[Any, tuple[slice, Any]]]:
 @lru_cache(maxsize=1024)
 def fragment_regions(form: Form, lane: int, column: int) -> tuple[tuple[slice, slice], ...]:
     """Regions of the shadow of tensor memory that a tcgen05.ld or st touches."""
-    lanes, columns = fragment(form.shape, form.repeat, form.split)
-    columns = np.unique(columns)
-    if form.packed:
-        columns = np.unique(np.concatenate([2 * columns, 2 * columns + 1]))
     first = lane // LANES_OF_A_GRANULE
-    last = (lane + int(lanes.max())) // LANES_OF_A_GRANULE
-    rows = slice(first, last + 1)
-    runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
-    return tuple((slice(int(r[0]) + column, int(r[-1]) + column + 1), rows) for r in runs)
+    rows = slice(first, first + SHAPES[form.shape].lanes // LANES_OF_A_GRANULE)
+    return tuple((slice(begin + column, end + column), rows) for begin, end in form.runs)

@@ -284,13 +284,18 @@ def watched_wait(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 @native
 def touch_fragment(
-    c: ptr[Context], w: ptr[WarpRecord], address: u64, columns: u64, access: u32, write: u32
+    w: ptr[WarpRecord], address: u64, o: ptr[Operation], access: u32, write: u32
 ) -> None:
-    """Record a tcgen05.ld or st of shape 32x32b."""
+    """Record a tcgen05.ld or st: form[1] columns and form[2] lanes; those from form[3] on, if it is
+    not 0, are a run of their own as long as the first."""
     start = (address & 0xFFFF) * GRANULES + (address >> 16) // GRANULE_LANES
-    lanes: u64 = 32
-    touch_rows(w.cluster.ctas[w.rank].tmem, access, write, w.frontier, start,
-               lanes // GRANULE_LANES, u64(GRANULES), columns)
+    tmem = w.cluster.ctas[w.rank].tmem
+    rows = o.form[2] // GRANULE_LANES
+    columns = o.form[1] - o.form[3]
+    touch_rows(tmem, access, write, w.frontier, start, rows, u64(GRANULES), columns)
+    if o.form[3] != 0:
+        start += o.form[3] * GRANULES
+        touch_rows(tmem, access, write, w.frontier, start, rows, u64(GRANULES), columns)
 
 
 @native
@@ -309,7 +314,7 @@ def watched_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     clock = w.issued[LOAD]
     access = add_access(w, i32(agent_of(w, u32(LOAD))), clock, u32(LOAD_KIND), u32(0),
                         about.index, u32(0))
-    touch_fragment(c, w, address, o.form[1], access, u32(0))
+    touch_fragment(w, address, o, access, u32(0))
     ptr[u8](c.uses)[about.load] = u8(0)
     load = w.loads + w.load_end * 2
     load[0] = clock
@@ -331,7 +336,7 @@ def watched_store(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     w.issued[STORE] += 1
     access = add_access(w, i32(agent_of(w, u32(STORE))), w.issued[STORE], u32(STORE_KIND), u32(1),
                         about.index, u32(0))
-    touch_fragment(c, w, operand(c, lanes, o.operands[0]), o.form[1], access, u32(1))
+    touch_fragment(w, operand(c, lanes, o.operands[0]), o, access, u32(1))
     return DONE
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 from sm100_sim.isa.columns import NativeForm, require_complete
 from sm100_sim.isa.table import row_of
+from sm100_sim.isa.tcgen05_data import SHAPES, Form, form_of, fragment_record, items_of
 from sm100_sim.native.barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
 from sm100_sim.native.copies import bulk_group, tile_load, tile_store
 from sm100_sim.native.fragments import nothing, tensor_load, tensor_store
@@ -17,9 +19,9 @@ from sm100_sim.native.operands import CONSTANT, LOW32, PREDICATE, REGISTER32, RE
 from sm100_sim.native.products import fence_before, tensor_commit, tensor_mma
 from sm100_sim.state.warp import SHARED_WINDOW
 
-#: (routine, operands, form): what `Operation` is made of.
-Form = tuple[Native, list[Operand], list[int]]
-_FORMS: dict[NativeForm, Callable[[Any], Form | None]] = {}
+#: (routine, operands, form): what `Operation` is made of; then what the form has the address of.
+Made = tuple
+_FORMS: dict[NativeForm, Callable[[Any], Made | None]] = {}
 _MASK64 = (1 << 64) - 1
 _SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
 
@@ -38,8 +40,9 @@ def operation_of(instruction: Any, block: int) -> tuple[Native, Operation] | Non
     form = _FORMS[name](instruction) if name is not None else None
     if form is None:
         return None
-    routine, operands, numbers = form
+    routine, operands, numbers, *kept = form
     operation = Operation()
+    operation.kept = kept
     for place, operand in enumerate(operands):
         operation.operands[place] = operand
     for place, number in enumerate(numbers):
@@ -91,17 +94,7 @@ def shared_operand(operand: Any, modifiers: tuple[str, ...]) -> Operand | None:
     return found
 
 
-def _consecutive(operand: Any) -> tuple[int, int] | None:
-    """(first slot, count) of 32-bit registers in consecutive slots."""
-    items = operand.items if operand.kind == "vec" else (operand,)
-    if any(item.kind != "reg" or item.register.file != "r32" for item in items):
-        return None
-    slots = [item.slot for item in items]
-    first = slots[0]
-    return (first, len(slots)) if slots == list(range(first, first + len(slots))) else None
-
-
-def _complete(routine: Native, operands: list, numbers: list[int]) -> Form | None:
+def _complete(routine: Native, operands: list, numbers: list[int]) -> Made | None:
     return None if None in operands else (routine, operands, numbers)
 
 
@@ -109,7 +102,7 @@ def _complete(routine: Native, operands: list, numbers: list[int]) -> Form | Non
 
 
 @_form(NativeForm.ARRIVE)
-def _arrive(instruction: Any) -> Form | None:
+def _arrive(instruction: Any) -> Made | None:
     operands, modifiers = list(instruction.operands), instruction.modifiers
     if "noComplete" in modifiers:
         return None
@@ -125,7 +118,7 @@ def _arrive(instruction: Any) -> Form | None:
 
 
 @_form(NativeForm.WAIT)
-def _wait(instruction: Any) -> Form | None:
+def _wait(instruction: Any) -> Made | None:
     done, address, parity, *_ = instruction.operands
     if "parity" not in instruction.modifiers or done.kind != "pred":
         return None
@@ -133,39 +126,43 @@ def _wait(instruction: Any) -> Form | None:
     return _complete(mbarrier_wait, operands, [done.slot, int(instruction.spin)])
 
 
-def _fragment(instruction: Any, routine: Native, address: Any, registers: Any) -> Form | None:
-    if "32x32b" not in instruction.modifiers or {"pack::16b", "unpack::16b"} & set(
-        instruction.modifiers
-    ):
+def _fragment(routine: Native, parsed: Form, address: Any, registers: Any) -> Made | None:
+    if any(item.kind == "reg" and item.register.file != "r32" for item in items_of(registers)):
         return None
-    rows = _consecutive(registers)
-    return rows and _complete(routine, [value_operand(address)], list(rows))
+    record = fragment_record(parsed, registers)
+    first, *others = parsed.runs
+    numbers = [ctypes.addressof(record), parsed.columns, SHAPES[parsed.shape].lanes,
+               others[0][0] if others else 0]  # fmt: skip
+    made = _complete(routine, [value_operand(address)], numbers)
+    return made and (*made, record)
 
 
 @_form(NativeForm.TENSOR_LOAD)
-def _load(instruction: Any) -> Form | None:
-    target, address, *_ = instruction.operands
-    return _fragment(instruction, tensor_load, address, target)
+def _load(instruction: Any) -> Made | None:
+    target, address, *split = instruction.operands
+    parsed = form_of(instruction, "pack::16b", split[0].value if split else None)
+    return _fragment(tensor_load, parsed, address, target)
 
 
 @_form(NativeForm.TENSOR_STORE)
-def _store(instruction: Any) -> Form | None:
-    address, *_, source = instruction.operands
-    return _fragment(instruction, tensor_store, address, source)
+def _store(instruction: Any) -> Made | None:
+    address, *split, source = instruction.operands
+    parsed = form_of(instruction, "unpack::16b", split[0].value if split else None)
+    return _fragment(tensor_store, parsed, address, source)
 
 
 @_form(NativeForm.ORDER)
-def _order(instruction: Any) -> Form | None:
+def _order(instruction: Any) -> Made | None:
     return nothing, [], []
 
 
 @_form(NativeForm.FENCE_BEFORE)
-def _fence_before(instruction: Any) -> Form | None:
+def _fence_before(instruction: Any) -> Made | None:
     return fence_before, [], []
 
 
 @_form(NativeForm.MMA)
-def _mma(instruction: Any) -> Form | None:
+def _mma(instruction: Any) -> Made | None:
     group, kind, *hints = instruction.modifiers
     if kind != "kind::f16" or len(instruction.operands) != 5:
         return None
@@ -177,7 +174,7 @@ def _mma(instruction: Any) -> Form | None:
 
 
 @_form(NativeForm.COMMIT)
-def _commit(instruction: Any) -> Form | None:
+def _commit(instruction: Any) -> Made | None:
     address, *mask = instruction.operands
     operands = [shared_operand(address, instruction.modifiers), *map(value_operand, mask)]
     return _complete(tensor_commit, operands, [len(mask)])
@@ -200,7 +197,7 @@ def _tile_operands(operand: Any) -> list[Operand | None]:
 
 
 @_form(NativeForm.TILE)
-def _tile(instruction: Any) -> Form | None:
+def _tile(instruction: Any) -> Made | None:
     rank, target, source, *rest = instruction.modifiers
     hint = "L2::cache_hint" in rest
     if (target, source) == ("global", "shared::cta"):
@@ -223,7 +220,7 @@ def _tile(instruction: Any) -> Form | None:
 
 
 @_form(NativeForm.BULK_GROUP)
-def _bulk_group(instruction: Any) -> Form | None:
+def _bulk_group(instruction: Any) -> Made | None:
     return bulk_group, [], []
 
 

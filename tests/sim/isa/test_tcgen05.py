@@ -1,6 +1,8 @@
 """tcgen05 numerics: mma against float64 products of independently packed operands, TMEM rules,
 and every ld/st shape against its written formula."""
 
+import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ from sm100_sim.isa.descriptors import (
     MatrixDescriptor,
     encode_matrix,
 )
-from sm100_sim.isa.tcgen05_data import SHAPES, Form, load_cells, store_cells
+from sm100_sim.isa.tcgen05_data import SHAPES, Form, fragment_record
+from sm100_sim.native.calling import callable_of
+from sm100_sim.native.fragments import load_fragment, store_fragment
 from sm100_sim.state.tmem import POISON, Tmem
 
 SWIZZLES = (0, 32, 64, 128)
@@ -153,6 +157,32 @@ def test_mma_outside_allocation_or_shared_memory():
 # ---------------------------------------------------------------- loads and stores
 
 
+def record_of(form: Form):
+    """The form with its registers in the slots from 0 on."""
+    registers = [SimpleNamespace(kind="reg", slot=slot) for slot in range(form.registers)]
+    return fragment_record(form, SimpleNamespace(kind="vec", items=tuple(registers)))
+
+
+def first_cell(cells: np.ndarray, lane: int, column: int) -> int:
+    return cells[column, lane:].ctypes.data
+
+
+def load_cells(cells: np.ndarray, lane: int, column: int, form: Form, lanes=0xFFFFFFFF):
+    """uint32 (registers, 32) that a tcgen05.ld at (lane, column) returns; 7 where it loads none."""
+    registers, record = np.full((form.registers, 32), 7, np.uint32), record_of(form)
+    callable_of(load_fragment)(
+        registers.ctypes.data, first_cell(cells, lane, column), ctypes.addressof(record), lanes
+    )
+    return registers
+
+
+def store_cells(cells: np.ndarray, lane: int, column: int, form: Form, values) -> None:
+    values, record = np.ascontiguousarray(values), record_of(form)
+    callable_of(store_fragment)(
+        values.ctypes.data, first_cell(cells, lane, column), ctypes.addressof(record)
+    )
+
+
 def cell_of(shape: str, t: int, r: int, split: int) -> tuple[int, int]:
     """(lane, column) of thread t, register r: the formulas as they are written in the ISA notes."""
     return {
@@ -173,6 +203,9 @@ def test_load_and_store_shapes(shape, repeat):
     cells = np.arange(512 * 128, dtype=np.uint32).reshape(512, 128)
     lane, column = (96, 0) if shape == "32x32b" else (112, 0)
     values = load_cells(cells, lane, column, form)
+    some = load_cells(cells, lane, column, form, lanes=0x0F0F0F0F)
+    executes = np.arange(32) % 8 < 4
+    assert (some[:, executes] == values[:, executes]).all() and (some[:, ~executes] == 7).all()
     assert values.shape == (form.registers, 32)
     touched = set()
     for t in range(32):
