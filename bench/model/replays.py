@@ -10,24 +10,17 @@ them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fa4_hd256.environment import CACHE_DIR, cache_directory
-from fa4_hd256.run.native_cache import NativeCache, meaning_of
+from fa4_hd256.run.native_cache import NativeCache
 from sm100_sim import timing
 from sm100_sim.timing import Machine, Sample, TileCosts, fit
-
-#: Rooms of the simulator whose sources decide a replay: the timing model, and what it is given.
-_DECIDING = ("timing", "trace")
-#: Modules of the timing model that only read what a replay has found.
-_READING = ("__main__.py", "problem.py", "chrome.py", "critical.py")
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ def kept(
     cubin, or the versions of the packages that make it. draws: replays beside the central one.
     """
     constants = sorted((name, c.value, c.low, c.high) for name, c in machine.constants.items())
-    text = repr((tuple(what), constants, draws, _sources()))
+    text = repr((tuple(what), constants, draws, timing.model_digest()))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     if key in _memory:
         return _memory[key]
@@ -134,14 +127,3 @@ def kept(
 def digest(content: bytes) -> str:
     """A short name of some bytes."""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-@functools.cache
-def _sources() -> str:
-    """A digest of what the code that decides a replay means; comments and docstrings are none of
-    it."""
-    package = Path(timing.__file__).parents[1]
-    files = [path for room in _DECIDING for path in sorted((package / room).glob("*.py"))]
-    return meaning_of(
-        [(path.name, path.read_bytes()) for path in files if path.name not in _READING]
-    )

@@ -15,6 +15,7 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
 | traced_program, Compiled, replay_program, Replay | the steps of `predict` one by one |
 | Action | what an event of a replay does |
+| model_digest | what the model's code means, for the key of replays that are kept |
 | clocks_measured, tensor_core_clocks | figures of a replay |
 
 What is not listed here is private.
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .replay import replay as replay_program
     from .resources import Action
     from .sass import SassFunction, SassInstruction, disassemble
+    from .sources import model_digest
     from .tensor import MEASURED, MmaCost, mma_cost
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "load",
     "machines",
     "mma_cost",
+    "model_digest",
     "predict",
     "replay_program",
     "schedule",
@@ -97,6 +100,7 @@ _HOMES = {
     },
     "resources": ("Action",),
     "sass": ("SassFunction", "SassInstruction", "disassemble"),
+    "sources": ("model_digest",),
     "tensor": ("MEASURED", "MmaCost", "mma_cost"),
 }  # fmt: skip
 

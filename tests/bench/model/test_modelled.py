@@ -64,11 +64,19 @@ def test_costs_of_each_draw():
     assert np.allclose([(c.each, c.rate) for c in costs], [(500.0, 1.1), (500.0, 1.2)])
 
 
-def test_the_digest_of_replays_is_of_the_code_that_decides_them(monkeypatch):
-    """The timing model but for what reads replays, and the trace it is given; by their meaning."""
-    seen = []
-    monkeypatch.setattr(replays, "meaning_of", lambda sources: seen.extend(sources) or "digest")
-    assert replays._sources.__wrapped__() == "digest"
-    names = {name for name, _ in seen}
-    assert {"engine.py", "replay.py", "paths.py", "records.py"} <= names
-    assert not {"problem.py", "chrome.py", "critical.py"} & names
+def test_replays_are_kept_by_what_the_models_code_means(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(replays, "_memory", {})
+    digests = ["one", "two"]
+    monkeypatch.setattr(replays.timing, "model_digest", lambda: digests[0], raising=False)
+    made = []
+
+    def kept():
+        replays._memory.clear()
+        return replays.kept(["a kernel"], load("b200"), 0, lambda: made.append(1) or [Replayed(
+            1, 1.0, (1.0,))])  # fmt: skip
+
+    assert kept() == kept() and len(made) == 1
+    digests.pop(0)
+    kept()
+    assert len(made) == 2

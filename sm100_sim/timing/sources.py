@@ -1,0 +1,33 @@
+"""What the code that decides a replay means: a part of the key for whoever keeps replays."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from sm100_sim.jit.cache import disk_cache
+from sm100_sim.jit.native_cache import meaning_of
+
+#: Rooms whose sources decide a replay: the timing model, the trace that it is given, and the
+#: instruction table, whose columns say what is an event and what a block's mix is.
+DECIDING = ("isa", "timing", "trace")
+#: Modules of the timing model that only read what a replay has found.
+READING = ("__main__.py", "problem.py", "chrome.py", "critical.py", "sources.py")
+
+
+def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
+    """(path below `root`, content) of the sources that decide a replay."""
+    paths = [path for room in DECIDING for path in sorted((root / room).rglob("*.py"))]
+    return [
+        (path.relative_to(root).as_posix(), path.read_bytes())
+        for path in paths
+        if path.name not in READING
+    ]
+
+
+@functools.cache
+def model_digest() -> str:
+    """Hexadecimal digest of what the model's code means, without comments and docstrings: replays
+    of one kernel, machine and seed differ only where it does."""
+    cache, sources = disk_cache(), deciding_sources()
+    return meaning_of(sources) if cache is None else cache.meaning(sources)
