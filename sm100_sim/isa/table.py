@@ -63,6 +63,11 @@ class Row:
 
     name: str
     statistics: str | Callable[[Instruction], str]
+    effect: Effect | ByModifier
+    rule: Rule
+    trace: Recorded
+    event: Event | ByModifier
+    ties: Ties
     bind: Callable | None = None
     emit: Callable | None = None
     jump: Jump | None = None
@@ -73,13 +78,8 @@ class Row:
     copies: bool = False
     addressing: bool = False
     access: MemoryAccess = MemoryAccess.NONE
-    effect: Effect | ByModifier | None = None
     chain: bool = False
-    rule: Rule | None = None
-    trace: Recorded | None = None
-    event: Event | ByModifier | None = None
     mix: Mix | ByModifier | None = None
-    ties: Ties | None = None
     synchronises: bool = False
     native: NativeForm | None = None
 
@@ -113,11 +113,13 @@ _ROWS: dict[str, Row] = {}
 _found: dict[str, tuple[Row, tuple[str, ...]] | None] = {}
 
 
-def _register(row: Row) -> None:
-    if row.name in _ROWS:
-        raise ValueError(f"the instruction table already has a row {row.name!r}")
+def _register(name: str, columns: dict[str, Any]) -> None:
+    if name in _ROWS:
+        raise ValueError(f"the instruction table already has a row {name!r}")
+    # What is absent is for `_check` to name.
+    row = Row(name, **{**dict.fromkeys(_REQUIRED), **columns})
     _check(row)
-    _ROWS[row.name] = row
+    _ROWS[name] = row
     _found.clear()
 
 
@@ -172,7 +174,7 @@ def machine_op(*names: str, statistics: str | Callable[[Instruction], str] | Non
 
     def decorate(bind: Callable) -> Callable:
         for name in names:
-            _register(Row(name, statistics or name, bind=bind, **columns))
+            _register(name, {"statistics": statistics or name, "bind": bind, **columns})
         return bind
 
     return decorate
@@ -192,8 +194,8 @@ def inline_op(*names: str, statistics: str | Callable[[Instruction], str] | None
 
     def decorate(emit: Callable) -> Callable:
         for name in names:
-            _register(Row(name, statistics or name, emit=emit, aligned=aligned,
-                            member_mask=member_mask, **columns))
+            _register(name, {"statistics": statistics or name, "emit": emit, "aligned": aligned,
+                             "member_mask": member_mask, **columns})
         return emit
 
     return decorate
@@ -206,10 +208,10 @@ def computes(*names: str, defines: tuple[int, ...] = (0,), **columns: Any) -> Ca
 
 def jump_op(name: str, jump: Jump) -> None:
     """Register a branch or an exit: blocks of native code end with it."""
-    _register(Row(
-        name, "branch", jump=jump, rule=Rule.COMPUTES, trace=Recorded.NOTHING, event=Event.NONE,
-        effect=Effect.NONE, ties=Ties.NEVER,
-    ))  # fmt: skip
+    _register(name, {
+        "statistics": "branch", "jump": jump, "rule": Rule.COMPUTES, "trace": Recorded.NOTHING,
+        "event": Event.NONE, "effect": Effect.NONE, "ties": Ties.NEVER,
+    })  # fmt: skip
 
 
 def lookup(name: str) -> tuple[Row, tuple[str, ...]] | None:

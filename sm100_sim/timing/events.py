@@ -75,11 +75,7 @@ def ptx_kind(opcode: str) -> str | None:
     if found is None:
         raise ValueError(f"{opcode}: not an opcode of the instruction table")
     event = found[0].event_with(found[1])
-    width = _WIDTH.search(opcode) if event in _BY_WIDTH else None
-    if width is not None:
-        # Two loads of different width are never the same site.
-        return f"{event}.{width[1]}"
-    return str(event) or None
+    return _with_width(event, opcode) or None
 
 
 def sass_kind(instruction: SassInstruction) -> str | None:
@@ -87,13 +83,18 @@ def sass_kind(instruction: SassInstruction) -> str | None:
     opcode = instruction.opcode
     for pattern, kind in _SASS:
         if pattern.match(opcode):
-            if kind in _BY_WIDTH:
-                width = _WIDTH.search(opcode)
-                return f"{kind}.{width[1] if width else 1}"
             if kind == Event.BULK_WAIT and not instruction.operands.startswith("SB0"):
                 return None
-            return kind
+            return _with_width(kind, opcode)
     return None
+
+
+def _with_width(kind: str, opcode: str) -> str:
+    """The kind of a site; two loads of tensor memory of different width are never the same."""
+    if kind not in _BY_WIDTH:
+        return str(kind)
+    width = _WIDTH.search(opcode)
+    return f"{kind}.{width[1] if width else 1}"
 
 
 def is_soft(kind: str) -> bool:
