@@ -19,7 +19,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_forward, compile_kernel
+from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import launch_forward
 from sm100_sim.tools import speed
 from softmax_emu.pattern import Ex2Pattern
@@ -52,7 +52,7 @@ def row(shape: Shape, runs: int = 3) -> dict[str, Any]:
     options = Options.check(None, False, (None, None), 0.0, False)
     tensors = q, k, v
     problem = Problem.describe(tensors, options)
-    compiled = compile_forward(config, problem.problem_class)
+    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     found = speed.measure(lambda: launch_forward(compiled, problem, tensors), runs)
     products = steps(shape, config) * _step_seconds(config)
     return {

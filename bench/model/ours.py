@@ -23,8 +23,8 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
-from fa4_hd256.run.catalogue import backward_specs
-from fa4_hd256.run.compile import compile_forward, compile_kernel, versions
+from fa4_hd256.run.catalogue import KernelSpec, backward_specs
+from fa4_hd256.run.compile import compile_kernel, versions
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
@@ -224,7 +224,7 @@ def _forward_call(
 ) -> tuple[Any, tuple]:
     problem = divided(problem, variant.num_splits, ONE_PAIR)
     config: Any = variant.config or ForwardConfig()
-    compiled = compile_forward(config, problem.problem_class)
+    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     results = empty_results(problem, parts=problem.num_splits > 1)
     (q, k, v), (out, lse) = tensors[:3], results
     given = CallTensors(q, k, v, out, lse, ragged)

@@ -18,8 +18,8 @@ from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import Wanted, run_backward
-from fa4_hd256.run.catalogue import backward_specs
-from fa4_hd256.run.compile import CompiledKernel, compile_forward, compile_kernel
+from fa4_hd256.run.catalogue import KernelSpec, backward_specs
+from fa4_hd256.run.compile import CompiledKernel, compile_kernel
 from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
@@ -81,7 +81,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
     )
     config = ForwardConfig()
     problem = Problem.describe((q, k, v), _options())
-    compiled = compile_forward(config, problem.problem_class)
+    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     start = time.perf_counter()
     out, lse = launch_forward(compiled, problem, (q, k, v))
     _synchronise(device)

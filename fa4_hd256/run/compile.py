@@ -33,8 +33,6 @@ from typing import Any
 
 from fa4_hd256 import environment
 from fa4_hd256.gpus import family
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.problem_class import ProblemClass
 
 from .catalogue import KernelSpec, build
 from .native_cache import NativeCache
@@ -123,11 +121,6 @@ class CompiledKernel:
                 f"the host object's symbols start with {self.object_prefix!r}, not {prefix!r}"
             )
         return self.host_object
-
-
-def compile_forward(config: ForwardConfig, problem_class: ProblemClass) -> CompiledKernel:
-    """The forward kernel for a configuration and a problem class; see `compile_kernel`."""
-    return compile_kernel(KernelSpec("forward", config, problem_class))
 
 
 def compile_kernel(spec: KernelSpec) -> CompiledKernel:

@@ -1,6 +1,7 @@
 """`python -m bench accuracy` on two cases; the whole table is a matter of minutes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,12 +38,12 @@ def test_errors_and_shares(results):
 
 
 def test_another_share_than_the_pattern_says_is_an_error(monkeypatch):
-    compile_forward = measured.compile_forward
+    compile_kernel = measured.compile_kernel
 
-    def compile_another(config, problem_class):
-        return compile_forward(measured.ForwardConfig(), problem_class)
+    def compile_another(spec):
+        return compile_kernel(replace(spec, config=measured.ForwardConfig()))
 
-    monkeypatch.setattr(measured, "compile_forward", compile_another)
+    monkeypatch.setattr(measured, "compile_kernel", compile_another)
     with pytest.raises(RuntimeError, match="0.0000% of the score elements were emulated"):
         measured.measure(measured.Case(POLYNOMIAL_ONLY, torch.float16, SHAPE))
 

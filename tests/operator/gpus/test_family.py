@@ -16,7 +16,6 @@ from fa4_hd256.kernels.forward_combine import CombineConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_forward
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 
@@ -45,9 +44,8 @@ def compiled_for(target: str, spec: KernelSpec, monkeypatch) -> bytes:
 
 def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
     """What was checked and modelled for sm_100a holds for what is shipped."""
-    problem_class = ProblemClass(torch.bfloat16)
-    shipped = compile_forward(ForwardConfig(), problem_class).cubin
-    spec = KernelSpec("forward", ForwardConfig(), problem_class)
+    spec = KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16))
+    shipped = compile.compile_kernel(spec).cubin
     alone = compiled_for("sm_100a", spec, monkeypatch)
     assert machine_code(shipped) == machine_code(alone)
     assert len(machine_code(shipped)) > 50_000
@@ -72,7 +70,7 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
     q, k, v = (torch.randn(1, n, 1, 256).bfloat16() for n in (200, 130, 130))
     problem = Problem.describe((q, k, v), Options.check(None, True, (None, None), 0.0))
     spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)
-    shipped = compile_forward(ForwardConfig(), problem.problem_class)
+    shipped = compile.compile_kernel(spec)
     monkeypatch.setattr(family, "TARGET", "sm_103a")
     alone = compile.trace_and_compile(spec)
     results = []

@@ -13,7 +13,8 @@ import sm100_sim
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.run.compile import compile_forward
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from fa4_hd256.run.resources import resource_usage
 from softmax_emu.pattern import Ex2Pattern
@@ -27,7 +28,7 @@ QK_INSTRUCTIONS, PV_INSTRUCTIONS = 256 // 16, 128 // 16
 def launch(operands, causal=False, clusters=74, config=CONFIG, **options):
     """Launch on (q, k, v, out, lse); returns the report."""
     problem = Problem.describe(operands[:3], Options.check(None, causal, (None, None), 0.0, False))
-    compiled = compile_forward(config, problem.problem_class)
+    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     arguments = call_arguments(CallTensors(*operands), problem, gpu(clusters), 0)
     return sm100_sim.launch(compiled, *arguments, **options)
 
@@ -62,7 +63,8 @@ VARIANTS = {
 @pytest.mark.parametrize("pattern", [Ex2Pattern(), Ex2Pattern(4, 3)], ids=["hardware", "mixed"])
 def test_no_spills_and_no_local_memory(variant, pattern):
     """By the compiler's own report, for every kind of kernel."""
-    compiled = compile_forward(ForwardConfig(ex2_pattern=pattern), variant)
+    spec = KernelSpec("forward", ForwardConfig(ex2_pattern=pattern), variant)
+    compiled = compile_kernel(spec)
     usage = resource_usage(compiled.cubin)
     assert usage.stack == usage.local == 0
     assert usage.registers == ForwardConfig().warps.registers.at_launch

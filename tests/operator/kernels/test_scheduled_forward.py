@@ -14,7 +14,8 @@ import sm100_sim
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
-from fa4_hd256.run import compile as compiling
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward_arguments import (
     CallTensors,
     call_arguments,
@@ -61,7 +62,8 @@ def call():
 def expected():
     """Results under the default scheduler."""
     problem, tensors = call()
-    compiled = compiling.compile_forward(ForwardConfig(), problem.problem_class)
+    spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)
+    compiled = compile_kernel(spec)
     sm100_sim.launch(compiled, *call_arguments(tensors, problem, gpu(), 0))
     assert not tensors.out.isnan().any() and not tensors.lse.isnan().any()
     return tensors.out, tensors.lse

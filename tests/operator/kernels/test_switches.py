@@ -10,7 +10,8 @@ from test_kernel_structure import launch, mma_chains, run
 from fa4_hd256 import ForwardConfig
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.run.compile import compile_forward
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
 
 pytestmark = pytest.mark.simulator
 
@@ -59,7 +60,8 @@ def test_arithmetic_of_the_exponents():
     """Opcodes of the two loops, with a mask and without, that have 128 scores a thread each."""
 
     def counts(config):
-        compiled = compile_forward(config, ProblemClass(torch.bfloat16, bounded_right=True))
+        problem_class = ProblemClass(torch.bfloat16, bounded_right=True)
+        compiled = compile_kernel(KernelSpec("forward", config, problem_class))
         found = opcode_counts(compiled)
         names = ("sub.f32", "fma.rn.f32", "fma.rn.f32x2", "add.rn.f32x2")
         return [found[name] // 128 for name in names]

@@ -44,11 +44,12 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     DqPlan,
     DqProductPlan,
 )
-from fa4_hd256.call.forward_problem import ProblemClass
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.run.catalogue import KernelSpec
 def refuse(*_):
     raise AssertionError("compiled again")
 compile.trace_and_compile = refuse
-found = compile.compile_forward(ForwardConfig(), ProblemClass(torch.bfloat16))
+found = compile.compile_kernel(KernelSpec("forward", ForwardConfig(), ProblemClass(torch.bfloat16)))
 print(found.key, found.from_disk, len(found.ptx), callable(found.function))
 """
 
@@ -56,7 +57,7 @@ print(found.key, found.from_disk, len(found.ptx), callable(found.function))
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, with one compiled kernel put into it from the suite's own."""
-    kept = compile.compile_forward(ForwardConfig(), CLASS)
+    kept = compile.compile_kernel(SPEC)
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
     parts = [kept.host_object, kept.ptx.encode(), kept.cubin]
     names = ("function_name", "object_prefix", "compile_seconds")
@@ -78,8 +79,8 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.usefixtures("cache", "no_compiler")
 def test_memory_after_disk():
-    first = compile.compile_forward(ForwardConfig(), CLASS)
-    assert compile.compile_forward(ForwardConfig(), CLASS) is first
+    first = compile.compile_kernel(SPEC)
+    assert compile.compile_kernel(SPEC) is first
     assert first.from_disk
     assert compile.counters == {"disk": 1, "memory": 1}
 
@@ -90,13 +91,13 @@ def test_another_process_does_not_compile(cache):
         [sys.executable, "-c", OTHER_PROCESS], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    found = compile.compile_forward(ForwardConfig(), CLASS)
+    found = compile.compile_kernel(SPEC)
     assert result.stdout.split() == [found.key, "True", str(len(found.ptx)), "True"]
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_restored_kernel_is_what_was_compiled():
-    found = compile.compile_forward(ForwardConfig(), CLASS)
+    found = compile.compile_kernel(SPEC)
     assert ".target sm_100f" in found.ptx and "tcgen05.mma" in found.ptx
     assert found.cubin.startswith(b"\x7fELF")
     assert list(found.execution_args.signature.parameters)[:4] == ["q", "k", "v", "results"]
@@ -108,7 +109,7 @@ def test_a_restored_kernel_is_what_was_compiled():
 @pytest.mark.usefixtures("no_compiler")
 def test_the_directory_may_go_once_a_kernel_is_loaded(cache):
     """What runs are the bytes that were checked, wherever the files went meanwhile."""
-    found = compile.compile_forward(ForwardConfig(), CLASS)
+    found = compile.compile_kernel(SPEC)
     shutil.rmtree(cache)
     assert callable(found.function)
     assert found.dump_to_object(found.object_prefix) == found.host_object
@@ -117,7 +118,7 @@ def test_the_directory_may_go_once_a_kernel_is_loaded(cache):
 @pytest.fixture
 def stand_in(monkeypatch, cache):
     """What the compiler returns is the kept kernel with another PTX; counts its calls."""
-    kept = compile.compile_forward(ForwardConfig(), CLASS)
+    kept = compile.compile_kernel(SPEC)
     compile.forget()
     compiled = []
 
@@ -138,7 +139,7 @@ def test_a_damaged_entry_is_compiled_again(cache, stand_in):
     entry = cache / f"{compile.cache_key(SPEC)}.kernel"
     entry.write_bytes(entry.read_bytes()[:-100])
     for _ in range(2):
-        found = compile.compile_forward(ForwardConfig(), CLASS)
+        found = compile.compile_kernel(SPEC)
         assert found.ptx == "// anew" and callable(found.function)
         compile.forget()
     assert len(stand_in) == 1 and found.from_disk
@@ -159,9 +160,9 @@ def test_a_directory_that_cannot_be_used(tmp_path, monkeypatch, stand_in, state)
     monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(directory))
     monkeypatch.setattr(native_cache, "_warned", set())
     with pytest.warns(RuntimeWarning, match=message) as warned:
-        found = compile.compile_forward(ForwardConfig(), CLASS)
+        found = compile.compile_kernel(SPEC)
     assert len(warned) == 1 and callable(found.function)
-    assert compile.compile_forward(ForwardConfig(), CLASS) is found
+    assert compile.compile_kernel(SPEC) is found
     assert len(stand_in) == 1 and not found.from_disk
 
 
