@@ -42,7 +42,8 @@ FORMAT = 3
 
 #: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
 #: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
-#: key itself: architecture and settings of the compiler.
+#: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
+#: counts whose path names the other (`OTHER`): neither imports anything of the other's.
 COMPILED_IN = (
     "fa4_hd256/kernels",
     "fa4_hd256/run/arguments.py",
@@ -57,6 +58,9 @@ COMPILED_IN = (
     "softmax_emu/pattern.py",
     "softmax_emu/recompute.py",
 )
+
+#: First word of a kernel's kind -> first word of folders and modules that it has nothing of.
+OTHER = {"forward": "backward", "backward": "forward"}
 
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20
@@ -154,7 +158,7 @@ def cache_key(spec: KernelSpec) -> str:
         "kind": spec.kind,
         "problem": repr(spec.problem_class),
         "config": repr(spec.config),
-        "sources": _source_digest(),
+        "sources": _source_digest(spec.kind.partition("_")[0]),
         "compiler": importlib.metadata.version("nvidia-cutlass-dsl"),
         "compiler_settings": environment.compiler_settings(),
         "python": platform.python_version(),
@@ -179,16 +183,25 @@ def _cpu_features() -> list[str]:
 
 
 @functools.cache
-def _source_digest() -> str:
-    return disk_cache().meaning(compiled_sources())
+def _source_digest(direction: str) -> str:
+    return disk_cache().meaning(compiled_sources(direction))
 
 
-def compiled_sources(root: Path = Path(__file__).parents[2]) -> list[tuple[str, bytes]]:
-    """(path below `root`, content) of the sources in `COMPILED_IN`."""
+def compiled_sources(
+    direction: str, root: Path = Path(__file__).parents[2]
+) -> list[tuple[str, bytes]]:
+    """(path below `root`, content) of the sources in `COMPILED_IN` that kernels of a direction,
+    the first word of their kind, are made of."""
+    other = OTHER.get(direction, "/")
     paths: list[Path] = []
     for place in (root / part for part in COMPILED_IN):
         paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in paths]
+    names = {path.relative_to(root).as_posix(): path for path in paths}
+    return [
+        (name, path.read_bytes())
+        for name, path in names.items()
+        if not any(part.startswith(other) for part in name.split("/"))
+    ]
 
 
 def disk_cache() -> NativeCache:

@@ -27,7 +27,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
 )
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile, native_cache
-from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.catalogue import KINDS, KernelSpec
 from softmax_emu.pattern import Ex2Pattern
 
 CLASS = ProblemClass(torch.bfloat16)
@@ -45,7 +45,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     DqProductPlan,
 )
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.catalogue import KINDS, KernelSpec
 def refuse(*_):
     raise AssertionError("compiled again")
 compile.trace_and_compile = refuse
@@ -212,7 +212,7 @@ def test_what_the_key_covers(monkeypatch):
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
     with monkeypatch.context() as patch:
-        patch.setattr(compile, "_source_digest", lambda: "another source")
+        patch.setattr(compile, "_source_digest", lambda direction: "another source")
         others.add(key())
     monkeypatch.setattr(compile, "_cpu_features", lambda: ["avx2"])
     others.add(key())
@@ -271,10 +271,12 @@ def copy(tmp_path):
         assert before in text, f"{name} has no {before!r}"
         path.write_text(text.replace(before, after, 1))
 
-    def digest():
-        return native_cache.meaning_of(compile.compiled_sources(tmp_path))
+    def digest(direction="forward"):
+        return native_cache.meaning_of(compile.compiled_sources(direction, tmp_path))
 
-    assert digest() == native_cache.meaning_of(compile.compiled_sources())
+    for direction in compile.OTHER:
+        here = native_cache.meaning_of(compile.compiled_sources(direction))
+        assert digest(direction) == here
     return edit, digest
 
 
@@ -316,6 +318,22 @@ def test_edits_that_do(copy, name, before, after):
     assert digest() != first
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after", "directions"),
+    [
+        ("fa4_hd256/kernels/blackwell/backward/dq.py", "cute.arch", "cute.another", ["backward"]),
+        ("fa4_hd256/run/backward_arguments.py", "range(4)", "range(5)", ["backward"]),
+        ("fa4_hd256/kernels/forward_combine.py", "cute.arch", "cute.another", ["forward"]),
+        ("fa4_hd256/kernels/masking.py", "cutlass.", "another.", ["backward", "forward"]),
+    ],
+)
+def test_edits_that_one_direction_minds(copy, name, before, after, directions):
+    edit, digest = copy
+    first = {direction: digest(direction) for direction in compile.OTHER}
+    edit(name, before, after)
+    assert sorted(d for d in compile.OTHER if digest(d) != first[d]) == directions
+
+
 #: What the sources in `COMPILED_IN` import besides, and why the key need not cover it.
 BESIDES = {
     # For host code, which is not compiled; see `TYPES`.
@@ -331,15 +349,24 @@ BESIDES = {
 TYPES = {"BackwardProblem", "Gpu", "Portion", "Problem", "family"}
 
 
-def test_what_is_compiled_in_imports_nothing_else():
+#: Modules that name every kernel, of either direction; what they say of one is in its own modules.
+OF_BOTH = {"fa4_hd256/run/catalogue", "fa4_hd256/run/compile"}
+
+
+@pytest.mark.parametrize("direction", compile.OTHER)
+def test_what_is_compiled_in_imports_nothing_else(direction):
     """A module that is compiled in and not among the sources would leave stale kernels."""
     graph = style.import_graph(ROOT)
-    sources = dict(compile.compiled_sources())
+    sources = dict(compile.compiled_sources(direction))
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in sources}
-    assert len(modules) > 30 and modules <= graph.keys()
-    besides = set().union(*(graph[module] for module in modules)) - modules
+    assert len(modules) > 30 and OF_BOTH < modules <= graph.keys()
+    besides = set().union(*(graph[module] for module in modules - OF_BOTH)) - modules
     hosts = ("fa4_hd256/call/", "fa4_hd256/gpus/")
     assert {name for name in besides if not name.startswith(hosts)} <= BESIDES
     imported = re.findall(rb"^from fa4_hd256\.(?:call|gpus)[\w.]* import (.*)$",
                           b"\n".join(sources.values()), re.M)  # fmt: skip
-    assert {name for names in imported for name in names.decode().split(", ")} == TYPES
+    assert {name for names in imported for name in names.decode().split(", ")} <= TYPES
+
+
+def test_every_kind_of_kernel_has_a_direction():
+    assert {kind.partition("_")[0] for kind in KINDS} == compile.OTHER.keys()
