@@ -1,6 +1,6 @@
 """Mixes of hardware and polynomial exp2: which there are, their error, their time on a GPU.
 
-Errors are of the numpy twin, and of the compiled forward in the simulator (`simulated`).
+Errors are of the numpy twin; `accuracy` has those of the compiled forward.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure.checking import check_forward
-from bench.measure.providers import Inputs, Ours
-from bench.measure.timer import CudaTimer, Sampling, interleave
 from bench.suite import Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 from softmax_emu.reference_twin import exponentiate, round_to_bfloat16
+
+from .checking import check_forward
+from .providers import Inputs, Ours
+from .timer import CudaTimer, Sampling, interleave
 
 #: Columns of a step, to which a pattern is applied.
 BLOCK = ForwardConfig.block_kv

@@ -1,5 +1,4 @@
-"""Cubins of the kernels that a Hopper GPU is measured with, and what has been measured.
-"""
+"""Cubins of the kernels that a Hopper GPU is measured with, and what has been measured."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from bench.measure import hopper_fences, hopper_kernels, hopper_pipeline
-from bench.measure.hopper_kernels import Kernel
+from . import hopper_fences, hopper_kernels, hopper_pipeline
+from .hopper_kernels import Kernel
 
 #: What was measured, on which GPU; written by `hopper_measure`.
-MEASUREMENTS = Path(__file__).parents[1] / "measure" / "hopper_measured.json"
+MEASUREMENTS = Path(__file__).with_name("hopper_measured.json")
 THREADS = 32
 
 

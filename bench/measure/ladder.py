@@ -12,9 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from bench.measure.checking import check_forward
-from bench.measure.providers import Inputs, Provider, attempt, forward_call
-from bench.measure.timer import Sampling, Timer, interleave
 from bench.suite import FORWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256 import flash_attn_func
@@ -22,6 +19,10 @@ from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from softmax_emu.pattern import Ex2Pattern
+
+from .checking import check_forward
+from .providers import Inputs, Provider, attempt, forward_call
+from .timer import Sampling, Timer, interleave
 
 #: The field's mix: 37.5 % of a step's columns.
 PATTERN = Ex2Pattern(4, 3)

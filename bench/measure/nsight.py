@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from bench.measure.providers import Inputs, Ours, attempt, backward_call, forward_call
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.table import BASIS, MACHINE
+
+from .providers import Inputs, Ours, attempt, backward_call, forward_call
 
 #: Direction -> regular expression of its kernels' names.
 KERNELS = {FORWARD: "ForwardKernel", BACKWARD: "(Preprocess|DqProduct|Dq|Dkdv)Kernel"}

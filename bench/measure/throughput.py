@@ -11,25 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure.checking import Check, check_forward, check_gradients
-from bench.measure.providers import (
+from bench.peaks import B200_TFLOPS
+from bench.suite import BACKWARD, Case
+from bench.tables.comparison import comparison_row
+from bench.tables.table import BASIS, MACHINE
+
+from .checking import Check, check_forward, check_gradients
+from .providers import (
     Inputs,
     Provider,
     attempt,
     backward_call,
     forward_call,
 )
-from bench.measure.timer import (
+from .timer import (
     Gpu,
     Samples,
     Sampling,
     Timer,
     interleave_prepared,
 )
-from bench.peaks import B200_TFLOPS
-from bench.suite import BACKWARD, Case
-from bench.tables.comparison import comparison_row
-from bench.tables.table import BASIS, MACHINE
 
 
 def measured_rows(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 import sm100_sim
-from bench.model.sass_loops import kernel_code
 from bench.peers import flash_attn_4
 from fa4_hd256 import BackwardConfig, flash_attn_func
 from fa4_hd256.call.backward_problem import BackwardCall
@@ -28,7 +27,9 @@ from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
 from sm100_sim import LaunchConfig, Report, attached
 
-OURS = "fa4_hd256"
+from .compiled_forward import OURS
+from .sass_loops import kernel_code
+
 #: How the names of our kernels begin.
 OURS_PREFIX = f"kernel_cutlass_kernel_{OURS}"
 UNIT_Q, UNIT_KV = 256, 128

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bench.model import ours
-from bench.model.calls import Kind
-from bench.model.sass_loops import LoopNest, class_counts, kernel_code
 from bench.peers import flash_attn_4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -23,6 +20,10 @@ from fa4_hd256.run.resources import resource_usage
 from sm100_sim import launch_configs
 from sm100_sim.timing import SassInstruction
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+
+from . import ours
+from .calls import Kind
+from .sass_loops import LoopNest, class_counts, kernel_code
 
 OURS = "fa4_hd256"
 STEP_COLUMNS = 128

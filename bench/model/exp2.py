@@ -12,16 +12,17 @@ from bench.measure.exp2 import (
     Times,
     case_of,
 )
-from bench.model import ours
-from bench.model.calls import Kind
-from bench.model.replays import Replayed
-from bench.model.samples import SAMPLES
-from bench.model.tiles import STEP_WORK
 from bench.processes import each
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim.timing import TileCosts, load
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
+
+from . import ours
+from .calls import Kind
+from .replays import Replayed
+from .samples import SAMPLES
+from .tiles import STEP_WORK
 
 #: What a mix is replayed on, beside the hardware's mix on `SAMPLES`: one long tile.
 SAMPLE = SAMPLES[-1]

@@ -1,5 +1,4 @@
-"""Our kernels replayed as they are compiled, and as if fences took no longer than their issue.
-"""
+"""Our kernels replayed as they are compiled, and as if fences took no longer than their issue."""
 
 from __future__ import annotations
 
@@ -8,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.model import ours
-from bench.model.calls import Kind
 from bench.suite import FORWARD
 from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from sm100_sim import timing
 from sm100_sim.timing import replay_program
+
+from . import ours
+from .calls import Kind
 
 
 def calls(seqlen: int) -> dict[str, Callable[[], tuple[Any, tuple]]]:

@@ -1,5 +1,4 @@
-"""The timing model with Hopper's constants on the kernels that a Hopper GPU was measured with.
-"""
+"""The timing model with Hopper's constants on the kernels that a Hopper GPU was measured with."""
 
 from __future__ import annotations
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.measure.ladder import Rung, Timing, simulated_error
-from bench.model import ours
-from bench.model.calls import Kind
-from bench.model.samples import SAMPLES as ALL_SAMPLES
-from bench.model.tiles import STEP_WORK
 from bench.processes import each
 from bench.suite import Case
 from sm100_sim.timing import load
+
+from . import ours
+from .calls import Kind
+from .samples import SAMPLES as ALL_SAMPLES
+from .tiles import STEP_WORK
 
 #: Of the replays (`model.samples`); three costs of a tile follow from them.
 SAMPLES = (ALL_SAMPLES[0], ALL_SAMPLES[2], ALL_SAMPLES[-1])

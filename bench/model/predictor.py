@@ -109,8 +109,9 @@ class Predictor:
     def _replayed(self, provider: str, direction: str, variant: Hashable) -> Any:
         key = provider, direction, variant
         if key not in self._kernels:
-            self.note(f"replaying {provider}, {direction}: {variant}")
-            make = getattr(PROVIDERS[provider], direction)
+            chosen = PROVIDERS[provider]
+            self.note(f"replaying {provider} {chosen.version()}, {direction}: {variant}")
+            make = getattr(chosen, direction)
             self._kernels[key] = make(variant, self.machine, self.draws)
         return self._kernels[key]
 

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.model import demand
-from bench.model.demand import Total
-from bench.model.machines import gpu_of
 from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import FORWARD, Case
 from bench.tables.origin import modelled_machine
@@ -20,6 +17,10 @@ from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import CTAS, ForwardConfig
 from sm100_sim.timing import Machine, Values
 from softmax_emu.pattern import Ex2Pattern
+
+from . import demand
+from .demand import Total
+from .machines import gpu_of
 
 
 def resource_rows(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.model import ours
-from bench.model.calls import Kind
 from bench.peers import flash_attn_4
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim import timing
 from softmax_emu.pattern import Ex2Pattern
+
+from . import ours
+from .calls import Kind
 
 
 def our_forward(

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.model.calls import Kind
-from bench.model.predictor import Predicted, Predictor, printing_predictor
 from bench.peaks import B200_TFLOPS, SM100_FLOP_PER_CLOCK
 from bench.peers import flash_attn_4
 from bench.processes import each
@@ -17,6 +15,9 @@ from bench.tables.comparison import OURS, comparison_row
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import path_figures
 from bench.tables.table import BASIS, MACHINE
+
+from .calls import Kind
+from .predictor import Predicted, Predictor, printing_predictor
 
 
 def modelled_rows(

@@ -1,5 +1,4 @@
-"""The timing model against published rates, and against replays outside its fits; rows of them.
-"""
+"""The timing model against published rates, and against replays outside its fits; rows of them."""
 
 from __future__ import annotations
 
@@ -12,18 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.model import flash_attn_4 as theirs
-from bench.model.backward import Backward
-from bench.model.calls import Kind
-from bench.model.forward import Kernel
-from bench.model.published import (
-    Published,
-)
-from bench.model.replays import Replayed, fitted, kept, one_cluster, replayed
-from bench.model.samples import Samples
 from bench.peers import flash_attn_4
 from sm100_sim import timing
 from sm100_sim.timing import Tile, TileCosts, load, schedule
+
+from . import flash_attn_4 as theirs
+from .backward import Backward
+from .calls import Kind
+from .forward import Kernel
+from .published import (
+    Published,
+)
+from .replays import Replayed, fitted, kept, one_cluster, replayed
+from .samples import Samples
 
 DRAWS = 4
 #: (M, N, K) of the GEMMs whose replays give the costs of a tile of 256 x 256.

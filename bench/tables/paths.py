@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.tables.table import Column
+from .table import Column
 
 
 class Replayed(Protocol):
