@@ -215,6 +215,24 @@ class TmemPlan:
     def __getitem__(self, name: str) -> TmemRegion:
         return next(region for region in self.regions if region.name == name)
 
+    def buffers(self, name: str, count: int) -> tuple[int, int]:
+        """(first column, distance of the next one) of so many buffers: the region of that name, or
+        the regions of that name with a number, from 0 on.
+
+        Raises ValueError where there are not so many, or they are not evenly spaced.
+        """
+        names = [name] if count == 1 and self._has(name) else [f"{name}{i}" for i in range(count)]
+        if not all(map(self._has, names)):
+            raise ValueError(f"{name} has {count} buffers; the TMEM plan lacks {', '.join(names)}")
+        starts = [self[name].start for name in names]
+        distances = {after - before for before, after in zip(starts, starts[1:])} or {0}
+        if len(distances) > 1:
+            raise ValueError(f"{', '.join(names)} are not evenly spaced: columns {starts}")
+        return starts[0], distances.pop()
+
+    def _has(self, name: str) -> bool:
+        return any(region.name == name for region in self.regions)
+
     @property
     def allocated_columns(self) -> int:
         """What tcgen05.alloc is asked for: a power of two from 32 to 512 (PTX ISA 9.7.16.7.1)."""

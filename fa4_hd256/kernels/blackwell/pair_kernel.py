@@ -97,13 +97,13 @@ class PairKernel:
     """
 
     def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any = None) -> None:
-        """plan: has warps, smem, tmem and edges.  scheduler: a class of the `schedulers` protocol;
-        None for that of the problem class."""
+        """plan: has warps, smem, tmem, edges and steps.  scheduler: a class of the `schedulers`
+        protocol; None for that of the problem class."""
         self.problem_class = problem_class
         self.dtype = problem_class.element_type
         self.is_bf16 = self.dtype is cutlass.BFloat16
         self.scheduler = scheduler or scheduler_class(problem_class.use_clc)
-        self.warps, self.edges = plan.warps, plan.edges
+        self.warps, self.edges, self.steps = plan.warps, plan.edges, plan.steps
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
 
     def sequence_tensors(self, ragged: Any) -> SequenceTensors:
@@ -203,13 +203,3 @@ class PairKernel:
         if work.is_valid:
             has_steps = self.num_steps(context, work) > 0
         return has_steps
-
-    @cute.jit
-    def wait_for_all(self, context: Any, states: Any, names: tuple[str, ...]):
-        """Wait until every buffer of these edges is free: their last signals arrive at this CTA,
-        which must not exit before."""
-        for name in cutlass.range_constexpr(len(names)):
-            edge = self.edges[names[name]]
-            for _ in cutlass.range_constexpr(edge.stages):
-                context.barriers[edge.name].wait(states[edge.name])
-                states.advance(edge.name)

@@ -18,10 +18,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from fa4_hd256.kernels.blackwell.operands import TmaTensor, load_tile, smem_layout
+from fa4_hd256.kernels.blackwell.operands import TmaTensor, smem_layout
 from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairKernel
+from fa4_hd256.kernels.blackwell.producers import PairProducers
 from fa4_hd256.kernels.problem_class import GradientClass
-from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.sequences import clipped_view
 from fa4_hd256.kernels.views import by_key, by_sequence
@@ -62,12 +62,12 @@ class BackwardTensors(NamedTuple):
     ragged: Any
 
 
-class BackwardKernel(PairKernel):
+class BackwardKernel(PairKernel, PairProducers):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
     A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v, dout and ds, rows,
-    columns); `problem(...)`, its tiles; `smem(memory)`; and the roles `load`, `mma`, `gradient`
-    and, if it `stores`, `store`.
+    columns); `problem(...)`, its tiles; `smem(memory)`; what `PairProducers` asks for; and the
+    roles `gradient` and, if it `stores`, `store`.
     """
 
     boxes: dict[str, tuple[int, int, int]]
@@ -140,23 +140,9 @@ class BackwardKernel(PairKernel):
     def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
         return tensors.loads if tensors.ds is None else (*tensors.loads, tensors.ds)
 
-    @traced("load")
-    @cute.jit
-    def load_stage(self, context: Any, names: tuple[str, str, str], place: tuple, states: Any):
-        """One TMA load of both CTAs into the next free stage of an edge's buffers.
-
-        names: of the edge, of the box and of its operand in SMEM.  place: see `tma_tile`.
-        """
-        edge, box, smem = names
-        loaded = context.barriers[f"{edge}_loaded"]
-        free = states[f"{edge}_free"]
-        context.barriers[f"{edge}_free"].wait(free)
-        if context.cta_rank == 0:
-            loaded.expect_bytes(free)
-        source = context.tensors.loads[list(self.boxes).index(box)]
-        load_tile(source, context.smem[smem], place, loaded.pointer(free), free.index)
-        states.advance(f"{edge}_free")
-        return states
+    def tma_tensor(self, context: Any, box: str) -> TmaTensor:
+        """The TMA tensor of one of `boxes`."""
+        return context.tensors.loads[list(self.boxes).index(box)]
 
     @property
     def scheduled_warps(self) -> int:
@@ -181,10 +167,6 @@ class BackwardKernel(PairKernel):
             if cutlass.const_expr(self.stores):
                 if warp == warps.store:
                     self.store(context)
-
-    def region_address(self, context: Any, name: str) -> Int32:
-        """TMEM address of a region, for the tensor core."""
-        return context.tmem.toint() + self.tmem_plan[name].start
 
     def own_columns(self, context: Any, name: str, columns: int) -> Any:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""

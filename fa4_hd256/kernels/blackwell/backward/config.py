@@ -17,6 +17,7 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     check_ring,
     common_regions,
 )
+from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
@@ -27,7 +28,10 @@ from fa4_hd256.kernels.plans import (
     WarpPlan,
     describe_plans,
 )
+from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.pattern import Ex2Pattern
+
+from .steps import DKDV_STEPS, DKDV_STORING_STEPS, DQ_PRODUCT_STEPS, DQ_STEPS
 
 __all__ = [
     "BackwardConfig",
@@ -89,7 +93,8 @@ class DqPlan:
 
     def __post_init__(self) -> None:
         check_ring("ring_stages", self.ring_stages)
-        _ = (self.smem, self.tmem, self.edges)
+        _ = (self.smem, self.tmem)
+        check_drains("the kernel of dQ", self.edges, self.steps)
 
     @property
     def query_bytes(self) -> int:
@@ -148,6 +153,10 @@ class DqPlan:
             )
         )  # fmt: skip
 
+    @property
+    def steps(self) -> StepTable:
+        return DQ_STEPS
+
     def describe(self) -> str:
         head = "dQ: 256 queries x 128 keys per CTA pair and step, head_dim 256"
         return describe_plans(head, self)
@@ -170,7 +179,8 @@ class DkdvPlan:
 
     def __post_init__(self) -> None:
         check_ring("ring_stages", self.ring_stages)
-        _ = (self.smem, self.tmem, self.edges)
+        _ = (self.smem, self.tmem)
+        check_drains("the kernel of dK/dV", self.edges, self.steps)
 
     @property
     def stats_bytes(self) -> int:
@@ -251,6 +261,10 @@ class DkdvPlan:
             )
         )  # fmt: skip
 
+    @property
+    def steps(self) -> StepTable:
+        return DKDV_STORING_STEPS if self.stores_ds else DKDV_STEPS
+
     def describe(self) -> str:
         stored = ", dS stored" if self.stores_ds else ""
         head = f"dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256{stored}"
@@ -276,7 +290,8 @@ class DqProductPlan:
             raise ValueError(
                 f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
             )
-        _ = (self.smem, self.tmem, self.edges)
+        _ = (self.smem, self.tmem)
+        check_drains("the kernel of dQ from stored dS", self.edges, self.steps)
 
     @property
     def smem(self) -> SmemPlan:
@@ -294,9 +309,12 @@ class DqProductPlan:
 
     @property
     def tmem(self) -> TmemPlan:
-        columns = self.accumulators * HEAD_DIM
+        note = "dQ accumulator of every other tile, 128 x 256 float32"
         return TmemPlan(
-            (TmemRegion("dq", 0, columns, None, "dQ accumulators of two tiles, 128 x 256 float32"),)
+            tuple(
+                TmemRegion(f"dq{i}", i * HEAD_DIM, HEAD_DIM, None, note)
+                for i in range(self.accumulators)
+            )
         )
 
     @property
@@ -313,6 +331,10 @@ class DqProductPlan:
                 Edge("dq_free", stages, pair, "gradient", gradient, "mma", "dQ in registers", True),
             )
         )  # fmt: skip
+
+    @property
+    def steps(self) -> StepTable:
+        return DQ_PRODUCT_STEPS
 
     def describe(self) -> str:
         head = "dQ from stored dS: 256 queries x 128 keys per CTA pair and step, head_dim 256"

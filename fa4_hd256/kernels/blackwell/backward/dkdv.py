@@ -23,6 +23,7 @@ a unit has the time of dV and dP before P is needed.  The store warp works where
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,6 @@ from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     fence_after_thread_sync,
     fence_before_thread_sync,
-    mma_chain,
 )
 from fa4_hd256.kernels.blackwell.operands import (
     TmaTensor,
@@ -59,20 +59,23 @@ __all__ = ["DkdvKernel"]
 UNIT_Q = TILE_Q
 OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
 OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
-STAGES_OF_OPERAND = 2  # ring stages of Q or dO in a unit: 128 columns, or 128 queries, each
 
 
 class Unit:
-    """256 queries of one query head: (head, index of the unit); lives across loops."""
+    """256 queries of one query head: (head, index of the unit); lives across loops.
 
-    def __init__(self, head: Int32, index: Int32) -> None:
-        self.head, self.index = head, index
+    units: [begin, end) of the units of each head, which a loop over them does not change.
+    """
 
-    def following(self, begin: Int32, end: Int32) -> Unit:
-        """The next unit of the head, in [begin, end), else the first of the next head."""
+    def __init__(self, head: Int32, index: Int32, units: tuple[Int32, Int32]) -> None:
+        self.head, self.index, self.units = head, index, units
+
+    def following(self) -> Unit:
+        """The next unit of the head, else the first of the next head."""
+        begin, end = self.units
         wraps = self.index + 1 == end
         head = self.head + Int32(wraps)
-        return Unit(head, cutlass.select_(wraps, begin, self.index + 1))
+        return Unit(head, cutlass.select_(wraps, begin, self.index + 1), self.units)
 
     def __extract_mlir_values__(self) -> list:
         return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
@@ -82,6 +85,7 @@ class Unit:
         return Unit(
             cutlass.new_from_mlir_values(self.head, [head]),
             cutlass.new_from_mlir_values(self.index, [index]),
+            self.units,
         )
 
 
@@ -102,13 +106,19 @@ class DkdvKernel(BackwardKernel):
         super().__init__(*arguments)
         self.stores = self.plan.stores_ds
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        self.s_shape = MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate)
-        self.dp_shape = MmaShape(BLOCK_KV, UNIT_Q, is_bf16)
-        self.sum_shape = MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)
-        self.keys_layout = k_major_operand(OWN_KEYS)
-        self.weights_layout = k_major_operand(OWN_KEYS, UNIT_Q)
-        self.rows_layout = k_major_operand(BLOCK_Q, HEAD_DIM // 2)
-        self.columns_layout = mn_major_operand(BLOCK_Q)
+        self.shapes = {
+            "S": MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate),
+            "dP": MmaShape(BLOCK_KV, UNIT_Q, is_bf16),
+            **dict.fromkeys(
+                ("dV", "dK"), MmaShape(BLOCK_KV, HEAD_DIM, is_bf16, b_mn_major=True)
+            ),
+        }
+        self.layouts = {
+            **dict.fromkeys(("K", "V"), k_major_operand(OWN_KEYS)),
+            **dict.fromkeys(("P", "dS"), k_major_operand(OWN_KEYS, UNIT_Q)),
+            **dict.fromkeys(("Q", "dO"), k_major_operand(BLOCK_Q, HEAD_DIM // 2)),
+            **dict.fromkeys(("Qc", "dOc"), mn_major_operand(BLOCK_Q)),
+        }
 
     def plan_of(self, plan: Any, gradient_class: GradientClass) -> Any:
         return replace(plan, stores_ds=gradient_class.stores_ds)
@@ -180,263 +190,49 @@ class DkdvKernel(BackwardKernel):
         begin = work.head % context.scalars.head_parts * per_part
         return cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
 
-    def _units(self, context: Any, work: Any) -> tuple[Int32, Int32]:
-        """[begin, end) of the units of each query head."""
+    def first_position(self, context: Any, work: Any) -> Unit:
+        """The first unit of a tile."""
         tile = (work.block * BLOCK_KV, BLOCK_KV)
         tiles = self._transposed(context, work).tile_range(tile, tile)
-        return tiles.begin, tiles.end
+        units = tiles.begin, tiles.end
+        return Unit(self._first_head(context, work), tiles.begin, units)
 
-    # ------------------------------------------------------------------------------------- load
+    def next_position(self, unit: Unit) -> Unit:
+        return unit.following()
 
-    @cute.jit
-    def load(self, context: Any):
-        """Load K, V, Q, dO and the rows' LSE and delta in the order of their use."""
-        names = ("k_free", "v_free", "ring_free", "lse_free", "delta_free")
-        free = self.edges.waiter_states(*names)
-        scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
-        if work.is_valid:
-            free = self._load_for_scores(context, work, free)
-            free = self._load_for_dp(context, work, free)
-        while work.is_valid:
-            begin, end = self._units(context, work)
-            unit = Unit(self._first_head(context, work), begin)
-            for _ in cutlass.range(1, self.num_steps(context, work), unroll=1):
-                following_unit = unit.following(begin, end)
-                free = self._load_stats(context, "lse", work, following_unit, free)
-                free = self._load_rows(context, "q", work, following_unit, free)
-                free = self._load_columns(context, "dout", work, unit, free)
-                free = self._load_stats(context, "delta", work, following_unit, free)
-                free = self._load_rows(context, "dout", work, following_unit, free)
-                free = self._load_columns(context, "q", work, unit, free)
-                unit = following_unit
-            following = scheduler.advance_to_next_work()
-            ahead = self.has_steps(context, following)
-            if ahead:
-                free = self._load_for_scores(context, following, free)
-            free = self._load_columns(context, "dout", work, unit, free)
-            if ahead:
-                free = self._load_for_dp(context, following, free)
-            free = self._load_columns(context, "q", work, unit, free)
-            work = following
-            if not ahead:
-                scheduler, work = self.next_with_steps(context, scheduler, work)
-                if work.is_valid:
-                    free = self._load_for_scores(context, work, free)
-                    free = self._load_for_dp(context, work, free)
-        self.wait_for_all(context, free, names)
+    def places(self, context: Any, content: str, work: Any, unit: Unit) -> Iterable:
+        """See `tma_tile`: this CTA's 64 keys of K and V; its 128 rows of Q and dO, in two halves of
+        the columns; its 128 columns, in two halves of the rows.  (tile, unit) for LSE and delta."""
+        rank = context.cta_rank
+        if content in ("LSE", "delta"):
+            return (((work, unit),),)
+        if content in ("K", "V"):
+            row = work.block * BLOCK_KV + rank * OWN_KEYS
+            head = work.head // context.scalars.head_parts
+            return (((context.sequences.key(work.batch), row, 0, head),),)
+        sequence, row = context.sequences.query(work.batch), unit.index * UNIT_Q
+        if content in ("Q", "dO"):
+            row += rank * BLOCK_Q
+            return (((sequence, row, half, unit.head),) for half in range(2))
+        return (((sequence, row + half * BLOCK_Q, rank, unit.head),) for half in range(2))
+
+    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+        if copy.content in ("LSE", "delta"):
+            self._load_stats(context, copy.memory, place, target[0])
+        else:
+            super().copy(context, copy, place, target)
 
     @cute.jit
-    def _load_for_scores(self, context: Any, work: Any, free: Any):
-        """K, and what S of the first unit of a tile needs."""
-        begin, _ = self._units(context, work)
-        unit = Unit(self._first_head(context, work), begin)
-        free = self._load_keys(context, "k", work, free)
-        free = self._load_stats(context, "lse", work, unit, free)
-        return self._load_rows(context, "q", work, unit, free)
-
-    @cute.jit
-    def _load_for_dp(self, context: Any, work: Any, free: Any):
-        """V, and what dP of the first unit of a tile needs."""
-        begin, _ = self._units(context, work)
-        unit = Unit(self._first_head(context, work), begin)
-        free = self._load_keys(context, "v", work, free)
-        free = self._load_stats(context, "delta", work, unit, free)
-        return self._load_rows(context, "dout", work, unit, free)
-
-    @cute.jit
-    def _load_keys(self, context: Any, name: str, work: Any, free: Any):
-        """This CTA's 64 keys of K or V."""
-        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
-        head = work.head // context.scalars.head_parts
-        place = (context.sequences.key(work.batch), row, 0, head)
-        return self.load_stage(context, (name, name, name), place, free)
-
-    @cute.jit
-    def _load_rows(self, context: Any, name: str, work: Any, unit: Unit, free: Any):
-        """This CTA's 128 rows of Q or dO, in two halves of the columns."""
-        row = unit.index * UNIT_Q + context.cta_rank * BLOCK_Q
-        sequence = context.sequences.query(work.batch)
-        for half in cutlass.range_constexpr(STAGES_OF_OPERAND):
-            place = (sequence, row, half, unit.head)
-            free = self.load_stage(context, ("ring", name, "ring"), place, free)
-        return free
-
-    @cute.jit
-    def _load_columns(self, context: Any, name: str, work: Any, unit: Unit, free: Any):
-        """This CTA's 128 columns of Q or dO, in two halves of the rows."""
-        sequence = context.sequences.query(work.batch)
-        for half in cutlass.range_constexpr(STAGES_OF_OPERAND):
-            row = unit.index * UNIT_Q + half * BLOCK_Q
-            place = (sequence, row, context.cta_rank, unit.head)
-            free = self.load_stage(context, ("ring", name, "ring"), place, free)
-        return free
-
-    @traced("load")
-    @cute.jit
-    def _load_stats(self, context: Any, name: str, work: Any, unit: Unit, free: Any):
+    def _load_stats(self, context: Any, name: str, place: tuple, barrier: cute.Pointer):
         """-LSE or -delta of a unit's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4)."""
-        loaded, state = context.barriers[f"{name}_loaded"], free[f"{name}_free"]
-        context.barriers[f"{name}_free"].wait(state)
-        loaded.expect_bytes(state)
+        work, unit = place
         row = context.sequences.padded_query_offset(work.batch) + unit.index * UNIT_Q
         rows = context.tensors.stats[0 if name == "lse" else 1, unit.head, None]
         source = cute.make_tensor((rows.iterator + row).align(16), cute.make_layout(UNIT_Q))
         bits = UNIT_Q * Float32.width
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=bits)
         with cute.arch.elect_one():
-            cute.copy(atom, source, context.smem[name], mbar_ptr=loaded.pointer(state))
-        free.advance(f"{name}_free")
-        return free
-
-    # -------------------------------------------------------------------------------------- mma
-
-    @cute.jit
-    def mma(self, context: Any):
-        """Issue every S, dP, dV and dK of the pair; one warp of the leader CTA.
-
-        S and dP of the following unit, of the next tile too, go before dV and dK.  Only one tile
-        ahead, as in the forward kernel's MMA warp, and for the same reason.
-        """
-        states = self.edges.waiter_states(
-            "k_loaded", "v_loaded", "ring_loaded", "s_free", "dp_free", "weights_done", "sums_free"
-        )
-        scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
-        if work.is_valid:
-            states = self._first_scores(context, work, states)
-            states = self._first_dp(context, work, states)
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                is_last = step + 1 == num_steps
-                states = self._scores(context, is_last, states)
-                if step == 1:
-                    states = self._wait_for_sums(context, states)
-                states = self._dv(context, step > 1, states)
-                states = self._dp(context, is_last, states)
-                states = self._dk(context, step > 1, states)
-            following = scheduler.advance_to_next_work()
-            ahead = self.has_steps(context, following)
-            if ahead:
-                states = self._first_scores(context, following, states)
-            if num_steps == 1:
-                states = self._wait_for_sums(context, states)
-            states = self._dv(context, num_steps > 1, states)
-            if ahead:
-                states = self._first_dp(context, following, states)
-            states = self._dk(context, num_steps > 1, states)
-            context.barriers["sums_done"].commit(states["sums_free"])
-            work = following
-            if not ahead:
-                scheduler, work = self.next_with_steps(context, scheduler, work)
-                if work.is_valid:
-                    states = self._first_scores(context, work, states)
-                    states = self._first_dp(context, work, states)
-        self.wait_for_all(context, states, ("s_free", "dp_free", "sums_free"))
-
-    @cute.jit
-    def _wait_for_sums(self, context: Any, states: Any):
-        """Until dK and dV of the tile before are in registers."""
-        context.barriers["sums_free"].wait(states["sums_free"])
-        states.advance("sums_free")
-        return states
-
-    @cute.jit
-    def _first_scores(self, context: Any, work: Any, states: Any):
-        """S of a tile's first unit, once its K is there."""
-        context.barriers["k_loaded"].wait(states["k_loaded"])
-        states.advance("k_loaded")
-        return self._scores(context, self.num_steps(context, work) == 1, states)
-
-    @cute.jit
-    def _first_dp(self, context: Any, work: Any, states: Any):
-        """dP of a tile's first unit, once its V is there."""
-        context.barriers["v_loaded"].wait(states["v_loaded"])
-        states.advance("v_loaded")
-        return self._dp(context, self.num_steps(context, work) == 1, states)
-
-    @traced("S")
-    @cute.jit
-    def _scores(self, context: Any, is_last: Boolean, states: Any):
-        """S^T = K Q^T of one unit; is_last: of the tile, after which K is free."""
-        states = self._keys_by_rows(context, self.s_shape, ("s", "k"), states)
-        if is_last:
-            context.barriers["k_free"].commit(states["k_loaded"])
-        return states
-
-    @traced("dP")
-    @cute.jit
-    def _dp(self, context: Any, is_last: Boolean, states: Any):
-        """dP^T = V dO^T of one unit; is_last: of the tile, after which V is free."""
-        states = self._keys_by_rows(context, self.dp_shape, ("dp", "v"), states)
-        if is_last:
-            context.barriers["v_free"].commit(states["v_loaded"])
-        return states
-
-    @cute.jit
-    def _keys_by_rows(self, context: Any, shape: MmaShape, names: tuple[str, str], states: Any):
-        """A product of 128 keys and 256 rows, K = 256 in 16 slices, 8 of each ring stage.
-
-        names: of the result in TMEM, and of the keys in SMEM.
-        """
-        result, keys = names
-        context.barriers[f"{result}_free"].wait(states[f"{result}_free"])
-        a = context.smem[keys][None, None, 0].iterator
-        for half in cutlass.range_constexpr(STAGES_OF_OPERAND):
-            a_layout = self.keys_layout.part(half, STAGES_OF_OPERAND)
-            operands = ((a, a_layout), self.rows_layout)
-            states = self._chain(context, shape, result, operands, Boolean(half > 0), states)
-        context.barriers[f"{result}_done"].commit(states[f"{result}_free"])
-        states.advance(f"{result}_free")
-        return states
-
-    @traced("dV")
-    def _dv(self, context: Any, accumulate: Boolean, states: Any):
-        """dV += P^T dO of one unit."""
-        return self._sum(context, "dv", accumulate, states)
-
-    @traced("dK")
-    def _dk(self, context: Any, accumulate: Boolean, states: Any):
-        """dK += dS^T Q of one unit."""
-        return self._sum(context, "dk", accumulate, states)
-
-    @cute.jit
-    def _sum(self, context: Any, result: str, accumulate: Boolean, states: Any):
-        """One of these sums over K = 256 queries, 128 of each ring stage."""
-        barriers = context.barriers
-        barriers["weights_done"].wait(states["weights_done"])
-        a = context.smem["weights"][None, None, 0].iterator
-        for half in cutlass.range_constexpr(STAGES_OF_OPERAND):
-            a_layout = self.weights_layout.part(half, STAGES_OF_OPERAND)
-            operands = ((a, a_layout), self.columns_layout)
-            accumulates = Boolean(True) if half > 0 else accumulate
-            states = self._chain(context, self.sum_shape, result, operands, accumulates, states)
-        barriers["weights_free"].commit(states["weights_done"])
-        states.advance("weights_done")
-        return states
-
-    @cute.jit
-    def _chain(
-        self, context: Any, shape: MmaShape, result: str, operands: tuple, accumulate: Boolean,
-        states: Any,
-    ):  # fmt: skip
-        """One ring stage's slices of a product.  operands: ((A in SMEM, layout), layout of B)."""
-        (a, a_layout), b_layout = operands
-        ring = states["ring_loaded"]
-        context.barriers["ring_loaded"].wait(ring)
-        fence_after_thread_sync()
-        b = context.smem["ring"][None, None, ring.index].iterator
-        mma_chain(
-            shape,
-            self.region_address(context, result),
-            (a_layout.lower_word(a), a_layout),
-            (b_layout.lower_word(b), b_layout),
-            accumulate,
-        )
-        context.barriers["ring_free"].commit(ring)
-        states.advance("ring_loaded")
-        return states
+            cute.copy(atom, source, context.smem[name], mbar_ptr=barrier)
 
     # --------------------------------------------------------------------------------- gradient
 
@@ -601,11 +397,10 @@ class DkdvKernel(BackwardKernel):
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            begin, end = self._units(context, work)
-            unit = Unit(self._first_head(context, work), begin)
+            unit = self.first_position(context, work)
             for _ in cutlass.range(self.num_steps(context, work), unroll=1):
                 states = self._store_ds(context, work, unit, states)
-                unit = unit.following(begin, end)
+                unit = unit.following()
             work = scheduler.advance_to_next_work()
         # Shared memory must not go away, nor the grid be reported done, under a store in flight.
         cute.arch.cp_async_bulk_wait_group(0, read=False)

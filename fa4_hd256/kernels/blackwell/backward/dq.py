@@ -38,7 +38,6 @@ from fa4_hd256.kernels.blackwell.instructions import (
     TmemOperand,
     fence_after_thread_sync,
     fence_before_thread_sync,
-    mma_chain,
 )
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
@@ -70,15 +69,17 @@ class DqKernel(BackwardKernel):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        self.s_shape = MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate)
-        self.dp_shape = MmaShape(TILE_Q, BLOCK_KV, is_bf16)
-        self.dq_shape = MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True)
-        self.rows_layout = k_major_operand(BLOCK_Q)
-        self.keys_layout = k_major_operand(OWN_KEYS)
-        self.columns_layout = mn_major_operand(BLOCK_KV)
+        self.shapes = {
+            "S": MmaShape(TILE_Q, BLOCK_KV, is_bf16, negate_a=negate),
+            "dP": MmaShape(TILE_Q, BLOCK_KV, is_bf16),
+            "dQ": MmaShape(TILE_Q, HEAD_DIM, is_bf16, b_mn_major=True),
+        }
+        rows, keys = k_major_operand(BLOCK_Q), k_major_operand(OWN_KEYS)
         # dS of the two warpgroups lies at either half of dP.
         half = TmemOperand.contiguous(OWN_KEYS).step_columns
-        self.ds_layout = TmemOperand((*half, *(OWN_KEYS + column for column in half)))
+        ds = TmemOperand((*half, *(OWN_KEYS + column for column in half)))
+        columns = mn_major_operand(BLOCK_KV)
+        self.layouts = {"Q": rows, "dO": rows, "K": keys, "V": keys, "Kc": columns, "dS": ds}
 
     def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
         """The tiles: 256 query rows of a head each."""
@@ -115,197 +116,25 @@ class DqKernel(BackwardKernel):
         """The first query row of this CTA's half of a tile."""
         return work.block * TILE_Q + context.cta_rank * BLOCK_Q
 
-    def last_kv_tile(self, context: Any, work: Any) -> Int32:
-        """The KV tile that is worked on first."""
+    def first_position(self, context: Any, work: Any) -> Int32:
+        """The KV tile that is worked on first, the last one of those that are seen."""
         return context.visibility(work, BLOCK_KV).last_tile(work.block * TILE_Q, TILE_Q)
 
-    # ------------------------------------------------------------------------------------- load
+    def next_position(self, kv_tile: Int32) -> Int32:
+        return kv_tile - 1
 
-    @cute.jit
-    def load(self, context: Any):
-        """Load Q, dO, K and V in the order in which the MMA warp uses them."""
-        free = self.edges.waiter_states("q_free", "dout_free", "ring_free")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
-        if work.is_valid:
-            free = self._load_for_scores(context, work, free)
-            free = self._load_for_dp(context, work, free)
-        while work.is_valid:
-            kv_tile = self.last_kv_tile(context, work)
-            for _ in cutlass.range(1, self.num_steps(context, work), unroll=1):
-                free = self._load_keys(context, "k", work, kv_tile - 1, free)
-                free = self._load_columns(context, work, kv_tile, free)
-                free = self._load_keys(context, "v", work, kv_tile - 1, free)
-                kv_tile -= 1
-            following = scheduler.advance_to_next_work()
-            ahead = self.has_steps(context, following)
-            if ahead:
-                free = self._load_for_scores(context, following, free)
-            free = self._load_columns(context, work, kv_tile, free)
-            if ahead:
-                free = self._load_for_dp(context, following, free)
-            work = following
-            if not ahead:
-                scheduler, work = self.next_with_steps(context, scheduler, work)
-                if work.is_valid:
-                    free = self._load_for_scores(context, work, free)
-                    free = self._load_for_dp(context, work, free)
-        self.wait_for_all(context, free, ("q_free", "dout_free", "ring_free"))
-
-    @cute.jit
-    def _load_for_scores(self, context: Any, work: Any, free: Any):
-        """Q, and the first K of a tile."""
-        free = self._load_rows(context, "q", work, free)
-        return self._load_keys(context, "k", work, self.last_kv_tile(context, work), free)
-
-    @cute.jit
-    def _load_for_dp(self, context: Any, work: Any, free: Any):
-        """dO, and the first V of a tile."""
-        free = self._load_rows(context, "dout", work, free)
-        return self._load_keys(context, "v", work, self.last_kv_tile(context, work), free)
-
-    @cute.jit
-    def _load_rows(self, context: Any, name: str, work: Any, free: Any):
-        place = (context.sequences.query(work.batch), self.first_row(context, work), 0, work.head)
-        return self.load_stage(context, (name, name, name), place, free)
-
-    @cute.jit
-    def _load_keys(self, context: Any, name: str, work: Any, kv_tile: Int32, free: Any):
-        row = kv_tile * BLOCK_KV + context.cta_rank * OWN_KEYS
+    def places(self, context: Any, content: str, work: Any, kv_tile: Int32) -> tuple:
+        """See `tma_tile`: this CTA's rows of Q and dO, its 64 keys of K and V, its half of the
+        columns of K."""
+        if content in ("Q", "dO"):
+            sequence = context.sequences.query(work.batch)
+            return (((sequence, self.first_row(context, work), 0, work.head),),)
+        rank, row = context.cta_rank, kv_tile * BLOCK_KV
         head = work.head // context.heads_per_kv
-        place = (context.sequences.key(work.batch), row, 0, head)
-        return self.load_stage(context, ("ring", name, "keys"), place, free)
-
-    @cute.jit
-    def _load_columns(self, context: Any, work: Any, kv_tile: Int32, free: Any):
-        head = work.head // context.heads_per_kv
-        place = (context.sequences.key(work.batch), kv_tile * BLOCK_KV, context.cta_rank, head)
-        return self.load_stage(context, ("ring", "k_columns", "columns"), place, free)
-
-    # -------------------------------------------------------------------------------------- mma
-
-    @cute.jit
-    def mma(self, context: Any):
-        """Issue every S, dP and dQ of the pair; one warp of the leader CTA.
-
-        S of the following step, of the next tile too, goes before dQ, and dP after it.  Only one
-        tile ahead, as in the forward kernel's MMA warp, and for the same reason.
-        """
-        states = self.edges.waiter_states(
-            "q_loaded", "dout_loaded", "ring_loaded", "s_free", "ds_done", "dq_free"
-        )
-        scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
-        if work.is_valid:
-            states = self._first_scores(context, work, states)
-            states = self._first_dp(context, work, states)
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            for step in cutlass.range(1, num_steps, unroll=1):
-                is_last = step + 1 == num_steps
-                states = self._scores(context, is_last, states)
-                states = self._dq(context, step == 1, Boolean(False), states)
-                states = self._dp(context, is_last, states)
-            following = scheduler.advance_to_next_work()
-            ahead = self.has_steps(context, following)
-            if ahead:
-                states = self._first_scores(context, following, states)
-            states = self._dq(context, num_steps == 1, Boolean(True), states)
-            if ahead:
-                states = self._first_dp(context, following, states)
-            work = following
-            if not ahead:
-                scheduler, work = self.next_with_steps(context, scheduler, work)
-                if work.is_valid:
-                    states = self._first_scores(context, work, states)
-                    states = self._first_dp(context, work, states)
-        self.wait_for_all(context, states, ("s_free", "dq_free"))
-
-    @cute.jit
-    def _first_scores(self, context: Any, work: Any, states: Any):
-        """S of a tile's first step, once its Q is there."""
-        context.barriers["q_loaded"].wait(states["q_loaded"])
-        states.advance("q_loaded")
-        return self._scores(context, self.num_steps(context, work) == 1, states)
-
-    @cute.jit
-    def _first_dp(self, context: Any, work: Any, states: Any):
-        """dP of a tile's first step, once its dO is there."""
-        context.barriers["dout_loaded"].wait(states["dout_loaded"])
-        states.advance("dout_loaded")
-        return self._dp(context, self.num_steps(context, work) == 1, states)
-
-    @traced("S")
-    @cute.jit
-    def _scores(self, context: Any, is_last: Boolean, states: Any):
-        """S = Q K^T of one step; is_last: of the tile, after which Q is free."""
-        barriers = context.barriers
-        barriers["s_free"].wait(states["s_free"])
-        states = self._rows_by_keys(context, self.s_shape, ("s", "q"), states)
-        barriers["s_done"].commit(states["s_free"])
-        states.advance("s_free")
-        if is_last:
-            barriers["q_free"].commit(states["q_loaded"])
-        return states
-
-    @traced("dP")
-    @cute.jit
-    def _dp(self, context: Any, is_last: Boolean, states: Any):
-        """dP = dO V^T of one step; needs no wait (NOTE [dS over dP])."""
-        states = self._rows_by_keys(context, self.dp_shape, ("dp", "dout"), states)
-        context.barriers["dp_done"].commit(states["ds_done"])
-        if is_last:
-            context.barriers["dout_free"].commit(states["dout_loaded"])
-        return states
-
-    @cute.jit
-    def _rows_by_keys(self, context: Any, shape: MmaShape, names: tuple[str, str], states: Any):
-        """A product of 256 rows and 128 keys, K = 256 in 16 slices.
-
-        names: of the result in TMEM, and of the rows in SMEM.
-        """
-        result, rows = names
-        ring = states["ring_loaded"]
-        context.barriers["ring_loaded"].wait(ring)
-        fence_after_thread_sync()
-        a = context.smem[rows][None, None, 0].iterator
-        b = context.smem["keys"][None, None, ring.index].iterator
-        mma_chain(
-            shape,
-            self.region_address(context, result),
-            (self.rows_layout.lower_word(a), self.rows_layout),
-            (self.keys_layout.lower_word(b), self.keys_layout),
-            Boolean(False),
-        )
-        context.barriers["ring_free"].commit(ring)
-        states.advance("ring_loaded")
-        return states
-
-    @traced("dQ")
-    @cute.jit
-    def _dq(self, context: Any, is_first: Boolean, is_last: Boolean, states: Any):
-        """dQ += dS K of one step, K = 128 keys in 8 slices; dS from TMEM."""
-        barriers, ring = context.barriers, states["ring_loaded"]
-        if is_first:
-            barriers["dq_free"].wait(states["dq_free"])
-            states.advance("dq_free")
-        barriers["ring_loaded"].wait(ring)
-        barriers["ds_done"].wait(states["ds_done"])
-        fence_after_thread_sync()
-        b = context.smem["columns"][None, None, ring.index].iterator
-        mma_chain(
-            self.dq_shape,
-            self.region_address(context, "dq"),
-            (self.region_address(context, "dp"), self.ds_layout),
-            (self.columns_layout.lower_word(b), self.columns_layout),
-            ~is_first,
-        )
-        barriers["ring_free"].commit(ring)
-        states.advance("ring_loaded")
-        states.advance("ds_done")
-        if is_last:
-            barriers["dq_done"].commit(states["dq_free"])
-        return states
+        keys = context.sequences.key(work.batch)
+        if content == "Kc":
+            return (((keys, row, rank, head),),)
+        return (((keys, row + rank * OWN_KEYS, 0, head),),)
 
     # --------------------------------------------------------------------------------- gradient
 
@@ -404,7 +233,9 @@ class DqKernel(BackwardKernel):
         fence_after_thread_sync()
         sequence = context.sequences.query(work.batch)
         row = self.first_row(context, work) + self._lane()
-        address = self.own_columns(context, "dq", OWN_COLUMNS) + states["dq_done"].index * HEAD_DIM
+        start, stride = self.tmem_plan.buffers("dq", self.edges["dq_done"].stages)
+        address = context.own_lanes + (start + self.warpgroup() * OWN_COLUMNS)
+        address += states["dq_done"].index * stride
         for start in cutlass.range_constexpr(0, OWN_COLUMNS, FRAGMENT):
             values = cute.make_rmem_tensor(FRAGMENT, Float32)
             tmem_load(address + start, values)

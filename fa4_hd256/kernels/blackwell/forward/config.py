@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from fa4_hd256.kernels.blackwell import tuning
@@ -12,6 +13,7 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     check_ring,
     common_regions,
 )
+from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
@@ -22,8 +24,11 @@ from fa4_hd256.kernels.plans import (
     WarpPlan,
     describe_plans,
 )
+from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.online import ARITHMETICS
 from softmax_emu.pattern import Ex2Pattern
+
+from .steps import forward_steps
 
 __all__ = ["ForwardConfig", "ForwardWarpPlan"]
 
@@ -116,7 +121,8 @@ class ForwardConfig:
                 f"arithmetic is {self.arithmetic!r}; accepted are {', '.join(ARITHMETICS)}"
             )
         # Deriving the plans checks the budgets.
-        _ = (self.smem, self.tmem, self.edges)
+        _ = (self.smem, self.tmem)
+        check_drains("the forward kernel", self.edges, self.steps)
 
     @classmethod
     def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
@@ -125,7 +131,7 @@ class ForwardConfig:
         causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
         "B200" or "B300"; see `tuning`.
         """
-        return cls(ex2_pattern=tuning.pattern_for(causal, seqlen_k, gpu))
+        return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu))
 
     @property
     def tile_q(self) -> int:
@@ -211,6 +217,10 @@ class ForwardConfig:
             )
         )  # fmt: skip
 
+    @property
+    def steps(self) -> StepTable:
+        return forward_steps(self.s_stages > 1, self.o_slices)
+
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
         head = (
@@ -219,3 +229,9 @@ class ForwardConfig:
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
         return describe_plans(head, self)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_pattern(pattern: Ex2Pattern) -> ForwardConfig:
+    """Every call asks for one, and the plans take longer to derive than a small call to launch."""
+    return ForwardConfig(ex2_pattern=pattern)

@@ -150,12 +150,16 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         self.tile_queries = config.tile_q // problem_class.packed_heads
         self.block_queries = config.block_q // problem_class.packed_heads
         negate, is_bf16 = problem_class.negative_scale, self.is_bf16
-        self.qk_shape = MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate)
-        self.pv_shape = MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True)
-        self.q_layout = k_major_operand(config.block_q)
-        self.k_layout = k_major_operand(config.block_kv // 2)
-        self.v_layout = mn_major_operand(config.block_kv)
-        self.p_layout = TmemOperand.contiguous(config.block_kv)
+        self.shapes = {
+            "QK": MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),
+            "PV": MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True),
+        }
+        self.layouts = {
+            "Q": k_major_operand(config.block_q),
+            "K": k_major_operand(config.block_kv // 2),
+            "V": mn_major_operand(config.block_kv),
+            "P": TmemOperand.contiguous(config.block_kv),
+        }
 
     @cute.jit
     def __call__(

@@ -1,0 +1,246 @@
+"""The steps of the backward's pair kernels as data, one table a kernel.
+
+Contents with a c are columns: the second half of an operand that a pair needs in two halves
+(NOTE [two halves of K] in dq.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa4_hd256.kernels.steps import (
+    Act,
+    Copy,
+    Load,
+    Operand,
+    Product,
+    Ring,
+    Role,
+    StepTable,
+    When,
+    arrive,
+    each,
+    first,
+    last,
+    read,
+    skip,
+    wait,
+    write,
+)
+
+__all__ = ["DKDV_STEPS", "DKDV_STORING_STEPS", "DQ_PRODUCT_STEPS", "DQ_STEPS"]
+
+PIECES = 2  # buffers of Q or dO that a unit of dK/dV takes: 128 columns, or 128 queries, each
+
+DQ_STEPS = StepTable(
+    rings=(
+        Ring("q", full="q_loaded", free="q_free"),
+        Ring("dout", full="dout_loaded", free="dout_free"),
+        Ring("ring", full="ring_loaded", free="ring_free"),
+        Ring("s", full="s_done", free="s_free"),
+        # NOTE [dS over dP] in dq.py: the products' order frees both.
+        Ring("dp", full="dp_done"),
+        Ring("ds", full="ds_done", over="dp"),
+        Ring("dq", full="dq_done", free="dq_free"),
+    ),
+    products=(
+        Product(
+            "S",
+            result=Operand("S", "s", ring="s"),
+            a=Operand("Q", "q", ring="q"),
+            b=Operand("K", "keys", ring="ring"),
+            waits=(first("q_loaded"), each("s_free"), each("ring_loaded")),
+            commits=(each("ring_free"), each("s_done"), last("q_free")),
+            loads=(
+                Load.one("Q", "q", "q", "q", When.FIRST),
+                Load.one("K", "k", "keys", "ring"),
+            ),
+            is_ahead=True,
+        ),
+        Product(
+            "dQ",
+            result=Operand("dQ", "dq", ring="dq"),
+            a=Operand("dS", "dp", ring="ds"),
+            b=Operand("Kc", "columns", ring="ring"),
+            waits=(first("dq_free"), each("ring_loaded"), each("ds_done")),
+            commits=(each("ring_free"), last("dq_done")),
+            loads=(Load.one("Kc", "k_columns", "columns", "ring"),),
+            adds=True,
+        ),
+        Product(
+            "dP",
+            result=Operand("dP", "dp", ring="dp"),
+            a=Operand("dO", "dout", ring="dout"),
+            b=Operand("V", "keys", ring="ring"),
+            waits=(first("dout_loaded"), each("ring_loaded")),
+            commits=(each("ring_free"), each("dp_done"), last("dout_free")),
+            loads=(
+                Load.one("dO", "dout", "dout", "dout", When.FIRST),
+                Load.one("V", "v", "keys", "ring"),
+            ),
+            is_ahead=True,
+        ),
+    ),
+    roles=(
+        Role(
+            "gradient",
+            (
+                Act((wait("s_done"), read("s", "S"), arrive("s_free")), is_ahead=True),
+                Act(
+                    (wait("dq_done"), read("dq", "dQ"), arrive("dq_free")),
+                    When.FIRST, of_tile_before=True,
+                ),
+                Act((wait("dp_done"), read("dp", "dP"), write("ds", "dS"), arrive("ds_done"))),
+            ),
+        ),
+    ),
+)  # fmt: skip
+
+
+
+def _gradient(stores_ds: bool) -> Role:
+    """The gradient warps of dK/dV; P and dS take turns in one buffer."""
+    stats = {
+        name: (wait(f"{name}_loaded"), read(name, content), arrive(f"{name}_free"))
+        for name, content in (("lse", "LSE"), ("delta", "delta"))
+    }
+    wait_delta, *read_delta = stats["delta"]
+    may_write_p = (wait("ds_free"), skip("weights_free")) if stores_ds else (wait("weights_free"),)
+    write_ds = write("ds" if stores_ds else "weights", "dS")
+    stored = (arrive("ds_written"),) if stores_ds else ()
+    return Role(
+        "gradient",
+        (
+            Act((wait("s_done"), read("s", "S"), arrive("s_free"), *stats["lse"]), is_ahead=True),
+            Act((*may_write_p, write("weights", "P"), arrive("weights_done"))),
+            Act(
+                (
+                    wait("dp_done"), wait_delta, read("dp", "dP"), arrive("dp_free"), *read_delta,
+                )
+            ),
+            Act(
+                (
+                    wait("sums_done"), read("sums", "dV"), read("sums", "dK"), arrive("sums_free"),
+                ),
+                When.FIRST, of_tile_before=True,
+            ),
+            Act((wait("weights_free"), write_ds, arrive("weights_done"), *stored)),
+        ),
+    )  # fmt: skip
+
+
+DKDV_STEPS = StepTable(
+    rings=(
+        Ring("k", full="k_loaded", free="k_free"),
+        Ring("v", full="v_loaded", free="v_free"),
+        Ring("ring", full="ring_loaded", free="ring_free"),
+        Ring("lse", full="lse_loaded", free="lse_free"),
+        Ring("delta", full="delta_loaded", free="delta_free"),
+        Ring("s", full="s_done", free="s_free"),
+        Ring("dp", full="dp_done", free="dp_free"),
+        Ring("weights", full="weights_done", free="weights_free"),
+        Ring("sums", full="sums_done", free="sums_free"),
+    ),
+    products=(
+        Product(
+            "S",
+            result=Operand("S", "s", ring="s"),
+            a=Operand("K", "k", ring="k"),
+            b=Operand("Q", "ring", ring="ring"),
+            waits=(first("k_loaded"), each("s_free"), each("ring_loaded")),
+            commits=(each("ring_free"), each("s_done"), last("k_free")),
+            loads=(
+                Load.one("K", "k", "k", "k", When.FIRST),
+                Load.one("LSE", "lse", "lse", "lse"),
+                Load.one("Q", "q", "ring", "ring", pieces=PIECES),
+            ),
+            is_ahead=True,
+            pieces=PIECES,
+        ),
+        Product(
+            "dV",
+            result=Operand("dV", "dv", ring="sums"),
+            a=Operand("P", "weights", ring="weights"),
+            b=Operand("dOc", "ring", ring="ring"),
+            waits=(first("sums_free"), each("weights_done"), each("ring_loaded")),
+            commits=(each("ring_free"), each("weights_free")),
+            loads=(Load.one("dOc", "dout", "ring", "ring", pieces=PIECES),),
+            adds=True,
+            pieces=PIECES,
+        ),
+        Product(
+            "dP",
+            result=Operand("dP", "dp", ring="dp"),
+            a=Operand("V", "v", ring="v"),
+            b=Operand("dO", "ring", ring="ring"),
+            waits=(first("v_loaded"), each("dp_free"), each("ring_loaded")),
+            commits=(each("ring_free"), each("dp_done"), last("v_free")),
+            loads=(
+                Load.one("V", "v", "v", "v", When.FIRST),
+                Load.one("delta", "delta", "delta", "delta"),
+                Load.one("dO", "dout", "ring", "ring", pieces=PIECES),
+            ),
+            is_ahead=True,
+            pieces=PIECES,
+        ),
+        Product(
+            "dK",
+            result=Operand("dK", "dk", ring="sums"),
+            a=Operand("dS", "weights", ring="weights"),
+            b=Operand("Qc", "ring", ring="ring"),
+            waits=(each("weights_done"), each("ring_loaded")),
+            commits=(each("ring_free"), each("weights_free"), last("sums_done")),
+            loads=(Load.one("Qc", "q", "ring", "ring", pieces=PIECES),),
+            adds=True,
+            pieces=PIECES,
+        ),
+    ),
+    roles=(_gradient(stores_ds=False),),
+)
+
+#: Where dS is stored, the store warp reads it beside the tensor core; that it has, and that dK is
+#: done, it says by ds_free.  Phases of weights_free alternate, P's and dS's, and it looks at dS's.
+DKDV_STORING_STEPS = replace(
+    DKDV_STEPS,
+    rings=(*DKDV_STEPS.rings, Ring("ds", full="ds_written", free="ds_free", over="weights")),
+    roles=(
+        _gradient(stores_ds=True),
+        Role(
+            "store",
+            (
+                Act(
+                    (
+                        wait("ds_written"), read("ds", "dS"),
+                        skip("weights_free"), wait("weights_free"), arrive("ds_free"),
+                    )
+                ),
+            ),
+            begin=(skip("weights_free"),),
+        ),
+    ),
+)  # fmt: skip
+
+DQ_PRODUCT_STEPS = StepTable(
+    rings=(
+        Ring("step", full="step_loaded", free="step_free"),
+        Ring("dq", full="dq_done", free="dq_free"),
+    ),
+    products=(
+        Product(
+            "dQ",
+            result=Operand("dQ", "dq", ring="dq"),
+            a=Operand("dS", "ds", ring="step"),
+            b=Operand("K", "k", ring="step"),
+            waits=(first("dq_free"), each("step_loaded")),
+            commits=(each("step_free"), last("dq_done")),
+            loads=(Load("step", (Copy("dS", "ds", "ds"), Copy("K", "k", "k"))),),
+            adds=True,
+        ),
+    ),
+    roles=(
+        Role(
+            "gradient",
+            (Act((wait("dq_done"), read("dq", "dQ"), arrive("dq_free")), When.LAST),),
+        ),
+    ),
+)

@@ -1,0 +1,97 @@
+"""The steps of the forward kernel as data: S = Q K^T and O += P V for 128 keys at a time."""
+
+from __future__ import annotations
+
+from fa4_hd256.kernels.steps import (
+    Act,
+    Load,
+    Operand,
+    Product,
+    Ring,
+    Role,
+    StepTable,
+    When,
+    arrive,
+    each,
+    first,
+    read,
+    wait,
+    write,
+)
+
+__all__ = ["forward_steps"]
+
+RINGS = (
+    Ring("kv", full="kv_loaded", free="kv_free"),
+    # What reads the Q buffer last is the TMA store of the O that was staged in it.
+    Ring("q", full="q_loaded", free="q_free"),
+    # P lies over its S, and the PV that reads it is issued before the QK that writes there again.
+    Ring("s", full="s_done"),
+    Ring("p", full="p_done", over="s"),
+    Ring("o", full="o_done", free="o_free"),
+    Ring("scale", full="scale_done", free="scale_free"),
+)
+
+SOFTMAX = Role(
+    "softmax",
+    (
+        Act(
+            (
+                wait("s_done"), read("s", "S"),
+                wait("scale_free"), write("scale", "factor"), arrive("scale_done"),
+                write("p", "P"), arrive("p_done"),
+            )
+        ),
+        Act((wait("scale_free"), write("scale", "1/sum"), arrive("scale_done")), When.LAST),
+    ),
+    end=(wait("scale_free"),),
+)  # fmt: skip
+
+
+def _correction(o_slices: int) -> Role:
+    """The factor of a step is taken before O of the step before is touched."""
+    stage = (write("staged", "O staged"), arrive("o_staged"))
+    drain = (*stage * (o_slices - 1), read("o", "O"), arrive("o_free"), *stage)
+    return Role(
+        "correction",
+        (
+            Act((wait("scale_done"), read("scale", "factor"), arrive("scale_free")), is_ahead=True),
+            Act((wait("scale_done"), read("scale", "1/sum"), arrive("scale_free")), When.LAST),
+            Act((wait("o_done"), read("o", "O"))),
+            Act((arrive("o_free"),), When.NOT_LAST),
+            Act(drain, When.LAST),
+        ),
+    )
+
+
+def _epilogue(o_slices: int) -> Role:
+    store = (wait("o_staged"), read("staged", "O staged"))
+    return Role("epilogue", (Act((*store * o_slices, arrive("q_free")), When.LAST),))
+
+
+def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
+    """qk_ahead: QK of the following step goes before PV; that needs an S buffer of its own.
+    o_slices: pieces in which O is staged in its tile's Q buffer."""
+    qk = Product(
+        "QK",
+        result=Operand("S", "s", ring="s"),
+        a=Operand("Q", "q", ring="q"),
+        b=Operand("K", "k", ring="kv"),
+        waits=(first("q_loaded"), each("kv_loaded")),
+        commits=(each("kv_free"), each("s_done")),
+        loads=(Load.one("Q", "q", "q", "q", When.FIRST), Load.one("K", "k", "k", "kv")),
+        is_ahead=qk_ahead,
+    )
+    pv = Product(
+        "PV",
+        result=Operand("O", "o", ring="o"),
+        a=Operand("P", "p", ring="p"),
+        b=Operand("V", "v", ring="kv"),
+        waits=(each("kv_loaded"), each("o_free"), each("p_done")),
+        commits=(each("kv_free"), each("o_done")),
+        loads=(Load.one("V", "v", "v", "kv"),),
+        adds=True,
+    )
+    rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=o_slices))
+    roles = (SOFTMAX, _correction(o_slices), _epilogue(o_slices))
+    return StepTable(rings, (qk, pv), roles)

@@ -1,0 +1,615 @@
+"""A plan that cannot drain is refused before anything is compiled.
+
+From a kernel's edges and steps follow the programs of all its roles, as lists of waits, arrivals,
+copies, products and uses of buffers.  `check_drains` runs them for tiles of 0, 1, 2, 3 and many
+steps and refuses a plan
+
+* in which roles wait for each other for ever (a hang);
+* in which a buffer is written while somebody may still use it, or holds something else than who
+  reads it expects, so that the orders of loads and products differ;
+* in which a barrier can run ahead of who waits for it by more than its parity tells apart, or an
+  arrival can fall into the phase before its own;
+* whose last signals may find that their CTA has exited.
+
+NOTE [one run is all runs].  Every role is a fixed sequence, nobody chooses.  A wait asks for a
+number of completed phases, which only grows, so what can go on now can go on later, whatever others
+do meanwhile.  Such a system is confluent (a marked graph, a Petri net without conflict): every
+maximal run executes the same operations, each wait after the same arrivals, and hangs at the same
+place or not at all.  So one run decides about hangs.  The other properties are about order: two
+operations come in the same order in every run if and only if a path of program order, arrivals and
+waits leads from one to the other, and that graph is the same for all runs.  They are checked by
+paths, not by the order of this run; tests/operator/kernels/test_drain.py also walks through every
+interleaving of small plans and finds the same.
+
+What the scheduler does is part of the hang check alone, as the dynamic one, which holds roles back:
+its ring has two responses, and a third is fetched when every role has read the first.  The order
+that it adds is not counted on elsewhere, since the static one adds none.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .edges import PAIR_SIGNALS, TMA_SIGNALS, Edge, EdgeTable, Signal
+from .steps import Action, Advance, Issue, Load, Product, Ring, Role, StepTable, Verb, When
+
+__all__ = ["TILES", "check_drains"]
+
+CTAS = (0, 1)
+LEADER = 0
+RESPONSES = 2  # of the dynamic scheduler, read or under way
+
+#: Steps of each of a cluster's tiles, for every plan: none, few and many, in every order of two,
+#: and runs of tiles without steps longer than the scheduler looks ahead.
+TILES = (
+    (),
+    *itertools.product((0, 1, 2, 3)),
+    *itertools.product((0, 1, 2, 3), repeat=2),
+    (9,),
+    (2, 0, 0, 0, 0, 1, 3),
+    (0, 0, 0, 0, 2, 1, 1, 1),
+    (3, 0, 1, 9, 2),
+)
+
+
+class Kind(enum.Enum):
+    WAIT = "waits for"
+    SKIP = "skips"
+    ARRIVE = "arrives on"
+    USE = "uses"
+    COPY = "copies into"
+    PRODUCT = "issues"
+    COMMIT = "commits"
+    ADVANCE = "takes the tile"
+    FETCH = "fetches the tile"
+
+
+class Use(NamedTuple):
+    """A use of a buffer.  position: turn of its ring; expected: what it holds then, or is to."""
+
+    ring: str
+    position: int
+    content: tuple
+    writes: bool
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a role.  number: of the wait for or arrival on an edge, from 0 on, or of the
+    tile; place: where in the steps, for messages."""
+
+    kind: Kind
+    edge: str = ""
+    number: int = 0
+    uses: tuple[Use, ...] = ()
+    place: str = ""
+
+
+def check_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
+    """Raises ValueError, with the edge and the step, for a plan that cannot drain; name: of the
+    kernel.  The result is kept: a configuration is checked once in a process."""
+    _check(name, edges, steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _check(name: str, edges: EdgeTable, steps: StepTable) -> None:
+    try:
+        _check_names(edges, steps)
+        for tiles in TILES:
+            try:
+                Run(edges, steps, tiles).check()
+            except ValueError as error:
+                counts = ", ".join(map(str, tiles))
+                raise ValueError(f"with tiles of {counts} steps, {error}") from None
+    except ValueError as error:
+        raise ValueError(f"the plan of {name} cannot work: {error}") from None
+
+
+def _check_names(edges: EdgeTable, steps: StepTable) -> None:
+    """Every edge has a ring, and both edges of a ring as many stages."""
+    declared = {edge.name for edge in edges.edges}
+    used = {name for ring in steps.rings for name in (ring.full, ring.free) if name}
+    if declared != used:
+        unknown, left = sorted(used - declared), sorted(declared - used)
+        raise ValueError(f"rings name edges that there are not: {unknown}; no ring has {left}")
+    for ring in steps.rings:
+        if ring.free and edges[ring.full].stages != edges[ring.free].stages:
+            raise ValueError(
+                f"ring {ring.name}: {ring.full} has {edges[ring.full].stages} stages, "
+                f"{ring.free} {edges[ring.free].stages}; both count the same buffers"
+            )
+        if ring.free and not edges[ring.free].initially_complete:
+            raise ValueError(f"edge {ring.free} must start complete: its buffers start free")
+    for product in steps.products:
+        names = {use.edge for use in (*product.waits, *product.commits)}
+        if names - declared:
+            raise ValueError(f"{product.name} uses edges that there are not: {names - declared}")
+        firsts = [load for load in product.loads if load.when is When.FIRST]
+        if firsts and steps.looks_ahead and not product.is_ahead:
+            raise ValueError(
+                f"{product.name} is not ahead, so what it needs of a whole tile "
+                f"({firsts[0].content}) belongs to a product that is"
+            )
+
+
+# ------------------------------------------------------------------------------------ programs
+
+
+class Counters:
+    """How often a role has waited for, or arrived on, each edge."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = defaultdict(int)
+
+    def next(self, verb: str, edge: str) -> int:
+        """The number of the coming one, which then is the last one."""
+        self._counts[verb, edge] += 1
+        return self._counts[verb, edge] - 1
+
+    def count(self, verb: str, edge: str) -> int:
+        return self._counts[verb, edge]
+
+
+@dataclass
+class Programs:
+    """The programs of all roles of both CTAs, for tiles of so many steps each."""
+
+    edges: EdgeTable
+    steps: StepTable
+    tiles: tuple[int, ...]
+
+    def all(self) -> dict[tuple[str, int], list[Operation]]:
+        """By (role, CTA)."""
+        programs = {("mma", LEADER): list(self._mma())}
+        for cta in CTAS:
+            programs["load", cta] = list(self._load())
+            for role in self.steps.roles:
+                programs[role.name, cta] = list(self._written(role))
+        programs["scheduler", LEADER] = [
+            operation
+            for tile in range(1, len(self.tiles) + 1)
+            for operation in (Operation(Kind.FETCH, number=tile), _advance(tile))
+        ]
+        return programs
+
+    def _load(self) -> Iterator[Operation]:
+        counters = Counters()
+        for item in self.steps.walk(self.tiles):
+            if isinstance(item, Advance):
+                yield _advance(item.tile)
+                continue
+            for load in item.product.loads:
+                if load.when.applies(item.is_first, item.is_last):
+                    yield from self._fill(load, item, counters)
+        for ring in self.steps.loaded_rings:
+            yield from self._tail(ring.free, counters)
+
+    def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[Operation]:
+        ring = self.steps.ring(load.ring)
+        for piece in range(load.pieces):
+            place = f"for {issue}"
+            yield Operation(Kind.WAIT, ring.free, counters.next("wait", ring.free), place=place)
+            position = counters.next("arrive", ring.full)
+            step = None if load.when is When.FIRST else issue.step
+            uses = tuple(
+                Use(ring.name, position, (copy.content, issue.tile, step, piece), True)
+                for copy in load.copies
+            )
+            yield Operation(Kind.COPY, ring.full, position, uses, place)
+
+    def _tail(self, edge: str, counters: Counters) -> Iterator[Operation]:
+        for _ in range(self.edges[edge].stages):
+            yield Operation(Kind.WAIT, edge, counters.next("wait", edge), place="at the end")
+
+    def _mma(self) -> Iterator[Operation]:
+        counters = Counters()
+        for item in self.steps.walk(self.tiles):
+            if isinstance(item, Advance):
+                yield _advance(item.tile)
+            else:
+                yield from self._product(item, counters)
+        for name in self.steps.mma_tail(self.edges):
+            yield from self._tail(self.steps.mma_edge(self.steps.ring(name)), counters)
+
+    def _product(self, issue: Issue, counters: Counters) -> Iterator[Operation]:
+        product, place = issue.product, str(issue)
+        ring = self.steps.ring(product.b.ring)
+        for piece in range(product.pieces):
+            for use in product.waits:
+                is_due = use.when.applies(issue.is_first, issue.is_last)
+                if is_due and (piece == 0 or use.edge == ring.full):
+                    number = counters.next("wait", use.edge)
+                    yield Operation(Kind.WAIT, use.edge, number, place=place)
+            uses = self._uses(product, issue, piece, counters)
+            yield Operation(Kind.PRODUCT, uses=uses, place=place)
+            if piece < product.pieces - 1:
+                number = counters.next("commit", ring.free)
+                yield Operation(Kind.COMMIT, ring.free, number, place=place)
+        for use in product.commits:
+            if use.when.applies(issue.is_first, issue.is_last):
+                number = counters.next("commit", use.edge)
+                yield Operation(Kind.COMMIT, use.edge, number, place=place)
+
+    def _uses(
+        self, product: Product, issue: Issue, piece: int, counters: Counters
+    ) -> tuple[Use, ...]:
+        """What a product reads, then what it writes, or adds to."""
+        uses = []
+        for operand, part in ((product.a, 0), (product.b, piece)):
+            full = self.steps.ring(operand.ring).full
+            step = None if self._is_of_tile(operand.content) else issue.step
+            content = (operand.content, issue.tile, step, part)
+            uses.append(Use(operand.ring, counters.count("wait", full) - 1, content, False))
+        result = product.result
+        position = counters.count("commit", self.steps.ring(result.ring).full)
+        if piece > 0:
+            uses.append(Use(result.ring, position, (result.content, issue.tile, issue.step), False))
+        elif product.adds and not issue.is_first:
+            before = (result.content, issue.tile, issue.step - 1)
+            uses.append(Use(result.ring, position, before, False))
+        uses.append(Use(result.ring, position, (result.content, issue.tile, issue.step), True))
+        return tuple(uses)
+
+    def _is_of_tile(self, content: str) -> bool:
+        """Whether a content is loaded once a tile."""
+        return any(
+            copy.content == content and load.when is When.FIRST
+            for load in self.steps.loads for copy in load.copies
+        )  # fmt: skip
+
+    def _written(self, role: Role) -> Iterator[Operation]:
+        """A role written by hand."""
+        counters = Counters()
+        yield from self._actions(role.begin, (0, 0), counters)
+        before = None
+        for tile, num_steps in enumerate(self.tiles):
+            if num_steps:
+                yield from self._tile(role, tile, before, counters)
+                before = tile
+            yield _advance(tile + 1)
+        if before is not None:
+            for act in role.acts:
+                if act.of_tile_before:
+                    place = before, self.tiles[before] - 1
+                    yield from self._actions(act.actions, place, counters)
+        yield from self._actions(role.end, (len(self.tiles), 0), counters)
+
+    def _tile(
+        self, role: Role, tile: int, before: int | None, counters: Counters
+    ) -> Iterator[Operation]:
+        last = self.tiles[tile] - 1
+        for act in role.acts:
+            if act.is_ahead and act.when.applies(True, last == 0):
+                yield from self._actions(act.actions, (tile, 0), counters)
+        for step in range(last + 1):
+            for act in role.acts:
+                if act.is_ahead:
+                    if step < last and act.when.applies(False, step + 1 == last):
+                        yield from self._actions(act.actions, (tile, step + 1), counters)
+                elif not act.when.applies(step == 0, step == last):
+                    continue
+                elif not act.of_tile_before:
+                    yield from self._actions(act.actions, (tile, step), counters)
+                elif before is not None:
+                    place = before, self.tiles[before] - 1
+                    yield from self._actions(act.actions, place, counters)
+
+    def _actions(
+        self, actions: tuple[Action, ...], where: tuple[int, int], counters: Counters
+    ) -> Iterator[Operation]:
+        tile, step = where
+        place = f"in step {step} of tile {tile}"
+        for action in actions:
+            verb, name = action.verb, action.where
+            if verb in (Verb.WAIT, Verb.SKIP):
+                kind = Kind.WAIT if verb is Verb.WAIT else Kind.SKIP
+                yield Operation(kind, name, counters.next("wait", name), place=place)
+            elif verb is Verb.ARRIVE:
+                yield Operation(Kind.ARRIVE, name, counters.next("arrive", name), place=place)
+            else:
+                full = self.steps.ring(name).full
+                writes = verb is Verb.WRITE
+                turn = counters.count("arrive", full) if writes else (
+                    counters.count("wait", full) - 1
+                )  # fmt: skip
+                is_of_tile = self._is_of_tile(action.content)
+                content = (action.content, tile, None if is_of_tile else step)
+                yield Operation(Kind.USE, uses=(Use(name, turn, content, writes),), place=place)
+
+
+def _advance(tile: int) -> Operation:
+    return Operation(Kind.ADVANCE, number=tile)
+
+
+# ----------------------------------------------------------------------------------------- run
+
+
+@dataclass
+class Stage:
+    """One barrier.  arrivals: of each of those who arrive, the event of each phase.  waits: (event,
+    the event before it in its role, phase)."""
+
+    arrivers: tuple
+    arrivals: dict = field(default_factory=lambda: defaultdict(list))
+    waits: list = field(default_factory=list)
+
+    def complete(self, phase: int) -> bool:
+        return all(len(self.arrivals[arriver]) > phase for arriver in self.arrivers)
+
+    def of_phase(self, phase: int) -> list[int]:
+        """The arrivals of a phase that have happened."""
+        return [
+            events[phase] for events in self.arrivals.values() if 0 <= phase < len(events)
+        ]
+
+
+@dataclass
+class Held:
+    """Something that a buffer holds: by whom it was written, and by whom used since."""
+
+    content: tuple
+    ring: str
+    writer: int
+    users: list[int] = field(default_factory=list)
+
+
+class Run:
+    """One run of all programs; NOTE [one run is all runs]."""
+
+    def __init__(self, edges: EdgeTable, steps: StepTable, tiles: tuple[int, ...]) -> None:
+        self.edges, self.steps = {edge.name: edge for edge in edges.edges}, steps
+        self.programs = Programs(edges, steps, tiles).all()
+        self.next = dict.fromkeys(self.programs, 0)
+        #: The last event of each role, None before the first.
+        self.last: dict = dict.fromkeys(self.programs)
+        #: By event: (role, operation), and the set of all that is before it in every run, as bits.
+        self.events: list[tuple] = []
+        self.before: list[int] = []
+        self.stages: dict[tuple, Stage] = {}
+        #: What each buffer holds, by name.
+        self.buffers: dict[tuple, dict[str, Held]] = defaultdict(dict)
+        self.tensor: int | None = None
+        self.fetched, self.taken = 0, dict.fromkeys(self.programs, 0)
+
+    def check(self) -> None:
+        """Run to the end, and look at the order of what happened."""
+        self._run()
+        for (edge, _, index), stage in self.stages.items():
+            self._check_phases(self.edges[edge], index, stage)
+        self._check_exit()
+
+    # What happens: events and their order.
+
+    def _event(self, by: tuple, *causes: int | None) -> int:
+        before = 0
+        for cause in causes:
+            if cause is not None:
+                before |= self.before[cause] | 1 << cause
+        self.events.append(by)
+        self.before.append(before)
+        return len(self.events) - 1
+
+    def _precedes(self, first: int, second: int) -> bool:
+        """Whether an event comes before another one in every run."""
+        return first == second or bool(self.before[second] >> first & 1)
+
+    def _run(self) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for role, program in self.programs.items():
+                while self.next[role] < len(program):
+                    if not self._execute(role, program[self.next[role]]):
+                        break
+                    self.next[role] += 1
+                    progress = True
+        stuck = [
+            _text(role, program[self.next[role]])
+            for role, program in self.programs.items()
+            if self.next[role] < len(program)
+        ]
+        if stuck:
+            raise ValueError(f"all wait for each other: {'; '.join(stuck)}")
+
+    def _said(self, event: int) -> str:
+        """An event in words."""
+        return _text(*self.events[event])
+
+    def _execute(self, role: tuple[str, int], operation: Operation) -> bool:
+        """Execute one operation, if it need not wait."""
+        kind, last = operation.kind, self.last[role]
+        by = role, operation
+        if kind is Kind.WAIT:
+            return self._wait(role, operation)
+        if kind is Kind.ADVANCE:
+            if operation.number > self.fetched:
+                return False
+            self.taken[role] = operation.number
+        elif kind is Kind.FETCH:
+            if min(self.taken.values()) < operation.number - RESPONSES:
+                return False
+            self.fetched = operation.number
+        elif kind is Kind.USE:
+            self.last[role] = self._event(by, last)
+            self._use(operation, self.last[role], (role[1],))
+        elif kind is Kind.ARRIVE:
+            self._arrive_role(role, operation)
+        elif kind is Kind.COPY:
+            # The copy is under way: what follows in the role need not come after it.
+            landed = self._event(by, last)
+            self._use(operation, landed, (role[1],))
+            self._arrive(role, operation, landed, role[1])
+        elif kind is Kind.PRODUCT:
+            self.tensor = self._event(by, last, self.tensor)
+            self._use(operation, self.tensor, CTAS)
+        elif kind is Kind.COMMIT:
+            self.tensor = self._event(by, last, self.tensor)
+            for cta in CTAS:
+                self._arrive(role, operation, self.tensor, cta)
+        return True
+
+    def _wait(self, role: tuple[str, int], operation: Operation) -> bool:
+        stage, phase = self._stage(operation, role[1])
+        edge = self.edges[operation.edge]
+        phase -= edge.initially_complete
+        if phase >= 0 and not stage.complete(phase):
+            return False
+        last = self.last[role]
+        event = self._event((role, operation), last, *stage.of_phase(phase))
+        stage.waits.append((event, last, phase))
+        self.last[role] = event
+        return True
+
+    def _arrive_role(self, role: tuple[str, int], operation: Operation) -> None:
+        """Of a role's warps.  On the other CTA's barrier it happens some time after the
+        instruction; on the own one at once."""
+        edge = self.edges[operation.edge]
+        if edge.producer != role[0]:
+            raise ValueError(f"{role[0]} arrives on {edge.name}, whose producer is {edge.producer}")
+        event = self._event((role, operation), self.last[role])
+        if edge.signal not in PAIR_SIGNALS:
+            self.last[role] = event
+        self._arrive(role, operation, event, role[1])
+
+    def _arrive(self, role: tuple, operation: Operation, event: int, cta: int) -> None:
+        stage, phase = self._stage(operation, cta)
+        if role not in stage.arrivers:
+            raise ValueError(f"{_text(role, operation)}, which {role[0]} does not signal")
+        assert len(stage.arrivals[role]) == phase
+        stage.arrivals[role].append(event)
+
+    def _stage(self, operation: Operation, cta: int) -> tuple[Stage, int]:
+        """The barrier of the n-th wait or arrival, and its phase, counted from 0."""
+        edge = self.edges[operation.edge]
+        phase, index = divmod(operation.number, edge.stages)
+        if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS):
+            cta = LEADER
+        key = edge.name, cta, index
+        if key not in self.stages:
+            self.stages[key] = Stage(self._arrivers(edge, cta))
+        return self.stages[key], phase
+
+    def _arrivers(self, edge: Edge, cta: int) -> tuple[tuple[str, int], ...]:
+        name = "load" if edge.signal in TMA_SIGNALS else edge.producer
+        if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS):
+            return tuple((name, each) for each in CTAS)
+        return (("mma", LEADER),) if edge.signal is Signal.COMMIT_PAIR else ((name, cta),)
+
+    # What buffers hold, and who may use them when.
+
+    def _use(self, operation: Operation, event: int, ctas: tuple[int, ...]) -> None:
+        for cta in ctas:
+            for use in operation.uses:
+                ring = self.steps.ring(use.ring)
+                stage = use.position % self.edges[ring.full].stages
+                name = use.content[0] + (f" ({stage})" if ring.parts > 1 else "")
+                buffer = self.buffers[self._root(ring), cta, stage // ring.parts]
+                if use.writes:
+                    self._write(buffer, (name, use), event, operation)
+                else:
+                    self._read(buffer.get(name), use, (event, operation), buffer)
+
+    def _root(self, ring: Ring) -> str:
+        """The ring that has the memory."""
+        return self._root(self.steps.ring(ring.over)) if ring.over else ring.name
+
+    def _write(
+        self, buffer: dict[str, Held], named: tuple[str, Use], event: int, operation: Operation
+    ) -> None:
+        name, use = named
+        for other, held in list(buffer.items()):
+            if other != name and self._lie_side_by_side(held, use, event):
+                continue
+            for user in (held.writer, *held.users):
+                if not self._precedes(user, event):
+                    raise ValueError(
+                        f"{_content(use)} may overwrite {use.ring} while it is in use: nothing "
+                        f"makes its writer ({operation.place}) wait for this: {self._said(user)}"
+                    )
+            del buffer[other]
+        buffer[name] = Held(use.content, use.ring, event)
+
+    def _lie_side_by_side(self, held: Held, use: Use, event: int) -> bool:
+        """Contents of one copy, parts of one buffer, or results that share the edges of a ring."""
+        if held.ring != use.ring:
+            return False
+        results = {p.result.content for p in self.steps.products if p.result.ring == use.ring}
+        parts = self.steps.ring(use.ring).parts
+        return held.writer == event or parts > 1 or use.content[0] in results
+
+    def _read(
+        self, held: Held | None, use: Use, reader: tuple[int, Operation], buffer: dict[str, Held]
+    ) -> None:
+        event, operation = reader
+        if held is None or any(a != b for a, b in zip(held.content, use.content)):
+            what = ", ".join(_described(held.content) for held in buffer.values()) or "nothing"
+            raise ValueError(
+                f"who reads {_content(use)} from {use.ring} ({operation.place}) finds {what}: "
+                "loads and products are not in the same order, or an edge is missing"
+            )
+        if not self._precedes(held.writer, event):
+            raise ValueError(
+                f"nothing makes who reads {_content(use)} from {use.ring} ({operation.place}) wait "
+                f"for this: {self._said(held.writer)}"
+            )
+        held.users.append(event)
+
+    # What barriers can tell apart, and how long they live.
+
+    def _check_phases(self, edge: Edge, index: int, stage: Stage) -> None:
+        for arriver, events in stage.arrivals.items():
+            for phase, event in enumerate(events[1:]):
+                if not all(self._precedes(other, event) for other in stage.of_phase(phase)):
+                    raise ValueError(
+                        f"an arrival on {edge.name} may fall into the phase before its own: "
+                        f"{self._said(event)} (stage {index}, phase {phase + 1} of {arriver[0]})"
+                    )
+        for event, last, phase in stage.waits:
+            before = stage.of_phase(phase - 1) if phase > 0 else []
+            knows = all(last is not None and self._precedes(other, last) for other in before)
+            following = stage.of_phase(phase + 1)
+            complete = len(following) == len(stage.arrivers)
+            overtaken = complete and not any(self._precedes(event, other) for other in following)
+            if not knows or overtaken:
+                raise ValueError(
+                    f"the parity of {edge.name} is ambiguous: {self._said(event)} while stage "
+                    f"{index} may be {'ahead by a whole turn' if overtaken else 'a phase behind'}"
+                )
+
+    def _check_exit(self) -> None:
+        ends = 0
+        for last in self.last.values():
+            if last is not None:
+                ends |= self.before[last] | 1 << last
+        for (edge, cta, _), stage in self.stages.items():
+            for events in stage.arrivals.values():
+                for event in events:
+                    if not ends >> event & 1:
+                        raise ValueError(
+                            f"nobody waits for the last signal of {edge}, so CTA {cta} may exit "
+                            f"before it: {self._said(event)}"
+                        )
+
+
+def _text(role: tuple[str, int], operation: Operation) -> str:
+    name, cta = role
+    who = name if name == "mma" else f"{name} of CTA {cta}"
+    what = operation.edge or str(operation.number)
+    if operation.kind in (Kind.USE, Kind.PRODUCT):
+        what = ", ".join(dict.fromkeys(_content(use) for use in operation.uses))
+    return f"{who} {operation.kind.value} {what} {operation.place}".strip()
+
+
+def _content(use: Use) -> str:
+    return _described(use.content)
+
+
+def _described(content: tuple) -> str:
+    name, tile, step, *_ = content
+    return f"{name} of tile {tile}" if step is None else f"{name} of step {step} of tile {tile}"

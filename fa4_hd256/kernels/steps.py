@@ -1,0 +1,404 @@
+"""Steps as data: what the load warp and the MMA warp of a kernel do, as one list of products.
+
+A kernel declares the products of a step in the order of their issue: their operands, where the
+results go, which edges are waited for and committed, what has to be loaded, and which products
+run one step ahead of the others.  From this follow the loops of both roles, which use one order
+and cannot disagree about it, the wait at their end, the timeline in the documentation, and the
+check that the plan drains (`drain`).
+
+A product that is *ahead* is issued for step i + 1 before those that are not are issued for step i,
+also across the end of a tile: for the first step of the next tile, if that has any.  So a tile of
+n steps is issued as
+
+    start   the products that are ahead, for step 0, of the first tile or after one without steps
+    body    for i = 1 .. n - 1 every product in order: those ahead for step i, the others for i - 1
+    end     every product in order: those ahead for step 0 of the next tile, the others for n - 1
+
+A table without such products issues every step by itself; what is waited for in a tile's first
+step, or committed in its last one, then stands before and after the tile's loop.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+from .edges import EdgeTable
+
+__all__ = [
+    "Act",
+    "Action",
+    "Advance",
+    "Copy",
+    "EdgeUse",
+    "Issue",
+    "Load",
+    "Operand",
+    "Product",
+    "Ring",
+    "Role",
+    "StepTable",
+    "Verb",
+    "When",
+    "arrive",
+    "each",
+    "first",
+    "last",
+    "read",
+    "skip",
+    "wait",
+    "write",
+]
+
+
+class When(enum.Enum):
+    """In which steps of a tile."""
+
+    EACH = "each step"
+    FIRST = "first step"
+    LAST = "last step"
+    NOT_LAST = "each step but the last"
+
+    def applies(self, is_first: bool, is_last: bool) -> bool:
+        """Whether a step is among them."""
+        return {
+            When.EACH: True, When.FIRST: is_first, When.LAST: is_last, When.NOT_LAST: not is_last
+        }[self]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EdgeUse:
+    """An edge that a product waits for, or commits, in some steps of a tile."""
+
+    edge: str
+    when: When = When.EACH
+
+
+def each(edge: str) -> EdgeUse:
+    """The edge in every step."""
+    return EdgeUse(edge)
+
+
+def first(edge: str) -> EdgeUse:
+    """The edge in the first step of a tile."""
+    return EdgeUse(edge, When.FIRST)
+
+
+def last(edge: str) -> EdgeUse:
+    """The edge in the last step of a tile."""
+    return EdgeUse(edge, When.LAST)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Buffers used in turn, and the two edges between those who fill and those who empty them.
+
+    full: the edge that says that a buffer holds what it should.  free: the edge that says that it
+    may be filled again; None where the order of the products alone says so, since the tensor core
+    executes them in the order of their issue.  Both edges have as many stages as there are buffers.
+    over: the ring whose buffers these lie over.  parts: stages that lie over one buffer of that.
+    """
+
+    name: str
+    full: str
+    free: str | None = None
+    over: str | None = None
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One TMA copy of each CTA.
+
+    content: what it brings, in the words of the timeline.  box: the kernel's TMA tensor.  memory:
+    the kernel's view of shared memory that it goes to.
+    """
+
+    content: str
+    box: str
+    memory: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copies that fill one buffer of a ring together.
+
+    when: in every step, or in a tile's first one.  pieces: buffers that are filled so, one after
+    the other, with as many parts of the content.
+    """
+
+    ring: str
+    copies: tuple[Copy, ...]
+    when: When = When.EACH
+    pieces: int = 1
+
+    @classmethod
+    def one(
+        cls, content: str, box: str, memory: str, ring: str, when: When = When.EACH,
+        pieces: int = 1,
+    ) -> Load:  # fmt: skip
+        """A load of one copy."""
+        return cls(ring, (Copy(content, box, memory),), when, pieces)
+
+    @property
+    def content(self) -> str:
+        return " ".join(copy.content for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a product reads or writes.
+
+    content: in the words of the timeline.  memory: the kernel's view of shared memory, or a region
+    of tensor memory.  ring: whose buffer it is.
+    """
+
+    content: str
+    memory: str
+    ring: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a step: result = A B, or result += A B over the steps of a tile.
+
+    waits: edges waited for before it, in this order; those of the result before it is written,
+        those of the operands before they are read.  commits: edges signalled when it is done, in
+        this order.
+    loads: what the load warp fetches for it, in this order.
+    is_ahead: issued one step before the products that are not (module's docstring).
+    adds: to the result of the tile's steps before; the first step overwrites it.
+    pieces: parts of the sum; each takes a buffer of B's ring of its own, and a part of A's buffer.
+        Only the edge of B's ring is waited for and committed for each.
+    """
+
+    name: str
+    result: Operand
+    a: Operand
+    b: Operand
+    waits: tuple[EdgeUse, ...]
+    commits: tuple[EdgeUse, ...]
+    loads: tuple[Load, ...] = ()
+    is_ahead: bool = False
+    adds: bool = False
+    pieces: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, Operand, Operand]:
+        return self.result, self.a, self.b
+
+    def waits_for(self, *when: When) -> tuple[str, ...]:
+        """The edges waited for in such steps."""
+        return tuple(use.edge for use in self.waits if use.when in when)
+
+
+class Verb(enum.Enum):
+    """What a role written by hand does with an edge or with a buffer of a ring."""
+
+    WAIT = "waits for"
+    SKIP = "passes over"
+    ARRIVE = "arrives on"
+    READ = "reads"
+    WRITE = "writes"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a role.  where: an edge, or a ring; content: of the ring's buffer."""
+
+    verb: Verb
+    where: str
+    content: str = ""
+
+
+def wait(edge: str) -> Action:
+    """Wait for the next phase of an edge."""
+    return Action(Verb.WAIT, edge)
+
+
+def skip(edge: str) -> Action:
+    """Count the next phase of an edge without waiting: something else says that it is complete."""
+    return Action(Verb.SKIP, edge)
+
+
+def arrive(edge: str) -> Action:
+    """Signal an edge."""
+    return Action(Verb.ARRIVE, edge)
+
+
+def read(ring: str, content: str) -> Action:
+    """Read, or change in place, the buffer that was waited for last."""
+    return Action(Verb.READ, ring, content)
+
+
+def write(ring: str, content: str) -> Action:
+    """Fill the buffer whose edge is signalled next."""
+    return Action(Verb.WRITE, ring, content)
+
+
+@dataclass(frozen=True)
+class Act:
+    """Part of what a role does in a step.
+
+    is_ahead: for the following step of the same tile; the first step's comes before all else.
+    of_tile_before: for the last step of the tile before, and after all tiles for the last one.
+    """
+
+    actions: tuple[Action, ...]
+    when: When = When.EACH
+    is_ahead: bool = False
+    of_tile_before: bool = False
+
+
+@dataclass(frozen=True)
+class Role:
+    """How a role that is written by hand uses the edges, for the check of the plan.
+
+    begin, end: before the first, after the last tile.  In a tile without steps it does nothing.
+    """
+
+    name: str
+    acts: tuple[Act, ...]
+    begin: tuple[Action, ...] = ()
+    end: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A product issued for a step.  step: of the tile; num_steps: of that tile."""
+
+    product: Product
+    tile: int
+    step: int
+    num_steps: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.step == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.step == self.num_steps - 1
+
+    def __str__(self) -> str:
+        return f"{self.product.name} of step {self.step} of tile {self.tile}"
+
+
+@dataclass(frozen=True)
+class Advance:
+    """A role asks the scheduler for its next tile.  tile: its number."""
+
+    tile: int
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The products of a kernel's step in the order of their issue, the rings they use, and the
+    other roles, as far as they use the same edges."""
+
+    rings: tuple[Ring, ...]
+    products: tuple[Product, ...]
+    roles: tuple[Role, ...] = ()
+
+    def ring(self, name: str) -> Ring:
+        return next(ring for ring in self.rings if ring.name == name)
+
+    def ring_of(self, edge: str) -> Ring:
+        """The ring that an edge belongs to."""
+        return next(ring for ring in self.rings if edge in (ring.full, ring.free))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether any product is ahead, and so a tile's first step begun in the tile before."""
+        return any(product.is_ahead for product in self.products)
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """All loads, in order."""
+        return tuple(load for product in self.products for load in product.loads)
+
+    @property
+    def loaded_rings(self) -> tuple[Ring, ...]:
+        """Rings that the load warp fills."""
+        names = {load.ring for load in self.loads}
+        return tuple(ring for ring in self.rings if ring.name in names)
+
+    @property
+    def multiplied_rings(self) -> tuple[Ring, ...]:
+        """Rings that the MMA warp's products read or write."""
+        names = {operand.ring for product in self.products for operand in product.operands}
+        return tuple(ring for ring in self.rings if ring.name in names)
+
+    @property
+    def waited_edges(self) -> tuple[str, ...]:
+        """Edges that the MMA warp waits for."""
+        return tuple({use.edge: None for product in self.products for use in product.waits})
+
+    def mma_edge(self, ring: Ring) -> str:
+        """The edge of a ring by whose barriers the MMA warp counts: the one that it waits for."""
+        waited = [edge for edge in (ring.free, ring.full) if edge in self.waited_edges]
+        return waited[0] if waited else ring.full
+
+    def mma_tail(self, edges: EdgeTable) -> tuple[str, ...]:
+        """Rings of whose edge the MMA warp awaits every last phase: those whose first pass did not
+        block, so that as many signals are outstanding."""
+        return tuple(
+            ring.name for ring in self.multiplied_rings
+            if edges[self.mma_edge(ring)].initially_complete
+            and self.mma_edge(ring) in self.waited_edges
+        )  # fmt: skip
+
+    def resident(self, ring: str) -> bool:
+        """Whether one buffer of a ring serves the MMA warp for a whole tile."""
+        pair = self.ring(ring)
+        uses = [u for p in self.products for u in p.waits if u.edge in (pair.full, pair.free)]
+        return any(use.when is When.FIRST for use in uses)
+
+    def walk(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
+        """What the load and MMA warps go through for tiles of so many steps each.
+
+        The loops of `blackwell.producers`, in plain Python.
+        """
+        return self._look_ahead(tiles) if self.looks_ahead else self._in_order(tiles)
+
+    def _in_order(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
+        for tile, num_steps in enumerate(tiles):
+            for step in range(num_steps):
+                for product in self.products:
+                    yield Issue(product, tile, step, num_steps)
+            yield Advance(tile + 1)
+
+    def _look_ahead(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
+        tile = yield from self._next_with_steps(tiles, 0)
+        yield from self._start(tiles, tile)
+        while tile < len(tiles):
+            num_steps = tiles[tile]
+            for step in range(1, num_steps):
+                for product in self.products:
+                    yield Issue(product, tile, step if product.is_ahead else step - 1, num_steps)
+            following = tile + 1
+            yield Advance(following)
+            is_ahead = following < len(tiles) and tiles[following] > 0
+            for product in self.products:
+                if not product.is_ahead:
+                    yield Issue(product, tile, num_steps - 1, num_steps)
+                elif is_ahead:
+                    yield Issue(product, following, 0, tiles[following])
+            tile = following
+            if not is_ahead:
+                tile = yield from self._next_with_steps(tiles, tile)
+                yield from self._start(tiles, tile)
+
+    @staticmethod
+    def _next_with_steps(tiles: tuple[int, ...], tile: int) -> Generator[Advance, None, int]:
+        while tile < len(tiles) and tiles[tile] == 0:
+            tile += 1
+            yield Advance(tile)
+        return tile
+
+    def _start(self, tiles: tuple[int, ...], tile: int) -> Iterator[Issue]:
+        if tile < len(tiles):
+            for product in self.products:
+                if product.is_ahead:
+                    yield Issue(product, tile, 0, tiles[tile])
