@@ -188,13 +188,13 @@ class Programs:
                 if load.when.applies(item.is_first, item.is_last):
                     yield from self._fill(load, item, counters)
         for ring in self.steps.loaded_rings:
-            yield from self._tail(ring.free, counters)
+            yield from self._tail(ring.freed, counters)
 
     def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[Operation]:
         ring = self.steps.ring(load.ring)
         for piece in range(load.pieces):
             place = f"for {issue}"
-            yield Operation(Kind.WAIT, ring.free, counters.next("wait", ring.free), place=place)
+            yield Operation(Kind.WAIT, ring.freed, counters.next("wait", ring.freed), place=place)
             position = counters.next("arrive", ring.full)
             step = None if load.when is When.FIRST else issue.step
             uses = tuple(
@@ -229,8 +229,8 @@ class Programs:
             uses = self._uses(product, issue, piece, counters)
             yield Operation(Kind.PRODUCT, uses=uses, place=place)
             if piece < product.pieces - 1:
-                number = counters.next("commit", ring.free)
-                yield Operation(Kind.COMMIT, ring.free, number, place=place)
+                number = counters.next("commit", ring.freed)
+                yield Operation(Kind.COMMIT, ring.freed, number, place=place)
         for use in product.commits:
             if use.when.applies(issue.is_first, issue.is_last):
                 number = counters.next("commit", use.edge)

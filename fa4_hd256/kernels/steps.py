@@ -106,6 +106,13 @@ class Ring:
     over: str | None = None
     parts: int = 1
 
+    @property
+    def freed(self) -> str:
+        """The edge `free`, for who waits to fill the buffers; ValueError where there is none."""
+        if self.free is None:
+            raise ValueError(f"ring {self.name} has no edge `free`, so nothing may wait to fill it")
+        return self.free
+
 
 @dataclass(frozen=True)
 class Copy:

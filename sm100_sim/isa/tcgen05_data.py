@@ -73,7 +73,7 @@ class Form:
         `split` is immHalfSplitoff of 16x32bx2: where the threads from 16 on begin.
         """
         width = SHAPES[self.shape].columns * self.repeat
-        found = ((0, self.split + width),)
+        found: tuple[tuple[int, int], ...] = ((0, self.split + width),)
         if self.split > width:
             found = (0, width), (self.split, self.split + width)
         return tuple((first << self.packed, end << self.packed) for first, end in found)
