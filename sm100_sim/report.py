@@ -28,7 +28,8 @@ class Report:
         name. wall_seconds: of the run; translate_seconds: of its translation to native code, 0
         if this process had it already. seconds: processor time of the run by what it was spent on:
         "products" of matrices, "operands" (conversion of MMA operands and sums), "copies" by TMA,
-        "instructions" (everything else in native code) and "python". threads: that ran clusters.
+        "instructions" (everything else in native code) and "python"; with a seed all of it is
+        "python". threads: that ran clusters.
         findings: what would be wrong on hardware although the run went on, all of it; `causes` has
         them by cause. trace: None unless asked for. shared_accesses: with a trace, instruction
         index -> (bytes a lane, executions looked at, wavefronts of them), see `trace.observer`.

@@ -12,7 +12,7 @@ It is its own inverse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -241,6 +241,8 @@ class InstructionDescriptor:
     block: int = 0
     #: tcgen05.mma.ws: weight-stationary.
     ws: bool = False
+    #: What was decoded, of the kinds without block scaling.
+    raw: int = field(default=0, compare=False)
 
 
 def _check_stationary(m: int, n: int, kind: MmaKind, what: str) -> None:
@@ -304,7 +306,7 @@ def decode_instruction(
     _check(kind_name != "i8" or not any(negate), what + "negation of integer operands")
     a_type, b_type, d_type = types
     return InstructionDescriptor(
-        kind, m, n, a_type, b_type, d_type, *negate, *majors, bool(raw >> 3 & 1), ws=ws
+        kind, m, n, a_type, b_type, d_type, *negate, *majors, bool(raw >> 3 & 1), ws=ws, raw=raw
     )
 
 

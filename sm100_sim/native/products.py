@@ -267,17 +267,13 @@ def chain_is_covered(c: ptr[Context], chain: ptr[Chain], count: u64) -> boolean:
 
 
 @native
-def end_chain(c: ptr[Context]) -> boolean:
-    """Perform the warp's accumulator chain, if it has one; False if Python must."""
-    count = u64(c.chain_length)
-    if count == 0:
-        return True
-    chain = c.chain
-    if count == CHAIN_IN_PYTHON or not chain_is_covered(c, chain, count):
-        return False
+def perform_chain(c: ptr[Context], chain: ptr[Chain], count: u64) -> boolean:
+    """Perform an accumulator chain of a warp; False if `isa.tensor_core` must."""
     descriptor = chain.descriptor
     m = c.cluster.machine
     group = chain.group
+    if not chain_is_covered(c, chain, count):
+        return False
     first = c.cta.rank & ~(group - 1)
     n = u64(descriptor >> 17 & 63) << 3
     extent = n // u64(group)
@@ -295,6 +291,30 @@ def end_chain(c: ptr[Context]) -> boolean:
     for p in range(group):
         accumulate(c, chain, c.cluster.ctas[first + u32(p)], b_order, k)
     m.operand_ticks += cycles() - started
+    return True
+
+
+@native
+def perform_issued(c: ptr[Context], chain: ptr[Chain], count: u64) -> boolean:
+    """`perform_chain` of instructions that Python has issued and that take effect now."""
+    if not instruction_is_covered(chain.descriptor, chain.group, chain.a_in_tmem):
+        return False
+    for i in range(count):
+        if not matrix_is_valid(chain.b[i]):
+            return False
+        if chain.a_in_tmem == 0 and not matrix_is_valid(chain.a[i]):
+            return False
+    return perform_chain(c, chain, count)
+
+
+@native
+def end_chain(c: ptr[Context]) -> boolean:
+    """Perform the warp's accumulator chain, if it has one; False if Python must."""
+    count = u64(c.chain_length)
+    if count == 0:
+        return True
+    if count == CHAIN_IN_PYTHON or not perform_chain(c, c.chain, count):
+        return False
     c.chain_length = u32(0)
     return True
 

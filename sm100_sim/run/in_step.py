@@ -1,10 +1,11 @@
-"""Executors in Python that share accumulator chains and TMA descriptors with native code.
+"""What Python and native code do in turn: accumulator chains, and copies by TMA descriptors.
 
-Only where asynchronous operations take effect at once does native code perform them.
+Only where asynchronous operations take effect at once does native code issue them.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from sm100_sim.isa.columns import Effect, NativeForm
@@ -13,7 +14,9 @@ from sm100_sim.isa.table import effect_of, row_of
 from sm100_sim.isa.tcgen05 import participants
 from sm100_sim.isa.tensor_core import Mma
 from sm100_sim.native import layout
-from sm100_sim.native.products import CHAIN_IN_PYTHON
+from sm100_sim.native.calling import callable_of
+from sm100_sim.native.products import CHAIN_IN_PYTHON, perform_issued
+from sm100_sim.state.events import AsyncOp
 from sm100_sim.state.warp import address
 
 from .observer import Executor
@@ -63,3 +66,23 @@ def native_chain(warp: ResidentWarp) -> tuple[Any, list[Mma]]:
 def has_native_chain(warp: ResidentWarp) -> bool:
     """Whether native code holds an accumulator chain of a warp."""
     return 0 < warp.context.chain_length < CHAIN_IN_PYTHON
+
+
+def perform_natively(operation: AsyncOp) -> bool:
+    """Let native code perform a run of MMAs that Python has issued; False if it does not cover it.
+
+    The same routine performs the runs that native code has issued, whatever the schedule.
+    """
+    run = operation.touches.mmas if operation.touches is not None else ()
+    if not run or len(run) > layout.CHAIN_LIMIT:
+        return False
+    head, warp = run[0], operation.touches.warp
+    if head.descriptor.kind.name != "f16" or head.descriptor.ws or head.scale or head.disabled_bits:
+        return False
+    chain = layout.Chain(
+        d=head.d, descriptor=head.descriptor.raw, accumulate=head.accumulate,
+        group=len(head.ctas), a_in_tmem=head.a_in_tmem,
+        a=tuple(mma.a for mma in run), b=tuple(mma.b for mma in run),
+    )
+    context = ctypes.addressof(warp.context)
+    return callable_of(perform_issued)(context, ctypes.addressof(chain), len(run))

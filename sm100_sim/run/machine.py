@@ -30,7 +30,7 @@ from sm100_sim.state.memory import GlobalMemory
 from sm100_sim.state.warp import DEFAULT_BUDGET
 
 from .grid import Grid
-from .in_step import in_step
+from .in_step import in_step, perform_natively
 from .limits import check_launch, registers_at_launch
 from .native_state import NativeCluster, NativeLaunch
 from .observer import Observer
@@ -374,13 +374,17 @@ class Machine:
         interrupts = None if self._in_order else self.policy.interrupts
         record.turn_over = 0
         while True:
-            record.polls = cluster.polls
-            started = time.thread_time()
-            kind = run(address, self._budget)
-            native.seconds += time.thread_time() - started
-            cluster.polls = record.polls
-            if record.progress:
-                record.progress = self._idle = 0
+            if interrupts is None:
+                record.polls = cluster.polls
+                started = time.thread_time()
+                kind = run(address, self._budget)
+                native.seconds += time.thread_time() - started
+                cluster.polls = record.polls
+                if record.progress:
+                    record.progress = self._idle = 0
+            else:
+                # Native code neither polls nor wakes; its stretches are too short to be timed.
+                kind = run(address, self._budget)
             warp = cluster.warps[record.stopped]
             if kind == TRAP:
                 if not self._operate(warp):
@@ -467,7 +471,8 @@ class Machine:
 
     def _perform(self, operation: AsyncOp) -> None:
         self._idle = 0
-        operation.perform()
+        if not perform_natively(operation):
+            operation.perform()
         operation.performed = True
         self.wake(operation)
 

@@ -5,6 +5,9 @@ import torch
 
 from fa4_hd256 import flash_attn_func
 from sm100_sim import last_reports, launcher
+from sm100_sim.isa import tensor_core
+from sm100_sim.run import machine
+from sm100_sim.run.blas import sgemm
 from sm100_sim.run.observer import Observer
 
 pytestmark = pytest.mark.simulator
@@ -29,6 +32,26 @@ def test_native_and_python_agree(monkeypatch, seqlen, heads, causal, clc):
     assert native.instructions == slow.instructions and native.opcodes == slow.opcodes
     assert native.tma == slow.tma and native.clc == slow.clc
     assert native.instructions["tcgen05.mma"]["warps"] > 0
+
+
+@pytest.mark.skipif(not sgemm()[0], reason="numpy has another BLAS than its wheels")
+@pytest.mark.parametrize("options", [{"SEED": "1"}, {"SANITIZE": "strict"}], ids=str)
+def test_every_schedule_performs_products_by_one_routine(monkeypatch, options):
+    """numpy's form of them is for what native code does not cover: here, for nothing."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 1, 256).bfloat16() for _ in range(3))
+    plain = flash_attn_func(q, k, v)
+
+    def refuse(run):
+        raise AssertionError(f"a chain of {len(run)} MMAs came to numpy")
+
+    monkeypatch.setattr(tensor_core, "execute", refuse)
+    for name, value in options.items():
+        monkeypatch.setenv(f"SM100_SIM_{name}", value)
+    assert torch.equal(flash_attn_func(q, k, v), plain)
+    monkeypatch.setattr(machine, "perform_natively", lambda operation: False)
+    with pytest.raises(AssertionError, match="came to numpy"):
+        flash_attn_func(q, k, v)
 
 
 @pytest.mark.parametrize("clc", [False, True])

@@ -1,5 +1,7 @@
 """Native machine operations give what the executors in Python give, bit for bit."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from native_rig import Rig, operation
@@ -7,7 +9,10 @@ from tcgen05_operands import descriptor_of, issue, make_ctas, pack_pair
 
 from sm100_sim.isa import tensor_core
 from sm100_sim.isa.descriptors import encode_instruction
+from sm100_sim.native import layout
+from sm100_sim.native.calling import callable_of
 from sm100_sim.native.operands import DONE, PYTHON
+from sm100_sim.native.products import perform_issued
 from sm100_sim.run.blas import sgemm
 
 pytestmark = [
@@ -131,3 +136,38 @@ def test_operands_outside_are_left_to_python(what, d, a, b):
     assert rig.call("fence_before", operation([])) == PYTHON
     assert rig.context.chain_length == 1
     assert np.array_equal(ctas[0].tmem.cells, before)
+
+
+def test_what_python_has_issued_is_performed_or_refused_as_a_whole():
+    """The same bits as numpy's; a descriptor that is not covered changes nothing."""
+    descriptor = descriptor_of("f16", 128, 96, ("bf16", "bf16", "f32"))
+    results = []
+    for native in (False, True):
+        ctas = random_operands(3, 1, "bf16")
+        a, b = operands_of(ctas, 128, 96, 64, "bf16", (0, 0), (128, 128), False)
+        run = issue(ctas, descriptor, a, b, d=32)
+        if not native:
+            tensor_core.execute(run)
+        else:
+            rig, raw = Rig(ctas), encode_instruction(descriptor)
+            chain = layout.Chain(d=32, descriptor=raw, group=1, a=tuple(m.a for m in run),
+                                 b=tuple(m.b for m in run))
+            before = ctas[0].tmem.cells.copy()
+            for wrong in ({"descriptor": raw | 1 << 13}, {"d": 480}):
+                refused = layout.Chain.from_buffer_copy(chain)
+                for name, value in wrong.items():
+                    setattr(refused, name, value)
+                assert not perform(rig, refused, len(run))
+            refused = layout.Chain.from_buffer_copy(chain)
+            refused.b[len(run) - 1] |= 1 << 61
+            assert not perform(rig, refused, len(run))
+            assert np.array_equal(ctas[0].tmem.cells, before)
+            assert perform(rig, chain, len(run))
+        results.append(ctas[0].tmem.cells)
+    assert np.array_equal(*results)
+
+
+def perform(rig: Rig, chain: layout.Chain, count: int) -> bool:
+    return callable_of(perform_issued)(
+        ctypes.addressof(rig.context), ctypes.addressof(chain), count
+    )
