@@ -1,9 +1,10 @@
 """The one table of instructions: a row has all that the simulator knows of an opcode.
 
-Every opcode is either *inline* (an emit function writes LLVM IR for it) or a *machine operation*
-(a bind function validates the modifiers once and returns an executor that Python runs for each
-warp). A row is keyed by a dotted prefix; the longest prefix of the full opcode wins, and the
-rest are its modifiers. What is not in the table is an error that names the instruction.
+Every opcode is *inline* (an emit function writes LLVM IR for it), a *machine operation* (a bind
+function validates the modifiers once and returns an executor that Python runs for each warp), or a
+branch or exit. A row is keyed by a dotted prefix; the longest prefix of the full opcode wins, and
+the rest are its modifiers. What is not in the table is an error that names the instruction.
+No other module knows opcodes: whoever needs something of one looks it up here.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class IncompleteRow(ValueError):
 class Row:
     """One row of the table: all that the simulator knows of an opcode.
 
-    Semantics: exactly one of ``bind``, ``emit`` and ``jump`` is set. ``aligned`` says
-    that all lanes of the warp that are alive (or those of the membermask, for inline operations)
-    must arrive together before the instruction executes; ``member_mask`` is the position of the
-    membermask.
+    Semantics: exactly one of ``bind``, ``emit`` and ``jump`` is set. ``aligned`` says that all
+    lanes of the warp that are alive (or those of the membermask, for inline operations) must arrive
+    together before the instruction executes; ``member_mask`` is the position of the membermask.
+
     Registers: ``defines`` are positions of operands that the instruction only writes, for every
-    executing lane; it reads all others. What is found out of them before anything runs: ``fold``,
-    given the modifiers and the sources as far as they are known, computes the result, or None;
-    ``copies`` and ``addressing`` say whether an operation copies its source, and whether it may
-    compute an address anew in a loop that waits. Memory: ``access``, of inline operations.
-    ``effect`` is the asynchronous operation that it issues, ``chain`` whether it continues or ends
-    the chain of MMAs that its warp is issuing.
+    executing lane; it reads all others. ``fold`` computes the result before anything runs, or None,
+    given the modifiers and the sources as far as they are known; ``copies`` says that the result is
+    a copy of the source, ``addressing`` that a loop that waits may compute it anew.
+
+    Memory: ``access``, of inline operations. ``effect`` is the asynchronous operation that is
+    issued, ``chain`` whether the chain of MMAs that a warp is issuing goes on or ends with it.
 
     What others make of it: the sanitizer's ``rule``; what a ``trace`` records; the ``event`` of
     the timing model, and what an inline operation counts for in its instruction ``mix``;
@@ -93,7 +94,6 @@ class Row:
     def event_with(self, modifiers: Iterable[str]) -> Event:
         """The event that the instruction with these modifiers is."""
         return _value(self.event, modifiers)
-
 
     def mix_with(self, modifiers: Iterable[str]) -> Mix | None:
         """What the instruction with these modifiers counts for."""
