@@ -166,10 +166,10 @@ def _targets() -> Iterator[Target]:
         backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
         call = functools.partial(_packed, lengths=backward)
         for name, kernel, wanted in (
-            ("dK/dV and dS", "backward_dkdv", "qkv"),
-            ("dQ from dS", "backward_dq_product", "qkv"),
-            ("dK/dV", "backward_dkdv", "kv"),
-            ("dQ", "backward_dq", "q"),
+            ("dK/dV and dS", "DkdvKernel", "qkv"),
+            ("dQ from dS", "DqProductKernel", "qkv"),
+            ("dK/dV", "DkdvKernel", "kv"),
+            ("dQ", "DqKernel", "q"),
         ):
             run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
             of_all = tuple(map(_packed_shape, backward))
@@ -189,10 +189,17 @@ def measure(
     target: Target, seeds: int = 20, confirm: int = 4, jobs: int = 1,
     write: Callable[[str], None] = lambda line: None,
 ) -> list[mutants.Score]:
-    """Scores of the kernels of a target; one CTA pair does all tiles."""
+    """Scores of the kernels of a target; one CTA pair does all tiles.
+
+    Raises RuntimeError if it launched none of them.
+    """
     with mock.patch.dict(os.environ, {DEVICE: "b200:2"}):
-        return mutants.scores(
+        found = mutants.scores(
             lambda: [target.run(shape) for shape in target.shapes],
             Options(clusters=1, sanitize=target.reading), seeds, confirm, jobs=jobs,
             launches=len(target.shapes), kernel=target.kernels, write=write,
         )  # fmt: skip
+    if not found:
+        named = f" with {target.kernels!r} in its name" if target.kernels else ""
+        raise RuntimeError(f"target {target.name!r} launched no kernel{named}")
+    return found

@@ -54,7 +54,7 @@ def origin(tables: Sequence[Table]) -> str:
 
 DOCUMENTS = {
     "throughput": Document(
-        "Throughput, every row of the suite", ("throughput", "--modelled"), "throughput.md"
+        "Throughput, every row of the suite", ("throughput", "--modelled"), "throughput.md", (0,)
     ),
     "throughput_summary": Document(
         "Throughput, by group and by length", ("throughput", "--modelled"), "throughput.md", (1,)
