@@ -63,8 +63,8 @@ class Kind(enum.Enum):
     SKIP = "skips"
     ARRIVE = "arrives on"
     USE = "uses"
-    COPY = "copies into"
-    PRODUCT = "issues"
+    COPY = "copies"
+    PRODUCT = "multiplies"
     COMMIT = "commits"
     ADVANCE = "takes the tile"
     FETCH = "fetches the tile"
@@ -105,10 +105,9 @@ def _check(name: str, edges: EdgeTable, steps: StepTable) -> None:
             try:
                 Run(edges, steps, tiles).check()
             except ValueError as error:
-                counts = ", ".join(map(str, tiles))
-                raise ValueError(f"with tiles of {counts} steps, {error}") from None
+                raise ValueError(f"{error} [steps of each tile: {tiles}]") from None
     except ValueError as error:
-        raise ValueError(f"the plan of {name} cannot work: {error}") from None
+        raise ValueError(f"{name} cannot work: {error}") from None
 
 
 def _check_names(edges: EdgeTable, steps: StepTable) -> None:
@@ -248,12 +247,13 @@ class Programs:
             uses.append(Use(operand.ring, counters.count("wait", full) - 1, content, False))
         result = product.result
         position = counters.count("commit", self.steps.ring(result.ring).full)
-        if piece > 0:
-            uses.append(Use(result.ring, position, (result.content, issue.tile, issue.step), False))
-        elif product.adds and not issue.is_first:
+        content = (result.content, issue.tile, issue.step)
+        if piece > 0 or product.overwrites is None:
+            uses.append(Use(result.ring, position, content, False))
+        elif product.overwrites is When.FIRST and not issue.is_first:
             before = (result.content, issue.tile, issue.step - 1)
             uses.append(Use(result.ring, position, before, False))
-        uses.append(Use(result.ring, position, (result.content, issue.tile, issue.step), True))
+        uses.append(Use(result.ring, position, content, True))
         return tuple(uses)
 
     def _is_of_tile(self, content: str) -> bool:
@@ -415,7 +415,7 @@ class Run:
             if self.next[role] < len(program)
         ]
         if stuck:
-            raise ValueError(f"all wait for each other: {'; '.join(stuck)}")
+            raise ValueError(f"it hangs: {'; '.join(stuck)}")
 
     def _said(self, event: int) -> str:
         """An event in words."""
@@ -538,10 +538,18 @@ class Run:
     def _lie_side_by_side(self, held: Held, use: Use, event: int) -> bool:
         """Contents of one copy, parts of one buffer, or results that share the edges of a ring."""
         if held.ring != use.ring:
-            return False
+            return self._are_apart(self.steps.ring(held.ring), self.steps.ring(use.ring))
         results = {p.result.content for p in self.steps.products if p.result.ring == use.ring}
         parts = self.steps.ring(use.ring).parts
         return held.writer == event or parts > 1 or use.content[0] in results
+
+    @staticmethod
+    def _are_apart(one: Ring, other: Ring) -> bool:
+        """Whether two rings over the same buffers take different shares of them."""
+        if not one.over or one.over != other.over:
+            return False
+        (i, n), (j, m) = one.share, other.share
+        return (i + 1) * m <= j * n or (j + 1) * n <= i * m
 
     def _read(
         self, held: Held | None, use: Use, reader: tuple[int, Operation], buffer: dict[str, Held]
@@ -601,9 +609,10 @@ def _text(role: tuple[str, int], operation: Operation) -> str:
     name, cta = role
     who = name if name == "mma" else f"{name} of CTA {cta}"
     what = operation.edge or str(operation.number)
-    if operation.kind in (Kind.USE, Kind.PRODUCT):
-        what = ", ".join(dict.fromkeys(_content(use) for use in operation.uses))
-    return f"{who} {operation.kind.value} {what} {operation.place}".strip()
+    if operation.kind in (Kind.USE, Kind.PRODUCT, Kind.COPY):
+        what = ", ".join(dict.fromkeys(use.content[0] for use in operation.uses))
+    where = f" ({operation.place})" if operation.place else ""
+    return f"{who} {operation.kind.value} {what}{where}"
 
 
 def _content(use: Use) -> str:

@@ -98,6 +98,7 @@ class Ring:
     may be filled again; None where the order of the products alone says so, since the tensor core
     executes them in the order of their issue.  Both edges have as many stages as there are buffers.
     over: the ring whose buffers these lie over.  parts: stages that lie over one buffer of that.
+    share: (which, of how many) parts of each buffer of that ring they lie over.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Ring:
     free: str | None = None
     over: str | None = None
     parts: int = 1
+    share: tuple[int, int] = (0, 1)
 
     @property
     def freed(self) -> str:
@@ -168,14 +170,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of a step: result = A B, or result += A B over the steps of a tile.
+    """One product of a step: result = A B, or result += A B.
 
     waits: edges waited for before it, in this order; those of the result before it is written,
         those of the operands before they are read.  commits: edges signalled when it is done, in
         this order.
     loads: what the load warp fetches for it, in this order.
     is_ahead: issued one step before the products that are not (module's docstring).
-    adds: to the result of the tile's steps before; the first step overwrites it.
+    overwrites: in which steps the result is overwritten, and not added to: in each, in a tile's
+        first one, or in none (None), where a product before it has.
     pieces: parts of the sum; each takes a buffer of B's ring of its own, and a part of A's buffer.
         Only the edge of B's ring is waited for and committed for each.
     """
@@ -188,7 +191,7 @@ class Product:
     commits: tuple[EdgeUse, ...]
     loads: tuple[Load, ...] = ()
     is_ahead: bool = False
-    adds: bool = False
+    overwrites: When | None = When.EACH
     pieces: int = 1
 
     @property
@@ -354,6 +357,18 @@ class StepTable:
             ring.name for ring in self.multiplied_rings
             if edges[self.mma_edge(ring)].initially_complete
             and self.mma_edge(ring) in self.waited_edges
+        )  # fmt: skip
+
+    def left_after(self, product: Product) -> tuple[str, ...]:
+        """Rings whose buffer the MMA warp is done with after a product, without committing it."""
+        kept = {
+            self.ring_of(use.edge).name
+            for each in self.products for use in each.commits if use.when is When.EACH
+        }  # fmt: skip
+        last = {operand.ring: each for each in self.products for operand in each.operands}
+        return tuple(
+            ring for ring, user in last.items()
+            if user is product and ring not in kept and not self.resident(ring)
         )  # fmt: skip
 
     def resident(self, ring: str) -> bool:

@@ -31,7 +31,7 @@ class Turn:
     position: where its step lies, in the load role; nothing in the MMA role.  is_first, is_last:
     whether the step is the tile's first, its last one; a bool where that is known when the kernel
     is compiled, None where the step is the first and the number of steps has not been asked for.
-    adds: whether the step is a later one, for products that add.
+    adds: whether the step is a later one, for products that overwrite in the first.
     """
 
     work: Any
@@ -195,8 +195,15 @@ class MmaRole(SharedByReference):
             result,
             (a_word, a_layout),
             (b_layout.lower_word(b), b_layout),
-            Boolean(turn.adds if product.adds and piece == 0 else piece > 0),
+            Boolean(self._adds(product, piece, turn)),
         )
+
+    @staticmethod
+    def _adds(product: Product, piece: int, turn: Turn) -> Any:
+        """Whether a piece is added to the result."""
+        if product.overwrites is None or piece > 0:
+            return True
+        return turn.adds if product.overwrites is When.FIRST else False
 
     def _index(self, operand: Operand, states: RingStates) -> Any:
         """The buffer of an operand's ring that is in use."""
@@ -219,17 +226,12 @@ class MmaRole(SharedByReference):
 
     def _signal(self, context: Any, product: Product, is_last: Any, states: RingStates) -> Any:
         """The commits of a product; buffers that served this step alone are done with."""
-        done = {}
         for use in product.commits:
             if use.when is When.EACH:
                 self._commit(context, use.edge, states)
-                ring = self.steps.ring_of(use.edge).name
-                done[ring] = None
-                states.advance(ring)
-        for operand in product.operands:
-            if operand.ring not in done and not self.steps.resident(operand.ring):
-                done[operand.ring] = None
-                states.advance(operand.ring)
+                states.advance(self.steps.ring_of(use.edge).name)
+        for ring in self.steps.left_after(product):
+            states.advance(ring)
         for use in product.commits:
             if use.when is When.LAST:
                 states = self._commit_last(context, use.edge, is_last, states)

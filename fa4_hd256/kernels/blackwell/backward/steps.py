@@ -65,7 +65,7 @@ DQ_STEPS = StepTable(
             waits=(first("dq_free"), each("ring_loaded"), each("ds_done")),
             commits=(each("ring_free"), last("dq_done")),
             loads=(Load.one("Kc", "k_columns", "columns", "ring"),),
-            adds=True,
+            overwrites=When.FIRST,
         ),
         Product(
             "dP",
@@ -165,7 +165,7 @@ DKDV_STEPS = StepTable(
             waits=(first("sums_free"), each("weights_done"), each("ring_loaded")),
             commits=(each("ring_free"), each("weights_free")),
             loads=(Load.one("dOc", "dout", "ring", "ring", pieces=PIECES),),
-            adds=True,
+            overwrites=When.FIRST,
             pieces=PIECES,
         ),
         Product(
@@ -191,7 +191,7 @@ DKDV_STEPS = StepTable(
             waits=(each("weights_done"), each("ring_loaded")),
             commits=(each("ring_free"), each("weights_free"), last("sums_done")),
             loads=(Load.one("Qc", "q", "ring", "ring", pieces=PIECES),),
-            adds=True,
+            overwrites=When.FIRST,
             pieces=PIECES,
         ),
     ),
@@ -234,7 +234,7 @@ DQ_PRODUCT_STEPS = StepTable(
             waits=(first("dq_free"), each("step_loaded")),
             commits=(each("step_free"), last("dq_done")),
             loads=(Load("step", (Copy("dS", "ds", "ds"), Copy("K", "k", "k"))),),
-            adds=True,
+            overwrites=When.FIRST,
         ),
     ),
     roles=(

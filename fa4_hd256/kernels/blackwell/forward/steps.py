@@ -90,7 +90,7 @@ def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
         waits=(each("kv_loaded"), each("o_free"), each("p_done")),
         commits=(each("kv_free"), each("o_done")),
         loads=(Load.one("V", "v", "v", "kv"),),
-        adds=True,
+        overwrites=When.FIRST,
     )
     rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=o_slices))
     roles = (SOFTMAX, _correction(o_slices), _epilogue(o_slices))

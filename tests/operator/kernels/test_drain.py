@@ -1,0 +1,374 @@
+"""Plans that cannot drain are refused, those that can are not, and one run decides about all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fa4_hd256.kernels import drain
+from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DqProductPlan
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.drain import Kind, check_drains
+from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.steps import (
+    Advance,
+    Copy,
+    Load,
+    Operand,
+    Ring,
+    StepTable,
+    arrive,
+    each,
+    last,
+    wait,
+    write,
+)
+
+FORWARD, DQ, DKDV = ForwardConfig(), DqPlan(), DkdvPlan(stores_ds=True)
+PLANS = {
+    "forward": FORWARD,
+    "forward, one S": ForwardConfig(s_stages=1),
+    "dQ": DQ,
+    "dK/dV": DkdvPlan(),
+    "dK/dV, dS stored": DKDV,
+    "dK/dV, ring of 3": DkdvPlan(ring_stages=3),
+    "dQ from dS": DqProductPlan(),
+}
+
+
+def named(steps: StepTable, name: str):
+    return next(product for product in steps.products if product.name == name)
+
+
+def with_product(steps: StepTable, name: str, **changes) -> StepTable:
+    products = tuple(replace(p, **changes) if p.name == name else p for p in steps.products)
+    return replace(steps, products=products)
+
+
+def without(steps: StepTable, name: str, edge: str) -> StepTable:
+    """The table with one wait or commit of a product left out."""
+    product = named(steps, name)
+    return with_product(
+        steps, name,
+        waits=tuple(use for use in product.waits if use.edge != edge),
+        commits=tuple(use for use in product.commits if use.edge != edge),
+    )  # fmt: skip
+
+
+def with_stages(edges: EdgeTable, **stages: int) -> EdgeTable:
+    return EdgeTable(
+        tuple(replace(edge, stages=stages.get(edge.name, edge.stages)) for edge in edges.edges)
+    )
+
+
+def with_role(steps: StepTable, name: str, change) -> StepTable:
+    return replace(
+        steps, roles=tuple(change(role) if role.name == name else role for role in steps.roles)
+    )
+
+
+def lacking(action):
+    """A role without one of its actions."""
+    def change(role):
+        acts = tuple(
+            replace(act, actions=tuple(a for a in act.actions if a != action)) for act in role.acts
+        )
+        return replace(role, acts=acts)
+
+    return change
+
+
+class NoTail(StepTable):
+    """Without the waits at the end of the MMA role."""
+
+    def mma_tail(self, edges):
+        return ()
+
+
+class SkipsFirst(StepTable):
+    """Tiles without steps are skipped before the last product of the tile, not after it."""
+
+    def _look_ahead(self, tiles):
+        tile = yield from self._next_with_steps(tiles, 0)
+        yield from self._start(tiles, tile)
+        while tile < len(tiles):
+            for step in range(1, tiles[tile]):
+                for product in self.products:
+                    yield drain.Issue(
+                        product, tile, step - (not product.is_ahead), tiles[tile]
+                    )
+            yield Advance(tile + 1)
+            following = yield from self._next_with_steps(tiles, tile + 1)
+            for product in self.products:
+                if not product.is_ahead:
+                    yield drain.Issue(product, tile, tiles[tile] - 1, tiles[tile])
+                elif following < len(tiles):
+                    yield drain.Issue(product, following, 0, tiles[following])
+            tile = following
+
+
+def same(kind: type, steps: StepTable) -> StepTable:
+    return kind(steps.rings, steps.products, steps.roles)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_plans_drain(plan):
+    check_drains("kernel", plan.edges, plan.steps)
+
+
+F, Q, D = FORWARD.steps, DQ.steps, DKDV.steps
+QK, PV = named(F, "QK"), named(F, "PV")
+#: What is wrong -> (edges, steps, words of the refusal: of the edge, and of the step).
+MISTAKES = {
+    "a missing commit of a buffer": (
+        FORWARD.edges, without(F, "QK", "kv_free"), r"hangs: load .* kv_free"),
+    "a missing commit of a result": (
+        FORWARD.edges, without(F, "QK", "s_done"), r"hangs: mma waits for p_done \(PV of step 0"),
+    "results never handed over": (
+        DQ.edges, without(Q, "dQ", "dq_done"), r"hangs: .*gradient .* dq_done \(in step 0"),
+    "no wait for an operand": (
+        FORWARD.edges, without(F, "PV", "p_done"), r"reads P of step 0 of tile 0 from p \(PV"),
+    "no wait for a load": (
+        FORWARD.edges, without(F, "QK", "kv_loaded"), r"reads K of step 0 .* finds nothing"),
+    "a wait that is left to luck": (
+        DQ.edges, without(Q, "dQ", "ds_done"), r"reads dS of step 0 .* from ds \(dQ"),
+    "no wait for a result's buffer": (
+        FORWARD.edges, without(F, "PV", "o_free"), r"last signal of o_free"),
+    "a buffer freed too often": (
+        DQ.edges, with_product(Q, "S", commits=(*named(Q, "S").commits[:2], each("q_free"))),
+        r"parity of q_free is ambiguous"),
+    "loads in another order": (
+        FORWARD.edges,
+        with_product(with_product(F, "QK", loads=(QK.loads[0], *PV.loads)), "PV",
+                     loads=QK.loads[1:]),
+        r"reads K of step 0 of tile 0 from kv \(QK of step 0 of tile 0\) finds V of step 0"),
+    "an operand that nobody loads": (
+        FORWARD.edges, with_product(F, "PV", loads=()), r"mma waits for kv_loaded \(PV of step 0"),
+    "products in another order": (
+        DKDV.edges, replace(D, products=(D.products[0], *D.products[:0:-1])),
+        r"hangs: mma waits for weights_done|reads dS .* finds P"),
+    "dP over a dS that is not read yet": (
+        DQ.edges, replace(Q, products=(Q.products[0], Q.products[2], Q.products[1])),
+        r"dP of step 0 .* finds dP of step 1"),
+    "nothing ahead that others wait for": (
+        DQ.edges, replace(Q, products=(Q.products[1], Q.products[0], Q.products[2])),
+        r"hangs: mma waits for ds_done \(dQ of step 0"),
+    "one S where two are needed": (
+        with_stages(FORWARD.edges, s_done=1, p_done=1), F, r"S of step 0 .* finds S of step 1"),
+    "one Q where two are needed": (
+        with_stages(FORWARD.edges, q_loaded=1, q_free=1, o_staged=4), F,
+        r"hangs: mma waits for q_loaded \(QK of step 0 of tile 1\)"),
+    "stages that differ": (
+        with_stages(FORWARD.edges, kv_loaded=2), F, r"kv_loaded has 2 stages, kv_free 3"),
+    "no wait at the end": (FORWARD.edges, same(NoTail, F), r"last signal of o_free"),
+    "skipping before the last product": (
+        FORWARD.edges, same(SkipsFirst, F), r"hangs: mma takes the tile 3"),
+    "the end of the sums after dV": (
+        DKDV.edges,
+        with_product(without(D, "dK", "sums_done"), "dV",
+                     commits=(*named(D, "dV").commits, last("sums_done"))),
+        r"reads dK of step 0 of tile 0 from sums"),
+    "P over a dS that is being stored": (
+        DKDV.edges, with_role(D, "gradient", lacking(wait("ds_free"))), r"reads dS .* finds P"),
+    "a store that does not look at dK": (
+        DKDV.edges, with_role(D, "store", lacking(wait("weights_free"))),
+        r"P of step 1 of tile 0 may overwrite weights .* mma multiplies"),
+    "a phase that is taken for another": (
+        DKDV.edges, with_role(D, "store", lambda role: replace(role, begin=())),
+        r"parity of weights_free is ambiguous: store"),
+    "an edge without a ring": (
+        EdgeTable((*FORWARD.edges.edges, Edge("x", 1, Signal.WARPS_CTA, "a", 1, "b", "c"))), F,
+        r"no ring has \['x'\]"),
+    "Q loaded for a product that is not ahead": (
+        DQ.edges, with_product(Q, "S", is_ahead=False), r"S is not ahead, so what it needs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused(mistake):
+    edges, steps, words = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=f"the kernel cannot work: .*(?:{words})"):
+        check_drains("the kernel", edges, steps)
+
+
+def test_a_configuration_is_refused_before_compiling():
+    """The check belongs to the configuration: one whose table lacks a commit cannot be made."""
+
+    class Lacking(ForwardConfig):
+        @property
+        def steps(self):
+            return without(super().steps, "QK", "s_done")
+
+    with pytest.raises(ValueError, match="the forward kernel cannot work: it hangs"):
+        Lacking()
+
+
+# ------------------------------------------------------------------------------ edits of a table
+
+
+def halves_of_p():
+    """P handed over in two halves, each with an edge: PV of the first begins before the second."""
+    done = FORWARD.edges["p_done"]
+    edges = [edge for edge in FORWARD.edges.edges if edge.name != "p_done"]
+    edges += [replace(done, name=f"p{half}_done") for half in "01"]
+    rings = [ring for ring in F.rings if ring.name != "p"]
+    rings += [Ring(f"p{i}", full=f"p{i}_done", over="s", share=(i, 2)) for i in (0, 1)]
+    begin = replace(
+        PV, name="PV0", a=Operand("P0", "p", "p0"), commits=(),
+        waits=(each("kv_loaded"), each("o_free"), each("p0_done")),
+    )  # fmt: skip
+    end = replace(
+        PV, name="PV1", a=Operand("P1", "p_second", "p1"), waits=(each("p1_done"),), loads=(),
+        overwrites=None,
+    )  # fmt: skip
+
+    def twice(role):
+        halves = sum(((write(f"p{i}", f"P{i}"), arrive(f"p{i}_done")) for i in (0, 1)), ())
+        step, *others = role.acts
+        return replace(role, acts=(replace(step, actions=(*step.actions[:-2], *halves)), *others))
+
+    steps = with_role(replace(F, rings=tuple(rings), products=(QK, begin, end)), "softmax", twice)
+    return EdgeTable(tuple(edges)), steps
+
+
+def paged_k():
+    """K from two pages, on one barrier."""
+    page = Copy("K", "k", "k")
+    return FORWARD.edges, with_product(F, "QK", loads=(QK.loads[0], Load("kv", (page, page))))
+
+
+def one_stage_more():
+    return with_stages(FORWARD.edges, kv_loaded=4, kv_free=4), F
+
+
+@pytest.mark.parametrize("edit", [one_stage_more, halves_of_p, paged_k])
+def test_an_edit_of_a_table_drains(edit):
+    check_drains("the kernel", *edit())
+
+
+def test_halves_of_p_need_both_edges():
+    edges, steps = halves_of_p()
+    with pytest.raises(ValueError, match=r"reads P1 of step 0 .* from p1 \(PV1 of step 0"):
+        check_drains("the kernel", edges, without(steps, "PV1", "p1_done"))
+    with pytest.raises(ValueError, match=r"reads P0 .* finds P1"):
+        rings = tuple(replace(ring, share=(0, 1)) for ring in steps.rings)
+        check_drains("the kernel", edges, replace(steps, rings=rings))
+
+
+# --------------------------------------------------------------------------- all interleavings
+
+
+class Walk:
+    """Every order in which the operations of the programs can happen.
+
+    Copies and products are done some time after their issue; products in the order of issue, each
+    with the commits behind it.  A state is what every role, the copies under way and the tensor
+    core have come to: phases follow from it.
+    """
+
+    def __init__(self, edges, steps, tiles) -> None:
+        self.edges = {edge.name: edge for edge in edges.edges}
+        self.programs = list(drain.Programs(edges, steps, tiles).all().items())
+        self.tensor = [
+            operation for (name, _), program in self.programs if name == "mma"
+            for operation in program if operation.kind in (Kind.PRODUCT, Kind.COMMIT)
+        ]  # fmt: skip
+        self.ends = self._walk()
+
+    def _walk(self) -> set:
+        begin = (0,) * len(self.programs), frozenset(), 0
+        seen, todo, ends = {begin}, [begin], set()
+        while todo:
+            state = todo.pop()
+            following = list(self._following(state))
+            if not following:
+                ends.add(state)
+            for other in following:
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        self.states = len(seen)
+        return ends
+
+    def _following(self, state):
+        places, landed, done = state
+        issued = self._issued(places)
+        if done < issued:
+            yield places, landed, done + 1
+        for role, (_, program) in enumerate(self.programs):
+            moved = (*places[:role], places[role] + 1, *places[role + 1 :])
+            for copy in range(places[role]):
+                if program[copy].kind is Kind.COPY and (role, copy) not in landed:
+                    yield places, landed | {(role, copy)}, done
+            if places[role] < len(program) and self._may(program[places[role]], state):
+                yield moved, landed, done
+
+    def _issued(self, places) -> int:
+        for (name, _), program, place in zip(*zip(*self.programs), places):
+            if name == "mma":
+                return sum(o.kind in (Kind.PRODUCT, Kind.COMMIT) for o in program[:place])
+        raise AssertionError("no MMA role")
+
+    def _may(self, operation, state) -> bool:
+        if operation.kind is Kind.ADVANCE:
+            return self._count(state, Kind.FETCH) >= operation.number
+        if operation.kind is Kind.FETCH:
+            return self._taken(state) >= operation.number - drain.RESPONSES
+        if operation.kind is not Kind.WAIT:
+            return True
+        edge = self.edges[operation.edge]
+        needed = operation.number // edge.stages + 1 - edge.initially_complete
+        return self._phases(state, edge, operation.number % edge.stages) >= needed
+
+    def _phases(self, state, edge, stage) -> int:
+        """Completed phases of a stage."""
+        places, landed, done = state
+        operations = [o for o in self.tensor[:done] if o.kind is Kind.COMMIT]
+        operations += [self.programs[role][1][copy] for role, copy in landed]
+        for (_, program), place in zip(self.programs, places):
+            operations += [o for o in program[:place] if o.kind is Kind.ARRIVE]
+        return sum(
+            o.edge == edge.name and o.number % edge.stages == stage for o in operations
+        )
+
+    def _count(self, state, kind) -> int:
+        return sum(
+            o.kind is kind
+            for (_, program), place in zip(self.programs, state[0]) for o in program[:place]
+        )  # fmt: skip
+
+    def _taken(self, state) -> int:
+        return min(
+            max((o.number for o in program[:place] if o.kind is Kind.ADVANCE), default=0)
+            for (_, program), place in zip(self.programs, state[0])
+        )
+
+    def finished(self) -> bool:
+        return all(
+            place == len(program)
+            for places, _, _ in self.ends for (_, program), place in zip(self.programs, places)
+        )  # fmt: skip
+
+
+#: Plan, CTAs, steps of the tiles, a product and the commit that is left out to make it hang.
+WALKS = {
+    "dQ from dS, both CTAs": (DqProductPlan(), (0, 1), (1,), ("dQ", "dq_done")),
+    "dQ from dS, two tiles": (DqProductPlan(), (0,), (2, 0, 1), ("dQ", "dq_done")),
+    "dQ": (DQ, (0,), (2,), ("dP", "dp_done")),
+    "forward": (FORWARD, (0,), (2,), ("PV", "o_done")),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_every_interleaving_ends_in_the_same_place(name, monkeypatch):
+    """NOTE [one run is all runs]: where one run ends, all do, be it at the end or in a hang."""
+    plan, ctas, tiles, left_out = WALKS[name]
+    monkeypatch.setattr(drain, "CTAS", ctas)
+    walk = Walk(plan.edges, plan.steps, tiles)
+    assert len(walk.ends) == 1 and walk.finished() and walk.states > 1000
+    broken = without(plan.steps, *left_out)
+    walk = Walk(plan.edges, broken, tiles)
+    assert len(walk.ends) == 1 and not walk.finished()
+    with pytest.raises(ValueError, match="it hangs"):
+        drain.Run(plan.edges, broken, tiles).check()
