@@ -150,11 +150,11 @@ def bind_atomic(instruction: Instruction, kernel) -> Callable:
     if operation == "cas":
         if not returns or type_name[0] != "b" or vector:
             raise unknown(instruction, "cas is defined for atom with .b16, .b32 and .b64")
-        swap, combine = lane_source(operands[2], size), None
+        swap = lane_source(operands[2], size)
     else:
         swap, combine = None, combiner(instruction, operation, type_name)
     flushes = operation == "add" and type_name == "f32" and wide
-    store = _lane_writer(destination, size) if returns else None
+    store = None if destination is None else _lane_writer(destination, size)
     total = size * len(source.readers)
 
     def execute(warp: Warp, lanes: int) -> None:

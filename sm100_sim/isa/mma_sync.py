@@ -130,7 +130,7 @@ def bind_mma(instruction, kernel):
         instruction, ("aligned",), instruction.modifiers[1:2], ("row",), ("col",),
         ("satfinite", ""), tuple(_WORDS), tuple(_BYTES), tuple(_BYTES), tuple(_WORDS)
     )  # fmt: skip
-    m = {"m16n8k": 16, "m8n8k1": 8, "m8n8k4": 8}.get(name[:6])
+    m = {"m16n8k": 16, "m8n8k1": 8, "m8n8k4": 8}.get(name[:6], 0)
     k = int(name.rpartition("k")[2]) if m else 0
     pairs = {a_type, b_type}
     mixed = pairs <= {"s8", "u8"} or pairs <= set(_BYTE_FLOATS)

@@ -65,7 +65,7 @@ def _grouped(operand, bits: int) -> Callable[[Warp, int], list[tuple[int, int]]]
     """Accessor of (value, mask of the lanes that hold it)."""
     common = _common(operand, bits)
     base = operand.base if operand.kind == "mem" else operand
-    rows = reader(operand, bits) if base.kind == "reg" else None
+    rows: Any = reader(operand, bits) if base.kind == "reg" else None
 
     def groups(warp: Warp, lanes: int) -> list[tuple[int, int]]:
         shared = common(warp, lanes)

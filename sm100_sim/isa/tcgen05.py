@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -317,8 +318,8 @@ def bind_mma(instruction, kernel):
     a_in_tmem = a_op.kind == "mem"
     d, idesc = uniform(d_op, 32), uniform(idesc_op, 32)
     a, b = uniform(a_op, 32 if a_in_tmem else 64), uniform(b_op, 64)
-    enable = uniform(rest[0], 32) if rest[0].kind != "pred" else None
-    enabled = predicate_reader(rest[0]) if enable is None else None
+    by_lane = rest[0].kind == "pred"
+    enable: Any = predicate_reader(rest[0]) if by_lane else uniform(rest[0], 32)
     scale = rest[1].value if len(rest) == 2 else 0
     if not 0 <= scale <= 15:
         raise unknown(instruction, "scale-input-d must be 0 to 15")
@@ -333,7 +334,7 @@ def bind_mma(instruction, kernel):
         disabled, bits = None, 0
         if masks:
             disabled, bits = _lane_mask([word(warp, lanes) for word in masks], form.group)
-        accumulate = enabled(warp) & lanes != 0 if enabled else enable(warp, lanes) != 0
+        accumulate = (enable(warp) & lanes if by_lane else enable(warp, lanes)) != 0
         ctas = operands_of(warp.cta, form.group)
         d_value = d(warp, lanes)
         mma = Mma(ctas, descriptor, d_value, a_value, b_value, a_in_tmem, accumulate, scale,

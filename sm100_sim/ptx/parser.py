@@ -76,10 +76,10 @@ class Operand:
     name: str = ""
     type: str = ""
     value: int = 0
-    base: Operand | None = None
+    base: Operand = None  # type: ignore[assignment]  # of mem alone
     items: tuple[Operand, ...] = ()
     negated: bool = False
-    register: Register | None = None
+    register: Register = None  # type: ignore[assignment]  # of reg and pred alone
 
     @property
     def slot(self) -> int:

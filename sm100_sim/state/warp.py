@@ -183,7 +183,7 @@ class Warp:
             self.waiting = {left: waiting for mask, waiting in self.waiting.items()
                             if (left := mask & ~lanes)}
 
-    def instruction_of(self, lane: int) -> Instruction | None:
+    def instruction_of(self, lane: int) -> Instruction:
         """First instruction of the basic block at which ``lane`` stands."""
         return self.compiled.block_instruction[self.pcs[lane]]
 

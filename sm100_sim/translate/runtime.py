@@ -8,6 +8,7 @@ needed. A refused access (`codegen_addresses`) ends the run after its block.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -371,8 +372,8 @@ def runtime_ir() -> str:
     """Text of the runtime module; its function attributes #0 are not defined."""
     text = _RUN + ADDRESSES + LOG_ACCESS
     text = re.sub(r"\$(\w+)", lambda match: str(context_offset(match[1])), text)
-    fields = {"size": BLOCK_RECORD.itemsize,
-              **{name: BLOCK_RECORD.fields[name][1] for name in BLOCK_RECORD.names}}
+    places: Any = BLOCK_RECORD.fields
+    fields = {"size": BLOCK_RECORD.itemsize, **{name: places[name][1] for name in places}}
     text = re.sub(r"#([a-z]\w+)", lambda match: str(fields[match[1]]), text)
     lanes = ", ".join(f"i64 {lane}" for lane in range(32))
     text = text.replace("<LANE_IDS>", f"<{lanes}>")

@@ -223,7 +223,8 @@ def _to_packed(e: Emitter, i: Instruction, rounding: str, relu: bool, satfinite:
                   for value in (low, high))
         return join_pair(e, *halves)
 
-    name = "_".join(filter(None, ("cvt", rounding, relu and "relu", satfinite and "satfinite", to)))
+    parts = "cvt", rounding, "relu" if relu else "", "satfinite" if satfinite else "", to
+    name = "_".join(filter(None, parts))
     e.set(i.operands[0], "i32", e.shared_function(
         name, function, *(e.get(op, "float") for op in i.operands[1:3]), result="i32"))
 

@@ -74,7 +74,7 @@ def _add_with_carry(e: Emitter, i: Instruction, type_name: str, carry_in: bool,
     result = e.binary(operation, kind, a, b)
     overflow = e.compare("ult", kind, result, a) if operation == "add" \
         else e.compare("ult", kind, a, b)
-    if carry_in:
+    if carry_in and e.carry is not None:
         carry = e.cast("zext", e.carry, "i1", kind)
         before, result = result, e.binary(operation, kind, result, carry)
         second = e.compare("ult", kind, result, before) if operation == "add" \
@@ -231,7 +231,9 @@ def minimum_maximum(e: Emitter, i: Instruction) -> None:
 
 def _fold_logic(operation: Callable[[int, int], int]) -> Callable:
     def fold(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
-        return None if len(sources) != 2 or None in sources else operation(*sources)
+        if len(sources) != 2 or sources[0] is None or sources[1] is None:
+            return None
+        return operation(sources[0], sources[1])
 
     return fold
 

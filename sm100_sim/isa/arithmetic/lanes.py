@@ -77,7 +77,7 @@ def vote(e: Emitter, i: Instruction) -> None:
         return e.set(i.operands[0], "i32", e.broadcast("i32", yes))
     every = e.name_for(f"icmp eq i32 {yes}, {members}")
     some = e.name_for(f"icmp ne i32 {yes}, 0")
-    result = {"all": every, "any": some}.get(mode)
+    result = every if mode == "all" else some
     if mode == "uni":
         result = e.name_for(f"or i1 {every}, {e.name_for(f'xor i1 {some}, true')}")
     e.set(i.operands[0], "i1", e.broadcast("i1", result))

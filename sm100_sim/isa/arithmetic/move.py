@@ -59,7 +59,7 @@ def _pack(e: Emitter, i: Instruction, destination: Operand, items: tuple[Operand
     part = bits // len(items)
     if type_name not in ("b16", "b32", "b64") or part * len(items) != bits or part < 8:
         raise unknown(i, f"{len(items)} parts of a {type_name}")
-    kind, total = value_kind(type_name), None
+    kind, total = value_kind(type_name), ""
     for position, op in enumerate(items):
         value = e.convert(e.get(op, f"i{part}"), f"i{part}", kind)
         if position:
@@ -157,8 +157,9 @@ def _compare_operands(e: Emitter, i: Instruction, comparison: str, type_name: st
     return e.compare(predicate, kind, e.get(a, kind), e.get(b, kind))
 
 
-def _combine(e: Emitter, how: str, value: str, op: Operand) -> str:
-    return e.binary(how, "i1", value, e.get(op, "i1")) if how else value
+def _combine(e: Emitter, how: str, value: str, op: Operand | None) -> str:
+    """op: the predicate that `value` is combined with, None without a `how`."""
+    return value if op is None else e.binary(how, "i1", value, e.get(op, "i1"))
 
 
 def _fold_comparison(modifiers: tuple[str, ...], sources: list[int | None]) -> int | None:
