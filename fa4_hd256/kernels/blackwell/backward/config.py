@@ -82,7 +82,7 @@ class BackwardWarpPlan(WarpPlan):
 class DqPlan:
     """The dQ kernel: 256 queries of a pair stay, 128 keys pass in each step.
 
-    ring_stages: buffers of the ring that K (twice, see `backward_dq`) and V share.
+    ring_stages: buffers of the ring that K (twice, see `dq`) and V share.
     """
 
     ring_stages: int = 3
@@ -166,7 +166,7 @@ class DqPlan:
 class DkdvPlan:
     """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
 
-    ring_stages: buffers of the ring that Q and dO (each twice, see `backward_dkdv`) share.
+    ring_stages: buffers of the ring that Q and dO (each twice, see `dkdv`) share.
     stores_ds: dS goes to global memory, too, for `DqProductPlan`; set by the kernel for each call.
     """
 
@@ -359,7 +359,7 @@ class BackwardConfig:
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
     ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
-        fits (`portions`). With 0 the dQ kernel computes dS anew.
+        fits (`call.portions`). With 0 the dQ kernel computes dS anew.
 
     Raises ValueError for a negative ds_bytes.
     """
@@ -375,7 +375,7 @@ class BackwardConfig:
             raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
 
     def of_kernel(self, kind: str) -> GradientConfig:
-        """That of a kernel, by its kind in `kernels.KINDS`.
+        """That of a kernel, by its kind in `catalogue.KINDS`.
 
         What another kernel or the host alone depends on is not in it, so that a change of that
         compiles nothing anew.

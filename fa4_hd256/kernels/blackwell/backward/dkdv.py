@@ -4,7 +4,7 @@ One tile is 128 keys of one KV head; one step, a unit, multiplies it with 256 qu
 of the query heads that share the KV head.  Scores are transposed, S^T = K Q^T: each CTA owns 64
 keys, and the tensor core splits the columns of a result between the lanes 0..63 and 64..127
 (PTX ISA 9.7.16.10.5, M = 128 over a pair), so every accumulator takes 128 columns.  Q and dO are
-needed in two halves that a pair cannot share, as in NOTE [two halves of K] in backward_dq.py.
+needed in two halves that a pair cannot share, as in NOTE [two halves of K] in dq.py.
 
 Timeline of one CTA (the MMA warp is the leader's); u counts units, last is the tile's last, 0'
 the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for dK and dV::
