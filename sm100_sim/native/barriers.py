@@ -6,7 +6,7 @@ from .language import boolean, i32, i64, native, ptr, u32, u64
 from .layout import Barrier, Cluster, Context, Operation
 from .operands import DONE, PYTHON, WAIT, lane_count, operand, shared_by_lanes
 
-#: Largest magnitude of the tx-count (`barriers.MAX_COUNT`).
+#: Largest expected arrival count, and largest magnitude of the tx-count (mbarrier contents).
 TRANSACTION_LIMIT = (1 << 20) - 1
 #: Upper bits of the state that an arrive returns (`barriers.MBarrier.state`).
 STATE_MARK = 0x5B << 56

@@ -13,7 +13,6 @@ of any resident cluster.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import time
@@ -211,11 +210,10 @@ class Machine:
                     self._enqueue(warp)
 
     def _wake_barrier(self, cluster: Cluster, barrier: MBarrier) -> None:
-        """A phase has been completed by Python: lanes that native code let wait go on, too."""
-        record = barrier.record
-        if record.first:
-            self._idle = cluster.polls = 0
-            self.native.wake_waiters(ctypes.addressof(record))
+        """A phase has been completed outside the run loop, which may have woken warps."""
+        record, queue = barrier.record, cluster.queue.record
+        if queue.progress:
+            queue.progress = self._idle = cluster.polls = 0
             if not cluster.queued and cluster is not self._cluster:
                 cluster.queued = True
                 self._turns.append(cluster)

@@ -50,7 +50,6 @@ class NativeLaunch:
         )
         self.address = ctypes.addressof(self.record)
         self.run = _function("run_cluster", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
-        self.wake_waiters = _function("wake_waiters", None, ctypes.c_uint64)
 
     @property
     def maps(self) -> list[layout.TileMap]:

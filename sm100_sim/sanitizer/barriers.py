@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.native.calling import callable_of
 from sm100_sim.state.barriers import MBarrier
 
 from .records import ROLES, BarrierRecord
 from .rules import Rules
+from .watched import complete_phase
 
 
 def _shared(name: str) -> property:
@@ -116,16 +118,21 @@ class WatchedBarrier(MBarrier):
             self.sanitizer.signals(self)
         super().expect_tx(nbytes)
 
-    def _complete_phase(self) -> None:
-        if not self.shared.completed:
-            self.usual[:] = self.arrivals
-        elif (self.arrivals != self.usual).any():
-            self.sanitizer.unbalanced(self)
-        self.arrivals[:], self.signalled = 0, False
-        self.observed[:] = 0
-        shared = self.shared
-        shared.completed += 1
-        shared.gathering, shared.released = shared.released, shared.gathering
-        self.gathering[:] = 0
-        super()._complete_phase()
+    def _completed(self) -> None:
+        warp = self.sanitizer.actor.cluster.by_number[0].record
+        callable_of(complete_phase)(ctypes.addressof(warp), ctypes.addressof(self.record))
+        super()._completed()
         self.sanitizer.completed(self)
+
+    def compare_arrivals(self) -> None:
+        """Other warps arrived in the phase just completed than in the first: report it.
+
+        Reports tell of the phase that the arrivals belong to.
+        """
+        record = self.record
+        after = record.phase, record.pending
+        record.phase, record.pending = record.phase - 1, 0
+        try:
+            self.sanitizer.unbalanced(self)
+        finally:
+            record.phase, record.pending = after

@@ -16,7 +16,6 @@ import numpy as np
 
 from sm100_sim.isa.columns import Rule
 from sm100_sim.isa.table import row_of
-from sm100_sim.native.layout import Barrier
 from sm100_sim.run.observer import Executor, Observer
 from sm100_sim.state.barriers import MBarrier
 from sm100_sim.state.events import AsyncOp
@@ -132,22 +131,20 @@ class Watch(Observer):
             keep_failure(error)
 
     def _unbalanced(self, address: int) -> None:
-        record = Barrier.from_address(address)
-        after = record.phase, record.pending
+        sanitizer = self.sanitizer
+        before, warp = sanitizer.actor, self.machine.current_warp()
         try:
-            warp = self.machine.current_warp()
+            if warp is not None:
+                sanitizer.actor = sanitizer.state(warp)
             barrier = next(
-                b for b in warp.cta.cluster.mbarriers.values()
+                b for b in sanitizer.actor.cluster.cluster.mbarriers.values()
                 if ctypes.addressof(b.record) == address
             )
-            # Reports tell of the phase that the arrivals belong to.
-            record.phase, record.pending = record.phase - 1, 0
-            self.sanitizer.actor = self.sanitizer.state(warp)
-            self.sanitizer.unbalanced(barrier)
+            barrier.compare_arrivals()
         except BaseException as error:
             keep_failure(error)
         finally:
-            record.phase, record.pending = after
+            sanitizer.actor = before
 
     # ------------------------------------------------------------ what comes and goes
 

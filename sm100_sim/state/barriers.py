@@ -7,15 +7,17 @@ PTX ISA 9.3: "Parallel Synchronization and Communication Instructions: mbarrier"
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 from sm100_sim.devices import REGISTER_FILE
 from sm100_sim.errors import BarrierError
+from sm100_sim.native.barriers import TRANSACTION_LIMIT as MAX_COUNT
+from sm100_sim.native.barriers import change
+from sm100_sim.native.calling import callable_of
 from sm100_sim.native.layout import Barrier
 
-#: Largest expected arrival count, and largest magnitude of the tx-count (mbarrier contents).
-MAX_COUNT = (1 << 20) - 1
 NAMED_BARRIERS = 16
 #: A CTA gets whole granules of registers a thread, of which at most 255 are named.
 REGISTER_GRANULE = 8
@@ -72,9 +74,18 @@ class MBarrier:
         """Whether nothing has happened since the init."""
         return not self.phase and self.pending == self.expected and not self.transactions
 
-    def _complete_phase(self) -> None:
-        self.phase += 1
-        self.pending = self.expected
+    def _change(self, arrivals: int, nbytes: int) -> None:
+        """Arrivals and bytes that the phase takes, by the routine that native code has for them.
+
+        It wakes the warps that native code let wait.
+        """
+        record, phase = self.record, self.phase
+        callable_of(change)(ctypes.addressof(record), arrivals, nbytes)
+        if record.phase != phase:
+            self._completed()
+
+    def _completed(self) -> None:
+        """A phase has been completed."""
         self._wake(self)
 
     def arrive(self, count: int = 1) -> int:
@@ -85,9 +96,7 @@ class MBarrier:
                 f"{count} arrivals where {pending} are pending in this phase; {self.describe()}"
             )
         state = self.state()
-        self.pending = pending - count
-        if count == pending and not self.transactions:
-            self._complete_phase()
+        self._change(count, 0)
         return state
 
     def arrive_no_complete(self, count: int) -> int:
@@ -118,9 +127,7 @@ class MBarrier:
             raise BarrierError(
                 f"the tx-count would become {total}; its range is +-{MAX_COUNT}; {self.describe()}"
             )
-        self.transactions = total
-        if not total and not self.pending:
-            self._complete_phase()
+        self._change(0, nbytes)
 
     def complete_tx(self, nbytes: int) -> None:
         """`nbytes` have arrived; they may come before they are expected."""

@@ -9,7 +9,7 @@ from typing import Any
 from sm100_sim.isa.columns import NativeForm, require_complete
 from sm100_sim.isa.table import row_of
 from sm100_sim.isa.tcgen05_data import SHAPES, Form, form_of, fragment_record, items_of
-from sm100_sim.native.barriers import mbarrier_arrive, mbarrier_wait, wake_waiters
+from sm100_sim.native.barriers import mbarrier_arrive, mbarrier_wait
 from sm100_sim.native.copies import bulk_group, tile_load, tile_store
 from sm100_sim.native.fragments import nothing, tensor_load, tensor_store
 from sm100_sim.native.language import Native
@@ -54,7 +54,7 @@ def operation_of(instruction: Any, block: int) -> tuple[Native, Operation] | Non
 def exported() -> tuple[Native, ...]:
     """All routines whose addresses are needed."""
     return (
-        run_cluster, count_operation, wake_waiters, mbarrier_arrive, mbarrier_wait, tensor_load,
+        run_cluster, count_operation, mbarrier_arrive, mbarrier_wait, tensor_load,
         tensor_store, nothing, tensor_mma, tensor_commit, fence_before, tile_load, tile_store,
         bulk_group,
     )  # fmt: skip
