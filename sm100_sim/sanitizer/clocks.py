@@ -64,17 +64,6 @@ class Layout:
         """Entries of the generic accesses that asynchronous agents may see."""
         return slice(self.agents, self.size)
 
-    def waits(self) -> slice:
-        """Entries of all warps' successful waits."""
-        return slice(WAIT, self.barrier_base, AGENTS_OF_A_WARP)
-
-    def shared(self) -> np.ndarray:
-        """Indices of the agents whose accesses are, or may be, to shared memory (generic ones,
-        cp.async, copies that signal an mbarrier), and of what asynchronous agents may see."""
-        base = np.arange(0, self.barrier_base, AGENTS_OF_A_WARP)
-        copies = np.arange(self.barrier_base, self.size)
-        return np.concatenate([base + GENERIC, base + COPY, copies])
-
     def tensor(self) -> np.ndarray:
         """Indices of the agents that a tcgen05.fence orders: tcgen05 loads, stores and MMAs."""
         base = np.arange(0, self.barrier_base, AGENTS_OF_A_WARP)

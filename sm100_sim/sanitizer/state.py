@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from . import clocks
+from sm100_sim.native.calling import callable_of
+from sm100_sim.native.language import Native
+
+from . import clocks, frontiers
 from .clocks import AGENTS_OF_A_WARP, BULK, COPY, GENERIC, LOAD, MMA, STORE, WAIT, Layout
 from .records import ClusterRecord, CtaRecord, WarpRecord
 from .rules import Rules
@@ -53,12 +56,6 @@ class Loads:
             self._resize(2 * len(self) + 64)
         self._pairs[record.load_end] = load
         record.load_end += 1
-
-    def popleft(self) -> tuple[int, int]:
-        """The oldest, which is complete."""
-        load = self[0]
-        self._record.load_first += 1
-        return load
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return (self[place] for place in range(len(self)))
@@ -142,28 +139,25 @@ class WarpState:
 
     def advance(self) -> None:
         """Later accesses are not covered by what has been published."""
-        self.clock += 1
-        self.frontier[self.generic] = self.clock
+        self._call(frontiers.advance)
 
     def take(self, frontier: np.ndarray | None) -> None:
         """Learn what somebody published."""
         if frontier is not None:
-            np.maximum(self.frontier, frontier, out=self.frontier)
+            self._call(frontiers.learn, frontier.ctypes.data)
 
     def offer(self, target: np.ndarray) -> None:
         """Publish to `target`, as an arrive does."""
         self.sanitizer.offering(self)
-        if not self.relaxed:
-            known = target[[self.load, self.store]]
-            np.maximum(target, self.frontier, out=target)
-            if self.sanitizer.strict:
-                # Only a fence::before_thread_sync lets others know of accesses to tensor memory.
-                entries = [self.load, self.store]
-                target[entries] = np.maximum(known, self.published[entries])
+        if self.relaxed:
+            self._call(frontiers.publish_fenced, target.ctypes.data)
             return
-        np.maximum(target, self.published, out=target)
-        waits = self.sanitizer.layout.waits()
-        np.maximum(target[waits], self.frontier[waits], out=target[waits])
+        entries = [self.load, self.store]
+        known = target[entries]
+        self._call(frontiers.publish, target.ctypes.data)
+        if self.sanitizer.strict:
+            # Only a fence::before_thread_sync lets others know of accesses to tensor memory.
+            target[entries] = np.maximum(known, self.published[entries])
 
     def for_tensor(self) -> np.ndarray:
         """What this warp knows for its accesses to tensor memory.
@@ -183,25 +177,16 @@ class WarpState:
         self.advance()
 
     def fence_shared(self) -> None:
-        """fence.release.sync_restrict::shared::cta: the same for accesses to shared memory.
-
-        Generic accesses have one clock, whatever memory they are to, so global ones count, too.
-        """
-        entries = self.sanitizer.layout.shared()
-        self.published[entries] = np.maximum(self.published[entries], self.frontier[entries])
-        self.advance()
+        """fence.release.sync_restrict::shared::cta: the same for accesses to shared memory."""
+        self._call(frontiers.fence_shared)
 
     def fence_tensor(self) -> None:
         """tcgen05.fence::before_thread_sync: the same for accesses to tensor memory."""
-        entries = self.sanitizer.tensor_entries
-        self.published[entries] = np.maximum(self.published[entries], self.frontier[entries])
+        self._call(frontiers.fence_tensor)
 
     def fence_proxy(self) -> None:
         """fence.proxy.async: generic accesses known here become visible to async agents."""
-        layout = self.sanitizer.layout
-        self.frontier[layout.proxy()] = self.frontier[layout.generic()]
-        self.unfenced = False
-        self.advance()
+        self._call(frontiers.fence_proxy)
 
     def has_used(self, clock: int) -> bool:
         """Whether the data of all loads in flight up to `clock` have been used."""
@@ -218,9 +203,14 @@ class WarpState:
 
     def finish_loads(self, everything: bool) -> None:
         """Loads are complete when waited for, or when their data have been used."""
-        loads, uses = self.loads, self.uses
-        while loads and (everything or uses[loads[0][1]] and not self.sanitizer.strict):
-            self.frontier[self.load] = loads.popleft()[0]
+        if everything or not self.sanitizer.strict:
+            record = ctypes.addressof(self.record)
+            context = ctypes.addressof(self.warp.context)
+            callable_of(frontiers.finish_loads)(context, record, everything)
+
+    def _call(self, routine: Native, *arguments: int) -> None:
+        """A native routine on the record of this warp."""
+        callable_of(routine)(ctypes.addressof(self.record), *arguments)
 
 
 class CtaState:

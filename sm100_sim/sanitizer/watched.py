@@ -37,8 +37,18 @@ from sm100_sim.native.products import (
 )
 from sm100_sim.native.tiles import move_tile
 
-from .clocks import AGENTS_OF_A_WARP, COPY, GENERIC, LOAD, MMA, STORE, WAIT
+from .clocks import AGENTS_OF_A_WARP, LOAD, MMA, STORE, WAIT
 from .draining import GRANULE_SHIFT, add_access, agent_of, drain
+from .frontiers import (
+    advance,
+    fence_proxy,
+    fence_shared,
+    fence_tensor,
+    finish_loads,
+    learn,
+    publish,
+    publish_fenced,
+)
 from .records import (
     ARRIVE_KIND,
     IN_FLIGHT,
@@ -59,41 +69,6 @@ CALLBACK = Signature(None, (u64,))
 
 
 @native
-def learn(w: ptr[WarpRecord], told: ptr[i32]) -> None:
-    """Take in what somebody published."""
-    known = w.frontier
-    for i in range(w.cluster.size):
-        known[i] = told[i] if told[i] > known[i] else known[i]
-
-
-@native
-def publish(w: ptr[WarpRecord], target: ptr[i32]) -> None:
-    """Publish what a warp knows."""
-    known = w.frontier
-    for i in range(w.cluster.size):
-        target[i] = known[i] if known[i] > target[i] else target[i]
-
-
-@native
-def publish_fenced(w: ptr[WarpRecord], target: ptr[i32]) -> None:
-    """Publish what the last fences covered, and what the warp has waited for."""
-    known = w.published
-    for i in range(w.cluster.size):
-        target[i] = known[i] if known[i] > target[i] else target[i]
-    for i in range(w.cluster.warps):
-        entry = i * AGENTS_OF_A_WARP + WAIT
-        if w.frontier[entry] > target[entry]:
-            target[entry] = w.frontier[entry]
-
-
-@native
-def advance(w: ptr[WarpRecord]) -> None:
-    """Later accesses are not covered by what has been published."""
-    w.clock += 1
-    w.frontier[agent_of(w, u32(0))] = w.clock
-
-
-@native
 def flush(c: ptr[Context], w: ptr[WarpRecord]) -> boolean:
     """Record the MMAs of the open chain that are not recorded; False if Python has the chain."""
     if c.chain_length == CHAIN_IN_PYTHON:
@@ -101,21 +76,6 @@ def flush(c: ptr[Context], w: ptr[WarpRecord]) -> boolean:
     if c.chain_length > w.recorded:
         invoke(CALLBACK, w.cluster.record, u64(c))
     return True
-
-
-@native
-def finish_loads(c: ptr[Context], w: ptr[WarpRecord], everything: boolean) -> None:
-    """Loads are complete when waited for, or when their data have been used."""
-    uses = ptr[u8](c.uses)
-    while w.load_first < w.load_end:
-        load = w.loads + w.load_first * 2
-        if not everything and uses[u32(load[1])] == 0:
-            break
-        w.frontier[agent_of(w, u32(LOAD))] = load[0]
-        w.load_first += 1
-    if w.load_first == w.load_end:
-        w.load_first = u32(0)
-        w.load_end = u32(0)
 
 
 @native
@@ -366,22 +326,13 @@ def watched_fence_after(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 
 @native
-def tell(w: ptr[WarpRecord], entry: u64) -> None:
-    """A later relaxed arrive publishes what the warp knows of an agent."""
-    if w.frontier[entry] > w.published[entry]:
-        w.published[entry] = w.frontier[entry]
-
-
-@native
 def watched_fence_before(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """tcgen05.fence::before_thread_sync."""
     w = ptr[WarpRecord](c.watch)
     if not begin(c, o) or not c.chain or not flush(c, w) or not end_chain(c):
         return PYTHON
     w.recorded = u32(0)
-    for i in range(w.cluster.warps):
-        for which in range(LOAD, MMA + 1):
-            tell(w, i * AGENTS_OF_A_WARP + which)
+    fence_tensor(w)
     return DONE
 
 
@@ -391,10 +342,7 @@ def watched_fence_proxy(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     w = ptr[WarpRecord](c.watch)
     if not begin(c, o) or w.inits != 0:
         return PYTHON
-    for i in range(w.cluster.warps):
-        w.frontier[w.cluster.agents + i] = w.frontier[i * AGENTS_OF_A_WARP]
-    w.unfenced = u32(0)
-    advance(w)
+    fence_proxy(w)
     return DONE
 
 
@@ -404,12 +352,7 @@ def watched_fence_shared(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     w = ptr[WarpRecord](c.watch)
     if not begin(c, o):
         return PYTHON
-    for i in range(w.cluster.warps):
-        tell(w, i * AGENTS_OF_A_WARP + GENERIC)
-        tell(w, i * AGENTS_OF_A_WARP + COPY)
-    for entry in range(w.cluster.warps * AGENTS_OF_A_WARP, w.cluster.agents + w.cluster.warps):
-        tell(w, entry)
-    advance(w)
+    fence_shared(w)
     return DONE
 
 
