@@ -247,13 +247,13 @@ class Programs:
             uses.append(Use(operand.ring, counters.count("wait", full) - 1, content, False))
         result = product.result
         position = counters.count("commit", self.steps.ring(result.ring).full)
-        content = (result.content, issue.tile, issue.step)
+        made = (result.content, issue.tile, issue.step)
         if piece > 0 or product.overwrites is None:
-            uses.append(Use(result.ring, position, content, False))
+            uses.append(Use(result.ring, position, made, False))
         elif product.overwrites is When.FIRST and not issue.is_first:
             before = (result.content, issue.tile, issue.step - 1)
             uses.append(Use(result.ring, position, before, False))
-        uses.append(Use(result.ring, position, content, True))
+        uses.append(Use(result.ring, position, made, True))
         return tuple(uses)
 
     def _is_of_tile(self, content: str) -> bool:

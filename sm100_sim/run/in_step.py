@@ -73,10 +73,11 @@ def perform_natively(operation: AsyncOp) -> bool:
 
     The same routine performs the runs that native code has issued, whatever the schedule.
     """
-    run = operation.touches.mmas if operation.touches is not None else ()
-    if not run or len(run) > layout.CHAIN_LIMIT:
+    touches = operation.touches
+    run = () if touches is None else touches.mmas
+    if touches is None or not run or len(run) > layout.CHAIN_LIMIT:
         return False
-    head, warp = run[0], operation.touches.warp
+    head, warp = run[0], touches.warp
     if head.descriptor.kind.name != "f16" or head.descriptor.ws or head.scale or head.disabled_bits:
         return False
     chain = layout.Chain(
