@@ -3,7 +3,7 @@
 The two kernels are replayed and fitted like the forward. Ours run portion by portion, as the
 operator does (`calls.backward_portions`), and keep dS between them where it fits. The kernels
 around them do nothing but read and write: the rows' statistics before, and the sum over the parts
-of dK and dV after, where our kernel splits a group of query heads. They are taken at HBM's rate.
+of dK and dV after, where our kernel divides a group of query heads. They are taken at HBM's rate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Backward:
     def plan(self, case: Case) -> list[Portion]:
         """The launches of a case."""
         found = backward_portions(case, self.ds_bytes, self.gpu)
-        return found if self.tiling.splits else [replace(one, splits=1) for one in found]
+        return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
 
     def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
         """dQ and dK/dV of a portion, once, under each of the drawn machines, the central one
@@ -55,7 +55,7 @@ class Backward:
         kernels = {
             "dq": (dq_tiles(case, self.tiling, keeps), dq),
             "dkdv": (
-                dkdv_tiles(case, self.tiling, portion.splits, keeps, portion.partial), dkdv
+                dkdv_tiles(case, self.tiling, portion.head_parts, keeps, portion.partial), dkdv
             ),
         }
         return {
@@ -93,12 +93,12 @@ class Backward:
         # For dK and dV: the parts summed, the sum converted.
         partial = [one for one in portions if one.partial]
         if partial and not partial[0].adds:
-            sums = (_key_elements(one) * FLOAT_BYTES * (one.splits + 1) for one in partial)
+            sums = (_key_elements(one) * FLOAT_BYTES * (one.head_parts + 1) for one in partial)
             nbytes += [sum(sums)] * 2
         for one in (one for one in partial if one.adds):
             # Summed, then read with what others gave, and written.
             each = _key_elements(one) * FLOAT_BYTES / one.count
-            nbytes += [each * (one.splits + 1), each * 3] * 2 * one.count
+            nbytes += [each * (one.head_parts + 1), each * 3] * 2 * one.count
         if partial:
             elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
             nbytes += [elements * (FLOAT_BYTES + 2)] * 2

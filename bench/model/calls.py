@@ -82,13 +82,13 @@ def defaults_to_clc(case: Case, direction: str) -> bool:
 class Portion:
     """A part of a backward that has a launch of dK/dV and one of dQ to itself.
 
-    case: of this part, with the lengths, heads and bounds that the kernels are given. splits: parts
-    of the group of query heads of each KV head. keeps_ds: dK/dV stores dS for dQ. count: portions
-    of this kind, one after the other. adds: each adds to dK and dV of others.
+    case: of this part, with the lengths, heads and bounds that the kernels are given. head_parts:
+    parts of the group of query heads of each KV head. keeps_ds: dK/dV stores dS for dQ. count:
+    portions of this kind, one after the other. adds: each adds to dK and dV of others.
     """
 
     case: Case
-    splits: int
+    head_parts: int
     keeps_ds: bool
     count: int = 1
     adds: bool = False
@@ -96,7 +96,7 @@ class Portion:
     @property
     def partial(self) -> bool:
         """Whether dK and dV are written in float32."""
-        return self.splits > 1 or self.adds
+        return self.head_parts > 1 or self.adds
 
 
 def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:

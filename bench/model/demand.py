@@ -227,9 +227,9 @@ def totals(
         config = config or BackwardConfig()
         portions = backward_portions(case, config.ds_bytes, gpu)
         partial, keeps_ds = portions[0].partial, portions[0].keeps_ds
-        kv_tiles = sum(one.count * _counts(one.case)[2] * one.splits for one in portions)
+        kv_tiles = sum(one.count * _counts(one.case)[2] * one.head_parts for one in portions)
         rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv
-                   * one.splits for one in portions)  # fmt: skip
+                   * one.head_parts for one in portions)  # fmt: skip
         results = 2 * rows * HEAD_DIM * (FLOAT_BYTES if partial else ELEMENT_BYTES)
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
         ds = steps * UNIT_DS_BYTES * keeps_ds

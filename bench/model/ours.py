@@ -236,16 +236,16 @@ def _backward_call(
 ) -> tuple[Any, tuple]:
     (q, k, *_), which = tensors, variant.kernel
     keeps, is_dq = which.startswith("kept "), which.endswith("dq")
-    splits = 2 if which.endswith(" partial") else 1
-    problem = BackwardProblem(forward, tuple(k.shape), False, splits, keeps_ds=keeps)
+    head_parts = 2 if which.endswith(" partial") else 1
+    problem = BackwardProblem(forward, tuple(k.shape), False, head_parts, keeps_ds=keeps)
     stats = empty_stats(problem)
     # Rows as the preprocess kernel leaves them; their values decide no instruction.
     stats.zero_()
-    dtype = torch.float32 if splits > 1 else q.dtype
+    dtype = torch.float32 if head_parts > 1 else q.dtype
     results = (
         (torch.empty_like(q),)
         if is_dq
-        else tuple(torch.empty(1, k.shape[1], splits, HEAD_DIM, dtype=dtype) for _ in range(2))
+        else tuple(torch.empty(1, k.shape[1], head_parts, HEAD_DIM, dtype=dtype) for _ in range(2))
     )
     config: Any = variant.config or BackwardConfig()
     spec = backward_specs(problem, config)["dq" if is_dq else "dkdv"]

@@ -76,16 +76,16 @@ class ForwardTiling:
 class BackwardTiling:
     """How a project's backward orders tiles and shares them out.
 
-    policy: as `ForwardTiling`'s. sections: heads take turns so that they share
-    L2, the longest tiles first; else one head after the other, blocks ascending. splits: groups of
-    query heads are split where there are few KV heads. rows: of queries, what a dK/dV tile ends at
-    a multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
+    policy: as `ForwardTiling`'s. sections: heads take turns so that they share L2, the longest
+    tiles first; else one head after the other, blocks ascending. divides_heads: groups of query
+    heads are divided where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
+    multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
     tcgen05.mma that it executes in the simulator are as many).
     """
 
     policy: str
     sections: bool
-    splits: bool
+    divides_heads: bool
     rows: int
 
 
@@ -247,17 +247,17 @@ def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list
 
 
 def dkdv_tiles(
-    case: Case, tiling: BackwardTiling, splits: int, keeps_ds: bool = False,
+    case: Case, tiling: BackwardTiling, head_parts: int, keeps_ds: bool = False,
     partial: bool | None = None,
 ) -> list[Tile]:
-    """The tiles of dK/dV in order. splits: parts of each group of query heads. keeps_ds: dS is
+    """The tiles of dK/dV in order. head_parts: parts of each group of query heads. keeps_ds: dS is
     written. partial: dK and dV are written in float32, by default where there are such parts."""
-    ratio, heads = case.heads // case.heads_kv, case.heads_kv * splits
-    part = -(-ratio // splits)
+    ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
+    part = -(-ratio // head_parts)
     rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
     grid = -(-case.seqlen_k // KEYS), heads, case.batch
     # K and V are read, dK and dV written; Q and dO are shared.
-    partial = splits > 1 if partial is None else partial
+    partial = head_parts > 1 if partial is None else partial
     own, shared = 2 * ROW + 2 * (PARTIAL_ROW if partial else ROW), 2 * ROW * part
     masks = case.window[0] is not None
 
@@ -277,7 +277,7 @@ def dkdv_tiles(
     section = _section(case, tiling, grid, 1, shared * rows_q)
     later_first = case.bounds[0] is not None
     for block, head, batch in _indices(tiling, grid, section, later_first):
-        lengths, query_heads = case.lengths[batch], min(part, ratio - head % splits * part)
+        lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         clocks, nbytes, masked = of(block, query_heads, lengths)
         found.append(Tile(clocks, batch * heads + head, shared * lengths[0], nbytes, masked))
     return found

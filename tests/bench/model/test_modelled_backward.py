@@ -79,9 +79,9 @@ def test_work_is_what_any_row_sees(lengths, causal, window, order):
     tiles = [tile for tile in dq_tiles(case, order) if not tile.skipped]
     assert sorted(tile.work for tile in tiles) == sorted(expected)
     queries = [n for one in seen for n in spans(one.T, 128, 256, order.rows)]
-    for splits, parts in ((1, (3,)), (2, (2, 1))):
+    for head_parts, parts in ((1, (3,)), (2, (2, 1))):
         expected = sorted([DKDV * part * n / 256 for part in parts for n in queries] * 2)
-        tiles = [tile for tile in dkdv_tiles(case, order, splits) if not tile.skipped]
+        tiles = [tile for tile in dkdv_tiles(case, order, head_parts) if not tile.skipped]
         assert sorted(tile.work for tile in tiles) == expected
 
 
@@ -99,13 +99,13 @@ def test_masked_work_is_what_some_row_sees_and_another_does_not(left):
 
 @pytest.mark.parametrize("order", [OURS, THEIRS])
 def test_tiles_add_up_to_all_products(order):
-    """Three products of dQ and four of dK and dV, whatever the order and the splits."""
+    """Three products of dQ and four of dK and dV, whatever the order and the parts of heads."""
     units = (4096 // 256) * (4096 // 128) * 2 * 8
     assert sum(tile.work for tile in dq_tiles(FULL, order)) == DQ * units
-    for splits in (1, 2, 4):
-        tiles = dkdv_tiles(FULL, order, splits)
+    for head_parts in (1, 2, 4):
+        tiles = dkdv_tiles(FULL, order, head_parts)
         assert sum(tile.work for tile in tiles) == DKDV * units
-        assert len(tiles) == 2 * 2 * splits * (4096 // 128)
+        assert len(tiles) == 2 * 2 * head_parts * (4096 // 128)
 
 
 def test_where_ds_is_kept_a_product_of_dq_is_left():
@@ -182,7 +182,7 @@ def test_few_kv_heads_are_split_and_pay_for_it():
     few = Case("test", ((1024, 1024),), 16, 1, False)
     ours, theirs = backward(OURS), backward(THEIRS)
     (split,), (whole,) = ours.plan(few), theirs.plan(few)
-    assert (split.splits, whole.splits) == (8, 1)
+    assert (split.head_parts, whole.head_parts) == (8, 1)
     clocks = ours.run(split)["dkdv"][0].clocks
     assert clocks < theirs.run(whole)["dkdv"][0].clocks / 4
     slow = VALUES[0]._replace(hbm_terabytes=0.001)
@@ -224,7 +224,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
 )  # fmt: skip
 def test_the_plan_of_a_backward_is_the_operators(case, ds_bytes, expected):
     found = backward_portions(case, ds_bytes, B200)
-    assert [(p.case.heads_kv, p.splits, p.keeps_ds, p.count) for p in found] == expected
+    assert [(p.case.heads_kv, p.head_parts, p.keeps_ds, p.count) for p in found] == expected
     assert all(p.case.heads == p.case.heads_kv * case.heads // case.heads_kv for p in found)
 
 
@@ -245,8 +245,8 @@ def test_masked_work_of_samples_is_that_of_their_tiles(which):
     for seqlen, heads, left in samples.WINDOW_SAMPLES:
         case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
         # Two parts of one query head: the second is empty, and its tiles store zeros.
-        splits = 2 if which.endswith("partial") else 1
-        tiles = dq_tiles(case, OURS) if which.endswith("dq") else dkdv_tiles(case, OURS, splits)
+        head_parts = 2 if which.endswith("partial") else 1
+        tiles = dq_tiles(case, OURS) if which.endswith("dq") else dkdv_tiles(case, OURS, head_parts)
         masked = 0.0 if which == "kept dq" else sum(tile.masked for tile in tiles)
         found = samples.backward_tiles(which, (seqlen, heads, left))
         assert found == (len(tiles), masked)
