@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from sm100_sim.timing import SassFunction, SassInstruction, disassemble
 
-#: Class -> opcodes, up to the first dot; the first class that matches counts. `_class_of` adds
-#: the moves that ptxas writes as multiplications and the uniform datapath (U...).
+#: Class -> opcodes, up to the first dot; the first class that matches counts. `instruction_class`
+#: adds the moves that ptxas writes as multiplications and the uniform datapath (U...).
 CLASSES = {
     "FFMA2": ("FFMA2",),
     "FMUL2": ("FMUL2",),

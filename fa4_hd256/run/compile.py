@@ -76,7 +76,7 @@ _files_lock = threading.RLock()
 
 @dataclass(frozen=True, eq=False)
 class CompiledKernel:
-    """A compiled kernel, as it is kept; both backends take it.
+    """A compiled kernel, as it is kept; the GPU and the simulator take it.
 
     On a GPU call `function`. The simulator uses `artifacts`, `dump_to_object`, `function_name`,
     `object_prefix` and `execution_args`, which mean what they mean on CuTe DSL's own object.

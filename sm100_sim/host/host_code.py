@@ -28,7 +28,7 @@ import llvmlite.binding as llvm
 from sm100_sim import devices
 from sm100_sim.devices import SHARED_AT_FIRST
 from sm100_sim.errors import LaunchError
-from sm100_sim.state.launch import LaunchConfig as LaunchConfig
+from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.tensormap import encode, from_driver
 
 from .cubin import launch_registers, loaded_cubin, moving_registers

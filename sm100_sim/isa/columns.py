@@ -231,7 +231,7 @@ class Jump(Enum):
 
 
 class NativeForm(Enum):
-    """The native form of a machine operation (`native.forms`)."""
+    """The native form of a machine operation (`translate/native_forms.py`)."""
 
     ARRIVE = auto()
     WAIT = auto()

@@ -169,13 +169,13 @@ class OperationRecord(ctypes.Structure):
 
 
 class Log(ctypes.Structure):
-    """Head of the log of accesses (`codegen_log`)."""
+    """Head of the log of accesses (`translate/access_log.py`)."""
 
     _fields_ = [("count", c_uint32), ("limit", c_uint32), ("drain", c_uint64)]
 
 
 class LogRecord(ctypes.Structure):
-    """One of its records (`codegen_log.LOG_RECORD`)."""
+    """One of its records (`LOG_RECORD` there)."""
 
     _fields_ = [
         ("mask", c_uint32), ("width", c_uint32), ("tag", c_uint32), ("unused", c_uint32),

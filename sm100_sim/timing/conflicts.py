@@ -1,7 +1,7 @@
 """Clocks of the shared-memory port that each SASS access takes, from the addresses of the run.
 
-The simulator counts wavefronts of the PTX accesses (`traced_machine`); which SASS instruction a PTX
-access became is not known. But between two events of a warp both have the same accesses, so a
+The simulator counts wavefronts of the PTX accesses (`trace/observer.py`); which SASS instruction a
+PTX access became is not known. But between two events of a warp both have the same accesses, so a
 SASS access is charged the mean of the PTX accesses of its direction and width executed there.
 """
 

@@ -2,7 +2,7 @@
 
 ``translate(kernel)`` resolves every instruction in the table, cuts the kernel into blocks, binds
 the machine operations, and compiles one small function per block. The run loop and the memory
-checks (``codegen_runtime``) are compiled once per process with full optimisation; the kernel's own
+checks (``runtime``) are compiled once per process with full optimisation; the kernel's own
 blocks at a low level, since their compile time is what a user waits for.
 """
 

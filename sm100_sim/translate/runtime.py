@@ -2,7 +2,7 @@
 
 ``run(context)`` executes one warp: it picks the lanes at the lowest program point, runs their
 block's function, interprets its terminator from the block table, and returns when Python is
-needed. A refused access (`codegen_addresses`) ends the run after its block.
+needed. A refused access (`addresses`) ends the run after its block.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sm100_sim.host.host_code import LaunchConfig
+from sm100_sim import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.report import Report
 

@@ -7,7 +7,7 @@ from sm100_sim.isa.emitter import Emitter, splat
 from sm100_sim.isa.table import computes, split_modifiers, unknown
 from sm100_sim.ptx.parser import Instruction
 
-from . import narrow as arith_narrow
+from . import narrow
 from .floating import (
     CANONICAL_NAN,
     float_to_half,
@@ -31,8 +31,8 @@ _TO_INTEGRAL = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil
     dict.fromkeys(("bf16x2", "f16x2", "e4m3x2", "e5m2x2"), Mix.NARROW), None))
 def convert(e: Emitter, i: Instruction) -> None:
     """cvt{.rounding}{.ftz}{.relu}{.satfinite}{.sat}.dtype.atype d, a{, b}."""
-    if arith_narrow.is_narrow(i):
-        return arith_narrow.convert(e, i)
+    if narrow.is_narrow(i):
+        return narrow.convert(e, i)
     if i.modifiers[-2:-1] == ("tf32",):
         return _to_tf32(e, i)
     rounding, ftz, relu, satfinite, sat, to, source = split_modifiers(

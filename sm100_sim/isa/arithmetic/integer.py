@@ -1,7 +1,7 @@
 """Integer and logic instructions (PTX ISA 9.7.1, 9.7.2, 9.7.8), and opcodes shared with floats.
 
 An opcode such as ``add`` covers integers and floats: the emit function looks at the type, which
-is the last modifier, and hands floats to ``arith_float``. Importing this module registers every
+is the last modifier, and hands floats to ``floating``. Importing this module registers every
 inline instruction of the package.
 """
 

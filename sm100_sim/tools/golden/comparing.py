@@ -12,7 +12,7 @@ from .scripts import FREE, STEPS
 _QUARTERS = 4
 
 #: Cases whose results lie on the other side of a flush to zero in the simulator: it rounds first,
-#: and so keeps 2^-126 where the hardware gives zero (`isa.arith_float`).
+#: and so keeps 2^-126 where the hardware gives zero (`isa/arithmetic/floating.py`).
 LATE_FLUSH = {"smallest/mul.rn.ftz.f32", "smallest/fma.rn.ftz.f32"}
 
 

@@ -1,4 +1,4 @@
-"""The timing model against what an H200 was measured to take (bench/hopper_measured.json)."""
+"""The timing model against an H200's measurements (bench/measure/hopper_measured.json)."""
 
 import json
 

@@ -7,7 +7,7 @@ import pytest
 from bench.__main__ import main
 from bench.commands import simulator
 from sm100_sim.tools import speed
-from sm100_sim.translate import kernel as codegen
+from sm100_sim.translate import kernel as translation
 
 pytestmark = pytest.mark.simulator
 pytest.importorskip("cutlass")
@@ -51,7 +51,7 @@ def test_translation(monkeypatch):
     """Every kernel is one that the project makes; what the cache on disk has is not compiled."""
     done = []
     for step in ("compile_module", "link"):
-        monkeypatch.setattr(codegen, step, noted(getattr(codegen, step), done))
+        monkeypatch.setattr(translation, step, noted(getattr(translation, step), done))
     specs = simulator.kernels()
     assert {spec.kind for spec in specs.values()} == {"forward", "backward_dkdv", "backward_dq"}
     name = "dQ, packed windows, softcap"

@@ -17,8 +17,8 @@ from cutlass.cute.runtime import from_dlpack
 import sm100_sim
 from fa4_hd256.run.resources import resource_usage
 from sm100_sim.errors import LaunchError
-from sm100_sim.host import host_code as host
-from sm100_sim.host import program as programs
+from sm100_sim.host import host_code
+from sm100_sim.host import program as host_program
 from sm100_sim.host.arguments import strided_extent, tensor_ranges
 from sm100_sim.host.cubin import launch_registers, loaded_cubin, moving_registers
 from sm100_sim.state.tensormap import decode
@@ -124,14 +124,14 @@ def test_parameters_are_the_arguments(compiled):
         seen.append(ctypes.c_uint64.from_address(pointers[1]).value)
         seen.append(ctypes.c_float.from_address(pointers[2]).value)
 
-    programs.program_of(compiled).run((from_dlpack(a), from_dlpack(b), 2.5, 4), look)
+    host_program.program_of(compiled).run((from_dlpack(a), from_dlpack(b), 2.5, 4), look)
     assert seen == [a.data_ptr(), b.data_ptr(), 2.5]
 
 
 def test_repeated_and_keyword_calls_and_one_program(compiled):
     a, b = from_dlpack(torch.zeros(256)), from_dlpack(torch.zeros(256))
-    program = programs.program_of(compiled)
-    assert programs.program_of(compiled) is program
+    program = host_program.program_of(compiled)
+    assert host_program.program_of(compiled) is program
     grids = []
     for blocks in (2, 4, 6):
         named = {"target": b, "factor": 1.0, "blocks": blocks}
@@ -151,10 +151,10 @@ def test_two_functions_in_one_process(compiled):
     nested = []
 
     def launch_inside(config):
-        programs.program_of(other).run((source,), look)
+        host_program.program_of(other).run((source,), look)
         nested.append(config.kernel_name)
 
-    programs.program_of(compiled).run((a, b, 1.0, 2), launch_inside)
+    host_program.program_of(compiled).run((a, b, 1.0, 2), launch_inside)
     assert "scale_kernel" in nested[0]
     assert maps[0].sizes == (64, 64) and maps[0].box == (64, 8) and maps[0].dtype == "bf16"
     assert maps[0].address == source.data_ptr
@@ -166,7 +166,7 @@ def test_errors_surface_as_exceptions(compiled):
     def fail(config):
         raise ZeroDivisionError("inside the launch")
 
-    program = programs.program_of(compiled)
+    program = host_program.program_of(compiled)
     with pytest.raises(ZeroDivisionError, match="inside the launch"):
         program.run((a, b, 1.0, 2), fail)
     grids = []
@@ -183,21 +183,21 @@ def test_missing_ptx_says_what_to_do(compiled, tmp_path, monkeypatch):
     # Keeping PTX ended with its context: no file is written afterwards.
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(LaunchError, match="keeping_ptx"):
-        host.HostProgram(bare)
+        host_code.HostProgram(bare)
     with pytest.raises(LaunchError, match="PTX"):
-        host.HostProgram(lambda: None)
+        host_code.HostProgram(lambda: None)
 
 
 def test_program_goes_with_its_function():
     a, b = torch.zeros(192), torch.zeros(192)
     mine = compile_sm100(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
     gc.collect()
-    before = len(programs._programs)
-    programs.program_of(mine)
-    assert len(programs._programs) == before + 1
+    before = len(host_program._programs)
+    host_program.program_of(mine)
+    assert len(host_program._programs) == before + 1
     del mine
     gc.collect()
-    assert len(programs._programs) == before
+    assert len(host_program._programs) == before
 
 
 # ---------------------------------------------------------------- extents of the arguments

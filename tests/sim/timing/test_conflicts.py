@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sm100_sim.host.host_code import LaunchConfig
+from sm100_sim import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.timing.conflicts import KINDS, Wavefronts, accesses_before, sass_access_kind
 from sm100_sim.trace.observer import wavefronts
@@ -15,7 +15,7 @@ LANES = np.arange(32, dtype=np.uint64)
 
 @pytest.mark.parametrize(
     ("addresses", "width", "clocks"),
-    # All but the last as an H200 measures them: bench/hopper_measured.json, "shared loads".
+    # All but the last as an H200 measures them: bench/measure/hopper_measured.json, "shared loads".
     [
         (4 * LANES, 4, 1),
         (0 * LANES, 4, 1),

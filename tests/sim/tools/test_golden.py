@@ -14,7 +14,7 @@ from cuda.bindings import driver
 
 from sm100_sim.__main__ import main
 from sm100_sim.errors import SimulationError
-from sm100_sim.host import host_code as host
+from sm100_sim.host import host_code
 from sm100_sim.state import tensormap
 from sm100_sim.tools import golden
 from sm100_sim.tools.golden import Case, record
@@ -120,7 +120,7 @@ def test_tensor_maps():
 def test_host_code_that_asks_the_driver_for_tensor_maps():
     """The call that host code makes gives the driver's bytes: arguments as the recorder gave it."""
     recorded = VECTORS.file(golden.TENSOR_MAPS)
-    encode_tiled = host.CALLBACKS["_cuTensorMapEncodeTiled"][0]
+    encode_tiled = host_code.CALLBACKS["_cuTensorMapEncodeTiled"][0]
     for t, raw, accepted in zip(requests(), recorded["descriptors"], recorded["accepted"]):
         arrays = [np.array(values, kind) for values, kind in (
             (t.sizes, np.uint64), (t.strides, np.uint64), (t.box, np.uint32),

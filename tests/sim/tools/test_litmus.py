@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sm100_sim.host.host_code import LaunchConfig
+from sm100_sim import LaunchConfig
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.state.warp import aligned_zeros
 from sm100_sim.tools.golden import KERNEL

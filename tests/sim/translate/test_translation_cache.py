@@ -12,12 +12,11 @@ import style
 from checkout import ROOT
 from kernels import kernel_text, run_kernel_text
 
-from sm100_sim import launcher, settings
-from sm100_sim.host.host_code import LaunchConfig
+from sm100_sim import LaunchConfig, launcher, settings
 from sm100_sim.jit import cache as translation_cache
 from sm100_sim.jit import native_cache
 from sm100_sim.launcher import Options, run_host_code
-from sm100_sim.translate import kernel as codegen
+from sm100_sim.translate import kernel as translation
 
 BODY = """
 mov.u32 %r0, %tid.x;
@@ -32,7 +31,7 @@ st.global.b32 [%rd0], %r1;
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    codegen._runtime()  # has an entry of its own
+    translation._runtime()  # has an entry of its own
     monkeypatch.setenv("SM100_SIM_CACHE_DIR", str(tmp_path))
     return tmp_path
 
@@ -59,7 +58,7 @@ def test_a_second_translation_compiles_nothing(directory, monkeypatch):
     def refuse(*_):
         raise AssertionError("compiled although the entry is there")
 
-    monkeypatch.setattr(codegen, "compile_module", refuse)
+    monkeypatch.setattr(translation, "compile_module", refuse)
     assert run() == first
     assert entries(directory) == kept
 
@@ -96,7 +95,7 @@ def test_a_directory_of_a_group_is_refused(directory, monkeypatch):
     first = run()
     directory.chmod(0o770)
     monkeypatch.setattr(native_cache, "_warned", set())
-    monkeypatch.setattr(codegen, "link", None)
+    monkeypatch.setattr(translation, "link", None)
     with pytest.warns(RuntimeWarning, match="its group may write it.*Set SM100_SIM_CACHE_DIR to"):
         assert run() == first
 
@@ -109,7 +108,7 @@ def test_an_entry_whose_time_cannot_be_set_is_used(directory, monkeypatch):
 
     first = run()
     monkeypatch.setattr(translation_cache.os, "utime", refuse)
-    monkeypatch.setattr(codegen, "compile_module", refuse)
+    monkeypatch.setattr(translation, "compile_module", refuse)
     assert run() == first
 
 

@@ -6,7 +6,7 @@ delta = rowsum(dO O) - dLSE::
     dS = P (dP - delta) (1 - tanh^2, with a softcap)
     dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
 
-P and dS are kept in 16 bits, unscaled, as operands. All but `backward_dq_product` compute S and dP.
+P and dS are kept in 16 bits, unscaled, as operands. All but `dq_product` compute S and dP.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for 
 where > is the write to shared memory.  P(u) and dS(u) take turns in one buffer: P(u) is written
 while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The exp2 of
 a unit has the time of dV and dP before P is needed.  The store warp works where dS is stored for
-`backward_dq_product`, and reads the buffer beside the tensor core.
+`dq_product`, and reads the buffer beside the tensor core.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_a_report_without_a_machine_is_refused(tmp_path):
 
 
 def test_the_command_takes_the_file(path, tmp_path):
-    """`python -m sm100_sim.timing --machine FILE`; a wrong file is an error of the arguments."""
+    """`python -m sm100_sim predict --machine FILE`; a wrong file is an error of the arguments."""
     script = tmp_path / "script.py"
     script.write_text("")
     for machine, status in ((path, 0), (tmp_path / "none.json", 2)):

@@ -17,7 +17,7 @@ from checkout import ROOT
 from fa4_hd256.check.bringup import child, outcome, report, rungs, runner
 from fa4_hd256.check.bringup.outcome import SIMULATOR, Outcome, Target
 from fa4_hd256.check.bringup.runner import Run, Stopped, read_results
-from sm100_sim.translate import kernel as codegen
+from sm100_sim.translate import kernel as translation
 
 pytestmark = pytest.mark.simulator
 
@@ -30,7 +30,7 @@ FAILURES = {"wait": "hang", "stuck": "hang", "fault": "fault", "wrong": "failed"
 def planted(tmp_path_factory) -> Path:
     """A directory in which all failures were planted."""
     # Seconds where the cache is empty, which are no part of a step's limit.
-    codegen.routine_address("run")
+    translation.routine_address("run")
     directory = tmp_path_factory.mktemp("planted")
     wanted = [f"planted/{step}" for name in FAILURES for step in (name, f"behind {name}")]
     Run(directory, SIMULATOR).rung(PLANTED, wanted)
