@@ -32,9 +32,9 @@ check: $(STAMP)
 check-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 @tests/check.txt
 
-# Both parts run whatever the first one says; one that fails makes the whole fail.
+# All parts run whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc types
 
 # Everything under the static scheduler, and a part of it under the dynamic one.
 test-static: $(STAMP)
@@ -47,7 +47,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 # torch goes first and alone: an index given for it must not serve any other package.
 # Package and simulator, a distribution of its own, are installed in place, so that the tests run the
