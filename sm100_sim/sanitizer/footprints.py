@@ -10,7 +10,6 @@ import numpy as np
 
 from sm100_sim.isa import tensor_core
 from sm100_sim.isa.descriptors import gather_plan
-from sm100_sim.isa.tcgen05_data import SHAPES, Form
 from sm100_sim.isa.tensor_core import Mma
 from sm100_sim.state.tmem import split_address
 
@@ -84,11 +83,3 @@ def mma_results(head: Mma) -> Iterator[tuple[Any, tuple[slice, Any]]]:
                     yield cta, (slice(column, column + count), slice(granule, granule + 1))
             else:
                 yield cta, (slice(column, column + count), granules)
-
-
-@lru_cache(maxsize=1024)
-def fragment_regions(form: Form, lane: int, column: int) -> tuple[tuple[slice, slice], ...]:
-    """Regions of the shadow of tensor memory that a tcgen05.ld or st touches."""
-    first = lane // LANES_OF_A_GRANULE
-    rows = slice(first, first + SHAPES[form.shape].lanes // LANES_OF_A_GRANULE)
-    return tuple((slice(begin + column, end + column), rows) for begin, end in form.runs)

@@ -6,6 +6,7 @@ the instruction table name; there is one for each rule.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.table import row_of
 from sm100_sim.isa.tcgen05_data import form_of, locator
+from sm100_sim.native.calling import callable_of
 from sm100_sim.state.warp import (
     SHARED_WINDOW,
     address,
@@ -26,12 +28,15 @@ from sm100_sim.state.warp import (
     uniform,
 )
 from sm100_sim.translate.blocks import operand_registers
+from sm100_sim.translate.native_forms import operation_of
 
-from .clocks import BULK, COPY, LOAD, STORE
-from .footprints import fragment_regions
+from .clocks import BULK, COPY, STORE
+from .records import OperationRecord
 from .sanitizer import Sanitizer
+from .shadow import raise_failure
 from .state import Round, WarpState
 from .tracking import FRESH
+from .watched import record_load, record_store
 
 Executor = Callable[[Any, int], Any]
 _HOOKS: dict[Rule, Callable] = {}
@@ -343,45 +348,46 @@ def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
 
 @_hook(Rule.TENSOR_LOAD)
 def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    _, place, *rest = instruction.operands
-    form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
-    locate = locator(instruction, place, form)
-    number = sanitizer.load_numbers[instruction.index]
-
-    def run(warp: Any, lanes: int) -> Any:
-        state = sanitizer.begin(warp, instruction)
-        outcome = execute(warp, lanes)
-        access = state.asynchronous(LOAD, "ld", False)
-        _touch_fragment(sanitizer, state, form, locate(warp, lanes), access)
-        state.uses[number] = 0
-        state.loads.append((access.clock, number))
-        return outcome
-
-    return run
+    _, place, *split = instruction.operands
+    form = form_of(instruction, "pack::16b", split[0].value if split else None)
+    about = OperationRecord(instruction.index, load=sanitizer.load_numbers[instruction.index])
+    return _fragment(instruction, execute, sanitizer, locator(instruction, place, form), about)
 
 
 @_hook(Rule.TENSOR_STORE)
 def _store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     place, *split, _ = instruction.operands
     form = form_of(instruction, "unpack::16b", split[0].value if split else None)
-    locate = locator(instruction, place, form)
+    about = OperationRecord(instruction.index)
+    return _fragment(instruction, execute, sanitizer, locator(instruction, place, form), about)
+
+
+def _fragment(
+    instruction: Any, execute: Executor, sanitizer: Sanitizer, locate: Callable,
+    about: OperationRecord,
+) -> Executor:
+    """A tcgen05.ld or st, recorded as native code records it."""
+    _, operation = operation_of(instruction, 0)
+    operation.watch = ctypes.addressof(about)
+    loads = row_of(instruction).rule is Rule.TENSOR_LOAD
+    routine = record_load if loads else record_store
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
+        # The registers that are loaded may hold the address.
+        lane, column = locate(warp, lanes)
         outcome = execute(warp, lanes)
-        access = state.asynchronous(STORE, "st", True)
-        _touch_fragment(sanitizer, state, form, locate(warp, lanes), access)
+        if loads:
+            state.loads.make_room()
+        frontier, context = state.for_tensor(), ctypes.addressof(warp.context)
+        callable_of(routine)(
+            context, ctypes.addressof(operation), lane << 16 | column, frontier.ctypes.data
+        )
+        raise_failure()
         return outcome
 
+    run.kept = about  # native code has its address
     return run
-
-
-def _touch_fragment(
-    sanitizer: Sanitizer, state: WarpState, form: Any, where: tuple[int, int], access: Any
-) -> None:
-    tmem = sanitizer.cta(state.warp.cta).tmem
-    for region in fragment_regions(form, *where):
-        tmem.touch(region, access, state.for_tensor())
 
 
 @_hook(Rule.WAIT_LOADS)

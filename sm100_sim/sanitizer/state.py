@@ -49,13 +49,10 @@ class Loads:
         clock, number = self._pairs[end + place].tolist()
         return clock, number
 
-    def append(self, load: tuple[int, int]) -> None:
-        """A load is issued."""
-        record = self._record
-        if record.load_end == record.load_room:
+    def make_room(self) -> None:
+        """Let native code note one more."""
+        if self._record.load_end == self._record.load_room:
             self._resize(2 * len(self) + 64)
-        self._pairs[record.load_end] = load
-        record.load_end += 1
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return (self[place] for place in range(len(self)))

@@ -244,60 +244,75 @@ def watched_wait(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
 
 @native
 def touch_fragment(
-    w: ptr[WarpRecord], address: u64, o: ptr[Operation], access: u32, write: u32
+    w: ptr[WarpRecord], o: ptr[Operation], address: u64, frontier: ptr[i32], access: u32, write: u32
 ) -> None:
-    """Record a tcgen05.ld or st: form[1] columns and form[2] lanes; those from form[3] on, if it is
-    not 0, are a run of their own as long as the first."""
+    """Touch what a tcgen05.ld or st does: form[1] columns and form[2] lanes; those from form[3] on,
+    if it is not 0, are a run of their own as long as the first."""
     start = (address & 0xFFFF) * GRANULES + (address >> 16) // GRANULE_LANES
     tmem = w.cluster.ctas[w.rank].tmem
     rows = o.form[2] // GRANULE_LANES
     columns = o.form[1] - o.form[3]
-    touch_rows(tmem, access, write, w.frontier, start, rows, u64(GRANULES), columns)
+    touch_rows(tmem, access, write, frontier, start, rows, u64(GRANULES), columns)
     if o.form[3] != 0:
         start += o.form[3] * GRANULES
-        touch_rows(tmem, access, write, w.frontier, start, rows, u64(GRANULES), columns)
+        touch_rows(tmem, access, write, frontier, start, rows, u64(GRANULES), columns)
+
+
+@native
+def record_load(c: ptr[Context], o: ptr[Operation], address: u64, frontier: ptr[i32]) -> None:
+    """A tcgen05.ld at lane << 16 | column has been issued; there is room for one more.
+
+    frontier: what the warp knows for its accesses to tensor memory.
+    """
+    w = ptr[WarpRecord](c.watch)
+    about = ptr[OperationRecord](o.watch)
+    w.issued[LOAD] += 1
+    clock = w.issued[LOAD]
+    access = add_access(w, i32(agent_of(w, u32(LOAD))), clock, u32(LOAD_KIND), u32(0),
+                        about.index, u32(0))
+    touch_fragment(w, o, address, frontier, access, u32(0))
+    ptr[u8](c.uses)[about.load] = u8(0)
+    load = w.loads + w.load_end * 2
+    load[0] = clock
+    load[1] = i32(about.load)
+    w.load_end += 1
+
+
+@native
+def record_store(c: ptr[Context], o: ptr[Operation], address: u64, frontier: ptr[i32]) -> None:
+    """The same of a tcgen05.st."""
+    w = ptr[WarpRecord](c.watch)
+    about = ptr[OperationRecord](o.watch)
+    w.issued[STORE] += 1
+    access = add_access(w, i32(agent_of(w, u32(STORE))), w.issued[STORE], u32(STORE_KIND), u32(1),
+                        about.index, u32(0))
+    touch_fragment(w, o, address, frontier, access, u32(1))
 
 
 @native
 def watched_load(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """tcgen05.ld."""
     w = ptr[WarpRecord](c.watch)
-    about = ptr[OperationRecord](o.watch)
     if w.load_end == w.load_room or not begin(c, o):
         return PYTHON
     # The registers that are loaded may hold the address.
     address = operand(c, lanes, o.operands[0])
     outcome = tensor_load(c, lanes, o)
-    if outcome != DONE:
-        return outcome
-    w.issued[LOAD] += 1
-    clock = w.issued[LOAD]
-    access = add_access(w, i32(agent_of(w, u32(LOAD))), clock, u32(LOAD_KIND), u32(0),
-                        about.index, u32(0))
-    touch_fragment(w, address, o, access, u32(0))
-    ptr[u8](c.uses)[about.load] = u8(0)
-    load = w.loads + w.load_end * 2
-    load[0] = clock
-    load[1] = i32(about.load)
-    w.load_end += 1
-    return DONE
+    if outcome == DONE:
+        record_load(c, o, address, w.frontier)
+    return outcome
 
 
 @native
 def watched_store(c: ptr[Context], lanes: u32, o: ptr[Operation]) -> u32:
     """tcgen05.st."""
-    w = ptr[WarpRecord](c.watch)
-    about = ptr[OperationRecord](o.watch)
     if not begin(c, o):
         return PYTHON
     outcome = tensor_store(c, lanes, o)
-    if outcome != DONE:
-        return outcome
-    w.issued[STORE] += 1
-    access = add_access(w, i32(agent_of(w, u32(STORE))), w.issued[STORE], u32(STORE_KIND), u32(1),
-                        about.index, u32(0))
-    touch_fragment(w, operand(c, lanes, o.operands[0]), o, access, u32(1))
-    return DONE
+    if outcome == DONE:
+        address = operand(c, lanes, o.operands[0])
+        record_store(c, o, address, ptr[WarpRecord](c.watch).frontier)
+    return outcome
 
 
 @native
