@@ -544,7 +544,7 @@ class _Routine:
 
     def call_bits_of(self, node: ast.expr) -> Value:
         value = self.value(node)
-        kind = f32 if value.type.kind in _INTEGER else Scalar("i32", 32, "unsigned")
+        kind: Any = f32 if value.type.kind in _INTEGER else Scalar("i32", 32, "unsigned")
         return Value(kind, self.name(f"bitcast {value.type.llvm} {value.text} to {kind.llvm}"))
 
     def call_half_to_float(self, node: ast.expr) -> Value:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,24 @@ class Scalar:
         raise TypeError("casts exist in native routines only")
 
 
-boolean = Scalar("i1", 1, "bool")
-u8, u16, u32, u64 = (Scalar(f"i{bits}", bits, "unsigned") for bits in (8, 16, 32, 64))
-i32, i64 = (Scalar(f"i{bits}", bits, "signed") for bits in (32, 64))
-f32 = Scalar("float", 32, "float")
+if TYPE_CHECKING:
+    # What checkers of types take them for: numbers mix for them, and what a pointer points to has
+    # any field. The compiler of the routines is stricter.
+    boolean: TypeAlias = bool
+    u8: TypeAlias = int
+    u16: TypeAlias = int
+    u32: TypeAlias = int
+    u64: TypeAlias = int
+    i32: TypeAlias = int
+    i64: TypeAlias = int
+    f32: TypeAlias = float
+else:
+    boolean = Scalar("i1", 1, "bool")
+    u8, u16, u32, u64 = (Scalar(f"i{bits}", bits, "unsigned") for bits in (8, 16, 32, 64))
+    i32, i64 = (Scalar(f"i{bits}", bits, "signed") for bits in (32, 64))
+    f32 = Scalar("float", 32, "float")
 
-_BY_CTYPE = {
+_BY_CTYPE: dict[Any, Any] = {
     ctypes.c_uint8: u8, ctypes.c_uint16: u16, ctypes.c_uint32: u32, ctypes.c_uint64: u64,
     ctypes.c_int32: i32, ctypes.c_int64: i64, ctypes.c_float: f32,
 }  # fmt: skip
@@ -64,7 +76,19 @@ class _PointerTo:
         return Pointer(target)
 
 
-ptr = _PointerTo()
+if TYPE_CHECKING:
+    _Target = TypeVar("_Target")
+
+    class ptr(Generic[_Target]):
+        def __init__(self, address: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+        def __getitem__(self, index: Any) -> Any: ...
+        def __setitem__(self, index: Any, value: Any) -> None: ...
+        def __add__(self, elements: Any) -> ptr[_Target]: ...
+        def __sub__(self, elements: Any) -> ptr[_Target]: ...
+else:
+    ptr = _PointerTo()
 
 
 @dataclass(frozen=True)
