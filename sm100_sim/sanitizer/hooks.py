@@ -386,7 +386,8 @@ def _fragment(
         raise_failure()
         return outcome
 
-    run.kept = about  # native code has its address
+    owner: Any = run
+    owner.kept = about  # native code has its address
     return run
 
 
