@@ -1,4 +1,4 @@
-"""Links between the project's pages: what a page names by a relative link is there."""
+"""What pages, docstrings and comments name is there: links, files, names of the code, commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import mentions
+import pytest
 from checkout import ROOT
 
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -30,3 +32,46 @@ def test_a_link_to_nothing_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("[here](page.md#part) [there](absent.md) [far](https://example.org/x.md)")
     assert missing(page) == ["absent.md"]
+
+
+def test_files_names_and_commands_that_are_mentioned_exist():
+    found = dict(mentions.texts())
+    assert {"README.md", "docs/architecture.md", "bench/__main__.py"} <= set(found)
+    assert [line for place, text in found.items() for line in mentions.offences(place, text)] == []
+
+
+def test_every_command_is_in_the_list_of_commands():
+    page = (ROOT / "docs/commands.md").read_text("utf-8")
+    for package, commands in mentions.commands().items():
+        lines = [line for line in page.splitlines() if f"python -m {package} " in line]
+        assert commands and not {name for name in commands if name not in " ".join(lines)}
+
+
+def test_rooms_and_modules_are_in_the_picture_of_the_rooms():
+    tree = (ROOT / "docs/architecture.md").read_text("utf-8").split("```")[1]
+    inside = ("fa4_hd256", "fa4_hd256/call", "fa4_hd256/run", "fa4_hd256/kernels", "fa4_hd256/gpus",
+              "schedulers", "softmax_emu", "sm100_sim")  # fmt: skip
+    modules = {path.stem for room in inside for path in (ROOT / room).glob("[!_]*.py")}
+    assert len(modules) > 50
+    assert not {name for name in modules if not re.search(rf"\b{name}\b", tree)}
+    folders = {path.parent for room in mentions.PACKAGES for path in (ROOT / room).rglob("*.py")}
+    rooms = {path.name for path in folders if "build" not in path.parts}
+    assert len(rooms) > 30 and not {name for name in rooms if f"{name}/" not in tree}
+
+
+@pytest.mark.parametrize("text, offence", [
+    ("see bench/model/none.py", "path bench/model/none.py"),
+    ("in `sm100_sim/native_machine`", "path sm100_sim/native_machine"),
+    ("in `codegen_none.py`", "file codegen_none.py"),
+    ("`sm100_sim.launcher.no_such`", "name sm100_sim.launcher.no_such"),
+    # In two pieces: a word of this file is a word of the code.
+    ("as `no_such" "_function(x)` says", "name no_such" "_function"),
+    ("python -m bench none", "command python -m bench none"),
+    ("python -m schedulers", "command python -m schedulers"),
+    ("python -m bench throughput --none", "option --none of python -m bench"),
+    ("`sm100_sim/launcher.py`, `launcher.py`, `sm100_sim.launcher.launch`, "
+     "python -m bench throughput --json FILE; python -m sm100_sim SCRIPT.py --its-own", None),
+])  # fmt: skip
+def test_a_stale_mention_is_seen(text, offence):
+    found = mentions.offences("page.md", text)
+    assert [line for line in found if offence and offence in line] if offence else found == []

@@ -1,4 +1,4 @@
-"""Machine operations in native code, for runs without sanitizer, trace or seed.
+"""Machine operations in native code, and the run loop that calls them.
 
 `translate.native_forms` says which instructions have a native routine and with which operands; a
 routine does the whole operation, lets lanes sleep, or leaves everything as it was for the executor

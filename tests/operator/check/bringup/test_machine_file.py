@@ -105,7 +105,8 @@ def test_the_command_takes_the_file(path, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("")
     for machine, status in ((path, 0), (tmp_path / "none.json", 2)):
-        command = [sys.executable, "-m", "sm100_sim.timing", "--machine", str(machine), str(script)]
+        command = [sys.executable, "-m", "sm100_sim", "predict", "--machine", str(machine),
+                   str(script)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == status, done.stderr
     assert "is not known" in done.stderr

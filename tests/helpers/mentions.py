@@ -1,0 +1,154 @@
+"""What pages, docstrings and comments say of files, names and commands of the project that are not
+there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkout import ROOT
+
+PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
+_ROOMS = (*PACKAGES, "tests", "examples", "docs")
+
+#: Pages about other projects' files and names, which they tell of by these names.
+ABOUT_OTHERS = ("docs/findings.md", "docs/case_study_clc.md")
+#: Names of others elsewhere: CUDA, CUTLASS, cuDNN, flash-attn-4.
+FOREIGN = frozenset((
+    "__syncthreads", "cudaLaunchConfig_t", "read_clc_payload", "store_invalid_response",
+    "get_Q_block_min_max", "golden_i",
+))  # fmt: skip
+#: What a reader replaces, and a user's file in a finding that is shown.
+_PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))
+
+#: room/part/part, with or without an ending; not in an address or behind another path.
+_PATH = re.compile(rf"(?<![\w/.$<~-])((?:{'|'.join(_ROOMS)})(?:/[\w*-]+)+(?:\.\w+)?)(?![\w*/])")
+_FILE = re.compile(r"(?<![\w/.$<~*-])((?:\w+/)*\w+\.py)\b")
+_DOTTED = re.compile(rf"(?<![\w/.@])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+_NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
+_COMMAND = re.compile(
+    rf"python -m ({'|'.join(PACKAGES)})\b(?!\.)(?: ([a-z][\w-]*)(?![\w./-]))?([^`#;|\n]*)")
+_PROSE = re.compile(r'("""(?:.|\n)*?""")|#(?: |:)([^\n]*)')
+
+
+@functools.cache
+def _files() -> frozenset[str]:
+    """Files of the checkout: what git lists, new ones included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    return frozenset(name for name in listed if (ROOT / name).exists())
+
+
+@functools.cache
+def _folders() -> frozenset[str]:
+    return frozenset(str(parent) for name in _files() for parent in Path(name).parents)
+
+
+@functools.cache
+def _words() -> frozenset[str]:
+    """Words of the code, docstrings and comments left out, and of the names of files."""
+    words = {word for name in _files() for word in re.findall(r"\w+", name)}
+    for name in _files():
+        if name.endswith((".py", ".toml", "Makefile")) and Path(name).name != Path(__file__).name:
+            words.update(re.findall(r"\w+", _PROSE.sub("", (ROOT / name).read_text("utf-8"))))
+    return frozenset(words)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """(file, prose): pages but for printed tables, and docstrings and comments of the code."""
+    for name in sorted(_files()):
+        if name.endswith(".md") and not name.startswith("docs/tables/"):
+            yield name, (ROOT / name).read_text("utf-8")
+        elif name.endswith(".py"):
+            found = _PROSE.findall((ROOT / name).read_text("utf-8"))
+            yield name, "\n".join(docstring or comment for docstring, comment in found)
+
+
+def offences(place: str, text: str) -> list[str]:
+    """What a text mentions that the checkout does not hold, one line each.
+
+    place: the text's file below ROOT, whose folder relative paths begin at.
+    """
+    found = [f"path {path}" for path in _PATH.findall(text) if not _is_there(path)]
+    found += [f"name {name}" for name in _DOTTED.findall(text) if not _resolves(name)]
+    found += [f"command python -m {package} {command}".rstrip()
+              for package, command, _ in _COMMAND.findall(text) if not _runs(package, command)]
+    found += [f"option {option} of python -m {package}"
+              for package, _, rest in _COMMAND.findall(text)
+              for option in re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", rest.split(".py")[0])
+              if option not in _options(package)]
+    if place not in ABOUT_OTHERS:
+        found += [f"file {name}" for name in _FILE.findall(text) if not _is_file(name)]
+        found += [f"name {name}" for name in _NAME.findall(text) if not _is_known(name)]
+    return [f"{place}: {offence}" for offence in sorted(set(found))]
+
+
+def _is_there(path: str) -> bool:
+    """A file, a folder, a module without its ending, or a pattern that matches one of them."""
+    if Path(path).name in _PLACEHOLDERS:
+        return True
+    if "*" in path:
+        return any(True for _ in ROOT.glob(path))
+    return path in _files() or path in _folders() or f"{path}.py" in _files()
+
+
+def _is_file(name: str) -> bool:
+    """The end of some file's path."""
+    known = (f"/{file}".endswith(f"/{name}") for file in _files())
+    return Path(name).name in _PLACEHOLDERS or any(known)
+
+
+def _is_known(name: str) -> bool:
+    """Every part of it that only code would spell so, with an underscore, is a word of the code."""
+    parts = [part for part in name.split(".") if "_" in part.strip("_")]
+    return all(part in _words() or part in FOREIGN for part in parts)
+
+
+def _resolves(name: str) -> bool:
+    """The longest module of a dotted name exists, and its text has the next part."""
+    parts = name.split(".")
+    if parts[-1] in ("py", "md", "json", "svg") or parts[1].startswith("__"):
+        return True
+    for length in range(len(parts), 0, -1):
+        path = "/".join(parts[:length])
+        for file in (f"{path}.py", f"{path}/__init__.py"):
+            if file in _files():
+                text = (ROOT / file).read_text("utf-8")
+                return length == len(parts) or re.search(rf"\b{parts[length]}\b", text) is not None
+        if path in _folders():
+            return length == len(parts)
+    return False
+
+
+@functools.cache
+def commands() -> dict[str, frozenset[str]]:
+    """Package -> what may stand behind `python -m package`, read from its __main__."""
+    found = {}
+    for package in PACKAGES:
+        main = ROOT / package / "__main__.py"
+        if not main.exists():
+            continue
+        words = set()
+        for node in ast.walk(ast.parse(main.read_text("utf-8"))):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS":
+                words.update(ast.literal_eval(key) for key in node.value.keys)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_parser"):
+                words.update(arg.value for arg in node.args if isinstance(arg, ast.Constant))
+        found[package] = frozenset(words)
+    return found
+
+
+@functools.cache
+def _options(package: str) -> frozenset[str]:
+    """Options that some parser of the package takes, and those of every one."""
+    texts = [(ROOT / name).read_text("utf-8") for name in _files()
+             if name.startswith(f"{package}/") and name.endswith(".py")]
+    return frozenset(("--help", *re.findall(r'"(--[a-z][\w-]*)"', "\n".join(texts))))
+
+
+def _runs(package: str, command: str) -> bool:
+    return package in commands() and (not command or command in commands()[package])
