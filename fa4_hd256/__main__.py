@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator")
     run.add_argument("--json", action="store_true", help="print one JSON object")
     run.set_defaults(main=demo.main)
-    plan = commands.add_parser("plan", help="roles, barriers, SMEM and TMEM of the kernels")
+    plan = commands.add_parser("plan", help="roles, SMEM, TMEM, barriers and steps of the kernels")
     plan.set_defaults(main=_plan)
     settings = commands.add_parser("env", help="environment variables, caches and versions")
     settings.set_defaults(main=_env)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .limits import SMEM_CAPACITY, WARP_SIZE
+from .timeline import describe_steps
 
 __all__ = [
     "TMEM_COLUMNS",
@@ -252,6 +253,8 @@ class TmemPlan:
 
 
 def describe_plans(head: str, kernel: Any) -> str:
-    """`head`, then all plans of a kernel as Markdown; kernel: has warps, smem, tmem and edges."""
+    """`head`, then all plans of a kernel as Markdown; kernel: has warps, smem, tmem, edges and
+    steps."""
     parts = (kernel.warps, kernel.smem, kernel.tmem, kernel.edges)
-    return "\n\n".join([head, *(part.describe() for part in parts)])
+    steps = describe_steps(kernel.steps, kernel.edges)
+    return "\n\n".join([head, *(part.describe() for part in parts), steps])

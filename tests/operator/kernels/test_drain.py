@@ -150,9 +150,11 @@ MISTAKES = {
         r"hangs: mma waits for weights_done|reads dS .* finds P"),
     "dP over a dS that is not read yet": (
         DQ.edges, replace(Q, products=(Q.products[0], Q.products[2], Q.products[1])),
-        r"dP of step 0 .* finds dP of step 1"),
-    "nothing ahead that others wait for": (
-        DQ.edges, replace(Q, products=(Q.products[1], Q.products[0], Q.products[2])),
+        r"dP of step 1 of tile 0 may overwrite dp .* gradient of CTA 0 uses dS \(in step 0"),
+    "a product behind that others wait for": (
+        DQ.edges,
+        with_product(Q, "dP", is_ahead=False, waits=named(Q, "dP").waits[1:],
+                     commits=named(Q, "dP").commits[:2], loads=named(Q, "dP").loads[1:]),
         r"hangs: mma waits for ds_done \(dQ of step 0"),
     "one S where two are needed": (
         with_stages(FORWARD.edges, s_done=1, p_done=1), F, r"S of step 0 .* finds S of step 1"),

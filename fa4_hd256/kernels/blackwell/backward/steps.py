@@ -85,12 +85,12 @@ DQ_STEPS = StepTable(
         Role(
             "gradient",
             (
-                Act((wait("s_done"), read("s", "S"), arrive("s_free")), is_ahead=True),
                 Act(
                     (wait("dq_done"), read("dq", "dQ"), arrive("dq_free")),
                     When.FIRST, of_tile_before=True,
                 ),
                 Act((wait("dp_done"), read("dp", "dP"), write("ds", "dS"), arrive("ds_done"))),
+                Act((wait("s_done"), read("s", "S"), arrive("s_free")), is_ahead=True),
             ),
         ),
     ),
@@ -111,7 +111,6 @@ def _gradient(stores_ds: bool) -> Role:
     return Role(
         "gradient",
         (
-            Act((wait("s_done"), read("s", "S"), arrive("s_free"), *stats["lse"]), is_ahead=True),
             Act((*may_write_p, write("weights", "P"), arrive("weights_done"))),
             Act(
                 (
@@ -124,6 +123,7 @@ def _gradient(stores_ds: bool) -> Role:
                 ),
                 When.FIRST, of_tile_before=True,
             ),
+            Act((wait("s_done"), read("s", "S"), arrive("s_free"), *stats["lse"]), is_ahead=True),
             Act((wait("weights_free"), write_ds, arrive("weights_done"), *stored)),
         ),
     )  # fmt: skip
