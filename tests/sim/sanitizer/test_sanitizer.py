@@ -10,6 +10,7 @@ from kernels import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
 from sanitizer_kernels import TENSOR, changed
 
+from sm100_sim.errors import SimulationError
 from sm100_sim.sanitizer.records import LogRecord
 from sm100_sim.state.tensormap import TensorMap, TensorMapError, encode
 from sm100_sim.translate.access_log import LOG_RECORD
@@ -64,6 +65,18 @@ def test_only_listed_pairs_of_tensor_instructions_are_in_order(name):
     assert KERNELS["TENSOR"].run(text, sanitize="strict") == []
     found = {finding.kind for finding in KERNELS["TENSOR"].run(text, sanitize="strict-order")}
     assert found == (set() if expected is None else {expected})
+
+
+@pytest.mark.parametrize("bug", BUGS[3::9], ids=lambda bug: f"{bug.number}-{bug.kernel}-{bug.what}")
+def test_a_trace_beside_the_sanitizer_changes_no_finding(bug):
+    found = []
+    for trace in (False, True):
+        try:
+            said = KERNELS[bug.kernel].run(bug.text, sanitize=True, trace=trace)
+        except SimulationError as error:
+            said = [error.message, *error.findings]
+        found.append(sorted(map(str, said)))
+    assert found[0] == found[1] != []
 
 
 def test_every_class_is_planted():
