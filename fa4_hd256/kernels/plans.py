@@ -223,8 +223,9 @@ class TmemPlan:
         Raises ValueError where there are not so many, or they are not evenly spaced.
         """
         names = [name] if count == 1 and self._has(name) else [f"{name}{i}" for i in range(count)]
-        if not all(map(self._has, names)):
-            raise ValueError(f"{name} has {count} buffers; the TMEM plan lacks {', '.join(names)}")
+        missing = ", ".join(name for name in names if not self._has(name))
+        if missing:
+            raise ValueError(f"{name} has {count} buffers; the TMEM plan lacks {missing}")
         starts = [self[name].start for name in names]
         distances = {after - before for before, after in zip(starts, starts[1:])} or {0}
         if len(distances) > 1:

@@ -380,7 +380,8 @@ class StepTable:
     def walk(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
         """What the load and MMA warps go through for tiles of so many steps each.
 
-        The loops of `blackwell.producers`, in plain Python.
+        The loops of `blackwell.producers` in plain Python, for the check of the plan; traces of the
+        kernels hold the two to each other (tests/operator/kernels/test_step_traces.py).
         """
         return self._look_ahead(tiles) if self.looks_ahead else self._in_order(tiles)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import BARRIER_BYTES, EdgeTable
 from fa4_hd256.kernels.plans import SmemRegion
 from schedulers import CLUSTER_SIZE
 from schedulers.clc import ClcScheduler
 
-__all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_ring", "common_regions"]
+__all__ = ["BLOCK_KV", "BLOCK_Q", "CTAS", "TILE_Q", "check_plan", "check_ring", "common_regions"]
 
 CTAS = CLUSTER_SIZE
 BLOCK_Q = 128  # query rows of one CTA
@@ -25,6 +28,18 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
             "of the dynamic scheduler; allocated by its set-up",
         ),
     )  # fmt: skip
+
+
+def check_plan(name: str, plan: Any) -> None:
+    """Raises ValueError for plans of a kernel that do not fit, or whose steps cannot work.
+
+    name: of the kernel.  plan: has smem, tmem, edges and steps, which are derived here.
+    """
+    _ = plan.smem
+    edges, steps, tmem = plan.edges, plan.steps, plan.tmem
+    for product in steps.products:
+        tmem.buffers(product.result.memory, edges[steps.ring(product.result.ring).full].stages)
+    check_drains(name, edges, steps)
 
 
 def check_ring(name: str, stages: int) -> None:

@@ -206,6 +206,16 @@ def test_a_configuration_is_refused_before_compiling():
         Lacking()
 
 
+def test_more_results_than_tensor_memory_has_buffers_for():
+    class ThreeScores(ForwardConfig):
+        @property
+        def edges(self):
+            return with_stages(super().edges, s_done=3, p_done=3)
+
+    with pytest.raises(ValueError, match="s has 3 buffers; the TMEM plan lacks s2"):
+        ThreeScores()
+
+
 # ------------------------------------------------------------------------------ edits of a table
 
 

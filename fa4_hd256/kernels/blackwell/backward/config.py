@@ -14,10 +14,10 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     BLOCK_Q,
     CTAS,
     TILE_Q,
+    check_plan,
     check_ring,
     common_regions,
 )
-from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
@@ -93,8 +93,7 @@ class DqPlan:
 
     def __post_init__(self) -> None:
         check_ring("ring_stages", self.ring_stages)
-        _ = (self.smem, self.tmem)
-        check_drains("the kernel of dQ", self.edges, self.steps)
+        check_plan("the kernel of dQ", self)
 
     @property
     def query_bytes(self) -> int:
@@ -179,8 +178,7 @@ class DkdvPlan:
 
     def __post_init__(self) -> None:
         check_ring("ring_stages", self.ring_stages)
-        _ = (self.smem, self.tmem)
-        check_drains("the kernel of dK/dV", self.edges, self.steps)
+        check_plan("the kernel of dK/dV", self)
 
     @property
     def stats_bytes(self) -> int:
@@ -290,8 +288,7 @@ class DqProductPlan:
             raise ValueError(
                 f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
             )
-        _ = (self.smem, self.tmem)
-        check_drains("the kernel of dQ from stored dS", self.edges, self.steps)
+        check_plan("the kernel of dQ from stored dS", self)
 
     @property
     def smem(self) -> SmemPlan:

@@ -10,10 +10,10 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
     CTAS,
+    check_plan,
     check_ring,
     common_regions,
 )
-from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
@@ -120,9 +120,7 @@ class ForwardConfig:
             raise ValueError(
                 f"arithmetic is {self.arithmetic!r}; accepted are {', '.join(ARITHMETICS)}"
             )
-        # Deriving the plans checks the budgets.
-        _ = (self.smem, self.tmem)
-        check_drains("the forward kernel", self.edges, self.steps)
+        check_plan("the forward kernel", self)
 
     @classmethod
     def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
