@@ -8,7 +8,7 @@ whatever a kernel computes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -193,9 +193,15 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")
 
 
-def selected(arguments: argparse.Namespace, suite: Iterable[Case] | None = None) -> list[Case]:
-    """The cases chosen by `add_selection`'s options. Raises ValueError if none is left."""
-    found = cases(arguments.group) if suite is None else list(suite)
+def selected(
+    arguments: argparse.Namespace, default: Callable[[], Iterable[Case]] | None = None
+) -> list[Case]:
+    """The cases chosen by `add_selection`'s options. default: what is chosen from where no group
+    is, None for the whole suite. Raises ValueError if none is left."""
+    if default is None or arguments.group:
+        found = cases(arguments.group)
+    else:
+        found = list(default())
     if arguments.heads:
         found = [case for case in found if case.heads_text in arguments.heads]
     if arguments.max_tokens:

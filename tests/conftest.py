@@ -74,6 +74,17 @@ def _seeded():
 
 
 @pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """monkeypatch, with a cache of its own for kernels that are wrong on purpose."""
+    from fa4_hd256.run import compile
+
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
+    compile.forget()
+    yield monkeypatch
+    compile.forget()
+
+
+@pytest.fixture
 def combined(monkeypatch):
     """(problem, out and lse of the parts) of each call whose keys were divided."""
     from fa4_hd256.run import forward as run_of_forward

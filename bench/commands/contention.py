@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    cases = suite.selected(arguments, None if arguments.group else default_cases())
+    cases = suite.selected(arguments, default_cases)
     predictor = printing_predictor(arguments.machine, arguments.draws)
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     rows = [

@@ -186,8 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    chosen = None if arguments.group else default_cases()
-    cases = suite.selected(arguments, chosen)
+    cases = suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
         sampling = Sampling(arguments.warmup, arguments.runs)
         rows = measured(cases, CudaTimer(), sampling, arguments.direction)

@@ -199,8 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    chosen = None if arguments.group else default_cases()
-    cases = suite.selected(arguments, chosen)
+    cases = suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
         rows = measured(cases, CudaTimer(), Sampling(arguments.warmup, arguments.runs))
     else:

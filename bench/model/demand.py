@@ -159,7 +159,7 @@ def dq(config: BackwardConfig) -> Kernel:
     return Kernel("dQ", step, tile)
 
 
-def dq_product(config: BackwardConfig) -> Kernel:
+def dq_product() -> Kernel:
     """dQ += dS K from a dS that is kept; dS and K pass."""
     step = product(CTAS * BLOCK_Q, HEAD_DIM, BLOCK_KV) + _tma_load(2 * TILE_BYTES)
     result = BLOCK_Q * HEAD_DIM
@@ -234,7 +234,7 @@ def totals(
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
         ds = steps * UNIT_DS_BYTES * keeps_ds
         of_dq = (
-            (dq_product(config), steps, q_tiles, query + key + ds)
+            (dq_product(), steps, q_tiles, query + key + ds)
             if keeps_ds
             else (dq(config), steps, q_tiles, 3 * query + 2 * key + 2 * row)
         )

@@ -238,7 +238,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list
     # As the kernels count them, both alike: K and V.
     section = _section(case, tiling, grid, ratio, 2 * ROW * rows_k)
     later_first = case.bounds[1] is not None
-    for block, head, batch in _indices(tiling, grid, section, later_first):
+    for block, head, batch in _indices(grid, section, later_first):
         lengths = case.lengths[batch]
         clocks, nbytes, masked = of(block, lengths)
         group = batch * case.heads_kv + head // ratio
@@ -276,7 +276,7 @@ def dkdv_tiles(
     found = []
     section = _section(case, tiling, grid, 1, shared * rows_q)
     later_first = case.bounds[0] is not None
-    for block, head, batch in _indices(tiling, grid, section, later_first):
+    for block, head, batch in _indices(grid, section, later_first):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         clocks, nbytes, masked = of(block, query_heads, lengths)
         found.append(Tile(clocks, batch * heads + head, shared * lengths[0], nbytes, masked))
@@ -298,7 +298,7 @@ def _section(
 
 
 def _indices(
-    tiling: BackwardTiling, grid: tuple[int, int, int], section: int | None, later_first: bool
+    grid: tuple[int, int, int], section: int | None, later_first: bool
 ) -> Iterator[tuple[int, int, int]]:
     """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
     come first."""

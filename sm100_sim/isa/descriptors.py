@@ -165,18 +165,6 @@ def gather_plan(
     return GatherPlan(index, int(addresses.max()) + 16, mn_major)
 
 
-def element_address(
-    descriptor: MatrixDescriptor, mn_major: bool, row: int, k: int, element_bytes: int
-) -> int:
-    """SMEM byte address of element (row, k): the layouts of `chunk_addresses`, one element."""
-    per_chunk = 16 // element_bytes
-    extent = row - row % per_chunk + per_chunk
-    table = chunk_addresses(descriptor, mn_major, extent, element_bytes)
-    if mn_major:
-        return int(table[k, row // per_chunk]) + row % per_chunk * element_bytes
-    return int(table[row, k // per_chunk]) + k % per_chunk * element_bytes
-
-
 # ---------------------------------------------------------------- instruction descriptor
 
 

@@ -6,10 +6,13 @@ from .language import External, cycles, i32, native, ptr, u32, u64
 from .layout import Cluster, Context
 from .operands import lane_count
 
-#: What `run` returns for a warp (`warp.Stop`), and what `run_cluster` adds: no warp is ready, all
-#: ready ones only poll, the turn is over, lanes of a warp that waits have exited (or, with the
-#: sanitizer, left accesses in the log).
-TRAP, EXIT, YIELD, FAULT, BLOCKED, DIVERGENCE, IDLE, POLLING, TURN_OVER, LANES_EXITED = range(10)
+#: Why `run` returns. TRAP: lanes are at a machine operation. EXIT: every lane has exited.
+#: OUT_OF_BUDGET: that of backward branches is used up. FAULT: an access was refused. BLOCKED: every
+#: lane that could run is blocked. DIVERGENCE: lanes wait for each other at different aligned
+#: instructions. What `run_cluster` adds: no warp is ready; all ready ones only poll; the turn is
+#: over; lanes of a warp that waits have exited (or, with the sanitizer, left accesses in the log).
+(TRAP, EXIT, OUT_OF_BUDGET, FAULT, BLOCKED, DIVERGENCE, IDLE, POLLING, TURN_OVER,
+ LANES_EXITED) = range(10)  # fmt: skip
 
 run = External("run", i32, (ptr[Context],))
 

@@ -21,7 +21,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sm100_sim.errors import Hang, SimulationError
-from sm100_sim.native.loop import IDLE, LANES_EXITED, POLLING, TRAP
+from sm100_sim.native.loop import (
+    DIVERGENCE,
+    EXIT,
+    IDLE,
+    LANES_EXITED,
+    OUT_OF_BUDGET,
+    POLLING,
+    TRAP,
+)
 from sm100_sim.state.barriers import MBarrier
 from sm100_sim.state.events import YIELD, AsyncOp, EagerPolicy, Waiting
 from sm100_sim.state.launch import LaunchConfig
@@ -40,8 +48,6 @@ from .stops import hang_of, stop_error
 #: has used up its budget of backward branches counts for many.
 POLLING_ROUNDS = 100_000
 ROUNDS_OF_A_BUDGET = 50
-#: Indices of the kinds of stop that native code returns (`warp.Stop`).
-_TRAP, _EXIT, _YIELD, _FAULT, _BLOCKED, _DIVERGENCE = range(6)
 
 
 class Machine:
@@ -427,12 +433,12 @@ class Machine:
     def _stop(self, warp: ResidentWarp, kind: int) -> None:
         """A warp has exited or used up its budget; raises for a fault or a divergence."""
         self._leave(warp)
-        if kind == _EXIT:
+        if kind == EXIT:
             self._exit(warp)
-        elif kind == _YIELD:
+        elif kind == OUT_OF_BUDGET:
             self._poll(warp, ROUNDS_OF_A_BUDGET)
         else:
-            raise stop_error(warp, kind == _DIVERGENCE)
+            raise stop_error(warp, kind == DIVERGENCE)
 
     def _wait(self, warp: ResidentWarp, lanes: int, outcome: Waiting | tuple) -> int:
         """Put lanes to sleep until `wake` is called with the key of what they wait for.

@@ -24,7 +24,7 @@ SHARED_WINDOW = 0x7F00_0000_0000_0000
 LOCAL_WINDOW = 0x7E00_0000_0000_0000
 """Generic address of local address 0; local memory is private to a lane."""
 DEFAULT_BUDGET = 200_000
-"""Backward branches that one call of ``Warp.resume`` may take before the warp yields."""
+"""Backward branches that a warp may take in one turn of native code before it yields."""
 
 SCALAR_SPECIALS = (
     *(f"%{name}.{axis}" for name in ("ntid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid",
@@ -38,7 +38,6 @@ SPECIAL_INDEX = {name: index for index, name in enumerate(SCALAR_SPECIALS)}
 TID_OFFSET = 64
 """Index, in the array of special registers, of the 3 x 32 thread ids."""
 
-_STOP_KINDS = ("trap", "exit", "yield", "fault", "blocked", "divergence")
 FAULT_KINDS = ("", "shared access outside the allocated bytes", "misaligned shared access",
                "global access outside the tensors of the launch", "misaligned global access",
                "write to read-only memory", "local access outside the stack",
@@ -74,26 +73,6 @@ class Fault:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Why native execution stopped.
-
-    kind         meaning
-    trap         ``instruction`` is a machine operation that ``lanes`` must execute now
-    exit         every lane of the warp has exited
-    yield        the budget of backward branches is used up; resume when convenient
-    blocked      every lane that could run is blocked (or waits for blocked lanes)
-    fault        ``fault`` tells the refused access of ``instruction``
-    divergence   lanes wait for each other at different aligned instructions, ``instruction``
-                 being one of them, and none can go on
-    """
-
-    kind: str
-    instruction: Instruction | None
-    lanes: int
-    fault: Fault | None = None
-
-
 class Warp:
     """One warp of a CTA.
 
@@ -103,7 +82,7 @@ class Warp:
     """
 
     __slots__ = ("compiled", "cta", "index", "environment", "rank", "r32", "r64", "preds", "pcs",
-                 "context", "waiting", "_bank", "_address", "_run", "_counters")
+                 "context", "waiting", "_bank", "_counters")
 
     def __init__(self, compiled: Any, cta: Any, index: int, environment: Environment,
                  specials: dict[str, int], counters: Any, bank: WarpBank | None = None) -> None:
@@ -119,8 +98,6 @@ class Warp:
         self.waiting: dict[int, object] = {}
         self._counters, self._bank = counters, bank
         self.context = bank.contexts[place]
-        self._address = ctypes.addressof(self.context)
-        self._run = compiled.run
 
     @property
     def block_counts(self) -> np.ndarray:
@@ -141,33 +118,6 @@ class Warp:
     def runnable(self) -> int:
         """Mask of lanes that are alive and not blocked."""
         return self.context.live & ~self.context.blocked
-
-    def resume(self, budget: int = DEFAULT_BUDGET) -> Stop:
-        """Run from the lowest program point among runnable lanes until the warp must stop."""
-        context = self.context
-        context.budget = budget
-        kind = _STOP_KINDS[self._run(self._address)]
-        if kind == "trap":
-            return Stop(kind, self.compiled.block_instruction[context.stop_block],
-                        context.stop_lanes)
-        if kind == "fault":
-            fault = Fault(FAULT_KINDS[context.fault_kind], context.fault_lane,
-                          context.fault_address, context.fault_width)
-            return Stop(kind, self.compiled.instructions[context.fault_instruction],
-                        1 << context.fault_lane, fault)
-        if kind == "divergence":
-            return Stop(kind, self.compiled.block_instruction[context.stop_block],
-                        context.stop_lanes)
-        return Stop(kind, None, 0)
-
-    def proceed(self, lanes: int) -> None:
-        """After a trap was done: ``lanes`` go to the next instruction.
-
-        Native code has already advanced every lane of the trap it reported, so this only releases
-        lanes that an earlier ``block`` put back.
-        """
-        if lanes & self.context.blocked:
-            raise ValueError("lanes that proceed must not be blocked; unblock them first")
 
     def block(self, lanes: int, waiting: object) -> None:
         """``lanes`` of the trap just reported stay at it until ``unblock``; it is then retried."""

@@ -31,7 +31,7 @@ from sm100_sim.jit.engine import (
 from sm100_sim.native.compiler import module_text
 from sm100_sim.native.layout import Operation
 from sm100_sim.ptx.parser import Instruction, Kernel, Register
-from sm100_sim.state.warp import ALL_LANES, Environment, Warp
+from sm100_sim.state.warp import ALL_LANES
 
 from .blocks import (
     BRANCH,
@@ -124,11 +124,6 @@ class CompiledKernel:
                     row["operation"] = ctypes.addressof(operation)
             self._native_table = table
         return self._native_table
-
-    def new_warp_state(self, cta: Any, index: int, environment: Environment,
-                       specials: dict[str, int], counters: KernelCounters) -> Warp:
-        """State of warp ``index`` of a CTA at the kernel's entry."""
-        return Warp(self, cta, index, environment, specials, counters)
 
     def executed(self, counters: KernelCounters) -> Iterator[tuple[Instruction, str, int, int]]:
         """Every instruction executed: (instruction, statistics class, warps, lanes).

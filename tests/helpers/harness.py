@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,11 +14,40 @@ from types import SimpleNamespace
 import numpy as np
 
 from sm100_sim.isa import load_table
-from sm100_sim.ptx.parser import parse_module
-from sm100_sim.state.warp import Environment, Stop, Warp
+from sm100_sim.native import loop
+from sm100_sim.ptx.parser import Instruction, parse_module
+from sm100_sim.state.warp import DEFAULT_BUDGET, FAULT_KINDS, Environment, Fault, Warp
 from sm100_sim.translate.kernel import CompiledKernel, KernelCounters, translate
 
 MAX_STOPS = 1000
+_KINDS = {loop.TRAP: "trap", loop.EXIT: "exit", loop.OUT_OF_BUDGET: "yield", loop.FAULT: "fault",
+          loop.BLOCKED: "blocked", loop.DIVERGENCE: "divergence"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why native code stopped: `kind` as in `sm100_sim.native.loop`, the instruction and the lanes
+    of a trap, a fault or a divergence."""
+
+    kind: str
+    instruction: Instruction | None = None
+    lanes: int = 0
+    fault: Fault | None = None
+
+
+def resume(warp: Warp, budget: int = DEFAULT_BUDGET) -> Stop:
+    """Run from the lowest program point among runnable lanes until the warp must stop."""
+    context, compiled = warp.context, warp.compiled
+    context.budget = budget
+    kind = _KINDS[compiled.run(ctypes.addressof(context))]
+    if kind == "fault":
+        fault = Fault(FAULT_KINDS[context.fault_kind], context.fault_lane, context.fault_address,
+                      context.fault_width)
+        instruction = compiled.instructions[context.fault_instruction]
+        return Stop(kind, instruction, 1 << context.fault_lane, fault)
+    if kind in ("trap", "divergence"):
+        return Stop(kind, compiled.block_instruction[context.stop_block], context.stop_lanes)
+    return Stop(kind)
 
 
 @dataclass
@@ -103,14 +133,13 @@ def run_compiled(compiled: CompiledKernel, inputs: dict, environment: Environmen
     of which there is no more."""
     specials = {"%ntid.x": 32, **(specials or {})}
     counters = compiled.new_counters()
-    warp = compiled.new_warp_state(SimpleNamespace(rank=0), index, environment, specials,
-                                   counters)
+    warp = Warp(compiled, SimpleNamespace(rank=0), index, environment, specials, counters)
     registers = {register.name: register for register in compiled.kernel.registers}
     for name, value in inputs.items():
         _set(warp, registers[name], value)
     run = WarpRun(warp, compiled, counters)
     for _ in range(MAX_STOPS):
-        stop = warp.resume()
+        stop = resume(warp)
         run.stops.append(stop)
         if stop.kind == "trap":
             if executor is not None:
@@ -118,7 +147,6 @@ def run_compiled(compiled: CompiledKernel, inputs: dict, environment: Environmen
             else:
                 waiting = compiled.executors[stop.instruction.index](warp, stop.lanes)
                 assert waiting is None, f"{stop.instruction.text} waits"
-                warp.proceed(stop.lanes)
         elif stop.kind != "yield":
             return run
     raise AssertionError(f"the warp did not finish within {MAX_STOPS} stops")

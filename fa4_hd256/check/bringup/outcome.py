@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sm100_sim import SimulatedDevice
-from sm100_sim import device as simulated_device
 
 #: Every state of an outcome, and what it means.
 STATES = {
@@ -80,7 +79,3 @@ def simulated(device: SimulatedDevice) -> Target:
     """The simulator, as the GPU that it passes for."""
     name = f"sm100_sim, answering as a {device.name.upper()}"
     return Target("simulator", name, device.capability, device.sms)
-
-
-#: The simulator where nobody names another GPU.
-SIMULATOR = simulated(simulated_device("b200"))

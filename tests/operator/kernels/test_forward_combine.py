@@ -11,7 +11,6 @@ from cutlass import Float32
 
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.forward_combine import CombineConfig
-from fa4_hd256.run import compile
 from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -223,15 +222,6 @@ def test_parts_are_read_once_32_bytes_a_lane():
 
     assert warps("ld.global.v8") == 8 * 12
     assert warps("st.global.v4") == 12
-
-
-@pytest.fixture
-def planted(tmp_path, monkeypatch):
-    """A cache of its own for kernels that are wrong on purpose."""
-    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
-    compile.forget()
-    yield monkeypatch
-    compile.forget()
 
 
 def test_weights_that_are_not_normalised_are_noticed(planted, device):

@@ -443,15 +443,6 @@ def test_numbers_that_are_accepted():
     assert [check_num_splits(n) for n in (0, 1, 32)] == [BY_RULE, 1, LARGEST]
 
 
-@pytest.fixture
-def planted(tmp_path, monkeypatch):
-    """A cache of its own for kernels that are wrong on purpose."""
-    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
-    compile.forget()
-    yield monkeypatch
-    compile.forget()
-
-
 def test_planted_bugs_are_noticed(planted, device):
     """The checks above can fail: one kernel that of three parts counts the sink in each, and of two
     reads the first KV tile of the second in the first, too."""

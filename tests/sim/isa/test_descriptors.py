@@ -13,7 +13,6 @@ from sm100_sim.isa.descriptors import (
     chunk_addresses,
     decode_instruction,
     decode_matrix,
-    element_address,
     encode_instruction,
     encode_matrix,
     gather_plan,
@@ -21,6 +20,18 @@ from sm100_sim.isa.descriptors import (
 )
 
 SWIZZLES = (0, 32, 64, 128)
+
+
+def element_address(
+    descriptor: MatrixDescriptor, mn_major: bool, row: int, k: int, element_bytes: int
+) -> int:
+    """SMEM byte address of element (row, k): the layouts of `chunk_addresses`, one element."""
+    per_chunk = 16 // element_bytes
+    extent = row - row % per_chunk + per_chunk
+    table = chunk_addresses(descriptor, mn_major, extent, element_bytes)
+    if mn_major:
+        return int(table[k, row // per_chunk]) + row % per_chunk * element_bytes
+    return int(table[row, k // per_chunk]) + k % per_chunk * element_bytes
 
 
 def slow_swizzle(address: int, span: int) -> int:

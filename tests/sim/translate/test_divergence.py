@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import compile_body, run_compiled, run_warp
+from harness import compile_body, resume, run_compiled, run_warp
 
 from sm100_sim.errors import MemoryFault
 from sm100_sim.state.warp import ALL_LANES, Environment
@@ -100,12 +100,10 @@ def test_only_the_lanes_that_wait_wait():
             warp.block(stop.lanes, "barrier")
         elif len(seen) == 2:
             assert warp.runnable == ALL_LANES - 1
-            assert warp.resume().kind == "blocked"
+            assert resume(warp).kind == "blocked"
             assert warp.instruction_of(0).opcode == "mbarrier.try_wait"
             assert list(warp.waiting.values()) == ["barrier"]
             warp.unblock(1)
-        else:
-            warp.proceed(stop.lanes)
 
     run = run_compiled(compiled, {}, environment(), {"%ntid.x": 32}, executor)
     wait, test = "mbarrier.try_wait", "mbarrier.test_wait"
@@ -140,7 +138,7 @@ def test_endless_loops_yield():
     compiled = compile_body(".reg .b32 %d; mov.b32 %d, 0; L: add.u32 %d, %d, 1; bra L;")
     from sm100_sim.state.warp import Warp
     warp = Warp(compiled, None, 0, environment(), {"%ntid.x": 32}, compiled.new_counters())
-    assert warp.resume(1000).kind == "yield" and warp.resume(1000).kind == "yield"
+    assert resume(warp, 1000).kind == "yield" and resume(warp, 1000).kind == "yield"
 
 
 def test_guarded_trap_runs_only_where_the_guard_holds():
