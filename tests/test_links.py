@@ -10,14 +10,27 @@ import mentions
 import pytest
 from checkout import ROOT
 
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 
 
 def missing(page: Path) -> list[str]:
-    """Relative links of a Markdown page that lead nowhere."""
-    links = _LINK.findall(page.read_text("utf-8"))
-    return [link for link in links
-            if "://" not in link and not (page.parent / link).exists()]
+    """Relative links of a Markdown page that lead nowhere, or to no heading of a page."""
+    found = []
+    for path, anchor in _LINK.findall(page.read_text("utf-8")):
+        target = page.parent / path if path else page
+        if "://" in path:
+            continue
+        if not target.exists():
+            found.append(path)
+        elif anchor and anchor not in headings(target):
+            found.append(f"{path}#{anchor}")
+    return found
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line.strip().lower()).replace(" ", "-") for line in lines}
 
 
 def test_no_page_links_to_what_is_not_there():
@@ -30,8 +43,9 @@ def test_no_page_links_to_what_is_not_there():
 
 def test_a_link_to_nothing_is_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("[here](page.md#part) [there](absent.md) [far](https://example.org/x.md)")
-    assert missing(page) == ["absent.md"]
+    page.write_text("# A (new) part\n[here](page.md#a-new-part) [too](#a-new-part) [no](#part)"
+                    " [there](absent.md#x) [far](https://example.org/x.md)")
+    assert missing(page) == ["#part", "absent.md"]
 
 
 def test_files_names_and_commands_that_are_mentioned_exist():

@@ -17,10 +17,12 @@ _ROOMS = (*PACKAGES, "tests", "examples", "docs")
 
 #: Pages about other projects' files and names, which they tell of by these names.
 ABOUT_OTHERS = ("docs/findings.md", "docs/case_study_clc.md")
-#: Names of others elsewhere: CUDA, CUTLASS, cuDNN, flash-attn-4.
+#: Names that no code of ours has: of CUDA, SASS, CuTe DSL, CUTLASS, cuDNN, flash-attn-4; a
+#: kernel's by a number; a row of docs/silicon.md.
 FOREIGN = frozenset((
-    "__syncthreads", "cudaLaunchConfig_t", "read_clc_payload", "store_invalid_response",
-    "get_Q_block_min_max", "golden_i",
+    "__syncthreads", "cudaLaunchConfig_t", "cudaLaunchAttribute", "cudaLaunchAttributeID",
+    "CUtensorMap", "IVALL", "FastDivmodDivisorV2", "read_clc_payload", "store_invalid_response",
+    "get_Q_block_min_max", "golden_i", "fairness",
 ))  # fmt: skip
 #: What a reader replaces, and a user's file in a finding that is shown.
 _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))
@@ -29,7 +31,7 @@ _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))
 _PATH = re.compile(rf"(?<![\w/.$<~-])((?:{'|'.join(_ROOMS)})(?:/[\w*-]+)+(?:\.\w+)?)(?![\w*/])")
 _FILE = re.compile(r"(?<![\w/.$<~*-])((?:\w+/)*\w+\.py)\b")
 _DOTTED = re.compile(rf"(?<![\w/.@])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
-_NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
+_NAME = re.compile(r"`([A-Za-z_](?:[\w.]*\w)?)(?:\([^`]*\))?`")
 _COMMAND = re.compile(
     rf"python -m ({'|'.join(PACKAGES)})\b(?!\.)(?: ([a-z][\w-]*)(?![\w./-]))?([^`#;|\n]*)")
 _PROSE = re.compile(r'("""(?:.|\n)*?""")|#(?: |:)([^\n]*)')
@@ -103,9 +105,8 @@ def _is_file(name: str) -> bool:
 
 
 def _is_known(name: str) -> bool:
-    """Every part of it that only code would spell so, with an underscore, is a word of the code."""
-    parts = [part for part in name.split(".") if "_" in part.strip("_")]
-    return all(part in _words() or part in FOREIGN for part in parts)
+    """Every part of it is a word of the code."""
+    return all(part in _words() or part in FOREIGN for part in name.split("."))
 
 
 def _resolves(name: str) -> bool:

@@ -13,13 +13,11 @@ from bench.__main__ import main
 from bench.commands import throughput
 from bench.measure import checking, providers
 from bench.measure import throughput as measured
-from bench.measure import timer as measuring
-from bench.measure.timer import Sampling, State
-from bench.model import predictor as predicting
+from bench.measure.timer import Sampling, State, interleave
 from bench.model import throughput as modelled
 from bench.model.calls import Kind
 from bench.model.ours import Ours
-from bench.model.predictor import Predicted
+from bench.model.predictor import Predicted, Predictor
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
@@ -48,7 +46,7 @@ def test_runs_take_turns():
     timer = FakeTimer()
     calls = {name: (lambda: None) for name in "abc"}
     calls = {name: (lambda n=name: n) for name in calls}
-    found = measuring.interleave(timer, calls, Sampling(2, 4))
+    found = interleave(timer, calls, Sampling(2, 4))
     order = [call() for call in timer.order]
     assert order == list("abc" "bca" "cab" "abc" "bca" "cab")
     assert all(len(samples.seconds) == 4 for samples in found.values())
@@ -242,7 +240,7 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
         return Attention()
 
     monkeypatch.setattr(Ours, "backward", ours)
-    predictor = predicting.Predictor(load("b200"), 1)
+    predictor = Predictor(load("b200"), 1)
     for case in (CAUSAL, CAUSAL, PACKED, DENSE):
         found = predictor.predict("ours", case, BACKWARD)
     assert asked == [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sm100_sim
-from bench.model import backward as modelled_backward
+from bench.model import backward as model_of_backward
 from bench.model import flash_attn_4 as theirs
 from bench.model import ours, samples
 from bench.model.backward import Backward
@@ -195,7 +195,7 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
         Portion(Case("part", ((512, 1024),), 8, 2, True), 1, False, 2),
         Portion(Case("part", ((300, 300), (40, 40)), 8, 2, True, packed=True), 4, False),
     ]
-    monkeypatch.setattr(modelled_backward, "backward_portions", lambda *given: parts)
+    monkeypatch.setattr(model_of_backward, "backward_portions", lambda *given: parts)
     found = backward(OURS)
     alone = [sum(run[0].seconds for run in found.run(part).values()) for part in parts]
     beside = found._beside(FULL, parts, VALUES[0])

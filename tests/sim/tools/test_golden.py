@@ -10,6 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
+from checkout import ROOT
 from cuda.bindings import driver
 
 from sm100_sim.__main__ import main
@@ -49,6 +50,12 @@ def check(cases: list[Case], **options) -> None:
     wrong = [difference(case, replay(case, **options), VECTORS.outputs(case), late_flush=True)
              for case in cases]
     assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+def test_the_page_counts_the_cases():
+    page = (ROOT / "docs/golden.md").read_text("utf-8")
+    rules = sum(1 for case in CASES if case.rule)
+    assert f"{len(CASES)} cases, {rules} of them" in page and f"`rules` ({rules} cases" in page
 
 
 def test_every_case_is_recorded():
