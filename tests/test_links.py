@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mentions
 import pytest
+import style
 from checkout import ROOT
 
 _LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
@@ -71,6 +72,23 @@ def test_rooms_and_modules_are_in_the_picture_of_the_rooms():
     folders = {path.parent for room in mentions.PACKAGES for path in (ROOT / room).rglob("*.py")}
     rooms = {path.name for path in folders if "build" not in path.parts}
     assert len(rooms) > 30 and not {name for name in rooms if f"{name}/" not in tree}
+
+
+def test_rooms_import_those_below_them_in_the_picture():
+    tree = (ROOT / "docs/architecture.md").read_text("utf-8").split("```")[1]
+    places, package = {}, ""
+    for number, line in enumerate(tree.splitlines()):
+        package = re.match(r"\w+|", line)[0] or package
+        # Names up to the second space in a row, and those that a colon explains.
+        for name in re.findall(r"(?:^  |; |, )(\w+)(?=/|,|:| {2}|$)", line):
+            places.setdefault(f"{package}/{name}", number)
+    assert {"fa4_hd256/run", "sm100_sim/causes", "bench/suite"} <= set(places)
+    edges = [("/".join(one.split("/")[:2]), "/".join(other.split("/")[:2]))
+             for one, imported in style.import_graph(ROOT).items() for other in imported]
+    inside = {(one, other) for one, other in edges if {one, other} <= set(places)
+              and one.split("/")[0] == other.split("/")[0]}  # fmt: skip
+    assert len(inside) > 80
+    assert not {(one, other) for one, other in inside if places[one] > places[other]}
 
 
 @pytest.mark.parametrize("text, offence", [
