@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .edges import PAIR_SIGNALS, TMA_SIGNALS, Edge, EdgeTable, Signal
-from .steps import Action, Advance, Issue, Load, Product, Ring, Role, StepTable, Verb, When
+from .steps import Action, Advance, EdgeUse, Issue, Load, Product, Ring, Role, StepTable, Verb, When
 
 __all__ = ["TILES", "check_drains"]
 
@@ -129,12 +129,46 @@ def _check_names(edges: EdgeTable, steps: StepTable) -> None:
         names = {use.edge for use in (*product.waits, *product.commits)}
         if names - declared:
             raise ValueError(f"{product.name} uses edges that there are not: {names - declared}")
-        firsts = [load for load in product.loads if load.when is When.FIRST]
-        if firsts and steps.looks_ahead and not product.is_ahead:
+        _check_product(product, steps)
+    for ring in steps.multiplied_rings:
+        if {ring.full, ring.free} <= set(steps.waited_edges):
+            raise ValueError(f"mma waits for both edges of ring {ring.name}; it counts by one")
+        users = {p.is_ahead for p in steps.products for o in p.operands if o.ring == ring.name}
+        if len(users) > 1 and steps.resident(ring.name):
             raise ValueError(
-                f"{product.name} is not ahead, so what it needs of a whole tile "
-                f"({firsts[0].content}) belongs to a product that is"
+                f"a buffer of ring {ring.name} serves a whole tile for products that are ahead and "
+                "for such that are not; they are at different tiles"
             )
+
+
+def _check_product(product: Product, steps: StepTable) -> None:
+    """What belongs to a tile's first or last step stands where the loops have it: what is first
+    before all else of the product, what is last after it, and where no product is ahead, before and
+    after all products."""
+    name, waits, commits = product.name, product.waits, product.commits
+    if not _in_order(waits, (When.FIRST, When.EACH)):
+        raise ValueError(f"{name} waits in a tile's first step, or in each, and in this order")
+    if not _in_order(commits, (When.EACH, When.LAST)):
+        raise ValueError(f"{name} commits in each step, or in a tile's last one, and in this order")
+    firsts = [load.content for load in product.loads if load.when is When.FIRST]
+    if steps.looks_ahead:
+        if firsts and not product.is_ahead:
+            raise ValueError(
+                f"{name} is not ahead, so what it needs of a whole tile ({', '.join(firsts)}) "
+                "belongs to a product that is"
+            )
+        return
+    begins = firsts or product.waits_for(When.FIRST)
+    if begins and product is not steps.products[0]:
+        raise ValueError(f"none is ahead, so {begins[0]} belongs to the first product, not {name}")
+    if product is not steps.products[-1] and any(use.when is When.LAST for use in commits):
+        raise ValueError(f"none is ahead, so a tile ends with the last product, not {name}")
+
+
+def _in_order(uses: tuple[EdgeUse, ...], order: tuple[When, ...]) -> bool:
+    """Whether the uses are in these steps alone, and come in this order."""
+    when = [use.when for use in uses]
+    return set(when) <= set(order) and when == sorted(when, key=order.index)
 
 
 # ------------------------------------------------------------------------------------ programs

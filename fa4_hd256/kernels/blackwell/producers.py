@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32
 
 from fa4_hd256.kernels.edges import RingStates, SharedByReference, Signal
 from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.steps import Load, Operand, Product, Ring, StepTable, When
+from fa4_hd256.kernels.steps import Load, Operand, Product, StepTable, When
 
 from .instructions import TmemOperand, fence_after_thread_sync, mma_chain
 from .operands import load_tile
@@ -79,7 +79,7 @@ class LoadRole(SharedByReference):
     def leave(self, context: Any, states: RingStates) -> Any:
         return states
 
-    def leave_ahead(self, states: RingStates) -> Any:
+    def leave_tile(self, is_ahead: bool, states: RingStates) -> Any:
         return states
 
     def _load(self, context: Any, load: Load, turn: Turn, states: RingStates) -> Any:
@@ -263,22 +263,17 @@ class MmaRole(SharedByReference):
             for use in product.commits:
                 if use.when is When.LAST:
                     self._commit(context, use.edge, states)
-        for ring in self.steps.multiplied_rings:
-            self._leave_ring(ring, states)
-        return states
+        return self.leave_tile(False, states)
 
-    def leave_ahead(self, states: RingStates) -> Any:
-        """To the next tile's buffers, where products that are ahead keep one for a whole tile."""
-        for product in self.steps.products:
-            if product.is_ahead:
-                for operand in product.operands:
-                    self._leave_ring(self.steps.ring(operand.ring), states)
+    def leave_tile(self, is_ahead: bool, states: RingStates) -> Any:
+        """To the next tile's buffers, where the products that are ahead, or those that are not,
+        keep one for a whole tile."""
+        products = [p for p in self.steps.products if p.is_ahead == is_ahead]
+        for name in dict.fromkeys(o.ring for product in products for o in product.operands):
+            several = self.kernel.edges[self.steps.mma_edge(self.steps.ring(name))].stages > 1
+            if several and self.steps.resident(name):
+                states.advance(name)
         return states
-
-    def _leave_ring(self, ring: Ring, states: RingStates) -> None:
-        several = self.kernel.edges[self.steps.mma_edge(ring)].stages > 1
-        if several and self.steps.resident(ring.name):
-            states.advance(ring.name)
 
     def tail(self, context: Any, states: RingStates) -> None:
         """The last signals arrive at this CTA's barriers, which must outlive them."""
@@ -358,7 +353,7 @@ class PairProducers:
                         turn = Turn(work, position, step == 1, False, step > 1)
                     states = role.perform(context, product, turn, states)
                 position = following_position
-            states = role.leave_ahead(states)
+            states = role.leave_tile(True, states)
             following = scheduler.advance_to_next_work()
             ahead = self.has_steps(context, following)
             for product in products:
@@ -368,6 +363,7 @@ class PairProducers:
                 else:
                     turn = Turn(work, position, num_steps == 1, True, num_steps > 1)
                     states = role.perform(context, product, turn, states)
+            states = role.leave_tile(False, states)
             work = following
             if not ahead:
                 scheduler, work = self.next_with_steps(context, scheduler, work)

@@ -18,6 +18,7 @@ from fa4_hd256.kernels.steps import (
     Operand,
     Ring,
     StepTable,
+    When,
     arrive,
     each,
     last,
@@ -182,6 +183,18 @@ MISTAKES = {
     "an edge without a ring": (
         EdgeTable((*FORWARD.edges.edges, Edge("x", 1, Signal.WARPS_CTA, "a", 1, "b", "c"))), F,
         r"no ring has \['x'\]"),
+    "a tile's wait after a step's": (
+        DQ.edges, with_product(Q, "dQ", waits=named(Q, "dQ").waits[::-1]),
+        r"dQ waits in a tile's first step, or in each, and in this order"),
+    "a tile's commit before a step's": (
+        DQ.edges, with_product(Q, "dQ", commits=named(Q, "dQ").commits[::-1]),
+        r"dQ commits in each step, or in a tile's last one, and in this order"),
+    "the end of a tile in its middle": (
+        DQ.edges,
+        replace(Q, products=tuple(
+            replace(p, is_ahead=False, waits=p.waits[p.waits[0].when is When.FIRST :])
+            for p in Q.products)),
+        r"none is ahead, so a tile ends with the last product, not S"),
     "Q loaded for a product that is not ahead": (
         DQ.edges, with_product(Q, "S", is_ahead=False), r"S is not ahead, so what it needs"),
 }  # fmt: skip
