@@ -91,6 +91,24 @@ def test_rooms_import_those_below_them_in_the_picture():
     assert not {(one, other) for one, other in inside if places[one] > places[other]}
 
 
+def test_each_file_of_a_way_through_the_code_is_imported_by_one_before_it():
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    section = page.split("\n## Three ways through the code\n")[1].split("\n## ")[0]
+    graph = style.import_graph(ROOT)
+    ways: list[list[str]] = []
+    for number, file in re.findall(r"^(\d+)\. `([\w/]+)(?:\.py)?`", section, re.MULTILINE):
+        if number == "1":
+            ways.append([])
+        ways[-1].append(file.strip("/"))
+    assert [way[0].split("/")[0] for way in ways] == ["fa4_hd256", "sm100_sim", "bench"]
+    for way in ways:
+        for place, file in enumerate(way[1:], 1):
+            seen = {name for before in way[:place] for name in graph[before]}
+            # A module of a package, or a package by what it publishes.
+            assert any(f"{name}/".startswith(f"{file}/") or file.startswith(f"{name}/")
+                       for name in seen), f"{file}: none of {way[:place]} imports it"
+
+
 @pytest.mark.parametrize("text, offence", [
     ("see bench/model/none.py", "path bench/model/none.py"),
     ("in `sm100_sim/native_machine`", "path sm100_sim/native_machine"),
