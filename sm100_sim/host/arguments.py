@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+#: Linux maps nothing below (vm.mmap_min_addr).
+LOWEST_ADDRESS = 1 << 16
 #: Nesting depth at which the walk through argument objects stops.
 _MAX_DEPTH = 6
 
@@ -114,11 +116,12 @@ def _holds_integers64(value: Any) -> bool:
 def possible_addresses(args: Any, kwargs: dict[str, Any] | None = None) -> np.ndarray:
     """uint64, sorted: what could be addresses among integers and in 64-bit integer tensors.
 
-    A grouped GEMM finds its operands by a table of them. Values below 2**32 are none.
+    A grouped GEMM finds its operands by a table of them. Values below LOWEST_ADDRESS are none;
+    others may be, also below 2**32: a Python that is not position-independent has its heap there.
     """
     values = [np.frombuffer(ctypes.string_at(start, end - start), np.uint64)
               for start, end, _, value in _tensors(args, kwargs) if _holds_integers64(value)]
     given = [value for value in (*args, *(kwargs or {}).values())
              if isinstance(value, int) and 0 <= value < 1 << 64]
     found = np.unique(np.concatenate([np.array(given, np.uint64), *values]))
-    return found[found >= 1 << 32]
+    return found[found >= LOWEST_ADDRESS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 
 import numpy as np
 
@@ -10,14 +11,18 @@ from sm100_sim.errors import Hang, SimulationError
 from sm100_sim.launcher import Options, parameter_buffer, parsed_kernel, run_kernel
 from sm100_sim.state.launch import LaunchConfig
 from sm100_sim.state.tensormap import encode
-from sm100_sim.state.warp import aligned_zeros
 
 from .cases import KERNEL, Case
 
 
 def placed(array: np.ndarray) -> np.ndarray:
-    """A copy on a 64-byte boundary, as device memory is."""
-    copy = aligned_zeros(array.shape, array.dtype)
+    """A copy at the start of pages of its own, as device memory is.
+
+    Tensor maps of some cases begin terabytes below their memory. Pages lie high enough for that;
+    a heap may not.
+    """
+    pages = mmap.mmap(-1, max(array.nbytes, 1))
+    copy = np.frombuffer(pages, array.dtype, array.size).reshape(array.shape)
     copy[...] = array
     return copy
 

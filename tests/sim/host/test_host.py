@@ -19,7 +19,12 @@ from fa4_hd256.run.resources import resource_usage
 from sm100_sim.errors import LaunchError
 from sm100_sim.host import host_code
 from sm100_sim.host import program as host_program
-from sm100_sim.host.arguments import strided_extent, tensor_ranges
+from sm100_sim.host.arguments import (
+    LOWEST_ADDRESS,
+    possible_addresses,
+    strided_extent,
+    tensor_ranges,
+)
 from sm100_sim.host.cubin import launch_registers, loaded_cubin, moving_registers
 from sm100_sim.state.tensormap import decode
 
@@ -257,3 +262,10 @@ def test_setmaxnreg_that_ptxas_drops_moves_nothing(residents):
     assert config.moves_registers == bool(moving_registers(config.cubin)) == (residents == 1)
     assert (config.registers < 128) == (residents == 0)
     assert torch.equal(target, torch.arange(256, dtype=torch.int32))
+
+
+def test_addresses_below_4_gib_may_be_memory():
+    """Heaps of a Python that is not position-independent lie there; the first pages nowhere."""
+    table = np.array([5, 0x4B48_7800, LOWEST_ADDRESS - 1], np.int64)
+    found = possible_addresses((LOWEST_ADDRESS, table, 0x7F12_3456_7000), {"count": 3})
+    assert found.tolist() == [LOWEST_ADDRESS, 0x4B48_7800, 0x7F12_3456_7000]

@@ -93,6 +93,7 @@ def test_a_directory_belongs_to_one_machine(tmp_path):
 def test_nothing_more_is_started_on_a_machine_that_does_not_answer(tmp_path, monkeypatch):
     """A target whose GPU does not exist: its first step faults, and so does the question."""
     monkeypatch.setattr(runner, "PAUSES", (0.0, 0.0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run = Run(tmp_path, Target("gpu", "no such GPU", (10, 0), 148))
     with pytest.raises(Stopped, match="no longer answers"):
         run.rung(rungs.named("golden"), ["golden/warp/vote*"])
