@@ -6,9 +6,10 @@ import stat
 from collections import deque
 
 import pytest
+from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import sanitizer
-from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup.outcome import Target
 from sm100_sim import report
 
 pytestmark = pytest.mark.simulator

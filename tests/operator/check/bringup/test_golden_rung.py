@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import golden as rung
 from fa4_hd256.check.bringup import gpu
-from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup.outcome import Target
 from sm100_sim.tools import golden
 from sm100_sim.tools.golden.record import DriverError
 

@@ -8,12 +8,13 @@ import math
 
 import pytest
 import torch
+from simulated_target import SIMULATOR
 
 import fa4_hd256
 from fa4_hd256.check import reference
 from fa4_hd256.check.bringup import kernels
 from fa4_hd256.check.bringup.kernels import Call
-from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup.outcome import Target
 
 pytestmark = pytest.mark.simulator
 

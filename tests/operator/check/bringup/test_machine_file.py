@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import report
-from fa4_hd256.check.bringup.outcome import SIMULATOR, Target
+from fa4_hd256.check.bringup.outcome import Target
 from fa4_hd256.check.bringup.runner import Run
 from sm100_sim.timing.machine_constants import load
 

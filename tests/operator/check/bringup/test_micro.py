@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import micro, micro_memory, micro_rates, micro_tensor, modelled
-from fa4_hd256.check.bringup.outcome import Target, simulated
-from sm100_sim import device
+from fa4_hd256.check.bringup.outcome import Target
 from sm100_sim.timing.machine_constants import Values, load
 
 pytestmark = pytest.mark.simulator
 
-SIMULATOR = simulated(device("b200"))
+
 TABLE = micro._table(SIMULATOR.sms)
 #: Benchmarks whose kernels the model follows from one cluster, and how far off they may be: reads
 #: of the clock and the loop itself take up to a clock a round, 5 % of a rate.

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 from checkout import ROOT
+from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import child, outcome, report, rungs, runner
-from fa4_hd256.check.bringup.outcome import SIMULATOR, Outcome, Target
+from fa4_hd256.check.bringup.outcome import Outcome, Target
 from fa4_hd256.check.bringup.runner import Run, Stopped, read_results
 from sm100_sim.translate import kernel as translation
 
