@@ -71,8 +71,7 @@ def hang_of(clusters: Iterable[Cluster], done: int, number: int) -> Hang:
         shown.append(f"  and {len(lines) - LISTED_WARPS} more")
     return Hang(
         "the launch hangs: no warp can go on and no asynchronous operation is in flight; "
-        f"{len(left)} clusters are resident, {done} of {number} are "
-        "done. Waiting:\n" + "\n".join(shown)
+        f"clusters: {done} of {number} done, {len(left)} resident. Waiting:\n" + "\n".join(shown)
     )
 
 

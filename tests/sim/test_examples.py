@@ -104,10 +104,10 @@ def test_the_first_kernel(plain):
 
 def test_a_planted_race(plain):
     right, cause, finding = plain("planted_race.py").splitlines()
-    assert right == "0 of 128 elements differ; findings of 1 cause(s)"
+    assert right == "0 of 128 elements differ; causes of findings: 1"
     assert cause.startswith("race in shared memory: 1 finding")
     assert "write (`st.shared.u32" in finding and "then read (`ld.shared.u32" in finding
-    assert plain("planted_race.py", "--barrier").endswith("findings of 0 cause(s)\n")
+    assert plain("planted_race.py", "--barrier").endswith("causes of findings: 0\n")
 
 
 def test_a_hang(plain):

@@ -79,7 +79,7 @@ def test_the_first_cluster_that_fails_is_reported(threads):
 def test_a_hang_comes_after_everything_else_is_done(threads):
     # CTA 7 waits for a phase that never ends.
     parity = "setp.eq.u32 %p3, %r1, 7;  selp.u32 %r5, 1, 0, %p3;"
-    with pytest.raises(Hang, match=r"23 of 24 are done") as caught:
+    with pytest.raises(Hang, match=r"23 of 24 done") as caught:
         run(parity, threads=threads)
     assert "CTA (7, 0, 0) warp" in str(caught.value)
     assert "CTA (6, 0, 0)" not in str(caught.value)

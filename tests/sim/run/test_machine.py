@@ -243,7 +243,7 @@ def test_a_hang_lists_who_waits_for_what(options):
     with pytest.raises(Hang) as caught:
         run_kernel_text(body, block=(64, 1, 1), grid=(2, 1, 1), clusters=1, **options)
     text = str(caught.value)
-    assert "1 clusters are resident, 0 of 2 are done" in text
+    assert "clusters: 0 of 2 done, 1 resident." in text
     assert "CTA (0, 0, 0) warp 0 lanes 0xffffffff at `mbarrier.try_wait.parity.shared.b64" in text
     assert "waits for parity 0; mbarrier at shared offset 0x400 of CTA rank 0: phase 0" in text
     assert "2 of 3 arrivals pending, 4096 bytes pending" in text
