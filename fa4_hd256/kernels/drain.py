@@ -6,10 +6,14 @@ steps and refuses a plan
 
 * in which roles wait for each other for ever (a hang);
 * in which a buffer is written while somebody may still use it, or holds something else than who
-  reads it expects, so that the orders of loads and products differ;
+  reads it expects, so that the orders of loads and products differ, or what nobody has read;
 * in which a barrier can run ahead of who waits for it by more than its parity tells apart, or an
   arrival can fall into the phase before its own;
 * whose last signals may find that their CTA has exited.
+
+What the generated roles do is taken from their rules, not from what the table means (`programs`): a
+wait for a phase that was waited for before does not block, and buffers are those of the states.
+What a product computes, and from where a copy takes its data, is not looked at here.
 
 NOTE [one run is all runs].  Every role is a fixed sequence, nobody chooses.  A wait asks for a
 number of completed phases, which only grows, so what can go on now can go on later, whatever others
@@ -28,21 +32,17 @@ that it adds is not counted on elsewhere, since the static one adds none.
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .edges import PAIR_SIGNALS, TMA_SIGNALS, Edge, EdgeTable, Signal
-from .steps import Action, Advance, EdgeUse, Issue, Load, Product, Ring, Role, StepTable, Verb, When
+from .programs import CTAS, LEADER, Kind, Operation, Programs, Use
+from .steps import EdgeUse, Product, Ring, StepTable, When
 
 __all__ = ["TILES", "check_drains"]
 
-CTAS = (0, 1)
-LEADER = 0
 RESPONSES = 2  # of the dynamic scheduler, read or under way
 
 #: Steps of each of a cluster's tiles, for every plan: none, few and many, in every order of two,
@@ -56,39 +56,6 @@ TILES = (
     (0, 0, 0, 0, 2, 1, 1, 1),
     (3, 0, 1, 9, 2),
 )
-
-
-class Kind(enum.Enum):
-    WAIT = "waits for"
-    SKIP = "skips"
-    ARRIVE = "arrives on"
-    USE = "uses"
-    COPY = "copies"
-    PRODUCT = "multiplies"
-    COMMIT = "commits"
-    ADVANCE = "takes the tile"
-    FETCH = "fetches the tile"
-
-
-class Use(NamedTuple):
-    """A use of a buffer.  position: turn of its ring; expected: what it holds then, or is to."""
-
-    ring: str
-    position: int
-    content: tuple
-    writes: bool
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation of a role.  number: of the wait for or arrival on an edge, from 0 on, or of the
-    tile; place: where in the steps, for messages."""
-
-    kind: Kind
-    edge: str = ""
-    number: int = 0
-    uses: tuple[Use, ...] = ()
-    place: str = ""
 
 
 def check_drains(name: str, edges: EdgeTable, steps: StepTable) -> None:
@@ -150,6 +117,9 @@ def _check_product(product: Product, steps: StepTable) -> None:
         raise ValueError(f"{name} waits in a tile's first step, or in each, and in this order")
     if not _in_order(commits, (When.EACH, When.LAST)):
         raise ValueError(f"{name} commits in each step, or in a tile's last one, and in this order")
+    if not {load.when for load in product.loads} <= {When.FIRST, When.EACH}:
+        raise ValueError(f"{name} loads in a tile's first step, or in each")
+    _check_copies(product, steps)
     firsts = [load.content for load in product.loads if load.when is When.FIRST]
     if steps.looks_ahead:
         if firsts and not product.is_ahead:
@@ -165,200 +135,24 @@ def _check_product(product: Product, steps: StepTable) -> None:
         raise ValueError(f"none is ahead, so a tile ends with the last product, not {name}")
 
 
+def _check_copies(product: Product, steps: StepTable) -> None:
+    """What is loaded is read from where it is loaded to."""
+    memories = {
+        (load.ring, copy.content): copy.memory for load in steps.loads for copy in load.copies
+    }
+    for operand in (product.a, product.b):
+        memory = memories.get((operand.ring, operand.content), operand.memory)
+        if memory != operand.memory:
+            raise ValueError(
+                f"{product.name} reads {operand.content} from {operand.memory}, but it is loaded "
+                f"to {memory}"
+            )
+
+
 def _in_order(uses: tuple[EdgeUse, ...], order: tuple[When, ...]) -> bool:
     """Whether the uses are in these steps alone, and come in this order."""
     when = [use.when for use in uses]
     return set(when) <= set(order) and when == sorted(when, key=order.index)
-
-
-# ------------------------------------------------------------------------------------ programs
-
-
-class Counters:
-    """How often a role has waited for, or arrived on, each edge."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], int] = defaultdict(int)
-
-    def next(self, verb: str, edge: str) -> int:
-        """The number of the coming one, which then is the last one."""
-        self._counts[verb, edge] += 1
-        return self._counts[verb, edge] - 1
-
-    def count(self, verb: str, edge: str) -> int:
-        return self._counts[verb, edge]
-
-
-@dataclass
-class Programs:
-    """The programs of all roles of both CTAs, for tiles of so many steps each."""
-
-    edges: EdgeTable
-    steps: StepTable
-    tiles: tuple[int, ...]
-
-    def all(self) -> dict[tuple[str, int], list[Operation]]:
-        """By (role, CTA)."""
-        programs = {("mma", LEADER): list(self._mma())}
-        for cta in CTAS:
-            programs["load", cta] = list(self._load())
-            for role in self.steps.roles:
-                programs[role.name, cta] = list(self._written(role))
-        programs["scheduler", LEADER] = [
-            operation
-            for tile in range(1, len(self.tiles) + 1)
-            for operation in (Operation(Kind.FETCH, number=tile), _advance(tile))
-        ]
-        return programs
-
-    def _load(self) -> Iterator[Operation]:
-        counters = Counters()
-        for item in self.steps.walk(self.tiles):
-            if isinstance(item, Advance):
-                yield _advance(item.tile)
-                continue
-            for load in item.product.loads:
-                if load.when.applies(item.is_first, item.is_last):
-                    yield from self._fill(load, item, counters)
-        for ring in self.steps.loaded_rings:
-            yield from self._tail(ring.freed, counters)
-
-    def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[Operation]:
-        ring = self.steps.ring(load.ring)
-        for piece in range(load.pieces):
-            place = f"for {issue}"
-            yield Operation(Kind.WAIT, ring.freed, counters.next("wait", ring.freed), place=place)
-            position = counters.next("arrive", ring.full)
-            step = None if load.when is When.FIRST else issue.step
-            uses = tuple(
-                Use(ring.name, position, (copy.content, issue.tile, step, piece), True)
-                for copy in load.copies
-            )
-            yield Operation(Kind.COPY, ring.full, position, uses, place)
-
-    def _tail(self, edge: str, counters: Counters) -> Iterator[Operation]:
-        for _ in range(self.edges[edge].stages):
-            yield Operation(Kind.WAIT, edge, counters.next("wait", edge), place="at the end")
-
-    def _mma(self) -> Iterator[Operation]:
-        counters = Counters()
-        for item in self.steps.walk(self.tiles):
-            if isinstance(item, Advance):
-                yield _advance(item.tile)
-            else:
-                yield from self._product(item, counters)
-        for name in self.steps.mma_tail(self.edges):
-            yield from self._tail(self.steps.mma_edge(self.steps.ring(name)), counters)
-
-    def _product(self, issue: Issue, counters: Counters) -> Iterator[Operation]:
-        product, place = issue.product, str(issue)
-        ring = self.steps.ring(product.b.ring)
-        for piece in range(product.pieces):
-            for use in product.waits:
-                is_due = use.when.applies(issue.is_first, issue.is_last)
-                if is_due and (piece == 0 or use.edge == ring.full):
-                    number = counters.next("wait", use.edge)
-                    yield Operation(Kind.WAIT, use.edge, number, place=place)
-            uses = self._uses(product, issue, piece, counters)
-            yield Operation(Kind.PRODUCT, uses=uses, place=place)
-            if piece < product.pieces - 1:
-                number = counters.next("commit", ring.freed)
-                yield Operation(Kind.COMMIT, ring.freed, number, place=place)
-        for use in product.commits:
-            if use.when.applies(issue.is_first, issue.is_last):
-                number = counters.next("commit", use.edge)
-                yield Operation(Kind.COMMIT, use.edge, number, place=place)
-
-    def _uses(
-        self, product: Product, issue: Issue, piece: int, counters: Counters
-    ) -> tuple[Use, ...]:
-        """What a product reads, then what it writes, or adds to."""
-        uses = []
-        for operand, part in ((product.a, 0), (product.b, piece)):
-            full = self.steps.ring(operand.ring).full
-            step = None if self._is_of_tile(operand.content) else issue.step
-            content = (operand.content, issue.tile, step, part)
-            uses.append(Use(operand.ring, counters.count("wait", full) - 1, content, False))
-        result = product.result
-        position = counters.count("commit", self.steps.ring(result.ring).full)
-        made = (result.content, issue.tile, issue.step)
-        if piece > 0 or product.overwrites is None:
-            uses.append(Use(result.ring, position, made, False))
-        elif product.overwrites is When.FIRST and not issue.is_first:
-            before = (result.content, issue.tile, issue.step - 1)
-            uses.append(Use(result.ring, position, before, False))
-        uses.append(Use(result.ring, position, made, True))
-        return tuple(uses)
-
-    def _is_of_tile(self, content: str) -> bool:
-        """Whether a content is loaded once a tile."""
-        return any(
-            copy.content == content and load.when is When.FIRST
-            for load in self.steps.loads for copy in load.copies
-        )  # fmt: skip
-
-    def _written(self, role: Role) -> Iterator[Operation]:
-        """A role written by hand."""
-        counters = Counters()
-        yield from self._actions(role.begin, (0, 0), counters)
-        before = None
-        for tile, num_steps in enumerate(self.tiles):
-            if num_steps:
-                yield from self._tile(role, tile, before, counters)
-                before = tile
-            yield _advance(tile + 1)
-        if before is not None:
-            for act in role.acts:
-                if act.of_tile_before:
-                    place = before, self.tiles[before] - 1
-                    yield from self._actions(act.actions, place, counters)
-        yield from self._actions(role.end, (len(self.tiles), 0), counters)
-
-    def _tile(
-        self, role: Role, tile: int, before: int | None, counters: Counters
-    ) -> Iterator[Operation]:
-        last = self.tiles[tile] - 1
-        for act in role.acts:
-            if act.is_ahead and act.when.applies(True, last == 0):
-                yield from self._actions(act.actions, (tile, 0), counters)
-        for step in range(last + 1):
-            for act in role.acts:
-                if act.is_ahead:
-                    if step < last and act.when.applies(False, step + 1 == last):
-                        yield from self._actions(act.actions, (tile, step + 1), counters)
-                elif not act.when.applies(step == 0, step == last):
-                    continue
-                elif not act.of_tile_before:
-                    yield from self._actions(act.actions, (tile, step), counters)
-                elif before is not None:
-                    place = before, self.tiles[before] - 1
-                    yield from self._actions(act.actions, place, counters)
-
-    def _actions(
-        self, actions: tuple[Action, ...], where: tuple[int, int], counters: Counters
-    ) -> Iterator[Operation]:
-        tile, step = where
-        place = f"in step {step} of tile {tile}"
-        for action in actions:
-            verb, name = action.verb, action.where
-            if verb in (Verb.WAIT, Verb.SKIP):
-                kind = Kind.WAIT if verb is Verb.WAIT else Kind.SKIP
-                yield Operation(kind, name, counters.next("wait", name), place=place)
-            elif verb is Verb.ARRIVE:
-                yield Operation(Kind.ARRIVE, name, counters.next("arrive", name), place=place)
-            else:
-                full = self.steps.ring(name).full
-                writes = verb is Verb.WRITE
-                turn = counters.count("arrive", full) if writes else (
-                    counters.count("wait", full) - 1
-                )  # fmt: skip
-                is_of_tile = self._is_of_tile(action.content)
-                content = (action.content, tile, None if is_of_tile else step)
-                yield Operation(Kind.USE, uses=(Use(name, turn, content, writes),), place=place)
-
-
-def _advance(tile: int) -> Operation:
-    return Operation(Kind.ADVANCE, number=tile)
 
 
 # ----------------------------------------------------------------------------------------- run
@@ -385,12 +179,14 @@ class Stage:
 
 @dataclass
 class Held:
-    """Something that a buffer holds: by whom it was written, and by whom used since."""
+    """Something that a buffer holds: by whom it was written, by whom used since, and whether by
+    somebody for whom it was made."""
 
     content: tuple
     ring: str
     writer: int
     users: list[int] = field(default_factory=list)
+    is_taken: bool = False
 
 
 class Run:
@@ -408,6 +204,8 @@ class Run:
         self.stages: dict[tuple, Stage] = {}
         #: What each buffer holds, by name.
         self.buffers: dict[tuple, dict[str, Held]] = defaultdict(dict)
+        #: What was overwritten before anybody had read it.
+        self.unread: list[Held] = []
         self.tensor: int | None = None
         self.fetched, self.taken = 0, dict.fromkeys(self.programs, 0)
 
@@ -560,6 +358,8 @@ class Run:
         for other, held in list(buffer.items()):
             if other != name and self._lie_side_by_side(held, use, event):
                 continue
+            if not held.is_taken and held.writer != event:
+                self.unread.append(held)
             for user in (held.writer, *held.users):
                 if not self._precedes(user, event):
                     raise ValueError(
@@ -601,6 +401,7 @@ class Run:
                 f"for this: {self._said(held.writer)}"
             )
         held.users.append(event)
+        held.is_taken |= use.takes
 
     # What barriers can tell apart, and how long they live.
 
@@ -625,6 +426,10 @@ class Run:
                 )
 
     def _check_exit(self) -> None:
+        left = (held for buffer in self.buffers.values() for held in buffer.values())
+        for held in (*self.unread, *left):
+            if not held.is_taken:
+                raise ValueError(f"nobody reads {_described(held.content)} in {held.ring}")
         ends = 0
         for last in self.last.values():
             if last is not None:

@@ -42,6 +42,7 @@ __all__ = [
     "Verb",
     "When",
     "arrive",
+    "change",
     "each",
     "first",
     "last",
@@ -99,6 +100,7 @@ class Ring:
     executes them in the order of their issue.  Both edges have as many stages as there are buffers.
     over: the ring whose buffers these lie over.  parts: stages that lie over one buffer of that.
     share: (which, of how many) parts of each buffer of that ring they lie over.
+    regions: of the SMEM or TMEM plan, each with so many buffers; the ring's name if none is given.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Ring:
     over: str | None = None
     parts: int = 1
     share: tuple[int, int] = (0, 1)
+    regions: tuple[str, ...] = ()
 
     @property
     def freed(self) -> str:
@@ -210,6 +213,7 @@ class Verb(enum.Enum):
     SKIP = "passes over"
     ARRIVE = "arrives on"
     READ = "reads"
+    CHANGE = "changes"
     WRITE = "writes"
 
 
@@ -238,8 +242,13 @@ def arrive(edge: str) -> Action:
 
 
 def read(ring: str, content: str) -> Action:
-    """Read, or change in place, the buffer that was waited for last."""
+    """Read the buffer that was waited for last."""
     return Action(Verb.READ, ring, content)
+
+
+def change(ring: str, content: str) -> Action:
+    """Change the buffer that was waited for last in place; somebody else has yet to read it."""
+    return Action(Verb.CHANGE, ring, content)
 
 
 def write(ring: str, content: str) -> Action:

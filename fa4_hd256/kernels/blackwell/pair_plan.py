@@ -7,6 +7,7 @@ from typing import Any
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import BARRIER_BYTES, EdgeTable
 from fa4_hd256.kernels.plans import SmemRegion
+from fa4_hd256.kernels.ring_memory import check_memory
 from schedulers import CLUSTER_SIZE
 from schedulers.clc import ClcScheduler
 
@@ -35,11 +36,8 @@ def check_plan(name: str, plan: Any) -> None:
 
     name: of the kernel.  plan: has smem, tmem, edges and steps, which are derived here.
     """
-    _ = plan.smem
-    edges, steps, tmem = plan.edges, plan.steps, plan.tmem
-    for product in steps.products:
-        tmem.buffers(product.result.memory, edges[steps.ring(product.result.ring).full].stages)
-    check_drains(name, edges, steps)
+    check_memory(name, plan)
+    check_drains(name, plan.edges, plan.steps)
 
 
 def check_ring(name: str, stages: int) -> None:

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from fa4_hd256.kernels import drain
+from fa4_hd256.kernels import drain, programs
 from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DqProductPlan
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from fa4_hd256.kernels.drain import Kind, check_drains
+from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.programs import Kind
 from fa4_hd256.kernels.steps import (
     Advance,
     Copy,
+    EdgeUse,
+    Issue,
     Load,
     Operand,
     Ring,
@@ -21,7 +24,9 @@ from fa4_hd256.kernels.steps import (
     When,
     arrive,
     each,
+    first,
     last,
+    read,
     wait,
     write,
 )
@@ -96,16 +101,16 @@ class SkipsFirst(StepTable):
         while tile < len(tiles):
             for step in range(1, tiles[tile]):
                 for product in self.products:
-                    yield drain.Issue(
+                    yield Issue(
                         product, tile, step - (not product.is_ahead), tiles[tile]
                     )
             yield Advance(tile + 1)
             following = yield from self._next_with_steps(tiles, tile + 1)
             for product in self.products:
                 if not product.is_ahead:
-                    yield drain.Issue(product, tile, tiles[tile] - 1, tiles[tile])
+                    yield Issue(product, tile, tiles[tile] - 1, tiles[tile])
                 elif following < len(tiles):
-                    yield drain.Issue(product, following, 0, tiles[following])
+                    yield Issue(product, following, 0, tiles[following])
             tile = following
 
 
@@ -123,7 +128,8 @@ QK, PV = named(F, "QK"), named(F, "PV")
 #: What is wrong -> (edges, steps, words of the refusal: of the edge, and of the step).
 MISTAKES = {
     "a missing commit of a buffer": (
-        FORWARD.edges, without(F, "QK", "kv_free"), r"hangs: load .* kv_free"),
+        FORWARD.edges, without(F, "QK", "kv_free"),
+        r"reads V of step 0 of tile 0 from kv .* finds K of step 0"),
     "a missing commit of a result": (
         FORWARD.edges, without(F, "QK", "s_done"), r"hangs: mma waits for p_done \(PV of step 0"),
     "results never handed over": (
@@ -131,7 +137,8 @@ MISTAKES = {
     "no wait for an operand": (
         FORWARD.edges, without(F, "PV", "p_done"), r"reads P of step 0 of tile 0 from p \(PV"),
     "no wait for a load": (
-        FORWARD.edges, without(F, "QK", "kv_loaded"), r"reads K of step 0 .* finds nothing"),
+        FORWARD.edges, without(F, "QK", "kv_loaded"),
+        r"nothing makes who reads K of step 0 .* wait for this: load of CTA 0"),
     "a wait that is left to luck": (
         DQ.edges, without(Q, "dQ", "ds_done"), r"reads dS of step 0 .* from ds \(dQ"),
     "no wait for a result's buffer": (
@@ -200,6 +207,49 @@ MISTAKES = {
 }  # fmt: skip
 
 
+def with_uses(steps: StepTable, name: str, edge: str, when: When) -> StepTable:
+    """The table with an edge of a product waited for, or committed, in other steps."""
+    product = named(steps, name)
+    waits, commits = (
+        tuple(EdgeUse(use.edge, when) if use.edge == edge else use for use in uses)
+        for uses in (product.waits, product.commits)
+    )
+    return with_product(steps, name, waits=waits, commits=commits)
+
+
+ONE_S = PLANS["forward, one S"]
+MISTAKES |= {
+    "a wait in steps that the roles do not know": (
+        FORWARD.edges, with_uses(F, "PV", "kv_loaded", When.LAST),
+        r"PV waits in a tile's first step, or in each"),
+    "a commit in steps that the roles do not know": (
+        DQ.edges, with_uses(Q, "dQ", "dq_done", When.NOT_LAST), r"dQ commits in each step, or in"),
+    "a load in steps that the roles do not know": (
+        FORWARD.edges,
+        with_product(F, "PV", loads=(replace(PV.loads[0], when=When.LAST),)),
+        r"PV loads in a tile's first step, or in each"),
+    "a wait of a tile's first step before the product that it waits for": (
+        ONE_S.edges,
+        with_product(ONE_S.steps, "PV", waits=(first("p_done"), *PV.waits[:2])),
+        r"none is ahead, so p_done belongs to the first product, not PV"),
+    "a buffer that one product waits for and another one leaves": (
+        FORWARD.edges,
+        with_product(
+            without(F, "QK", "kv_free"), "PV", commits=(each("kv_free"), *PV.commits)),
+        r"reads V of step 0 of tile 0 from kv .* finds K of step 0"),
+    "an operand read from other memory than it is loaded to": (
+        FORWARD.edges, with_product(F, "PV", loads=(Load.one("V", "v", "k", "kv"),)),
+        r"PV reads V from v, but it is loaded to k"),
+    "a sum that is overwritten": (
+        DQ.edges, with_product(Q, "dQ", overwrites=When.EACH), r"nobody reads dQ of step 0"),
+    "a sum that is overwritten after it was changed": (
+        FORWARD.edges, with_product(F, "PV", overwrites=When.EACH), r"nobody reads O of step 0"),
+    "a result that nobody reads": (
+        FORWARD.edges, with_role(F, "correction", lacking(read("scale", "1/sum"))),
+        r"nobody reads 1/sum of step 0"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_refused(mistake):
     edges, steps, words = MISTAKES[mistake]
@@ -227,6 +277,39 @@ def test_more_results_than_tensor_memory_has_buffers_for():
 
     with pytest.raises(ValueError, match="s has 3 buffers; the TMEM plan lacks s2"):
         ThreeScores()
+
+
+class OneMore(ForwardConfig):
+    @property
+    def edges(self):
+        return with_stages(super().edges, kv_loaded=4, kv_free=4)
+
+
+class OneSlice(ForwardConfig):
+    @property
+    def edges(self):
+        return with_stages(super().edges, o_staged=2)
+
+
+class ApartFromS(ForwardConfig):
+    @property
+    def steps(self):
+        table = super().steps
+        rings = (replace(r, over=None) if r.name == "p" else r for r in table.rings)
+        return replace(table, rings=tuple(rings))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (OneMore, "ring kv: kv_loaded has 4 stages, the region kv of the SMEM plan 3"),
+        (OneSlice, "ring staged: o_staged has 2 stages, over q there are 8"),
+        (ApartFromS, "ring p: p0 lies over s0 in the TMEM plan"),
+    ],
+)
+def test_rings_that_do_not_fit_their_memory_are_refused(config, words):
+    with pytest.raises(ValueError, match=f"the forward kernel cannot work: {words}"):
+        config()
 
 
 # ------------------------------------------------------------------------------ edits of a table
@@ -267,7 +350,16 @@ def one_stage_more():
     return with_stages(FORWARD.edges, kv_loaded=4, kv_free=4), F
 
 
-@pytest.mark.parametrize("edit", [one_stage_more, halves_of_p, paged_k])
+def all_ahead():
+    return FORWARD.edges, with_product(F, "PV", is_ahead=True)
+
+
+def a_wait_twice():
+    """The second one finds the phase that the first one found."""
+    return FORWARD.edges, with_product(F, "PV", waits=(*PV.waits, each("o_free")))
+
+
+@pytest.mark.parametrize("edit", [one_stage_more, halves_of_p, paged_k, all_ahead, a_wait_twice])
 def test_an_edit_of_a_table_drains(edit):
     check_drains("the kernel", *edit())
 
@@ -294,7 +386,7 @@ class Walk:
 
     def __init__(self, edges, steps, tiles) -> None:
         self.edges = {edge.name: edge for edge in edges.edges}
-        self.programs = list(drain.Programs(edges, steps, tiles).all().items())
+        self.programs = list(programs.Programs(edges, steps, tiles).all().items())
         self.tensor = [
             operation for (name, _), program in self.programs if name == "mma"
             for operation in program if operation.kind in (Kind.PRODUCT, Kind.COMMIT)
@@ -389,7 +481,8 @@ WALKS = {
 def test_every_interleaving_ends_in_the_same_place(name, monkeypatch):
     """NOTE [one run is all runs]: where one run ends, all do, be it at the end or in a hang."""
     plan, ctas, tiles, left_out = WALKS[name]
-    monkeypatch.setattr(drain, "CTAS", ctas)
+    for module in (drain, programs):
+        monkeypatch.setattr(module, "CTAS", ctas)
     walk = Walk(plan.edges, plan.steps, tiles)
     assert len(walk.ends) == 1 and walk.finished() and walk.states > 1000
     broken = without(plan.steps, *left_out)

@@ -11,7 +11,7 @@ import torch
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
-from fa4_hd256.kernels.drain import Kind, Programs
+from fa4_hd256.kernels.programs import Kind, Programs
 
 pytestmark = pytest.mark.simulator
 

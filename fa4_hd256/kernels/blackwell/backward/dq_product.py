@@ -58,18 +58,21 @@ class DqProductKernel(DqKernel):
 
     def places(self, context: Any, content: str, work: Any, kv_tile: Int32) -> tuple:
         """See `tma_tile`: this CTA's 128 queries of dS, its half of the columns of K."""
-        return (self._places(context, work, kv_tile),)
+        return (self._places(context, content.split(), work, kv_tile),)
 
     @staticmethod
-    def _places(context: Any, work: Any, kv_tile: Int32) -> Iterator:
-        """Of dS and K; worked out when the buffer is free."""
+    def _places(context: Any, contents: list[str], work: Any, kv_tile: Int32) -> Iterator:
+        """Of dS and K, in the order of the copies; worked out when the buffer is free."""
         row, rank = kv_tile * BLOCK_KV, context.cta_rank
         keys = context.sequences.key(work.batch)
         # Every sequence has a plane of dS to itself, from its first key and query on.  What TMA
         # finds beyond its last key is 0, as in K: what the dK/dV kernel has there is no number.
         plane = Sequence(Int32(0), keys.length, work.batch)
-        yield plane, row, work.block * CTAS + rank, work.head
-        yield keys, row, rank, work.head // context.heads_per_kv
+        for copied in contents:
+            if copied == "dS":
+                yield plane, row, work.block * CTAS + rank, work.head
+            else:
+                yield keys, row, rank, work.head // context.heads_per_kv
 
     @cute.jit
     def gradient(self, context: Any):

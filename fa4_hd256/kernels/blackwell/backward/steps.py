@@ -139,7 +139,7 @@ DKDV_STEPS = StepTable(
         Ring("s", full="s_done", free="s_free"),
         Ring("dp", full="dp_done", free="dp_free"),
         Ring("weights", full="weights_done", free="weights_free"),
-        Ring("sums", full="sums_done", free="sums_free"),
+        Ring("sums", full="sums_done", free="sums_free", regions=("dv", "dk")),
     ),
     products=(
         Product(
@@ -222,7 +222,7 @@ DKDV_STORING_STEPS = replace(
 
 DQ_PRODUCT_STEPS = StepTable(
     rings=(
-        Ring("step", full="step_loaded", free="step_free"),
+        Ring("step", full="step_loaded", free="step_free", regions=("ds", "k")),
         Ring("dq", full="dq_done", free="dq_free"),
     ),
     products=(

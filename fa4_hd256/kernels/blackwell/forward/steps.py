@@ -12,6 +12,7 @@ from fa4_hd256.kernels.steps import (
     StepTable,
     When,
     arrive,
+    change,
     each,
     first,
     read,
@@ -57,7 +58,7 @@ def _correction(o_slices: int) -> Role:
         (
             Act((wait("scale_done"), read("scale", "factor"), arrive("scale_free")), is_ahead=True),
             Act((wait("scale_done"), read("scale", "1/sum"), arrive("scale_free")), When.LAST),
-            Act((wait("o_done"), read("o", "O"))),
+            Act((wait("o_done"), change("o", "O"))),
             Act((arrive("o_free"),), When.NOT_LAST),
             Act(drain, When.LAST),
         ),

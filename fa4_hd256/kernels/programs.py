@@ -1,0 +1,317 @@
+"""The programs of a kernel's roles, as lists of operations, from its edges and steps.
+
+What the generated roles do is what `blackwell.producers` generates: the load role counts its
+buffers, the MMA role keeps a state for each ring (`Turns`).  `drain` runs the programs.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .edges import EdgeTable
+from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, When
+
+__all__ = ["CTAS", "LEADER", "Kind", "Operation", "Programs", "Use"]
+
+CTAS = (0, 1)
+LEADER = 0
+
+
+class Kind(enum.Enum):
+    WAIT = "waits for"
+    SKIP = "skips"
+    ARRIVE = "arrives on"
+    USE = "uses"
+    COPY = "copies"
+    PRODUCT = "multiplies"
+    COMMIT = "commits"
+    ADVANCE = "takes the tile"
+    FETCH = "fetches the tile"
+
+
+class Use(NamedTuple):
+    """A use of a buffer.  position: turn of its ring; content: what it holds then, or is to; takes:
+    who reads it is one for whom it was made."""
+
+    ring: str
+    position: int
+    content: tuple
+    writes: bool
+    takes: bool = True
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a role.  number: of the wait for or arrival on an edge, from 0 on, or of the
+    tile; place: where in the steps, for messages."""
+
+    kind: Kind
+    edge: str = ""
+    number: int = 0
+    uses: tuple[Use, ...] = ()
+    place: str = ""
+
+
+class Counters:
+    """How often a role has waited for, or arrived on, each edge."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = defaultdict(int)
+
+    def next(self, verb: str, edge: str) -> int:
+        """The number of the coming one, which then is the last one."""
+        self._counts[verb, edge] += 1
+        return self._counts[verb, edge] - 1
+
+    def count(self, verb: str, edge: str) -> int:
+        return self._counts[verb, edge]
+
+
+class Turns:
+    """Where the MMA warp stands in each ring, by the rules of `blackwell.producers.MmaRole`: a
+    state for each ring, which what a product is done with advances.
+
+    The check follows the states, and not what the table means, so that it sees a wait for a phase
+    that was waited for before, or a buffer that is never left.
+    """
+
+    def __init__(self, edges: EdgeTable, steps: StepTable) -> None:
+        self.edges, self.steps = edges, steps
+        self._turns: dict[str, int] = defaultdict(int)
+        self._commits: dict[tuple[str, int], int] = defaultdict(int)
+
+    def of(self, ring: str) -> int:
+        return self._turns[ring]
+
+    def of_edge(self, edge: str) -> int:
+        return self._turns[self.steps.ring_of(edge).name]
+
+    def buffer(self, ring: str) -> int:
+        """The buffer in use."""
+        return self._turns[ring] % self.edges[self.steps.ring(ring).full].stages
+
+    def advance(self, ring: str) -> None:
+        self._turns[ring] += 1
+
+    def enter(self, edge: str) -> int:
+        """The number of the wait for a buffer that serves a whole tile (`_enter_ring`)."""
+        number = self.of_edge(edge)
+        if self.edges[edge].stages == 1:
+            self.advance(self.steps.ring_of(edge).name)
+        return number
+
+    def leave_tile(self, is_ahead: bool) -> None:
+        """As `MmaRole.leave_tile`."""
+        products = [p for p in self.steps.products if p.is_ahead == is_ahead]
+        for name in dict.fromkeys(o.ring for product in products for o in product.operands):
+            several = self.edges[self.steps.mma_edge(self.steps.ring(name))].stages > 1
+            if several and self.steps.resident(name):
+                self.advance(name)
+
+    def commit(self, edge: str) -> int:
+        """The number of an arrival on the stage in use."""
+        stages = self.edges[edge].stages
+        stage = self.of_edge(edge) % stages
+        self._commits[edge, stage] += 1
+        return stage + stages * (self._commits[edge, stage] - 1)
+
+
+@dataclass
+class Programs:
+    """The programs of all roles of both CTAs, for tiles of so many steps each."""
+
+    edges: EdgeTable
+    steps: StepTable
+    tiles: tuple[int, ...]
+
+    def all(self) -> dict[tuple[str, int], list[Operation]]:
+        """By (role, CTA)."""
+        programs = {("mma", LEADER): list(self._mma())}
+        for cta in CTAS:
+            programs["load", cta] = list(self._load())
+            for role in self.steps.roles:
+                programs[role.name, cta] = list(self._written(role))
+        programs["scheduler", LEADER] = [
+            operation
+            for tile in range(1, len(self.tiles) + 1)
+            for operation in (Operation(Kind.FETCH, number=tile), _advance(tile))
+        ]
+        return programs
+
+    def _load(self) -> Iterator[Operation]:
+        counters, in_order = Counters(), not self.steps.looks_ahead
+        for item in self.steps.walk(self.tiles):
+            if isinstance(item, Advance):
+                yield _advance(item.tile)
+                continue
+            loads = item.product.loads
+            if in_order:
+                firsts = self.steps.loads if item.product is self.steps.products[0] else ()
+                loads = (
+                    *(load for load in firsts if load.when is When.FIRST),
+                    *(load for load in loads if load.when is not When.FIRST),
+                )
+            for load in loads:
+                if load.when.applies(item.is_first, item.is_last):
+                    yield from self._fill(load, item, counters)
+        for ring in self.steps.loaded_rings:
+            yield from self._tail(ring.freed, itertools.count(counters.count("wait", ring.freed)))
+
+    def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[Operation]:
+        ring = self.steps.ring(load.ring)
+        for piece in range(load.pieces):
+            place = f"for {issue}"
+            yield Operation(Kind.WAIT, ring.freed, counters.next("wait", ring.freed), place=place)
+            position = counters.next("arrive", ring.full)
+            step = None if load.when is When.FIRST else issue.step
+            uses = tuple(
+                Use(ring.name, position, (copy.content, issue.tile, step, piece), True)
+                for copy in load.copies
+            )
+            yield Operation(Kind.COPY, ring.full, position, uses, place)
+
+    def _tail(self, edge: str, numbers: Iterator[int]) -> Iterator[Operation]:
+        for _ in range(self.edges[edge].stages):
+            yield Operation(Kind.WAIT, edge, next(numbers), place="at the end")
+
+    def _mma(self) -> Iterator[Operation]:
+        turns = Turns(self.edges, self.steps)
+        for item in self.steps.walk(self.tiles):
+            if isinstance(item, Issue):
+                yield from self._product(item, turns)
+                continue
+            if self.tiles[item.tile - 1]:
+                turns.leave_tile(is_ahead=True)
+            yield _advance(item.tile)
+        for name in self.steps.mma_tail(self.edges):
+            edge = self.steps.mma_edge(self.steps.ring(name))
+            yield from self._tail(edge, itertools.count(turns.of(name)))
+
+    @staticmethod
+    def _commit(edge: str, turns: Turns, place: str) -> Operation:
+        return Operation(Kind.COMMIT, edge, turns.commit(edge), place=place)
+
+    def _product(self, issue: Issue, turns: Turns) -> Iterator[Operation]:
+        """As `MmaRole.perform`."""
+        product, place = issue.product, str(issue)
+        if issue.is_first:
+            for edge in product.waits_for(When.FIRST):
+                yield Operation(Kind.WAIT, edge, turns.enter(edge), place=place)
+        ring = self.steps.ring(product.b.ring)
+        for piece in range(product.pieces):
+            for edge in product.waits_for(When.EACH):
+                if piece == 0 or edge == ring.full:
+                    yield Operation(Kind.WAIT, edge, turns.of_edge(edge), place=place)
+            uses = self._uses(product, issue, piece, turns)
+            yield Operation(Kind.PRODUCT, uses=uses, place=place)
+            if piece < product.pieces - 1:
+                yield self._commit(ring.freed, turns, place)
+                turns.advance(ring.name)
+        for use in product.commits:
+            if use.when is When.EACH:
+                yield self._commit(use.edge, turns, place)
+                turns.advance(self.steps.ring_of(use.edge).name)
+        for name in self.steps.left_after(product):
+            turns.advance(name)
+        for use in product.commits:
+            if use.when is When.LAST and issue.is_last:
+                yield self._commit(use.edge, turns, place)
+        behind = [each for each in self.steps.products if not each.is_ahead]
+        if issue.is_last and behind and product is behind[-1]:
+            turns.leave_tile(is_ahead=False)
+
+    def _uses(
+        self, product: Product, issue: Issue, piece: int, turns: Turns
+    ) -> tuple[Use, ...]:
+        """What a product reads, then what it writes, or adds to."""
+        uses = []
+        for operand, part in ((product.a, 0), (product.b, piece)):
+            step = None if self._is_of_tile(operand.content) else issue.step
+            content = (operand.content, issue.tile, step, part)
+            uses.append(Use(operand.ring, turns.buffer(operand.ring), content, False))
+        result = product.result
+        position = turns.buffer(result.ring)
+        made = (result.content, issue.tile, issue.step)
+        if piece > 0 or product.overwrites is None:
+            uses.append(Use(result.ring, position, made, False))
+        elif product.overwrites is When.FIRST and not issue.is_first:
+            before = (result.content, issue.tile, issue.step - 1)
+            uses.append(Use(result.ring, position, before, False))
+        uses.append(Use(result.ring, position, made, True))
+        return tuple(uses)
+
+    def _is_of_tile(self, content: str) -> bool:
+        """Whether a content is loaded once a tile."""
+        return any(
+            copy.content == content and load.when is When.FIRST
+            for load in self.steps.loads for copy in load.copies
+        )  # fmt: skip
+
+    def _written(self, role: Role) -> Iterator[Operation]:
+        """A role written by hand."""
+        counters = Counters()
+        yield from self._actions(role.begin, (0, 0), counters)
+        before = None
+        for tile, num_steps in enumerate(self.tiles):
+            if num_steps:
+                yield from self._tile(role, tile, before, counters)
+                before = tile
+            yield _advance(tile + 1)
+        if before is not None:
+            for act in role.acts:
+                if act.of_tile_before:
+                    place = before, self.tiles[before] - 1
+                    yield from self._actions(act.actions, place, counters)
+        yield from self._actions(role.end, (len(self.tiles), 0), counters)
+
+    def _tile(
+        self, role: Role, tile: int, before: int | None, counters: Counters
+    ) -> Iterator[Operation]:
+        last = self.tiles[tile] - 1
+        for act in role.acts:
+            if act.is_ahead and act.when.applies(True, last == 0):
+                yield from self._actions(act.actions, (tile, 0), counters)
+        for step in range(last + 1):
+            for act in role.acts:
+                if act.is_ahead:
+                    if step < last and act.when.applies(False, step + 1 == last):
+                        yield from self._actions(act.actions, (tile, step + 1), counters)
+                elif not act.when.applies(step == 0, step == last):
+                    continue
+                elif not act.of_tile_before:
+                    yield from self._actions(act.actions, (tile, step), counters)
+                elif before is not None:
+                    place = before, self.tiles[before] - 1
+                    yield from self._actions(act.actions, place, counters)
+
+    def _actions(
+        self, actions: tuple[Action, ...], where: tuple[int, int], counters: Counters
+    ) -> Iterator[Operation]:
+        tile, step = where
+        place = f"in step {step} of tile {tile}"
+        for action in actions:
+            verb, name = action.verb, action.where
+            if verb in (Verb.WAIT, Verb.SKIP):
+                kind = Kind.WAIT if verb is Verb.WAIT else Kind.SKIP
+                yield Operation(kind, name, counters.next("wait", name), place=place)
+            elif verb is Verb.ARRIVE:
+                yield Operation(Kind.ARRIVE, name, counters.next("arrive", name), place=place)
+            else:
+                full = self.steps.ring(name).full
+                writes = verb is Verb.WRITE
+                turn = counters.count("arrive", full) if writes else (
+                    counters.count("wait", full) - 1
+                )  # fmt: skip
+                is_of_tile = self._is_of_tile(action.content)
+                content = (action.content, tile, None if is_of_tile else step)
+                use = Use(name, turn, content, writes, verb is not Verb.CHANGE)
+                yield Operation(Kind.USE, uses=(use,), place=place)
+
+
+def _advance(tile: int) -> Operation:
+    return Operation(Kind.ADVANCE, number=tile)
