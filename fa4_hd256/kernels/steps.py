@@ -35,6 +35,7 @@ __all__ = [
     "Issue",
     "Load",
     "Operand",
+    "Part",
     "Product",
     "Ring",
     "Role",
@@ -159,16 +160,28 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of an operand along the sum.  content: of the whole operand.  start, stop: its slices
+    of K = 16 elements."""
+
+    content: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Operand:
     """What a product reads or writes.
 
     content: in the words of the timeline.  memory: the kernel's view of shared memory, or a region
-    of tensor memory.  ring: whose buffer it is.
+    of tensor memory.  ring: whose buffer it is.  part: what the product reads of that buffer; None
+    for all of it.
     """
 
     content: str
     memory: str
     ring: str
+    part: Part | None = None
 
 
 @dataclass(frozen=True)

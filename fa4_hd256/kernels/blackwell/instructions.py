@@ -44,8 +44,11 @@ class OperandLayout:
     def part(self, index: int, parts: int) -> OperandLayout:
         """One of `parts` equal runs of the slices."""
         count = len(self.step_bytes) // parts
-        steps = self.step_bytes[index * count : (index + 1) * count]
-        return replace(self, step_bytes=steps)
+        return self.slices(index * count, (index + 1) * count)
+
+    def slices(self, start: int, stop: int) -> OperandLayout:
+        """Some of the slices."""
+        return replace(self, step_bytes=self.step_bytes[start:stop])
 
     @property
     def upper_word(self) -> int:
@@ -71,6 +74,10 @@ class TmemOperand:
     def contiguous(cls, elements: int) -> TmemOperand:
         """`elements` of K one after the other."""
         return cls(tuple(range(0, elements // 2, 8)))
+
+    def slices(self, start: int, stop: int) -> TmemOperand:
+        """Some of the slices."""
+        return TmemOperand(self.step_columns[start:stop])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fa4_hd256.kernels.edges import RingStates, SharedByReference, Signal
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.steps import Load, Operand, Product, StepTable, When
 
-from .instructions import TmemOperand, fence_after_thread_sync, mma_chain
+from .instructions import OperandLayout, TmemOperand, fence_after_thread_sync, mma_chain
 from .operands import load_tile
 
 __all__ = ["PairProducers"]
@@ -179,8 +179,7 @@ class MmaRole(SharedByReference):
     def _chain(self, context: Any, product: Product, which: tuple, states: RingStates) -> None:
         """The instructions of one piece.  which: (piece, turn)."""
         piece, turn = which
-        layouts = self.kernel.layouts
-        a_layout, b_layout = layouts[product.a.content], layouts[product.b.content]
+        a_layout, b_layout = self._layout(product.a), self._layout(product.b)
         in_tmem = isinstance(a_layout, TmemOperand)
         a = None if in_tmem else self._buffer(context, product.a, states)
         b = self._buffer(context, product.b, states)
@@ -191,12 +190,19 @@ class MmaRole(SharedByReference):
             a_layout = a_layout.part(piece, product.pieces)
             a_word = a_layout.lower_word(a)
         mma_chain(
-            self.kernel.shapes[product.name],
+            self.kernel.shapes[product.result.content],
             result,
             (a_word, a_layout),
             (b_layout.lower_word(b), b_layout),
             Boolean(self._adds(product, piece, turn)),
         )
+
+    def _layout(self, operand: Operand) -> OperandLayout | TmemOperand:
+        """Where the slices lie that a product reads of an operand's buffer."""
+        part = operand.part
+        if part is None:
+            return self.kernel.layouts[operand.content]
+        return self.kernel.layouts[part.content].slices(part.start, part.stop)
 
     @staticmethod
     def _adds(product: Product, piece: int, turn: Turn) -> Any:
@@ -292,10 +298,11 @@ def _wait_for_all(barrier: Any, state: Any) -> None:
 class PairProducers:
     """The roles load and mma of a kernel; mixed into it.
 
-    A kernel has `steps`, its table; `shapes`, by product, and `layouts`, by content, of its
-    instructions; `first_position(context, work)` and `next_position(position)`, where a tile's
-    steps lie; `places(context, content, work, position)`, where a load comes from: for each piece a
-    place for each copy; `tma_tensor(context, box)`; and, where not all are alike,
+    A kernel has `steps`, its table; `shapes` of its instructions, by the content of their result,
+    and `layouts` of their operands, by content; `first_position(context, work)` and
+    `next_position(position)`, where a tile's steps lie; `places(context, content, work, position)`,
+    where a load comes from: for each piece a place for each copy; `tma_tensor(context, box)`; and,
+    where not all are alike,
     `copy(context, copy, place, target)`.
     """
 

@@ -327,7 +327,7 @@ def halves_of_p():
         waits=(each("kv_loaded"), each("o_free"), each("p0_done")),
     )  # fmt: skip
     end = replace(
-        PV, name="PV1", a=Operand("P1", "p_second", "p1"), waits=(each("p1_done"),), loads=(),
+        PV, name="PV1", a=Operand("P1", "p", "p1"), waits=(each("p1_done"),), loads=(),
         overwrites=None,
     )  # fmt: skip
 

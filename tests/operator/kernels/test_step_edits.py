@@ -17,7 +17,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.edges import EdgeTable
 from fa4_hd256.kernels.plans import SmemPlan
-from fa4_hd256.kernels.steps import Ring, StepTable
+from fa4_hd256.kernels.steps import Operand, Part, Ring, StepTable, arrive, each, write
 from fa4_hd256.run import catalogue
 from fa4_hd256.run.compile import trace_and_compile
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
@@ -93,7 +93,53 @@ class PvFirst(ForwardConfig):
         return replace(table, products=table.products[::-1])
 
 
-EDITS = {"two rings": (TwoRings(), TwoRingsKernel), "PV first": (PvFirst(), ForwardKernel)}
+class PInParts(ForwardConfig):
+    """P handed over in two parts, 96 keys and 32, an edge each: PV of the first need not wait for
+    the second."""
+
+    STOPS = (6, 8)  # slices of 16 keys
+
+    @property
+    def edges(self) -> EdgeTable:
+        edges = []
+        for edge in super().edges.edges:
+            parts = [f"p{part}_done" for part in range(2)] if edge.name == "p_done" else [edge.name]
+            edges += [replace(edge, name=name) for name in parts]
+        return EdgeTable(tuple(edges))
+
+    @property
+    def steps(self) -> StepTable:
+        table = super().steps
+        qk, pv = table.products
+        rings = [ring for ring in table.rings if ring.name != "p"]
+        rings += [Ring(f"p{i}", f"p{i}_done", over="s", share=(i, 2)) for i in range(2)]
+        begin, end = (
+            replace(
+                pv, name=f"PV{i}",
+                a=Operand(f"P{i}", "p", f"p{i}", Part("P", *slices)),
+                b=replace(pv.b, part=Part("V", *slices)),
+            )
+            for i, slices in enumerate(((0, self.STOPS[0]), self.STOPS))
+        )  # fmt: skip
+        begin = replace(
+            begin, commits=(), waits=(each("kv_loaded"), each("o_free"), each("p0_done"))
+        )
+        end = replace(end, waits=(each("p1_done"),), loads=(), overwrites=None)
+        parts = sum(((write(f"p{i}", f"P{i}"), arrive(f"p{i}_done")) for i in range(2)), ())
+        softmax, *others = table.roles
+        step, last = softmax.acts
+        softmax = replace(
+            softmax, acts=(replace(step, actions=(*step.actions[:-2], *parts)), last)
+        )
+        return replace(table, rings=tuple(rings), products=(qk, begin, end),
+                       roles=(softmax, *others))
+
+
+EDITS = {
+    "two rings": (TwoRings(), TwoRingsKernel),
+    "PV first": (PvFirst(), ForwardKernel),
+    "P in parts": (PInParts(), ForwardKernel),
+}
 TILES = (3, 1, 0, 0, 0)  # steps of those of `attend`
 
 

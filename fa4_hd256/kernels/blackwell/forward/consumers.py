@@ -26,6 +26,8 @@ __all__ = ["ForwardConsumers"]
 # Columns that one tcgen05.ld or tcgen05.st of the correction moves: enough to amortise its
 # latency, few enough to keep several in registers.
 CORRECTION_COLUMNS = 32
+# Columns of P, and rows of V, that one slice of a product multiplies (`instructions.mma_chain`).
+MMA_K = 16
 
 
 class ForwardConsumers:
@@ -90,6 +92,23 @@ class ForwardConsumers:
             return cutlass.select_(context.split(work)[0] == 0, logit, Float32(-math.inf))
         return logit
 
+    @property
+    def p_handovers(self) -> dict[int, str]:
+        """After how many fragments of a row P, or a part of it, is handed over, and on which edge:
+        as the products read it.  Raises ValueError for a part that ends inside a fragment."""
+        found = {}
+        for product in self.steps.products:
+            if product.a.memory == "p":
+                part = product.a.part
+                end = part.stop * MMA_K if part else self.config.block_kv
+                if end % FRAGMENT_COLUMNS:
+                    raise ValueError(
+                        f"{product.name} reads P up to column {end}; the softmax makes fragments "
+                        f"of {FRAGMENT_COLUMNS} columns, so let parts of P end at one of them"
+                    )
+                found[end // FRAGMENT_COLUMNS] = self.steps.ring(product.a.ring).full
+        return found
+
     @traced("softmax")
     @cute.jit
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
@@ -114,6 +133,7 @@ class ForwardConsumers:
         s_done, scale_free = self._send_scale(context, factor, (s_done, scale_free))
         num_fragments = columns // FRAGMENT_COLUMNS
         fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
+        handovers = self.p_handovers
         for fragment in cutlass.range_constexpr(num_fragments):
             probabilities = cute.make_rmem_tensor(FRAGMENT_COLUMNS // 2, Float32)
             softmax.exponentiate(
@@ -121,9 +141,10 @@ class ForwardConsumers:
             )
             # Two 16-bit values a column, over the S they came from.
             tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
-        cute.arch.fence_view_async_tmem_store()
-        fence_before_thread_sync()
-        barriers["p_done"].arrive(s_done, is_converged=True)
+            if cutlass.const_expr(fragment + 1 in handovers):
+                cute.arch.fence_view_async_tmem_store()
+                fence_before_thread_sync()
+                barriers[handovers[fragment + 1]].arrive(s_done, is_converged=True)
         # Off the critical path: the tensor core already works on P.
         softmax.accumulate_sum(scores)
         s_done.advance()

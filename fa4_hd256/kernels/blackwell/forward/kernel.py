@@ -151,8 +151,8 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         self.block_queries = config.block_q // problem_class.packed_heads
         negate, is_bf16 = problem_class.negative_scale, self.is_bf16
         self.shapes = {
-            "QK": MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),
-            "PV": MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True),
+            "S": MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),
+            "O": MmaShape(config.tile_q, HEAD_DIM, is_bf16, b_mn_major=True),
         }
         self.layouts = {
             "Q": k_major_operand(config.block_q),
