@@ -148,12 +148,17 @@ def _reductions() -> Iterator[Case]:
         for launch, directives in (("without a cluster", ""),
                                    ("in a cluster of one", ".reqnctapercluster 1, 1, 1")):
             yield from _alone(f"{name}, {launch}", place, directives)
-        text = _reduce("add.u32", "%far", "%near").replace("cp.reduce", f"{place}cp.reduce")
-        yield _pair(f"bulk add.u32 into {name}", _REDUCED, {0: [_EXPECT, text, asked(0), _seen()]},
-                    end=MEET_CLUSTER)
-        copy = _once(_PLACES + place + _push(128, "%r16"))
-        yield _pair(f"copy into {name}", _DESTINATION, {0: [_EXPECT, copy, asked(0), _seen()]},
-                    end=MEET_CLUSTER)
+        for (kind, script), rule in zip(_into(place).items(), (_REDUCED, _DESTINATION),
+                                        strict=True):
+            yield _pair(f"{kind} into {name}", rule, {0: script}, end=MEET_CLUSTER)
+
+
+def _into(place: str) -> dict[str, list[str]]:
+    """A bulk reduction and a copy to where `place` puts %far, with their barrier at %near."""
+    reduced = _reduce("add.u32", "%far", "%near").replace("cp.reduce", f"{place}cp.reduce")
+    copied = _once(_PLACES + place + _push(128, "%r16"))
+    return {"bulk add.u32": [_EXPECT, reduced, asked(0), _seen()],
+            "copy": [_EXPECT, copied, asked(0), _seen()]}
 
 
 def _alone(name: str, place: str, directives: str) -> Iterator[Case]:
@@ -162,13 +167,12 @@ def _alone(name: str, place: str, directives: str) -> Iterator[Case]:
     stored = _once(place + "mov.u32 %r18, 4711;\nst.async.weak.shared::cluster.mbarrier::"
                    "complete_tx::bytes.u32 [%far], %r18, [%near];")
     arrive = _once(f"{place}mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%near];")
-    for kind, script in (
-        ("bulk add.u32", [_EXPECT, _reduce("add.u32", "%far", "%near").replace(
-            "cp.reduce", f"{place}cp.reduce"), asked(0), _seen()]),
-        ("copy", [_EXPECT, _once(_PLACES + place + _push(128, "%r16")), asked(0), _seen()]),
-        ("st.async", [four, stored, asked(0), _seen()]),
-        ("arrive", [arrive, asked(0), _seen()]),
-    ):
+    scripts = {
+        **_into(place),
+        "st.async": [four, stored, asked(0), _seen()],
+        "arrive": [arrive, asked(0), _seen()],
+    }
+    for kind, script in scripts.items():
         yield scripted(f"cluster/{kind} into {name}", _ALONE, {0: script}, block=64,
                        shared=_SHARED, start=_start(), end=MEET_CLUSTER, directives=directives)
 
