@@ -26,7 +26,18 @@ from sm100_sim.timing import Machine, TileCosts
 from .backward import Backward
 from .calls import Kind
 from .forward import Kernel
-from .replays import SEED, Replayed, fitted, kept, of_kernels, one_cluster, replayed, seeded
+from .replays import (
+    SEED,
+    Replayed,
+    Source,
+    Traced,
+    fitted,
+    kept,
+    of_kernels,
+    one_cluster,
+    programs,
+    seeded,
+)
 from .samples import (
     BACKWARD_SINGLE_SAMPLES,
     PERSISTENT_SAMPLES,
@@ -183,17 +194,23 @@ def replays(
 ) -> list[Replayed]:
     """One cluster on each of the samples, by default those of the variant: all tiles where it is
     persistent, else the longest one."""
-    samples = samples or variant.samples()
+    return kept(*_source(variant, samples or variant.samples()), machine, draws)
 
-    def make() -> list[Replayed]:
-        predictions = _forward_predictions(variant, samples, machine, draws)
+
+def traced(variant: Variant, samples: Samples | None = None) -> list[Traced]:
+    """The programs of `replays`, in the order of the samples."""
+    return programs(*_source(variant, samples or variant.samples()))
+
+
+def _source(variant: Variant, samples: Samples) -> Source:
+    def trace() -> list[Traced]:
+        predictions = _forward_predictions(variant, samples)
         return [
-            replayed(prediction, *_sample_tiles(variant, sample))
+            Traced.of(prediction, *_sample_tiles(variant, sample))
             for sample, prediction in zip(samples, predictions, strict=True)
         ]
 
-    what = flash_attn_4.versions(), variant, samples, SEED
-    return kept(what, machine, draws, make)
+    return (flash_attn_4.versions(), variant, samples, SEED), trace
 
 
 def _sample_tiles(variant: Variant, sample: tuple) -> tuple[int, float]:
@@ -207,7 +224,7 @@ def _sample_tiles(variant: Variant, sample: tuple) -> tuple[int, float]:
 
 
 def _forward_predictions(
-    variant: Variant, samples: Iterable[tuple], machine: Machine, draws: int
+    variant: Variant, samples: Iterable[tuple]
 ) -> list[timing.Prediction]:
     """Through its public functions; keys and values have the heads of the queries, but one where
     keys are divided."""
@@ -217,7 +234,7 @@ def _forward_predictions(
         options["softcap"] = SAMPLE_SOFTCAP
     is_dense = kind.is_dense and not variant.divided
     alone = one_cluster() if is_dense else contextlib.nullcontext()
-    with timing.attached(machine, draws) as session, alone, seeded():
+    with timing.attached(draws=0) as session, alone, seeded():
         for sample in samples:
             queries, heads, left, keys = parts_of(sample)
             mask = {"window_size": (left, 0)} if kind.window else {"causal": kind.causal}
@@ -257,24 +274,28 @@ BACKWARD_KERNELS, _NAMES = ("dq", "dkdv"), ("dqkernel", "dkdvkernel")
 
 def backward_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
     """Of each of `BACKWARD_KERNELS` the longest cluster on each of the samples."""
+    return kept(*_backward_source(kind), machine, draws)
 
-    def make() -> list[Replayed]:
-        found = [
-            _backward_predictions(sample, kind, machine, draws)
-            for sample in BACKWARD_SINGLE_SAMPLES
-        ]
-        return [replayed(both[n], 1) for n in range(2) for both in found]
 
-    what = flash_attn_4.versions(), BACKWARD, HEAD_DIM, kind, BACKWARD_SINGLE_SAMPLES, SEED
-    return kept(what, machine, draws, make)
+def backward_traced(kind: Kind) -> list[Traced]:
+    """The programs of `backward_replays`."""
+    return programs(*_backward_source(kind))
+
+
+def _backward_source(kind: Kind) -> Source:
+    def trace() -> list[Traced]:
+        found = [_backward_predictions(sample, kind) for sample in BACKWARD_SINGLE_SAMPLES]
+        return [Traced.of(both[n], 1) for n in range(2) for both in found]
+
+    return (flash_attn_4.versions(), BACKWARD, HEAD_DIM, kind, BACKWARD_SINGLE_SAMPLES, SEED), trace
 
 
 def _backward_predictions(
-    sample: tuple[int, int], kind: Kind, machine: Machine, draws: int
+    sample: tuple[int, int], kind: Kind
 ) -> list[timing.Prediction]:
     """Its dQ and dK/dV kernels, each on its longest cluster, through its own interface."""
     seqlen, heads = sample
-    with timing.attached(machine, draws) as session, one_cluster(), seeded():
+    with timing.attached(draws=0) as session, one_cluster(), seeded():
         leaves = _random([(seqlen, n) for n in (heads, 1, 1)], Variant(kind))
         for leaf in leaves:
             leaf.requires_grad_()
@@ -286,10 +307,10 @@ def _backward_predictions(
 def _empty_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
     """Its dQ and dK/dV kernels, a cluster whose sequence is empty."""
 
-    def make() -> list[Replayed]:
-        with timing.attached(machine, draws) as session, one_cluster():
+    def trace() -> list[Traced]:
+        with timing.attached(draws=0) as session, one_cluster():
             flash_attn_4.backward_of_an_empty_sequence(ROWS, kind.causal)
-        return [replayed(found, 1) for found in of_kernels(session.predictions, *_NAMES)]
+        return [Traced.of(found, 1) for found in of_kernels(session.predictions, *_NAMES)]
 
     what = flash_attn_4.versions(), BACKWARD, HEAD_DIM, kind, "empty"
-    return kept(what, machine, draws, make)
+    return kept(what, trace, machine, draws)

@@ -34,7 +34,7 @@ from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
 from .forward import Kernel
 from .machines import ONE_PAIR, gpu_of
-from .replays import SEED, Replayed, digest, fitted, kept, replayed
+from .replays import SEED, Replayed, Source, Traced, digest, fitted, kept, programs
 from .samples import (
     BACKWARD_SAMPLES,
     EMPTY_SAMPLE,
@@ -157,31 +157,39 @@ class Ours:
 
 def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     """One CTA pair on each of the variant's samples, every tile of them run by it."""
+    return kept(*_source(variant), machine, draws)
+
+
+def traced(variant: Variant) -> list[Traced]:
+    """The programs of `replays`, in the order of the samples."""
+    return programs(*_source(variant))
+
+
+def _source(variant: Variant) -> Source:
     samples = variant.chosen_samples()
 
-    def make() -> list[Replayed]:
+    def trace() -> list[Traced]:
         found = []
         for sample in samples:
             compiled, arguments = call(variant, sample)
-            prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
-            found.append(replayed(prediction, *variant.sample_tiles(sample)))
+            prediction = timing.predict(compiled, *arguments, draws=0)[-1]
+            found.append(Traced.of(prediction, *variant.sample_tiles(sample)))
         return found
 
     compiled, _ = call(variant, samples[0])
-    what = digest(compiled.cubin), variant.kernel, variant.kind, samples
-    return kept(what, machine, draws, make)
+    return (digest(compiled.cubin), variant.kernel, variant.kind, samples), trace
 
 
 def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     """One, of `EMPTY_SAMPLE` on a grid for `LONGEST`; its tiles are those of the grid."""
 
-    def make() -> list[Replayed]:
-        prediction = timing.predict(compiled, *arguments, machine=machine, draws=draws)[-1]
-        return [replayed(prediction, variant.sample_tiles((LONGEST, 1))[0])]
+    def trace() -> list[Traced]:
+        prediction = timing.predict(compiled, *arguments, draws=0)[-1]
+        return [Traced.of(prediction, variant.sample_tiles((LONGEST, 1))[0])]
 
     compiled, arguments = call(variant, EMPTY_SAMPLE, LONGEST)
     what = digest(compiled.cubin), variant.kernel, EMPTY_SAMPLE, LONGEST
-    return kept(what, machine, draws, make)
+    return kept(what, trace, machine, draws)
 
 
 def with_empty_tiles(

@@ -1,17 +1,17 @@
-"""What is kept of replays on the timing model: clocks and work, in memory and on disk.
+"""What is kept of kernels on the timing model: traced programs, and the clocks of their replays.
 
-A prediction simulates a kernel and replays it several times, which takes from seconds to a minute.
-What a whole problem needs of it is a few numbers. They are kept in the cache directory under a key
-of everything they depend on: the kernel, the problem replayed, the machine's constants, and the
-code of the timing model. Deleting the directory is always safe. `fitted` makes costs of a tile of
-them.
+Simulating a kernel and matching its trace takes from seconds to a minute, a replay of what comes of
+it some 20 ms. Programs are kept in the cache directory under a key of the kernel, the problem and
+the code that traces them, so that any set of constants can be tried on them; the clocks of replays
+under a key that has the constants and the rest of the model's code besides. Deleting the directory
+is always safe. `fitted` makes costs of a tile of replays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,13 +40,27 @@ class Replayed:
     masked: float = 0.0
 
 
-def replayed(prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> Replayed:
-    """What is kept of a prediction."""
-    compiled = prediction.compiled
-    action, sms = compiled.program.action, compiled.program.sms
-    work = sum(c.compute * int(action[e, 4]) / sms for e, c in compiled.mma.items())
-    clocks = tuple(map(float, prediction.clocks))
-    return Replayed(tiles, work, clocks, compiled.unmatched, compiled.ambiguous, masked)
+@dataclass(frozen=True)
+class Traced:
+    """One cluster's program of a small problem, to be replayed under any constants; tiles, masked:
+    see `Replayed`."""
+
+    program: timing.StoredProgram
+    tiles: int
+    masked: float = 0.0
+
+    @classmethod
+    def of(cls, prediction: timing.Prediction, tiles: int, masked: float = 0.0) -> Traced:
+        """What is kept of a prediction."""
+        return cls(timing.StoredProgram.of(prediction.compiled), tiles, masked)
+
+    def replayed(self, values: Iterable[timing.Values]) -> Replayed:
+        """Its clocks under each set of constants. Raises ReplayError if a replay hangs."""
+        one = self.program
+        clocks = tuple(float(timing.replay_program(one, drawn).clocks) for drawn in values)
+        return Replayed(
+            self.tiles, one.work, clocks, one.unmatched, one.ambiguous, self.masked
+        )  # fmt: skip
 
 
 def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
@@ -99,29 +113,56 @@ def of_kernels(
     return found
 
 
-_memory: dict[str, list[Replayed]] = {}
+#: What is traced and how: the first two arguments of `kept`, those of `programs`.
+Source = tuple[Sequence[Any], Callable[[], "list[Traced]"]]
+
+_memory: dict[str, list[Traced]] = {}
+
+
+def programs(what: Sequence[Any], trace: Callable[[], list[Traced]]) -> list[Traced]:
+    """The traced programs that `trace` gives, from the cache if it has run before.
+
+    what: what is traced, anything whose `repr` says it in full; for a kernel `digest` of its
+    cubin, or the versions of the packages that make it.
+    """
+    key = _key(tuple(what), timing.trace_digest())
+    if key not in _memory:
+        header, parts, _ = _cache().obtain(f"{key}.programs", lambda: _packed(trace()))
+        _memory[key] = [
+            Traced(timing.StoredProgram.from_bytes(part), tiles, masked)
+            for part, (tiles, masked) in zip(parts, header["rows"], strict=True)
+        ]
+    return _memory[key]
+
+
+def _packed(rows: Sequence[Traced]) -> tuple[dict[str, Any], list[bytes]]:
+    header = {"rows": [[row.tiles, row.masked] for row in rows]}
+    return header, [row.program.as_bytes() for row in rows]
 
 
 def kept(
-    what: Sequence[Any], machine: Machine, draws: int, make: Callable[[], list[Replayed]]
+    what: Sequence[Any], trace: Callable[[], list[Traced]], machine: Machine, draws: int
 ) -> list[Replayed]:
-    """The replays that `make` gives, from the cache if it has run before.
+    """Replays of the programs that `trace` gives, from the cache if they have been made before.
 
-    what: what is replayed, anything whose `repr` says it in full; for a kernel `digest` of its
-    cubin, or the versions of the packages that make it. draws: replays beside the central one.
+    what, trace: see `programs`. draws: replays beside the central one.
     """
-    constants = sorted((name, c.value, c.low, c.high) for name, c in machine.constants.items())
-    text = repr((tuple(what), constants, draws, timing.model_digest()))
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    if key in _memory:
-        return _memory[key]
-    cache = NativeCache(cache_directory() / "replays", "replays", CACHE_DIR.name)
-    header, _, _ = cache.obtain(
-        f"{key}.replays", lambda: ({"rows": [asdict(row) for row in make()]}, [])
-    )
-    found = [Replayed(**{**row, "clocks": tuple(row["clocks"])}) for row in header["rows"]]
-    _memory[key] = found
-    return found
+    values = machine.sampled(draws)
+    key = _key(tuple(what), [tuple(drawn) for drawn in values], timing.model_digest())
+
+    def make() -> tuple[dict[str, Any], list[bytes]]:
+        return {"rows": [asdict(one.replayed(values)) for one in programs(what, trace)]}, []
+
+    header, _, _ = _cache().obtain(f"{key}.replays", make)
+    return [Replayed(**{**row, "clocks": tuple(row["clocks"])}) for row in header["rows"]]
+
+
+def _cache() -> NativeCache:
+    return NativeCache(cache_directory() / "replays", "replays", CACHE_DIR.name)
+
+
+def _key(*what: Any) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
 
 def digest(content: bytes) -> str:

@@ -22,7 +22,7 @@ from .forward import Kernel
 from .published import (
     Published,
 )
-from .replays import Replayed, fitted, kept, one_cluster, replayed
+from .replays import Replayed, Traced, fitted, kept, one_cluster
 from .samples import Samples
 
 DRAWS = 4
@@ -36,19 +36,19 @@ def gemm_seconds(size: int, machine_name: str) -> np.ndarray:
     """quack's bf16 GEMM (its default configuration) of size^3, for each of the drawn machines."""
     machine = load(machine_name)
 
-    def make() -> list[Replayed]:
+    def trace() -> list[Traced]:
         from quack.gemm_interface import gemm
 
         found = []
         for m, n, k in GEMM_SAMPLES:
-            with timing.attached(machine, DRAWS) as session, one_cluster():
+            with timing.attached(draws=0) as session, one_cluster():
                 a = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
                 gemm(a, torch.randn(k, n, dtype=torch.bfloat16, device="cuda"), tuned=False)
             tiles = m * n // GEMM_TILE**2
-            found.append(replayed(session.predictions[-1], tiles))
+            found.append(Traced.of(session.predictions[-1], tiles))
         return found
 
-    rows = kept((flash_attn_4.versions(), "gemm", GEMM_SAMPLES), machine, DRAWS, make)
+    rows = kept((flash_attn_4.versions(), "gemm", GEMM_SAMPLES), trace, machine, DRAWS)
     # 256 x 256 x 16 takes a pair 128 clocks.
     work = size / 16 * 128
     tiles = [Tile(work, own_bytes=2.0 * GEMM_TILE**2)] * (size // GEMM_TILE) ** 2

@@ -15,7 +15,8 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
 | traced_program, Compiled, replay_program, Replay | the steps of `predict` one by one |
 | Action | what an event of a replay does |
-| model_digest | what the model's code means, for the key of replays that are kept |
+| StoredProgram | a traced program as bytes, to replay it later under other constants |
+| model_digest, trace_digest | what the code means that decides a replay, a traced program |
 | clocks_measured, tensor_core_clocks | figures of a replay |
 
 What is not listed here is private.
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from .replay import replay as replay_program
     from .resources import Action
     from .sass import SassFunction, SassInstruction, disassemble
-    from .sources import model_digest
+    from .sources import model_digest, trace_digest
+    from .stored import StoredProgram
     from .tensor import MEASURED, MmaCost, mma_cost
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "SassFunction",
     "SassInstruction",
     "Schedule",
+    "StoredProgram",
     "Tile",
     "TileCosts",
     "Values",
@@ -81,6 +84,7 @@ __all__ = [
     "replay_program",
     "schedule",
     "tensor_core_clocks",
+    "trace_digest",
     "traced_program",
     "write_trace",
 ]
@@ -100,7 +104,8 @@ _HOMES = {
     },
     "resources": ("Action",),
     "sass": ("SassFunction", "SassInstruction", "disassemble"),
-    "sources": ("model_digest",),
+    "sources": ("model_digest", "trace_digest"),
+    "stored": ("StoredProgram",),
     "tensor": ("MEASURED", "MmaCost", "mma_cost"),
 }  # fmt: skip
 

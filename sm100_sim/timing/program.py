@@ -78,6 +78,16 @@ class Compiled:
         return sum(path.ambiguous for path in self.paths)
 
     @property
+    def work(self) -> float:
+        """Clocks of the tensor core of one CTA by the closed forms."""
+        action, sms = self.program.action, self.program.sms
+        return sum(c.compute * int(action[e, 4]) / sms for e, c in self.mma.items())
+
+    def text_of(self, number: int) -> str:
+        """An instruction, disassembled."""
+        return self.function.instructions[number].text
+
+    @property
     def fences(self) -> np.ndarray:
         """bool, by element of the paths: a fence of GPU or system scope that is executed."""
         event, action = self.program.event, self.program.action

@@ -12,6 +12,7 @@ from .machine_constants import Values
 from .program import NAMED_BARRIERS, Compiled
 from .resources import Latency, Pipe
 from .signals import SIGNALS
+from .stored import StoredProgram
 
 #: Clocks after which a replay is given up.
 LIMIT = 200_000_000
@@ -102,7 +103,7 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
     )
 
 
-def _tables(compiled: Compiled, values: Values) -> Model:
+def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
     program, code = compiled.program, compiled.instructions
     warps, sms = len(program.sm), program.sms
     slots_of = np.array([warp % SLOTS for _, warp in compiled.warps], np.int64)
@@ -140,7 +141,7 @@ def _tables(compiled: Compiled, values: Values) -> Model:
     )
 
 
-def replay(compiled: Compiled, values: Values, limit: int = LIMIT) -> Replay:
+def replay(compiled: Compiled | StoredProgram, values: Values, limit: int = LIMIT) -> Replay:
     """Replay a program. Raises ReplayError if it hangs or takes over `limit` clocks."""
     model = _tables(compiled, values)
     clocks = engine.run(model, limit)
@@ -170,11 +171,11 @@ def clocks_measured(compiled: Compiled, run: Replay) -> int:
     return slowest
 
 
-def _stuck(compiled: Compiled, model: Model) -> list[str]:
+def _stuck(compiled: Compiled | StoredProgram, model: Model) -> list[str]:
     found = []
     for name, row in zip(compiled.warps, model.warp):
         if row[engine._POSITION] < row[engine.LAST]:
             number = model.path[row[engine._POSITION], 0]
-            text = compiled.function.instructions[number].text
+            text = compiled.text_of(number)
             found.append(f"CTA {name[0]} warp {name[1]} at `{text}`")
     return found

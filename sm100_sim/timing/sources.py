@@ -12,7 +12,11 @@ from sm100_sim.jit.native_cache import meaning_of
 #: instruction table, whose columns say what is an event and what a block's mix is.
 DECIDING = ("isa", "timing", "trace")
 #: Modules of the timing model that only read what a replay has found.
-READING = ("__main__.py", "problem.py", "chrome.py", "critical.py", "sources.py")
+READING = (
+    "__main__.py", "problem.py", "chrome.py", "critical.py", "sources.py", "stored.py",
+)
+#: Those that decide how a traced program is replayed, but not the program.
+REPLAYING = ("engine.py", "machine_constants.py", "prediction.py", "replay.py", "signals.py")
 
 
 def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
@@ -25,9 +29,28 @@ def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, 
     ]
 
 
+def tracing_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
+    """Those of `deciding_sources` that decide what a traced program is."""
+    return [
+        (name, content)
+        for name, content in deciding_sources(root)
+        if name not in {f"timing/{replaying}" for replaying in REPLAYING}
+    ]
+
+
 @functools.cache
 def model_digest() -> str:
     """Hexadecimal digest of what the model's code means, without comments and docstrings: replays
     of one kernel, machine and seed differ only where it does."""
-    cache, sources = disk_cache(), deciding_sources()
+    return _meaning(deciding_sources())
+
+
+@functools.cache
+def trace_digest() -> str:
+    """The same of what makes a traced program, whatever replays it then."""
+    return _meaning(tracing_sources())
+
+
+def _meaning(sources: list[tuple[str, bytes]]) -> str:
+    cache = disk_cache()
     return meaning_of(sources) if cache is None else cache.meaning(sources)

@@ -1,14 +1,18 @@
 """Whole attention problems from tile costs, and the replays that are kept; nothing is replayed."""
 
 import numpy as np
+import pytest
 
 from bench.model import replays
 from bench.model.forward import Kernel
-from bench.model.replays import Replayed, fitted, kept
+from bench.model.replays import Replayed, Traced, fitted, kept
 from bench.model.tiles import ForwardTiling
 from bench.suite import FORWARD, Case
 from bench.tables.paths import Paths, path_figures
+from sm100_sim import timing
 from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing.program import Program
+from sm100_sim.timing.resources import Instructions
 
 MACHINE = load()
 IDEAL = [TileCosts(0.0, 0.0, 1.0)]
@@ -32,22 +36,61 @@ def test_ideal_full_attention_takes_its_tensor_core_time():
     assert found.clocks == steps * 2048 and found.balance == 1.0
 
 
-def test_kept_replays_are_made_once(tmp_path, monkeypatch):
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """A kernel of one warp that issues and exits; the list grows when it is traced."""
     monkeypatch.setattr(replays, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(replays, "_memory", {})
     made = []
 
-    def make():
+    def one():
         made.append(1)
-        return [Replayed(2, 4096.0, (5000.0, 5100.0))]
+        return [Traced(program_of_one_warp(), 2, 512.0)]
 
-    first = kept(("kernel", 1), MACHINE, 1, make)
+    return one, made
+
+
+def program_of_one_warp():
+    """Four instructions with a stall count of five."""
+    code = Instructions(*(np.full(4, value, np.int32) for value in
+                          (0, 1, 0, 5, 0, -1, -1, 0, 0, 0, 0)))  # fmt: skip
+    none = np.zeros(0, np.int64)
+    program = Program(
+        np.arange(4, dtype=np.int32), np.full(4, -1, np.int32), np.array([0], np.int32),
+        np.array([4], np.int32), np.array([0], np.int32), none.reshape(0, 5), none.reshape(0, 5),
+        0, 1,
+    )  # fmt: skip
+    return timing.StoredProgram(code, program, [(0, 0)], 4096.0, 0, 3)
+
+
+def test_programs_are_traced_once_and_replays_made_of_them(trace, monkeypatch):
+    one, made = trace
+    first = kept(("kernel", 1), one, MACHINE, 1)
+    assert [(row.tiles, row.work, row.ambiguous, row.masked) for row in first] == [
+        (2, 4096.0, 3, 512.0)
+    ]
+    assert first[0].clocks == (16.0, 16.0)
     monkeypatch.setattr(replays, "_memory", {})
-    assert kept(("kernel", 1), MACHINE, 1, make) == first and len(made) == 1
-    kept(("kernel", 2), MACHINE, 1, make)
-    kept(("kernel", 1), load("b300"), 1, make)
-    kept(("kernel", 1), MACHINE, 2, make)
-    assert len(made) == 4
+    assert kept(("kernel", 1), one, MACHINE, 1) == first and len(made) == 1
+    kept(("kernel", 1), one, load("b300"), 1)
+    assert len(kept(("kernel", 1), one, MACHINE, 2)[0].clocks) == 3
+    assert len(made) == 1
+    kept(("kernel", 2), one, MACHINE, 1)
+    assert len(made) == 2
+
+
+def test_a_kept_program_is_the_one_that_was_traced(trace, monkeypatch):
+    one, made = trace
+    kept_first = replays.programs(("kernel",), one)[0].program
+    monkeypatch.setattr(replays, "_memory", {})
+    again, said = replays.programs(("kernel",), one)[0].program, program_of_one_warp()
+    assert len(made) == 1
+    for found in (kept_first, again):
+        assert (found.work, found.warps, found.ambiguous) == (said.work, said.warps, 3)
+        for mine, theirs in zip(found.program, said.program, strict=True):
+            assert np.array_equal(mine, theirs)
+        for mine, theirs in zip(found.instructions, said.instructions, strict=True):
+            assert np.array_equal(mine, theirs)
 
 
 def test_paths_of_replays_are_added():
@@ -64,19 +107,24 @@ def test_costs_of_each_draw():
     assert np.allclose([(c.each, c.rate) for c in costs], [(500.0, 1.1), (500.0, 1.2)])
 
 
-def test_replays_are_kept_by_what_the_models_code_means(monkeypatch, tmp_path):
-    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(replays, "_memory", {})
-    digests = ["one", "two"]
-    monkeypatch.setattr(replays.timing, "model_digest", lambda: digests[0], raising=False)
-    made = []
+def test_what_is_kept_is_known_by_what_the_models_code_means(trace, monkeypatch):
+    one, made = trace
+    digests = {"model_digest": "one", "trace_digest": "one"}
+    replayed = []
+    of = Traced.replayed
+    monkeypatch.setattr(Traced, "replayed", lambda *given: replayed.append(1) or of(*given))
+    for name in digests:
+        monkeypatch.setattr(
+            replays.timing, name, lambda name=name: digests[name], raising=False
+        )
 
-    def kept():
-        replays._memory.clear()
-        return replays.kept(["a kernel"], load("b200"), 0, lambda: made.append(1) or [Replayed(
-            1, 1.0, (1.0,))])  # fmt: skip
+    def both():
+        monkeypatch.setattr(replays, "_memory", {})
+        kept(["a kernel"], one, MACHINE, 0)
+        return len(made), len(replayed)
 
-    assert kept() == kept() and len(made) == 1
-    digests.pop(0)
-    kept()
-    assert len(made) == 2
+    assert both() == both() == (1, 1)
+    digests["model_digest"] = "two"
+    assert both() == (1, 2)
+    digests |= {"model_digest": "three", "trace_digest": "three"}
+    assert both() == (2, 3)

@@ -47,3 +47,10 @@ def test_what_changes_it(copy, name, before, after, same):
     first = digest()
     edit(name, before, after)
     assert (digest() == first) == same
+
+
+def test_a_traced_program_does_not_depend_on_how_it_is_replayed():
+    names = {name for name, _ in sources.tracing_sources()}
+    decided = {name for name, _ in sources.deciding_sources()}
+    assert decided - names == {f"timing/{name}" for name in sources.REPLAYING}
+    assert {"timing/program.py", "timing/sass.py", "timing/paths.py"} <= names
