@@ -3,7 +3,8 @@
 A simulated run executes PTX; what is replayed is SASS. The two agree in the order of the warp's
 synchronisation and asynchronous instructions, so the run's sequence of these (the *events*) picks
 a path through the control-flow graph: between two events, a way from the one site to the next that
-passes no other site. Where several ways pass the same events, the one whose mix of arithmetic is
+passes no other site. The one exception known: ptxas moves a store to tensor memory up over an
+arrival in front of it. Where several ways pass the same events, the one whose mix of arithmetic is
 closest to what the warp executed in the PTX is taken (`mixes`). What does not fit is counted:
 events without a site, sites without an event, and choices that the mixes do not decide.
 """
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from sm100_sim.isa.columns import Event as PtxEvent
+
 from .events import is_soft, retries, sites
 from .mixes import FEATURES, WEIGHTS, sass_prefix
 from .sass import SassFunction
@@ -24,8 +27,8 @@ from .sass import SassFunction
 ENTRY, END = -1, -2
 #: Ways between two sites that are weighed, the shortest ones.
 _WAYS = 6
-#: Price of an event without a site or a site without an event.
-_SKIP, _SOFT_SKIP = 60.0, 1.0
+#: Price of an event without a site or a site without an event, and of two events exchanged.
+_SKIP, _SOFT_SKIP, _EXCHANGE = 60.0, 1.0, 1.0
 #: States kept: those at most this much worse than the best, and no more than so many.
 _SLACK, _STATES = 250.0, 24
 #: Sites in a row that may be passed without an event.
@@ -143,8 +146,13 @@ class PathFinder:
         """The path of a warp with these events. Raises ValueError if none leads to an exit."""
         start = _State(ENTRY, 0.0, np.zeros(len(FEATURES)), None)
         states = {ENTRY: start}
+        before: dict[int, _State] = {}
         for number, event in enumerate(events):
-            states = self._pruned(self._after_event(self._with_passed(states), number, event))
+            reached = self._with_passed(states)
+            found = self._after_event(reached, number, event)
+            if number and _exchanges(events[number - 1], event):
+                self._after_exchanged(before, found, number, events)
+            states, before = self._pruned(found), reached
             if not states:
                 raise ValueError(
                     f"no path of {self.function.name} fits the events up to number {number}, "
@@ -176,6 +184,25 @@ class PathFinder:
             stay.note = f"missing {event.kind}"
             self._offer(found, stay)
         return found
+
+    def _after_exchanged(
+        self, before: dict[int, _State], found: dict[int, _State], number: int,
+        events: Sequence[Event],
+    ) -> None:
+        """Offer to `found` the states in which event `number` has its site in front of the one
+        before it. before: the states in front of both."""
+        for state in before.values():
+            for way in self._ways(state.site):
+                if self.sites.get(way.site) != events[number].kind:
+                    continue
+                first = self._stepped(state, way, events[number - 1])
+                first.event = number
+                first.price += _EXCHANGE
+                for following in self._ways(first.site):
+                    if self.sites.get(following.site) == events[number - 1].kind:
+                        second = self._stepped(first, following, events[number])
+                        second.event = number - 1
+                        self._offer(found, second)
 
     def _with_passed(self, states: dict[int, _State]) -> dict[int, _State]:
         """The states, and those reached by passing sites without an event."""
@@ -339,6 +366,11 @@ class PathFinder:
             path.ambiguous += state.tied
         path.numbers, path.event_of = np.array(numbers, np.int32), np.array(event_of, np.int32)
         return path
+
+
+def _exchanges(earlier: Event, later: Event) -> bool:
+    """Whether ptxas may issue the later of two events first."""
+    return earlier.kind == PtxEvent.ARRIVE and later.kind.split(".")[0] == PtxEvent.TMEM_STORE
 
 
 def _differ(one: _State, other: _State) -> bool:
