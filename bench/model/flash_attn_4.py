@@ -26,6 +26,7 @@ from sm100_sim.timing import Machine, TileCosts
 from .backward import Backward
 from .calls import Kind
 from .forward import Kernel
+from .published.rows import FLASH_ATTENTION, Build
 from .replays import (
     SEED,
     Replayed,
@@ -109,6 +110,9 @@ class FlashAttention4:
 
     def version(self) -> str:
         return flash_attn_4.versions()[0]
+
+    def replays(self, build: Build) -> bool:
+        return build == Build(FLASH_ATTENTION, *flash_attn_4.versions()[:2])
 
     def refuses(self, case: Case, direction: str) -> str | None:
         reason = flash_attn_4.unavailable()

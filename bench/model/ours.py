@@ -34,6 +34,7 @@ from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
 from .forward import Kernel
 from .machines import ONE_PAIR, gpu_of
+from .published.rows import Build
 from .replays import SEED, Replayed, Source, Traced, digest, fitted, kept, programs
 from .samples import (
     BACKWARD_SAMPLES,
@@ -105,6 +106,9 @@ class Ours:
 
     def version(self) -> str:
         return versions()["fa4-hd256"]
+
+    def replays(self, build: Build) -> bool:
+        return False
 
     def refuses(self, case: Case, direction: str) -> str | None:
         return None

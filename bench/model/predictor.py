@@ -21,6 +21,7 @@ from .backward import Backward
 from .flash_attn_4 import FlashAttention4
 from .forward import Kernel, combine_seconds
 from .ours import Ours
+from .published.rows import Build, Published
 
 
 class Provider(Protocol):
@@ -35,6 +36,10 @@ class Provider(Protocol):
 
     def version(self) -> str:
         """Of what is replayed."""
+
+    def replays(self, build: Build) -> bool:
+        """Whether what is replayed is that very build, for any of its options that `variant` takes
+        for a case."""
 
     def refuses(self, case: Case, direction: str) -> str | None:
         """Why a case cannot be predicted, None if it can."""
@@ -53,6 +58,16 @@ class Provider(Protocol):
 
 
 PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4())}
+#: Builds that only published rates are of: earlier versions.
+HISTORY: tuple[Provider, ...] = ()
+
+
+def replayable(row: Published) -> Provider | None:
+    """What replays the very kernel of a published rate, None if nothing does."""
+    for provider in (*PROVIDERS.values(), *HISTORY):
+        if provider.replays(row.build) and provider.refuses(row.problem, row.direction) is None:
+            return provider
+    return None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from . import flash_attn_4 as theirs
 from .backward import Backward
 from .calls import Kind
 from .forward import Kernel
-from .published import (
-    Published,
-)
+from .published.rows import Published
 from .replays import Replayed, Traced, fitted, kept, one_cluster
 from .samples import Samples
 
@@ -90,11 +88,11 @@ def attention_rows(
             print(f"replaying {row.direction}, {row.case}", file=sys.stderr, flush=True)
             kernels[key] = _theirs(row, machine_name)
         kernel = kernels[key]
-        if row.clock_ghz:
-            locked = [values._replace(clock_ghz=row.clock_ghz) for values in kernel.values]
+        if row.clock.ghz:
+            locked = [values._replace(clock_ghz=row.clock.ghz) for values in kernel.values]
             kernel = replace(kernel, values=locked)
         found = rate_row(row.case, row.tflops, kernel.tflops(row.problem), row.role, row.source)
-        yield {**found, "clock": row.clock_ghz}
+        yield {**found, "clock": row.clock.ghz}
 
 
 def held_out_rows(
