@@ -147,8 +147,13 @@ def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return room[: math.prod(shape)].view(shape)
 
 
-def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -> tuple:
-    """What `cute.compile` gets for a dQ kernel (one result) or the dK/dV kernel (two)."""
+def gradient_compile_arguments(
+    problem_class: GradientClass, num_results: int, ds_rank: int = 4
+) -> tuple:
+    """What `cute.compile` gets for a kernel with one result (dQ, dV) or two (dK/dV).
+
+    ds_rank: 4 for dS^T, 2 for its tiles (`backward.ds_tiles`).
+    """
     problem = problem_class.problem
     element = problem.element_type
     result = cutlass.Float32 if problem_class.partial else element
@@ -158,7 +163,7 @@ def gradient_compile_arguments(problem_class: GradientClass, num_results: int) -
     )
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
-    ds = tensor_type(element, 4, TMA_ALIGNMENT) if problem_class.stores_ds else None
+    ds = tensor_type(element, ds_rank, TMA_ALIGNMENT) if problem_class.stores_ds else None
     return operands, stats, results, ds, ragged, scalar_types(backward=True), cuda.CUstream(0)
 
 

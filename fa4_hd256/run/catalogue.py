@@ -120,12 +120,19 @@ def _backward_dkdv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     return _gradient_kernel(DkdvKernel, config, problem_class, num_results=2)
 
 
+def _backward_dv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.blackwell.backward.dv import DvKernel
+
+    return _gradient_kernel(DvKernel, config, problem_class, num_results=1, ds_rank=2)
+
+
 def _gradient_kernel(
-    kernel: type, config: Any, problem_class: Any, num_results: int
+    kernel: type, config: Any, problem_class: Any, num_results: int, ds_rank: int = 4
 ) -> tuple[Any, tuple]:
     from .backward_arguments import gradient_compile_arguments
 
-    return kernel(config, problem_class), gradient_compile_arguments(problem_class, num_results)
+    arguments = gradient_compile_arguments(problem_class, num_results, ds_rank)
+    return kernel(config, problem_class), arguments
 
 
 #: Kind of kernel -> what builds it from its configuration and problem class.
@@ -136,4 +143,5 @@ KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
     "backward_dq": _backward_dq,
     "backward_dq_product": _backward_dq_product,
     "backward_dkdv": _backward_dkdv,
+    "backward_dv": _backward_dv,
 }

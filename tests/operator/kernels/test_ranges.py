@@ -89,7 +89,7 @@ def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
         for name, method in vars(kernel).items()
         if getattr(method, "__code__", None) is decorated
     ]
-    assert (DqKernel, "_drain") in {(kernel, name) for kernel, name, _ in removed}
+    assert (DqKernel, "_probabilities") in {(kernel, name) for kernel, name, _ in removed}
     expected = compile_kernel(KERNELS["dQ from dS"]).ptx
     # Those of load and mma, which are generated.
     monkeypatch.setattr(producers, "traced", lambda name: lambda method: method)

@@ -109,7 +109,7 @@ class BackwardKernel(PairKernel, PairProducers):
         batch = self.sequence_tensors(ragged).num_batches(q)
         problem = self.problem(scalars, (q, k), batch)
         if cutlass.const_expr(ds is not None):
-            ds = by_key(ds)
+            ds = self.ds_view(ds)
         loads = self._tma_tensors((*operands, ds))
         tensors = BackwardTensors(loads, stats, results, self.ds_tensor(ds), ragged)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
@@ -132,6 +132,10 @@ class BackwardKernel(PairKernel, PairProducers):
             info = cpasync.make_tiled_tma_atom(load, view, layout, (rows, columns))
             tmas.append(TmaTensor(info[0], info[1]))
         return tuple(tmas)
+
+    def ds_view(self, ds: Any) -> Any:
+        """dS as the kernel addresses it."""
+        return by_key(ds)
 
     def ds_tensor(self, ds: Any) -> TmaTensor | None:
         """The TMA tensor through which the kernel stores dS, if it does."""

@@ -31,7 +31,8 @@ from fa4_hd256.kernels.plans import (
 from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.pattern import Ex2Pattern
 
-from .steps import DKDV_STEPS, DKDV_STORING_STEPS, DQ_PRODUCT_STEPS, DQ_STEPS
+from .ds_tiles import DS_BLOCK, DS_TILE
+from .steps import DKDV_STEPS, DKDV_STORING_STEPS, DQ_PRODUCT_STEPS, DQ_STEPS, DV_STEPS
 
 __all__ = [
     "BackwardConfig",
@@ -39,6 +40,7 @@ __all__ = [
     "DkdvPlan",
     "DqPlan",
     "DqProductPlan",
+    "DvPlan",
     "GradientConfig",
 ]
 
@@ -270,6 +272,103 @@ class DkdvPlan:
 
 
 @dataclass(frozen=True)
+class DvPlan:
+    """The kernel of dV and dS: 256 keys of a pair stay, 128 queries pass in each step.
+
+    ring_stages: buffers of the ring that Q and dO (twice, see `dv`) share.
+    """
+
+    ring_stages: int = 3
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    stats_stages: ClassVar[int] = 2
+    tile_rows: ClassVar[int] = DS_BLOCK
+    step_columns: ClassVar[int] = DS_TILE
+
+    def __post_init__(self) -> None:
+        check_ring("ring_stages", self.ring_stages)
+        check_plan("the kernel of dV and dS", self)
+
+    @property
+    def key_bytes(self) -> int:
+        """One CTA's K, or V, of one tile."""
+        return self.tile_rows // CTAS * HEAD_DIM * ELEMENT_BYTES
+
+    @property
+    def stats_bytes(self) -> int:
+        """LSE, or delta, of one step."""
+        return self.step_columns * FLOAT_BYTES
+
+    @property
+    def smem(self) -> SmemPlan:
+        stats = self.stats_stages, self.stats_bytes, 128
+        return SmemPlan(
+            (
+                SmemRegion("k", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
+                SmemRegion("v", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
+                SmemRegion(
+                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "Q or dO: 64 queries x 256; dO for dV: 128 queries x 128 columns",
+                ),
+                SmemRegion("lse", *stats, "-LSE in log2 units of 128 queries"),
+                SmemRegion("delta", *stats, "-delta of 128 queries"),
+                *common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        s, dp = HEAD_DIM, HEAD_DIM + self.step_columns
+        half = self.step_columns // 2
+        return TmemPlan(
+            (
+                TmemRegion("dv", 0, HEAD_DIM, None, "dV accumulator, 128 x 256 float32"),
+                TmemRegion("s", s, self.step_columns, None, "S^T, 128 x 128 float32"),
+                TmemRegion("dp", dp, self.step_columns, None, "dP^T, 128 x 128 float32"),
+                TmemRegion("p0", dp, half // 2, "dp", "P of queries 0..63, dP being read"),
+                TmemRegion("p1", dp + half, half // 2, "dp", "P of queries 64..127"),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient = len(self.warps.gradient)
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        own_tma, own = Signal.TMA_CTA, Signal.WARPS_CTA
+        keys, stats = CTAS * self.key_bytes, self.stats_stages
+        return EdgeTable(
+            (
+                Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=keys),
+                Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
+                Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=keys),
+                Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
+                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
+                     "Q or dO in SMEM", transaction_bytes=CTAS * TILE_BYTES),
+                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
+                     "Q or dO buffer: its MMAs are done", True),
+                Edge("stats_loaded", stats, own_tma, "load", 1, "gradient", "LSE, delta in SMEM",
+                     transaction_bytes=2 * self.stats_bytes),
+                Edge("stats_free", stats, own, "gradient", gradient, "load",
+                     "LSE and delta read", True),
+                Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
+                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S^T in registers", True),
+                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP^T in TMEM"),
+                Edge("p_done", 1, pair, "gradient", gradient, "mma", "P in TMEM, over its dP"),
+                Edge("dv_done", 1, commit, "mma", 1, "gradient", "dV of the tile in TMEM"),
+                Edge("dv_free", 1, pair, "gradient", gradient, "mma", "dV in registers", True),
+            )
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> StepTable:
+        return DV_STEPS
+
+    def describe(self) -> str:
+        head = "dV and dS: 256 keys x 128 queries per CTA pair and step, head_dim 256"
+        return describe_plans(head, self)
+
+
+@dataclass(frozen=True)
 class DqProductPlan:
     """dQ as a plain product of a stored dS and K: 256 queries of a pair, 128 keys in each step.
 
@@ -345,7 +444,7 @@ class GradientConfig:
     ex2_pattern: None for the kernel without an exp2, dQ as a product.
     """
 
-    plan: DqPlan | DkdvPlan | DqProductPlan
+    plan: DqPlan | DkdvPlan | DvPlan | DqProductPlan
     ex2_pattern: Ex2Pattern | None = None
 
 
@@ -364,6 +463,7 @@ class BackwardConfig:
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     dq: DqPlan = field(default_factory=DqPlan)
     dkdv: DkdvPlan = field(default_factory=DkdvPlan)
+    dv: DvPlan = field(default_factory=DvPlan)
     dq_product: DqProductPlan = field(default_factory=DqProductPlan)
     ds_bytes: int = 4 << 30
 
@@ -380,6 +480,7 @@ class BackwardConfig:
         return {
             "backward_dq": GradientConfig(self.dq, self.ex2_pattern),
             "backward_dkdv": GradientConfig(self.dkdv, self.ex2_pattern),
+            "backward_dv": GradientConfig(self.dv, self.ex2_pattern),
             "backward_dq_product": GradientConfig(self.dq_product),
         }[kind]
 

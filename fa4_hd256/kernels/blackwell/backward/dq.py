@@ -41,23 +41,25 @@ from fa4_hd256.kernels.blackwell.instructions import (
 )
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
-from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
+from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardKernel, score_gradients, store_row, zeros
+from .common import FRAGMENT, score_gradients
+from .row_result import RowResult
 
 __all__ = ["DqKernel"]
 
 OWN_KEYS = BLOCK_KV // 2  # keys of a step that one warpgroup works on, and that a CTA loads for S
-OWN_COLUMNS = HEAD_DIM // 2  # columns of dQ that one warpgroup drains
 
 
-class DqKernel(BackwardKernel):
+class DqKernel(RowResult):
     """The dQ kernel for one configuration; arguments of a call: `BackwardKernel.__call__`."""
 
+    result = "dQ"
+    is_scaled = True
     boxes = {
         "q": (0, BLOCK_Q, HEAD_DIM),
         "k": (1, OWN_KEYS, HEAD_DIM),
@@ -112,9 +114,8 @@ class DqKernel(BackwardKernel):
         """KV tiles that some row of the tile sees."""
         return context.visibility(work, BLOCK_KV).num_tiles(work.block * TILE_Q, TILE_Q)
 
-    def first_row(self, context: Any, work: Any) -> Int32:
-        """The first query row of this CTA's half of a tile."""
-        return work.block * TILE_Q + context.cta_rank * BLOCK_Q
+    def result_rows(self, context: Any, work: Any) -> Any:
+        return context.sequences.query(work.batch)
 
     def first_position(self, context: Any, work: Any) -> Int32:
         """The KV tile that is worked on first, the last one of those that are seen."""
@@ -149,7 +150,7 @@ class DqKernel(BackwardKernel):
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
                 first_row = self.first_row(context, work)
-                row = first_row + self._lane()
+                row = first_row + self.lane()
                 stats_row = context.sequences.padded_query_offset(work.batch) + row
                 negative_lse = context.tensors.stats[0, work.head, stats_row]
                 negative_delta = context.tensors.stats[1, work.head, stats_row]
@@ -161,7 +162,7 @@ class DqKernel(BackwardKernel):
                 mask = (Boolean(True), visibility, row, key)
                 states = self._probabilities(context, factors, negative_lse, mask, states)
                 if undrained.is_valid:
-                    states = self._drain(context, undrained, states)
+                    states = self.drain(context, undrained, states)
                 masked_again = tiles.num_masked_first + tiles.num_unmasked
                 for step in cutlass.range(1, num_steps, unroll=1):
                     states = self._score_gradients(context, factors, negative_delta, states)
@@ -172,15 +173,10 @@ class DqKernel(BackwardKernel):
                 states = self._score_gradients(context, factors, negative_delta, states)
                 undrained = work
             else:
-                self._store_zeros(context, work)
+                self.store_zeros(context, work)
             work = scheduler.advance_to_next_work()
         if undrained.is_valid:
-            states = self._drain(context, undrained, states)
-
-    @staticmethod
-    def _lane() -> Int32:
-        """The lane of tensor memory, and the row of the CTA, of this thread."""
-        return cute.arch.thread_idx()[0] % BLOCK_Q
+            states = self.drain(context, undrained, states)
 
     @traced("P")
     @cute.jit
@@ -224,44 +220,3 @@ class DqKernel(BackwardKernel):
         context.barriers["ds_done"].arrive(states["dp_done"], is_converged=True)
         states.advance("dp_done")
         return states
-
-    @traced("drain dQ")
-    @cute.jit
-    def _drain(self, context: Any, work: Any, states: Any):
-        """softmax_scale * dQ of a tile to global memory, half of the columns a warpgroup."""
-        context.barriers["dq_done"].wait(states["dq_done"])
-        fence_after_thread_sync()
-        sequence = context.sequences.query(work.batch)
-        row = self.first_row(context, work) + self._lane()
-        start, stride = self.tmem_plan.buffers("dq", self.edges["dq_done"].stages)
-        address = context.own_lanes + (start + self.warpgroup() * OWN_COLUMNS)
-        address += states["dq_done"].index * stride
-        for start in cutlass.range_constexpr(0, OWN_COLUMNS, FRAGMENT):
-            values = cute.make_rmem_tensor(FRAGMENT, Float32)
-            tmem_load(address + start, values)
-            cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(start + FRAGMENT == OWN_COLUMNS):
-                fence_before_thread_sync()
-                context.barriers["dq_free"].arrive(states["dq_done"], is_converged=True)
-            multiply(values, context.scalars.softmax_scale)
-            if row < sequence.length:
-                destination = self._destination(context, sequence, row, work.head)
-                column = self.warpgroup() * OWN_COLUMNS + start
-                store_row(values, columns_of(destination, column, FRAGMENT))
-        states.advance("dq_done")
-        return states
-
-    def _destination(self, context: Any, sequence: Any, row: Int32, head: Int32) -> cute.Tensor:
-        """The 256 elements of a row of dQ."""
-        return context.tensors.results[0][sequence.offset + row, None, head, sequence.batch]
-
-    @cute.jit
-    def _store_zeros(self, context: Any, work: Any):
-        """dQ = 0 for the rows of a tile that sees no key."""
-        row = self.first_row(context, work) + self._lane()
-        sequence = context.sequences.query(work.batch)
-        if row < sequence.length:
-            destination = self._destination(context, sequence, row, work.head)
-            for start in cutlass.range(0, OWN_COLUMNS, FRAGMENT, unroll=1):
-                column = self.warpgroup() * OWN_COLUMNS + start
-                store_row(zeros(FRAGMENT), columns_of(destination, column, FRAGMENT))

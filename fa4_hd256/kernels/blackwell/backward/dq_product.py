@@ -82,7 +82,7 @@ class DqProductKernel(DqKernel):
         work = scheduler.initial_work()
         while work.is_valid:
             if self.num_steps(context, work) > 0:
-                states = self._drain(context, work, states)
+                states = self.drain(context, work, states)
             else:
-                self._store_zeros(context, work)
+                self.store_zeros(context, work)
             work = scheduler.advance_to_next_work()

@@ -28,7 +28,7 @@ from fa4_hd256.kernels.steps import (
     write,
 )
 
-__all__ = ["DKDV_STEPS", "DKDV_STORING_STEPS", "DQ_PRODUCT_STEPS", "DQ_STEPS"]
+__all__ = ["DKDV_STEPS", "DKDV_STORING_STEPS", "DQ_PRODUCT_STEPS", "DQ_STEPS", "DV_STEPS"]
 
 PIECES = 2  # buffers of Q or dO that a unit of dK/dV takes: 128 columns, or 128 queries, each
 
@@ -244,3 +244,80 @@ DQ_PRODUCT_STEPS = StepTable(
         ),
     ),
 )
+
+DV_STEPS = StepTable(
+    rings=(
+        Ring("k", full="k_loaded", free="k_free"),
+        Ring("v", full="v_loaded", free="v_free"),
+        Ring("ring", full="ring_loaded", free="ring_free"),
+        Ring("stats", full="stats_loaded", free="stats_free", regions=("lse", "delta")),
+        Ring("s", full="s_done", free="s_free"),
+        # NOTE [P over dP] in dv.py: the products' order frees both.
+        Ring("dp", full="dp_done"),
+        Ring("p", full="p_done", over="dp"),
+        Ring("dv", full="dv_done", free="dv_free"),
+    ),
+    products=(
+        Product(
+            "S",
+            result=Operand("S", "s", ring="s"),
+            a=Operand("K", "k", ring="k"),
+            b=Operand("Q", "rows", ring="ring"),
+            waits=(first("k_loaded"), each("s_free"), each("ring_loaded")),
+            commits=(each("ring_free"), each("s_done"), last("k_free")),
+            loads=(
+                Load.one("K", "k", "k", "k", When.FIRST),
+                Load.one("Q", "q", "rows", "ring"),
+                Load("stats", (Copy("LSE", "lse", "lse"), Copy("delta", "delta", "delta"))),
+            ),
+            is_ahead=True,
+        ),
+        Product(
+            "dV",
+            result=Operand("dV", "dv", ring="dv"),
+            a=Operand("P", "dp", ring="p"),
+            b=Operand("dOc", "columns", ring="ring"),
+            waits=(first("dv_free"), each("ring_loaded"), each("p_done")),
+            commits=(each("ring_free"), last("dv_done")),
+            loads=(Load.one("dOc", "dout_columns", "columns", "ring"),),
+            overwrites=When.FIRST,
+        ),
+        Product(
+            "dP",
+            result=Operand("dP", "dp", ring="dp"),
+            a=Operand("V", "v", ring="v"),
+            b=Operand("dO", "rows", ring="ring"),
+            waits=(first("v_loaded"), each("ring_loaded")),
+            commits=(each("ring_free"), each("dp_done"), last("v_free")),
+            loads=(
+                Load.one("V", "v", "v", "v", When.FIRST),
+                Load.one("dO", "dout", "rows", "ring"),
+            ),
+            is_ahead=True,
+        ),
+    ),
+    roles=(
+        Role(
+            "gradient",
+            (
+                Act(
+                    (wait("dv_done"), read("dv", "dV"), arrive("dv_free")),
+                    When.FIRST, of_tile_before=True,
+                ),
+                Act(
+                    (
+                        wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done"),
+                        read("stats", "delta"), arrive("stats_free"),
+                    )
+                ),
+                Act(
+                    (
+                        wait("s_done"), read("s", "S"), arrive("s_free"),
+                        wait("stats_loaded"), read("stats", "LSE"),
+                    ),
+                    is_ahead=True,
+                ),
+            ),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,370 @@
+"""The kernel of dV and dS: dV = P^T dO at head_dim 256, and dS^T for `dq_product` and dK, by CTA
+pairs.
+
+One tile is 256 keys of one KV head; one step multiplies it with 128 query rows of one of the query
+heads that share the KV head.  Scores are transposed, S^T = K Q^T: each CTA owns 128 keys, with
+their K, V, S^T, dP^T and dV, a key a lane.  It is the dQ kernel with queries and keys exchanged,
+and dO is needed in two halves that a pair cannot share, as in NOTE [two halves of K] in dq.py.
+
+Timeline of one CTA (the MMA warp is the leader's); last is the tile's last step, 0' the next
+tile's first; Q, dO are the rows for S and dP, dOc the columns for dV::
+
+    load      Q(1) dOc(0) dO(1)  ..  | K' Q(0') dOc(last) V' dO(0') ...
+    mma       S(1) dV(0) dP(1)   ..  | S(0')    dV(last)  dP(0') ...
+    gradient  P(1)> dS(1)> ..        | P(0')    dV -> global, >, dS(0')> ...
+
+where the first > is the write of P to tensor memory, and the second one that of dS to global
+memory, straight from registers.  The exp2 of a step has the time of two products, S(i) done to
+dP(i) done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows.
+
+NOTE [P over dP].  P(i) lies over dP(i), from where a thread has read its own columns before.
+dP(i+1), which writes the same columns, is issued after dV(i), which reads them, by the same thread,
+and the MMAs of a pair execute in issue order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_hd256.kernels.blackwell.instructions import (
+    MmaShape,
+    TmemOperand,
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+)
+from fa4_hd256.kernels.blackwell.operands import TmaTensor, k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.views import columns_of
+from schedulers import TileProblem, section_heads_for
+
+from .common import FRAGMENT, BackwardTensors, score_gradients
+from .ds_tiles import DS_BLOCK, DS_TILE, DsTiles, tile_of
+from .row_result import OWN_ROWS, RowResult
+
+__all__ = ["DvKernel"]
+
+TILE_KEYS = DS_BLOCK
+STEP_QUERIES = DS_TILE
+OWN_QUERIES = STEP_QUERIES // 2  # of a step: those of a warpgroup, and those a CTA loads for S
+RUN = 8  # consecutive queries of a key in a tile of dS: 16 bytes
+BEYOND = 1 << 30  # a query that no key sees
+
+
+class Step:
+    """128 queries of one query head: (head, index of the queries); lives across loops.
+
+    span: [begin, end) of the steps of each head, which a loop over them does not change.
+    """
+
+    def __init__(self, head: Int32, index: Int32, span: tuple[Int32, Int32]) -> None:
+        self.head, self.index, self.span = head, index, span
+
+    def following(self) -> Step:
+        """The next step of the head, else the first of the next head."""
+        begin, end = self.span
+        wraps = self.index + 1 == end
+        head = self.head + Int32(wraps)
+        return Step(head, cutlass.select_(wraps, begin, self.index + 1), self.span)
+
+    def __extract_mlir_values__(self) -> list:
+        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
+
+    def __new_from_mlir_values__(self, values: list) -> Step:
+        head, index = values
+        return Step(
+            cutlass.new_from_mlir_values(self.head, [head]),
+            cutlass.new_from_mlir_values(self.index, [index]),
+            self.span,
+        )
+
+
+class DvKernel(RowResult):
+    """The kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
+
+    results: (dv,).  ds: (tiles, elements), see `ds_tiles`.  A tile's head counts parts of KV heads:
+    KV head * head_parts + part.
+    """
+
+    result = "dV"
+    is_scaled = False
+    boxes = {
+        "q": (0, OWN_QUERIES, HEAD_DIM),
+        "k": (1, OWN_ROWS, HEAD_DIM),
+        "v": (2, OWN_ROWS, HEAD_DIM),
+        "dout": (3, OWN_QUERIES, HEAD_DIM),
+        "dout_columns": (3, STEP_QUERIES, HEAD_DIM // 2),
+    }
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
+        self.shapes = {
+            "S": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate),
+            "dP": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16),
+            "dV": MmaShape(TILE_KEYS, HEAD_DIM, is_bf16, b_mn_major=True),
+        }
+        # P of the two warpgroups lies at either half of dP.
+        half = TmemOperand.contiguous(OWN_QUERIES).step_columns
+        self.layouts = {
+            **dict.fromkeys(("K", "V"), k_major_operand(OWN_ROWS)),
+            **dict.fromkeys(("Q", "dO"), k_major_operand(OWN_QUERIES)),
+            "dOc": mn_major_operand(STEP_QUERIES),
+            "P": TmemOperand((*half, *(OWN_QUERIES + column for column in half))),
+        }
+
+    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+        """The tiles: 256 keys of a part of a KV head each."""
+        q, k = operands
+        heads = cute.size(k, mode=[2])
+        heads_per_kv = cute.size(q, mode=[2]) // heads
+        heads_per_part = (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
+        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part
+        return TileProblem(
+            (scalars.max_seqlen_k + TILE_KEYS - 1) // TILE_KEYS,
+            heads * scalars.head_parts,
+            batch,
+            section_heads_for(
+                num_heads_per_kv=1,
+                num_pairs=heads * scalars.head_parts * batch,
+                kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
+                l2_bytes=scalars.l2_bytes,
+                unequal_lengths=self.problem_class.has_unequal_tiles,
+            ),
+            # The transposed mask: its bounds change sides.
+            later_blocks_first=self.problem_class.bounded_left,
+        )
+
+    def ds_view(self, ds: Any) -> Any:
+        return ds
+
+    def ds_tensor(self, ds: Any) -> Any:
+        return ds
+
+    def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
+        return tensors.loads
+
+    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+        stages = self.plan.ring_stages
+        stats = cute.make_layout((STEP_QUERIES, self.plan.stats_stages))
+        return {
+            "k": memory.operand("k", OWN_ROWS, HEAD_DIM, 1),
+            "v": memory.operand("v", OWN_ROWS, HEAD_DIM, 1),
+            "rows": memory.operand("ring", OWN_QUERIES, HEAD_DIM, stages),
+            "columns": memory.operand("ring", STEP_QUERIES, HEAD_DIM // 2, stages),
+            "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
+            "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
+        }
+
+    def result_rows(self, context: Any, work: Any) -> Any:
+        return context.sequences.key(work.batch)
+
+    def num_steps(self, context: Any, work: Any) -> Int32:
+        """Steps of all query heads of the part in which some key of the tile is seen."""
+        steps = self._transposed(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
+        return steps * self._num_heads(context, work)
+
+    def _transposed(self, context: Any, work: Any) -> Any:
+        """Which queries each key is seen by."""
+        return context.visibility(work, STEP_QUERIES).transposed(STEP_QUERIES)
+
+    def _heads_per_part(self, context: Any) -> Int32:
+        head_parts = context.scalars.head_parts
+        return (context.heads_per_kv + head_parts - 1) // head_parts
+
+    def _first_head(self, context: Any, work: Any) -> Int32:
+        """The first query head of a tile's part."""
+        head_parts = context.scalars.head_parts
+        kv_head, part = work.head // head_parts, work.head % head_parts
+        return kv_head * context.heads_per_kv + part * self._heads_per_part(context)
+
+    def _num_heads(self, context: Any, work: Any) -> Int32:
+        """Query heads of a tile's part; the last part may have fewer, or none."""
+        per_part = self._heads_per_part(context)
+        begin = work.head % context.scalars.head_parts * per_part
+        return cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
+
+    def first_position(self, context: Any, work: Any) -> Step:
+        """The first step of a tile."""
+        tile = (work.block * TILE_KEYS, TILE_KEYS)
+        tiles = self._transposed(context, work).tile_range(tile, tile)
+        return Step(self._first_head(context, work), tiles.begin, (tiles.begin, tiles.end))
+
+    def next_position(self, step: Step) -> Step:
+        return step.following()
+
+    def places(self, context: Any, content: str, work: Any, step: Step) -> tuple:
+        """See `tma_tile`: this CTA's 128 keys of K and V; its 64 rows of Q and dO; its half of the
+        columns of dO.  (tile, step) for LSE and delta."""
+        rank = context.cta_rank
+        if content == "LSE delta":
+            return (((work, step), (work, step)),)
+        if content in ("K", "V"):
+            head = work.head // context.scalars.head_parts
+            keys = context.sequences.key(work.batch)
+            return (((keys, self.first_row(context, work), 0, head),),)
+        queries, row = context.sequences.query(work.batch), step.index * STEP_QUERIES
+        if content == "dOc":
+            return (((queries, row, rank, step.head),),)
+        return (((queries, row + rank * OWN_QUERIES, 0, step.head),),)
+
+    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+        if copy.content in ("LSE", "delta"):
+            self._load_stats(context, copy.memory, place, target)
+        else:
+            super().copy(context, copy, place, target)
+
+    @cute.jit
+    def _load_stats(self, context: Any, name: str, place: tuple, target: tuple):
+        """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4)."""
+        (work, step), (barrier, index) = place, target
+        row = context.sequences.padded_query_offset(work.batch) + step.index * STEP_QUERIES
+        rows = context.tensors.stats[0 if name == "lse" else 1, step.head, None]
+        source = cute.make_tensor((rows.iterator + row).align(16), cute.make_layout(STEP_QUERIES))
+        bits = STEP_QUERIES * Float32.width
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=bits)
+        with cute.arch.elect_one():
+            cute.copy(atom, source, context.smem[name][None, index], mbar_ptr=barrier)
+
+    # --------------------------------------------------------------------------------- gradient
+
+    @cute.jit
+    def gradient(self, context: Any):
+        """S^T -> P and dP^T -> dS for this CTA's 128 keys: a key a thread, half of the queries."""
+        states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work, undrained = scheduler.initial_work(), self.no_work()
+        factors = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        # P in 16 bits, two in a register.
+        p = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                first_key = self.first_row(context, work)
+                key = first_key + self.lane()
+                visibility = self._transposed(context, work)
+                tile = (work.block * TILE_KEYS, TILE_KEYS)
+                tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
+                # Keys beyond the sequence's end see nothing: their dS has to be 0.
+                seqlen_k = visibility.seqlen_q
+                has_rest = first_key + OWN_ROWS > seqlen_k
+                own = self.warpgroup() * OWN_QUERIES
+                own = cutlass.select_(key < seqlen_k, own, Int32(BEYOND))
+                step = self.first_position(context, work)
+                self._complete_blocks(context, work, step)
+                mask = (Boolean(True), visibility, key, own + step.index * STEP_QUERIES)
+                states = self._probabilities(context, (factors, p), mask, states)
+                if undrained.is_valid:
+                    states = self.drain(context, undrained, states)
+                for _ in cutlass.range(1, num_steps, unroll=1):
+                    states = self._publish(context, (factors, p), (work, step), states)
+                    step = step.following()
+                    index = step.index
+                    is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
+                    mask = (is_masked | has_rest, visibility, key, own + index * STEP_QUERIES)
+                    states = self._probabilities(context, (factors, p), mask, states)
+                states = self._publish(context, (factors, p), (work, step), states)
+                undrained = work
+            else:
+                self.store_zeros(context, work)
+            work = scheduler.advance_to_next_work()
+        if undrained.is_valid:
+            states = self.drain(context, undrained, states)
+
+    def _own_stats(self, context: Any, name: str, place: tuple) -> cute.Tensor:
+        """-LSE or -delta of a fragment of this thread's queries, in registers.  place: (buffer,
+        first column of the thread's)."""
+        buffer, start = place
+        values = cute.make_rmem_tensor(FRAGMENT, Float32)
+        column = self.warpgroup() * OWN_QUERIES + start
+        cute.autovec_copy(
+            columns_of(context.smem[name][None, buffer], column, FRAGMENT), values
+        )
+        return values
+
+    @traced("P")
+    @cute.jit
+    def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any):
+        """P of one step.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
+        factors, p = results
+        context.barriers["s_done"].wait(states["s_done"])
+        fence_after_thread_sync()
+        tmem_load(self.own_columns(context, "s", OWN_QUERIES), factors)
+        cute.arch.fence_view_async_tmem_load()
+        fence_before_thread_sync()
+        context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
+        states.advance("s_done")
+        context.barriers["stats_loaded"].wait(states["stats_loaded"])
+        slopes = self.mask_and_cap(context, factors, mask)
+        rounded = cute.recast_tensor(p, self.dtype)
+        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+            part = columns_of(factors, start, FRAGMENT)
+            negative_lse = self._own_stats(context, "lse", (states["stats_loaded"].index, start))
+            self.exponentiate(context, part, negative_lse, (start, OWN_QUERIES))
+            columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
+        if cutlass.const_expr(self.problem_class.softcap):
+            factors.store(factors.load() * slopes.load())
+        return states
+
+    @traced("dS")
+    @cute.jit
+    def _publish(self, context: Any, results: tuple, place: tuple, states: Any):
+        """P to tensor memory, over dP, then dS = factors (dP - delta) to global memory."""
+        factors, p = results
+        context.barriers["dp_done"].wait(states["dp_done"])
+        fence_after_thread_sync()
+        address = self.own_columns(context, "dp", OWN_QUERIES)
+        dp = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        tmem_load(address, dp)
+        cute.arch.fence_view_async_tmem_load()
+        tmem_store(p, address)
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+        context.barriers["p_done"].arrive(states["dp_done"], is_converged=True)
+        states.advance("dp_done")
+        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
+            part = columns_of(dp, start, FRAGMENT)
+            delta = self._own_stats(context, "delta", (states["stats_loaded"].index, start))
+            score_gradients(part, columns_of(factors, start, FRAGMENT), delta)
+        context.barriers["stats_free"].arrive(states["stats_loaded"])
+        states.advance("stats_loaded")
+        work, step = place
+        self._store_ds(self._tile_of_ds(context, work, step.head, step.index), dp)
+        return states
+
+    def _tile_of_ds(self, context: Any, work: Any, head: Any, index: Any) -> cute.Tensor:
+        """This CTA's tile of dS of a step."""
+        scalars, heads = context.scalars, cute.size(context.tensors.stats, mode=[1])
+        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
+        kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
+        return tile_of(context.tensors.ds, tiles.index((work.batch, head), kv_tile, index))
+
+    def _store_ds(self, tile: cute.Tensor, values: cute.Tensor) -> None:
+        """This thread's dS of a step, Float32, to global memory: 16 bytes a run of queries, the
+        keys of a warp one after the other."""
+        first_run = self.warpgroup() * (OWN_QUERIES // RUN)
+        rounded = cute.make_rmem_tensor(OWN_QUERIES, self.dtype)
+        rounded.store(values.load().to(self.dtype))
+        for run in range(OWN_QUERIES // RUN):
+            target = tile[self.lane(), first_run + run, None]
+            cute.autovec_copy(columns_of(rounded, run * RUN, RUN), target)
+
+    @cute.jit
+    def _complete_blocks(self, context: Any, work: Any, step: Step):
+        """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in ds_tiles.py."""
+        begin, end = step.span
+        nothing = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        nothing.fill(0.0)
+        head = step.head
+        for _ in cutlass.range(self._num_heads(context, work), unroll=1):
+            if begin % 2 == 1:
+                self._store_ds(self._tile_of_ds(context, work, head, begin - 1), nothing)
+            if end % 2 == 1:
+                self._store_ds(self._tile_of_ds(context, work, head, end), nothing)
+            head += 1

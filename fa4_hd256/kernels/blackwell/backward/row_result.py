@@ -1,0 +1,95 @@
+"""Kernels with one result whose tile is 256 rows: 128 of a CTA, a row a thread, half of the columns
+a warpgroup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa4_hd256.kernels.blackwell.instructions import (
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+)
+from fa4_hd256.kernels.blackwell.pair_plan import CTAS
+from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.views import columns_of
+
+from .common import FRAGMENT, BackwardKernel, store_row, zeros
+
+__all__ = ["OWN_ROWS", "RowResult"]
+
+OWN_ROWS = 128  # rows of a tile that a CTA has, one a lane of tensor memory
+TILE_ROWS = CTAS * OWN_ROWS
+OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
+
+
+class RowResult(BackwardKernel):
+    """Base of such a kernel: how its result leaves.
+
+    A kernel adds `result`, its content in the steps, the ring and the region of tensor memory being
+    the same in small letters; `is_scaled`, whether it is softmax_scale times what lies there; and
+    `result_rows(context, work)`, the `Sequence` of its rows.
+    """
+
+    result: str
+    is_scaled: bool
+
+    def first_row(self, context: Any, work: Any) -> Int32:
+        """The first row of this CTA's half of a tile."""
+        return work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
+
+    @staticmethod
+    def lane() -> Int32:
+        """The lane of tensor memory, and the row of the CTA, of this thread."""
+        return cute.arch.thread_idx()[0] % OWN_ROWS
+
+    def drain(self, context: Any, work: Any, states: Any) -> Any:
+        """The result of a tile to global memory."""
+        return traced(f"drain {self.result}")(self._drain)(context, work, states)
+
+    @cute.jit
+    def _drain(self, context: Any, work: Any, states: Any):
+        name = self.result.lower()
+        done, free = f"{name}_done", f"{name}_free"
+        context.barriers[done].wait(states[done])
+        fence_after_thread_sync()
+        sequence = self.result_rows(context, work)
+        row = self.first_row(context, work) + self.lane()
+        start, stride = self.tmem_plan.buffers(name, self.edges[done].stages)
+        address = context.own_lanes + (start + self.warpgroup() * OWN_COLUMNS)
+        address += states[done].index * stride
+        for start in cutlass.range_constexpr(0, OWN_COLUMNS, FRAGMENT):
+            values = cute.make_rmem_tensor(FRAGMENT, cutlass.Float32)
+            tmem_load(address + start, values)
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(start + FRAGMENT == OWN_COLUMNS):
+                fence_before_thread_sync()
+                context.barriers[free].arrive(states[done], is_converged=True)
+            if cutlass.const_expr(self.is_scaled):
+                multiply(values, context.scalars.softmax_scale)
+            if row < sequence.length:
+                destination = self._destination(context, sequence, row, work.head)
+                column = self.warpgroup() * OWN_COLUMNS + start
+                store_row(values, columns_of(destination, column, FRAGMENT))
+        states.advance(done)
+        return states
+
+    def _destination(self, context: Any, sequence: Any, row: Int32, head: Int32) -> cute.Tensor:
+        """The 256 elements of a row of the result."""
+        return context.tensors.results[0][sequence.offset + row, None, head, sequence.batch]
+
+    @cute.jit
+    def store_zeros(self, context: Any, work: Any):
+        """A result of 0 for the rows of a tile without steps."""
+        row = self.first_row(context, work) + self.lane()
+        sequence = self.result_rows(context, work)
+        if row < sequence.length:
+            destination = self._destination(context, sequence, row, work.head)
+            for start in cutlass.range(0, OWN_COLUMNS, FRAGMENT, unroll=1):
+                column = self.warpgroup() * OWN_COLUMNS + start
+                store_row(zeros(FRAGMENT), columns_of(destination, column, FRAGMENT))
