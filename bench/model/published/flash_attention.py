@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def _rows(
     build: Build,
     causal: bool,
     heads: tuple[int, int],
-    rates: dict[int, float],
+    rates: Mapping[int, float],
     tokens: int,
     **origin: Any,
 ) -> Iterator[Published]:

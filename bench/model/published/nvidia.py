@@ -1,13 +1,12 @@
 """Rates that NVIDIA published of cuDNN, of the CuTe DSL kernels of its frontend and of others.
 
-github.com/NVIDIA/cudnn-frontend, benchmark/: head_dim 256, heads 32/2, one sequence, causal.
+github.com/NVIDIA/cudnn-frontend, benchmark/: head_dim 256, one sequence, causal, clocks not locked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from bench.suite import BACKWARD, FORWARD
 
@@ -17,29 +16,32 @@ from .rows import (
     FIT,
     FLASH_ATTENTION,
     FROST,
+    NO_CLOCK,
     TEST,
     Build,
     Clock,
     Protocol,
     Published,
+    half_of,
     series,
-)  # fmt: skip
+)
 
-#: The frontend's CuTe DSL kernels and their plan. Its package asks for nvidia-cutlass-dsl >= 4.6.2;
-#: the newest release on 2026-09-28 was 4.8.0, on 2026-09-18 4.7.1.
-_PLAN = (("TILE_CGA_M", 2), ("TILE_M", 128), ("TILE_N", 128), ("SCHED_POLICY", 2), ("PACK_GQA", 0),
-         ("SPLIT_KV", 1))  # fmt: skip
-FROST_1_31 = Build(FROST, "1.31.0", "4.8.0", _PLAN)
-#: A development tree of 2026-09-18, between 1.30 and 1.31.
-FROST_SEPTEMBER = Build(FROST, "1.31.0", "4.7.1", _PLAN)
+#: What the frontend's CuTe DSL kernels were asked for in every row here; SCHED_POLICY and SPLIT_KV
+#: differ.
+_PLAN = (("TILE_CGA_M", 2), ("TILE_M", 128), ("TILE_N", 128), ("PACK_GQA", 0))
+#: Its package asks for nvidia-cutlass-dsl >= 4.6.2; the newest release on 2026-09-28 was 4.8.0.
+FROST_1_31 = Build(FROST, "1.31.0", "4.8.0", (*_PLAN, ("SCHED_POLICY", 2), ("SPLIT_KV", 1)))
+#: On 2026-09-18 a tree between 1.30 and 1.31, with 4.7.1 the newest release.
+FROST_SEPTEMBER = replace(FROST_1_31, cutlass_dsl="4.7.1")
 CUDNN_9_27 = Build(CUDNN, "9.27.0")
 FLASH_ATTENTION_UNKNOWN = Build(FLASH_ATTENTION, None)
 
 _RESULTS = "github.com/NVIDIA/cudnn-frontend, benchmark"
-_LENGTHS = 2048, 4096, 8192, 16384, 32768
-#: `benchmark_single_sdpa.py`: device time by CUPTI, the median of ten, L2 flushed before each.
-_TEN = Protocol("CUPTI", 0, 10, cold=True)
-_TWENTY = Protocol("CUPTI", 0, 20, cold=True)
+#: `benchmark_single_sdpa.py`: CUPTI's device time of one call at a time, L2 flushed and tensors
+#: made anew before it; the median of the last five of ten.
+TRAINING_PROTOCOL = Protocol("CUPTI, one call at a time", 0, 1, cold=True)
+#: `benchmark_single_attention.py`: events around a call.
+INFERENCE_PROTOCOL = Protocol("events", 5, 20)
 #: By the table's peak of bf16, which is computed from the highest clock sampled meanwhile.
 SAMPLED = {
     "GB200": Clock(2.062, "highest sample"),
@@ -49,17 +51,16 @@ SAMPLED = {
 
 
 def _training(
-    build: Build,
-    gpu: str,
-    rates: tuple[float, ...],
-    direction: str = FORWARD,
+    build: Build, gpu: str, rates: Sequence[float], direction: str = FORWARD,
     role: str = AS_PUBLISHED,
-) -> Iterator[Published]:
+) -> Iterator[Published]:  # fmt: skip
+    """Rates at 2k to 32k."""
     source = f"{_RESULTS}/attention_training/results/qwen35, 2026-09-28"
     first = Published(
-        build, gpu, True, 1, 1, (32, 2), 1.0, source, role, direction, SAMPLED[gpu], _TEN
+        build, gpu, True, 1, 1, (32, 2), 1.0, source, role, direction, SAMPLED[gpu],
+        TRAINING_PROTOCOL,
     )  # fmt: skip
-    yield from series(first, dict(zip(_LENGTHS, rates, strict=True)))
+    yield from series(first, {2048 << n: rate for n, rate in enumerate(rates)})
 
 
 TRAINING = (
@@ -79,40 +80,131 @@ TRAINING = (
     *_training(FLASH_ATTENTION_UNKNOWN, "H200", (280, 336, 369, 385, 378), BACKWARD),
 )
 
+#: (queries, keys) of a sequence: whole prompts, and chunks of a prompt whose mask is bottom-right.
+_PROMPTS = ((2048, 2048), (8192, 8192), (32768, 32768))
+_CHUNKS = ((512, 65536), (512, 131072), (1024, 65536), (1024, 131072))
+_HEADS = ((32, 2), (16, 1), (8, 1), (4, 1))
+#: Heads of a row, and of each of the prompts and chunks its time in us. On GPUs of 64 to 76 CTA
+#: pairs the chunks of 32/2 and 16/1 are one tile a pair, 512 or 1024 steps, or fewer pairs.
+_CUDNN_TIMES = {
+    "B200": (
+        (56.160, 664.633, 10367.662, 660.730, 1332.280, 1347.550, 2694.231),
+        (32.192, 321.243, 5099.996, 583.965, 1157.100, 653.026, 1319.669),
+        (27.936, 158.973, 2560.864, 582.556, 1154.427, 583.826, 1157.304),
+        (26.208, 85.024, 1272.762, 581.602, 1154.427, 582.175, 1154.420),
+    ),
+    "GB200": (
+        (59.809, 638.362, 10037.202, 631.216, 1224.706, 1241.676, 2459.044),
+        (31.583, 329.440, 4626.971, 556.728, 1097.944, 629.041, 1221.931),
+        (27.072, 177.186, 2311.640, 554.681, 1097.581, 556.001, 1098.123),
+        (25.343, 97.950, 1185.433, 554.094, 1096.075, 554.548, 1096.811),
+    ),
+    "GB300": (
+        (50.686, 541.079, 8186.879, 557.827, 1102.694, 1125.334, 2241.823),
+        (29.088, 272.737, 4058.152, 549.237, 1087.974, 555.330, 1100.124),
+        (25.728, 143.105, 2028.875, 547.977, 1086.703, 549.226, 1088.784),
+        (24.287, 78.114, 1026.909, 547.491, 1086.065, 548.272, 1086.460),
+    ),
+}
+_FROST_TIMES = {
+    "B200": (
+        (70.176, 697.024, 10296.361, 652.704, 1318.887, 1335.263, 2769.491),
+        (45.024, 342.302, 5106.611, 354.112, 685.790, 648.665, 1303.752),
+        (30.176, 172.031, 2553.562, 194.848, 357.118, 354.555, 688.412),
+        (48.546, 120.613, 1279.583, 115.903, 194.789, 192.994, 356.667),
+    ),
+    "GB200": (
+        (69.728, 662.767, 9601.200, 625.666, 1215.367, 1243.789, 2512.644),
+        (44.159, 343.895, 4549.017, 362.005, 661.450, 619.337, 1205.889),
+        (28.640, 182.044, 2288.118, 205.346, 362.299, 357.248, 656.553),
+        (47.392, 128.157, 1157.388, 129.728, 212.268, 207.484, 364.314),
+    ),
+    "GB300": (
+        (58.015, 558.570, 8480.448, 557.091, 1100.998, 1124.752, 2278.422),
+        (37.984, 283.877, 4050.212, 315.526, 587.739, 553.788, 1097.564),
+        (26.241, 147.836, 2024.772, 175.361, 311.750, 310.586, 582.525),
+        (45.695, 108.160, 1028.502, 108.539, 178.306, 175.521, 312.545),
+    ),
+}
+#: (SCHED_POLICY, SPLIT_KV) of the CuTe DSL kernels in the same places; 0 natural, 1 longest first,
+#: 2 longest first in sections of L2.
+_FROST_PLANS = (
+    ((2, 1), (2, 1), (2, 1), (1, 1), (1, 1), (1, 1), (0, 4)),
+    ((2, 1), (2, 1), (2, 1), (0, 2), (0, 2), (1, 1), (1, 1)),
+    ((2, 1), (2, 1), (2, 1), (0, 4), (0, 4), (0, 2), (0, 2)),
+    ((0, 2), (2, 1), (2, 1), (0, 8), (0, 8), (0, 4), (0, 4)),
+)
+_DATES = {"B200": "2026-09-18", "GB200": "2026-09-28", "GB300": "2026-09-28"}
 
-def _timed(
-    first: Published, shapes: dict[tuple[int, int, int | None], float]
+
+def _inference(
+    first: Published, times: Mapping[str, Sequence[Sequence[float]]]
 ) -> Iterator[Published]:
-    """Rows by their times in ms. shapes: (batch, queries, keys if others)."""
-    for (batch, seqlen, keys), milliseconds in shapes.items():
-        row = replace(first, batch=batch, seqlen=seqlen, keys=keys)
-        yield replace(row, tflops=row.seconds / (milliseconds * 1e-3))
+    """times: in us, of each GPU, heads and shape. The plan of the CuTe DSL kernels is put in."""
+    for gpu, rows in times.items():
+        source = f"{_RESULTS}/attention_inference/results/qwen35, {_DATES[gpu]}"
+        for number, (heads, found) in enumerate(zip(_HEADS, rows, strict=True)):
+            for place, ((queries, keys), us) in enumerate(
+                zip((*_PROMPTS, *_CHUNKS), found, strict=True)
+            ):
+                row = replace(first, gpu=gpu, heads=heads, seqlen=queries, source=source)
+                row = replace(row, keys=None if keys == queries else keys)
+                if row.build.project == FROST:
+                    scheduler, parts = _FROST_PLANS[number][place]
+                    plan = (*_PLAN, ("SCHED_POLICY", scheduler), ("SPLIT_KV", parts))
+                    build = FROST_SEPTEMBER if gpu == "B200" else FROST_1_31
+                    role = half_of(queries if row.keys is None else keys // 2)
+                    row = replace(row, build=replace(build, options=plan), role=role)
+                yield replace(row, tflops=row.seconds / (us * 1e-6))
 
 
-def _inference(build: Build, role: str = AS_PUBLISHED, **options: Any) -> Published:
-    """A row of 1 TFLOPS on a B200, to be replaced."""
-    source = f"{_RESULTS}/attention_inference/results/qwen35/b200, 2026-09-18"
-    return Published(
-        build, "B200", True, 1, 1, (32, 2), 1.0, source, role, protocol=_TWENTY, **options
-    )  # fmt: skip
-
-
-#: Whole prompts, chunks of a prompt (bottom-right), and decoding from 131072 keys in pages of 16.
+#: A row of 1 TFLOPS, to be replaced.
+_FIRST = Published(
+    CUDNN_9_27, "B200", True, 1, 1, (32, 2), 1.0, "", clock=NO_CLOCK, protocol=INFERENCE_PROTOCOL
+)
 INFERENCE = (
-    *_timed(_inference(CUDNN_9_27), {(1, 2048, None): 0.05616, (1, 8192, None): 0.664633,
-            (1, 32768, None): 10.367662, (1, 512, 65536): 0.66073, (1, 512, 131072): 1.33228,
-            (1, 1024, 65536): 1.34755, (1, 1024, 131072): 2.694231, (1, 1, 131072): 0.081631,
-            (128, 1, 131072): 8.906546, (1, 4, 131072): 6.804887, (128, 4, 131072): 202.200735}),
-    *_timed(_inference(FROST_SEPTEMBER, FIT), {(1, 8192, None): 0.697024}),
-    *_timed(_inference(FROST_SEPTEMBER, TEST), {(1, 2048, None): 0.070176,
-            (1, 32768, None): 10.296361}),
+    *_inference(_FIRST, _CUDNN_TIMES),
+    *_inference(replace(_FIRST, build=FROST_1_31), _FROST_TIMES),
+)
+_DECODING = replace(_FIRST, keys=131072, source=f"{_RESULTS}/attention_inference/results/qwen35")
+
+
+def _decode(build: Build, gpu: str, times: Mapping[tuple[int, int], float]) -> Iterator[Published]:
+    """times: in us, by (batch, queries), heads 32/2, 131072 keys in pages of 16."""
+    for (batch, queries), us in times.items():
+        row = replace(_DECODING, build=build, gpu=gpu, batch=batch, seqlen=queries)
+        yield replace(row, tflops=row.seconds / (us * 1e-6))
+
+
+#: The CuTe DSL kernel packs query heads (PACK_GQA 1) there.
+_FROST_DECODE = Build(FROST, "1.31.0", "4.8.0", (("PACK_GQA", 1),))
+DECODE = (
+    *_decode(CUDNN_9_27, "B200", {(1, 1): 81.631, (1, 2): 6811.824, (1, 4): 6804.887,
+             (128, 1): 8906.546, (128, 2): 202889.241, (128, 4): 202200.735}),
+    *_decode(CUDNN_9_27, "GB200", {(1, 1): 80.704, (1, 2): 7103.051, (1, 4): 7097.453,
+             (128, 1): 8458.129, (128, 2): 193252.527, (128, 4): 192530.007}),
+    *_decode(CUDNN_9_27, "GB300", {(1, 1): 78.658, (1, 2): 6529.395, (1, 4): 6526.885,
+             (128, 1): 8534.959, (128, 2): 189080.072, (128, 4): 187512.735}),
+    *_decode(_FROST_DECODE, "B200", {(1, 1): 106.686, (1, 2): 94.847, (1, 4): 99.680,
+             (128, 1): 4722.108, (128, 2): 6120.281, (128, 4): 6100.242}),
+    *_decode(_FROST_DECODE, "GB200", {(1, 1): 108.474, (1, 2): 95.678, (1, 4): 101.214,
+             (128, 1): 4541.128, (128, 2): 5407.654, (128, 4): 5536.878}),
+    *_decode(_FROST_DECODE, "GB300", {(1, 1): 107.362, (1, 2): 91.134, (1, 4): 95.776,
+             (128, 1): 4798.381, (128, 2): 4888.174, (128, 4): 4962.752}),
 )  # fmt: skip
-#: One call of the bf16 backward of three launches, S = 8192.
-FROST_BACKWARD = (
-    *_timed(replace(_inference(FROST_SEPTEMBER, TEST), direction=BACKWARD, causal=False,
-                    source="cudnn-frontend's bf16 backward at head_dim 256, B200"),
-            {(1, 8192, None): 5.673}),
-    *_timed(replace(_inference(FROST_SEPTEMBER, TEST), direction=BACKWARD,
-                    source="cudnn-frontend's bf16 backward at head_dim 256, B200"),
-            {(1, 8192, None): 3.256}),
+#: One call of the bf16 backward of three launches, S = 8192; how it was timed is not said.
+_BACKWARD = Published(
+    FROST_SEPTEMBER, "B200", False, 1, 8192, (32, 2), 1.0,
+    "cudnn-frontend's bf16 backward at head_dim 256", TEST, BACKWARD,
 )  # fmt: skip
+FROST_BACKWARD = tuple(
+    replace(row, tflops=row.seconds / (us * 1e-6))
+    for row, us in ((_BACKWARD, 5673.0), (replace(_BACKWARD, causal=True), 3256.0))
+)
+CUDNN_BACKWARD = tuple(
+    replace(row, build=CUDNN_9_27, role=AS_PUBLISHED, tflops=row.seconds / (us * 1e-6))
+    for row, us in (
+        (replace(_BACKWARD, tflops=1.0), 7265.0),
+        (replace(_BACKWARD, causal=True, tflops=1.0), 3939.0),
+    )
+)

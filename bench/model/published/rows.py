@@ -7,7 +7,7 @@ A rate validates the model only where the very kernel can be compiled and replay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +170,7 @@ def half_of(seqlen: int) -> str:
 
 
 def series(
-    first: Published, rates: dict[int, float], tokens: int | None = None
+    first: Published, rates: Mapping[int, float], tokens: int | None = None
 ) -> Iterator[Published]:
     """Rates by seqlen, alike in all else, the role by `half_of` unless the first stands as
     published. tokens: in each batch; None: the batch of the first."""

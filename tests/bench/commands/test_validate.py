@@ -15,6 +15,7 @@ from bench.model.published.rows import (
     BUILT_FROM,
     BURST,
     FIT,
+    FROST,
     HOST_BOUND,
     SUSTAINED,
     TEST,
@@ -110,7 +111,8 @@ def test_replays_outside_the_fit_are_predicted_from_those_inside(monkeypatch):
 
 EVERY = (
     *flash_attention.FORWARD_256, *flash_attention.BACKWARD_256, *flash_attention.FORWARD_128,
-    *nvidia.TRAINING, *nvidia.INFERENCE, *nvidia.FROST_BACKWARD,
+    *nvidia.TRAINING, *nvidia.INFERENCE, *nvidia.DECODE, *nvidia.FROST_BACKWARD,
+    *nvidia.CUDNN_BACKWARD,
 )  # fmt: skip
 
 
@@ -157,8 +159,13 @@ def test_the_shapes_of_nvidias_tables_give_their_times(gpu, seqlen, milliseconds
 
 
 def test_rates_of_nvidias_times_are_theirs():
-    row = _one(nvidia.INFERENCE, build=nvidia.FROST_SEPTEMBER, seqlen=8192)
+    row = _one(nvidia.INFERENCE, build=nvidia.FROST_SEPTEMBER, seqlen=8192, heads=(32, 2))
     assert row.tflops == pytest.approx(1577.437, rel=1e-4)
+    # Keys of a chunk are not divided by two there.
+    rows = [r for r in nvidia.INFERENCE if r.build.project == FROST and r.gpu == "GB300"]
+    row = _one(tuple(rows), seqlen=512, keys=131072, heads=(16, 1))
+    assert 2 * row.tflops == pytest.approx(1870.748, rel=1e-4)
+    assert dict(row.build.options)["SPLIT_KV"] == 2
 
 
 def test_load_before_a_call_says_what_is_sustained():
