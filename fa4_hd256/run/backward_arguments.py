@@ -41,6 +41,7 @@ from .arguments import (
 )
 
 _WORD = 4  # bytes of a float32 or int32
+DS_ALIGNMENT = 128  # of dS, as PyTorch's allocators have it
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,17 @@ def gradient_compile_arguments(
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, ds_rank, TMA_ALIGNMENT) if problem_class.stores_ds else None
     return operands, stats, results, ds, ragged, scalar_types(backward=True), cuda.CUstream(0)
+
+
+def products_compile_arguments(problem_class: GradientClass) -> tuple:
+    """What `cute.compile` gets for the kernel of dK and dQ from stored dS."""
+    element = problem_class.problem.element_type
+    operands, stats, _, _, *others = gradient_compile_arguments(problem_class, 0)
+    results = tuple(
+        tensor_type(kind, 4, row_alignment(kind.width))
+        for kind in (cutlass.Float32 if problem_class.partial else element, element)
+    )
+    return operands, stats, results, tensor_type(element, 2, DS_ALIGNMENT), *others
 
 
 def gradient_call_arguments(

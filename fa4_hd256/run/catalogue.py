@@ -126,6 +126,14 @@ def _backward_dv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     return _gradient_kernel(DvKernel, config, problem_class, num_results=1, ds_rank=2)
 
 
+def _backward_products(config: Any, problem_class: Any) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.blackwell.backward.products import ProductsKernel
+
+    from .backward_arguments import products_compile_arguments
+
+    return ProductsKernel(config, problem_class), products_compile_arguments(problem_class)
+
+
 def _gradient_kernel(
     kernel: type, config: Any, problem_class: Any, num_results: int, ds_rank: int = 4
 ) -> tuple[Any, tuple]:
@@ -144,4 +152,5 @@ KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
     "backward_dq_product": _backward_dq_product,
     "backward_dkdv": _backward_dkdv,
     "backward_dv": _backward_dv,
+    "backward_products": _backward_products,
 }

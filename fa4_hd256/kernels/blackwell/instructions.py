@@ -28,10 +28,12 @@ ADDRESS_BITS = 0x3FFFF
 
 @dataclass(frozen=True)
 class OperandLayout:
-    """An operand tile in SMEM with the 128-byte swizzle (9.7.16.4, matrix descriptor).
+    """An operand tile in SMEM (9.7.16.4, matrix descriptor), with the 128-byte swizzle or none.
 
-    leading_bytes: MN-major only: distance of the next 64 MN elements.  K-major ignores it.
-    stride_bytes: distance of the next 8 rows (K-major) or the next 8 k (MN-major).
+    leading_bytes: with the swizzle, MN-major: distance of the next 64 MN elements; K-major ignores
+        it.  Without: of the next core matrix along K.
+    stride_bytes: with the swizzle, distance of the next 8 rows (K-major) or the next 8 k
+        (MN-major).  Without: of the next core matrix along MN.
     step_bytes: start of each K = 16 slice, relative to the tile; slices inside a swizzle atom
         start at unaligned addresses with base offset 0, since the hardware applies the XOR to
         address bits.
@@ -40,6 +42,7 @@ class OperandLayout:
     leading_bytes: int
     stride_bytes: int
     step_bytes: tuple[int, ...]
+    is_swizzled: bool = True
 
     def part(self, index: int, parts: int) -> OperandLayout:
         """One of `parts` equal runs of the slices."""
@@ -53,7 +56,8 @@ class OperandLayout:
     @property
     def upper_word(self) -> int:
         """Bits 32-63 of the descriptor."""
-        return (self.stride_bytes >> 4) | DESCRIPTOR_VERSION | SWIZZLE_128B
+        swizzle = SWIZZLE_128B if self.is_swizzled else 0
+        return (self.stride_bytes >> 4) | DESCRIPTOR_VERSION | swizzle
 
     def lower_word(self, tile: cute.Pointer) -> Int32:
         """Bits 0-31 for a tile at this shared-memory address."""

@@ -185,17 +185,12 @@ class MmaRole(SharedByReference):
         b = self._buffer(context, product.b, states)
         result = self._tmem_address(context, product.result, states)
         if in_tmem:
-            a_word = self._tmem_address(context, product.a, states)
+            a = self._tmem_address(context, product.a, states)
         else:
             a_layout = a_layout.part(piece, product.pieces)
-            a_word = a_layout.lower_word(a)
-        mma_chain(
-            self.kernel.shapes[product.result.content],
-            result,
-            (a_word, a_layout),
-            (b_layout.lower_word(b), b_layout),
-            Boolean(self._adds(product, piece, turn)),
-        )
+        chain = self.kernel.shapes[product.result.content], result, (a, a_layout), (b, b_layout)
+        adds = Boolean(self._adds(product, piece, turn))
+        self.kernel.multiply(context, turn.work, chain, adds)
 
     def _layout(self, operand: Operand) -> OperandLayout | TmemOperand:
         """Where the slices lie that a product reads of an operand's buffer."""
@@ -302,8 +297,8 @@ class PairProducers:
     and `layouts` of their operands, by content; `first_position(context, work)` and
     `next_position(position)`, where a tile's steps lie; `places(context, content, work, position)`,
     where a load comes from: for each piece a place for each copy; `tma_tensor(context, box)`; and,
-    where not all are alike,
-    `copy(context, copy, place, target)`.
+    where not all are alike, `copy(context, copy, place, target)` and
+    `multiply(context, work, chain, accumulate)`.
     """
 
     steps: StepTable
@@ -326,6 +321,14 @@ class PairProducers:
         barrier, index = target
         smem = context.smem[copy.memory]
         load_tile(self.tma_tensor(context, copy.box), smem, place, barrier, index)
+
+    def multiply(self, context: Any, work: Any, chain: tuple, accumulate: Boolean) -> None:
+        """The instructions of a product.  chain: (shape, address of the result, A, B); A and B:
+        (address, layout), the address that of shared or of tensor memory."""
+        shape, result, (a, a_layout), (b, b_layout) = chain
+        if isinstance(a_layout, OperandLayout):
+            a = a_layout.lower_word(a)
+        mma_chain(shape, result, (a, a_layout), (b_layout.lower_word(b), b_layout), accumulate)
 
     def _run(self, context: Any, role: Any) -> None:
         if self.steps.looks_ahead:

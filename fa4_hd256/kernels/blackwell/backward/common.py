@@ -36,6 +36,7 @@ __all__ = [
     "BackwardTensors",
     "DS",
     "FRAGMENT",
+    "heads_per_part",
     "score_gradients",
     "store_row",
     "zeros",
@@ -210,6 +211,11 @@ class BackwardKernel(PairKernel, PairProducers):
         scale_log2 = scale_for_masking(context.scalars.scale_log2)
         first, columns = (count // FRAGMENT for count in place)
         probabilities_from_lse(scores, scale_log2, negative_lse, (self.ex2_pattern, first, columns))
+
+
+def heads_per_part(scalars: CallScalars, heads_per_kv: Any) -> Any:
+    """Query heads of a part of a KV head's group; the last part may have fewer, or none."""
+    return (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
 
 
 def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) -> None:

@@ -31,8 +31,15 @@ from fa4_hd256.kernels.plans import (
 from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.pattern import Ex2Pattern
 
-from .ds_tiles import DS_BLOCK, DS_TILE
-from .steps import DKDV_STEPS, DKDV_STORING_STEPS, DQ_PRODUCT_STEPS, DQ_STEPS, DV_STEPS
+from .ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
+from .steps import (
+    DKDV_STEPS,
+    DKDV_STORING_STEPS,
+    DQ_PRODUCT_STEPS,
+    DQ_STEPS,
+    DV_STEPS,
+    PRODUCTS_STEPS,
+)
 
 __all__ = [
     "BackwardConfig",
@@ -42,6 +49,7 @@ __all__ = [
     "DqProductPlan",
     "DvPlan",
     "GradientConfig",
+    "ProductsPlan",
 ]
 
 TILE_BYTES = 128 * 128 * ELEMENT_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
@@ -438,13 +446,82 @@ class DqProductPlan:
 
 
 @dataclass(frozen=True)
+class ProductsPlan:
+    """dK and dQ as plain products of a stored dS: 256 rows of a pair, 128 of the sum in each step.
+
+    stages: steps whose operands are in SMEM at a time.
+    """
+
+    stages: int = 3
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    accumulators: ClassVar[int] = 2
+    tile_rows: ClassVar[int] = DS_BLOCK
+    step_columns: ClassVar[int] = DS_TILE
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:
+            raise ValueError(
+                f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
+            )
+        check_plan("the kernel of dK and dQ from stored dS", self)
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion("ds", self.stages, DS_TILE_BYTES, 128, "128 keys x 128 queries"),
+                SmemRegion(
+                    "rows", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
+                    "Q or K: 128 rows x 128 columns",
+                ),
+                *common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def tmem(self) -> TmemPlan:
+        note = "dK or dQ of every other tile, 128 x 256 float32"
+        return TmemPlan(
+            tuple(
+                TmemRegion(f"sum{i}", i * HEAD_DIM, HEAD_DIM, None, note)
+                for i in range(self.accumulators)
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient, stages = len(self.warps.gradient), self.accumulators
+        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        return EdgeTable(
+            (
+                Edge("step_loaded", self.stages, tma, "load", 1, "mma", "dS and rows in SMEM",
+                     transaction_bytes=CTAS * (DS_TILE_BYTES + TILE_BYTES)),
+                Edge("step_free", self.stages, commit, "mma", 1, "load",
+                     "buffers of dS and rows: their MMAs are done", True),
+                Edge("sum_done", stages, commit, "mma", 1, "gradient", "the tile's sum in TMEM"),
+                Edge("sum_free", stages, pair, "gradient", gradient, "mma",
+                     "the tile's sum in registers", True),
+            )
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> StepTable:
+        return PRODUCTS_STEPS
+
+    def describe(self) -> str:
+        head = "dK and dQ from stored dS: 256 rows x 128 per CTA pair and step, head_dim 256"
+        return describe_plans(head, self)
+
+
+@dataclass(frozen=True)
 class GradientConfig:
     """What of a `BackwardConfig` is compiled into one pair kernel.
 
     ex2_pattern: None for the kernel without an exp2, dQ as a product.
     """
 
-    plan: DqPlan | DkdvPlan | DvPlan | DqProductPlan
+    plan: DqPlan | DkdvPlan | DvPlan | DqProductPlan | ProductsPlan
     ex2_pattern: Ex2Pattern | None = None
 
 
@@ -465,6 +542,7 @@ class BackwardConfig:
     dkdv: DkdvPlan = field(default_factory=DkdvPlan)
     dv: DvPlan = field(default_factory=DvPlan)
     dq_product: DqProductPlan = field(default_factory=DqProductPlan)
+    products: ProductsPlan = field(default_factory=ProductsPlan)
     ds_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
@@ -482,6 +560,7 @@ class BackwardConfig:
             "backward_dkdv": GradientConfig(self.dkdv, self.ex2_pattern),
             "backward_dv": GradientConfig(self.dv, self.ex2_pattern),
             "backward_dq_product": GradientConfig(self.dq_product),
+            "backward_products": GradientConfig(self.products),
         }[kind]
 
     def describe(self) -> str:

@@ -21,18 +21,48 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from fa4_hd256.kernels.blackwell.instructions import OperandLayout
 from fa4_hd256.kernels.edges import SharedByReference
 from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
-__all__ = ["DS_BLOCK", "DS_TILE", "DS_TILE_ELEMENTS", "DsTiles", "count_tiles", "tile_of"]
+__all__ = [
+    "BOX",
+    "BY_KEYS",
+    "BY_QUERIES",
+    "DS_BLOCK",
+    "DS_TILE",
+    "DS_TILE_BYTES",
+    "DS_TILE_ELEMENTS",
+    "DsTiles",
+    "count_tiles",
+    "tile_of",
+    "tma_view",
+]
 
 DS_TILE = 128  # keys, and queries, of a tile
 DS_BLOCK = 2 * DS_TILE  # keys, and queries, of a block: NOTE [blocks of dS]
 DS_TILE_ELEMENTS = DS_TILE * DS_TILE
+DS_TILE_BYTES = DS_TILE_ELEMENTS * ELEMENT_BYTES
+
+#: Rows and columns of the box in which TMA copies a tile; its bytes stay in their order.
+BOX = (256, 64)
 
 #: Consecutive queries of a key, and the elements from one such run to the next.
 RUN = 16 // ELEMENT_BYTES
 RUN_STRIDE = DS_TILE * RUN
+
+#: Core matrices: of the next 8 keys, and of the next 8 queries.
+NEXT_KEYS, NEXT_QUERIES = 8 * RUN * ELEMENT_BYTES, RUN_STRIDE * ELEMENT_BYTES
+SLICES = range(DS_TILE // 16)  # of K = 16
+
+#: A tile as an operand that is reduced over queries (K-major), and over keys (MN-major).  Without a
+#: swizzle the leading offset is that of the next core matrix along the sum.
+BY_QUERIES = OperandLayout(
+    NEXT_QUERIES, NEXT_KEYS, tuple(i * 2 * NEXT_QUERIES for i in SLICES), is_swizzled=False
+)
+BY_KEYS = OperandLayout(
+    NEXT_KEYS, NEXT_QUERIES, tuple(i * 2 * NEXT_KEYS for i in SLICES), is_swizzled=False
+)
 
 
 def tile_strides() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -75,3 +105,12 @@ def tile_of(ds: cute.Tensor, index: Any) -> cute.Tensor:
     """One tile of dS, (tiles, elements), as (key, run of 8 queries, query in the run)."""
     shape, strides = tile_strides()
     return cute.make_tensor(ds[index, None].iterator, cute.make_layout(shape, stride=strides))
+
+
+def tma_view(ds: cute.Tensor) -> cute.Tensor:
+    """dS, (tiles, elements), as (rows, columns, tiles) of `BOX`."""
+    rows, columns = BOX
+    layout = cute.make_layout(
+        (rows, columns, cute.size(ds, mode=[0])), stride=(columns, 1, DS_TILE_ELEMENTS)
+    )
+    return cute.make_tensor(ds.iterator, layout)

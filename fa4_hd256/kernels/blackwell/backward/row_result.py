@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from fa4_hd256.kernels.blackwell.instructions import (
     fence_after_thread_sync,
@@ -48,18 +48,26 @@ class RowResult(BackwardKernel):
         """The lane of tensor memory, and the row of the CTA, of this thread."""
         return cute.arch.thread_idx()[0] % OWN_ROWS
 
+    def place(self, context: Any, work: Any) -> tuple:
+        """(tensor, `Sequence` of its rows, first row of this CTA, head) of a tile's result."""
+        result, rows = context.tensors.results[0], self.result_rows(context, work)
+        return result, rows, self.first_row(context, work), work.head
+
     def drain(self, context: Any, work: Any, states: Any) -> Any:
         """The result of a tile to global memory."""
-        return traced(f"drain {self.result}")(self._drain)(context, work, states)
+        return self.drain_to(context, self.place(context, work), states)
+
+    def drain_to(self, context: Any, place: tuple, states: Any) -> Any:
+        """What is done next to its place."""
+        return traced(f"drain {self.result}")(self._drain)(context, place, states)
 
     @cute.jit
-    def _drain(self, context: Any, work: Any, states: Any):
+    def _drain(self, context: Any, place: tuple, states: Any):
         name = self.result.lower()
         done, free = f"{name}_done", f"{name}_free"
         context.barriers[done].wait(states[done])
         fence_after_thread_sync()
-        sequence = self.result_rows(context, work)
-        row = self.first_row(context, work) + self.lane()
+        exists = self._has_row(place)
         start, stride = self.tmem_plan.buffers(name, self.edges[done].stages)
         address = context.own_lanes + (start + self.warpgroup() * OWN_COLUMNS)
         address += states[done].index * stride
@@ -72,24 +80,32 @@ class RowResult(BackwardKernel):
                 context.barriers[free].arrive(states[done], is_converged=True)
             if cutlass.const_expr(self.is_scaled):
                 multiply(values, context.scalars.softmax_scale)
-            if row < sequence.length:
-                destination = self._destination(context, sequence, row, work.head)
+            if exists:
+                destination = self._destination(place)
                 column = self.warpgroup() * OWN_COLUMNS + start
                 store_row(values, columns_of(destination, column, FRAGMENT))
         states.advance(done)
         return states
 
-    def _destination(self, context: Any, sequence: Any, row: Int32, head: Int32) -> cute.Tensor:
-        """The 256 elements of a row of the result."""
-        return context.tensors.results[0][sequence.offset + row, None, head, sequence.batch]
+    def _has_row(self, place: tuple) -> Boolean:
+        """Whether this thread's row exists."""
+        _, sequence, first_row, _ = place
+        return first_row + self.lane() < sequence.length
+
+    def _destination(self, place: tuple) -> cute.Tensor:
+        """The 256 elements of this thread's row of the result."""
+        result, sequence, first_row, head = place
+        return result[sequence.offset + first_row + self.lane(), None, head, sequence.batch]
+
+    def store_zeros(self, context: Any, work: Any) -> None:
+        """A result of 0 for the rows of a tile without steps."""
+        self.zero(self.place(context, work))
 
     @cute.jit
-    def store_zeros(self, context: Any, work: Any):
-        """A result of 0 for the rows of a tile without steps."""
-        row = self.first_row(context, work) + self.lane()
-        sequence = self.result_rows(context, work)
-        if row < sequence.length:
-            destination = self._destination(context, sequence, row, work.head)
+    def zero(self, place: tuple):
+        """0 to the rows of a place."""
+        if self._has_row(place):
+            destination = self._destination(place)
             for start in cutlass.range(0, OWN_COLUMNS, FRAGMENT, unroll=1):
                 column = self.warpgroup() * OWN_COLUMNS + start
                 store_row(zeros(FRAGMENT), columns_of(destination, column, FRAGMENT))

@@ -28,7 +28,14 @@ from fa4_hd256.kernels.steps import (
     write,
 )
 
-__all__ = ["DKDV_STEPS", "DKDV_STORING_STEPS", "DQ_PRODUCT_STEPS", "DQ_STEPS", "DV_STEPS"]
+__all__ = [
+    "DKDV_STEPS",
+    "DKDV_STORING_STEPS",
+    "DQ_PRODUCT_STEPS",
+    "DQ_STEPS",
+    "DV_STEPS",
+    "PRODUCTS_STEPS",
+]
 
 PIECES = 2  # buffers of Q or dO that a unit of dK/dV takes: 128 columns, or 128 queries, each
 
@@ -321,3 +328,29 @@ DV_STEPS = StepTable(
         ),
     ),
 )  # fmt: skip
+
+#: Sums of dK and of dQ alike: X is Q or K.
+PRODUCTS_STEPS = StepTable(
+    rings=(
+        Ring("step", full="step_loaded", free="step_free", regions=("ds", "rows")),
+        Ring("sum", full="sum_done", free="sum_free"),
+    ),
+    products=(
+        Product(
+            "sum",
+            result=Operand("sum", "sum", ring="sum"),
+            a=Operand("dS", "ds", ring="step"),
+            b=Operand("X", "rows", ring="step"),
+            waits=(first("sum_free"), each("step_loaded")),
+            commits=(each("step_free"), last("sum_done")),
+            loads=(Load("step", (Copy("dS", "ds", "ds"), Copy("X", "rows", "rows"))),),
+            overwrites=When.FIRST,
+        ),
+    ),
+    roles=(
+        Role(
+            "gradient",
+            (Act((wait("sum_done"), read("sum", "sum"), arrive("sum_free")), When.LAST),),
+        ),
+    ),
+)

@@ -1,0 +1,328 @@
+"""The products of a stored dS: dK = softmax_scale dS^T Q and dQ = softmax_scale dS K, in one launch.
+
+A tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one head.
+One step adds the product of 256 x 128 elements of dS, 128 x 128 of each CTA, and 128 rows of Q or
+K, of which each CTA loads half of the columns.  A tile of dS is the same image for both
+(`ds_tiles`); its descriptor says which side is reduced over.
+
+Timeline of one CTA (the MMA warp is the leader's); X is Q or K, 0' the next tile's first step::
+
+    load      dS(0) X(0) dS(1) X(1) ..    | dS(0') X'(0') ..
+    mma       product(0) product(1) ..    | product(0') ..
+    gradient                              | result -> global
+
+Accumulators alternate between tiles, so a tile's result leaves while the next one is multiplied.
+
+NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin at
+the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries b + t
+in either.  Tiles of the two kinds take turns in the order of the launch, so those of a head run side
+by side, and the second reading finds in L2 what the first brought.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from fa4_hd256.kernels.blackwell.instructions import MmaShape, mma_chain
+from fa4_hd256.kernels.blackwell.operands import TmaTensor, load_tile, mn_major_operand
+from fa4_hd256.kernels.edges import SharedByReference
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
+from schedulers import TileProblem, section_heads_for
+
+from .common import heads_per_part
+from .ds_tiles import (
+    BOX,
+    BY_KEYS,
+    BY_QUERIES,
+    DS_BLOCK,
+    DS_TILE,
+    DS_TILE_ELEMENTS,
+    DsTiles,
+    tma_view,
+)
+from .row_result import RowResult
+
+__all__ = ["ProductsKernel"]
+
+BLOCK_TILES = DS_BLOCK // DS_TILE
+
+
+@dataclass(frozen=True)
+class ResultTile(SharedByReference):
+    """What a tile of the launch is.
+
+    of_keys: of dK, else of dQ.  block: of 256 rows.  head: of the result: a part of a KV head, or
+    a query head.  first_head, num_heads: query heads whose dS is summed; none where the last part
+    of a group is short.
+    """
+
+    of_keys: Boolean
+    block: Int32
+    head: Int32
+    first_head: Int32
+    num_heads: Int32
+
+
+class Walk:
+    """The step of a tile: (query head, place); lives across loops.
+
+    Places rise from `start`, and after the last of [begin, end) go on at the first, until they are
+    back at `start`, where the next head begins.  A tile of dQ counts them down: `column`.
+    """
+
+    def __init__(self, head: Int32, place: Int32, tile: ResultTile, limits: tuple) -> None:
+        self.head, self.place = head, place
+        self.tile, self.limits = tile, limits
+
+    @property
+    def column(self) -> Int32:
+        """The tile of queries, or of keys, of the step."""
+        begin, end, _ = self.limits
+        return cutlass.select_(self.tile.of_keys, self.place, begin + end - 1 - self.place)
+
+    def following(self) -> Walk:
+        begin, end, start = self.limits
+        place = self.place + 1
+        place = cutlass.select_(place == end, begin, place)
+        return Walk(self.head + Int32(place == start), place, self.tile, self.limits)
+
+    def __extract_mlir_values__(self) -> list:
+        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.place)]
+
+    def __new_from_mlir_values__(self, values: list) -> Walk:
+        head, place = values
+        return Walk(
+            cutlass.new_from_mlir_values(self.head, [head]),
+            cutlass.new_from_mlir_values(self.place, [place]),
+            self.tile,
+            self.limits,
+        )
+
+
+class ProductsKernel(RowResult):
+    """Both products for one configuration; arguments of a call: `BackwardKernel.__call__`.
+
+    A tile's head counts parts of KV heads, as in the kernel of dV; its block counts the tiles of
+    dK and of dQ of that part, which take turns as far as there are both.
+    """
+
+    result = "sum"
+    is_scaled = True
+    boxes = {
+        "q": (0, DS_TILE, HEAD_DIM // 2),
+        "k": (1, DS_TILE, HEAD_DIM // 2),
+    }
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        shape = MmaShape(DS_BLOCK, HEAD_DIM, self.is_bf16, b_mn_major=True)
+        self.shapes = {"sum": shape}
+        self.layouts = {"dS": BY_QUERIES, "X": mn_major_operand(DS_TILE)}
+        #: Of dQ; its A is `BY_KEYS`.
+        self.shape_by_keys = replace(shape, a_mn_major=True)
+
+    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+        """The tiles: of both results, for each part of a KV head."""
+        q, k = operands
+        heads_kv = cute.size(k, mode=[2])
+        per_part = heads_per_part(scalars, cute.size(q, mode=[2]) // heads_kv)
+        blocks_k, blocks_q = self._blocks(scalars)
+        heads = heads_kv * scalars.head_parts
+        # What the tiles of a part share is its dS; from 16384 rows on it is more than any L2.
+        keys, queries = (cutlass.min(n * DS_BLOCK, 1 << 14) for n in (blocks_k, blocks_q))
+        return TileProblem(
+            blocks_k + per_part * blocks_q,
+            heads,
+            batch,
+            section_heads_for(
+                num_heads_per_kv=1,
+                num_pairs=heads * batch,
+                kv_bytes_per_head=keys * queries * ELEMENT_BYTES,
+                l2_bytes=scalars.l2_bytes,
+                unequal_lengths=self.problem_class.has_unequal_tiles,
+            ),
+        )
+
+    @staticmethod
+    def _blocks(scalars: Any) -> tuple[Int32, Int32]:
+        """Blocks of 256 keys, and of 256 queries, of the longest sequence."""
+        keys, queries = (
+            (length + (DS_BLOCK - 1)) // DS_BLOCK
+            for length in (scalars.max_seqlen_k, scalars.max_seqlen_q)
+        )
+        return keys, queries
+
+    def ds_view(self, ds: Any) -> Any:
+        return ds
+
+    def _tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
+        *others, ds = operands
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        layout = cute.make_layout(BOX, stride=(BOX[1], 1))
+        info = cpasync.make_tiled_tma_atom(load, tma_view(ds), layout, BOX)
+        return (*super()._tma_tensors(tuple(others)), TmaTensor(info[0], info[1]))
+
+    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+        stages = self.plan.stages
+        ds = cute.make_layout((*BOX, stages), stride=(BOX[1], 1, DS_TILE_ELEMENTS))
+        return {
+            "ds": cute.make_tensor(memory.region("ds", self.dtype, 128), ds),
+            "rows": memory.operand("rows", DS_TILE, HEAD_DIM // 2, stages),
+        }
+
+    # ------------------------------------------------------------------------------------ tiles
+
+    def tile(self, context: Any, work: Any) -> ResultTile:
+        """What a tile of the launch is; the longest of either kind come first."""
+        scalars, mask = context.scalars, self.problem_class.mask
+        per_part = heads_per_part(scalars, context.heads_per_kv)
+        blocks_k, blocks_q = self._blocks(scalars)
+        both = cutlass.min(blocks_k, per_part * blocks_q)
+        takes_turns = work.block < 2 * both
+        of_keys = cutlass.select_(
+            takes_turns, Boolean(work.block % 2 == 0), Boolean(blocks_k > both)
+        )
+        rank = cutlass.select_(takes_turns, work.block // 2, work.block - both)
+        key_block, nth, query_block = rank, rank // blocks_q, rank % blocks_q
+        if cutlass.const_expr(mask.bounded_right):
+            query_block = blocks_q - 1 - query_block
+        elif cutlass.const_expr(mask.bounded_left):
+            key_block = blocks_k - 1 - key_block
+        kv_head, part = work.head // scalars.head_parts, work.head % scalars.head_parts
+        in_group = part * per_part
+        num_heads = cutlass.max(cutlass.min(per_part, context.heads_per_kv - in_group), 0)
+        first_head = kv_head * context.heads_per_kv + in_group
+        return ResultTile(
+            of_keys,
+            cutlass.select_(of_keys, key_block, query_block),
+            cutlass.select_(of_keys, work.head, first_head + nth),
+            cutlass.select_(of_keys, first_head, first_head + nth),
+            cutlass.select_(of_keys, num_heads, Int32(nth < num_heads)),
+        )
+
+    def _limits(self, context: Any, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
+        """[begin, end) of the tiles of queries, or of keys, that a tile's rows meet in dS."""
+        visibility, row = context.visibility(work, DS_TILE), tile.block * DS_BLOCK
+        sides = (visibility.transposed(DS_TILE), visibility)
+        count = (side.num_tiles(row, DS_BLOCK) for side in sides)
+        last = (side.last_tile(row, DS_BLOCK) for side in sides)
+        end = cutlass.select_(tile.of_keys, *last) + 1
+        return end - cutlass.select_(tile.of_keys, *count), end
+
+    def num_steps(self, context: Any, work: Any) -> Int32:
+        """Pairs of a query head and a tile of dS in a row of them."""
+        tile = self.tile(context, work)
+        begin, end = self._limits(context, work, tile)
+        return (end - begin) * tile.num_heads
+
+    def first_position(self, context: Any, work: Any) -> Walk:
+        """At the diagonal: NOTE [dS is read once]."""
+        tile = self.tile(context, work)
+        begin, end = self._limits(context, work, tile)
+        start = begin
+        if cutlass.const_expr(not self.problem_class.mask.bounded_right):
+            diagonal = tile.block * BLOCK_TILES
+            of_queries = begin + end - BLOCK_TILES - diagonal
+            start = cutlass.select_(tile.of_keys, diagonal, of_queries)
+            start = cutlass.max(cutlass.min(start, end - 1), begin)
+        return Walk(tile.first_head, start, tile, (begin, end, start))
+
+    def next_position(self, position: Walk) -> Walk:
+        return position.following()
+
+    # ------------------------------------------------------------------------------------ roles
+
+    def places(self, context: Any, content: str, work: Any, position: Walk) -> tuple:
+        """(work, position) for either copy, see `copy`."""
+        return (((work, position),) * len(content.split()),)
+
+    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+        """This CTA's 128 x 128 of dS; its half of the columns of 128 rows of Q or K."""
+        if copy.content == "dS":
+            self._load_ds(context, place, target)
+        else:
+            self._load_rows(context, place, target)
+
+    def _load_ds(self, context: Any, place: tuple, target: tuple) -> None:
+        (work, position), (barrier, stage) = place, target
+        scalars, tile = context.scalars, position.tile
+        own = tile.block * BLOCK_TILES + context.cta_rank
+        kv_tile = cutlass.select_(tile.of_keys, own, position.column)
+        q_tile = cutlass.select_(tile.of_keys, position.column, own)
+        heads = cute.size(context.tensors.stats, mode=[1])
+        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
+        index = tiles.index((work.batch, position.head), kv_tile, q_tile)
+        source = context.tensors.loads[-1]
+        to_smem, from_global = cpasync.tma_partition(
+            source.atom, 0, cute.make_layout(1),
+            cute.group_modes(context.smem["ds"], 0, 2),
+            cute.group_modes(source.tensor[None, None, index], 0, 2),
+        )  # fmt: skip
+        cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _load_rows(self, context: Any, place: tuple, target: tuple):
+        (work, position), (barrier, stage) = place, target
+        smem, row, rank = context.smem["rows"], position.column * DS_TILE, context.cta_rank
+        if position.tile.of_keys:
+            source = context.sequences.query(work.batch), row, rank, position.head
+            load_tile(self.tma_tensor(context, "q"), smem, source, barrier, stage)
+        else:
+            head = position.head // context.heads_per_kv
+            source = context.sequences.key(work.batch), row, rank, head
+            load_tile(self.tma_tensor(context, "k"), smem, source, barrier, stage)
+
+    def multiply(self, context: Any, work: Any, chain: tuple, accumulate: Boolean) -> None:
+        """See `PairProducers.multiply`: dS reduced over queries for dK, over keys for dQ."""
+        _, result, (ds, _), (rows, _) = chain
+        self._multiply(context, work, (result, ds, rows), accumulate)
+
+    @cute.jit
+    def _multiply(self, context: Any, work: Any, places: tuple, accumulate: Boolean):
+        result, ds, rows = places
+        layout = self.layouts["X"]
+        b = layout.lower_word(rows), layout
+        if self.tile(context, work).of_keys:
+            a = BY_QUERIES.lower_word(ds), BY_QUERIES
+            mma_chain(self.shapes["sum"], result, a, b, accumulate)
+        else:
+            a = BY_KEYS.lower_word(ds), BY_KEYS
+            mma_chain(self.shape_by_keys, result, a, b, accumulate)
+
+    @cute.jit
+    def gradient(self, context: Any):
+        """The result of every tile to global memory."""
+        states = self.edges.waiter_states("sum_done")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            tile, has_steps = self.tile(context, work), self.num_steps(context, work) > 0
+            dk, dq = context.tensors.results
+            if tile.of_keys:
+                rows = context.sequences.key(work.batch)
+                states = self._finish(context, (dk, rows, tile), has_steps, states)
+            else:
+                rows = context.sequences.query(work.batch)
+                states = self._finish(context, (dq, rows, tile), has_steps, states)
+            work = scheduler.advance_to_next_work()
+
+    @cute.jit
+    def _finish(self, context: Any, result: tuple, has_steps: Boolean, states: Any):
+        """result: (tensor, `Sequence` of its rows, tile)."""
+        tensor, rows, tile = result
+        first_row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE
+        place = tensor, rows, first_row, tile.head
+        if has_steps:
+            states = self.drain_to(context, place, states)
+        else:
+            # The last part of a group may have fewer heads than others: of those it has not there
+            # is no dQ.
+            if tile.of_keys | (tile.num_heads > 0):
+                self.zero(place)
+        return states
