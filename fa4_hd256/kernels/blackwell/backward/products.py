@@ -1,4 +1,4 @@
-"""The products of a stored dS: dK = softmax_scale dS^T Q and dQ = softmax_scale dS K, in one launch.
+"""The products of a stored dS in one launch: dK = softmax_scale dS^T Q, dQ = softmax_scale dS K.
 
 A tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one head.
 One step adds the product of 256 x 128 elements of dS, 128 x 128 of each CTA, and 128 rows of Q or
@@ -7,16 +7,16 @@ K, of which each CTA loads half of the columns.  A tile of dS is the same image 
 
 Timeline of one CTA (the MMA warp is the leader's); X is Q or K, 0' the next tile's first step::
 
-    load      dS(0) X(0) dS(1) X(1) ..    | dS(0') X'(0') ..
-    mma       product(0) product(1) ..    | product(0') ..
-    gradient                              | result -> global
+    load      dS(0) X(0) dS(1) X(1) ..    | dS(0') X(0') ..
+    mma       sum(0) sum(1) ..            | sum(0') ..
+    gradient                              | sum -> dK or dQ in global memory
 
 Accumulators alternate between tiles, so a tile's result leaves while the next one is multiplied.
 
-NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin at
-the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries b + t
-in either.  Tiles of the two kinds take turns in the order of the launch, so those of a head run side
-by side, and the second reading finds in L2 what the first brought.
+NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin
+at the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries
+b + t in either.  Tiles of the two kinds take turns in the order of the launch, so those of a head
+run side by side, and the second reading finds in L2 what the first brought.
 """
 
 from __future__ import annotations
