@@ -8,8 +8,10 @@ of dK and dV after, where our kernel divides a group of query heads. They are ta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Values, schedule
+from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Tiles, Values, schedule
 
 from .calls import Portion, backward_portions
 from .machines import B200, memory_seconds
@@ -52,15 +54,14 @@ class Backward:
         """dQ and dK/dV of a portion, once, under each of the drawn machines, the central one
         first. room: of the machine that each launch gets."""
         case, keeps, (dq, dkdv) = portion.case, portion.keeps_ds, _names(portion)
+        how = self.tiling
         kernels = {
-            "dq": (dq_tiles(case, self.tiling, keeps), dq),
-            "dkdv": (
-                dkdv_tiles(case, self.tiling, portion.head_parts, keeps, portion.partial), dkdv
-            ),
+            "dq": (_dq_tiles(case, how, keeps), dq),
+            "dkdv": (_dkdv_tiles(case, how, portion.head_parts, keeps, portion.partial), dkdv),
         }
         return {
             kernel: [
-                schedule(tiles, costs, values, 2, self.tiling.policy, room)
+                schedule(tiles, costs, values, 2, how.policy, room, how.prefetches)
                 for costs, values in zip(self.costs(which), self.values)
             ]
             for kernel, (tiles, which) in kernels.items()
@@ -103,6 +104,17 @@ class Backward:
             elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
             nbytes += [elements * (FLOAT_BYTES + 2)] * 2
         return sum(memory_seconds(n, values) for n in nbytes)
+
+
+@functools.lru_cache(maxsize=64)
+def _dq_tiles(*given: Any) -> Tiles:
+    """Of all machines alike."""
+    return Tiles.of(dq_tiles(*given))
+
+
+@functools.lru_cache(maxsize=64)
+def _dkdv_tiles(*given: Any) -> Tiles:
+    return Tiles.of(dkdv_tiles(*given))
 
 
 def _names(portion: Portion) -> tuple[str, str]:

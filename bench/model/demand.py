@@ -22,7 +22,7 @@ from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConf
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
-from sm100_sim.timing import Machine, Values, mma_cost
+from sm100_sim.timing import Machine, Values, l2_share, mma_cost
 from softmax_emu.pattern import Ex2Pattern
 
 from .calls import backward_portions
@@ -280,12 +280,6 @@ def _sequence_counts(
     return sum(map(len, ranges)), len(ranges), seen
 
 
-def _l2_bytes_per_clock(values: Values) -> float:
-    """Of one SM: its own interface, or its part of what L2 delivers to all."""
-    shared = values.l2_terabytes * 1e12 / (values.sms * values.clock_ghz * 1e9)
-    return min(values.l2_bytes_per_clock_sm, shared)
-
-
 @dataclass(frozen=True)
 class Resource:
     """clocks: of one SM for a demand. amount: what is counted, in `unit`. constants: those that
@@ -328,7 +322,7 @@ RESOURCES = (
     Resource("TMEM", "B", lambda d: d.tmem_bytes,
              lambda v: SLOTS * TMEM_COLUMN_BYTES * v.tmem_columns_per_clock,
              ("tmem_columns_per_clock",)),
-    Resource("TMA and L2", "B", lambda d: d.l2_bytes, _l2_bytes_per_clock,
+    Resource("TMA and L2", "B", lambda d: d.l2_bytes, l2_share,
              ("l2_bytes_per_clock_sm", "l2_terabytes", "clock_ghz")),
 )  # fmt: skip
 HBM = "HBM"

@@ -7,6 +7,7 @@ clusters (`sm100_sim.timing.problem`). Nothing here is measured.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from bench.suite import FORWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Values, schedule
+from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Tiles, Values, schedule
 
 from .machines import memory_seconds
 from .tiles import ForwardTiling, forward_tiles
@@ -40,9 +41,9 @@ class Kernel:
     def run(self, case: Case, room: Room = ALONE) -> list[Schedule]:
         """The case under each of the drawn machines, the central one first. room: of the machine
         that the launch gets."""
-        tiles = forward_tiles(case, self.tiling)
+        tiles, how = _tiles(case, self.tiling), self.tiling
         return [
-            schedule(tiles, costs, values, self.tiling.cluster, self.tiling.policy, room)
+            schedule(tiles, costs, values, how.cluster, how.policy, room, how.prefetches)
             for costs, values in zip(self.costs, self.values)
         ]
 
@@ -53,6 +54,12 @@ class Kernel:
     def tflops(self, case: Case) -> np.ndarray:
         """The same as TFLOPS by `Case.flop`, at the kernel's head_dim."""
         return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case) / 1e12
+
+
+@functools.lru_cache(maxsize=64)
+def _tiles(case: Case, tiling: ForwardTiling) -> Tiles:
+    """Of all machines alike."""
+    return Tiles.of(forward_tiles(case, tiling))
 
 
 def combine_seconds(case: Case, splits: int, values: Values) -> float:

@@ -132,7 +132,10 @@ class Ours:
         """Our forward, with costs fitted to replays of that kernel."""
         found = replays(variant, machine, draws)
         config: Any = variant.config or ForwardConfig()
-        tiling = ForwardTiling(variant.policy, ordered=config.ordered_tiles, packs_heads=True)
+        # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
+        tiling = ForwardTiling(
+            variant.policy, ordered=config.ordered_tiles, packs_heads=True, prefetches=True
+        )
         costs = fitted(found, variant.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 

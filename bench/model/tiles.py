@@ -47,7 +47,9 @@ class ForwardTiling:
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
     follows their queries; otherwise each has blocks for the longest one. num_splits: parts into
     which the keys of a tile are divided; equal_parts: of equal size but for the last ones, which
-    may be empty, else as even as can be.
+    may be empty, else as even as can be. prefetches: whether the queries of the next tile are asked
+    for while a tile is worked on, as `sm100_sim.timing.schedule` takes it; O leaves behind the tile
+    in any case.
     """
 
     policy: str
@@ -59,6 +61,7 @@ class ForwardTiling:
     exact_grid: bool = False
     num_splits: int = 1
     equal_parts: bool = False
+    prefetches: bool = False
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -80,13 +83,15 @@ class BackwardTiling:
     tiles first; else one head after the other, blocks ascending. divides_heads: groups of query
     heads are divided where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
-    tcgen05.mma that it executes in the simulator are as many).
+    tcgen05.mma that it executes in the simulator are as many). prefetches: as `ForwardTiling`'s, of
+    the operands that stay for a tile.
     """
 
     policy: str
     sections: bool
     divides_heads: bool
     rows: int
+    prefetches: bool = False
 
 
 class Parts(NamedTuple):
@@ -139,7 +144,7 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
     splits = tiling.num_splits
 
     @functools.cache
-    def of(block: int, lengths: tuple[int, int], part: int) -> tuple[float, float, float]:
+    def of(block: int, lengths: tuple[int, int], part: int) -> Tile:
         return _forward_tile(case, tiling, block, lengths, part)
 
     @functools.cache
@@ -155,9 +160,13 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
         shared = 4.0 * seen(lengths) * tiling.head_dim / splits
-        work, own, masked = of(block, lengths, part)
-        found.append(Tile(work, entry * case.heads_kv + head // ratio, shared, own, masked))
+        found.append(_grouped(of(block, lengths, part), entry * case.heads_kv + head // ratio, shared))
     return found
+
+
+def _grouped(tile: Tile, group: int, shared: float) -> Tile:
+    """The tile as one of a group that shares so many bytes."""
+    return Tile(tile.work, group, shared, tile.own_bytes, tile.masked, tile.reads, tile.writes)
 
 
 def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
@@ -176,20 +185,24 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
 
 def _forward_tile(
     case: Case, tiling: ForwardTiling, block: int, lengths: tuple[int, int], part: int
-) -> tuple[float, float, float]:
-    """(work, own bytes, masked work) of a block of queries, or a part of its keys; without a
-    window masked work is not told apart (`samples.forward_work`)."""
+) -> Tile:
+    """A block of queries, or a part of its keys, but for its group; without a window masked work is
+    not told apart (`samples.forward_work`)."""
     queries, _ = tiling.tile_of_queries(case.heads, case.heads_kv)
     begin, end = block * queries, min((block + 1) * queries, lengths[0])
     if begin >= lengths[0]:
-        return 0.0, 0.0, 0.0
+        return Tile(0.0)
     parts = Parts(part, tiling.num_splits, tiling.equal_parts)
     steps, masked = key_steps(begin, end, lengths, case.bounds, parts=parts)
     flop = 4 * tiling.rows * KEYS * tiling.head_dim
     step = flop / SM100_FLOP_PER_CLOCK / tiling.cluster
-    # Q is read, O written; parts of it in float32.
-    own_bytes = (4.0 if tiling.num_splits == 1 else 6.0) * tiling.rows * tiling.head_dim
-    return step * steps, own_bytes, step * masked * (case.bounds[0] is not None)
+    # Q is read, O written; parts of it in float32. Rows past the last query are neither.
+    elements = (end - begin) * (tiling.rows // queries) * tiling.head_dim
+    reads, writes = 2.0 * elements, (2.0 if tiling.num_splits == 1 else 4.0) * elements
+    return Tile(
+        step * steps, own_bytes=reads + writes, reads=reads, writes=writes,
+        masked=step * masked * (case.bounds[0] is not None),
+    )  # fmt: skip
 
 
 def dq_units(
@@ -222,17 +235,19 @@ def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list
     rows_k = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     grid = -(-case.seqlen_q // ROWS), case.heads, case.batch
     # K and V are shared; Q, dO and dQ are not. With dS: K, and dQ beside what each unit reads.
-    shared, own = (ROW if keeps_ds else 2 * ROW), (ROW if keeps_ds else 3 * ROW)
+    shared, stays = (ROW, 0.0) if keeps_ds else (2 * ROW, 2 * ROW)
     masks = case.window[0] is not None
 
     @functools.cache
-    def of(block: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
+    def of(block: int, lengths: tuple[int, int]) -> Tile:
         rows = min(lengths[0] - block * ROWS, ROWS)
         if rows <= 0:
-            return 0.0, 0.0, 0.0
+            return Tile(0.0)
         units, masked = dq_units(block, lengths, case.bounds)
         read = 2.0 * ROWS * min(units * KEYS, lengths[1]) * keeps_ds
-        return work * units, own * rows + read, work * masked * masks
+        reads, writes = stays * rows, ROW * rows
+        own = reads + writes + read
+        return Tile(work * units, 0, 0.0, own, work * masked * masks, reads, writes)
 
     found = []
     # As the kernels count them, both alike: K and V.
@@ -240,9 +255,8 @@ def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list
     later_first = case.bounds[1] is not None
     for block, head, batch in _indices(grid, section, later_first):
         lengths = case.lengths[batch]
-        clocks, nbytes, masked = of(block, lengths)
         group = batch * case.heads_kv + head // ratio
-        found.append(Tile(clocks, group, shared * lengths[1], nbytes, masked))
+        found.append(_grouped(of(block, lengths), group, shared * lengths[1]))
     return found
 
 
@@ -258,28 +272,30 @@ def dkdv_tiles(
     grid = -(-case.seqlen_k // KEYS), heads, case.batch
     # K and V are read, dK and dV written; Q and dO are shared.
     partial = head_parts > 1 if partial is None else partial
-    own, shared = 2 * ROW + 2 * (PARTIAL_ROW if partial else ROW), 2 * ROW * part
+    results, shared = 2 * (PARTIAL_ROW if partial else ROW), 2 * ROW * part
     masks = case.window[0] is not None
 
     @functools.cache
-    def of(block: int, query_heads: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
+    def of(block: int, query_heads: int, lengths: tuple[int, int]) -> Tile:
         begin = block * KEYS
         rows = min(lengths[1] - begin, KEYS)
         if rows <= 0:
-            return 0.0, 0.0, 0.0
+            return Tile(0.0)
         units, masked = (
             count * query_heads for count in dkdv_units(block, lengths, case.bounds, tiling.rows)
         )
         written = 2.0 * ROWS * min(KEYS, case.seqlen_k - begin) * units * keeps_ds
-        return DKDV * units, own * rows + written, DKDV * masked * masks
+        reads, writes = 2 * ROW * rows, results * rows
+        own = reads + writes + written
+        return Tile(DKDV * units, 0, 0.0, own, DKDV * masked * masks, reads, writes)
 
     found = []
     section = _section(case, tiling, grid, 1, shared * rows_q)
     later_first = case.bounds[0] is not None
     for block, head, batch in _indices(grid, section, later_first):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
-        clocks, nbytes, masked = of(block, query_heads, lengths)
-        found.append(Tile(clocks, batch * heads + head, shared * lengths[0], nbytes, masked))
+        tile = of(block, query_heads, lengths)
+        found.append(_grouped(tile, batch * heads + head, shared * lengths[0]))
     return found
 
 

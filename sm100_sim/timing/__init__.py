@@ -9,7 +9,8 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | predict, attached, Prediction, ReplayError | time of launches, with the critical path |
 | write_trace | a prediction as a Chrome trace |
 | load, machines, Machine, Constant, Values | constants of modelled GPUs, with ranges and sources |
-| schedule, Schedule, Tile, TileCosts, Sample, fit | a problem of many tiles on all SMs |
+| l2_share | what an SM gets from L2, of them |
+| schedule, Schedule, Tile, Tiles, TileCosts, Sample, fit | a problem of many tiles on all SMs |
 | Room, ALONE, POLICIES | what of a machine it gets, and how clusters come by tiles |
 | mma_cost, MmaCost, MEASURED | closed forms of tcgen05.mma, and what they reproduce |
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chrome import write as write_trace
-    from .machine_constants import Constant, Machine, Values, load, machines
+    from .machine_constants import Constant, Machine, Values, l2_share, load, machines
     from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
     from .problem import (
         ALONE,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         Schedule,
         Tile,
         TileCosts,
+        Tiles,
         fit,
         schedule,
     )
@@ -71,11 +73,13 @@ __all__ = [
     "StoredProgram",
     "Tile",
     "TileCosts",
+    "Tiles",
     "Values",
     "attached",
     "clocks_measured",
     "disassemble",
     "fit",
+    "l2_share",
     "load",
     "machines",
     "mma_cost",
@@ -92,10 +96,11 @@ __all__ = [
 # Loaded on first use, so that constants and schedules are there without numba and llvmlite.
 _HOMES = {
     "chrome": {"write_trace": "write"},
-    "machine_constants": ("Constant", "Machine", "Values", "load", "machines"),
+    "machine_constants": ("Constant", "Machine", "Values", "l2_share", "load", "machines"),
     "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
     "problem": (
-        "ALONE", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "fit", "schedule",
+        "ALONE", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",
+        "fit", "schedule",
     ),
     "program": ("Compiled",),
     "replay": {

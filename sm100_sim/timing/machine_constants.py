@@ -69,6 +69,13 @@ class Values(NamedTuple):
     store_ack: float
 
 
+def l2_share(values: Values, sms_running: float | None = None) -> float:
+    """Bytes a clock that an SM gets from L2: its own interface, or its part of what L2 delivers to
+    `sms_running` SMs, by default all."""
+    delivered = values.l2_terabytes * 1e3 / values.clock_ghz / (sms_running or values.sms)
+    return min(values.l2_bytes_per_clock_sm, delivered)
+
+
 @dataclass(frozen=True)
 class Constant:
     """value, low, high: in `unit`. source: where it is from. fitted: chosen to match end-to-end

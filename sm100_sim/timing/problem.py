@@ -2,23 +2,24 @@
 
 A tile costs a fixed number of clocks and so many for each clock of tensor-core work in it, more of
 them in steps that are masked where a kernel has both; these costs are fitted to replays of one
-cluster that ran different numbers and sizes of tiles. A discrete-event
-run of the scheduler then places the tiles of a problem on the clusters of the machine, so wave
-quantisation, causal imbalance and the order of tiles show. Bytes from HBM, where a group of tiles
-no longer finds its common operands in L2, and the power limit bound the result from below.
+cluster that ran different numbers and sizes of tiles. A discrete-event run of the scheduler
+(`placement.py`) then places the tiles of a problem on the clusters of the machine, so wave
+quantisation, causal imbalance and the order of tiles show, and so do own bytes of tiles that start
+together: they share HBM, while a replay has them at the rate of one SM's interface. Bytes from HBM,
+where a group of tiles no longer finds its common operands in L2, bound the result from below.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from .machine_constants import Values
+from . import placement
+from .machine_constants import Values, l2_share
 
 #: Share of L2 that operands which tiles have in common may take before they drive each other out.
 _L2_SHARE = 0.7
@@ -31,7 +32,8 @@ class Tile:
     work: clocks of the tensor core of a CTA. group: tiles of one group read the same
     `shared_bytes` (the keys and values of a head, say); own_bytes: what no other tile touches. A
     tile without work and bytes is one past the end of its sequence, which a cluster skips. masked:
-    clocks of the work that are spent in masked steps.
+    clocks of the work that are spent in masked steps. reads, writes: those of its own bytes without
+    which it cannot begin, and those that leave at its end.
     """
 
     work: float
@@ -39,10 +41,40 @@ class Tile:
     shared_bytes: float = 0.0
     own_bytes: float = 0.0
     masked: float = 0.0
+    reads: float = 0.0
+    writes: float = 0.0
 
     @property
     def skipped(self) -> bool:
         return not self.work and not self.own_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The tiles of a problem in order, as arrays by the fields of `Tile`: float64, group int64."""
+
+    work: np.ndarray
+    group: np.ndarray
+    shared_bytes: np.ndarray
+    own_bytes: np.ndarray
+    masked: np.ndarray
+    reads: np.ndarray
+    writes: np.ndarray
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile]) -> Tiles:
+        columns = {f.name: [getattr(tile, f.name) for tile in tiles] for f in fields(cls)}
+        return cls(
+            **{k: np.array(v, np.int64 if k == "group" else float) for k, v in columns.items()}
+        )
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    @property
+    def skipped(self) -> np.ndarray:
+        """bool, as `Tile.skipped`."""
+        return (self.work == 0) & (self.own_bytes == 0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +90,7 @@ class TileCosts:
     empty: float | None = None
 
     def of(self, tile: Tile) -> float:
-        """Clocks of a tile among others of the same cluster."""
+        """Clocks of a tile among others of the same cluster; of `Tiles`, those of each."""
         return self.each + self.rate * tile.work + self.mask * tile.masked
 
 
@@ -101,9 +133,10 @@ def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
 class Schedule:
     """A problem on a machine.
 
-    clocks: until the last cluster is done. busy: float64 (clusters,), clocks at work. bounds:
-    seconds that "clusters", "HBM" and "power" need each for itself. launch: seconds beside them.
-    hbm_bytes: read and written. starts: float64 (tiles,), clocks. cluster_of: int64 (tiles,).
+    clocks: until the last cluster is done. busy: float64 (clusters,), clocks at work or waiting
+    for own operands. bounds: seconds that "clusters" and "HBM" need each for itself. launch:
+    seconds beside them, on the GPU. hbm_bytes: read and written. starts: float64 (tiles,), clocks.
+    cluster_of: int64 (tiles,). work: clocks of the tensor cores of all CTAs together.
     """
 
     clocks: float
@@ -113,6 +146,7 @@ class Schedule:
     hbm_bytes: float
     starts: np.ndarray
     cluster_of: np.ndarray
+    work: float
 
     @property
     def bound(self) -> str:
@@ -121,17 +155,8 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """Predicted, launch included."""
+        """Predicted of the GPU at the machine's clock, launch included."""
         return max(self.bounds.values()) + self.launch
-
-    def seconds_without(self, bound: str) -> float:
-        """The same on a machine that does not have the bound of that name.
-
-        Raises KeyError for a name that is not in `bounds`.
-        """
-        others = dict(self.bounds)
-        del others[bound]
-        return max(others.values()) + self.launch
 
     @property
     def balance(self) -> float:
@@ -172,61 +197,73 @@ ALONE = Room()
 
 
 def schedule(
-    tiles: Sequence[Tile], costs: TileCosts, values: Values, cluster: int, policy: str,
-    room: Room = ALONE,
+    tiles: Sequence[Tile] | Tiles, costs: TileCosts, values: Values, cluster: int, policy: str,
+    room: Room = ALONE, prefetches: bool = False,
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
     cluster: CTAs of a cluster, one an SM. A cluster of a static grid that finds no place starts
-    where another has ended. Raises ValueError for an unknown policy or no tile.
+    where another has ended. prefetches: a tile's own operands are asked for when the tile before it
+    begins, so that it waits for what is not there by then; otherwise when it begins itself, and
+    what a replay has of that, its bytes at an SM's share of L2, is in `costs`. Raises ValueError
+    for an unknown policy, no tile, or a prefetch with one tile a cluster.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r}; accepted are {', '.join(POLICIES)}")
-    if not tiles:
+    if prefetches and policy == "single":
+        raise ValueError("a cluster of one tile cannot ask for the next one's operands")
+    given = tiles if isinstance(tiles, Tiles) else Tiles.of(tiles)
+    if not len(given):
         raise ValueError("a problem without a tile takes no time to predict")
     clusters = int(values.sms) // cluster
-    starts, ends, cluster_of = np.zeros(len(tiles)), np.zeros(len(tiles)), np.zeros(len(tiles), int)
-    busy = np.zeros(clusters)
-    free = room.slots(clusters)
-    used: set[int] = set()
-    for mine in _turns(len(tiles), policy, room.grid or clusters):
-        clock, place = heapq.heappop(free)
-        fresh = policy == "static" or place not in used
-        for number in mine:
-            tile = tiles[number]
-            clocks = costs.of(tile)
-            if tile.skipped:
-                clocks = _skipped(costs, values, policy)
-            else:
-                # A cluster of its own, after another one or the first in its place.
-                if place in used and (fresh or policy == "single"):
-                    clock += values.cta_reuse
-                if fresh:
-                    clocks += costs.begin
-                fresh = False
-                used.add(place)
-            starts[number], ends[number], cluster_of[number] = clock, clock + clocks, place
-            busy[place] += clocks
-            clock += clocks
-        heapq.heappush(free, (clock, place))
-    hbm = hbm_bytes(tiles, starts, values)
-    total = float(ends.max())
-    work = sum(tile.work for tile in tiles) * cluster
+    rule = np.zeros(placement.RULES)
+    rule[placement.BEGIN], rule[placement.REUSE] = costs.begin, values.cta_reuse
+    rule[placement.LINK] = l2_share(values) * cluster
+    rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
+    rule[placement.GRID] = room.grid or clusters
+    rule[placement.STATIC], rule[placement.SINGLE] = policy == "static", policy == "single"
+    rule[placement.PREFETCHES] = prefetches
+    tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
+    slots = room.slots(clusters)
+    tables.count[placement.PLACES] = len(slots)
+    tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
+    placement.run(tables)
+    hbm = hbm_bytes(given, tables.starts, values)
+    total = float(tables.ends.max())
     bounds = {
         "clusters": total / (values.clock_ghz * 1e9),
         "HBM": hbm / (values.hbm_terabytes * 1e12),
-        "power": work * 8192 / (values.power_tflops * 1e12),
     }
-    launch = values.launch_us * 1e-6
-    return Schedule(total, busy, bounds, launch, hbm, starts, cluster_of)
+    work = float(given.work.sum()) * cluster
+    return Schedule(
+        total, tables.busy, bounds, values.launch_us * 1e-6, hbm, tables.starts,
+        tables.cluster_of, work,
+    )  # fmt: skip
 
 
-def _turns(tiles: int, policy: str, grid: int) -> Iterable[Sequence[int]]:
-    """The tiles that a place is given at once, in the order in which places are asked for: those of
-    a static cluster, else one at a time."""
-    if policy == "static":
-        return (range(cluster, tiles, grid) for cluster in range(min(grid, tiles)))
-    return ((number,) for number in range(tiles))
+def _clocks(tiles: Tiles, costs: TileCosts, values: Values, policy: str) -> np.ndarray:
+    """float64 (tiles,), without what a cluster costs once."""
+    skipped = _skipped(costs, values, policy)
+    return np.where(tiles.skipped, skipped, costs.of(tiles))  # type: ignore[arg-type]
+
+
+def _tables(
+    tiles: Tiles, clocks: np.ndarray, rule: np.ndarray, places: int
+) -> placement.Tables:
+    number = len(tiles)
+    place = np.zeros((places, placement.COLUMNS))
+    place[:, placement.TILE], place[:, placement.NEXT] = -1, number
+    # A place has one flow that it waits for, and each tile may leave one behind.
+    flows = number + places + 1
+    return placement.Tables(
+        clocks=clocks, reads=tiles.reads, writes=tiles.writes,
+        skips=tiles.skipped.astype(np.int64), rule=rule,
+        free=np.zeros(places + 1), free_place=np.zeros(places + 1, np.int64),
+        flow=np.zeros(flows), flow_place=np.zeros(flows, np.int64), place=place,
+        starts=np.zeros(number), ends=np.zeros(number), cluster_of=np.zeros(number, np.int64),
+        busy=np.zeros(places), count=np.zeros(placement.COUNTS, np.int64),
+        server=np.zeros(placement.SERVER),
+    )  # fmt: skip
 
 
 def _skipped(costs: TileCosts, values: Values, policy: str) -> float:
@@ -237,24 +274,26 @@ def _skipped(costs: TileCosts, values: Values, policy: str) -> float:
     return {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
 
 
-def hbm_bytes(tiles: Sequence[Tile], starts: np.ndarray, values: Values) -> float:
+def hbm_bytes(tiles: Sequence[Tile] | Tiles, starts: np.ndarray, values: Values) -> float:
     """Bytes between HBM and the chip: each tile's own, and a group's whenever L2 has lost them.
 
     Tiles that start together share one reading of their group; L2 keeps the groups used last.
     """
+    given = tiles if isinstance(tiles, Tiles) else Tiles.of(tiles)
     capacity = _L2_SHARE * values.l2_megabytes * 1e6
     kept: OrderedDict[int, float] = OrderedDict()
-    total, in_l2 = sum(tile.own_bytes for tile in tiles), 0.0
-    for number in np.argsort(starts, kind="stable"):
-        tile = tiles[number]
-        if tile.skipped:
+    total, in_l2 = float(given.own_bytes.sum()), 0.0
+    order = np.argsort(starts, kind="stable")
+    groups, sizes = given.group[order].tolist(), given.shared_bytes[order].tolist()
+    for group, size, skipped in zip(groups, sizes, given.skipped[order].tolist()):
+        if skipped:
             continue
-        if tile.group in kept:
-            kept.move_to_end(tile.group)
+        if group in kept:
+            kept.move_to_end(group)
             continue
-        total += tile.shared_bytes
-        kept[tile.group] = tile.shared_bytes
-        in_l2 += tile.shared_bytes
+        total += size
+        kept[group] = size
+        in_l2 += size
         while in_l2 > capacity and len(kept) > 1:
             in_l2 -= kept.popitem(last=False)[1]
     return total

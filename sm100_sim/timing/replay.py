@@ -8,7 +8,7 @@ import numpy as np
 
 from . import engine
 from .engine import BUSY, PIPES, REASONS, SLOTS, Model
-from .machine_constants import Values
+from .machine_constants import Values, l2_share
 from .program import NAMED_BARRIERS, Compiled
 from .resources import Latency, Pipe
 from .signals import SIGNALS
@@ -92,12 +92,11 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
 
     sms_running: SMs that load from L2 at the same time, which share its bandwidth; all by default.
     """
-    share = values.l2_terabytes * 1e3 / values.clock_ghz / (sms_running or values.sms)
     return np.array(
         [
             values.shared_bytes_per_clock,
             values.tmem_columns_per_clock,
-            min(values.l2_bytes_per_clock_sm, share),
+            l2_share(values, sms_running),
             values.store_bytes_per_clock,
         ]
     )

@@ -6,7 +6,7 @@ import pytest
 from sm100_sim.timing.machine_constants import load
 from sm100_sim.timing.problem import Room, Sample, Tile, TileCosts, fit, hbm_bytes, schedule
 
-VALUES = load().values()._replace(sms=8, launch_us=0.0, cta_reuse=0.0, power_tflops=1e9)
+VALUES = load().values()._replace(sms=8, launch_us=0.0, cta_reuse=0.0)
 COSTS = TileCosts(begin=100.0, each=50.0, rate=1.0)
 
 
@@ -113,25 +113,6 @@ def test_bounds():
     found = schedule(tiles, COSTS, VALUES, 2, "static")
     assert found.bound == "HBM"
     assert found.seconds == pytest.approx(4e9 / (VALUES.hbm_terabytes * 1e12))
-    hot = schedule([Tile(1e6)] * 4, COSTS, VALUES._replace(power_tflops=1.0), 2, "static")
-    assert hot.bound == "power"
-    assert hot.seconds == pytest.approx(4 * 2 * 1e6 * 8192 / 1e12)
-
-
-def test_without_a_bound_the_next_one_decides():
-    values = VALUES._replace(power_tflops=1.0, launch_us=3.0)
-    found = schedule([Tile(1e6, own_bytes=1e6)] * 4, COSTS, values, 2, "static")
-    clusters = (100.0 + 50.0 + 1e6) / (values.clock_ghz * 1e9)
-    assert found.bounds == pytest.approx({
-        "clusters": clusters, "HBM": 4e6 / (values.hbm_terabytes * 1e12),
-        "power": 4 * 2 * 1e6 * 8192 / 1e12,
-    })  # fmt: skip
-    assert found.seconds == pytest.approx(found.bounds["power"] + 3e-6)
-    assert found.seconds_without("power") == pytest.approx(clusters + 3e-6)
-    # What does not decide costs nothing.
-    assert found.seconds_without("HBM") == found.seconds
-    with pytest.raises(KeyError, match="L2"):
-        found.seconds_without("L2")
 
 
 def test_refusals():

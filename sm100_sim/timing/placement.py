@@ -1,0 +1,254 @@
+"""The discrete-event run behind `problem.schedule`: tiles over places, and their own bytes.
+
+A place is where a cluster runs. Bytes that tiles read and write themselves are flows that share
+HBM: n of them get an n-th of its rate each, and none more than an SM's interface to L2 takes. What
+a tile's replay has of its reading, its bytes at that interface's rate, is no delay; a delay is what
+a flow takes longer than that, because other clusters ask at the same time.
+
+All of a run's state is in arrays that are made outside, so that numba compiles it without counting
+references (`signals.compiled`); without numba the same functions run in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+# Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy.
+BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, RULES = range(9)
+# Columns of Tables.place. Stages: free for its next tile, or about to start it.
+(STAGE, TILE, NEXT, USED, FRESH, START, DUE, FLOW, AWAITED, COLUMNS) = range(10)
+_FREE, _STARTING = 0.0, 1.0
+# States of the flow that a place has asked for: none, on its way, there.
+_NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
+# Entries of Tables.count: entries of both heaps, tiles or static clusters given away.
+PLACES, FLOWS, GIVEN, COUNTS = range(4)
+# Entries of Tables.server: its clock, bytes that a flow which was always there would have got.
+NOW, SERVED, SERVER = range(3)
+_NOBODY = -1
+
+
+class Tables(NamedTuple):
+    """What `run` reads and fills; float64 unless noted.
+
+    clocks, reads, writes: of each tile, without waiting; skips: int64, whether it is passed over.
+    rule: see above. free, free_place: a heap of clocks and int64 places. flow, flow_place: likewise
+    of flows by when they end, in bytes served; of no place if nobody waits for it. place: (places,
+    COLUMNS). starts, ends, cluster_of (int64): of each tile. busy: of each place. count: int64.
+    """
+
+    clocks: np.ndarray
+    reads: np.ndarray
+    writes: np.ndarray
+    skips: np.ndarray
+    rule: np.ndarray
+    free: np.ndarray
+    free_place: np.ndarray
+    flow: np.ndarray
+    flow_place: np.ndarray
+    place: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    cluster_of: np.ndarray
+    busy: np.ndarray
+    count: np.ndarray
+    server: np.ndarray
+
+
+def _plain(function: Callable) -> Callable:
+    return function
+
+
+try:
+    from .signals import compiled as _compiled
+except ImportError:  # MissingExtra: the timing extra is not installed.
+    _compiled = _plain
+
+
+@_compiled
+def _push(keys, ties, here, key, tie):
+    """Add an entry to a heap that has `here` of them."""
+    keys[here], ties[here] = key, tie
+    while here > 0:
+        above = (here - 1) // 2
+        if keys[above] < keys[here] or (keys[above] == keys[here] and ties[above] <= ties[here]):
+            return
+        keys[above], keys[here] = keys[here], keys[above]
+        ties[above], ties[here] = ties[here], ties[above]
+        here = above
+
+
+@_compiled
+def _drop(keys, ties, size):
+    """Remove the first entry of a heap, which keeps `size` of them."""
+    keys[0], ties[0] = keys[size], ties[size]
+    here = 0
+    while True:
+        least = here
+        for below in (2 * here + 1, 2 * here + 2):
+            if below < size and (
+                keys[below] < keys[least]
+                or (keys[below] == keys[least] and ties[below] < ties[least])
+            ):
+                least = below
+        if least == here:
+            return
+        keys[least], keys[here] = keys[here], keys[least]
+        ties[least], ties[here] = ties[here], ties[least]
+        here = least
+
+
+@_compiled
+def _later(t, clock, place):
+    """Look at a place again at that clock."""
+    _push(t.free, t.free_place, t.count[PLACES], clock, place)
+    t.count[PLACES] += 1
+
+
+@_compiled
+def _flow_rate(t):
+    """Bytes a clock that each flow gets."""
+    return min(t.rule[LINK], t.rule[MEMORY] / t.count[FLOWS])
+
+
+@_compiled
+def _advance(t, clock):
+    """Serve all flows until that clock."""
+    if t.count[FLOWS]:
+        t.server[SERVED] += (clock - t.server[NOW]) * _flow_rate(t)
+    else:
+        t.server[SERVED] = 0.0
+    t.server[NOW] = clock
+
+
+@_compiled
+def _ask(t, nbytes, place):
+    """A flow of so many bytes begins now."""
+    _push(t.flow, t.flow_place, t.count[FLOWS], t.server[SERVED] + nbytes, place)
+    t.count[FLOWS] += 1
+
+
+@_compiled
+def _next_tile(t, place, given):
+    """The tile behind a place's current one, and whether there is one. given: take it away from
+    the others, too."""
+    row, tiles = t.place[place], len(t.clocks)
+    if t.rule[STATIC]:
+        following = int(row[NEXT])
+        if following >= tiles and given:
+            # The next cluster of the grid, where there are fewer places than clusters.
+            following = t.count[GIVEN]
+            row[FRESH] = 1.0
+            t.count[GIVEN] += 1
+            if following >= t.rule[GRID]:
+                following = tiles
+        if given:
+            row[NEXT] = following + t.rule[GRID]
+        return following
+    following = t.count[GIVEN]
+    if given:
+        t.count[GIVEN] += 1
+        row[FRESH] = 1.0 - row[USED]
+    return following
+
+
+@_compiled
+def _work(t, place):
+    """The tile of a place has its operands: it runs to its end."""
+    row, now = t.place[place], t.server[NOW]
+    tile = int(row[TILE])
+    hidden = 0.0 if row[FLOW] == _THERE else t.reads[tile] / t.rule[LINK]
+    # Never before its operands are there, however little a cost says.
+    clocks = max(now - row[START], row[DUE] + max(0.0, now - row[START] - hidden))
+    t.starts[tile], t.ends[tile], t.cluster_of[tile] = row[START], row[START] + clocks, place
+    t.busy[place] += clocks
+    row[STAGE], row[FLOW], row[AWAITED] = _FREE, _NONE, 0.0
+    _later(t, row[START] + clocks, place)
+    if t.rule[PREFETCHES]:
+        following = _next_tile(t, place, False)
+        if following < len(t.clocks) and t.reads[following]:
+            _ask(t, t.reads[following], place)
+            row[FLOW] = _ASKED
+
+
+@_compiled
+def _start(t, place):
+    """A place starts its tile, now or when its operands are there."""
+    row = t.place[place]
+    tile = int(row[TILE])
+    if row[FLOW] == _THERE or (row[FLOW] == _NONE and not t.reads[tile]):
+        _work(t, place)
+        return
+    row[AWAITED] = 1.0
+    if row[FLOW] == _NONE:
+        _ask(t, t.reads[tile], place)
+
+
+@_compiled
+def _free(t, place):
+    """A place has ended its tile, if it had one, and takes the next."""
+    row, now = t.place[place], t.server[NOW]
+    if row[TILE] >= 0 and t.writes[int(row[TILE])]:
+        _ask(t, t.writes[int(row[TILE])], _NOBODY)
+    row[TILE] = -1.0
+    tile = _next_tile(t, place, True)
+    if tile >= len(t.clocks):
+        return
+    if t.skips[tile]:
+        t.starts[tile], t.ends[tile], t.cluster_of[tile] = now, now + t.clocks[tile], place
+        t.busy[place] += t.clocks[tile]
+        _later(t, now + t.clocks[tile], place)
+        return
+    row[TILE], row[START], row[DUE], row[STAGE] = tile, now, t.clocks[tile], _STARTING
+    # A cluster of its own, after another one or the first in its place.
+    if row[USED] and (row[FRESH] or t.rule[SINGLE]):
+        row[START] += t.rule[REUSE]
+    if row[FRESH]:
+        row[DUE] += t.rule[BEGIN]
+    row[FRESH], row[USED] = 0.0, 1.0
+    _later(t, row[START], place)
+
+
+@_compiled
+def _arrived(t):
+    """The first flow ends."""
+    place = t.flow_place[0]
+    t.count[FLOWS] -= 1
+    _drop(t.flow, t.flow_place, t.count[FLOWS])
+    if place == _NOBODY:
+        return
+    row = t.place[place]
+    if row[FLOW] == _ASKED:
+        row[FLOW] = _THERE
+    if row[AWAITED]:
+        _work(t, place)
+
+
+@_compiled
+def run(t):
+    """Run all tiles. Ends when no place has one and nothing is on its way."""
+    while t.count[PLACES] or t.count[FLOWS]:
+        arrival = free = math.inf
+        if t.count[FLOWS]:
+            left = max(0.0, t.flow[0] - t.server[SERVED])
+            arrival = t.server[NOW] + left / _flow_rate(t)
+        if t.count[PLACES]:
+            free = t.free[0]
+        if arrival <= free:
+            end = t.flow[0]
+            _advance(t, arrival)
+            # Free of the rounding of `arrival`: flows of one length end together.
+            t.server[SERVED] = end
+            _arrived(t)
+            continue
+        _advance(t, free)
+        place = t.free_place[0]
+        t.count[PLACES] -= 1
+        _drop(t.free, t.free_place, t.count[PLACES])
+        if t.place[place, STAGE] == _STARTING:
+            _start(t, place)
+        else:
+            _free(t, place)

@@ -1,0 +1,156 @@
+"""Tiles over places: own bytes of tiles that start together, and the compiled run against others."""
+
+import heapq
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sm100_sim.timing.machine_constants import load
+from sm100_sim.timing.problem import POLICIES, Room, Tile, TileCosts, Tiles, schedule
+
+#: Four clusters of two CTAs; HBM gives 100 bytes a clock, a cluster takes as many.
+VALUES = load().values()._replace(
+    sms=8, launch_us=0.0, cta_reuse=0.0, clock_ghz=1.0, hbm_terabytes=0.1,
+    l2_bytes_per_clock_sm=50.0, l2_terabytes=1e3,
+)  # fmt: skip
+COSTS = TileCosts(begin=100.0, each=50.0, rate=1.0)
+CLOCKS = 1050
+
+
+def tile(work=1000.0, reads=0.0, writes=0.0):
+    return Tile(work, own_bytes=reads + writes, reads=reads, writes=writes)
+
+
+def run(tiles, policy="static", **options):
+    return schedule(tiles, COSTS, VALUES, 2, policy, **options)
+
+
+def test_reading_alone_is_what_the_replay_has():
+    assert run([tile(reads=1000.0)]).clocks == 100 + CLOCKS
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_equal_tiles_that_start_together_share_hbm(policy):
+    """4000 bytes take 40 clocks, 10 of them in each tile's own costs; in every wave."""
+    found = run([tile(reads=1000.0)] * 12, policy)
+    assert found.clocks == pytest.approx(100 + 3 * (CLOCKS + 30))
+    assert found.balance == pytest.approx(1.0)
+
+
+def test_half_of_the_machine_waits_half():
+    assert run([tile(reads=1000.0)] * 2).clocks == pytest.approx(100 + CLOCKS + 10)
+
+
+def test_tiles_that_start_apart_do_not_wait():
+    """Their first tiles end 100 clocks from one another, ten times what a reading takes."""
+    first = [tile(1000.0 + 100 * i) for i in range(4)]
+    found = run([*first, *[tile(reads=1000.0)] * 4], "dynamic")
+    assert found.clocks == 100 + 1350 + CLOCKS
+
+
+def test_what_tiles_leave_behind_is_in_the_way_of_the_next():
+    """A wave's results and the next wave's operands: 8000 bytes."""
+    found = run([tile(reads=1000.0, writes=1000.0)] * 8)
+    assert found.clocks == pytest.approx(100 + CLOCKS + 30 + CLOCKS + 70)
+    # Nobody waits for the last results.
+    assert run([tile(writes=1000.0)] * 4).clocks == 100 + CLOCKS
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_operands_asked_for_a_tile_ahead_cost_the_first_wave_alone(policy):
+    tiles = [tile(reads=1000.0, writes=1000.0)] * 12
+    found = run(tiles, policy, prefetches=True)
+    assert found.clocks == pytest.approx(100 + 30 + 3 * CLOCKS)
+
+
+def test_tiles_shorter_than_their_reading_go_at_its_pace():
+    """100 clocks of reading, the first in what a cluster costs once, and 60 of work."""
+    values = VALUES._replace(sms=2)
+    costs = TileCosts(begin=100.0, each=0.0, rate=1.0)
+    tiles = [tile(60.0, reads=10000.0)] * 3
+    found = schedule(tiles, costs, values, 2, "static", prefetches=True)
+    assert found.clocks == pytest.approx(3 * 100 + 60)
+
+
+def test_one_tile_a_cluster_asks_for_nothing_ahead():
+    with pytest.raises(ValueError, match="cannot ask"):
+        run([tile()], "single", prefetches=True)
+
+
+def _reference(tiles, costs, values, policy, room):
+    """The same without bytes, place by place: (starts, cluster_of, busy)."""
+    clusters = int(values.sms) // 2
+    starts, cluster_of, busy = np.zeros(len(tiles)), np.zeros(len(tiles), int), np.zeros(clusters)
+    free, used, grid = room.slots(clusters), set(), room.grid or clusters
+    turns = [(number,) for number in range(len(tiles))]
+    if policy == "static":
+        turns = [range(n, len(tiles), grid) for n in range(min(grid, len(tiles)))]
+    skipped = {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
+    for mine in turns:
+        clock, place = heapq.heappop(free)
+        fresh = policy == "static" or place not in used
+        for number in mine:
+            clocks = skipped if tiles[number].skipped else costs.of(tiles[number])
+            if not tiles[number].skipped:
+                if place in used and (fresh or policy == "single"):
+                    clock += values.cta_reuse
+                clocks += costs.begin * fresh
+                fresh = False
+                used.add(place)
+            starts[number], cluster_of[number] = clock, place
+            busy[place] += clocks
+            clock += clocks
+        heapq.heappush(free, (clock, place))
+    return starts, cluster_of, busy
+
+
+def _random(seed, nbytes=False):
+    """Tiles of many lengths, every tenth of them empty."""
+    random = np.random.default_rng(seed)
+    return [
+        Tile(0.0) if random.random() < 0.1 else
+        tile(random.uniform(10, 5000), *random.uniform(0, 90000, 2) * nbytes)
+        for _ in range(200)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [Room(), Room(1), Room(1, 7000.0), Room(2, grid=2)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_bytes_as_place_by_place(policy, room):
+    values = VALUES._replace(cta_reuse=1200.5, clc_query=333.25)
+    tiles = _random(1)
+    found = schedule(tiles, COSTS, values, 2, policy, room)
+    starts, cluster_of, busy = _reference(tiles, COSTS, values, policy, room)
+    assert np.array_equal(found.starts, starts)
+    assert np.array_equal(found.cluster_of, cluster_of) and np.array_equal(found.busy, busy)
+
+
+def _digest():
+    """Of all that a run says, policy by policy, with and without prefetch."""
+    found = []
+    for policy in POLICIES:
+        for prefetches in (False, True)[: 1 + (policy != "single")]:
+            one = run(_random(2, True), policy, prefetches=prefetches)
+            found += [one.starts.tobytes(), one.busy.tobytes(), one.cluster_of.tobytes()]
+    return b"".join(found).hex()
+
+
+def test_compiled_and_interpreted_agree_to_the_last_bit():
+    """numba is told not to compile, in a process of its own."""
+    pytest.importorskip("numba")
+    script = "import test_placement; print(test_placement._digest())"
+    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.stdout.strip() == _digest()
+
+
+def test_arrays_of_tiles_are_as_good_as_tiles():
+    tiles = _random(3, True)
+    one, other = run(tiles), run(Tiles.of(tiles))
+    assert np.array_equal(one.starts, other.starts) and one.hbm_bytes == other.hbm_bytes
