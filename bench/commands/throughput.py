@@ -50,7 +50,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("faster"),
     )  # fmt: skip
     if rows[0][BASIS] == "modelled":
-        columns += (Column("unlimited", title="ratio without the power limit"), *PATH_COLUMNS)
+        columns += (Column("sustained", title="ratio under load"), *PATH_COLUMNS)
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
@@ -106,9 +106,9 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     ]
     if not measured:
         notes.append(
-            "Ratio without the power limit, with its range: of the times that clusters and HBM "
-            "need by themselves, as on a GPU whose limit is higher or whose clock is locked lower. "
-            "It tells apart what the limit makes alike; \"faster\" does not use it. Forward only."
+            "TFLOPS and ratio: of a burst, a few launches on a GPU at rest. Ratio under load, with "
+            "its range: for as long as it takes until the clock has given way to the power that "
+            "the products need (docs/timing.md); \"faster\" does not use it."
         )
         notes.append(path_note(f"the replays behind a row, ours / {flash_attn_4.PACKAGE}'s"))
     reasons: dict[tuple[str, str], int] = defaultdict(int)

@@ -19,7 +19,18 @@ from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Tiles, Values, schedule
+from sm100_sim.timing import (
+    ALONE,
+    BURST,
+    Call,
+    Conditions,
+    Room,
+    Schedule,
+    TileCosts,
+    Tiles,
+    Values,
+    schedule,
+)
 
 from .calls import Portion, backward_portions
 from .machines import B200, memory_seconds
@@ -72,19 +83,28 @@ class Backward:
         names = {name: None for portion in self.plan(case) for name in _names(portion)}
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
-    def seconds(self, case: Case, room: Room = ALONE) -> np.ndarray:
-        """float64, all kernels one after the other, for each of the drawn machines. room: that
-        those of CTA pairs get."""
+    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+        """All kernels one after the other, for each of the drawn machines, the central one first.
+        room: that those of CTA pairs get."""
         portions = self.plan(case)
-        total = np.array([self._beside(case, portions, values) for values in self.values])
-        for portion in portions:
-            runs = self.run(portion, room).values()
-            total += portion.count * np.sum([[one.seconds for one in run] for run in runs], axis=0)
-        return total
+        runs = [
+            (portion.count, run) for portion in portions for run in self.run(portion, room).values()
+        ]
+        return [
+            Call([(count, run[n]) for count, run in runs], self._beside(case, portions, values))
+            for n, values in enumerate(self.values)
+        ]
 
-    def tflops(self, case: Case) -> np.ndarray:
+    def seconds(
+        self, case: Case, room: Room = ALONE, conditions: Conditions = BURST
+    ) -> np.ndarray:
+        """float64, predicted of `calls`."""
+        calls = zip(self.calls(case, room), self.values)
+        return np.array([one.seconds(values, conditions) for one, values in calls])
+
+    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
         """The same as TFLOPS by `Case.flop`, five products."""
-        return case.flop(BACKWARD) / self.seconds(case) / 1e12
+        return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
 
     def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
         """Seconds of the kernels that only read and write."""

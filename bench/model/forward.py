@@ -15,7 +15,18 @@ import numpy as np
 from bench.suite import FORWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim.timing import ALONE, Room, Schedule, TileCosts, Tiles, Values, schedule
+from sm100_sim.timing import (
+    ALONE,
+    BURST,
+    Call,
+    Conditions,
+    Room,
+    Schedule,
+    TileCosts,
+    Tiles,
+    Values,
+    schedule,
+)
 
 from .machines import memory_seconds
 from .tiles import ForwardTiling, forward_tiles
@@ -47,13 +58,23 @@ class Kernel:
             for costs, values in zip(self.costs, self.values)
         ]
 
-    def seconds(self, case: Case) -> np.ndarray:
-        """float64, predicted for each of the drawn machines, the central one first."""
-        return np.array([found.seconds for found in self.run(case)])
+    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+        """A call for each of the drawn machines, the central one first. Where keys are divided,
+        with the kernel that makes one result of the parts."""
+        parts = self.tiling.num_splits
+        return [
+            Call([(1, found)], combine_seconds(case, parts, values) if parts > 1 else 0.0)
+            for found, values in zip(self.run(case, room), self.values)
+        ]
 
-    def tflops(self, case: Case) -> np.ndarray:
+    def seconds(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
+        """float64, predicted for each of the drawn machines, the central one first."""
+        calls = zip(self.calls(case), self.values)
+        return np.array([one.seconds(values, conditions) for one, values in calls])
+
+    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
         """The same as TFLOPS by `Case.flop`, at the kernel's head_dim."""
-        return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case) / 1e12
+        return case.flop(FORWARD, self.tiling.head_dim) / self.seconds(case, conditions) / 1e12
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,11 +15,11 @@ import numpy as np
 
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
-from sm100_sim.timing import Machine, load
+from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from .backward import Backward
 from .flash_attn_4 import FlashAttention4
-from .forward import Kernel, combine_seconds
+from .forward import Kernel
 from .ours import Ours
 from .published.rows import Build, Published
 
@@ -72,14 +72,14 @@ def replayable(row: Published) -> Provider | None:
 
 @dataclass(frozen=True)
 class Predicted:
-    """seconds: float64, the central prediction first, then those of the draws. bound: what decides
-    the central one, None where several kernels share the time. paths: of the replays behind it.
-    unlimited: seconds without the power limit, None where several kernels share the time."""
+    """seconds: float64, the central prediction first, then those of the draws, of a burst;
+    sustained: under load for good. bound: what decides the central one, None where several kernels
+    share the time. paths: of the replays behind it."""
 
     seconds: np.ndarray
+    sustained: np.ndarray
     bound: str | None
     paths: Paths = Paths()
-    unlimited: np.ndarray | None = None
 
     @property
     def low(self) -> float:
@@ -139,7 +139,8 @@ class Predictor:
         use_clc, splits = PROVIDERS[provider].default(case, direction, self.machine)
         if direction == BACKWARD:
             backward = self.backward(provider, case, use_clc)
-            return Predicted(backward.seconds(case), None, backward.paths_of(case))
+            calls = backward.calls(case)
+            return Predicted(*_seconds(calls, backward.values), None, backward.paths_of(case))
         return self.predict_forward(provider, case, use_clc, splits)
 
     def predict_forward(
@@ -148,13 +149,18 @@ class Predictor:
         """A forward; use_clc, splits: see `forward`. Where keys are divided, with the kernel that
         makes one result of the parts, at a launch and HBM's rate."""
         kernel = self.forward(provider, case, use_clc, splits)
-        found = kernel.run(case)
-        seconds = np.array([s.seconds for s in found])
-        unlimited = np.array([s.seconds_without("power") for s in found])
-        if splits > 1:
-            beside = [combine_seconds(case, splits, v) for v in kernel.values]
-            seconds, unlimited = seconds + beside, unlimited + beside
-        return Predicted(seconds, found[0].bound, kernel.paths, unlimited)
+        calls = kernel.calls(case)
+        bound = calls[0].schedules[0][1].bound
+        return Predicted(*_seconds(calls, kernel.values), bound, kernel.paths)
+
+
+def _seconds(calls: Sequence[Call], values: Sequence[Values]) -> tuple[np.ndarray, np.ndarray]:
+    """(of a burst, sustained) of a call for each of the drawn machines."""
+    burst, sustained = (
+        np.array([one.seconds(drawn, conditions) for one, drawn in zip(calls, values)])
+        for conditions in (BURST, SUSTAINED)
+    )
+    return burst, sustained
 
 
 def printing_predictor(machine: str, draws: int) -> Predictor:

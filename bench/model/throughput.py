@@ -47,7 +47,7 @@ def modelled_rows(
             # The same draw of the constants for both.
             ratios = theirs.seconds / ours.seconds
             row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
-        rows.append(row | _unlimited(both))
+        rows.append(row | _sustained(both))
     return rows
 
 
@@ -76,23 +76,24 @@ class Predictions:
         return [rows[index] for index in range(len(cases))]
 
 
-def _unlimited(both: Sequence[Predicted | None]) -> dict[str, Any]:
-    """The ratio of ours and the other if nothing limits the power, with its range over draws that
-    are the same for both; nothing in it for a direction whose time several kernels share."""
-    ours, theirs = (None if found is None else found.unlimited for found in both)
-    names = ("unlimited_ratio", "unlimited_ratio_low", "unlimited_ratio_high")
+def _sustained(both: Sequence[Predicted | None]) -> dict[str, Any]:
+    """The ratio of ours and the other under load for good, with its range over draws that are the
+    same for both."""
+    names = ("sustained_ratio", "sustained_ratio_low", "sustained_ratio_high")
+    ours, theirs = both
     if ours is None or theirs is None:
-        return dict.fromkeys((*names, "unlimited"))
-    ratios = theirs / ours
+        return dict.fromkeys((*names, "sustained"))
+    ratios = theirs.sustained / ours.sustained
     figures = float(ratios[0]), float(ratios.min()), float(ratios.max())
     text = "{:.2f} ({:.2f}..{:.2f})".format(*figures)
-    return {**dict(zip(names, figures, strict=True)), "unlimited": text}
+    return {**dict(zip(names, figures, strict=True)), "sustained": text}
 
 
 def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
     tflops = flop / found.seconds[0] / 1e12
     return {
         "status": "ok", "median_ms": found.seconds[0] * 1e3,
+        "sustained_ms": found.sustained[0] * 1e3,
         "low_ms": found.low * 1e3, "high_ms": found.high * 1e3,
         "tflops": tflops, "tflops_low": flop / found.high / 1e12,
         "tflops_high": flop / found.low / 1e12, "of_peak": tflops / peak,

@@ -160,7 +160,8 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
         shared = 4.0 * seen(lengths) * tiling.head_dim / splits
-        found.append(_grouped(of(block, lengths, part), entry * case.heads_kv + head // ratio, shared))
+        group = entry * case.heads_kv + head // ratio
+        found.append(_grouped(of(block, lengths, part), group, shared))
     return found
 
 

@@ -12,6 +12,7 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | l2_share | what an SM gets from L2, of them |
 | schedule, Schedule, Tile, Tiles, TileCosts, Sample, fit | a problem of many tiles on all SMs |
 | Room, ALONE, POLICIES | what of a machine it gets, and how clusters come by tiles |
+| Call, Conditions, BURST, SUSTAINED | its time as it is measured: clock under load, the host |
 | mma_cost, MmaCost, MEASURED | closed forms of tcgen05.mma, and what they reproduce |
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
 | traced_program, Compiled, replay_program, Replay | the steps of `predict` one by one |
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chrome import write as write_trace
+    from .conditions import BURST, SUSTAINED, Call, Conditions
     from .machine_constants import Constant, Machine, Values, l2_share, load, machines
     from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
     from .problem import (
@@ -55,10 +57,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALONE",
+    "BURST",
     "MEASURED",
     "POLICIES",
+    "SUSTAINED",
     "Action",
+    "Call",
     "Compiled",
+    "Conditions",
     "Constant",
     "Machine",
     "MmaCost",
@@ -96,6 +102,7 @@ __all__ = [
 # Loaded on first use, so that constants and schedules are there without numba and llvmlite.
 _HOMES = {
     "chrome": {"write_trace": "write"},
+    "conditions": ("BURST", "SUSTAINED", "Call", "Conditions"),
     "machine_constants": ("Constant", "Machine", "Values", "l2_share", "load", "machines"),
     "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
     "problem": (

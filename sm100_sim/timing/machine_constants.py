@@ -60,13 +60,18 @@ class Values(NamedTuple):
     launch_us: float
     cta_reuse: float
     clc_query: float
-    power_tflops: float
     double_precision: float
     fence_sys: float
     fence_behind_loads: float
     store_bytes_per_clock: float
     store_depth: float
     store_ack: float
+    power_watts: float
+    static_watts: float
+    mma_picojoules: float
+    energy_exponent: float
+    load_ms: float
+    dependent_launch_us: float
 
 
 def l2_share(values: Values, sms_running: float | None = None) -> float:

@@ -24,7 +24,7 @@ BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, RULES = range(9)
 _FREE, _STARTING = 0.0, 1.0
 # States of the flow that a place has asked for: none, on its way, there.
 _NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
-# Entries of Tables.count: entries of both heaps, tiles or static clusters given away.
+# Entries of Tables.counts: entries of both heaps, tiles or static clusters given away.
 PLACES, FLOWS, GIVEN, COUNTS = range(4)
 # Entries of Tables.server: its clock, bytes that a flow which was always there would have got.
 NOW, SERVED, SERVER = range(3)
@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     clocks, reads, writes: of each tile, without waiting; skips: int64, whether it is passed over.
     rule: see above. free, free_place: a heap of clocks and int64 places. flow, flow_place: likewise
     of flows by when they end, in bytes served; of no place if nobody waits for it. place: (places,
-    COLUMNS). starts, ends, cluster_of (int64): of each tile. busy: of each place. count: int64.
+    COLUMNS). starts, ends, cluster_of (int64): of each tile. busy: of each place. counts: int64.
     """
 
     clocks: np.ndarray
@@ -54,7 +54,7 @@ class Tables(NamedTuple):
     ends: np.ndarray
     cluster_of: np.ndarray
     busy: np.ndarray
-    count: np.ndarray
+    counts: np.ndarray
     server: np.ndarray
 
 
@@ -104,20 +104,20 @@ def _drop(keys, ties, size):
 @_compiled
 def _later(t, clock, place):
     """Look at a place again at that clock."""
-    _push(t.free, t.free_place, t.count[PLACES], clock, place)
-    t.count[PLACES] += 1
+    _push(t.free, t.free_place, t.counts[PLACES], clock, place)
+    t.counts[PLACES] += 1
 
 
 @_compiled
 def _flow_rate(t):
     """Bytes a clock that each flow gets."""
-    return min(t.rule[LINK], t.rule[MEMORY] / t.count[FLOWS])
+    return min(t.rule[LINK], t.rule[MEMORY] / t.counts[FLOWS])
 
 
 @_compiled
 def _advance(t, clock):
     """Serve all flows until that clock."""
-    if t.count[FLOWS]:
+    if t.counts[FLOWS]:
         t.server[SERVED] += (clock - t.server[NOW]) * _flow_rate(t)
     else:
         t.server[SERVED] = 0.0
@@ -127,8 +127,8 @@ def _advance(t, clock):
 @_compiled
 def _ask(t, nbytes, place):
     """A flow of so many bytes begins now."""
-    _push(t.flow, t.flow_place, t.count[FLOWS], t.server[SERVED] + nbytes, place)
-    t.count[FLOWS] += 1
+    _push(t.flow, t.flow_place, t.counts[FLOWS], t.server[SERVED] + nbytes, place)
+    t.counts[FLOWS] += 1
 
 
 @_compiled
@@ -140,17 +140,17 @@ def _next_tile(t, place, given):
         following = int(row[NEXT])
         if following >= tiles and given:
             # The next cluster of the grid, where there are fewer places than clusters.
-            following = t.count[GIVEN]
+            following = t.counts[GIVEN]
             row[FRESH] = 1.0
-            t.count[GIVEN] += 1
+            t.counts[GIVEN] += 1
             if following >= t.rule[GRID]:
                 following = tiles
         if given:
             row[NEXT] = following + t.rule[GRID]
         return following
-    following = t.count[GIVEN]
+    following = t.counts[GIVEN]
     if given:
-        t.count[GIVEN] += 1
+        t.counts[GIVEN] += 1
         row[FRESH] = 1.0 - row[USED]
     return following
 
@@ -216,8 +216,8 @@ def _free(t, place):
 def _arrived(t):
     """The first flow ends."""
     place = t.flow_place[0]
-    t.count[FLOWS] -= 1
-    _drop(t.flow, t.flow_place, t.count[FLOWS])
+    t.counts[FLOWS] -= 1
+    _drop(t.flow, t.flow_place, t.counts[FLOWS])
     if place == _NOBODY:
         return
     row = t.place[place]
@@ -230,12 +230,12 @@ def _arrived(t):
 @_compiled
 def run(t):
     """Run all tiles. Ends when no place has one and nothing is on its way."""
-    while t.count[PLACES] or t.count[FLOWS]:
+    while t.counts[PLACES] or t.counts[FLOWS]:
         arrival = free = math.inf
-        if t.count[FLOWS]:
+        if t.counts[FLOWS]:
             left = max(0.0, t.flow[0] - t.server[SERVED])
             arrival = t.server[NOW] + left / _flow_rate(t)
-        if t.count[PLACES]:
+        if t.counts[PLACES]:
             free = t.free[0]
         if arrival <= free:
             end = t.flow[0]
@@ -246,8 +246,8 @@ def run(t):
             continue
         _advance(t, free)
         place = t.free_place[0]
-        t.count[PLACES] -= 1
-        _drop(t.free, t.free_place, t.count[PLACES])
+        t.counts[PLACES] -= 1
+        _drop(t.free, t.free_place, t.counts[PLACES])
         if t.place[place, STAGE] == _STARTING:
             _start(t, place)
         else:

@@ -156,7 +156,11 @@ class Schedule:
     @property
     def seconds(self) -> float:
         """Predicted of the GPU at the machine's clock, launch included."""
-        return max(self.bounds.values()) + self.launch
+        return self.seconds_at(1.0)
+
+    def seconds_at(self, share: float) -> float:
+        """The same at a share of the machine's clock, which HBM and launches do not follow."""
+        return max(self.bounds["clusters"] / share, self.bounds["HBM"]) + self.launch
 
     @property
     def balance(self) -> float:
@@ -225,7 +229,7 @@ def schedule(
     rule[placement.PREFETCHES] = prefetches
     tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
     slots = room.slots(clusters)
-    tables.count[placement.PLACES] = len(slots)
+    tables.counts[placement.PLACES] = len(slots)
     tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
     placement.run(tables)
     hbm = hbm_bytes(given, tables.starts, values)
@@ -261,7 +265,7 @@ def _tables(
         free=np.zeros(places + 1), free_place=np.zeros(places + 1, np.int64),
         flow=np.zeros(flows), flow_place=np.zeros(flows, np.int64), place=place,
         starts=np.zeros(number), ends=np.zeros(number), cluster_of=np.zeros(number, np.int64),
-        busy=np.zeros(places), count=np.zeros(placement.COUNTS, np.int64),
+        busy=np.zeros(places), counts=np.zeros(placement.COUNTS, np.int64),
         server=np.zeros(placement.SERVER),
     )  # fmt: skip
 

@@ -165,7 +165,7 @@ def _sustained(sms: int) -> Micro:
     flop = 2.0 * 256 * 256 * 16 * count * rounds * ctas / 2
     return Micro("MMA at full load", "TFLOPS of dense bf16 MMA",
                  (_products(2, 256, 256, False, count, 1, ctas, rounds),),
-                 lambda s: flop / s / 1e12, "power_tflops",
+                 lambda s: flop / s / 1e12, "",
                  "256x256 of every pair for some seconds, random operands", True, True)
 
 

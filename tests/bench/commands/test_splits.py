@@ -73,17 +73,17 @@ class FakePredictor:
         return None
 
     def predict(self, provider, case, direction):
-        return Predicted(np.array([40.0, 44.0]) * 1e-6, None)
+        return Predicted(*[np.array([40.0, 44.0]) * 1e-6] * 2, None)
 
     def predict_forward(self, provider, case, use_clc, number):
         """flash-attn-4's 16 tiles of 128 rows: 20 microseconds more than ours, least at 5 parts."""
         if provider == splits.THEIRS:
             seconds = 20.0 + 4 * abs(number - 5)
-            return Predicted(np.array([seconds, seconds + 2]) * 1e-6, None, Paths(number, 0))
+            return Predicted(*[np.array([seconds, seconds + 2]) * 1e-6] * 2, None, Paths(number, 0))
         assert use_clc, "the default of a causal mask"
         turns = -(-16 * number // 74)
         steps = turns * -(-case.seqlen_k // 128 // number) + 4 * (number > 1)
-        return Predicted(np.array([8.0 + steps, 9.0 + steps]) * 1e-6, None, Paths(0, number))
+        return Predicted(*[np.array([8.0 + steps, 9.0 + steps]) * 1e-6] * 2, None, Paths(0, number))
 
 
 def test_a_modelled_row():

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from fake_timer import FakeTimer
@@ -22,7 +21,7 @@ from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.check import reference
-from sm100_sim.timing import load
+from sm100_sim.timing import Call, load
 
 pytest.importorskip("cutlass")
 
@@ -216,12 +215,9 @@ class FakePredictor:
         seconds = 1e-3 if provider == "ours" else 1.1e-3
         factors = providers.torch.tensor([1.0, 1 - self.spread, 1 + self.spread]).double()
         seconds = (seconds * factors).numpy()
-        # Without the limit, which slows ours down more.
-        unlimited = seconds * (0.5 if provider == "ours" else [0.6, 0.6, 0.55])
-        return Predicted(
-            seconds, "clusters", Paths(0, len(provider)),
-            unlimited if direction == FORWARD else None,
-        )  # fmt: skip
+        # Load slows the other down more.
+        sustained = seconds * (2.0 if provider == "ours" else [2.4, 2.4, 2.2])
+        return Predicted(seconds, sustained, "clusters", Paths(0, len(provider)))
 
 
 def test_the_predictor_chooses_the_kernel(monkeypatch):
@@ -229,8 +225,10 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
     asked = []
 
     class Attention:
-        def seconds(self, case):
-            return np.array([case.seqlen_q * 1e-6, 1.0])
+        values = load("b200").sampled(1)
+
+        def calls(self, case):
+            return [Call([], case.seqlen_q * 1e-6), Call([], 1.0)]
 
         def paths_of(self, case):
             return Paths(1, case.seqlen_q)
@@ -283,15 +281,15 @@ def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, cap
     assert row["details"]["cuDNN"] == {"status": "not modelled"}
     assert (row["unmatched"], row["ambiguous"]) == ("0 / 0", "4 / 12")
     assert {"unmatched", "ambiguous"} <= {column["name"] for column in table["columns"]}
-    # 1.1 * 0.6 / 0.5, and 0.55 in the last draw.
-    figures = [row[f"unlimited_ratio{end}"] for end in ("", "_low", "_high")]
+    # 1.1 * 2.4 / 2, and 2.2 in the last draw.
+    figures = [row[f"sustained_ratio{end}"] for end in ("", "_low", "_high")]
     assert figures == pytest.approx([1.32, 1.21, 1.32])
-    assert row["unlimited"] == "1.32 (1.21..1.32)"
-    assert [c["title"] for c in table["columns"] if c["name"] == "unlimited"] == [
-        "ratio without the power limit"
+    assert row["sustained"] == "1.32 (1.21..1.32)"
+    assert [c["title"] for c in table["columns"] if c["name"] == "sustained"] == [
+        "ratio under load"
     ]
-    (note,) = (note for note in table["notes"] if "without the power limit" in note)
-    assert "clock is locked lower" in note and '"faster" does not use it' in note
+    (note,) = (note for note in table["notes"] if "Ratio under load" in note)
+    assert "of a burst" in note and '"faster" does not use it' in note
 
 
 def test_several_processes_give_the_rows_of_one():
@@ -302,13 +300,3 @@ def test_several_processes_give_the_rows_of_one():
     rows = wanted.all(cases, 2)
     assert rows == wanted(cases) and rows != wanted(cases[::-1])
     assert [row["direction"] for row in rows] == [direction for _, direction in cases]
-
-
-def test_no_ratio_without_the_limit_where_kernels_share_the_time(monkeypatch, capsys):
-    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(0.01))
-    command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
-    command += ["--jobs", "1"]
-    assert main([*command, "--direction", "backward"]) == 0
-    table, _ = json.loads(capsys.readouterr().out)["tables"]
-    assert {row["unlimited"] for row in table["rows"]} == {None}
-    assert all(row["ratio"] for row in table["rows"])

@@ -16,7 +16,7 @@ from sm100_sim.timing.resources import Instructions
 
 MACHINE = load()
 IDEAL = [TileCosts(0.0, 0.0, 1.0)]
-VALUES = [MACHINE.values()._replace(launch_us=0.0, power_tflops=1e9, hbm_terabytes=1e9)]
+VALUES = [MACHINE.values()._replace(launch_us=0.0, hbm_terabytes=1e9)]
 FULL, CAUSAL = (Case("dense", ((4096, 4096),) * 2, 8, 2, causal) for causal in (False, True))
 
 

@@ -35,7 +35,7 @@ pytest.importorskip("cutlass")
 
 MACHINE = load()
 IDEAL = [TileCosts(0.0, 0.0, 1.0)]
-VALUES = [MACHINE.values()._replace(launch_us=0.0, power_tflops=1e9, hbm_terabytes=1e9)]
+VALUES = [MACHINE.values()._replace(launch_us=0.0, hbm_terabytes=1e9)]
 FULL = Case("test", ((4096, 4096),) * 2, 8, 2, False)
 CAUSAL = replace(FULL, causal=True)
 OURS = BackwardTiling("static", True, True, 256)

@@ -1,4 +1,4 @@
-"""Tiles over places: own bytes of tiles that start together, and the compiled run against others."""
+"""Tiles over places: own bytes of tiles that start together; the compiled run against others."""
 
 import heapq
 import os
