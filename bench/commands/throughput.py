@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -23,14 +23,20 @@ from bench.measure.timer import (
 )
 from bench.model.predictor import add_model_options
 from bench.model.throughput import Predictions
-from bench.peers import flash_attn_4
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS
-from bench.tables.comparison import OURS, RESOLUTION
+from bench.tables.comparison import LIKELY, OURS
 from bench.tables.paths import PATH_COLUMNS, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
 
+#: Of ours against its peers, in every table that has them.
+STANDING_COLUMNS = (
+    Column("peer", title="best peer"), Column("ratio", format=".2f", title="best peer / ours"),
+    Column("ratio_low", format=".2f", title="low"),
+    Column("ratio_high", format=".2f", title="high"),
+    Column("probability", format=".0%"), Column("gain", format="+.0%"),
+)  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,16 +47,17 @@ def table(rows: list[dict[str, Any]]) -> Table:
         Column("direction"), Column("shape"), Column("heads"), Column("mask"),
         *(Column(name, "TFLOPS", ".0f", name) for name in names),
         Column("range", title="ours, range"),
-        Column("their_range", title=f"{flash_attn_4.PACKAGE}, range"),
         Column("of_peak", format=".1%", title="ours, of peak"),
         Column("clock_mhz", "MHz", ".0f", "clock"),
-        Column("ratio", format=".2f", title=f"ours / {flash_attn_4.PACKAGE}"),
-        Column("ratio_low", format=".2f", title="low"),
-        Column("ratio_high", format=".2f", title="high"),
-        Column("faster"),
+        *STANDING_COLUMNS, Column("faster"),
     )  # fmt: skip
     if rows[0][BASIS] == "modelled":
-        columns += (Column("sustained", title="ratio under load"), *PATH_COLUMNS)
+        columns += (
+            Column("sustained_peer", title="best peer, sustained"),
+            Column("sustained_ratio", format=".2f", title="ratio, sustained"),
+            Column("sustained_probability", format=".0%", title="probability, sustained"),
+            *PATH_COLUMNS,
+        )
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
@@ -68,49 +75,52 @@ def summary(rows: list[dict[str, Any]]) -> Table | None:
     for (direction, group, mask, basis, machine), of_group in groups.items():
         ratios = [row["ratio"] for row in of_group]
         winners = [row["faster"] for row in of_group]
-        ahead = [row["ratio"] > 1 + RESOLUTION and row["ratio_low"] > 1 for row in of_group]
+        peers = Counter(row["peer"] for row in of_group)
         found.append({
             "direction": direction, "group": group, "mask": mask, "rows": len(of_group),
             "least": min(ratios), "median": statistics.median(ratios), "most": max(ratios),
-            "ahead": sum(ahead), OURS: winners.count(OURS), "theirs": winners.count(
-                flash_attn_4.PACKAGE), BASIS: basis, MACHINE: machine,
+            "least_probability": min(row["probability"] for row in of_group),
+            OURS: winners.count(OURS), "open": winners.count("open"),
+            "theirs": len(winners) - winners.count(OURS) - winners.count("open"),
+            "peers": ", ".join(f"{name} {count}" for name, count in peers.most_common()),
+            BASIS: basis, MACHINE: machine,
         })  # fmt: skip
     columns = (
         Column("direction"), Column("group"), Column("mask"), Column("rows"),
         Column("least", format=".2f"), Column("median", format=".2f"),
         Column("most", format=".2f"),
-        Column(OURS, title="ours faster"),
-        Column("ahead", title="ours ahead under every condition"),
-        Column("theirs", title=f"{flash_attn_4.PACKAGE} faster"),
+        Column("least_probability", format=".0%", title="least probability"),
+        Column(OURS, title="ours ahead"), Column("open"), Column("theirs", title="peer ahead"),
+        Column("peers", title="best peer, in how many rows"),
     )  # fmt: skip
     note = (
-        "faster: as in the table of all rows. Ahead under every condition: by more than "
-        f"{RESOLUTION:.0%}, and in every draw of the constants, the same for both; where times are "
-        "measured, in the slow runs of ours against the fast ones of the other."
+        f"Ahead: with a probability of {LIKELY:.0%} or more; open: neither is. Ratios, probability "
+        "and best peer are those of the table of all rows."
     )
-    title = f"Ours / {flash_attn_4.PACKAGE}, ratios of rates"
     plot = Plot(("direction", "group", "mask"), "median", low="least", high="most")
+    title = "Ours over the best peer, ratios of rates"
     return Table("throughput", title, columns, found, (note,), plot)
 
 
 def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     measured = rows[0][BASIS] == "measured"
-    ranges = "p80 to p20 of the timed runs" if measured else (
-        "over draws of the uncertain constants, of ratios with the same draw for both"
+    samples = "turns of the interleaved runs" if measured else (
+        "sets of the model's constants that published rates do not contradict, the same set for all"
     )
     notes = [
-        f"Ranges: {ranges}. \"faster\" names a provider only where the ranges do not overlap and "
-        f"the difference is {RESOLUTION:.0%} or more. FLOP: 4 Sq Sk D a head, half if causal, "
-        "visible pairs with a window; backward 2.5 times that. Peak: dense bf16 at the clock "
-        "recorded."
+        "Best peer: the provider with the least time on average, ours and PyTorch's math aside. "
+        "Ratio: the fastest peer's time over ours, the median with a tenth of the samples below "
+        f"\"low\" and a tenth above \"high\"; samples are {samples}. Probability: that ours is "
+        "faster than every peer; gain: by how much on average. \"faster\" names who is ahead with "
+        f"{LIKELY:.0%}, \"open\" where nobody is. FLOP: 4 Sq Sk D a head, half if causal, visible "
+        "pairs with a window; backward 2.5 times that. Peak: dense bf16 at the clock recorded."
     ]
     if not measured:
         notes.append(
-            "TFLOPS and ratio: of a burst, a few launches on a GPU at rest. Ratio under load, with "
-            "its range: for as long as it takes until the clock has given way to the power that "
-            "the products need (docs/timing.md); \"faster\" does not use it."
+            "TFLOPS and the first ratio: of a burst, a few launches on a GPU at rest; sustained: "
+            "when the clock has given way to the power that the products need (docs/timing.md)."
         )
-        notes.append(path_note(f"the replays behind a row, ours / {flash_attn_4.PACKAGE}'s"))
+        notes.append(path_note("the replays behind a row, ours / the best peer's"))
     reasons: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:
         for name, found in row["details"].items():

@@ -50,7 +50,8 @@ def measured_rows(
             else:
                 details[name] |= _measured(found[name], case.flop(direction), timer.gpu)
         origin = {BASIS: "measured", MACHINE: f"{timer.gpu.name}, driver {timer.gpu.driver}"}
-        rows.append(comparison_row(case, direction, details) | origin)
+        seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
+        rows.append(comparison_row(case, direction, details, seconds) | origin)
         # Graphs and their memory must be gone before the next case allocates its own.
         del ready
         gc.collect()

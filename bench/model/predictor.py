@@ -92,11 +92,13 @@ class Predicted:
 
 @dataclass
 class Predictor:
-    """The timing model for one machine. draws: replays beside the central one. note: is told what
-    is being replayed, which takes a while."""
+    """The timing model for one machine. draws: replays beside the central one. ratio_error: of the
+    logarithm of two kernels' ratio, beside what the draws show (`bench.tables.comparison`). note:
+    is told what is being replayed, which takes a while."""
 
     machine: Machine
     draws: int = 4
+    ratio_error: float = 0.0
     note: Callable[[str], None] = lambda text: None
     _kernels: dict = field(default_factory=dict)
 
@@ -169,7 +171,7 @@ def printing_predictor(machine: str, draws: int) -> Predictor:
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    return Predictor(load(machine), draws, note)
+    return Predictor(load(machine), draws, note=note)
 
 
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:

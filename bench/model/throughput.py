@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.peaks import B200_TFLOPS, SM100_FLOP_PER_CLOCK
-from bench.peers import flash_attn_4
 from bench.processes import each
 from bench.suite import Case
-from bench.tables.comparison import OURS, comparison_row
+from bench.tables.comparison import OURS, comparison_row, standing, standing_figures
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import path_figures
 from bench.tables.table import BASIS, MACHINE
@@ -39,16 +38,24 @@ def modelled_rows(
                 predicted[name] = found
             else:
                 details[name] = {"status": reason}
-        both = [predicted.get(name) for name in (OURS, flash_attn_4.PACKAGE)]
-        row = comparison_row(case, direction, details) | origin
-        row |= path_figures(*(None if found is None else found.paths for found in both))
-        ours, theirs = both
-        if ours is not None and theirs is not None:
-            # The same draw of the constants for both.
-            ratios = theirs.seconds / ours.seconds
-            row |= {"ratio_low": float(ratios.min()), "ratio_high": float(ratios.max())}
-        rows.append(row | _sustained(both))
+        rows.append(_row((case, direction), details, predicted, predictor.ratio_error) | origin)
     return rows
+
+
+def _row(
+    case: tuple[Case, str], details: dict[str, dict[str, Any]], predicted: dict[str, Predicted],
+    error: float,
+) -> dict[str, Any]:
+    """case: with its direction. error: see `standing`."""
+    seconds = {name: found.seconds for name, found in predicted.items()}
+    row = comparison_row(*case, details, seconds, error)
+    peer = predicted.get(row["peer"] or "")
+    row |= path_figures(
+        *(None if found is None else found.paths for found in (predicted.get(OURS), peer))
+    )
+    lasting = {name: found.sustained for name, found in predicted.items()}
+    figures = standing_figures(standing(lasting, error))
+    return row | {f"sustained_{name}": value for name, value in figures.items()}
 
 
 @dataclass(frozen=True)
@@ -76,24 +83,10 @@ class Predictions:
         return [rows[index] for index in range(len(cases))]
 
 
-def _sustained(both: Sequence[Predicted | None]) -> dict[str, Any]:
-    """The ratio of ours and the other under load for good, with its range over draws that are the
-    same for both."""
-    names = ("sustained_ratio", "sustained_ratio_low", "sustained_ratio_high")
-    ours, theirs = both
-    if ours is None or theirs is None:
-        return dict.fromkeys((*names, "sustained"))
-    ratios = theirs.sustained / ours.sustained
-    figures = float(ratios[0]), float(ratios.min()), float(ratios.max())
-    text = "{:.2f} ({:.2f}..{:.2f})".format(*figures)
-    return {**dict(zip(names, figures, strict=True)), "sustained": text}
-
-
 def _predicted(found: Predicted, flop: float, peak: float) -> dict[str, Any]:
     tflops = flop / found.seconds[0] / 1e12
     return {
         "status": "ok", "median_ms": found.seconds[0] * 1e3,
-        "sustained_ms": found.sustained[0] * 1e3,
         "low_ms": found.low * 1e3, "high_ms": found.high * 1e3,
         "tflops": tflops, "tflops_low": flop / found.high / 1e12,
         "tflops_high": flop / found.low / 1e12, "of_peak": tflops / peak,

@@ -1,52 +1,109 @@
-"""Rows that compare providers: rates side by side, and who is ahead beyond doubt."""
+"""Rows that compare providers: rates side by side, and how likely ours beats the best peer."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from bench.peers import flash_attn_4
+import numpy as np
+
 from bench.suite import Case
 
 #: As tables name this project's kernels.
 OURS = "ours"
+#: A provider that is there for its results, not for its speed.
+YARDSTICK = "PyTorch math"
 #: Differences of predictions below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
+#: A row counts as won from this probability on, and as lost below what is left of one.
+LIKELY = 0.9
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Ours against the best of its peers over samples that are the same for all: draws of the
+    model's constants, or turns of an interleaved measurement.
+
+    peer: the one with the least time on average. ratio: median of the fastest peer's time over
+    ours; low, high: where a tenth of the samples lie below and above. probability: that ours is
+    faster than every peer. gain: by how much on average (geometric mean).
+    """
+
+    peer: str
+    ratio: float
+    low: float
+    high: float
+    probability: float
+    gain: float
+
+
+def standing(seconds: Mapping[str, np.ndarray], error: float = 0.0) -> Standing | None:
+    """Ours among the providers; None where ours or every peer is missing.
+
+    seconds: float64, by provider, equally long. error: standard deviation of the logarithm of a
+    ratio beside what the samples show, 0 for none: what a model gets wrong of the ratio of two
+    kernels under the best of its constants.
+    """
+    peers = {name: t for name, t in seconds.items() if name not in (OURS, YARDSTICK)}
+    if OURS not in seconds or not peers:
+        return None
+    best = min(peers, key=lambda name: float(np.log(peers[name]).mean()))
+    logs = np.log(np.min(list(peers.values()), axis=0) / seconds[OURS])
+    low, middle, high = np.exp(np.quantile(logs, (0.1, 0.5, 0.9)))
+    ahead = [_ahead(float(one), error) for one in logs]
+    return Standing(
+        best, float(middle), float(low), float(high), float(np.mean(ahead)),
+        math.expm1(float(logs.mean())),
+    )  # fmt: skip
+
+
+def _ahead(log_ratio: float, error: float) -> float:
+    """Probability that a ratio is above 1, given its logarithm and the error of that."""
+    if error:
+        return 0.5 * (1 + math.erf(log_ratio / error / math.sqrt(2)))
+    return (1 + math.copysign(1, log_ratio)) / 2 if log_ratio else 0.5
+
+
+def verdict(found: Standing | None) -> str | None:
+    """Who is ahead: ours, the best peer, or nobody with `LIKELY`."""
+    if found is None:
+        return None
+    if found.probability >= LIKELY:
+        return OURS
+    return found.peer if found.probability <= 1 - LIKELY else "open"
 
 
 def comparison_row(
-    case: Case, direction: str, details: dict[str, dict[str, Any]]
+    case: Case, direction: str, details: dict[str, dict[str, Any]],
+    seconds: Mapping[str, np.ndarray], error: float = 0.0,
 ) -> dict[str, Any]:
-    """A row of the table: TFLOPS under each provider's name, everything else in `details`."""
-    ours, theirs = (details.get(name, {}) for name in (OURS, flash_attn_4.PACKAGE))
-    ratio = low = high = None
-    if "tflops" in ours and "tflops" in theirs:
-        ratio = ours["tflops"] / theirs["tflops"]
-        low = ours["tflops_low"] / theirs["tflops_high"]
-        high = ours["tflops_high"] / theirs["tflops_low"]
+    """A row of the table: TFLOPS under each provider's name, everything else in `details`.
+
+    seconds, error: see `standing`.
+    """
+    ours, found = details.get(OURS, {}), standing(seconds, error)
     return {
         "direction": direction, "group": case.group, "shape": case.shape,
         "heads": case.heads_text, "mask": case.mask,
         "panel": f"{direction}, {case.group}, {case.mask}",
-        **{name: found.get("tflops") for name, found in details.items()},
-        "range": _range(ours), "their_range": _range(theirs), "of_peak": ours.get("of_peak"),
-        "clock_mhz": ours.get("clock_mhz"),
-        "ratio": ratio, "ratio_low": low, "ratio_high": high, "faster": _faster(ours, theirs),
-        "details": details,
+        **{name: one.get("tflops") for name, one in details.items()},
+        "range": _range(ours), "of_peak": ours.get("of_peak"), "clock_mhz": ours.get("clock_mhz"),
+        **standing_figures(found), "faster": verdict(found), "details": details,
     }  # fmt: skip
+
+
+def standing_figures(found: Standing | None) -> dict[str, Any]:
+    """The figures of a standing by the names that tables have for them."""
+    names = ("peer", "ratio", "ratio_low", "ratio_high", "probability", "gain")
+    if found is None:
+        return dict.fromkeys(names)
+    figures = found.peer, found.ratio, found.low, found.high, found.probability, found.gain
+    return dict(zip(names, figures, strict=True))
 
 
 def _range(found: dict[str, Any]) -> str | None:
     if "tflops" not in found:
         return None
     return f"{found['tflops_low']:.0f}..{found['tflops_high']:.0f}"
-
-
-def _faster(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Who is ahead; nobody where the ranges overlap or differ by less than the resolution."""
-    if "tflops" not in ours or "tflops" not in theirs:
-        return None
-    for name, one, other in ((OURS, ours, theirs), (flash_attn_4.PACKAGE, theirs, ours)):
-        apart = one["tflops_low"] > other["tflops_high"]
-        if apart and one["tflops"] > (1 + RESOLUTION) * other["tflops"]:
-            return name
-    return "not ranked"

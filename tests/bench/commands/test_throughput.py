@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_timer import FakeTimer
@@ -201,23 +202,20 @@ def test_the_suite():
 
 
 class FakePredictor:
-    """Ours is ten per cent faster, with ranges that overlap or not."""
+    """Ours takes 1 ms, flash-attn-4 `factors` of it in a burst, a tenth more under lasting load."""
 
-    machine = load("b200")
+    machine, ratio_error = load("b200"), 0.0
 
-    def __init__(self, spread: float) -> None:
-        self.spread = spread
+    def __init__(self, *factors: float) -> None:
+        self.factors = np.array(factors)
 
     def refuses(self, provider, case, direction):
         return None if provider in ("ours", "flash-attn-4") else "not modelled"
 
     def predict(self, provider, case, direction):
-        seconds = 1e-3 if provider == "ours" else 1.1e-3
-        factors = providers.torch.tensor([1.0, 1 - self.spread, 1 + self.spread]).double()
-        seconds = (seconds * factors).numpy()
-        # Load slows the other down more.
-        sustained = seconds * (2.0 if provider == "ours" else [2.4, 2.4, 2.2])
-        return Predicted(seconds, sustained, "clusters", Paths(0, len(provider)))
+        seconds = 1e-3 * (np.ones_like(self.factors) if provider == "ours" else self.factors)
+        lasting = seconds * (1.0 if provider == "ours" else 1.1)
+        return Predicted(seconds, lasting, "clusters", Paths(0, len(provider)))
 
 
 def test_the_predictor_chooses_the_kernel(monkeypatch):
@@ -261,35 +259,35 @@ def test_the_predictor_chooses_the_kernel(monkeypatch):
         predictor.predict("flash-attn-4", windowed, BACKWARD)
 
 
-@pytest.mark.parametrize(("spread", "faster"), [(0.01, "ours"), (0.08, "not ranked")])
-def test_a_win_needs_ranges_that_do_not_overlap(spread, faster, monkeypatch, capsys):
-    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(spread))
+@pytest.mark.parametrize(
+    ("factors", "faster", "probability"),
+    [((1.1, 1.05, 1.2), "ours", 1.0), ((1.1, 0.9, 1.0), "open", 0.5),
+     ((0.9, 0.8, 0.85), "flash-attn-4", 0.0)],
+)  # fmt: skip
+def test_who_is_ahead_is_a_probability(factors, faster, probability, monkeypatch, capsys):
+    monkeypatch.setattr(modelled, "printing_predictor", lambda *given: FakePredictor(*factors))
     command = ["throughput", "--modelled", "--only", "1x8192", "--heads", "32/2", "--json"]
     command += ["--jobs", "1"]
     assert main([*command, "--direction", "forward"]) == 0
     table, summary = json.loads(capsys.readouterr().out)["tables"]
-    assert {row["faster"] for row in table["rows"]} == {faster}
-    row = table["rows"][0]
-    # Under one draw for both they differ as much in every draw.
-    assert row["ratio_low"] == pytest.approx(1.1) == row["ratio_high"]
+    (row,) = table["rows"]
+    assert (row["faster"], row["peer"]) == (faster, "flash-attn-4")
+    assert row["probability"] == pytest.approx(probability)
+    assert row["ratio"] == pytest.approx(np.median(factors))
+    assert row["gain"] == pytest.approx(np.exp(np.log(factors).mean()) - 1)
+    assert min(factors) < row["ratio_low"] < row["ratio_high"] < max(factors)
+    assert row["sustained_ratio"] == pytest.approx(1.1 * np.median(factors))
     (counted,) = summary["rows"]
     assert (counted["mask"], counted["rows"], counted["median"]) == ("causal", 1, row["ratio"])
-    assert counted["ahead"] == 1 and counted["theirs"] == 0
-    assert counted["ours"] == (1 if faster == "ours" else 0)
+    assert counted["least_probability"] == row["probability"]
+    assert counted["peers"] == "flash-attn-4 1"
+    assert [counted[name] for name in ("ours", "open", "theirs")] == [
+        faster == "ours", faster == "open", faster == "flash-attn-4"
+    ]
     assert row["basis"] == "modelled" and "B200 modelled, constants" in row["machine"]
-    assert row["ratio"] == pytest.approx(1.1)
     assert row["details"]["cuDNN"] == {"status": "not modelled"}
     assert (row["unmatched"], row["ambiguous"]) == ("0 / 0", "4 / 12")
     assert {"unmatched", "ambiguous"} <= {column["name"] for column in table["columns"]}
-    # 1.1 * 2.4 / 2, and 2.2 in the last draw.
-    figures = [row[f"sustained_ratio{end}"] for end in ("", "_low", "_high")]
-    assert figures == pytest.approx([1.32, 1.21, 1.32])
-    assert row["sustained"] == "1.32 (1.21..1.32)"
-    assert [c["title"] for c in table["columns"] if c["name"] == "sustained"] == [
-        "ratio under load"
-    ]
-    (note,) = (note for note in table["notes"] if "Ratio under load" in note)
-    assert "of a burst" in note and '"faster" does not use it' in note
 
 
 def test_several_processes_give_the_rows_of_one():
