@@ -112,7 +112,8 @@ class FlashAttention4:
         return flash_attn_4.versions()[0]
 
     def replays(self, build: Build) -> bool:
-        return build == Build(FLASH_ATTENTION, *flash_attn_4.versions()[:2])
+        package, cutlass_dsl, _ = flash_attn_4.versions()
+        return build == Build(FLASH_ATTENTION, package, cutlass_dsl)
 
     def refuses(self, case: Case, direction: str) -> str | None:
         reason = flash_attn_4.unavailable()
