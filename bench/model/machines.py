@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.run.launch import simulated_gpu
-from sm100_sim import DEVICES, device
+from sm100_sim import DEVICES, SimulatedDevice, device
 from sm100_sim.timing import Machine, Values
+
+#: The simulator's variable of the GPU that it passes for (docs/environment.md).
+_DEVICE = "SM100_SIM_DEVICE"
 
 #: A B200 as the operator sees it, and one with a single CTA pair, for replays.
 B200 = simulated_gpu(device("b200"))
@@ -24,6 +30,30 @@ def gpu_of(machine: Machine) -> Gpu:
         B200, sms=sms, pairs=sms // 2, l2_bytes=int(values.l2_megabytes * 1e6),
         hbm_bytes_per_second=values.hbm_terabytes * 1e12,
     )  # fmt: skip
+
+
+def _device_of(machine: Machine) -> SimulatedDevice:
+    """The device of that name; a machine of another name is taken for a B200, as by `gpu_of`."""
+    return DEVICES.get(machine.name, DEVICES["b200"])
+
+
+def target_of(machine: Machine) -> str:
+    """What CuTe DSL compiles for on it, "sm_103a" for instance."""
+    return _device_of(machine).target
+
+
+@contextlib.contextmanager
+def simulating(machine: Machine) -> Iterator[None]:
+    """The simulator passes for the machine's GPU, so that what is compiled is for that one."""
+    saved = os.environ.get(_DEVICE)
+    os.environ[_DEVICE] = _device_of(machine).name
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ[_DEVICE]
+        else:
+            os.environ[_DEVICE] = saved
 
 
 def memory_seconds(nbytes: float, values: Values) -> float:

@@ -20,6 +20,7 @@ from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 from .backward import Backward
 from .flash_attn_4 import FlashAttention4
 from .forward import Kernel
+from .frost import Frost
 from .ours import Ours
 from .published.rows import Build, Published
 
@@ -57,7 +58,7 @@ class Provider(Protocol):
     def backward(self, variant: Any, machine: Machine, draws: int) -> Backward: ...
 
 
-PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4())}
+PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4(), Frost())}
 #: Builds that only published rates are of: earlier versions.
 HISTORY: tuple[Provider, ...] = ()
 

@@ -74,6 +74,12 @@ class ForwardTiling:
             return self.rows // ratio, heads_kv
         return self.rows, heads
 
+    def places(self, case: Case) -> Iterator[tuple[int, int, int]]:
+        """(block of queries, head, batch and part of the keys) of each tile in order; this order is
+        ours, another kernel's class has its own."""
+        order = _forward_order(case, self)
+        return (tile_coordinates(index, order) for index in range(order.num_tiles))
+
 
 @dataclass(frozen=True)
 class BackwardTiling:
@@ -140,8 +146,7 @@ def key_steps(
 def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
     """The tiles of a forward in order, those skipped included."""
     queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
-    order, ratio = _forward_order(case, tiling), heads // case.heads_kv
-    splits = tiling.num_splits
+    ratio, splits = heads // case.heads_kv, tiling.num_splits
 
     @functools.cache
     def of(block: int, lengths: tuple[int, int], part: int) -> Tile:
@@ -153,8 +158,7 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
         return len(visible_keys(0, lengths[0], lengths, case.bounds))
 
     found = []
-    for index in range(order.num_tiles):
-        block, head, entry = tile_coordinates(index, order)
+    for block, head, entry in tiling.places(case):
         batch, part = divmod(entry, splits)
         lengths = case.lengths[batch]
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:

@@ -22,7 +22,8 @@ ABOUT_OTHERS = ("docs/findings.md", "docs/case_study_clc.md")
 FOREIGN = frozenset((
     "__syncthreads", "cudaLaunchConfig_t", "cudaLaunchAttribute", "cudaLaunchAttributeID",
     "CUtensorMap", "IVALL", "FastDivmodDivisorV2", "read_clc_payload", "store_invalid_response",
-    "get_Q_block_min_max", "golden_i", "fairness",
+    "get_Q_block_min_max", "golden_i", "fairness", "lpt_tile_coords", "lpt_l2_tile_coords",
+    "L2_SIZE_MIB", "_SCHED_L2_BUDGET_BYTES",
 ))  # fmt: skip
 #: What a reader replaces, and a user's file in a finding that is shown.
 _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))

@@ -1,0 +1,138 @@
+"""cuDNN's own CuTe DSL kernels (FROST; PyPI: nvidia-cudnn-frontend): what they refuse, how they
+are called, and the order of their tiles.
+
+Through the classes of `cudnn.sdpa` that its graphs lower to, with the plan that these would choose.
+An object of such a class belongs to shapes, strides and a mask, and is kept, as its users keep it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PACKAGE, NAME = "nvidia-cudnn-frontend", "FROST"
+
+#: The versions whose private interface this file knows: the first is the one to install, rates were
+#: published of the second.
+KNOWN_VERSIONS = "1.32.0", "1.31.0"
+
+#: Its `L2_SIZE_MIB` of head_dim 256, and `_SCHED_L2_BUDGET_BYTES`: a KV head above it is left out.
+_L2_BYTES, _LARGEST_KV_HEAD = 60 << 20, 50 << 20
+#: Bytes of a key and its value.
+_KV_ROW = 2 * 2 * 256
+
+
+def unavailable() -> str | None:
+    """Why it cannot be compiled here, None if it can."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed: pip install {PACKAGE}=={KNOWN_VERSIONS[0]}"
+    if version not in KNOWN_VERSIONS:
+        known = " and ".join(KNOWN_VERSIONS)
+        return f"{PACKAGE} {version} is installed; known here are {known}"
+    try:
+        from cudnn.sdpa.fwd import api_dsl  # noqa: F401
+    except ImportError as error:
+        return f"{PACKAGE} {version} with its SDPA kernels cannot be imported: {error}"
+    return None
+
+
+def versions() -> tuple[str, ...]:
+    """What its compiled kernels depend on: its own, that of CuTe DSL."""
+    return tuple(importlib.metadata.version(name) for name in (PACKAGE, "nvidia-cutlass-dsl"))
+
+
+def forget_compiled() -> None:
+    """Have what is called next compiled anew: its own caches in a process do not tell apart GPUs
+    that the simulator passes for one after the other."""
+    from cudnn.frost import compiled_cache, template_loader
+
+    compiled_cache.clear_memo()
+    template_loader._MODULES.clear()
+
+
+def forward_refusal(packed: bool, softcap: bool, right: int | None) -> str | None:
+    """Why its forward is not called for a case, None if it is. right: the bound of a window."""
+    if softcap:
+        return "its kernels at head_dim 256 have no softcap"
+    if packed:
+        return "its packed sequences, a scheduler of their own, are not called here"
+    if right is not None and right > 0:
+        return "a right bound of a window other than the diagonal is not called here"
+    return None
+
+
+@dataclass
+class Forward:
+    """Its forward; compiled once for each mask, shape and stride."""
+
+    compiled: dict[tuple, Any] = field(default_factory=dict)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool,
+        left: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out like q, LSE (batch, heads, seqlen_q) float32).
+
+        q, k, v: (batch, seqlen, heads, 256). causal: bottom-right aligned. left: how many keys in
+        front of the diagonal a query sees; None for all. Raises RuntimeError for what its classes
+        do not support.
+        """
+        from cudnn.sdpa.fwd.api_dsl import SdpaFwdDslSm100
+
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out = torch.empty_like(q)
+        lse = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
+        tensors = q, k, v, out, lse
+        # At equal lengths both corners are the same, and its top-left kernel is the faster one.
+        bottom_right = causal and q.shape[2] != k.shape[2]
+        key = causal, left, *((t.shape, t.stride(), t.dtype) for t in tensors)
+        if key not in self.compiled:
+            attention = SdpaFwdDslSm100(
+                *tensors, is_causal=causal, causal_bottom_right=bottom_right,
+                window_size_left=left,
+            )  # fmt: skip
+            if not attention.check_support():
+                raise RuntimeError(f"{NAME} does not support this call")
+            attention.compile()
+            self.compiled[key] = attention
+        self.compiled[key].execute(*tensors)
+        return out.transpose(1, 2), lse[..., 0]
+
+
+def forward_order(
+    tiles: int, batch: int, heads: int, heads_kv: int, seqlen_k: int, causal: bool
+) -> Iterator[tuple[int, int, int]]:
+    """(tile, query head, batch) of its forward in the order in which clusters get them.
+
+    tiles: of the queries of a head, 256 each. Full attention: as the grid has them, tiles first.
+    Causal: the longest tiles first; KV heads whose keys and values fit into the part of L2 that it
+    counts on take turns (`lpt_l2_tile_coords`), all heads where one KV head is too large
+    (`lpt_tile_coords`).
+    """
+    ratio, groups = heads // heads_kv, heads_kv * batch
+    kv_head = seqlen_k * _KV_ROW
+    if not causal:
+        for index in range(tiles * heads * batch):
+            yield index % tiles, index // tiles % heads, index // tiles // heads
+        return
+    if kv_head > _LARGEST_KV_HEAD:
+        for index in range(tiles * heads * batch):
+            rank, within = divmod(index, heads * batch)
+            yield tiles - 1 - rank, within % heads, within // heads
+        return
+    most = min(max(_L2_BYTES // max(kv_head, 1), 1), groups)
+    sections = -(-groups // most)
+    active = -(-groups // sections)
+    for first in range(0, groups, active):
+        together = min(active, groups - first)
+        for rank in range(tiles):
+            for place in range(together * ratio):
+                member, group = place // together, place % together + first
+                head = group % heads_kv * ratio + member
+                yield tiles - 1 - rank, head, group // heads_kv
