@@ -136,22 +136,27 @@ class Visibility:
         unmasked_begin = cutlass.min(cutlass.max(unmasked_begin, begin), unmasked_end)
         return TileRange(begin, end, unmasked_begin, unmasked_end)
 
-    def apply(self, scores: cute.Tensor, row: Int32, first_key: Int32) -> None:
+    def apply(
+        self, scores: cute.Tensor, row: Int32, first_key: Int32,
+        columns: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         """Set the scores of invisible keys to -inf.
 
-        scores: register tensor of consecutive Float32 of one row; first_key: that of the first.
+        scores: register tensor of Float32 of one row; first_key: that of the first.  columns: how
+        far each one's key is from the first, in rising order; None where they are consecutive.
 
         A word of bits says which of 32 keys are visible. ptxas moves such bits to predicates eight
         at a time, so that a key costs little more than its selection, whatever bounds it.
         """
         limit, first = self.limit(row) - first_key, self.first(row) - first_key
-        columns = cute.size(scores)
-        for begin in range(0, columns, WORD_BITS):
+        columns = tuple(range(cute.size(scores))) if columns is None else columns
+        for begin in range(0, columns[-1] + 1, WORD_BITS):
             visible = _bits(first - begin, limit - begin, self.kind.bounded_left)
-            for bit in range(min(WORD_BITS, columns - begin)):
-                score = scores[begin + bit]
-                is_visible = (visible & (1 << bit)) != 0
-                scores[begin + bit] = cutlass.select_(is_visible, score, Float32(-math.inf))
+            for number, column in enumerate(columns):
+                if begin <= column < begin + WORD_BITS:
+                    score = scores[number]
+                    is_visible = (visible & (1 << (column - begin))) != 0
+                    scores[number] = cutlass.select_(is_visible, score, Float32(-math.inf))
 
 
 def _bits(first: Int32, limit: Int32, bounded_left: bool) -> Uint32:

@@ -191,7 +191,7 @@ class BackwardKernel(PairKernel, PairProducers):
     def mask_and_cap(self, context: Any, scores: cute.Tensor, mask: tuple):
         """Softcap and mask, in place; returns 1 - tanh^2 of each score, None without a softcap.
 
-        mask: (whether to apply it, Visibility, row, first column).
+        mask: (whether to apply it, what `mask_scores` takes).
         """
         slopes = None
         if cutlass.const_expr(self.problem_class.softcap):
@@ -199,10 +199,14 @@ class BackwardKernel(PairKernel, PairProducers):
             soft_cap(scores, context.scalars.cap_scale)
             for i in range(0, cute.size(scores)):
                 slopes[i] = 1.0 - scores[i] * scores[i]
-        applies, visibility, row, column = mask
-        if applies:
-            visibility.apply(scores, row, column)
+        if mask[0]:
+            self.mask_scores(scores, mask[1:])
         return slopes
+
+    def mask_scores(self, scores: cute.Tensor, mask: tuple) -> None:
+        """Scores that are not visible := -inf.  mask: (Visibility, row, first column)."""
+        visibility, row, column = mask
+        visibility.apply(scores, row, column)
 
     def exponentiate(
         self, context: Any, scores: cute.Tensor, negative_lse: Any, place: tuple[int, int]

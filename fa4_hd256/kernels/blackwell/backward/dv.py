@@ -38,14 +38,18 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.operands import TmaTensor, k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
-from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.blackwell.tmem import (
+    quad_fragment,
+    tmem_load_quads,
+    tmem_store_quads,
+)
+from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
 from .common import FRAGMENT, BackwardTensors, score_gradients
-from .ds_tiles import DS_BLOCK, DS_TILE, DsTiles, tile_of
+from .ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
 from .row_result import OWN_ROWS, RowResult
 
 __all__ = ["DvKernel"]
@@ -53,8 +57,10 @@ __all__ = ["DvKernel"]
 TILE_KEYS = DS_BLOCK
 STEP_QUERIES = DS_TILE
 OWN_QUERIES = STEP_QUERIES // 2  # of a step: those of a warpgroup, and those a CTA loads for S
-RUN = 8  # consecutive queries of a key in a tile of dS: 16 bytes
 BEYOND = 1 << 30  # a query that no key sees
+QUAD = 4  # threads that share keys
+#: Queries of the scores that a thread has of a key, from the first of them on.
+COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2))
 
 
 class Step:
@@ -247,18 +253,14 @@ class DvKernel(RowResult):
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
                 first_key = self.first_row(context, work)
-                key = first_key + self.lane()
                 visibility = self._transposed(context, work)
                 tile = (work.block * TILE_KEYS, TILE_KEYS)
                 tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
-                # Keys beyond the sequence's end see nothing: their dS has to be 0.
-                seqlen_k = visibility.seqlen_q
-                has_rest = first_key + OWN_ROWS > seqlen_k
-                own = self.warpgroup() * OWN_QUERIES
-                own = cutlass.select_(key < seqlen_k, own, Int32(BEYOND))
+                has_rest = first_key + OWN_ROWS > visibility.seqlen_q
                 step = self.first_position(context, work)
                 self._complete_blocks(context, work, step)
-                mask = (Boolean(True), visibility, key, own + step.index * STEP_QUERIES)
+                key = first_key + self._first_key()
+                mask = (Boolean(True), visibility, key, step.index)
                 states = self._probabilities(context, (factors, p), mask, states)
                 if undrained.is_valid:
                     states = self.drain(context, undrained, states)
@@ -267,7 +269,7 @@ class DvKernel(RowResult):
                     step = step.following()
                     index = step.index
                     is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
-                    mask = (is_masked | has_rest, visibility, key, own + index * STEP_QUERIES)
+                    mask = (is_masked | has_rest, visibility, key, index)
                     states = self._probabilities(context, (factors, p), mask, states)
                 states = self._publish(context, (factors, p), (work, step), states)
                 undrained = work
@@ -277,16 +279,40 @@ class DvKernel(RowResult):
         if undrained.is_valid:
             states = self.drain(context, undrained, states)
 
-    def _own_stats(self, context: Any, name: str, place: tuple) -> cute.Tensor:
-        """-LSE or -delta of a fragment of this thread's queries, in registers.  place: (buffer,
-        first column of the thread's)."""
-        buffer, start = place
-        values = cute.make_rmem_tensor(FRAGMENT, Float32)
-        column = self.warpgroup() * OWN_QUERIES + start
-        cute.autovec_copy(
-            columns_of(context.smem[name][None, buffer], column, FRAGMENT), values
-        )
-        return values
+    @staticmethod
+    def _quad() -> tuple[Int32, Int32]:
+        """(quad of the warp, thread of the quad) of this thread."""
+        lane = cute.arch.lane_idx()
+        return lane // QUAD, lane % QUAD
+
+    def _first_key(self) -> Int32:
+        """The first of this thread's four keys, among the CTA's 128."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        return warp * WARP_SIZE + self._quad()[0]
+
+    def _own_stats(self, context: Any, name: str, buffer: Any) -> cute.Tensor:
+        """-LSE or -delta of this thread's 16 queries, for each of 32 scores of `quad_fragment`."""
+        flat = context.smem[name]
+        shape = (2, QUAD, OWN_QUERIES // RUN, 2, self.plan.stats_stages)
+        by_thread = cute.make_tensor(flat.iterator, cute.make_layout(shape))
+        own = by_thread[None, self._quad()[1], None, self.warpgroup(), buffer]
+        values = cute.make_rmem_tensor((2, OWN_QUERIES // RUN), Float32)
+        cute.autovec_copy(own, values)
+        layout = cute.make_layout((2, 2, OWN_QUERIES // RUN), stride=(1, 0, 2))
+        return cute.make_tensor(values.iterator, layout)
+
+    @cute.jit
+    def mask_scores(self, scores: cute.Tensor, mask: tuple):
+        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
+        for their dS has to be 0."""
+        visibility, first_key, index = mask
+        queries = index * STEP_QUERIES + self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
+        for half in cutlass.range_constexpr(2):
+            for group in cutlass.range_constexpr(2):
+                key = first_key + (16 * half + 8 * group)
+                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                own = quad_fragment(scores, half)[None, group, None]
+                visibility.apply(own, key, first, COLUMNS)
 
     @traced("P")
     @cute.jit
@@ -295,19 +321,19 @@ class DvKernel(RowResult):
         factors, p = results
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
-        tmem_load(self.own_columns(context, "s", OWN_QUERIES), factors)
+        tmem_load_quads(self.own_columns(context, "s", OWN_QUERIES), factors)
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
         context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
         states.advance("s_done")
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
+        negative_lse = self._own_stats(context, "lse", states["stats_loaded"].index)
         slopes = self.mask_and_cap(context, factors, mask)
         rounded = cute.recast_tensor(p, self.dtype)
-        for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
-            part = columns_of(factors, start, FRAGMENT)
-            negative_lse = self._own_stats(context, "lse", (states["stats_loaded"].index, start))
-            self.exponentiate(context, part, negative_lse, (start, OWN_QUERIES))
-            columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
+        for half in cutlass.range_constexpr(2):
+            part = columns_of(factors, half * FRAGMENT, FRAGMENT)
+            self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))
+            columns_of(rounded, half * FRAGMENT, FRAGMENT).store(part.load().to(self.dtype))
         if cutlass.const_expr(self.problem_class.softcap):
             factors.store(factors.load() * slopes.load())
         return states
@@ -321,16 +347,16 @@ class DvKernel(RowResult):
         fence_after_thread_sync()
         address = self.own_columns(context, "dp", OWN_QUERIES)
         dp = cute.make_rmem_tensor(OWN_QUERIES, Float32)
-        tmem_load(address, dp)
+        tmem_load_quads(address, dp)
         cute.arch.fence_view_async_tmem_load()
-        tmem_store(p, address)
+        tmem_store_quads(p, address)
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
         context.barriers["p_done"].arrive(states["dp_done"], is_converged=True)
         states.advance("dp_done")
+        delta = self._own_stats(context, "delta", states["stats_loaded"].index)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
             part = columns_of(dp, start, FRAGMENT)
-            delta = self._own_stats(context, "delta", (states["stats_loaded"].index, start))
             score_gradients(part, columns_of(factors, start, FRAGMENT), delta)
         context.barriers["stats_free"].arrive(states["stats_loaded"])
         states.advance("stats_loaded")
@@ -346,14 +372,16 @@ class DvKernel(RowResult):
         return tile_of(context.tensors.ds, tiles.index((work.batch, head), kv_tile, index))
 
     def _store_ds(self, tile: cute.Tensor, values: cute.Tensor) -> None:
-        """This thread's dS of a step, Float32, to global memory: 16 bytes a run of queries, the
-        keys of a warp one after the other."""
-        first_run = self.warpgroup() * (OWN_QUERIES // RUN)
-        rounded = cute.make_rmem_tensor(OWN_QUERIES, self.dtype)
-        rounded.store(values.load().to(self.dtype))
-        for run in range(OWN_QUERIES // RUN):
-            target = tile[self.lane(), first_run + run, None]
-            cute.autovec_copy(columns_of(rounded, run * RUN, RUN), target)
+        """This thread's dS of a step, Float32, to global memory: a quad has 16 bytes, the quads of
+        a warp 128 consecutive ones."""
+        runs = OWN_QUERIES // RUN
+        first = tile[self._first_key(), self.warpgroup() * runs, None]
+        keys = RUN * 8
+        layout = cute.make_layout((2, 2, runs, 2), stride=(1, keys, RUN_STRIDE, 2 * keys))
+        target = cute.make_tensor((first.iterator + self._quad()[1] * 2).align(4), layout)
+        rounded = cute.make_rmem_tensor((2, 2, runs, 2), self.dtype)
+        rounded.store(values.load().to(self.dtype).reshape((2, 2, runs, 2)))
+        cute.autovec_copy(rounded, target)
 
     @cute.jit
     def _complete_blocks(self, context: Any, work: Any, step: Step):
