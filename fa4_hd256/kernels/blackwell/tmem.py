@@ -1,7 +1,7 @@
 """Tensor memory to registers and back: each thread the row of its own lane, or parts of four rows.
 
-In the second form the four threads of a quad share rows (`quad_row`, `quad_columns`), so that what
-belongs to a column is needed by a thread for a quarter of the columns only.
+In the second form the four threads of a quad share rows (`quad_fragment`), so that a thread needs
+what belongs to columns for a quarter of them only.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ HALF_LANES = 16
 
 
 def quad_fragment(values: cute.Tensor, half: int) -> cute.Tensor:
-    """Registers of 32 lanes x QUAD_COLUMNS columns, of one half of the lanes, as (2, 2, 8): thread t
-    has columns 8 k + 2 (t % 4) + i of lane 16 half + 8 j + t / 4 at (i, j, k)."""
+    """Registers of 32 lanes x QUAD_COLUMNS columns, of one half of the lanes, as (2, 2, 8).
+
+    Thread t has column 8 k + 2 (t % 4) + i of lane 16 half + 8 j + t / 4 at (i, j, k).
+    """
     return cute.make_tensor(
         values.iterator + half * (cute.size(values) // 2), cute.make_layout((2, 2, 8))
     )

@@ -15,7 +15,13 @@ tile's first; Q, dO are the rows for S and dP, dOc the columns for dV::
 
 where the first > is the write of P to tensor memory, and the second one that of dS to global
 memory, straight from registers.  The exp2 of a step has the time of two products, S(i) done to
-dP(i) done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows.
+dP(i) done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows, and
+leaves in pieces during the next step's exp2, so that no warp waits for the SM's queue of stores.
+
+LSE and delta belong to columns here.  Scores therefore come to registers by quads
+(`blackwell.tmem`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and reads
+16 values of each instead of 64: of the shared memory's port, which the products leave little of,
+128 clocks a step instead of 512.
 
 NOTE [P over dP].  P(i) lies over dP(i), from where a thread has read its own columns before.
 dP(i+1), which writes the same columns, is issued after dV(i), which reads them, by the same thread,
@@ -242,13 +248,13 @@ class DvKernel(RowResult):
 
     @cute.jit
     def gradient(self, context: Any):
-        """S^T -> P and dP^T -> dS for this CTA's 128 keys: a key a thread, half of the queries."""
+        """S^T -> P and dP^T -> dS for this CTA's 128 keys: half of the queries a warpgroup."""
         states = self.edges.waiter_states("s_done", "dp_done", "stats_loaded", "dv_done")
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         factors = cute.make_rmem_tensor(OWN_QUERIES, Float32)
-        # P in 16 bits, two in a register.
-        p = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
+        # P and dS in 16 bits, two in a register.
+        p, ds = (cute.make_rmem_tensor(OWN_QUERIES // 2, Float32) for _ in range(2))
         while work.is_valid:
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
@@ -261,17 +267,23 @@ class DvKernel(RowResult):
                 self._complete_blocks(context, work, step)
                 key = first_key + self._first_key()
                 mask = (Boolean(True), visibility, key, step.index)
-                states = self._probabilities(context, (factors, p), mask, states)
+                states = self._probabilities(context, (factors, p), mask, None, states)
                 if undrained.is_valid:
                     states = self.drain(context, undrained, states)
                 for _ in cutlass.range(1, num_steps, unroll=1):
-                    states = self._publish(context, (factors, p), (work, step), states)
+                    states = self._publish(context, (factors, p), ds, states)
+                    tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
                     step = step.following()
                     index = step.index
                     is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                     mask = (is_masked | has_rest, visibility, key, index)
-                    states = self._probabilities(context, (factors, p), mask, states)
-                states = self._publish(context, (factors, p), (work, step), states)
+                    states = self._probabilities(
+                        context, (factors, p), mask, (tile_of_ds, ds), states
+                    )
+                states = self._publish(context, (factors, p), ds, states)
+                tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
+                for half in cutlass.range_constexpr(2):
+                    self._store_ds(tile_of_ds, ds, half)
                 undrained = work
             else:
                 self.store_zeros(context, work)
@@ -316,8 +328,11 @@ class DvKernel(RowResult):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any):
-        """P of one step.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
+    def _probabilities(
+        self, context: Any, results: tuple, mask: tuple, before: tuple | None, states: Any
+    ):
+        """P of one step.  results: (P times the slope of the softcap in float32, P in 16 bits).
+        before: (tile, values) of the step before, whose dS leaves meanwhile."""
         factors, p = results
         context.barriers["s_done"].wait(states["s_done"])
         fence_after_thread_sync()
@@ -331,6 +346,8 @@ class DvKernel(RowResult):
         slopes = self.mask_and_cap(context, factors, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for half in cutlass.range_constexpr(2):
+            if cutlass.const_expr(before is not None):
+                self._store_ds(*before, half)
             part = columns_of(factors, half * FRAGMENT, FRAGMENT)
             self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))
             columns_of(rounded, half * FRAGMENT, FRAGMENT).store(part.load().to(self.dtype))
@@ -340,8 +357,8 @@ class DvKernel(RowResult):
 
     @traced("dS")
     @cute.jit
-    def _publish(self, context: Any, results: tuple, place: tuple, states: Any):
-        """P to tensor memory, over dP, then dS = factors (dP - delta) to global memory."""
+    def _publish(self, context: Any, results: tuple, ds: cute.Tensor, states: Any):
+        """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits."""
         factors, p = results
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
@@ -355,13 +372,13 @@ class DvKernel(RowResult):
         context.barriers["p_done"].arrive(states["dp_done"], is_converged=True)
         states.advance("dp_done")
         delta = self._own_stats(context, "delta", states["stats_loaded"].index)
+        rounded = cute.recast_tensor(ds, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
             part = columns_of(dp, start, FRAGMENT)
             score_gradients(part, columns_of(factors, start, FRAGMENT), delta)
+            columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         context.barriers["stats_free"].arrive(states["stats_loaded"])
         states.advance("stats_loaded")
-        work, step = place
-        self._store_ds(self._tile_of_ds(context, work, step.head, step.index), dp)
         return states
 
     def _tile_of_ds(self, context: Any, work: Any, head: Any, index: Any) -> cute.Tensor:
@@ -371,28 +388,27 @@ class DvKernel(RowResult):
         kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
         return tile_of(context.tensors.ds, tiles.index((work.batch, head), kv_tile, index))
 
-    def _store_ds(self, tile: cute.Tensor, values: cute.Tensor) -> None:
-        """This thread's dS of a step, Float32, to global memory: a quad has 16 bytes, the quads of
-        a warp 128 consecutive ones."""
+    def _store_ds(self, tile: cute.Tensor, ds: cute.Tensor, half: int) -> None:
+        """Half of this thread's dS of a step to global memory: a quad has 16 bytes, the quads of a
+        warp 128 consecutive ones."""
         runs = OWN_QUERIES // RUN
-        first = tile[self._first_key(), self.warpgroup() * runs, None]
-        keys = RUN * 8
-        layout = cute.make_layout((2, 2, runs, 2), stride=(1, keys, RUN_STRIDE, 2 * keys))
+        first = tile[self._first_key() + half * 16, self.warpgroup() * runs, None]
+        layout = cute.make_layout((2, 2, runs), stride=(1, 8 * RUN, RUN_STRIDE))
         target = cute.make_tensor((first.iterator + self._quad()[1] * 2).align(4), layout)
-        rounded = cute.make_rmem_tensor((2, 2, runs, 2), self.dtype)
-        rounded.store(values.load().to(self.dtype).reshape((2, 2, runs, 2)))
-        cute.autovec_copy(rounded, target)
+        cute.autovec_copy(quad_fragment(cute.recast_tensor(ds, self.dtype), half), target)
 
     @cute.jit
     def _complete_blocks(self, context: Any, work: Any, step: Step):
         """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in ds_tiles.py."""
         begin, end = step.span
-        nothing = cute.make_rmem_tensor(OWN_QUERIES, Float32)
+        nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
         nothing.fill(0.0)
         head = step.head
         for _ in cutlass.range(self._num_heads(context, work), unroll=1):
-            if begin % 2 == 1:
-                self._store_ds(self._tile_of_ds(context, work, head, begin - 1), nothing)
-            if end % 2 == 1:
-                self._store_ds(self._tile_of_ds(context, work, head, end), nothing)
+            for half in cutlass.range_constexpr(2):
+                if begin % 2 == 1:
+                    tile = self._tile_of_ds(context, work, head, begin - 1)
+                    self._store_ds(tile, nothing, half)
+                if end % 2 == 1:
+                    self._store_ds(self._tile_of_ds(context, work, head, end), nothing, half)
             head += 1
