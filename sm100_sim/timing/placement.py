@@ -202,14 +202,18 @@ def _free(t, place):
         t.busy[place] += t.clocks[tile]
         _later(t, now + t.clocks[tile], place)
         return
-    row[TILE], row[START], row[DUE], row[STAGE] = tile, now, t.clocks[tile], _STARTING
+    row[TILE], row[START], row[DUE] = tile, now, t.clocks[tile]
     # A cluster of its own, after another one or the first in its place.
     if row[USED] and (row[FRESH] or t.rule[SINGLE]):
         row[START] += t.rule[REUSE]
     if row[FRESH]:
         row[DUE] += t.rule[BEGIN]
     row[FRESH], row[USED] = 0.0, 1.0
-    _later(t, row[START], place)
+    if row[START] > now:
+        row[STAGE] = _STARTING
+        _later(t, row[START], place)
+        return
+    _start(t, place)
 
 
 @_compiled
