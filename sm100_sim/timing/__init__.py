@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chrome import write as write_trace
-    from .conditions import BURST, SUSTAINED, Call, Conditions
+    from .conditions import BURST, FLOP_PER_CLOCK, SUSTAINED, Call, Conditions
     from .machine_constants import Constant, Machine, Values, l2_share, load, machines
     from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
     from .problem import (
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALONE",
     "BURST",
+    "FLOP_PER_CLOCK",
     "MEASURED",
     "POLICIES",
     "SUSTAINED",
@@ -102,7 +103,7 @@ __all__ = [
 # Loaded on first use, so that constants and schedules are there without numba and llvmlite.
 _HOMES = {
     "chrome": {"write_trace": "write"},
-    "conditions": ("BURST", "SUSTAINED", "Call", "Conditions"),
+    "conditions": ("BURST", "FLOP_PER_CLOCK", "SUSTAINED", "Call", "Conditions"),
     "machine_constants": ("Constant", "Machine", "Values", "l2_share", "load", "machines"),
     "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
     "problem": (

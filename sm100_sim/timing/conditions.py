@@ -62,18 +62,19 @@ class Call:
     def clock_share(self, values: Values) -> float:
         """Of the nominal clock, what the GPU keeps up for good: the largest, at most 1, at which
         the call takes no more than `power_watts`."""
-        if self._watts(1.0, values) <= values.power_watts:
+        if self.watts(1.0, values) <= values.power_watts:
             return 1.0
         low, high = 0.0, 1.0
         while high - low > 1e-9:
             middle = (low + high) / 2
-            if self._watts(middle, values) > values.power_watts:
+            if self.watts(middle, values) > values.power_watts:
                 high = middle
             else:
                 low = middle
         return high
 
-    def _watts(self, share: float, values: Values) -> float:
+    def watts(self, share: float, values: Values) -> float:
+        """Of the GPU while it does such calls at that share of the nominal clock."""
         joules = values.mma_picojoules * 1e-12 * share**values.energy_exponent
         return values.static_watts + joules * self.flop / self.at(share)
 

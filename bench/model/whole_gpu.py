@@ -1,0 +1,95 @@
+"""The whole-problem model on what `bench.measure.whole_gpu_measure` measures on a Hopper GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from bench.measure.whole_gpu_kernels import BUFFER
+from sm100_sim.timing import (
+    FLOP_PER_CLOCK,
+    Call,
+    Conditions,
+    Tile,
+    TileCosts,
+    Values,
+    l2_share,
+    schedule,
+)
+
+#: Of `whole_gpu_measure`, which needs a GPU to be imported.
+WORK, TILES = 16000, 24
+#: TFLOPS at the nominal clock and picojoules a FLOP of operations: of products of zeros and of
+#: random numbers as an H200 ran them before (894, and 788 under load); of attention cuDNN's and
+#: PyTorch's rates; of others guesses.
+OPERATIONS = {
+    "product, random": (894.0, 0.84), "product, half random": (894.0, 0.62),
+    "product, a tenth random": (894.0, 0.45), "product, zeros": (894.0, 0.45),
+    "attention, cuDNN": (670.0, 0.84), "attention, FA2": (319.0, 0.84), "awake": (0.0, 0.0),
+}
+#: Clocks from the end of a kernel to the work of the next, before any was measured.
+GAPS = {
+    "small, plain": 2000, "small, plain, graph": 1465,
+    "small, dependent": 1200, "small, dependent, let go early": 600,
+    "200 KiB, plain": 2500, "200 KiB, plain, graph": 2000,
+    "200 KiB, dependent": 1500, "200 KiB, dependent, let go early": 1200,
+    "200 KiB, pairs, plain": 2800, "200 KiB, pairs, plain, graph": 2300,
+    "200 KiB, pairs, dependent": 1700, "200 KiB, pairs, dependent, let go early": 1400,
+}
+
+
+def own_bytes(name: str, values: Values) -> float:
+    """Clocks of a row of `whole_gpu_measure.own_bytes`: of a load, a store, or of a tile."""
+    active = int(re.findall(r"(\d+) SMs", name)[0])
+    machine = values._replace(sms=float(active))
+    apart = "apart" in name
+    link, memory = l2_share(machine), values.hbm_terabytes * 1e3 / values.clock_ghz
+    if name.startswith("store"):
+        leaving = max(values.store_bytes_per_clock, 1.0)
+        shared = 0.0 if apart else active * BUFFER / memory
+        return max(BUFFER / leaving, shared) + values.store_ack
+    alone = BUFFER / link
+    arriving = values.tma_load_l2 + alone
+    if name.startswith("load"):
+        return values.tma_load_hbm + max(alone, 0.0 if apart else active * BUFFER / memory)
+    writes = float(BUFFER) if "store" in name else 0.0
+    tile = Tile(1.0, own_bytes=BUFFER + writes, reads=float(BUFFER), writes=writes)
+    costs = TileCosts(0.0, WORK + arriving, 0.0)
+    return schedule([tile] * active * TILES, costs, machine, 1, "static").clocks / TILES
+
+
+def clock_and_watts(
+    values: Values, tflops: float, picojoules: float, duty: float = 1.0
+) -> tuple[float, float]:
+    """(MHz, watts) under load for good. tflops: while it runs at the nominal clock; picojoules: a
+    FLOP; duty: share of the time in which it runs."""
+    given = values._replace(mma_picojoules=picojoules)
+    second = schedule([Tile(values.clock_ghz * 1e9)], TileCosts(0.0, 0.0, 1.0), values, 1, "static")
+    flop = tflops * 1e12 * duty
+    call = Call([(1, replace(second, work=flop / FLOP_PER_CLOCK, launch=0.0))])
+    share = call.clock_share(given)
+    return values.clock_ghz * share * 1e3, call.watts(share, given)
+
+
+def ten_calls(device: float, host: float) -> float:
+    """Seconds a call of ten in a row."""
+    return Call.host_and_device(device, Conditions(10, host_seconds=host))
+
+
+def predictions(values: Values, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Of the rows of own bytes with these names, of launches and of loads."""
+    loads = {}
+    for name, (tflops, energy) in OPERATIONS.items():
+        mhz, watts = clock_and_watts(values, tflops, energy)
+        loads[name] = {"mhz": mhz, "watts": watts}
+    for name in ("product, random", "product, zeros"):
+        for duty in (0.2, 0.4):
+            mhz, watts = clock_and_watts(values, *OPERATIONS[name], duty)
+            loads[f"{name}, {duty:.0%} of the time"] = {"mhz": mhz, "watts": watts}
+    return {
+        "own_bytes": {name: own_bytes(name, values) for name in names},
+        "launches": {name: float(clocks) for name, clocks in GAPS.items()},
+        "loads": loads,
+    }
