@@ -4,27 +4,30 @@ Full dense attention runs persistent clusters, all else one tile a cluster, the 
 divided keys (`num_splits` above 1, and 0 where its rule divides) it takes one CTA for a tile of 128
 rows, and a second kernel makes one result of the float32 parts. Its backward at head_dim 256 has a
 dQ and a dK/dV kernel of one tile a cluster, blocks ascending.
+
+`FlashAttention4(releases.release(COMMIT))` has the kernels of an earlier commit, traced in a
+process of their own (`bench.peers.releases`) and replayed here: dense attention at head_dim 256,
+one tile a cluster, blocks ascending. `traced(Variant(Kind(causal), release=...))` and
+`backward_traced(Kind(causal), release)` are their programs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from bench.peers import flash_attn_4
+from bench.peers import flash_attn_4, releases
 from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
-from sm100_sim import timing
 from sm100_sim.timing import Machine, TileCosts
 
+from . import flash_attn_4_traces as traces
 from .backward import Backward
 from .calls import Kind
+from .flash_attn_4_traces import Problem
 from .forward import Kernel
 from .published.rows import FLASH_ATTENTION, Build
 from .replays import (
@@ -34,10 +37,7 @@ from .replays import (
     Traced,
     fitted,
     kept,
-    of_kernels,
-    one_cluster,
     programs,
-    seeded,
 )
 from .samples import (
     BACKWARD_SINGLE_SAMPLES,
@@ -63,12 +63,14 @@ class Variant:
     """One of its kernels.
 
     head_dim: 128 or 256; 128 for dense kinds alone. divided: (queries, query heads of a KV head) of
-    a tile of the kernel with divided keys, None for the other one.
+    a tile of the kernel with divided keys, None for the other one. release: None for the installed
+    one; not in the text by which programs are kept, which has the versions beside it.
     """
 
     kind: Kind
     head_dim: int = HEAD_DIM
     divided: tuple[int, int] | None = None
+    release: releases.Release | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.head_dim not in (128, 256):
@@ -76,6 +78,8 @@ class Variant:
 
     @property
     def tiling(self) -> ForwardTiling:
+        if self.release:
+            return ForwardTiling("single", ordered=False)
         if self.divided:
             return ForwardTiling(
                 "single", rows=SINGLE_ROWS, cluster=1, packs_heads=True, equal_parts=True
@@ -104,19 +108,33 @@ class Variant:
 
 
 class FlashAttention4:
-    """Its kernels, as `predictor.Provider`."""
+    """Its kernels, as `predictor.Provider`. release: another than the installed one, of which only
+    dense attention is known."""
 
-    name = NAME
+    def __init__(self, release: releases.Release | None = None) -> None:
+        self.release = release
+        self.name = NAME if release is None else f"{NAME} {release.commit}"
 
     def version(self) -> str:
-        return flash_attn_4.versions()[0]
+        return self._named()[0]
 
     def replays(self, build: Build) -> bool:
+        return build == Build(FLASH_ATTENTION, *self._named())
+
+    def _named(self) -> tuple[str, str]:
+        """(its version or commit, that of CuTe DSL)."""
+        if self.release is not None:
+            return self.release.commit, self.release.cutlass_dsl
         package, cutlass_dsl, _ = flash_attn_4.versions()
-        return build == Build(FLASH_ATTENTION, package, cutlass_dsl)
+        return package, cutlass_dsl
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        reason = flash_attn_4.unavailable()
+        if self.release is not None:
+            if not Kind.of(case).is_dense:
+                return f"of {self.name} only dense attention is replayed"
+            if direction not in self.release.directions:
+                return f"{self.name} is not known in this direction"
+        reason = self._unavailable()
         if reason is None and direction == BACKWARD:
             kind = Kind.of(case)
             return flash_attn_4.backward_refusal(kind.window, kind.softcap)
@@ -131,7 +149,9 @@ class FlashAttention4:
     ) -> Variant:
         """Raises ValueError for packed sequences whose keys are divided."""
         if not divided:
-            return Variant(Kind.of(case))
+            return Variant(Kind.of(case), release=self.release)
+        if self.release is not None:
+            raise ValueError(f"divided keys of {self.name} are not modelled")
         if case.packed:
             raise ValueError("packed sequences divided by flash-attn-4 are not modelled")
         # Costs follow how many rows a tile has.
@@ -142,7 +162,7 @@ class FlashAttention4:
 
     def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
         """Raises RuntimeError if it is not installed."""
-        _require()
+        self._require()
         found, tiling = replays(variant, machine, draws), variant.tiling
         costs = fitted(found, tiling.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
@@ -152,7 +172,7 @@ class FlashAttention4:
 
         Raises RuntimeError if it is not installed, ValueError for a kind that it refuses.
         """
-        _require()
+        self._require()
         kind = variant.kind
         reason = flash_attn_4.backward_refusal(kind.window, kind.softcap)
         if reason:
@@ -162,7 +182,7 @@ class FlashAttention4:
         def costs(which: str) -> list[TileCosts]:
             place = BACKWARD_KERNELS.index(which)
             count = len(BACKWARD_SINGLE_SAMPLES)
-            rows = backward_replays(kind, machine, draws)[place * count :][:count]
+            rows = backward_replays(kind, machine, draws, self.release)[place * count :][:count]
             found = fitted(rows, tiling.policy)
             if kind.packed:
                 rows = [*rows, _empty_replays(kind, machine, draws)[place]]
@@ -174,11 +194,20 @@ class FlashAttention4:
         paths: dict[str, Paths] = {}
         return Backward(self.name, tiling, machine.sampled(draws), costs, paths=paths)
 
+    def _unavailable(self) -> str | None:
+        reason = flash_attn_4.unavailable()
+        if reason is None and self.release is not None:
+            reason = releases.unavailable(self.release)
+        return reason
 
-def _require() -> None:
-    reason = flash_attn_4.unavailable()
-    if reason:
-        raise RuntimeError(reason)
+    def _require(self) -> None:
+        reason = self._unavailable()
+        if reason:
+            raise RuntimeError(reason)
+
+
+#: Earlier commits that published rates are of.
+HISTORY = tuple(FlashAttention4(one) for one in releases.RELEASES.values())
 
 
 def split_numbers(case: Case, sms: int) -> range:
@@ -208,14 +237,42 @@ def traced(variant: Variant, samples: Samples | None = None) -> list[Traced]:
 
 
 def _source(variant: Variant, samples: Samples) -> Source:
+    alone = variant.kind.is_dense and not variant.divided
+    run = functools.partial(traces.forward, _problems(variant, samples), alone)
+
     def trace() -> list[Traced]:
-        predictions = _forward_predictions(variant, samples)
+        found = _of_release(variant.release, run)
         return [
-            Traced.of(prediction, *_sample_tiles(variant, sample))
-            for sample, prediction in zip(samples, predictions, strict=True)
+            Traced(program, *_sample_tiles(variant, sample))
+            for sample, program in zip(samples, found, strict=True)
         ]
 
-    return (flash_attn_4.versions(), variant, samples, SEED), trace
+    return (_versions(variant.release), variant, samples, SEED), trace
+
+
+def _versions(release: releases.Release | None) -> tuple[str, ...]:
+    return flash_attn_4.versions() if release is None else release.versions
+
+
+def _of_release(release: releases.Release | None, run: Callable[[], Any]) -> Any:
+    """What `run` returns, in the process of a release unless that is None."""
+    return run() if release is None else releases.call(release, run)
+
+
+def _problems(variant: Variant, samples: Samples) -> tuple[Problem, ...]:
+    """Keys and values have the heads of the queries, but one where keys are divided."""
+    kind, found = variant.kind, []
+    options: dict[str, Any] = {"num_splits": SAMPLE_SPLITS if variant.divided else 1}
+    if kind.softcap:
+        options["softcap"] = SAMPLE_SOFTCAP
+    for sample in samples:
+        queries, heads, left, keys = parts_of(sample)
+        mask = {"window_size": (left, 0)} if kind.window else {"causal": kind.causal}
+        found.append(Problem(
+            queries, keys, (heads, 1 if variant.divided else heads), variant.head_dim,
+            tuple((mask | options).items()), kind.packed,
+        ))  # fmt: skip
+    return tuple(found)
 
 
 def _sample_tiles(variant: Variant, sample: tuple) -> tuple[int, float]:
@@ -228,94 +285,42 @@ def _sample_tiles(variant: Variant, sample: tuple) -> tuple[int, float]:
     return -(-queries // variant.tiling.rows) * heads, 0.0
 
 
-def _forward_predictions(
-    variant: Variant, samples: Iterable[tuple]
-) -> list[timing.Prediction]:
-    """Through its public functions; keys and values have the heads of the queries, but one where
-    keys are divided."""
-    kind = variant.kind
-    options: dict[str, Any] = {"num_splits": SAMPLE_SPLITS if variant.divided else 1}
-    if kind.softcap:
-        options["softcap"] = SAMPLE_SOFTCAP
-    is_dense = kind.is_dense and not variant.divided
-    alone = one_cluster() if is_dense else contextlib.nullcontext()
-    with timing.attached(draws=0) as session, alone, seeded():
-        for sample in samples:
-            queries, heads, left, keys = parts_of(sample)
-            mask = {"window_size": (left, 0)} if kind.window else {"causal": kind.causal}
-            heads_kv = 1 if variant.divided else heads
-            shapes = ((queries, heads), (keys, heads_kv), (keys, heads_kv))
-            _attention(_random(shapes, variant), kind, **mask, **options)
-    # Each call with divided keys launches the kernel that makes one result of the parts, too.
-    return [found for found in session.predictions if "combine" not in found.report.kernel.lower()]
-
-
-def _random(
-    shapes: Iterable[tuple[int, int]], variant: Variant
-) -> list[torch.Tensor]:
-    """q, k and v of one sequence, standard normal, without a batch where they are packed. shapes:
-    (rows, heads) of each."""
-    tensors = [
-        torch.randn(1, *shape, variant.head_dim, dtype=torch.bfloat16, device="cuda")
-        for shape in shapes
-    ]
-    return [tensor[0] for tensor in tensors] if variant.kind.packed else tensors
-
-
-def _attention(leaves: list[torch.Tensor], kind: Kind, **options: Any) -> torch.Tensor:
-    """leaves: q, k, v of one sequence."""
-    packed, (q, k, v) = None, leaves
-    if kind.packed:
-        of_q, of_k = (
-            (torch.tensor([0, len(t)], dtype=torch.int32, device="cuda"), len(t)) for t in (q, k)
-        )
-        packed = of_q, of_k
-    return flash_attn_4.attention(q, k, v, packed, **options)
-
-
 #: As `Backward` names them, and parts of their names.
 BACKWARD_KERNELS, _NAMES = ("dq", "dkdv"), ("dqkernel", "dkdvkernel")
 
 
-def backward_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
+def backward_replays(
+    kind: Kind, machine: Machine, draws: int, release: releases.Release | None = None
+) -> list[Replayed]:
     """Of each of `BACKWARD_KERNELS` the longest cluster on each of the samples."""
-    return kept(*_backward_source(kind), machine, draws)
+    return kept(*_backward_source(kind, release), machine, draws)
 
 
-def backward_traced(kind: Kind) -> list[Traced]:
+def backward_traced(kind: Kind, release: releases.Release | None = None) -> list[Traced]:
     """The programs of `backward_replays`."""
-    return programs(*_backward_source(kind))
+    return programs(*_backward_source(kind, release))
 
 
-def _backward_source(kind: Kind) -> Source:
+def _backward_source(kind: Kind, release: releases.Release | None) -> Source:
+    problems = tuple(
+        Problem(seqlen, seqlen, (heads, 1), HEAD_DIM,
+                (("causal", kind.causal), ("num_splits", 1)), kind.packed)
+        for seqlen, heads in BACKWARD_SINGLE_SAMPLES
+    )  # fmt: skip
+
     def trace() -> list[Traced]:
-        found = [_backward_predictions(sample, kind) for sample in BACKWARD_SINGLE_SAMPLES]
-        return [Traced.of(both[n], 1) for n in range(2) for both in found]
+        found = _of_release(release, functools.partial(traces.backward, problems, _NAMES))
+        return [Traced(both[n], 1) for n in range(len(_NAMES)) for both in found]
 
-    return (flash_attn_4.versions(), BACKWARD, HEAD_DIM, kind, BACKWARD_SINGLE_SAMPLES, SEED), trace
-
-
-def _backward_predictions(
-    sample: tuple[int, int], kind: Kind
-) -> list[timing.Prediction]:
-    """Its dQ and dK/dV kernels, each on its longest cluster, through its own interface."""
-    seqlen, heads = sample
-    with timing.attached(draws=0) as session, one_cluster(), seeded():
-        leaves = _random([(seqlen, n) for n in (heads, 1, 1)], Variant(kind))
-        for leaf in leaves:
-            leaf.requires_grad_()
-        out = _attention(leaves, kind, causal=kind.causal, num_splits=1)
-        out.backward(torch.randn_like(out))
-    return of_kernels(session.predictions, *_NAMES)
+    what = BACKWARD, HEAD_DIM, kind, BACKWARD_SINGLE_SAMPLES, SEED
+    return (_versions(release), *what), trace
 
 
 def _empty_replays(kind: Kind, machine: Machine, draws: int) -> list[Replayed]:
     """Its dQ and dK/dV kernels, a cluster whose sequence is empty."""
 
     def trace() -> list[Traced]:
-        with timing.attached(draws=0) as session, one_cluster():
-            flash_attn_4.backward_of_an_empty_sequence(ROWS, kind.causal)
-        return [Traced.of(found, 1) for found in of_kernels(session.predictions, *_NAMES)]
+        return [Traced(found, 1) for found in traces.empty_backward(ROWS, kind.causal, _NAMES)]
 
     what = flash_attn_4.versions(), BACKWARD, HEAD_DIM, kind, "empty"
     return kept(what, trace, machine, draws)

@@ -18,7 +18,7 @@ from bench.tables.paths import Paths
 from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from .backward import Backward
-from .flash_attn_4 import FlashAttention4
+from .flash_attn_4 import HISTORY, FlashAttention4
 from .forward import Kernel
 from .frost import Frost
 from .ours import Ours
@@ -59,12 +59,11 @@ class Provider(Protocol):
 
 
 PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4(), Frost())}
-#: Builds that only published rates are of: earlier versions.
-HISTORY: tuple[Provider, ...] = ()
 
 
 def replayable(row: Published) -> Provider | None:
-    """What replays the very kernel of a published rate, None if nothing does."""
+    """What replays the very kernel of a published rate, None if nothing does. `HISTORY` are builds
+    that only such rates are of."""
     for provider in (*PROVIDERS.values(), *HISTORY):
         if provider.replays(row.build) and provider.refuses(row.problem, row.direction) is None:
             return provider

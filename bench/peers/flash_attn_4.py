@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.compile import targeting
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 PACKAGE = "flash-attn-4"
@@ -215,6 +214,9 @@ def compile_forward(causal: bool, mix: Ex2Pattern) -> Any:
     import cuda.bindings.driver as cuda
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
+
+    # Imported here: the rest of this module runs with earlier releases of CuTe DSL, too.
+    from fa4_hd256.run.compile import targeting
 
     with (
         targeting(ARCHITECTURE),

@@ -228,6 +228,9 @@ def patches() -> Iterator[Patch]:
     """What `torch` looks like while attached."""
     for name, value in _CUDA_FUNCTIONS.items():
         yield Patch(torch.cuda, name, value)
+    # Annotations for a profiler, which a build of PyTorch for the CPU refuses.
+    for name in ("range_push", "range_pop", "mark"):
+        yield Patch(torch.cuda.nvtx, name, lambda *_: 0)
     constructors = torch.utils._device._device_constructors() | {
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like,
         torch.randn_like, torch.randint_like}  # fmt: skip

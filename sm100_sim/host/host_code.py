@@ -376,7 +376,10 @@ class HostProgram:
         }
         self.static_shared = _static_shared_bytes(self.ptx)
         self.kernel_handles: dict[str, int] = {}
-        self.execution_args: Any = getattr(compiled, "execution_args", None)
+        # CuTe DSL before 4.5 calls them args_spec.
+        self.execution_args: Any = getattr(
+            compiled, "execution_args", getattr(compiled, "args_spec", None)
+        )
         if not hasattr(compiled, "dump_to_object") or self.execution_args is None:
             raise LaunchError(
                 f"cannot run host code of a {type(compiled).__name__}; pass what cute.compile "

@@ -110,10 +110,13 @@ class TvmFfiProgram(HostProgram):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         """As `HostProgram.run`; torch tensors are accepted as they are."""
-        args, kwargs = self.execution_args.convert_python_pointer_args_for_tvm_ffi(
-            args, kwargs or {}
-        )
-        self._launch(on_launch, lambda: self._callable(*args, **kwargs))
+        keywords = kwargs or {}
+        # Before 4.5 CuTe DSL took no pointers here.
+        if hasattr(self.execution_args, "convert_python_pointer_args_for_tvm_ffi"):
+            args, keywords = self.execution_args.convert_python_pointer_args_for_tvm_ffi(
+                args, keywords
+            )
+        self._launch(on_launch, lambda: self._callable(*args, **keywords))
 
     def run_positional(
         self, args: tuple[Any, ...], on_launch: Callable[[LaunchConfig], None]

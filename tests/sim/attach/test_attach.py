@@ -10,6 +10,7 @@ import torch
 from checkout import ROOT
 
 import sm100_sim
+from sm100_sim.host.program import program_of
 
 pytestmark = pytest.mark.simulator
 
@@ -83,7 +84,7 @@ def test_device_queries_answer_as_a_b200():
         end.record()
         torch.cuda.synchronize()
         assert start.elapsed_time(end) >= 0
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("annotated"):
             assert torch.cuda.current_stream().cuda_stream == 0
     assert torch.cuda.is_available() == there_is_a_gpu
     assert torch.zeros(1).device.type == "cpu" and not torch.zeros(1).is_cuda
@@ -125,6 +126,35 @@ def test_every_way_to_call_a_kernel(how):
     assert torch.equal(target, 3.0 * torch.arange(64))
     assert [report.grid for report in session.reports] == [(2, 1, 1)]
     assert session.reports[0].resident_clusters == 1
+
+
+class Earlier:
+    """A compiled function as CuTe DSL 4.4 returns it: other names, fewer conversions."""
+
+    def __init__(self, compiled):
+        self._compiled = compiled
+        self.args_spec = compiled.execution_args
+        if hasattr(compiled, "_create_tvm_ffi_function"):
+            self.args_spec = object()
+
+    def __getattr__(self, name):
+        if name == "execution_args":
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+
+@pytest.mark.parametrize("options", ["", "--enable-tvm-ffi"])
+def test_functions_of_an_earlier_cute_dsl_are_called(options):
+    grids = []
+    with sm100_sim.attached():
+        arguments = [cute.runtime.from_dlpack(torch.zeros(64), enable_tvm_ffi=bool(options))
+                     for _ in range(2)]
+        compiled = cute.compile(scale, *arguments, cutlass.Float32(1), options=options)
+        for function in (compiled, Earlier(compiled)):
+            program_of(function).run(
+                (*arguments, 3.0), lambda config: grids.append(config.grid), {}
+            )
+    assert grids == 2 * [(2, 1, 1)]
 
 
 def test_a_table_of_addresses_tells_which_tensors_a_kernel_may_touch():
