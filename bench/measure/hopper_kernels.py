@@ -232,6 +232,22 @@ xor.b32 %parity, %parity, 1;
     return Kernel(f"bulk load of {nbytes} bytes", 1, _module(1, setup, body), 1, "load", sets)
 
 
+def _bulk_store(nbytes: int, until: str) -> Kernel:
+    """One warp stores a block to L2 and waits until it is "read" from shared memory, or "done"."""
+    suffix = ".read" if until == "read" else ""
+    # Unrolled, ptxas would move a wait behind the next store.
+    body = f"""
+.pragma "nounroll";
+@%leader cp.async.bulk.global.shared::cta.bulk_group [%buf], [%addr], {nbytes};
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group{suffix} 0;
+"""
+    setup = _INIT.replace("THREADS", "32") + "add.u32 %addr, %pool, 1024;\n"
+    sets = "tma_store" if nbytes == 1024 else ""
+    name = f"bulk store of {nbytes} bytes, {until}"
+    return Kernel(name, 1, _module(1, setup, body), 1, "store", sets)
+
+
 def _chain(name: str, body: str, sets: str) -> Kernel:
     """16 dependent instructions of one warp: the latency."""
     setup = "and.b32 %addr, %thread, 0;\nadd.u32 %addr, %addr, %pool;\n"
@@ -307,7 +323,9 @@ def _all() -> list[Kernel]:
         _chain("fma", "fma.rn.f32 %f0, %f0, %f0, %f0;", ""),
     ]
     found.append(_ping_pong())
-    return found + [_bulk_load(nbytes) for nbytes in (1024, 8192, 32768, 131072)]
+    found += [_bulk_load(nbytes) for nbytes in (1024, 8192, 32768, 131072)]
+    sizes, ends = (1024, 8192, 32768, 65536), ("read", "done")
+    return found + [_bulk_store(nbytes, until) for nbytes in sizes for until in ends]
 
 
 KERNELS = _all()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import shared_port
 from .resources import Action, Instructions, Latency, Pipe
 from .signals import compiled as _compiled
 from .signals import drop as _drop
@@ -114,9 +115,9 @@ class Model(NamedTuple):
     rate: float64, units a clock. warp, slot, unit: state of warps, issue slots and SMs, the columns
     FIRST and following. member: warps ordered by slot. barrier: mbarrier by (expected, pending,
     bytes, phase, event of the completion). signal: heap of (clock, order, barrier, arrivals, bytes,
-    event, CTA written to). groups: (warps, BULK_GROUPS, 2), when a bulk group has been read and is
-    done. named: warps arrived by barrier. queue: (SMs, QUEUE, 2), operations of the tensor core:
-    clock from which it may start, event. counts: scalars.
+    event, CTA written to). port, waiting: see `shared_port`. groups: (warps, BULK_GROUPS, 2), when
+    a bulk group has been read and is done. named: warps arrived by barrier. queue: (SMs, QUEUE, 2),
+    operations of the tensor core: clock from which it may start, event. counts: scalars.
 
     Results: issued: element of the paths by (clock of its issue, main reason for the clocks before
     it, as in REASONS). event: clock at which an operation began in its unit, at which it signalled,
@@ -136,6 +137,8 @@ class Model(NamedTuple):
     member: np.ndarray
     barrier: np.ndarray
     signal: np.ndarray
+    port: np.ndarray
+    waiting: np.ndarray
     groups: np.ndarray
     named: np.ndarray
     queue: np.ndarray
@@ -154,7 +157,9 @@ def _apply_signals(m, now):
         cta = m.signal[0, 6]
         _drop(m)
         if cta >= 0:
-            _shared_access(m, cta, clock, int(min(-nbytes, _CHUNK) / m.rate[_SHARED_RATE]))
+            work = int(min(abs(nbytes), _CHUNK) / m.rate[_SHARED_RATE])
+            if not shared_port.move(m, cta, clock, work, barrier, nbytes, event):
+                continue
         if barrier < 0:
             continue
         bar = m.barrier[barrier]
@@ -189,18 +194,6 @@ def _set_ready(m, warp, earliest, reason):
         if waits >> board & 1 and m.warp[warp, _BOARDS + board] > ready:
             ready, reason = m.warp[warp, _BOARDS + board], m.warp[warp, _WHYS + board]
     fields[_READY], fields[_REASON] = ready, reason
-
-
-@_compiled
-def _shared_access(m, sm, now, work):
-    """`work` clocks of a CTA's shared-memory port; returns when a batch queued now is through.
-
-    Loads and stores of warps go before operand reads and TMA writes, which only lose the clocks.
-    """
-    unit = m.unit[sm]
-    m.unit[sm, _USED_UNIT + _SHARED] += work
-    unit[_SHARED] = max(unit[_SHARED], now) + work
-    return unit[_SHARED]
 
 
 @_compiled
@@ -253,7 +246,7 @@ def _run_tensor_core(m, sm, now):
         first = sm & ~1 if group == 2 else sm
         duration = compute
         for cta in range(first, first + group):
-            through = _shared_access(m, cta, start - m.clock[_K_PREFETCH], operands)
+            through = shared_port.access(m, cta, start - m.clock[_K_PREFETCH], operands)
             duration = max(duration, through - start)
         for cta in range(first, first + group):
             m.unit[cta, _TENSOR] = start + duration
@@ -300,20 +293,22 @@ def _issue_load(m, sm, now, event):
 
 @_compiled
 def _issue_store(m, warp, sm, now, event):
-    """A TMA store or reduction: read from shared memory, then written."""
+    """A TMA store or reduction. It is read as fast as it leaves the SM, which is then all of it."""
     nbytes = m.action[event, 1]
     unit, fields = m.unit[sm], m.warp[warp]
     start = max(now, unit[_TMA])
     unit[_TMA] = start + m.clock[_K_TMA_ISSUE]
     m.unit[sm, _USED_UNIT + _TMA] += m.clock[_K_TMA_ISSUE]
-    read = _shared_access(m, sm, start, int(nbytes / m.rate[_SHARED_RATE]))
     writing = int(nbytes / m.rate[_STORE_RATE])
     m.unit[sm, _USED_UNIT + _UP] += writing
-    unit[_TMA_WRITES] = max(unit[_TMA_WRITES], start) + writing
-    m.event[event, _STARTED] = start
-    m.event[event, _DONE] = read + m.clock[_K_TMA_STORE]
-    fields[_GROUP_READ] = max(fields[_GROUP_READ], read + m.clock[_K_TMA_ISSUE])
-    fields[_GROUP_DONE] = max(fields[_GROUP_DONE], read + m.clock[_K_TMA_STORE])
+    begin = max(start, unit[_TMA_WRITES])
+    unit[_TMA_WRITES] = begin + writing
+    pieces = max(1, nbytes // _CHUNK)
+    for n in range(pieces):
+        _signal(m, begin + writing * n // pieces, _NOBODY, _NONE, nbytes // pieces, event, sm)
+    done = begin + writing + m.clock[_K_TMA_STORE]
+    m.event[event, _STARTED], m.event[event, _DONE] = start, done
+    fields[_GROUP_READ] = fields[_GROUP_DONE] = max(fields[_GROUP_DONE], done)
 
 
 @_compiled
@@ -479,7 +474,7 @@ def _scoreboards(m, warp, now, number):
         start = max(now, m.unit[sm, _LSU])
         m.unit[sm, _LSU] = start + work
         m.unit[sm, _USED_UNIT + _LSU] += work
-        _shared_access(m, sm, start, work)
+        shared_port.access(m, sm, start, work)
         done = start + work - 1 + m.clock[kind]
         read = start + work + m.clock[_OPERAND_READ]
     _release(m, warp, number, done, read, kind)
@@ -680,6 +675,8 @@ def run(m, limit):
     while m.counts[_RUNNING]:
         if now > limit:
             return -2
+        for sm in range(m.unit.shape[0]):
+            shared_port.settle(m, sm, now)
         _apply_signals(m, now)
         following = np.int64(FAR)
         for sm in range(m.unit.shape[0]):
@@ -692,6 +689,7 @@ def run(m, limit):
                 following = now + 1
         for sm in range(m.unit.shape[0]):
             following = min(following, max(_tensor_core_start(m, sm), now + 1))
+            following = min(following, shared_port.following(m, sm, now))
         if m.counts[_SIGNALLED]:
             following = min(following, max(m.signal[0, 0], now + 1))
         if following >= FAR:

@@ -96,11 +96,13 @@ class Constant:
 
 @dataclass(frozen=True)
 class Machine:
-    """A modelled GPU: name, what kind of knowledge it rests on, constants by name."""
+    """A modelled GPU: name, what kind of knowledge it rests on, constants by name, and the target
+    that kernels replayed for it are compiled for."""
 
     name: str
     basis: str
     constants: dict[str, Constant]
+    architecture: str = "sm_100a"
 
     def values(self) -> Values:
         """The central value of every constant."""
@@ -159,7 +161,9 @@ def load(name: str = "b200") -> Machine:
         )
     if "basis" not in content:
         raise ValueError(f"{path.name} does not say what its constants rest on: no \"basis\"")
-    return Machine(content.get("name", path.stem), content["basis"], found)
+    return Machine(
+        content.get("name", path.stem), content["basis"], found, content["architecture"]
+    )
 
 
 def _read(path: Path) -> dict:
@@ -173,6 +177,12 @@ def _read(path: Path) -> dict:
             raise ValueError(
                 f"{path.name} is like {content['like']!r}; accepted: {', '.join(machines())}"
             )
-        other = _read(DATA / f"{content['like']}.json")["constants"]
-        content = {**content, "constants": {**other, **content["constants"]}}
+        other = _read(DATA / f"{content['like']}.json")
+        constants = {**other["constants"], **content["constants"]}
+        content = {"architecture": other["architecture"], **content, "constants": constants}
+    elif "architecture" not in content:
+        raise ValueError(
+            f"{path.name} does not say what kernels are compiled for: give \"architecture\", such "
+            "as sm_100a, or \"like\""
+        )
     return content

@@ -11,6 +11,7 @@ from .engine import BUSY, PIPES, REASONS, SLOTS, Model
 from .machine_constants import Values, l2_share
 from .program import NAMED_BARRIERS, Compiled
 from .resources import Latency, Pipe
+from .shared_port import PORT_COLUMNS, USED, WAITING, WAITING_COLUMNS
 from .signals import SIGNALS
 from .stored import StoredProgram
 
@@ -130,6 +131,8 @@ def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
         member=member,
         barrier=np.zeros((max(program.barriers, 1), 5), np.int64),
         signal=np.zeros((SIGNALS, 7), np.int64),
+        port=np.zeros((sms, PORT_COLUMNS), np.int64),
+        waiting=np.zeros((sms, WAITING, WAITING_COLUMNS), np.int64),
         groups=np.zeros((warps, engine.BULK_GROUPS, 2), np.int64),
         named=np.zeros(sms * NAMED_BARRIERS, np.int64),
         queue=np.zeros((sms, engine.QUEUE, 2), np.int64),
@@ -147,12 +150,13 @@ def replay(compiled: Compiled | StoredProgram, values: Values, limit: int = LIMI
     if clocks < 0:
         why = "takes too long" if clocks == -2 else "hangs"
         raise ReplayError(f"the replay {why}; not finished: {'; '.join(_stuck(compiled, model))}")
+    busy = model.unit[:, engine.USED_UNIT : engine.USED_UNIT + len(BUSY)]
+    busy[:, BUSY.index("shared memory port")] = model.port[:, USED]
     pipes = slice(engine.USED_PIPE, engine.USED_PIPE + PIPES)
     issued, reason = model.issued.T.copy()
     started, done, cause = model.event.T.copy()
     return Replay(
-        int(clocks), issued, reason, started, done, cause, model.stalls,
-        model.unit[:, engine.USED_UNIT : engine.USED_UNIT + len(BUSY)],
+        int(clocks), issued, reason, started, done, cause, model.stalls, busy,
         model.slot[:, pipes], model.slot[:, engine.ISSUED],
     )  # fmt: skip
 

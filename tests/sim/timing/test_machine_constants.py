@@ -37,6 +37,16 @@ def test_b300_differs_from_b200_in_exp2():
     assert load("b300").values().mufu_interval == load("b200").values().mufu_interval / 2
 
 
+def test_what_a_machine_is_like_may_be_like_another():
+    gb200, gb300 = load("gb200"), load("gb300")
+    assert gb300.values().sms == gb200.values().sms != load("b200").values().sms
+    assert gb300.values().mufu_interval == gb200.values().mufu_interval / 2
+    assert gb300.constants["tmem_load"] == load("b200").constants["tmem_load"]
+    found = {name: load(name).architecture for name in machines()}
+    assert found == {"b200": "sm_100a", "gb200": "sm_100a", "b300": "sm_103a", "gb300": "sm_103a",
+                     "h200": "sm_90a"}  # fmt: skip
+
+
 def test_draws_stay_in_range_and_repeat():
     machine = load()
     one, two = (machine.drawn(np.random.default_rng(3)) for _ in range(2))
@@ -53,6 +63,7 @@ def test_unknown_machine():
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [({"like": "b200", "constants": {}}, "no \"basis\""),
+     ({"basis": "a guess", "constants": {}}, "what kernels are compiled for"),
      ({"like": "b400", "basis": "a guess", "constants": {}}, "like 'b400'; accepted: b200")],
 )  # fmt: skip
 def test_a_file_that_describes_no_machine(content, complaint, tmp_path):
