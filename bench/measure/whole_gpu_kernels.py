@@ -2,6 +2,7 @@
 
 `probe` reads an SM's clock and the timer between two kernels of others. `tiles` moves own bytes of
 tiles as an attention kernel does: a bulk load, some work, a bulk store that nobody waits for.
+`queue` has a load behind or in front of a store on one SM; `arithmetic` does exp2 or fma alone.
 `follower` is one of several kernels in a row that spin. `spin` keeps a GPU awake and does nothing.
 """
 
@@ -88,6 +89,81 @@ extern "C" __global__ void __launch_bounds__(32, 1) tiles(
 }
 """
 
+_QUEUE = r"""
+__device__ __forceinline__ void leave(char* to, u32 back, u32 bytes, u32 piece) {
+  for (u32 i = 0; i < bytes; i += piece)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%%0], [%%1], %%2;"
+                 :: "l"(to + i), "r"(back + i), "r"(min(piece, bytes - i)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// A load beside a store of one SM. by: 0 TMA stores, 1 the warp does; order: 0 the store first.
+// Bytes of both in pieces. hot: loads find their bytes in L2.
+extern "C" __global__ void __launch_bounds__(32, 1) queue(
+    const char* from, char* to, u64 memory, u64* out, u32 count, u32 load, u32 store, u32 piece,
+    u32 by, u32 order, u32 hot) {
+  extern __shared__ __align__(1024) char pool[];
+  u32 bar = (u32)__cvta_generic_to_shared(pool), in = bar + 1024, back = in + BUFFER;
+  bool first = threadIdx.x == 0;
+  if (first) {
+    asm volatile("mbarrier.init.shared.b64 [%%0], 1;" :: "r"(bar));
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  __syncwarp();
+  for (u32 turn = 0; turn < count; ++turn) {
+    u64 place = ((u64)turn * gridDim.x + blockIdx.x) * BUFFER %% memory;
+    const char* source = from + (hot ? (u64)blockIdx.x * BUFFER : place);
+    pause(4000);
+    u64 begin = now();
+    if (store && order == 0) {
+      if (by == 0 && first) leave(to + place, back, store, piece);
+      if (by == 1)
+        for (u32 i = threadIdx.x * 16; i < store; i += 512)
+          asm volatile("st.global.v4.u32 [%%0], {%%1, %%1, %%1, %%1};"
+                       :: "l"(to + place + i), "r"(turn) : "memory");
+    }
+    __syncwarp();
+    u64 asked = now();
+    if (first && load) {
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%%0], %%1;" :: "r"(bar), "r"(load));
+      for (u32 i = 0; i < load; i += piece)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%%0], [%%1], %%2, [%%3];"
+                     :: "r"(in + i), "l"(source + i), "r"(min(piece, load - i)), "r"(bar)
+                     : "memory");
+      if (store && order == 1) leave(to + place, back, store, piece);
+      u32 done = 0;
+      while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%%1], %%2;"
+                     " selp.u32 %%0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(turn & 1) : "memory");
+    }
+    u64 there = now();
+    if (first) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    u64 read = now();
+    if (first) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (first) {
+      u64* mine = out + ((u64)turn * gridDim.x + blockIdx.x) * %(words)d;
+      mine[0] = asked - begin; mine[1] = there - asked; mine[2] = read - begin;
+      mine[3] = now() - begin;
+    }
+    __syncwarp();
+  }
+}
+// 32 operations of each thread in a round: 0 ex2, 1 fma.
+extern "C" __global__ void arithmetic(float* out, u32 rounds, u32 kind) {
+  float v[8];
+  for (int i = 0; i < 8; ++i) v[i] = -0.001f * (threadIdx.x + 37 * i + blockIdx.x);
+  float scale = -0.5f - 0.001f * (threadIdx.x & 7);
+  for (u32 r = 0; r < rounds; ++r)
+    for (int j = 0; j < 4; ++j)
+      for (int i = 0; i < 8; ++i) {
+        if (kind == 0) asm volatile("ex2.approx.ftz.f32 %%0, %%0;" : "+f"(v[i]));
+        else asm volatile("fma.rn.f32 %%0, %%0, %%1, %%1;" : "+f"(v[i]) : "f"(scale));
+      }
+  float sum = 0; for (int i = 0; i < 8; ++i) sum += v[i];
+  if (sum == 12345.f) out[0] = sum;
+}
+"""
+
 _FOLLOWER = r"""
 // how: 1 waits for the kernel before, 2 lets the one behind launch at once.
 extern "C" __global__ void follower(u64* out, u64 clocks, u32 how) {
@@ -107,5 +183,6 @@ extern "C" __global__ void follower(u64* out, u64 clocks, u32 how) {
 SOURCE = (
     _HEAD
     + _TILES % {"copy": COPY, "buffer": BUFFER, "words": TILE_WORDS}
+    + _QUEUE % {"words": TILE_WORDS}
     + _FOLLOWER % {"waits": WAITS, "triggers": TRIGGERS, "words": FOLLOWER_WORDS}
 )

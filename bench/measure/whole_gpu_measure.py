@@ -1,8 +1,9 @@
 """Measure a whole Hopper GPU: `python -m bench.measure.whole_gpu_measure > measured.json`.
 
-Three parts: clock and power over time under load, own bytes of tiles on all SMs at once, launches
-and hosts. Needs PyTorch with CUDA, cuda-bindings with nvrtc, nvidia-ml-py and numpy, and nothing of
-this project beside `whole_gpu_kernels`. It changes no setting of the GPU.
+Parts (all, or those named behind it): own bytes of tiles on all SMs at once, loads behind stores,
+launches, hosts, clock and power over time under load. Needs PyTorch with CUDA, cuda-bindings with
+nvrtc, nvidia-ml-py and numpy, and nothing of this project beside `whole_gpu_kernels`. It changes no
+setting of the GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,9 @@ LOAD_SECONDS, REST_SECONDS = 2.2, 2.5
 DUTIES = (0.2, 0.4)
 #: Kernels in a row, and clocks of each.
 FOLLOWERS, SPIN = 24, 40000
-_GIB = 1 << 30
+#: Of `arithmetic`.
+ROUNDS = 600
+_GIB, COPY = 1 << 30, kernels.COPY
 #: Bytes that a run of tiles reads, and writes, before it begins again.
 PLACE = 256 << 20
 
@@ -143,11 +146,13 @@ def tiles(
     arguments = (*pointers, (gate.data_ptr(), 8), *((value, 4) for value in options))
     device.launch("tiles", active, 32, arguments, shared=1024 + 2 * kernels.BUFFER)
     torch.cuda.synchronize()
-    found = out.cpu().numpy()[3:]
+    words = out.cpu().numpy()
+    found = words[3:]
     asked, there, ended, stored = (found[..., i] for i in range(kernels.TILE_WORDS))
     return {
         "load": _quartiles(there - asked), "store": _quartiles(stored - ended),
         "tile": _quartiles(np.diff(asked, axis=0)),
+        "load by tile": np.median(words[..., 1] - words[..., 0], axis=1).tolist(),
     }  # fmt: skip
 
 
@@ -164,8 +169,49 @@ def own_bytes(device: Device) -> dict[str, Any]:
         found[f"free, load, {active} SMs"] = tiles(device, active, False, load=full, work=WORK)
         found[f"free, load and store, {active} SMs"] = tiles(
             device, active, False, load=full, store=full, work=WORK)
+    for work in (2000, 6000):
+        found[f"free, load, {work} clocks of work, 132 SMs"] = tiles(
+            device, 132, False, load=full, work=work)
     found["lockstep, load behind a store, 132 SMs"] = tiles(
         device, 132, True, load=full, store=full, work=WORK)
+    return found
+
+
+#: name: (bytes loaded, bytes stored, bytes of a copy, by the warp, load first, from L2).
+QUEUES = {
+    "load 64 KiB": (65536, 0, COPY, 0, 0, 0), "load 64 KiB from L2": (65536, 0, COPY, 0, 0, 1),
+    "load 1 KiB from L2": (1024, 0, COPY, 0, 0, 1),
+    "store 64 KiB": (0, 65536, COPY, 0, 0, 0),
+    "store 16 KiB, load 64 KiB from L2": (65536, 16384, COPY, 0, 0, 1),
+    "store 32 KiB, load 64 KiB from L2": (65536, 32768, COPY, 0, 0, 1),
+    "store 64 KiB, load 64 KiB from L2": (65536, 65536, COPY, 0, 0, 1),
+    "store 64 KiB, load 1 KiB from L2": (1024, 65536, COPY, 0, 0, 1),
+    "store 16 KiB, load 1 KiB from L2": (1024, 16384, COPY, 0, 0, 1),
+    "store 64 KiB by 2 KiB, load 1 KiB from L2": (1024, 65536, 2048, 0, 0, 1),
+    "store 64 KiB by the warp, load 64 KiB from L2": (65536, 65536, COPY, 1, 0, 1),
+    "store 64 KiB by the warp, load 1 KiB from L2": (1024, 65536, COPY, 1, 0, 1),
+    "load 64 KiB from L2, store 64 KiB behind": (65536, 65536, COPY, 0, 1, 1),
+    "load 64 KiB from L2, store 64 KiB behind, both by 2 KiB": (65536, 65536, 2048, 0, 1, 1),
+}
+
+
+def queues(device: Device) -> dict[str, Any]:
+    """Clocks of a load, and until a store is read and done, of one SM alone and of all."""
+    found = {}
+    for sms in (1, 132):
+        for name, (load, store, piece, *others) in QUEUES.items():
+            source, target = next(_places)
+            out = torch.zeros(TILES, sms, kernels.TILE_WORDS, dtype=torch.int64, device="cuda")
+            pointers = (source, 8), (target, 8), (PLACE, 8), (out.data_ptr(), 8)
+            options = TILES, load, store, piece, *others
+            arguments = (*pointers, *((value, 4) for value in options))
+            device.launch("queue", sms, 32, arguments, shared=1024 + 2 * kernels.BUFFER)
+            torch.cuda.synchronize()
+            words = out.cpu().numpy()[3:]
+            found[f"{name}, {sms} SMs"] = {
+                key: _quartiles(words[..., n])
+                for n, key in enumerate(("issue", "load", "store read", "store done"))
+            }
     return found
 
 
@@ -228,7 +274,7 @@ def _events(run: Callable[[], Any], calls: int) -> float:
     return float(np.median(found))
 
 
-def hosts() -> dict[str, Any]:
+def hosts(device: Device) -> dict[str, Any]:
     """PyTorch's attention: the host's time of a call, the GPU's, and ten calls in a row."""
     found = {}
     for seqlen in (128, 1024, 2048, 4096):
@@ -243,7 +289,7 @@ def hosts() -> dict[str, Any]:
         with torch.cuda.graph(graph):
             for _ in range(20):
                 run()
-        device = _events(graph.replay, 1) / 20
+        alone = _events(graph.replay, 1) / 20
         times = []
         for _ in range(15):
             torch.cuda.synchronize()
@@ -252,7 +298,7 @@ def hosts() -> dict[str, Any]:
                 run()
             times.append((time.perf_counter() - begin) / 10)
         found[str(seqlen)] = {
-            "device": device, "host": float(np.median(times)), "ten": _events(run, 10),
+            "device": alone, "host": float(np.median(times)), "ten": _events(run, 10),
             "one": _events(run, 1),
         }
     return found
@@ -393,6 +439,11 @@ def loads(device: Device) -> dict[str, Any]:
     source = torch.randint(0, 127, (2 * _GIB,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     operations["copy"] = lambda: target.copy_(source)
+    out = torch.zeros(64, device="cuda")
+    for kind, name in enumerate(("exp2", "fma")):
+        arguments = (out.data_ptr(), 8), (ROUNDS, 4), (kind, 4)
+        operations[name] = functools.partial(
+            device.launch, "arithmetic", 2 * 132, 1024, arguments)
     operations["awake"] = lambda: device.launch("spin", 1, 32, ((2_000_000, 8),))
     found = {}
     for name, operation in operations.items():
@@ -408,8 +459,13 @@ def loads(device: Device) -> dict[str, Any]:
     return found
 
 
-def measure() -> dict[str, Any]:
-    """All of it, with the GPU's name and what PyTorch and the driver are."""
+PARTS: dict[str, Callable[[Device], dict[str, Any]]] = {
+    "own_bytes": own_bytes, "queues": queues, "launches": launches, "hosts": hosts, "loads": loads,
+}  # fmt: skip
+
+
+def measure(chosen: Iterable[str] = PARTS) -> dict[str, Any]:
+    """Those parts, with the GPU's name and what PyTorch and the driver are."""
     device = Device()
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
@@ -420,15 +476,14 @@ def measure() -> dict[str, Any]:
     driver = sensor.library.nvmlSystemGetDriverVersion()
     found["driver"] = driver if isinstance(driver, str) else driver.decode()
     found["power_limit"] = sensor.library.nvmlDeviceGetEnforcedPowerLimit(sensor.handle) / 1e3
-    for name, part in (("own_bytes", own_bytes), ("launches", launches), ("loads", loads)):
+    for name in chosen:
         try:
-            found[name] = part(device)
+            found[name] = PARTS[name](device)
         except Exception as error:  # What was measured before is not lost with it.
             found[name] = {"error": repr(error)}
             print(name, repr(error), file=sys.stderr, flush=True)
-    found["hosts"] = hosts()
     return found
 
 
 if __name__ == "__main__":
-    json.dump(measure(), sys.stdout)
+    json.dump(measure(sys.argv[1:] or PARTS), sys.stdout)
