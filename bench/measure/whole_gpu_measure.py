@@ -41,14 +41,14 @@ PLACE = 256 << 20
 
 
 class Device:
-    """Kernels of `whole_gpu_kernels` on PyTorch's context."""
+    """Kernels in CUDA C, those of `whole_gpu_kernels` or others, on PyTorch's context."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: str = kernels.SOURCE) -> None:
         from cuda.bindings import driver, nvrtc
 
         torch.zeros(1, device="cuda")
         self.driver = driver
-        program = self._nvrtc(nvrtc.nvrtcCreateProgram(kernels.SOURCE.encode(), b"k.cu", 0, [], []))
+        program = self._nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), b"k.cu", 0, [], []))
         self._nvrtc(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"]))
         cubin = b" " * self._nvrtc(nvrtc.nvrtcGetCUBINSize(program))
         self._nvrtc(nvrtc.nvrtcGetCUBIN(program, cubin))
