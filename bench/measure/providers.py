@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from bench.peers import flash_attn_4
+from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, Case
 from bench.tables.comparison import OURS
 from fa4_hd256.gpus.family import describe_family, in_family
@@ -151,48 +151,50 @@ class FlashAttention4:
 
 
 class Frost:
-    """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend), their forward at its defaults.
+    """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend) with the plans they would take.
 
     A kernel object belongs to shapes and strides; it is kept, as its users keep it.
     """
 
-    name = "FROST"
+    name = frost.NAME
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple, Any] = {}
+        self.forward, self.backward = frost.Forward(), frost.Backward()
 
     def missing(self) -> str | None:
-        try:
-            from cudnn.sdpa.fwd import api_dsl  # noqa: F401
-        except ImportError as error:
-            return f"nvidia-cudnn-frontend with its SDPA kernels is not there: {error}"
-        return Ours().missing()
+        return frost.unavailable() or Ours().missing()
 
     def refuses(self, case: Case, direction: str) -> str | None:
         if direction == BACKWARD:
-            return "only its forward is called here"
-        if case.packed or case.softcap or case.window != (None, None):
-            return "called here for sequences of one length, without window and softcap"
-        if case.causal and case.seqlen_q != case.seqlen_k:
-            return "its causal mask is aligned to the top left unless asked otherwise"
-        return None
+            return frost.backward_refusal(case.packed, bool(case.softcap), case.bounds)
+        return frost.forward_refusal(case.packed, bool(case.softcap), case.bounds[1])
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        from cudnn.sdpa.fwd.api_dsl import SdpaFwdDslSm100
+        case = inputs.case
+        causal = case.bounds[1] is not None
+        if any(leaf.requires_grad for leaf in inputs.leaves):
+            found = _FrostAttention.apply(*inputs.leaves, self, causal)
+            return cast(torch.Tensor, found)
+        return self.forward(*inputs.leaves, causal=causal, left=case.bounds[0])[0]
 
-        q, k, v = (tensor.detach().transpose(1, 2) for tensor in inputs.leaves)
-        out = torch.empty_like(q)
-        lse = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
-        tensors = q, k, v, out, lse
-        key = inputs.case.causal, *((t.shape, t.stride(), t.dtype) for t in tensors)
-        if key not in self._compiled:
-            attention = SdpaFwdDslSm100(*tensors, is_causal=inputs.case.causal)
-            if not attention.check_support():
-                raise RuntimeError("cuDNN's kernels do not support this call")
-            attention.compile()
-            self._compiled[key] = attention
-        self._compiled[key].execute(*tensors)
-        return out.transpose(1, 2)
+
+class _FrostAttention(torch.autograd.Function):
+    """Its forward, and its backward as the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: Frost, causal: bool
+    ) -> torch.Tensor:
+        rows = tuple(tensor.detach() for tensor in (q, k, v))
+        out, lse = owner.forward(*rows, causal=causal)
+        ctx.save_for_backward(*rows, out, lse)
+        ctx.options = owner, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        owner, causal = ctx.options
+        return *owner.backward(*ctx.saved_tensors, grads[0], causal=causal), None, None
 
 
 class PyTorchSdpa:

@@ -1,11 +1,13 @@
 """cuDNN's CuTe DSL kernels (FROST) on the timing model: replays of its own calls, in its own order.
 
 Its forward takes tiles of 256 queries over by cluster launch control; two of the steps of a causal
-tile are masked, and slower. Heads are not packed.
+tile are masked, and slower. Heads are not packed. Its backward is in `frost_backward`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,16 +18,23 @@ from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim import timing
-from sm100_sim.timing import Machine
+from sm100_sim.timing import Machine, TileCosts
 
-from .backward import Backward
 from .calls import Kind
 from .forward import Kernel
+from .frost_backward import KERNELS, FrostBackward
 from .machines import simulating, target_of
 from .published.rows import FROST, Build
 from .replays import SEED, Replayed, Source, Traced, fitted, kept, programs, seeded
-from .samples import PERSISTENT_SAMPLES, WINDOW_SAMPLES, Samples, forward_work, parts_of
-from .tiles import ForwardTiling
+from .samples import (
+    BACKWARD_SAMPLES,
+    PERSISTENT_SAMPLES,
+    WINDOW_SAMPLES,
+    Samples,
+    forward_work,
+    parts_of,
+)
+from .tiles import KEYS, ROWS, ForwardTiling
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Frost:
     def refuses(self, case: Case, direction: str) -> str | None:
         reason = None if self._release else frost.unavailable()
         if reason is None and direction == BACKWARD:
-            reason = "its backward is not modelled"
+            reason = frost.backward_refusal(case.packed, bool(case.softcap), case.bounds)
         return reason or frost.forward_refusal(case.packed, bool(case.softcap), case.bounds[1])
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
@@ -98,8 +107,18 @@ class Frost:
         costs = fitted(found, tiling.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
-    def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
-        raise ValueError(f"{self.name}'s backward is not modelled")
+    def backward(self, variant: Variant, machine: Machine, draws: int) -> FrostBackward:
+        """Raises as `forward`."""
+
+        @functools.cache
+        def costs(which: str) -> list[TileCosts]:
+            count, place = len(BACKWARD_SAMPLES), KERNELS.index(which)
+            rows = backward_replays(variant, machine, draws)[place * count :][:count]
+            paths[which] = Paths.of(rows)
+            return fitted(rows, "dynamic")
+
+        paths: dict[str, Paths] = {}
+        return FrostBackward(self.name, machine.sampled(draws), costs, paths)
 
 
 def traced(variant: Variant, machine: Machine) -> list[Traced]:
@@ -112,15 +131,33 @@ def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     return kept(*_forward_source(variant, machine), machine, draws)
 
 
+def backward_traced(variant: Variant, machine: Machine) -> list[Traced]:
+    """The programs of the kernels of its backward, `KERNELS`, each on `BACKWARD_SAMPLES`."""
+    return programs(*_backward_source(variant, machine))
+
+
+def backward_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
+    """One cluster that runs every tile of each, in the order of `backward_traced`."""
+    return kept(*_backward_source(variant, machine), machine, draws)
+
+
+@contextlib.contextmanager
+def _tracing(variant: Variant, machine: Machine) -> Iterator[None]:
+    """What is called inside is compiled for the machine's GPU. Raises RuntimeError where another
+    build than the variant's is installed."""
+    reason = frost.unavailable()
+    if reason is None and frost.versions() != variant.versions:
+        reason = f"{frost.NAME} {variant.versions} is to be traced, {frost.versions()} is there"
+    if reason:
+        raise RuntimeError(reason)
+    with simulating(machine), seeded():
+        frost.forget_compiled()
+        yield
+
+
 def _forward_source(variant: Variant, machine: Machine) -> Source:
     def trace() -> list[Traced]:
-        reason = frost.unavailable()
-        if reason is None and frost.versions() != variant.versions:
-            reason = f"{frost.NAME} {variant.versions} is to be traced, {frost.versions()} is there"
-        if reason:
-            raise RuntimeError(reason)
-        with simulating(machine):
-            frost.forget_compiled()
+        with _tracing(variant, machine):
             predictions = _forward_predictions(variant)
         found = []
         for sample, prediction in zip(variant.samples(), predictions, strict=True):
@@ -134,12 +171,49 @@ def _forward_source(variant: Variant, machine: Machine) -> Source:
 def _forward_predictions(variant: Variant) -> list[timing.Prediction]:
     """Through its class; keys and values have one head."""
     forward, kind = frost.Forward(), variant.kind
-    with timing.attached(draws=0) as session, seeded():
+    with timing.attached(draws=0) as session:
         for sample in variant.samples():
             queries, heads, left, keys = parts_of(sample)
-            q, k, v = (
-                torch.randn(1, rows, n, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-                for rows, n in ((queries, heads), (keys, 1), (keys, 1))
-            )
+            q, k, v = _random((queries, heads), (keys, 1), (keys, 1))
             forward(q, k, v, causal=kind.causal, left=left if kind.window else None)
     return session.predictions
+
+
+def _random(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    """Rows of one sequence, standard normal. shapes: (rows, heads) of each."""
+    return [
+        torch.randn(1, *shape, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for shape in shapes
+    ]
+
+
+#: Parts of the names of its kernels that only read and write.
+_BESIDE = "fill", "dot", "reduce"
+
+
+def _backward_source(variant: Variant, machine: Machine) -> Source:
+    def trace() -> list[Traced]:
+        with _tracing(variant, machine):
+            runs = [_backward_predictions(variant, *sample) for sample in BACKWARD_SAMPLES]
+        rows = {"main": KEYS, "dk": ROWS, "dq": ROWS}
+        return [
+            Traced.of(run[place], seqlen // rows[kernel] * heads)
+            for place, kernel in enumerate(KERNELS)
+            for run, (seqlen, heads) in zip(runs, BACKWARD_SAMPLES)
+        ]
+
+    what = frost.NAME, BACKWARD, variant, target_of(machine), BACKWARD_SAMPLES, SEED
+    return what, trace
+
+
+def _backward_predictions(variant: Variant, seqlen: int, heads: int) -> list[timing.Prediction]:
+    """Its three kernels, in their order. O and LSE are its own forward's."""
+    causal, shape = variant.kind.causal, (seqlen, heads)
+    with timing.attached(draws=0, chosen=_on_tensor_cores) as session:
+        q, k, v, dout = _random(shape, (seqlen, 1), (seqlen, 1), shape)
+        out, lse = frost.Forward()(q, k, v, causal=causal)
+        frost.Backward()(q, k, v, out, lse, dout, causal=causal)
+    return session.predictions[1:]
+
+
+def _on_tensor_cores(kernel: str) -> bool:
+    return not any(part in kernel for part in _BESIDE)

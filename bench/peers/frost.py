@@ -67,6 +67,15 @@ def forward_refusal(packed: bool, softcap: bool, right: int | None) -> str | Non
     return None
 
 
+def backward_refusal(
+    packed: bool, softcap: bool, bounds: tuple[int | None, int | None]
+) -> str | None:
+    """The same of its backward. bounds: of a window."""
+    if bounds[0] is not None:
+        return "its backward with a left bound of a window is not called here"
+    return forward_refusal(packed, softcap, bounds[1])
+
+
 @dataclass
 class Forward:
     """Its forward; compiled once for each mask, shape and stride."""
@@ -103,6 +112,72 @@ class Forward:
             self.compiled[key] = attention
         self.compiled[key].execute(*tensors)
         return out.transpose(1, 2), lse[..., 0]
+
+
+@dataclass
+class Backward:
+    """Its backward; compiled once for each mask, shape and stride."""
+
+    compiled: dict[tuple, Any] = field(default_factory=dict)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, dout: torch.Tensor, *, causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv like q, k, v.
+
+        q, k, v, out, dout: (batch, seqlen, heads, 256). lse: (batch, heads, seqlen_q) float32, as
+        `Forward` gives it. causal: bottom-right aligned. Raises RuntimeError as `Forward`.
+        """
+        from cudnn.sdpa.bwd.api_dsl_sm100_d256 import SdpaBwdDslSm100D256
+
+        results = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        rows = [_transposed(t) for t in (q, k, v, out, dout)]
+        statistics = lse.contiguous()[..., None]
+        tensors = *rows, statistics, *(t.transpose(1, 2) for t in results)
+        key = causal, *((t.shape, t.stride(), t.dtype) for t in tensors)
+        if key not in self.compiled:
+            backward = SdpaBwdDslSm100D256(
+                *tensors, is_causal=causal,
+                causal_bottom_right=causal and q.shape[1] != k.shape[1],
+            )  # fmt: skip
+            if not backward.check_support():
+                raise RuntimeError(f"{NAME} does not support this call")
+            backward.compile()
+            self.compiled[key] = backward
+        backward = self.compiled[key]
+        nbytes = backward.scratch_workspace_bytes()
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+        backward.execute(*tensors, workspace=workspace)
+        return results[0], results[1], results[2]
+
+
+def _transposed(rows: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, seqlen, 256) of a tensor with the heads behind the rows, which lie in memory
+    in that order: strides that a size of 1 leaves open are looked at, too."""
+    return rows.contiguous().view(-1).view(rows.shape).transpose(1, 2)
+
+
+#: Memory that dS may take at a time (`_SM107_WS_BUDGET_BYTES`), and what lengths are padded to.
+_DS_BYTES, QUERY_PAD, KEY_PAD = 8 << 30, 128, 256
+
+
+def backward_chunks(
+    batch: int, heads: int, heads_kv: int, lengths: tuple[int, int]
+) -> tuple[int, int]:
+    """(sequences, query heads) whose dS is in memory at a time, as `_sm107_chunks` decides.
+
+    Heads shrink first, by whole groups of a KV head; then sequences; then a group is divided.
+    """
+    group = heads // heads_kv
+    each = 2 * -(-lengths[0] // QUERY_PAD) * QUERY_PAD * -(-lengths[1] // KEY_PAD) * KEY_PAD
+    whole = [n for n in range(heads, 0, -1) if heads % n == 0 and n % group == 0]
+    for sequences in (n for n in range(batch, 0, -1) if batch % n == 0):
+        for some in whole:
+            if sequences * some * each <= _DS_BYTES:
+                return sequences, some
+    fitting = [n for n in range(group - 1, 0, -1) if group % n == 0 and n * each <= _DS_BYTES]
+    return 1, fitting[0] if fitting else 1
 
 
 def forward_order(

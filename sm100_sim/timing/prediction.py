@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,16 +107,22 @@ def predict(
 
 
 class Collector:
-    """Makes a prediction of every traced launch it observes: `predictions`, in order."""
+    """Makes a prediction of every traced launch it observes: `predictions`, in order. chosen:
+    whether a kernel of a name is to be predicted at all."""
 
-    def __init__(self, machine: str | Machine = "b200", draws: int = 8, seed: int = 0) -> None:
+    def __init__(
+        self, machine: str | Machine = "b200", draws: int = 8, seed: int = 0,
+        chosen: Callable[[str], bool] = lambda name: True,
+    ) -> None:
         self.machine = load(machine) if isinstance(machine, str) else machine
         self.predictions: list[Prediction] = []
-        self._sampling = draws, seed
+        self._sampling, self._chosen = (draws, seed), chosen
         self._functions: dict[bytes, dict[str, SassFunction]] = {}
 
     def observe(self, config: LaunchConfig, report: Report) -> None:
         """Predict one launch. Raises ValueError and ReplayError as `predict`."""
+        if not self._chosen(config.kernel_name):
+            return
         if not config.cubin:
             raise ValueError(
                 f"the machine code of kernel {config.kernel_name}, which the model follows, cannot "
@@ -135,11 +141,15 @@ class Collector:
 
 
 @contextlib.contextmanager
-def attached(machine: str | Machine = "b200", draws: int = 4) -> Iterator[Collector]:
-    """`sm100_sim.attached()` with a prediction of every launch inside."""
+def attached(
+    machine: str | Machine = "b200", draws: int = 4,
+    chosen: Callable[[str], bool] = lambda name: True,
+) -> Iterator[Collector]:
+    """`sm100_sim.attached()` with a prediction of every launch inside. chosen: whether a kernel of
+    a name is to be predicted; one that synchronises nothing cannot be."""
     from sm100_sim.attach import attached as simulated
 
-    collector = Collector(machine, draws)
+    collector = Collector(machine, draws, chosen=chosen)
     with simulated(clusters=1, trace=True, observe=collector.observe):
         yield collector
 

@@ -176,10 +176,12 @@ def test_providers_say_why_they_do_not_run():
     assert "local attention" in theirs.refuses(windowed, BACKWARD)
     assert theirs.refuses(windowed, FORWARD) is None
     assert "window only as a mask" in math.refuses(windowed, FORWARD)
-    assert "only its forward" in frost.refuses(windowed, BACKWARD)
-    assert "without window" in frost.refuses(windowed, FORWARD)
+    assert "left bound" in frost.refuses(windowed, BACKWARD)
+    assert frost.refuses(windowed, FORWARD) is None
+    capped = Case("dense", ((64, 64),), 2, 1, True, softcap=5.0)
+    assert "softcap" in frost.refuses(capped, FORWARD) and frost.refuses(capped, BACKWARD)
     unequal = Case("unequal", ((1, 64),), 2, 1, True)
-    assert "top left" in frost.refuses(unequal, FORWARD)
+    assert frost.refuses(unequal, FORWARD) is None
     assert "top left" in cudnn.refuses(unequal, FORWARD)
     assert providers.attempt(lambda: 3) == (3, None)
     _, reason = providers.attempt(lambda: torch.zeros(2) @ torch.zeros(3))

@@ -1,14 +1,25 @@
 """cuDNN's FROST on the timing model: the order of its tiles, and what is replayed."""
 
+import numpy as np
 import pytest
 import torch
 
 from bench.model import frost as model
 from bench.model.calls import Kind
+from bench.model.frost_backward import (
+    STEP_WORK,
+    UNIT_WORK,
+    FrostBackward,
+    Geometry,
+    main_tiles,
+    product_tiles,
+)
 from bench.model.tiles import forward_tiles
 from bench.peers import frost
-from bench.suite import FORWARD, Case
-from sm100_sim.timing import load
+from bench.suite import BACKWARD, FORWARD, Case
+from fa4_hd256.check import reference
+from fa4_hd256.check.reference import visible
+from sm100_sim.timing import TileCosts, load
 
 CAUSAL = Case("dense", ((2048, 2048),) * 3, 8, 2, True)
 FULL = Case("dense", ((2048, 2048),) * 3, 8, 2, False)
@@ -85,3 +96,74 @@ def test_the_order_is_that_of_the_kernel(monkeypatch):
     coordinates = [where for to, (which, where), *_ in loads if (to, which) == (place, of_q)]
     found = [(row // 256, head, batch) for _, head, row, batch in coordinates]
     assert found == places(case)
+
+
+@pytest.mark.parametrize("lengths", [(1024, 1024), (640, 1024), (1024, 768)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward_tiles_cover_what_is_seen(lengths, causal):
+    """Every visible pair of a query and a key lies in a unit of the main kernel, and what the
+    products read of dS has been written by it."""
+    seqlen_q, seqlen_k = lengths
+    geometry = Geometry(1, 2, 2, lengths, seqlen_k - seqlen_q if causal else None)
+    seen = visible(lengths, (None, 0 if causal else None)).numpy()
+    written = np.zeros(geometry.padded, bool)
+    for keys in range(0, geometry.padded[1], 256):
+        first, limit = geometry.queries_of(keys)
+        written[first:limit, keys : keys + 256] = True
+    assert not (seen & ~written[:seqlen_q, :seqlen_k]).any()
+    work = sum(tile.work for tile in main_tiles(geometry))
+    assert work == 2 * written.sum() / 128**2 * UNIT_WORK
+    for queries in range(0, seqlen_q, 256):
+        summed = geometry.keys_of(queries)
+        assert written[queries : queries + 256, :summed].all()
+        assert not seen[queries : queries + 256, summed:].any()
+    bytes_read = sum(tile.own_bytes - tile.writes for tile in product_tiles(geometry, False))
+    assert bytes_read == 2 * 2 * written[:seqlen_q, :seqlen_k].sum()
+
+
+def test_backward_goes_in_chunks_of_heads_that_fit():
+    assert frost.backward_chunks(1, 32, 2, (8192, 8192)) == (1, 32)
+    assert frost.backward_chunks(1, 32, 2, (16384, 16384)) == (1, 16)
+    assert frost.backward_chunks(1, 32, 2, (32768, 32768)) == (1, 4)
+    assert frost.backward_chunks(4, 16, 16, (8192, 8192)) == (4, 16)
+    assert frost.backward_chunks(8, 16, 16, (8192, 8192)) == (8, 8)
+    chunks = pytest.importorskip("cudnn.sdpa.bwd.api_dsl_sm107")._sm107_chunks
+    for batch, heads, heads_kv in ((1, 32, 2), (3, 24, 8), (8, 16, 16), (2, 8, 1)):
+        for seqlen in (2048, 8192, 16384, 32768, 65536):
+            theirs = chunks(batch, heads, heads // heads_kv, seqlen, seqlen, 2,
+                            allow_subgroups=True)  # fmt: skip
+            assert frost.backward_chunks(batch, heads, heads_kv, (seqlen, seqlen)) == theirs
+
+
+def test_backward_call_of_several_chunks():
+    """Each chunk has the three kernels; the rest of the time is that of bytes."""
+    values = [load("b200").values()]
+    backward = FrostBackward("ideal", values, lambda which: [TileCosts(0.0, 0.0, 1.0)])
+    case = Case("long", ((16384, 16384),), 32, 2, False)
+    (call,) = backward.calls(case)
+    assert [times for times, _ in call.schedules] == [2, 2, 2]
+    main, *products = (one for _, one in call.schedules)
+    assert main.work == 2 * 16 * 128**2 * UNIT_WORK
+    assert all(one.work == 2 * 16 * 64 * 256 * STEP_WORK for one in products)
+    assert call.flop == case.flop(BACKWARD)
+
+
+@pytest.mark.third_party
+@pytest.mark.simulator
+@pytest.mark.parametrize("lengths", [(256, 256), (100, 300)])
+def test_gradients_of_its_backward(lengths):
+    pytest.importorskip("cudnn")
+    import sm100_sim
+
+    torch.manual_seed(0)
+    shapes = ((lengths[0], 2), (lengths[1], 1), (lengths[1], 1), (lengths[0], 2))
+    q, k, v, dout = (torch.randn(1, n, h, 256, dtype=torch.bfloat16) for n, h in shapes)
+    exact = reference.gradients((q, k, v), dout, causal=True)
+    allowed = reference.same_dtype_gradients((q, k, v), dout, causal=True)
+    with sm100_sim.attached():
+        out, lse = frost.Forward()(q, k, v, causal=True)
+        found = frost.Backward()(q, k, v, out, lse, dout, causal=True)
+    for name, mine in zip("qkv", found):
+        error = (mine.double() - exact[name]).abs().max()
+        # dK and dV of the heads of a group are summed from bf16.
+        assert error <= 3 * (allowed[name].double() - exact[name]).abs().max()

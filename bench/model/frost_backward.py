@@ -1,0 +1,185 @@
+"""cuDNN's FROST backward on the timing model: a main kernel, two products, and what runs beside.
+
+The main kernel has a tile for 128 keys of a query head: it recomputes P and dP, keeps dV in tensor
+memory and writes dS, keys by queries. Two products over dS make dK and dQ, with a tile for 256
+rows. All three take tiles over by cluster launch control, in the order of their grids. dK and dV of
+the query heads of a group are summed at the end. As many heads go at once as memory for their dS
+allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.peers import frost
+from bench.suite import BACKWARD, Case
+from bench.tables.paths import Paths
+from fa4_hd256.kernels.limits import HEAD_DIM
+from sm100_sim.timing import (
+    ALONE,
+    BURST,
+    Call,
+    Conditions,
+    Room,
+    Tile,
+    TileCosts,
+    Tiles,
+    Values,
+    schedule,
+)
+
+from .machines import memory_seconds
+from .tiles import KEYS, ROW, ROWS
+
+#: Its kernels on tensor cores, as launched one behind the other.
+KERNELS = ("main", "dk", "dq")
+#: Queries of a unit of the main kernel, which is 128 x 128; rows of the sum of a product's step.
+UNIT, STEP = 128, 64
+#: Clocks of the tensor core of a CTA: the three products of a unit, and a step of a product.
+UNIT_WORK, STEP_WORK = 3 * 512.0, 512.0
+#: Bytes of an element of dS.
+_DS = 2.0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A launch: one length of all sequences. offset: of the diagonal, keys less queries; None
+    without a mask."""
+
+    batch: int
+    heads: int
+    ratio: int
+    lengths: tuple[int, int]
+    offset: int | None
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        queries, keys = self.lengths
+        return (-(-queries // frost.QUERY_PAD) * frost.QUERY_PAD,
+                -(-keys // frost.KEY_PAD) * frost.KEY_PAD)  # fmt: skip
+
+    def queries_of(self, keys: int) -> tuple[int, int]:
+        """First and last of the queries that 256 keys from there on are worked on with; the two
+        tiles of 128 keys among them have the same."""
+        last = self.padded[0]
+        if self.offset is None:
+            return 0, last
+        return min(max((keys - self.offset) // ROWS * ROWS, 0), last - UNIT), last
+
+    def keys_of(self, queries: int) -> int:
+        """How many keys the product for dQ sums over for 256 queries from there on."""
+        if self.offset is None:
+            return self.lengths[1]
+        seen = -(-(queries + ROWS + self.offset) // ROWS) * ROWS
+        return min(max(seen, 0), self.lengths[1])
+
+
+def main_tiles(geometry: Geometry) -> Iterator[Tile]:
+    """Of the main kernel: Q and dO of a head are shared; K, V, dV and dS are a tile's own."""
+    shared = 2 * ROW * geometry.lengths[0]
+    reads, writes = 2 * ROW * KEYS, ROW * KEYS
+    blocks = []
+    for begin in range(0, geometry.padded[1], KEYS):
+        first, limit = geometry.queries_of(begin // ROWS * ROWS)
+        units = -(-(limit - first) // UNIT)
+        own = reads + writes + _DS * UNIT * KEYS * units
+        blocks.append((UNIT_WORK * units, own))
+    for head in range(geometry.batch * geometry.heads):
+        for work, own in blocks:
+            yield Tile(work, head, shared, own, 0.0, reads, writes)
+
+
+def product_tiles(geometry: Geometry, is_dq: bool) -> Iterator[Tile]:
+    """Of a product over dS: Q of a head, or K of a group of heads, is shared."""
+    rows, others = geometry.lengths if is_dq else geometry.lengths[::-1]
+    blocks = []
+    for begin in range(0, rows, ROWS):
+        if is_dq:
+            summed = geometry.keys_of(begin)
+        else:
+            first, limit = geometry.queries_of(begin)
+            summed = min(limit, geometry.lengths[0]) - first
+        steps, height = -(-summed // STEP), min(ROWS, rows - begin)
+        writes = ROW * height
+        blocks.append((STEP_WORK * steps, _DS * height * summed + writes, writes))
+    for head in range(geometry.batch * geometry.heads):
+        group = head // geometry.ratio if is_dq else head
+        for work, own, writes in blocks:
+            yield Tile(work, group, ROW * others, own, 0.0, 0.0, writes)
+
+
+@functools.lru_cache(maxsize=64)
+def tiles_of(kernel: str, geometry: Geometry) -> Tiles:
+    """Of all machines alike."""
+    if kernel == "main":
+        return Tiles.of(list(main_tiles(geometry)))
+    return Tiles.of(list(product_tiles(geometry, kernel == "dq")))
+
+
+@dataclass(frozen=True)
+class FrostBackward:
+    """Its whole backward, with the methods of `backward.Backward`. costs: kernel -> tile costs for
+    each of the drawn machines. paths: of the replays of each kernel that was asked for."""
+
+    name: str
+    values: list[Values]
+    costs: Callable[[str], list[TileCosts]]
+    paths: dict[str, Paths] = field(default_factory=dict)
+
+    def plan(self, case: Case) -> tuple[int, Geometry]:
+        """(how often the three kernels are launched, on what)."""
+        lengths = case.lengths[0]
+        batch, heads = frost.backward_chunks(case.batch, case.heads, case.heads_kv, lengths)
+        offset = None if case.bounds[1] is None else lengths[1] - lengths[0]
+        ratio = case.heads // case.heads_kv
+        times = case.batch // batch * (case.heads // heads)
+        return times, Geometry(batch, heads, ratio, lengths, offset)
+
+    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+        """All kernels one after the other, for each of the drawn machines, the central one first.
+        room: that those on tensor cores get."""
+        times, geometry = self.plan(case)
+        found = []
+        for n, values in enumerate(self.values):
+            schedules: list[Any] = []
+            for kernel in KERNELS:
+                tiles, costs = tiles_of(kernel, geometry), self.costs(kernel)[n]
+                schedules.append((times, schedule(tiles, costs, values, 2, "dynamic", room)))
+            found.append(Call(schedules, _beside(case, geometry, values)))
+        return found
+
+    def seconds(
+        self, case: Case, room: Room = ALONE, conditions: Conditions = BURST
+    ) -> np.ndarray:
+        """float64, predicted of `calls`."""
+        calls = zip(self.calls(case, room), self.values)
+        return np.array([one.seconds(values, conditions) for one, values in calls])
+
+    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
+        """The same as TFLOPS by `Case.flop`, five products."""
+        return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
+
+    def paths_of(self, case: Case) -> Paths:
+        """Of the replays behind a case's prediction, which has been made."""
+        return sum((self.paths.get(name, Paths()) for name in KERNELS), Paths())
+
+
+def _beside(case: Case, geometry: Geometry, values: Values) -> float:
+    """Seconds of the kernels that only read and write: the product of O and dO of each row, and a
+    length for each sequence; padded copies; dK and dV of a group summed."""
+    (queries, keys), (padded_q, padded_k) = geometry.lengths, geometry.padded
+    rows = case.batch * case.heads * queries
+    nbytes = [rows * (2 * ROW + 4.0), 4.0 * case.batch]
+    if padded_q != queries:
+        nbytes += [case.batch * case.heads * (queries + padded_q) * ROW] * 2
+    if padded_k != keys:
+        nbytes += [case.batch * case.heads_kv * (keys + padded_k) * ROW] * 2
+    if case.heads != case.heads_kv:
+        elements = case.batch * padded_k * (case.heads + case.heads_kv) * HEAD_DIM
+        nbytes += [2 * 2.0 * elements]
+    return sum(memory_seconds(n, values) for n in nbytes)
