@@ -2,7 +2,7 @@
 
 `probe` reads an SM's clock and the timer between two kernels of others. `tiles` moves own bytes of
 tiles as an attention kernel does: a bulk load, some work, a bulk store that nobody waits for.
-`queue` has a load behind or in front of a store on one SM; `arithmetic` does exp2 or fma alone.
+`queue` has a load behind or in front of a store on one SM; `exp2s` and `fmas` do that alone.
 `follower` is one of several kernels in a row that spin. `spin` keeps a GPU awake and does nothing.
 """
 
@@ -148,20 +148,20 @@ extern "C" __global__ void __launch_bounds__(32, 1) queue(
     __syncwarp();
   }
 }
-// 32 operations of each thread in a round: 0 ex2, 1 fma.
-extern "C" __global__ void arithmetic(float* out, u32 rounds, u32 kind) {
-  float v[8];
-  for (int i = 0; i < 8; ++i) v[i] = -0.001f * (threadIdx.x + 37 * i + blockIdx.x);
-  float scale = -0.5f - 0.001f * (threadIdx.x & 7);
-  for (u32 r = 0; r < rounds; ++r)
-    for (int j = 0; j < 4; ++j)
-      for (int i = 0; i < 8; ++i) {
-        if (kind == 0) asm volatile("ex2.approx.ftz.f32 %%0, %%0;" : "+f"(v[i]));
-        else asm volatile("fma.rn.f32 %%0, %%0, %%1, %%1;" : "+f"(v[i]) : "f"(scale));
-      }
-  float sum = 0; for (int i = 0; i < 8; ++i) sum += v[i];
-  if (sum == 12345.f) out[0] = sum;
+// 32 operations of each thread in a round, eight chains.
+#define ARITHMETIC(name, operation) \
+extern "C" __global__ void name(float* out, u32 rounds) { \
+  float v[8], sum = 0, scale = -0.5f - 0.001f * (threadIdx.x & 7); \
+  for (int i = 0; i < 8; ++i) v[i] = -0.001f * (threadIdx.x + 37 * i + blockIdx.x); \
+  for (u32 r = 0; r < rounds; ++r) { \
+    _Pragma("unroll") \
+    for (int j = 0; j < 32; ++j) asm volatile(operation : "+f"(v[j & 7]) : "f"(scale)); \
+  } \
+  for (int i = 0; i < 8; ++i) sum += v[i]; \
+  if (sum == 12345.f) out[0] = sum; \
 }
+ARITHMETIC(exp2s, "ex2.approx.ftz.f32 %%0, %%0;")
+ARITHMETIC(fmas, "fma.rn.f32 %%0, %%0, %%1, %%1;")
 """
 
 _FOLLOWER = r"""

@@ -32,9 +32,11 @@ LOAD_SECONDS, REST_SECONDS = 2.2, 2.5
 #: Shares of the time in which a product runs; the rest of it the GPU is awake and idle.
 DUTIES = (0.2, 0.4)
 #: Kernels in a row, and clocks of each.
-FOLLOWERS, SPIN = 24, 40000
-#: Of `arithmetic`.
+FOLLOWERS, SPIN = 24, 200000
+#: Of `exp2s`: 32 operations of 2048 threads of an SM each.
 ROUNDS = 600
+#: Heads of 128 queries and one KV head, which keep part of the SMs busy.
+HEADS = (16, 33, 66, 99, 132)
 _GIB, COPY = 1 << 30, kernels.COPY
 #: Bytes that a run of tiles reads, and writes, before it begins again.
 PLACE = 256 << 20
@@ -344,8 +346,8 @@ class Sensor(threading.Thread):
 
 
 def _binned(seconds: np.ndarray, *series: np.ndarray) -> list[list[float]]:
-    """Rows of (milliseconds, means of the series): bins of 5 ms up to 0.2 s, then of 50."""
-    edges = np.concatenate([np.arange(0, 0.2, 0.005), np.arange(0.2, 60.0, 0.05)])
+    """Rows of (milliseconds, means of the series): bins of 5 ms up to 0.2 s, then of 250."""
+    edges = np.concatenate([np.arange(0, 0.2, 0.005), np.arange(0.2, 60.0, 0.25)])
     where, rows = np.digitize(seconds, edges), []
     for n in np.unique(where[seconds >= 0]):
         chosen = where == n
@@ -361,7 +363,7 @@ def load(
     in the rest.
 
     operations: (ms, ms of each, MHz of an SM meanwhile); sensors: (ms, watts, watts averaged, MHz,
-    ...). watts: by the energy counter over the second half; first: ms and MHz of the first 40.
+    ...). watts: by the energy counter over the second half; first: ms, ms and MHz of the first 12.
     """
     torch.cuda.synchronize()
     time.sleep(REST_SECONDS)
@@ -401,7 +403,7 @@ def load(
     return {
         "operations": _binned(starts[known], took[known], clocks[known]),
         "first": [[round(float(v), 4) for v in row]
-                  for row in zip(starts[:40] * 1e3, took[:40], np.nan_to_num(clocks[:40]))],
+                  for row in zip(starts[:12] * 1e3, took[:12], np.nan_to_num(clocks[:12]))],
         "sensors": _binned(rows[:, 0] - begin, *rows.T[1:5]),
         "watts": float((late[-1, 5] - late[0, 5]) / (late[-1, 0] - late[0, 0])),
         "late": [float(np.median(took[len(took) // 2:])),
@@ -423,6 +425,27 @@ def _products() -> dict[str, Callable[[], Any]]:
     return found
 
 
+def part_of_the_sms(device: Device) -> dict[str, Any]:
+    """Attention of so many heads with 128 queries each, all on the same keys: clocks of a burst."""
+    _, seqlen, dim = ATTENTION
+    k, v = (torch.randn(1, 1, 2 * seqlen, dim, device="cuda").bfloat16() for _ in range(2))
+    found = {}
+    for heads in HEADS:
+        q = torch.randn(1, heads, 128, dim, device="cuda").bfloat16()
+        keys, values = (one.expand(1, heads, 2 * seqlen, dim) for one in (k, v))
+
+        def run(q: Any = q, keys: Any = keys, values: Any = values) -> Any:
+            with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]):
+                return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+
+        for _ in range(3):
+            run()
+        name = f"attention, cuDNN, {heads} heads of 128 queries"
+        found[name] = load(device, run, seconds=0.3)
+        print(name, found[name]["first"][8:], file=sys.stderr, flush=True)
+    return found
+
+
 def loads(device: Device) -> dict[str, Any]:
     """Products, attention, a copy, an SM that spins; products with pauses."""
     operations = _products()
@@ -440,12 +463,11 @@ def loads(device: Device) -> dict[str, Any]:
     target = torch.empty_like(source)
     operations["copy"] = lambda: target.copy_(source)
     out = torch.zeros(64, device="cuda")
-    for kind, name in enumerate(("exp2", "fma")):
-        arguments = (out.data_ptr(), 8), (ROUNDS, 4), (kind, 4)
-        operations[name] = functools.partial(
-            device.launch, "arithmetic", 2 * 132, 1024, arguments)
+    for name, rounds in (("exp2", ROUNDS), ("fma", 8 * ROUNDS)):
+        arguments = (out.data_ptr(), 8), (rounds, 4)
+        operations[name] = functools.partial(device.launch, f"{name}s", 2 * 132, 1024, arguments)
     operations["awake"] = lambda: device.launch("spin", 1, 32, ((2_000_000, 8),))
-    found = {}
+    found = part_of_the_sms(device)
     for name, operation in operations.items():
         for _ in range(3):
             operation()

@@ -72,6 +72,7 @@ class Values(NamedTuple):
     energy_exponent: float
     load_ms: float
     dependent_launch_us: float
+    uneven_shares: float
 
 
 def l2_share(values: Values, sms_running: float | None = None) -> float:

@@ -1,9 +1,10 @@
 """The discrete-event run behind `problem.schedule`: tiles over places, and their own bytes.
 
 A place is where a cluster runs. Bytes that tiles read and write themselves are flows that share
-HBM: n of them get an n-th of its rate each, and none more than an SM's interface to L2 takes. What
-a tile's replay has of its reading, its bytes at that interface's rate, is no delay; a delay is what
-a flow takes longer than that, because other clusters ask at the same time.
+HBM, and none gets more than an SM's interface to L2 takes. Shares are not equal: some places lie
+better than others, so that clusters which begin their tiles together fall apart within some tiles,
+as they do on a GPU. What a tile's replay has of its reading, its bytes at the interface's rate, is
+no delay; a delay is what a flow takes longer than that, because others ask at the same time.
 
 All of a run's state is in arrays that are made outside, so that numba compiles it without counting
 references (`signals.compiled`); without numba the same functions run in Python.
@@ -17,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy.
-BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, RULES = range(9)
+# Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy,
+# how far the shares of places lie apart.
+BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, RULES = range(10)
 # Columns of Tables.place. Stages: free for its next tile, or about to start it.
 (STAGE, TILE, NEXT, USED, FRESH, START, DUE, FLOW, AWAITED, COLUMNS) = range(10)
 _FREE, _STARTING = 0.0, 1.0
@@ -26,9 +28,13 @@ _FREE, _STARTING = 0.0, 1.0
 _NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
 # Entries of Tables.counts: entries of both heaps, tiles or static clusters given away.
 PLACES, FLOWS, GIVEN, COUNTS = range(4)
-# Entries of Tables.server: its clock, bytes that a flow which was always there would have got.
-NOW, SERVED, SERVER = range(3)
-_NOBODY = -1
+# Entries of Tables.server: its clock, bytes that a flow of weight 1 which was always there would
+# have got, weight of the flows that are there.
+NOW, SERVED, WEIGHT, SERVER = range(4)
+#: Places one behind another get weights far apart: multiples of the golden section, modulo 1.
+_GOLDEN = 0.6180339887498949
+#: Clocks that are nothing but the rounding of sums.
+_ROUNDING = 1e-6
 
 
 class Tables(NamedTuple):
@@ -36,7 +42,7 @@ class Tables(NamedTuple):
 
     clocks, reads, writes: of each tile, without waiting; skips: int64, whether it is passed over.
     rule: see above. free, free_place: a heap of clocks and int64 places. flow, flow_place: likewise
-    of flows by when they end, in bytes served; of no place if nobody waits for it. place: (places,
+    of flows by when they end, in bytes served; -1 - place where that does not wait for it. place: (places,
     COLUMNS). starts, ends, cluster_of (int64): of each tile. busy: of each place. counts: int64.
     """
 
@@ -109,9 +115,15 @@ def _later(t, clock, place):
 
 
 @_compiled
+def _weight(t, place):
+    """Of a place's flows, from 1 - UNEVEN to 1 + UNEVEN."""
+    return 1.0 + t.rule[UNEVEN] * (2.0 * ((place + 1) * _GOLDEN % 1.0) - 1.0)
+
+
+@_compiled
 def _flow_rate(t):
-    """Bytes a clock that each flow gets."""
-    return min(t.rule[LINK], t.rule[MEMORY] / t.counts[FLOWS])
+    """Bytes a clock that a flow of weight 1 gets."""
+    return min(t.rule[LINK], t.rule[MEMORY] / t.server[WEIGHT])
 
 
 @_compiled
@@ -120,15 +132,18 @@ def _advance(t, clock):
     if t.counts[FLOWS]:
         t.server[SERVED] += (clock - t.server[NOW]) * _flow_rate(t)
     else:
-        t.server[SERVED] = 0.0
+        t.server[SERVED] = t.server[WEIGHT] = 0.0
     t.server[NOW] = clock
 
 
 @_compiled
-def _ask(t, nbytes, place):
-    """A flow of so many bytes begins now."""
-    _push(t.flow, t.flow_place, t.counts[FLOWS], t.server[SERVED] + nbytes, place)
+def _ask(t, nbytes, place, awaited):
+    """A flow of so many bytes begins now. awaited: whether its place will ask for its end."""
+    weight = _weight(t, place)
+    who = place if awaited else -1 - place
+    _push(t.flow, t.flow_place, t.counts[FLOWS], t.server[SERVED] + nbytes / weight, who)
     t.counts[FLOWS] += 1
+    t.server[WEIGHT] += weight
 
 
 @_compiled
@@ -160,9 +175,14 @@ def _work(t, place):
     """The tile of a place has its operands: it runs to its end."""
     row, now = t.place[place], t.server[NOW]
     tile = int(row[TILE])
-    hidden = 0.0 if row[FLOW] == _THERE else t.reads[tile] / t.rule[LINK]
+    hidden = 0.0
+    if row[FLOW] != _THERE:
+        hidden = t.reads[tile] / _weight(t, place) / t.rule[LINK]
+    delay = now - row[START] - hidden
+    if delay < _ROUNDING:
+        delay = 0.0
     # Never before its operands are there, however little a cost says.
-    clocks = max(now - row[START], row[DUE] + max(0.0, now - row[START] - hidden))
+    clocks = max(now - row[START], row[DUE] + delay)
     t.starts[tile], t.ends[tile], t.cluster_of[tile] = row[START], row[START] + clocks, place
     t.busy[place] += clocks
     row[STAGE], row[FLOW], row[AWAITED] = _FREE, _NONE, 0.0
@@ -170,7 +190,7 @@ def _work(t, place):
     if t.rule[PREFETCHES]:
         following = _next_tile(t, place, False)
         if following < len(t.clocks) and t.reads[following]:
-            _ask(t, t.reads[following], place)
+            _ask(t, t.reads[following], place, True)
             row[FLOW] = _ASKED
 
 
@@ -184,7 +204,7 @@ def _start(t, place):
         return
     row[AWAITED] = 1.0
     if row[FLOW] == _NONE:
-        _ask(t, t.reads[tile], place)
+        _ask(t, t.reads[tile], place, True)
 
 
 @_compiled
@@ -192,7 +212,7 @@ def _free(t, place):
     """A place has ended its tile, if it had one, and takes the next."""
     row, now = t.place[place], t.server[NOW]
     if row[TILE] >= 0 and t.writes[int(row[TILE])]:
-        _ask(t, t.writes[int(row[TILE])], _NOBODY)
+        _ask(t, t.writes[int(row[TILE])], place, False)
     row[TILE] = -1.0
     tile = _next_tile(t, place, True)
     if tile >= len(t.clocks):
@@ -222,7 +242,8 @@ def _arrived(t):
     place = t.flow_place[0]
     t.counts[FLOWS] -= 1
     _drop(t.flow, t.flow_place, t.counts[FLOWS])
-    if place == _NOBODY:
+    t.server[WEIGHT] -= _weight(t, place if place >= 0 else -1 - place)
+    if place < 0:
         return
     row = t.place[place]
     if row[FLOW] == _ASKED:

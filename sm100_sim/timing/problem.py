@@ -226,7 +226,7 @@ def schedule(
     rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
     rule[placement.GRID] = room.grid or clusters
     rule[placement.STATIC], rule[placement.SINGLE] = policy == "static", policy == "single"
-    rule[placement.PREFETCHES] = prefetches
+    rule[placement.PREFETCHES], rule[placement.UNEVEN] = prefetches, values.uneven_shares
     tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
     slots = room.slots(clusters)
     tables.counts[placement.PLACES] = len(slots)

@@ -14,7 +14,7 @@ from sm100_sim.timing.problem import POLICIES, Room, Tile, TileCosts, Tiles, sch
 #: Four clusters of two CTAs; HBM gives 100 bytes a clock, a cluster takes as many.
 VALUES = load().values()._replace(
     sms=8, launch_us=0.0, cta_reuse=0.0, clock_ghz=1.0, hbm_terabytes=0.1,
-    l2_bytes_per_clock_sm=50.0, l2_terabytes=1e3,
+    l2_bytes_per_clock_sm=50.0, l2_terabytes=1e3, uneven_shares=0.0,
 )  # fmt: skip
 COSTS = TileCosts(begin=100.0, each=50.0, rate=1.0)
 CLOCKS = 1050
@@ -34,10 +34,22 @@ def test_reading_alone_is_what_the_replay_has():
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_equal_tiles_that_start_together_share_hbm(policy):
-    """4000 bytes take 40 clocks, 10 of them in each tile's own costs; in every wave."""
+    """4000 bytes take 40 clocks, 10 of them in each tile's own costs; in every wave, as long as all
+    get equal shares."""
     found = run([tile(reads=1000.0)] * 12, policy)
     assert found.clocks == pytest.approx(100 + 3 * (CLOCKS + 30))
     assert found.balance == pytest.approx(1.0)
+
+
+def test_uneven_shares_end_the_lockstep():
+    """The first wave waits as long as with equal ones, each later one less."""
+    values = VALUES._replace(uneven_shares=0.3)
+    found = schedule([tile(reads=1000.0)] * 40, COSTS, values, 2, "static")
+    waits = np.diff(found.starts.reshape(10, 4), axis=0) - CLOCKS
+    waits[0] -= COSTS.begin
+    assert waits[0].mean() == pytest.approx(30, rel=0.2)
+    sums = waits.sum(axis=1)
+    assert np.all(np.diff(sums) < 1e-6) and sums[-1] < sums[0] / 4
 
 
 def test_half_of_the_machine_waits_half():
@@ -133,7 +145,10 @@ def _digest():
     found = []
     for policy in POLICIES:
         for prefetches in (False, True)[: 1 + (policy != "single")]:
-            one = run(_random(2, True), policy, prefetches=prefetches)
+            values = VALUES._replace(uneven_shares=0.2)
+            one = schedule(
+                _random(2, True), COSTS, values, 2, policy, prefetches=prefetches
+            )  # fmt: skip
             found += [one.starts.tobytes(), one.busy.tobytes(), one.cluster_of.tobytes()]
     return b"".join(found).hex()
 
