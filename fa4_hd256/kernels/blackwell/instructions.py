@@ -79,6 +79,11 @@ class TmemOperand:
         """`elements` of K one after the other."""
         return cls(tuple(range(0, elements // 2, 8)))
 
+    def part(self, index: int, parts: int) -> TmemOperand:
+        """One of `parts` equal runs of the slices."""
+        count = len(self.step_columns) // parts
+        return self.slices(index * count, (index + 1) * count)
+
     def slices(self, start: int, stop: int) -> TmemOperand:
         """Some of the slices."""
         return TmemOperand(self.step_columns[start:stop])

@@ -181,13 +181,11 @@ class MmaRole(SharedByReference):
         piece, turn = which
         a_layout, b_layout = self._layout(product.a), self._layout(product.b)
         in_tmem = isinstance(a_layout, TmemOperand)
-        a = None if in_tmem else self._buffer(context, product.a, states)
+        address = self._tmem_address if in_tmem else self._buffer
+        a = address(context, product.a, states)
         b = self._buffer(context, product.b, states)
         result = self._tmem_address(context, product.result, states)
-        if in_tmem:
-            a = self._tmem_address(context, product.a, states)
-        else:
-            a_layout = a_layout.part(piece, product.pieces)
+        a_layout = a_layout.part(piece, product.pieces)
         chain = self.kernel.shapes[product.result.content], result, (a, a_layout), (b, b_layout)
         adds = Boolean(self._adds(product, piece, turn))
         self.kernel.multiply(context, turn.work, chain, adds)

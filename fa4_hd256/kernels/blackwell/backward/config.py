@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 TILE_BYTES = 128 * 128 * ELEMENT_BYTES  # of one stage of a ring: 128 x 128, or 64 x 256
+PIECE_BYTES = 64 * 128 * ELEMENT_BYTES  # of a ring of half as large pieces
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ class DvPlan:
     ring_stages: buffers of the ring that Q and dO (twice, see `dv`) share.
     """
 
-    ring_stages: int = 3
+    ring_stages: int = 6
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     stats_stages: ClassVar[int] = 2
@@ -315,8 +316,8 @@ class DvPlan:
                 SmemRegion("k", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
                 SmemRegion("v", 1, self.key_bytes, SWIZZLE_ALIGNMENT, "128 keys x 256"),
                 SmemRegion(
-                    "ring", self.ring_stages, TILE_BYTES, SWIZZLE_ALIGNMENT,
-                    "Q or dO: 64 queries x 256; dO for dV: 128 queries x 128 columns",
+                    "ring", self.ring_stages, PIECE_BYTES, SWIZZLE_ALIGNMENT,
+                    "Q or dO: 64 queries x 128 columns",
                 ),
                 SmemRegion("lse", *stats, "-LSE in log2 units of 128 queries"),
                 SmemRegion("delta", *stats, "-delta of 128 queries"),
@@ -351,7 +352,7 @@ class DvPlan:
                 Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=keys),
                 Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
                 Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
-                     "Q or dO in SMEM", transaction_bytes=CTAS * TILE_BYTES),
+                     "Q or dO in SMEM", transaction_bytes=CTAS * PIECE_BYTES),
                 Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
                      "Q or dO buffer: its MMAs are done", True),
                 Edge("stats_loaded", stats, own_tma, "load", 1, "gradient", "LSE, delta in SMEM",

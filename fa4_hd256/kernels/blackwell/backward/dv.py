@@ -107,11 +107,10 @@ class DvKernel(RowResult):
     result = "dV"
     is_scaled = False
     boxes = {
-        "q": (0, OWN_QUERIES, HEAD_DIM),
+        "q": (0, OWN_QUERIES, HEAD_DIM // 2),
         "k": (1, OWN_ROWS, HEAD_DIM),
         "v": (2, OWN_ROWS, HEAD_DIM),
-        "dout": (3, OWN_QUERIES, HEAD_DIM),
-        "dout_columns": (3, STEP_QUERIES, HEAD_DIM // 2),
+        "dout": (3, OWN_QUERIES, HEAD_DIM // 2),
     }
 
     def __init__(self, *arguments: Any) -> None:
@@ -126,8 +125,8 @@ class DvKernel(RowResult):
         half = TmemOperand.contiguous(OWN_QUERIES).step_columns
         self.layouts = {
             **dict.fromkeys(("K", "V"), k_major_operand(OWN_ROWS)),
-            **dict.fromkeys(("Q", "dO"), k_major_operand(OWN_QUERIES)),
-            "dOc": mn_major_operand(STEP_QUERIES),
+            **dict.fromkeys(("Q", "dO"), k_major_operand(OWN_QUERIES, HEAD_DIM // 2)),
+            "dOc": mn_major_operand(OWN_QUERIES),
             "P": TmemOperand((*half, *(OWN_QUERIES + column for column in half))),
         }
 
@@ -168,8 +167,7 @@ class DvKernel(RowResult):
         return {
             "k": memory.operand("k", OWN_ROWS, HEAD_DIM, 1),
             "v": memory.operand("v", OWN_ROWS, HEAD_DIM, 1),
-            "rows": memory.operand("ring", OWN_QUERIES, HEAD_DIM, stages),
-            "columns": memory.operand("ring", STEP_QUERIES, HEAD_DIM // 2, stages),
+            "ring": memory.operand("ring", OWN_QUERIES, HEAD_DIM // 2, stages),
             "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
@@ -223,8 +221,9 @@ class DvKernel(RowResult):
             return (((keys, self.first_row(context, work), 0, head),),)
         queries, row = context.sequences.query(work.batch), step.index * STEP_QUERIES
         if content == "dOc":
-            return (((queries, row, rank, step.head),),)
-        return (((queries, row + rank * OWN_QUERIES, 0, step.head),),)
+            return (((queries, row + half * OWN_QUERIES, rank, step.head),) for half in range(2))
+        row += rank * OWN_QUERIES
+        return (((queries, row, half, step.head),) for half in range(2))
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
         if copy.content in ("LSE", "delta"):
