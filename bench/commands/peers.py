@@ -1,4 +1,4 @@
-"""`python -m bench peers`: earlier commits of flash-attn-4, prepared to be compiled and replayed.
+"""`python -m bench peers`: earlier flash-attn-4 and FROST, prepared to be compiled and replayed.
 
 Published rates are of them (`bench/model/published`), and of the CuTe DSL of their day. Without
 arguments: which are known and which are prepared. `COMMIT...`: prepares these, once; pip fetches
@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     for one in wanted:
         print(f"{one.commit}: {releases.prepare(one, arguments.source)}")
     if not wanted:
-        for one in releases.RELEASES.values():
+        for one in releases.ALL.values():
             state = releases.unavailable(one) or f"prepared: {one.folder}"
             print(f"{one.commit}  {one.what}; CuTe DSL {one.cutlass_dsl}; {state}")
     return 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from bench.peers import frost
+from bench.peers import frost, releases
 from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -51,10 +52,13 @@ class Tiling(ForwardTiling):
 
 @dataclass(frozen=True)
 class Variant:
-    """One of its forwards. versions: as `bench.peers.frost.versions` gives them."""
+    """What of a case is compiled in. versions: as `bench.peers.frost.versions` gives them. release:
+    None for the installed one; not in the text by which programs are kept, which has the versions.
+    """
 
     kind: Kind
     versions: tuple[str, ...] = ()
+    release: releases.FrostRelease | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.versions:
@@ -66,24 +70,31 @@ class Variant:
 
 
 class Frost:
-    """Its kernels, as `predictor.Provider`. release: versions of another build than the installed
-    one, whose programs have been traced before."""
+    """Its kernels, as `predictor.Provider`. release: another than the installed one."""
 
-    def __init__(self, release: tuple[str, ...] = ()) -> None:
-        self.name = frost.NAME if not release else f"{frost.NAME} {release[0]}"
-        self._release = release
+    def __init__(self, release: releases.FrostRelease | None = None) -> None:
+        self.release = release
+        self.name = frost.NAME if release is None else f"{frost.NAME} {' '.join(release.versions)}"
 
     def version(self) -> str:
         return self._versions()[0]
 
     def _versions(self) -> tuple[str, ...]:
-        return self._release or frost.versions()
+        return frost.versions() if self.release is None else self.release.versions
 
     def replays(self, build: Build) -> bool:
-        return build.project == FROST and build.version == self.version()
+        """Where a plan is named, the one that it takes here: undivided keys, heads by themselves.
+        Which of the orders it is follows from the case, as in the plans of its heuristics."""
+        plan = dict(build.options)
+        return (build.project, build.version, build.cutlass_dsl) == (FROST, *self._versions()) and (
+            plan.get("SPLIT_KV", 1) == 1 and plan.get("PACK_GQA", 0) == 0
+        )
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        reason = None if self._release else frost.unavailable()
+        if self.release is None:
+            reason = frost.unavailable()
+        else:
+            reason = releases.unavailable(self.release)
         if reason is None and direction == BACKWARD:
             reason = frost.backward_refusal(case.packed, bool(case.softcap), case.bounds)
         return reason or frost.forward_refusal(case.packed, bool(case.softcap), case.bounds[1])
@@ -98,10 +109,10 @@ class Frost:
         """Raises ValueError where keys are to be divided."""
         if divided:
             raise ValueError(f"{self.name} with divided keys is not modelled")
-        return Variant(Kind.of(case), self._versions())
+        return Variant(Kind.of(case), self._versions(), self.release)
 
     def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
-        """Raises RuntimeError if it is not installed, or of another build not traced."""
+        """Raises RuntimeError if it is not installed."""
         found = replays(variant, machine, draws)
         tiling = Tiling("dynamic")
         costs = fitted(found, tiling.policy)
@@ -141,15 +152,24 @@ def backward_replays(variant: Variant, machine: Machine, draws: int) -> list[Rep
     return kept(*_backward_source(variant, machine), machine, draws)
 
 
-@contextlib.contextmanager
-def _tracing(variant: Variant, machine: Machine) -> Iterator[None]:
-    """What is called inside is compiled for the machine's GPU. Raises RuntimeError where another
-    build than the variant's is installed."""
+def _of_release(variant: Variant, run: Callable[..., Any], machine: Machine) -> Any:
+    """What `run(variant, machine)` returns, in the process of the variant's release if it has one.
+
+    Raises RuntimeError where no release is named and another build than the variant's is installed.
+    """
+    if variant.release is not None:
+        return releases.call(variant.release, functools.partial(run, variant, machine))
     reason = frost.unavailable()
     if reason is None and frost.versions() != variant.versions:
         reason = f"{frost.NAME} {variant.versions} is to be traced, {frost.versions()} is there"
     if reason:
         raise RuntimeError(reason)
+    return run(variant, machine)
+
+
+@contextlib.contextmanager
+def _tracing(machine: Machine) -> Iterator[None]:
+    """What is called inside is compiled for the machine's GPU."""
     with simulating(machine), seeded():
         frost.forget_compiled()
         yield
@@ -157,26 +177,29 @@ def _tracing(variant: Variant, machine: Machine) -> Iterator[None]:
 
 def _forward_source(variant: Variant, machine: Machine) -> Source:
     def trace() -> list[Traced]:
-        with _tracing(variant, machine):
-            predictions = _forward_predictions(variant)
         found = []
-        for sample, prediction in zip(variant.samples(), predictions, strict=True):
+        runs = _of_release(variant, forward_programs, machine)
+        for sample, program in zip(variant.samples(), runs, strict=True):
             work = forward_work(sample)
-            found.append(Traced.of(prediction, len(work), sum(masked for _, masked in work)))
+            found.append(Traced(program, len(work), sum(masked for _, masked in work)))
         return found
 
     return (frost.NAME, variant, target_of(machine), variant.samples(), SEED), trace
 
 
-def _forward_predictions(variant: Variant) -> list[timing.Prediction]:
-    """Through its class; keys and values have one head."""
+def forward_programs(variant: Variant, machine: Machine) -> list[timing.StoredProgram]:
+    """Of each of the variant's samples, through its class; keys and values have one head."""
     forward, kind = frost.Forward(), variant.kind
-    with timing.attached(draws=0) as session:
+    with _tracing(machine), timing.attached(draws=0) as session:
         for sample in variant.samples():
             queries, heads, left, keys = parts_of(sample)
             q, k, v = _random((queries, heads), (keys, 1), (keys, 1))
             forward(q, k, v, causal=kind.causal, left=left if kind.window else None)
-    return session.predictions
+    return _programs(session)
+
+
+def _programs(session: Any) -> list[timing.StoredProgram]:
+    return [timing.StoredProgram.of(found.compiled) for found in session.predictions]
 
 
 def _random(*shapes: tuple[int, int]) -> list[torch.Tensor]:
@@ -192,11 +215,10 @@ _BESIDE = "fill", "dot", "reduce"
 
 def _backward_source(variant: Variant, machine: Machine) -> Source:
     def trace() -> list[Traced]:
-        with _tracing(variant, machine):
-            runs = [_backward_predictions(variant, *sample) for sample in BACKWARD_SAMPLES]
+        runs = _of_release(variant, backward_programs, machine)
         rows = {"main": KEYS, "dk": ROWS, "dq": ROWS}
         return [
-            Traced.of(run[place], seqlen // rows[kernel] * heads)
+            Traced(run[place], seqlen // rows[kernel] * heads)
             for place, kernel in enumerate(KERNELS)
             for run, (seqlen, heads) in zip(runs, BACKWARD_SAMPLES)
         ]
@@ -205,15 +227,26 @@ def _backward_source(variant: Variant, machine: Machine) -> Source:
     return what, trace
 
 
-def _backward_predictions(variant: Variant, seqlen: int, heads: int) -> list[timing.Prediction]:
-    """Its three kernels, in their order. O and LSE are its own forward's."""
-    causal, shape = variant.kind.causal, (seqlen, heads)
-    with timing.attached(draws=0, chosen=_on_tensor_cores) as session:
-        q, k, v, dout = _random(shape, (seqlen, 1), (seqlen, 1), shape)
-        out, lse = frost.Forward()(q, k, v, causal=causal)
-        frost.Backward()(q, k, v, out, lse, dout, causal=causal)
-    return session.predictions[1:]
+def backward_programs(
+    variant: Variant, machine: Machine
+) -> list[list[timing.StoredProgram]]:
+    """Of each of `BACKWARD_SAMPLES` its three kernels, in their order. O and LSE are its own
+    forward's."""
+    causal, found = variant.kind.causal, []
+    with _tracing(machine):
+        for seqlen, heads in BACKWARD_SAMPLES:
+            with timing.attached(draws=0, chosen=_on_tensor_cores) as session:
+                shape, of_keys = (seqlen, heads), (seqlen, 1)
+                q, k, v, dout = _random(shape, of_keys, of_keys, shape)
+                out, lse = frost.Forward()(q, k, v, causal=causal)
+                frost.Backward()(q, k, v, out, lse, dout, causal=causal)
+            found.append(_programs(session)[1:])
+    return found
 
 
 def _on_tensor_cores(kernel: str) -> bool:
     return not any(part in kernel for part in _BESIDE)
+
+
+#: Earlier releases that published rates are of.
+HISTORY = tuple(Frost(one) for one in releases.FROST_RELEASES.values())

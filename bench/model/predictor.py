@@ -17,10 +17,12 @@ from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
 from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
+from . import flash_attn_4, frost
 from .backward import Backward
-from .flash_attn_4 import HISTORY, FlashAttention4
+from .flash_attn_4 import FlashAttention4
 from .forward import Kernel
 from .frost import Frost
+from .frost_backward import FrostBackward
 from .ours import Ours
 from .published.rows import Build, Published
 
@@ -55,15 +57,18 @@ class Provider(Protocol):
 
     def forward(self, variant: Any, machine: Machine, draws: int) -> Kernel: ...
 
-    def backward(self, variant: Any, machine: Machine, draws: int) -> Backward: ...
+    def backward(
+        self, variant: Any, machine: Machine, draws: int
+    ) -> Backward | FrostBackward: ...
 
 
 PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4(), Frost())}
+#: Builds that only published rates are of.
+HISTORY: tuple[Provider, ...] = (*flash_attn_4.HISTORY, *frost.HISTORY)
 
 
 def replayable(row: Published) -> Provider | None:
-    """What replays the very kernel of a published rate, None if nothing does. `HISTORY` are builds
-    that only such rates are of."""
+    """What replays the very kernel of a published rate, None if nothing does."""
     for provider in (*PROVIDERS.values(), *HISTORY):
         if provider.replays(row.build) and provider.refuses(row.problem, row.direction) is None:
             return provider
@@ -117,7 +122,9 @@ class Predictor:
         found = self._replayed(provider, FORWARD, variant)
         return found.divided(splits) if splits > 1 else found
 
-    def backward(self, provider: str, case: Case, use_clc: bool = False) -> Backward:
+    def backward(
+        self, provider: str, case: Case, use_clc: bool = False
+    ) -> Backward | FrostBackward:
         """The backward that a case takes, each of its kernels replayed where a case first needs
         it."""
         variant = PROVIDERS[provider].variant(case, BACKWARD, use_clc)

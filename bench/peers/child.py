@@ -30,7 +30,8 @@ def _import_unwrapped() -> None:
 def main(folder: str, request: str, result: str) -> None:
     """Read a callable from the file `request`, write to `result` what it returns."""
     put_first(folder)
-    _import_unwrapped()
+    if Path(folder, "flash_attn").is_dir():
+        _import_unwrapped()
     found = pickle.loads(Path(request).read_bytes())()
     Path(result).write_bytes(pickle.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Versions of flash-attn-4 other than the installed one, each with the CuTe DSL of its day.
+"""Versions of flash-attn-4 and FROST other than those installed, each with the CuTe DSL of its day.
 
 A rate says something of a kernel that was compiled by what compiled it then, and two releases of
 CuTe DSL cannot live in one process. So a release has a folder of its own with everything that
@@ -23,6 +23,7 @@ from typing import Any
 from bench.suite import BACKWARD, FORWARD
 from fa4_hd256.environment import cache_directory
 
+from . import frost
 from .flash_attn_4 import PACKAGE
 
 #: Of the project's modules, in a checkout and in the folder of a release.
@@ -47,6 +48,9 @@ class Release:
     tree: str | None = None
     directions: tuple[str, ...] = (FORWARD, BACKWARD)
 
+    #: What it is a version of.
+    project = PACKAGE
+
     def __post_init__(self) -> None:
         if (self.package is None) == (self.tree is None):
             raise ValueError(f"{self.commit}: either a version of the package or a tree")
@@ -63,12 +67,30 @@ class Release:
     def folder(self) -> Path:
         """Where `prepare` puts it."""
         key = hashlib.sha256(repr((self.requirements, self.tree)).encode()).hexdigest()[:8]
-        return cache_directory() / "peers" / f"{PACKAGE}-{self.commit}-{key}"
+        return cache_directory() / "peers" / f"{self.project}-{self.commit}-{key}"
 
     @property
     def versions(self) -> tuple[str, ...]:
         """What its compiled kernels depend on."""
         return (*self.requirements, self.tree or self.commit)
+
+
+class FrostRelease(Release):
+    """Of cuDNN's frontend. commit: its name here. package: its version."""
+
+    project = frost.NAME
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        parts = ("", "-libs-base", "-libs-core", "-libs-cu12")
+        return (*(f"nvidia-cutlass-dsl{part}=={self.cutlass_dsl}" for part in parts),
+                f"{frost.PACKAGE}=={self.package}")  # fmt: skip
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """As `frost.versions` says there."""
+        assert self.package is not None
+        return self.package, self.cutlass_dsl
 
 
 #: CuTe DSL 4.4.2 is of 2026-03-13, 4.5.0 of 2026-04-30; quack 0.3.10 of 04-14, 0.3.11 of 04-20.
@@ -89,11 +111,23 @@ RELEASES = {
 }  # fmt: skip
 
 
+#: That NVIDIA's tables are of. CuTe DSL 4.8.0 is the newest before 2026-09-28, 4.7.1 before 09-18.
+FROST_RELEASES: dict[str, FrostRelease] = {
+    one.commit: one
+    for one in (
+        FrostRelease("frost-1.31.0", "cudnn-frontend 1.31.0", "4.8.0", "", package="1.31.0"),
+        FrostRelease("frost-1.31.0-dsl-4.7.1", "cudnn-frontend 1.31.0", "4.7.1", "",
+                     package="1.31.0"),
+    )
+}  # fmt: skip
+ALL: dict[str, Release] = {**RELEASES, **FROST_RELEASES}
+
+
 def release(commit: str) -> Release:
-    """That of `RELEASES`. Raises ValueError for another."""
-    if commit not in RELEASES:
-        raise ValueError(f"commit {commit!r} is not known here; known are {', '.join(RELEASES)}")
-    return RELEASES[commit]
+    """That of `ALL`. Raises ValueError for another."""
+    if commit not in ALL:
+        raise ValueError(f"commit {commit!r} is not known here; known are {', '.join(ALL)}")
+    return ALL[commit]
 
 
 def unavailable(wanted: Release) -> str | None:
@@ -102,7 +136,7 @@ def unavailable(wanted: Release) -> str | None:
         return None
     source = "" if wanted.tree is None else " --source CHECKOUT"
     return (
-        f"{PACKAGE} {wanted.commit} is not prepared: "
+        f"{wanted.project} {wanted.commit} is not prepared: "
         f"python -m bench peers {wanted.commit}{source}"
     )
 
@@ -199,7 +233,7 @@ def call(wanted: Release, function: Callable[[], Any]) -> Any:
         done = subprocess.run(command, cwd=_ROOT, stdout=sys.stderr, check=False)
         if done.returncode or not result.exists():
             raise RuntimeError(
-                f"a call with {PACKAGE} {wanted.commit} ended with exit status "
+                f"a call with {wanted.project} {wanted.commit} ended with exit status "
                 f"{done.returncode}; its own output says why"
             )
         return pickle.loads(result.read_bytes())

@@ -14,6 +14,8 @@ from bench.model.frost_backward import (
     main_tiles,
     product_tiles,
 )
+from bench.model.published import nvidia
+from bench.model.published.rows import FROST
 from bench.model.tiles import forward_tiles
 from bench.peers import frost
 from bench.suite import BACKWARD, FORWARD, Case
@@ -119,6 +121,28 @@ def test_backward_tiles_cover_what_is_seen(lengths, causal):
         assert not seen[queries : queries + 256, summed:].any()
     bytes_read = sum(tile.own_bytes - tile.writes for tile in product_tiles(geometry, False))
     assert bytes_read == 2 * 2 * written[:seqlen_q, :seqlen_k].sum()
+
+
+def test_which_published_builds_are_replayed():
+    """Version, CuTe DSL and plan must be those of the kernel that is traced."""
+    releases_known = {one.version() for one in model.HISTORY}
+    assert releases_known == {"1.31.0"}
+    rows = [row for row in (*nvidia.TRAINING, *nvidia.INFERENCE) if row.build.project == FROST]
+    assert rows
+    for row in rows:
+        plan = dict(row.build.options)
+        replayed = [one for one in model.HISTORY if one.replays(row.build)]
+        assert len(replayed) == (plan["SPLIT_KV"] == 1)
+        for one in replayed:
+            assert one.release.cutlass_dsl == row.build.cutlass_dsl
+            # What the plan says of the order is what the case makes of it here.
+            of, heads = row.problem, row.problem.heads
+            tiles = of.seqlen_q // 256
+            order = list(
+                frost.forward_order(tiles, 1, heads, of.heads_kv, of.seqlen_k, True)
+            )
+            by_rows = [(tiles - 1 - n // heads, n % heads, 0) for n in range(tiles * heads)]
+            assert plan["SCHED_POLICY"] in ((1, 2) if order == by_rows else (2,))
 
 
 def test_backward_goes_in_chunks_of_heads_that_fit():
