@@ -71,6 +71,10 @@ def replayable(row: Published) -> Provider | None:
     """What replays the very kernel of a published rate, None if nothing does."""
     for provider in (*PROVIDERS.values(), *HISTORY):
         if provider.replays(row.build) and provider.refuses(row.problem, row.direction) is None:
+            try:
+                provider.variant(row.problem, row.direction, divided=row.parts > 1)
+            except ValueError:
+                continue
             return provider
     return None
 

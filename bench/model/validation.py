@@ -2,97 +2,180 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from bench.peers import flash_attn_4
-from sm100_sim import timing
-from sm100_sim.timing import Tile, TileCosts, load, schedule
+from sm100_sim.timing import Conditions, TileCosts, load
 
-from . import flash_attn_4 as theirs
 from .backward import Backward
-from .calls import Kind
 from .forward import Kernel
-from .published.rows import Published
-from .replays import Replayed, Traced, fitted, kept, one_cluster
+from .predictor import Provider, replayable
+from .published.rows import BURST, FIT, TEST, Build, Published
+from .replays import Replayed
 from .samples import Samples
+from .tiles import KEYS, ROWS
 
 DRAWS = 4
-#: (M, N, K) of the GEMMs whose replays give the costs of a tile of 256 x 256.
-GEMM_SAMPLES = ((256, 256, 512), (256, 256, 1024), (512, 256, 512), (512, 512, 1024))
-GEMM_TILE = 256
 
 
-@functools.cache
-def gemm_seconds(size: int, machine_name: str) -> np.ndarray:
-    """quack's bf16 GEMM (its default configuration) of size^3, for each of the drawn machines."""
-    machine = load(machine_name)
+@dataclass(frozen=True)
+class Found:
+    """A published row and what the model says of the very kernel.
 
-    def trace() -> list[Traced]:
-        from quack.gemm_interface import gemm
+    seconds: float64, at the machine's own clock, the central constants first. clock_ghz: of the
+    row's session, fitted; fitted: seconds with the central constants at that clock.
+    """
 
-        found = []
-        for m, n, k in GEMM_SAMPLES:
-            with timing.attached(draws=0) as session, one_cluster():
-                a = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-                gemm(a, torch.randn(k, n, dtype=torch.bfloat16, device="cuda"), tuned=False)
-            tiles = m * n // GEMM_TILE**2
-            found.append(Traced.of(session.predictions[-1], tiles))
-        return found
+    row: Published
+    seconds: np.ndarray
+    clock_ghz: float
+    fitted: float
 
-    rows = kept((flash_attn_4.versions(), "gemm", GEMM_SAMPLES), trace, machine, DRAWS)
-    # 256 x 256 x 16 takes a pair 128 clocks.
-    work = size / 16 * 128
-    tiles = [Tile(work, own_bytes=2.0 * GEMM_TILE**2)] * (size // GEMM_TILE) ** 2
-    tiles[0] = Tile(work, own_bytes=4.0 * size**2)
-    return np.array([
-        schedule(tiles, costs, values, 2, "dynamic").seconds
-        for costs, values in zip(fitted(rows, "dynamic"), machine.sampled(DRAWS))
-    ])  # fmt: skip
+    @property
+    def error(self) -> float:
+        """Of the rate, at the machine's own clock: above 0 the model is too fast."""
+        return float(self.row.seconds / self.seconds[0] - 1)
 
+    @property
+    def tflops(self) -> float:
+        """As modelled, at the machine's own clock."""
+        return self.row.tflops_of(float(self.seconds[0]))
 
-def rate_row(
-    case: str, published: float, tflops: np.ndarray, role: str, source: str
-) -> dict[str, Any]:
-    return {
-        "case": case,
-        "clock": None,
-        "published": published,
-        "modelled": float(tflops[0]),
-        "low": float(tflops.min()),
-        "high": float(tflops.max()),
-        "error": float(tflops[0] / published - 1),
-        "role": role,
-        "source": source,
-    }
+    @property
+    def error_fitted(self) -> float:
+        return self.row.seconds / self.fitted - 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is unthrottled and device-bound, and of 1k to 32k or a chunk of a prompt."""
+        return self.row.kind == BURST and self.row.seqlen <= 32768
 
 
-def _theirs(row: Published, machine_name: str) -> Kernel | Backward:
-    variant = theirs.Variant(Kind(row.causal), row.head_dim)
-    return getattr(theirs.FlashAttention4(), row.direction)(variant, load(machine_name), DRAWS)
+def _kernel(row: Published, draws: int) -> Kernel | Backward:
+    provider = replayable(row)
+    if provider is None:
+        raise ValueError(f"{row.build}, {row.case} cannot be replayed: see `replayable`")
+    variant = provider.variant(row.problem, row.direction, divided=row.parts > 1)
+    found = _replayed(provider, row, variant, draws)
+    return found.divided(row.parts) if isinstance(found, Kernel) and row.parts > 1 else found
 
 
-def attention_rows(
-    published: Iterable[Published], machine_name: str
-) -> Iterator[dict[str, Any]]:
-    kernels: dict[tuple, Kernel | Backward] = {}
+#: By provider, direction, variant, machine and draws.
+_kernels: dict[tuple, Kernel | Backward] = {}
+
+
+def _replayed(provider: Provider, row: Published, variant: Hashable, draws: int) -> Any:
+    key = provider.name, row.direction, variant, row.machine, draws
+    if key not in _kernels:
+        text = f"replaying {provider.name} for {row.gpu}, {row.direction}: {variant}"
+        print(text, file=sys.stderr, flush=True)
+        make = getattr(provider, row.direction)
+        _kernels[key] = make(variant, load(row.machine), draws)
+    return _kernels[key]
+
+
+def _seconds(kernel: Kernel | Backward, row: Published, clock_ghz: float | None) -> np.ndarray:
+    """clock_ghz: None for the machine's own, with all draws; else of the central constants."""
+    if clock_ghz is not None:
+        values = [kernel.values[0]._replace(clock_ghz=clock_ghz)]
+        kernel = replace(kernel, values=values)
+    conditions = Conditions(load_seconds=row.load_before or 0.0)
+    device = [
+        call.device_seconds(drawn, conditions)
+        for call, drawn in zip(kernel.calls(row.problem), kernel.values)
+    ]
+    # Calls follow one another: the longer of the two shows.
+    return np.maximum(device, row.protocol.host_seconds)
+
+
+def effective_clock(rows: Sequence[tuple[Published, Kernel | Backward]]) -> float:
+    """GHz at which a session's rows of the fit half come out right in the geometric mean."""
+    clock = float(rows[0][1].values[0].clock_ghz)
+    for _ in range(3):
+        excess = [np.log(row.seconds / _seconds(kernel, row, clock)[0]) for row, kernel in rows]
+        clock /= float(np.exp(np.mean(excess)))
+    return clock
+
+
+def judged(
+    published: Iterable[Published], machines: Sequence[str], draws: int = DRAWS
+) -> list[Found]:
+    """Those of the rows whose very kernel is replayed, on the machines named. The clock of a
+    session is fitted to its unthrottled rows of the fit half."""
+    kernels = []
     for row in published:
-        key = row.head_dim, row.causal, row.direction
-        if key not in kernels:
-            print(f"replaying {row.direction}, {row.case}", file=sys.stderr, flush=True)
-            kernels[key] = _theirs(row, machine_name)
-        kernel = kernels[key]
-        if row.clock.ghz:
-            locked = [values._replace(clock_ghz=row.clock.ghz) for values in kernel.values]
-            kernel = replace(kernel, values=locked)
-        found = rate_row(row.case, row.tflops, kernel.tflops(row.problem), row.role, row.source)
-        yield {**found, "clock": row.clock.ghz}
+        if row.machine in machines and row.role in (FIT, TEST) and replayable(row):
+            kernels.append((row, _kernel(row, draws)))
+    clocks = {}
+    for session in dict.fromkeys(row.session for row, _ in kernels):
+        fit = [(row, kernel) for row, kernel in kernels
+               if row.session == session and row.role == FIT and row.kind == BURST]  # fmt: skip
+        clocks[session] = effective_clock(fit) if fit else None
+    found = []
+    for row, kernel in kernels:
+        seconds, clock = _seconds(kernel, row, None), clocks[row.session]
+        own = float(kernel.values[0].clock_ghz)
+        fitted_seconds = float(_seconds(kernel, row, clock)[0]) if clock else float(seconds[0])
+        found.append(Found(row, seconds, clock or own, fitted_seconds))
+    return found
+
+
+def ratios(found: Sequence[Found]) -> Iterator[tuple[Found, Build, float, float]]:
+    """(a row, the build it is compared with, published and modelled ratio of the rates) of two
+    builds on one GPU in one session, the same shape and protocol."""
+    for number, base in enumerate(found):
+        for other in found[number + 1 :]:
+            a, b = base.row, other.row
+            alike = a.session == b.session and a.protocol == b.protocol and a.problem == b.problem
+            if alike and a.direction == b.direction and a.build != b.build:
+                modelled = float(base.seconds[0] / other.seconds[0])
+                yield other, a.build, b.tflops / a.tflops, modelled
+
+
+def on_two_gpus(found: Sequence[Found], newer: str, older: str) -> list[tuple[Found, Found]]:
+    """The same kernel, shape and protocol on each; unthrottled rows."""
+
+    def key(row: Published) -> tuple:
+        return row.build, row.direction, row.case, row.protocol
+
+    base = {key(one.row): one for one in found if one.row.gpu == older and one.counts}
+    return [
+        (one, base[key(one.row)]) for one in found
+        if one.row.gpu == newer and one.counts and key(one.row) in base
+    ]  # fmt: skip
+
+
+def tiles_of(row: Published) -> int:
+    """Of 256 queries, or parts of them."""
+    return row.heads[0] * -(-row.seqlen // ROWS) * row.parts * row.batch
+
+
+def chunks(rows: Iterable[Published]) -> Iterator[tuple[Published, Published, int]]:
+    """(a chunk of a prompt, the same with twice the keys, by how many steps its tiles differ),
+    where every tile has a CTA pair of its own."""
+    known = {(r.build, r.gpu, r.heads, r.seqlen, r.longest): r for r in rows if r.seqlen >= 512}
+    for (build, gpu, heads, seqlen, keys), row in known.items():
+        more = known.get((build, gpu, heads, seqlen, 2 * keys))
+        if row.keys and more and tiles_of(row) <= 74:
+            yield row, more, keys // KEYS // row.parts
+
+
+def class_of(row: Published) -> tuple[str, ...]:
+    """(GPU, direction, mask, lengths, protocol)."""
+    lengths = "1k-2k" if row.seqlen <= 2048 else "4k-32k" if row.seqlen <= 32768 else "64k-128k"
+    if row.keys:
+        lengths = "chunks"
+    return row.gpu, row.direction, row.mask, lengths, row.kind
+
+
+def rms(values: Iterable[float]) -> float:
+    """0 of none."""
+    found = np.array(list(values), float)
+    return float(np.sqrt(np.mean(found**2))) if found.size else 0.0
 
 
 def held_out_rows(

@@ -1,8 +1,7 @@
 """The figures behind pictures that take minutes of replays, kept as small files beside this module.
 
 Each file says which command made it and from which constants of the timing model;
-`python -m bench pictures --replay` makes them again. published.json is not made but collected: each
-of its series names its source.
+`python -m bench pictures --replay` makes them again.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ def basis() -> str:
 
 
 def read(name: str) -> dict[str, Any]:
-    """What a file holds: "published", "rates" or "timeline".
+    """What a file holds: "rates" or "timeline".
 
     Raises ValueError for one that was made from other constants than those of today.
     """
     found = json.loads((ROOM / f"{name}.json").read_text("utf-8"))
-    made = found.get("constants", constants())
+    made = found["constants"]
     if made != constants():
         raise ValueError(
             f"{name}.json was made from {made}, and the constants are {constants()} now; make it "
@@ -97,10 +96,12 @@ def rates(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                     })  # fmt: skip
     for table in tables["validation"]:
         for row in table["rows"]:
-            if "published" in row and row["role"] == "validation":
+            if "error_fitted" in row and row["counts"]:
                 rows.append({
-                    "group": "validation", "title": table["title"], "case": row["case"],
+                    "group": "validation", "kind": f"{row['direction']}, {row['gpu']}",
+                    "kernel": row["kernel"], "case": row["case"],
                     "published": round(row["published"]), "modelled": round(row["modelled"]),
+                    "fitted": round(row["published"] * (1 + row["error_fitted"])),
                 })  # fmt: skip
     return rows
 

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from bench.model.published.flash_attention import FORWARD_256, PR_2454
+from bench.model.published.nvidia import (
+    CUDNN_9_27,
+    FLASH_ATTENTION_UNKNOWN,
+    FROST_1_31,
+    TRAINING,
+)
+from bench.model.published.rows import Published
 
 from .inputs import basis, read
 from .plot import Axes, Scale, mark
@@ -41,8 +50,8 @@ def throughput_forward() -> Drawing:
         axes = _axes(drawing, 84 + number * 458, 2000)
         axes.frame(mask, "tokens a sequence", "TFLOPS" if number == 0 else "")
         _modelled(axes, "dense", "forward", mask)
-        for series in _published(mask, "forward", "8/8"):
-            _marks(axes, series, INK, "full diamond")
+        rows = [r for r in FORWARD_256 if r.build == PR_2454 and r.mask == mask]
+        _marks(axes, rows, INK, "full diamond")
     return drawing
 
 
@@ -68,73 +77,66 @@ def throughput_peers() -> Drawing:
         (RED, "triangle", "flash-attn-4 (version not said), measured, GB200"),
     ], 104)  # fmt: skip
     kinds = {
-        "cuDNN 9.27": (GREEN, "square"),
-        "cuDNN frontend 1.31, CuTe DSL": (PURPLE, "circle"),
-        "flash-attn-4, version not said": (RED, "triangle"),
+        CUDNN_9_27: (GREEN, "square"),
+        FROST_1_31: (PURPLE, "circle"),
+        FLASH_ATTENTION_UNKNOWN: (RED, "triangle"),
     }
     for number, direction in enumerate(("forward", "backward")):
         axes = _axes(drawing, 84 + number * 458, 2000, lengths=(2048, 32768), top=170)
         axes.frame(direction, "tokens", "TFLOPS" if number == 0 else "")
         _modelled(axes, "few KV heads", direction, "causal")
-        for series in _published("causal", direction, "32/2"):
-            colour, kind = kinds[series["name"]]
-            _marks(axes, series, colour, kind, line=True)
+        for build, (colour, kind) in kinds.items():
+            rows = [r for r in TRAINING
+                    if (r.gpu, r.build, r.direction) == ("GB200", build, direction)]  # fmt: skip
+            if rows:
+                _marks(axes, rows, colour, kind, line=True)
     return drawing
 
 
 def accuracy_of_the_model() -> Drawing:
-    """Predicted over published TFLOPS: every row of `bench validate` that is a validation."""
+    """Modelled over published TFLOPS: every row that `bench validate` counts."""
+    low, high = 540, 2240
     drawing = Drawing(
-        860, 744, "Predicted over published TFLOPS",
-        "Each point is a published rate of flash-attn-4 or of a GEMM on a B200 and what the timing "
-        "model says of it. Backward rates lie on the diagonal, forward rates above it: the model "
-        "is too fast, most of all for short sequences.",
+        900, 744, "Modelled over published TFLOPS",
+        "Each point is a published rate of a kernel that is compiled and replayed here, and what "
+        "the timing model says of that very kernel at the clock that is fitted to half of the rows "
+        "of its lab and GPU.",
     )
     drawing.heading(
-        "Where the timing model is right, and where it is too fast",
-        "published rates on a B200, every validation row of `python -m bench validate`, over "
-        "what the model says",
+        "Published rates, and the model of the very same kernels",
+        "unthrottled rows that `python -m bench validate` counts, at one fitted clock for each lab "
+        "and GPU",
     )
     drawing.text((24, 72), basis(), 12, colour=GREY)
-    ticks = tuple((float(n), str(n)) for n in range(600, 1801, 200))
-    scale = Scale(540, 1840, ticks)
+    scale = Scale(low, high, tuple((float(n), str(n)) for n in range(600, high, 200)))
     axes = Axes(drawing, (92, 120, 560, 560), scale, scale)
-    corners = [axes.at(x, y) for x, y in ((540, 540), (1840, 1840))]
+    corners = [axes.at(x, y) for x, y in ((low, low), (high, high))]
     for share in (0.2, 0.1):
-        top = 1840 / (1 + share)
-        band = [axes.at(540, 540 * (1 + share)), axes.at(top, 1840), axes.at(1840, 1840),
-                axes.at(1840, 1840 * (1 - share)), axes.at(540 / (1 - share), 540),
-                axes.at(540, 540)]  # fmt: skip
+        top = high / (1 + share)
+        band = [axes.at(low, low * (1 + share)), axes.at(top, high), axes.at(high, high),
+                axes.at(high, high * (1 - share)), axes.at(low / (1 - share), low),
+                axes.at(low, low)]  # fmt: skip
         drawing.polygon(band, tint(GREY, 0.08 if share == 0.2 else 0.16))
     axes.frame("", "published TFLOPS", "modelled TFLOPS")
     drawing.line(corners, INK, 1.4)
-    x, y = axes.at(1500, 1500)
+    x, y = axes.at(1850, 1850)
     drawing.text((x + 12, y + 46), "within 10 %", 11.5, colour=GREY)
     drawing.text((x + 30, y + 86), "within 20 %", 11.5, colour=GREY)
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in read("rates")["rows"]:
         if row["group"] == "validation":
-            groups[_kind(row)].append(row)
-    styles = ((BLUE, "circle"), (GREEN, "square"), (ORANGE, "triangle"))
-    for number, ((name, rows), (colour, kind)) in enumerate(
-        zip(sorted(groups.items()), styles, strict=True)
-    ):
-        axes.marks([r["published"] for r in rows], [r["modelled"] for r in rows], colour, kind)
-        errors = sorted(abs(r["modelled"] / r["published"] - 1) for r in rows)
+            groups[row["kind"]].append(row)
+    styles = ((BLUE, "circle"), (ORANGE, "triangle"), (PURPLE, "square"), (GREEN, "diamond"))
+    for number, ((name, rows), (colour, kind)) in enumerate(zip(sorted(groups.items()), styles)):
+        axes.marks([r["published"] for r in rows], [r["fitted"] for r in rows], colour, kind)
+        errors = sorted(abs(r["fitted"] / r["published"] - 1) for r in rows)
         middle = len(errors) // 2
         median = (errors[middle] + errors[-middle - 1]) / 2
         place = (672, 136 + 62 * number)
         mark(drawing, (place[0] + 6, place[1] - 4), kind, "#ffffff", colour)
         drawing.lines((place[0] + 22, place[1]), [name, f"{len(rows)} rows",
-                      f"median error {median:.0%}"], 12.5)  # fmt: skip
+                      f"median error {median:.1%}"], 12.5)  # fmt: skip
     return drawing
-
-
-def _kind(row: dict[str, Any]) -> str:
-    """What a validation row is of, as the legend names it."""
-    if row["title"].startswith("Backward"):
-        return "backward, 256"
-    return "forward, 256" if "256" in row["title"] else "forward 128, GEMM"
 
 
 def _axes(
@@ -167,16 +169,11 @@ def _modelled(axes: Axes, group: str, direction: str, mask: str) -> None:
         axes.line(xs, ys, colour, 2.6, dash)
 
 
-def _published(mask: str, direction: str, heads: str) -> Iterable[dict[str, Any]]:
-    for series in read("published")["series"]:
-        if (series["mask"], series["direction"], series["heads"]) == (mask, direction, heads):
-            yield series
-
-
 def _marks(
-    axes: Axes, series: dict[str, Any], colour: str, kind: str, line: bool = False
+    axes: Axes, rows: Sequence[Published], colour: str, kind: str, line: bool = False
 ) -> None:
-    xs, ys = [int(n) for n in series["tflops"]], list(series["tflops"].values())
+    """Published rates over their lengths."""
+    xs, ys = [row.seqlen for row in rows], [row.tflops for row in rows]
     if line:
         axes.line(xs, ys, colour, 1.2, "3 3")
     axes.marks(xs, ys, colour, kind)

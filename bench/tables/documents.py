@@ -52,6 +52,7 @@ def origin(tables: Sequence[Table]) -> str:
     return f"{kinds[:1].upper()}{kinds[1:]}. {versions}."
 
 
+_VALIDATE = ("validate", "--no-hopper")
 DOCUMENTS = {
     "throughput": Document(
         "Throughput, every row of the suite", ("throughput", "--modelled"), "throughput.md", (0,)
@@ -75,20 +76,20 @@ DOCUMENTS = {
     "splits": Document("Keys divided among CTA pairs", ("splits", "--modelled"), "bench.md"),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
     "accuracy": Document("Error by degree and emulated share", ("accuracy",), "softmax.md"),
-    "validate_rates": Document(
-        "Published rates and the model's", ("validate", "--no-hopper"), "timing.md", (1,)
+    "validate_aims": Document(
+        "Aims, fitted clocks and errors by class of row", _VALIDATE, "timing.md", (0, 4, 5)
     ),
-    "validate_forward": Document(
-        "Forward at head_dim 256 with locked clocks", ("validate", "--no-hopper"), "timing.md",
-        (2,),
+    "validate_before": Document(
+        "The same before the model was mended", _VALIDATE, "timing.md", (0, 4, 5, 2)
     ),
-    "validate_backward": Document(
-        "Backward at head_dim 256 with locked clocks", ("validate", "--no-hopper"), "timing.md",
-        (3,),
+    "validate_ratios": Document(
+        "Ratios of kernels and of GPUs", _VALIDATE, "timing.md", (1, 2)
     ),
-    "validate_windows": Document(
-        "Windowed kernels outside the fit", ("validate", "--no-hopper"), "timing.md", (4,)
-    ),
+    "validate_steps": Document("A step by difference of two chunks", _VALIDATE, "timing.md", (3,)),
+    "validate_forward": Document("Forward, every row", _VALIDATE, "timing.md", (6,)),
+    "validate_backward": Document("Backward, every row", _VALIDATE, "timing.md", (7,)),
+    "validate_published": Document("Rates as published", _VALIDATE, "timing.md", (8,)),
+    "validate_windows": Document("Windowed kernels outside the fit", _VALIDATE, "timing.md", (10,)),
     "hopper": Document("The model against an H200", ("hopper",), "timing.md"),
     "hopper_fences": Document(
         "Fences and arrivals, the model against an H200", ("hopper", "--kernel", "'; '"),

@@ -16,7 +16,10 @@ PACKAGES = ("fa4_hd256", "schedulers", "softmax_emu", "sm100_sim", "bench")
 _ROOMS = (*PACKAGES, "tests", "examples", "docs")
 
 #: Pages about other projects' files and names, which they tell of by these names.
-ABOUT_OTHERS = ("docs/findings.md", "docs/case_study_clc.md")
+ABOUT_OTHERS = (
+    "docs/findings.md", "docs/case_study_clc.md", "bench/model/published/flash_attention.py",
+    "bench/model/published/nvidia.py",
+)  # fmt: skip
 #: Names that no code of ours has: of CUDA, SASS, CuTe DSL, CUTLASS, cuDNN, flash-attn-4; a
 #: kernel's by a number; a row of docs/silicon.md.
 FOREIGN = frozenset((

@@ -8,7 +8,17 @@ from typing import Any
 
 from bench.suite import BACKWARD
 
-from .rows import AS_PUBLISHED, FIT, FLASH_ATTENTION, Build, Clock, Protocol, Published, series
+from .rows import (
+    AS_PUBLISHED,
+    FIT,
+    FLASH_ATTENTION,
+    NO_CLOCK,
+    Build,
+    Clock,
+    Protocol,
+    Published,
+    series,
+)
 
 _PULLS = "github.com/Dao-AILab/flash-attention/pull"
 _FORK = "github.com/Johnsonms/flash-attention"
@@ -43,11 +53,17 @@ def _rows(
     **origin: Any,
 ) -> Iterator[Published]:
     """On a B200."""
-    origin = {"role": FIT, "protocol": _DO_BENCH, **origin}
+    clock = origin.get("clock", NO_CLOCK)
+    lab = f"{FLASH_ATTENTION} at {clock.ghz * 1e3:.0f} MHz" if clock.ghz else FLASH_ATTENTION
+    origin = {"role": FIT, "protocol": _DO_BENCH, "lab": lab, **origin}
     yield from series(Published(build, "B200", causal, 1, 1, heads, 1.0, **origin), rates, tokens)
 
 
-_2454 = {"source": f"{_PULLS}/2454, commit e122e67c", "clock": LOCKED_1965}
+_2454 = {
+    "source": f"{_PULLS}/2454, commit e122e67c",
+    "clock": LOCKED_1965,
+    "protocol": replace(_DO_BENCH, host_seconds=0.39e-3),
+}
 
 
 def _pr_2454() -> Iterator[Published]:
@@ -71,7 +87,7 @@ _EPILOGUE = {"source": f"{_FORK}, agent_space/notes_hd256_fwd_tma_epilogue.md: b
 #: The forward at head_dim 256. At 1755 MHz "main" is b21e2049; the batch is not said: 32768 tokens,
 #: the script's default, by which rates drop behind as much load as in PR 2454's table. The baseline
 #: at 1965 MHz (2026-04-28) is main before or after PR 2488.
-FORWARD_256 = (
+_FORWARD_256 = (
     *_pr_2454(),
     *_rows(PR_2412, False, (32, 32), {1024: 985, 2048: 1307, 4096: 1474, 8192: 1582, 16384: 1641,
            32768: 1450, 65536: 1417, 131072: 1398}, 1 << 15, **_MAIN),
@@ -86,6 +102,27 @@ FORWARD_256 = (
     *_rows(UNKNOWN_VERSION, True, (8, 8), {1024: 583, 2048: 894, 4096: 1176, 8192: 1361}, 1 << 15,
            **_EPILOGUE),
 )  # fmt: skip
+
+
+def _pr_2488() -> Iterator[Published]:
+    """PR 2488's commit: per cent over main, of which the rates are above, at 4k to 128k."""
+    tables = (
+        (False, (32, 32), (-0.2, 0.4, 0.7, 2.3, 5.4, 7.4)),
+        (True, (32, 32), (0.3, 0.8, 0.8, 5.2, 1.1, 3.4)),
+        (False, (32, 2), (0.7, 0.3, -1.0, -0.3, 5.2, 7.3)),
+        (True, (32, 2), (0.9, 0.9, 1.1, -0.4, 1.1, 2.6)),
+    )
+    source = f"{_PULLS}/2488: its gains; {_MAIN['source']}"
+    for causal, heads, gains in tables:
+        rates = {row.seqlen: row for row in _FORWARD_256
+                 if (row.build, row.causal, row.heads) == (PR_2412, causal, heads)}  # fmt: skip
+        for number, gain in enumerate(gains):
+            row = rates[4096 << number]
+            tflops = row.tflops * (1 + gain / 100)
+            yield replace(row, build=PR_2488, source=source, tflops=tflops)
+
+
+FORWARD_256 = (*_FORWARD_256, *_pr_2488())
 _BWD = {"source": f"{_FORK}, agent_space/ncu_hd256/BENCH_after.md: B", "direction": BACKWARD,
         "clock": LOCKED_1755, "protocol": _DO_BENCH_50}  # fmt: skip
 #: The backward at head_dim 256 (2026-04-26), five products counted, seven done.

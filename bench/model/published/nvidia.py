@@ -16,7 +16,6 @@ from .rows import (
     FIT,
     FLASH_ATTENTION,
     FROST,
-    NO_CLOCK,
     TEST,
     Build,
     Clock,
@@ -36,6 +35,7 @@ FROST_SEPTEMBER = replace(FROST_1_31, cutlass_dsl="4.7.1")
 CUDNN_9_27 = Build(CUDNN, "9.27.0")
 FLASH_ATTENTION_UNKNOWN = Build(FLASH_ATTENTION, None)
 
+LAB = "NVIDIA"
 _RESULTS = "github.com/NVIDIA/cudnn-frontend, benchmark"
 #: `benchmark_single_sdpa.py`: CUPTI's device time of one call at a time, L2 flushed and tensors
 #: made anew before it; the median of the last five of ten.
@@ -58,7 +58,7 @@ def _training(
     source = f"{_RESULTS}/attention_training/results/qwen35, 2026-09-28"
     first = Published(
         build, gpu, True, 1, 1, (32, 2), 1.0, source, role, direction, SAMPLED[gpu],
-        TRAINING_PROTOCOL,
+        TRAINING_PROTOCOL, lab=LAB,
     )  # fmt: skip
     yield from series(first, {2048 << n: rate for n, rate in enumerate(rates)})
 
@@ -160,7 +160,7 @@ def _inference(
 
 #: A row of 1 TFLOPS, to be replaced.
 _FIRST = Published(
-    CUDNN_9_27, "B200", True, 1, 1, (32, 2), 1.0, "", clock=NO_CLOCK, protocol=INFERENCE_PROTOCOL
+    CUDNN_9_27, "B200", True, 1, 1, (32, 2), 1.0, "", protocol=INFERENCE_PROTOCOL, lab=LAB
 )
 INFERENCE = (
     *_inference(_FIRST, _CUDNN_TIMES),
@@ -192,10 +192,13 @@ DECODE = (
     *_decode(_FROST_DECODE, "GB300", {(1, 1): 107.362, (1, 2): 91.134, (1, 4): 95.776,
              (128, 1): 4798.381, (128, 2): 4888.174, (128, 4): 4962.752}),
 )  # fmt: skip
-#: One call of the bf16 backward of three launches, S = 8192; how it was timed is not said.
+#: The bf16 backward of three launches as of 2026-10-01, between 1.31 and 1.32.
+FROST_OCTOBER = Build(FROST, "1.32.0", "4.8.0")
+#: One call, S = 8192; how it was timed is not said. Its main kernel takes 3781 us full, 2020 causal
+#: (`config_d256_2x2.py` of 1.32).
 _BACKWARD = Published(
-    FROST_SEPTEMBER, "B200", False, 1, 8192, (32, 2), 1.0,
-    "cudnn-frontend's bf16 backward at head_dim 256", TEST, BACKWARD,
+    FROST_OCTOBER, "B200", False, 1, 8192, (32, 2), 1.0,
+    "cudnn-frontend's bf16 backward at head_dim 256", TEST, BACKWARD, lab=LAB,
 )  # fmt: skip
 FROST_BACKWARD = tuple(
     replace(row, tflops=row.seconds / (us * 1e-6))
@@ -206,5 +209,20 @@ CUDNN_BACKWARD = tuple(
     for row, us in (
         (replace(_BACKWARD, tflops=1.0), 7265.0),
         (replace(_BACKWARD, causal=True, tflops=1.0), 3939.0),
+    )
+)
+
+#: Pull request 488 (2026-08-05), about 1.27: under Nsight Compute, which holds the base clock, and
+#: says which it was. Batch and heads follow from the TFLOPS that are given beside the times.
+_PROFILED = Published(
+    Build(FROST, "1.27.0"), "B200", False, 2, 8192, (128, 128), 1.0,
+    "github.com/NVIDIA/cudnn-frontend/pull/488", clock=Clock(0.845069, "observed by NCU"),
+    protocol=Protocol("NCU", 0, 1, cold=True), lab="NVIDIA, profiled",
+)  # fmt: skip
+PROFILED = tuple(
+    replace(row, tflops=row.seconds / (us * 1e-6))
+    for row, us in (
+        (_PROFILED, 18153.50),
+        (replace(_PROFILED, causal=True, clock=Clock(0.846004, "observed by NCU")), 10054.18),
     )
 )

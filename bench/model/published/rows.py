@@ -62,7 +62,8 @@ class Protocol:
     """How a rate was measured.
 
     method: the timer. warmup, timed: calls, or milliseconds of calls where `milliseconds`; None if
-    that is not said. cold: L2 is flushed before each call.
+    that is not said. cold: L2 is flushed before each call. host_seconds: that the host takes for a
+    call, 0 where it is not known to show.
     """
 
     method: str
@@ -70,6 +71,7 @@ class Protocol:
     timed: float | None = None
     milliseconds: bool = False
     cold: bool = False
+    host_seconds: float = 0.0
 
     def load_before(self, seconds: float) -> float | None:
         """Seconds of load before the median timed call of one that takes `seconds`."""
@@ -91,7 +93,7 @@ class Published:
 
     tflops: 10^12 operations a second by `Case.flop`, five products for a backward. keys: of each
     sequence, None for as many as queries (`seqlen`). heads: of queries and of keys. host_bound: the
-    time is that of the host's calls.
+    time is that of the host's calls. lab: who measured; rows of a lab and GPU share their clock.
     """
 
     build: Build
@@ -109,6 +111,7 @@ class Published:
     host_bound: bool = False
     keys: int | None = None
     head_dim: int = 256
+    lab: str = ""
 
     def __post_init__(self) -> None:
         if self.direction not in (FORWARD, BACKWARD) or not self.tflops > 0:
@@ -120,13 +123,17 @@ class Published:
 
     @property
     def problem(self) -> Case:
-        lengths = (self.seqlen, self.keys or self.seqlen)
+        lengths = (self.seqlen, self.longest)
         return Case("published", (lengths,) * self.batch, *self.heads, self.causal)
 
     @property
     def seconds(self) -> float:
         """Of one call."""
-        return self.problem.flop(self.direction, self.head_dim) / self.tflops / 1e12
+        return self.tflops_of(self.tflops)
+
+    def tflops_of(self, seconds: float) -> float:
+        """The rate of a call that takes so many seconds."""
+        return self.problem.flop(self.direction, self.head_dim) / seconds / 1e12
 
     @property
     def load_before(self) -> float | None:
@@ -149,19 +156,24 @@ class Published:
         return f"{self.mask}, {self.batch}x{self.seqlen}{keys}, {heads}"
 
     @property
+    def session(self) -> str:
+        """GPU and lab."""
+        return f"{self.gpu}, {self.lab}"
+
+    @property
+    def longest(self) -> int:
+        """Keys of a sequence."""
+        return self.keys or self.seqlen
+
+    @property
+    def parts(self) -> int:
+        """Into which its build divides the keys."""
+        return dict(self.build.options).get("SPLIT_KV", 1)
+
+    @property
     def machine(self) -> str:
         """Name of the modelled machine."""
         return self.gpu.lower()
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How much faster one build ran than another, same GPU, session and protocol: TFLOPS of the
-    row's build over those of `base`. row: the shape; its rate is not published."""
-
-    row: Published
-    base: Build
-    ratio: float
 
 
 def half_of(seqlen: int) -> str:
