@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
 from bench.peers import flash_attn_4, frost
-from bench.suite import BACKWARD, Case
+from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
 from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
@@ -150,6 +151,33 @@ class FlashAttention4:
         return flash_attn_4.attention(*inputs.leaves, packed, **options)
 
 
+class FlashAttention4FiveProducts(FlashAttention4):
+    """Its backward with five products, which an environment variable asks for at each call."""
+
+    def __init__(self) -> None:
+        super().__init__(flash_attn_4.FIVE_PRODUCTS)
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == FORWARD:
+            return f"its forward is that of {flash_attn_4.PACKAGE}"
+        return super().refuses(case, direction)
+
+    def around(self) -> AbstractContextManager:
+        return flash_attn_4.five_products()
+
+
+class FlashAttention4Divided(FlashAttention4):
+    """Its forward with `num_splits=0`: keys in as many parts as its rule says."""
+
+    def __init__(self) -> None:
+        super().__init__(flash_attn_4.DIVIDED, num_splits=0)
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD:
+            return f"its backward is that of {flash_attn_4.PACKAGE}"
+        return super().refuses(case, direction)
+
+
 class Frost:
     """cuDNN's own CuTe DSL kernels (PyPI: nvidia-cudnn-frontend) with the plans they would take.
 
@@ -247,6 +275,8 @@ def default_providers() -> list[Provider]:
     return [
         Ours(),
         FlashAttention4(),
+        FlashAttention4FiveProducts(),
+        FlashAttention4Divided(),
         Frost(),
         PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
         PyTorchSdpa("PyTorch math", "MATH"),
@@ -254,11 +284,19 @@ def default_providers() -> list[Provider]:
 
 
 def backward_call(provider: Provider, inputs: Inputs) -> Callable[[], Any]:
-    """Run the forward once; what is returned runs the backward, as often as wanted."""
+    """Run the forward once; what is returned runs the backward, as often as wanted, inside the
+    provider's `around()` if it has one."""
+    around = getattr(provider, "around", nullcontext)
     for leaf in inputs.leaves:
         leaf.requires_grad_()
-    out = provider.call(inputs)
-    return lambda: torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+    with around():
+        out = provider.call(inputs)
+
+    def call() -> Any:
+        with around():
+            return torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+
+    return call
 
 
 def forward_call(provider: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:

@@ -29,6 +29,7 @@ from .backward import Backward
 from .calls import Kind
 from .flash_attn_4_traces import Problem
 from .forward import Kernel
+from .machines import B200
 from .published.rows import FLASH_ATTENTION, Build
 from .replays import (
     SEED,
@@ -204,6 +205,31 @@ class FlashAttention4:
         reason = self._unavailable()
         if reason:
             raise RuntimeError(reason)
+
+
+class FlashAttention4Divided(FlashAttention4):
+    """Its forward with `num_splits=0`, where its rule divides the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = flash_attn_4.DIVIDED
+
+    def replays(self, build: Build) -> bool:
+        return False
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD:
+            return f"its backward is that of {NAME}"
+        if case.packed:
+            return "packed sequences whose keys it divides are not modelled"
+        if not split_numbers(case, B200.sms):
+            return f"it divides no keys here: as {NAME}"
+        return super().refuses(case, direction)
+
+    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
+        """What its rule takes."""
+        numbers = split_numbers(case, int(machine.values().sms))
+        return False, numbers[-1] if numbers else 1
 
 
 #: Earlier commits that published rates are of.

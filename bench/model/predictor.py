@@ -19,7 +19,8 @@ from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from . import flash_attn_4, frost
 from .backward import Backward
-from .flash_attn_4 import FlashAttention4
+from .flash_attn_4 import FlashAttention4, FlashAttention4Divided
+from .flash_attn_4_five import FlashAttention4FiveProducts
 from .forward import Kernel
 from .frost import Frost
 from .frost_backward import FrostBackward
@@ -62,7 +63,10 @@ class Provider(Protocol):
     ) -> Backward | FrostBackward: ...
 
 
-PROVIDERS: dict[str, Provider] = {one.name: one for one in (Ours(), FlashAttention4(), Frost())}
+_ALL: tuple[Provider, ...] = (
+    Ours(), FlashAttention4(), FlashAttention4FiveProducts(), FlashAttention4Divided(), Frost(),
+)  # fmt: skip
+PROVIDERS = {one.name: one for one in _ALL}
 #: Builds that only published rates are of.
 HISTORY: tuple[Provider, ...] = (*flash_attn_4.HISTORY, *frost.HISTORY)
 

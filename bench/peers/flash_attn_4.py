@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import math
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 PACKAGE = "flash-attn-4"
+#: As tables name its backward with five products, and its forward with keys divided by its rule.
+FIVE_PRODUCTS, DIVIDED = f"{PACKAGE}, five products", f"{PACKAGE}, num_splits=0"
+#: Its variable that asks for that backward; read at each call.
+_FIVE_PRODUCTS_VARIABLE = "FLASH_ATTENTION_HD256_GENERIC_BWD"
 
 #: The version whose private interface this file knows.
 KNOWN_VERSION = "4.0.0b36"
@@ -81,6 +86,20 @@ def backward_refusal(window: bool, softcap: bool) -> str | None:
     if window:
         return "SM100 backward with head_dim=256 does not support local attention"
     return None
+
+
+@contextlib.contextmanager
+def five_products() -> Iterator[None]:
+    """Its backward at head_dim 256 is the one with five products, for the body only."""
+    saved = os.environ.get(_FIVE_PRODUCTS_VARIABLE)
+    os.environ[_FIVE_PRODUCTS_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ[_FIVE_PRODUCTS_VARIABLE]
+        else:
+            os.environ[_FIVE_PRODUCTS_VARIABLE] = saved
 
 
 def versions() -> tuple[str, ...]:

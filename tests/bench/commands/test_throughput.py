@@ -167,7 +167,7 @@ def test_gradients_of_keys_that_no_row_sees():
 
 
 def test_providers_say_why_they_do_not_run():
-    ours, theirs, frost, cudnn, math = providers.default_providers()
+    ours, theirs, five, divided, frost, cudnn, math = providers.default_providers()
     if not torch.cuda.is_available():
         assert {p.name: p.missing() for p in (ours, cudnn)} == {
             "ours": "no CUDA device", "cuDNN": "no CUDA device"
@@ -175,6 +175,10 @@ def test_providers_say_why_they_do_not_run():
     windowed = Case("window", ((64, 64),), 2, 1, True, (16, None))
     assert "local attention" in theirs.refuses(windowed, BACKWARD)
     assert theirs.refuses(windowed, FORWARD) is None
+    assert "local attention" in five.refuses(windowed, BACKWARD)
+    assert "its forward" in five.refuses(windowed, FORWARD)
+    assert "its backward" in divided.refuses(windowed, BACKWARD)
+    assert divided.refuses(windowed, FORWARD) is None
     assert "window only as a mask" in math.refuses(windowed, FORWARD)
     assert "left bound" in frost.refuses(windowed, BACKWARD)
     assert frost.refuses(windowed, FORWARD) is None
