@@ -33,6 +33,7 @@ COMMANDS = {
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",
     "validate": "the timing model against published and measured figures, error by row",
+    "whole-gpu": "the whole-problem model against an H200: bytes, launches, clock and power",
 }
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bench.measure import whole_gpu_kernels
 from bench.measure.whole_gpu_kernels import BUFFER
 from sm100_sim.timing import (
     FLOP_PER_CLOCK,
@@ -19,6 +24,7 @@ from sm100_sim.timing import (
     schedule,
 )
 
+_HERE = Path(whole_gpu_kernels.__file__)
 #: Of `whole_gpu_measure`, which needs a GPU to be imported.
 WORK, TILES = 16000, 24
 #: TFLOPS at the nominal clock and picojoules a FLOP of operations: of products of zeros and of
@@ -45,18 +51,18 @@ def own_bytes(name: str, values: Values) -> float:
     active = int(re.findall(r"(\d+) SMs", name)[0])
     machine = values._replace(sms=float(active))
     apart = "apart" in name
-    link, memory = l2_share(machine), values.hbm_terabytes * 1e3 / values.clock_ghz
+    link, memory = values.l2_bytes_per_clock_sm, values.hbm_terabytes * 1e3 / values.clock_ghz
     if name.startswith("store"):
         leaving = max(values.store_bytes_per_clock, 1.0)
         shared = 0.0 if apart else active * BUFFER / memory
         return max(BUFFER / leaving, shared) + values.store_ack
     alone = BUFFER / link
-    arriving = values.tma_load_l2 + alone
     if name.startswith("load"):
         return values.tma_load_hbm + max(alone, 0.0 if apart else active * BUFFER / memory)
     writes = float(BUFFER) if "store" in name else 0.0
     tile = Tile(1.0, own_bytes=BUFFER + writes, reads=float(BUFFER), writes=writes)
-    costs = TileCosts(0.0, WORK + arriving, 0.0)
+    work = float(next(iter(re.findall(r"(\d+) clocks of work", name)), WORK))
+    costs = TileCosts(0.0, work + values.tma_load_hbm + BUFFER / l2_share(machine), 0.0)
     return schedule([tile] * active * TILES, costs, machine, 1, "static").clocks / TILES
 
 
@@ -93,3 +99,60 @@ def predictions(values: Values, names: Iterable[str]) -> dict[str, dict[str, Any
         "launches": {name: float(clocks) for name, clocks in GAPS.items()},
         "loads": loads,
     }
+
+
+def measurements() -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what was measured, what was predicted before), as the files have it."""
+    measured, predicted = (
+        json.loads(_HERE.with_name(f"whole_gpu_{name}.json").read_text())
+        for name in ("measured", "predicted")
+    )
+    return measured, predicted
+
+
+def quartiles(part: str, row: dict[str, Any], name: str) -> list[float]:
+    """Of the figure that a row is about."""
+    if part == "own_bytes":
+        return row["store" if name.startswith("store") else "load" if name.startswith("load")
+                   else "tile"]  # fmt: skip
+    if part == "launches":
+        return row["work"]
+    if "load" not in name:
+        return row["store done"]
+    # Issuing the store has held up the thread that then asks for the load.
+    return [row["issue"][1] + clocks for clocks in row["load"]]
+
+
+def first_clock(row: dict[str, Any]) -> float:
+    """MHz of an SM in the first launches, but for the very first."""
+    return float(np.median([clock for *_, clock in row["first"][2:8]]))
+
+
+def gives_way(row: dict[str, Any]) -> float | None:
+    """Milliseconds until the clock first lies 2 % below that of the first launches."""
+    below = [at for at, _, clock in row["operations"] if clock < 0.98 * first_clock(row)]
+    return min(below, default=None)
+
+
+def late_watts(row: dict[str, Any]) -> float:
+    """What the driver says at the end."""
+    return float(row["sensors"][-2][1])
+
+
+#: FLOP of an operation of random numbers by wgmma. Of other operands and instructions the energy of
+#: a FLOP is another.
+FLOP = {
+    "product, random": 2.0 * 8192**3, "attention, cuDNN": 4.0 * 16384**2 * 256 * 16,
+    **{f"attention, cuDNN, {heads} heads of 128 queries": 4.0 * 128 * 32768 * 256 * heads
+       for heads in (16, 33, 66, 99, 132)},
+}  # fmt: skip
+
+
+def sustained_share(name: str, row: dict[str, Any], values: Values) -> float | None:
+    """Of the clock of the first launches, by their rate and the machine's energy of a FLOP; None
+    where that energy is not known."""
+    if name not in FLOP:
+        return None
+    seconds = float(np.median([took for _, took, _ in row["first"][2:8]])) * 1e-3
+    mhz, _ = clock_and_watts(values, FLOP[name] / seconds / 1e12, values.mma_picojoules)
+    return mhz / (values.clock_ghz * 1e3)

@@ -95,6 +95,10 @@ DOCUMENTS = {
         "Fences and arrivals, the model against an H200", ("hopper", "--kernel", "'; '"),
         "timing.md",
     ),
+    "whole_gpu": Document("A whole H200, measured and modelled", ("whole-gpu",), "timing.md", (0,)),
+    "whole_gpu_loads": Document(
+        "Clock and power of an H200 under load", ("whole-gpu",), "timing.md", (1,)
+    ),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
     "mutation": Document("Mutation score of the kernels", ("mutation",), "sanitizer.md"),
 }  # fmt: skip
