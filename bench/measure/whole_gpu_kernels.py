@@ -2,7 +2,7 @@
 
 `probe` reads an SM's clock and the timer between two kernels of others. `tiles` moves own bytes of
 tiles as an attention kernel does: a bulk load, some work, a bulk store that nobody waits for.
-`queue` has a load behind or in front of a store on one SM; `exp2s` and `fmas` do that alone.
+`queue` has a load behind or in front of a store on one SM; two others do nothing but exp2 or FMA.
 `follower` is one of several kernels in a row that spin. `spin` keeps a GPU awake and does nothing.
 """
 

@@ -33,7 +33,7 @@ LOAD_SECONDS, REST_SECONDS = 2.2, 2.5
 DUTIES = (0.2, 0.4)
 #: Kernels in a row, and clocks of each.
 FOLLOWERS, SPIN = 24, 200000
-#: Of `exp2s`: 32 operations of 2048 threads of an SM each.
+#: Of the kernel of exp2: 32 operations of 2048 threads of an SM each.
 ROUNDS = 600
 #: Heads of 128 queries and one KV head, which keep part of the SMs busy.
 HEADS = (16, 33, 66, 99, 132)

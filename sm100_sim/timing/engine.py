@@ -76,7 +76,8 @@ _OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_CTA,
  _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
  _K_NAMED_WARP, _K_FENCE_SYS, _K_BEHIND_LOADS, _K_DEPTH, _K_ACK,
  CLOCKS) = range(len(Latency), len(Latency) + 20)  # fmt: skip
-_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, RATES = range(5)
+#: The last one is a share: how far TMA works in order.
+_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, _IN_ORDER, RATES = range(6)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
  _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
@@ -293,7 +294,8 @@ def _issue_load(m, sm, now, event):
 
 @_compiled
 def _issue_store(m, warp, sm, now, event):
-    """A TMA store or reduction. It is read as fast as it leaves the SM, which is then all of it."""
+    """A TMA store or reduction. It is read as fast as it leaves the SM, which is then all of it;
+    TMA turns to what is asked for behind it when that is done, as far as TMA works in order."""
     nbytes = m.action[event, 1]
     unit, fields = m.unit[sm], m.warp[warp]
     start = max(now, unit[_TMA])
@@ -303,6 +305,8 @@ def _issue_store(m, warp, sm, now, event):
     m.unit[sm, _USED_UNIT + _UP] += writing
     begin = max(start, unit[_TMA_WRITES])
     unit[_TMA_WRITES] = begin + writing
+    held = int(m.rate[_IN_ORDER] * (begin + writing - start))
+    unit[_TMA] = max(unit[_TMA], start + held)
     pieces = max(1, nbytes // _CHUNK)
     for n in range(pieces):
         _signal(m, begin + writing * n // pieces, _NOBODY, _NONE, nbytes // pieces, event, sm)

@@ -73,6 +73,7 @@ class Values(NamedTuple):
     load_ms: float
     dependent_launch_us: float
     uneven_shares: float
+    tma_in_order: float
 
 
 def l2_share(values: Values, sms_running: float | None = None) -> float:

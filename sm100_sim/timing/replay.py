@@ -99,6 +99,7 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
             values.tmem_columns_per_clock,
             l2_share(values, sms_running),
             values.store_bytes_per_clock,
+            values.tma_in_order,
         ]
     )
 
