@@ -76,7 +76,6 @@ _OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_CTA,
  _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
  _K_NAMED_WARP, _K_FENCE_SYS, _K_BEHIND_LOADS, _K_DEPTH, _K_ACK,
  CLOCKS) = range(len(Latency), len(Latency) + 20)  # fmt: skip
-#: The last one is a share: how far TMA works in order.
 _SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, _IN_ORDER, RATES = range(6)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
@@ -305,8 +304,7 @@ def _issue_store(m, warp, sm, now, event):
     m.unit[sm, _USED_UNIT + _UP] += writing
     begin = max(start, unit[_TMA_WRITES])
     unit[_TMA_WRITES] = begin + writing
-    held = int(m.rate[_IN_ORDER] * (begin + writing - start))
-    unit[_TMA] = max(unit[_TMA], start + held)
+    unit[_TMA] = max(unit[_TMA], start + int(m.rate[_IN_ORDER] * (begin + writing - start)))
     pieces = max(1, nbytes // _CHUNK)
     for n in range(pieces):
         _signal(m, begin + writing * n // pieces, _NOBODY, _NONE, nbytes // pieces, event, sm)
