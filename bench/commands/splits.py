@@ -3,7 +3,8 @@
 Decoding, a few queries at once, and a chunk of a long prompt. On a GPU that runs the kernels some
 numbers of parts are timed by turns; without one the tiles of every number are placed on the
 clusters of the machine, with costs from replays of the compiled kernel. flash-attn-4 stands beside
-it with its best call: undivided, or divided into any number of parts that its rule picks from.
+it with its best call: undivided, or divided into any number of parts that its rule picks from; and
+FROST, divided as its heuristics choose.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from bench import suite
-from bench.measure.providers import FlashAttention4, Ours, Provider
+from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model.calls import default_splits, defaults_to_clc
@@ -29,7 +30,7 @@ from bench.model.predictor import (
     add_model_options,
     printing_predictor,
 )
-from bench.peers import flash_attn_4
+from bench.peers import flash_attn_4, frost
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS, RESOLUTION
 from bench.tables.origin import modelled_machine
@@ -75,7 +76,17 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     best = theirs[_fastest(calls)].paths if calls else None
     paths = path_figures(found[chosen].paths, best)
     origin = {BASIS: "modelled", MACHINE: modelled_machine(predictor.machine)}
-    return _row(case, chosen, seconds, calls) | paths | origin
+    third = None
+    if predictor.refuses(frost.NAME, case, FORWARD) is None:
+        third = predictor.predict(frost.NAME, case, FORWARD).seconds
+    return _row(case, chosen, seconds, calls) | _of_frost(third, seconds[chosen]) | paths | origin
+
+
+def _of_frost(found: np.ndarray | None, chosen: np.ndarray) -> dict[str, Any]:
+    """FROST's time with the parts of its own choice, and that over ours. None: it did not run."""
+    if found is None:
+        return {frost.NAME: None, "frost_ratio": None}
+    return {frost.NAME: found[0] * 1e6, "frost_ratio": float(found[0] / chosen[0])}
 
 
 def their_predictions(case: Case, predictor: Predictor) -> dict[int, Predicted]:
@@ -139,6 +150,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         providers: list[Provider] = [
             *(Ours(str(n), num_splits=n) for n in numbers),
             *(FlashAttention4(name, num_splits=n) for n, name in theirs.items()),
+            Frost(),
         ]
         (row,) = measured_rows([(case, FORWARD)], providers, timer, sampling, torch.bfloat16)
         times = times_of(case, row, map(str, numbers))
@@ -146,6 +158,7 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         calls = {n: times.get(name) for n, name in theirs.items()}
         rows.append(
             _row(case, chosen, seconds, calls)
+            | _of_frost(times.get(frost.NAME), seconds[chosen])
             | {"details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
         )
     return rows
@@ -169,6 +182,8 @@ COLUMNS = (
     Column("ratio", format=".2f", title=f"{THEIRS} at best / choice"),
     Column("ratio_low", format=".2f", title="ratio, low"),
     Column("ratio_high", format=".2f", title="ratio, high"),
+    Column(frost.NAME, "us", ".1f"),
+    Column("frost_ratio", format=".2f", title=f"{frost.NAME} / choice"),
 )  # fmt: skip
 
 
@@ -178,7 +193,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
         f"The number of parts that a call without num_splits= takes stands under \"chosen\"; "
         f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} at best: the fastest of "
         "num_splits=1, two CTAs a tile of 256 rows, and of the numbers its rule picks from, one "
-        "CTA a tile of 128, the last of which num_splits=0 takes.",
+        f"CTA a tile of 128, the last of which num_splits=0 takes. {frost.NAME}: with the parts "
+        "that its heuristics choose.",
     )
     if rows[0][BASIS] == "modelled":
         columns += PATH_COLUMNS
@@ -186,7 +202,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             "The kernels that make one result of the parts are taken at a launch and HBM's rate.",
             path_note(f"the replays behind the choice, and behind {THEIRS} at best"),
         )
-    plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS), panel="group")
+    plot = Plot(("shape", "mask"), ("1", "chosen", THEIRS, frost.NAME), panel="group")
     title = "Keys divided among CTA pairs, forward, bf16"
     return Table("splits", title, columns, rows, notes, plot)
 

@@ -203,7 +203,16 @@ class Frost:
         if any(leaf.requires_grad for leaf in inputs.leaves):
             found = _FrostAttention.apply(*inputs.leaves, self, causal)
             return cast(torch.Tensor, found)
-        return self.forward(*inputs.leaves, causal=causal, left=case.bounds[0])[0]
+        parts = 1
+        if case.bounds[0] is None:
+            sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+            parts = frost.chosen_splits(
+                case.batch, case.lengths[0], case.heads, case.heads_kv, sms
+            )
+        out, _ = self.forward(
+            *inputs.leaves, causal=causal, left=case.bounds[0], num_splits=parts
+        )
+        return out
 
 
 class _FrostAttention(torch.autograd.Function):

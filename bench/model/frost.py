@@ -1,7 +1,9 @@
 """cuDNN's CuTe DSL kernels (FROST) on the timing model: replays of its own calls, in its own order.
 
 Its forward takes tiles of 256 queries over by cluster launch control; two of the steps of a causal
-tile are masked, and slower. Heads are not packed. Its backward is in `frost_backward`.
+tile are masked, and slower. Heads are packed where a call has few queries, and those of very few
+rows have a kernel of one CTA a tile. Keys divided are summed up by a kernel of their own. Its
+backward is in `frost_backward`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from .replays import SEED, Replayed, Source, Traced, fitted, kept, programs, see
 from .samples import (
     BACKWARD_SAMPLES,
     PERSISTENT_SAMPLES,
+    SAMPLE_SPLITS,
     WINDOW_SAMPLES,
+    Sample,
     Samples,
     forward_work,
     parts_of,
@@ -43,30 +47,85 @@ class Tiling(ForwardTiling):
     """Tiles of its forward, in its own order."""
 
     def places(self, case: Case) -> Iterator[tuple[int, int, int]]:
-        blocks = -(-case.seqlen_q // self.rows)
-        causal = case.bounds[1] is not None
-        return frost.forward_order(
-            blocks, case.batch, case.heads, case.heads_kv, case.seqlen_k, causal
+        queries, heads = self.tile_of_queries(case.heads, case.heads_kv)
+        blocks, parts = -(-case.seqlen_q // queries), self.num_splits
+        by_length = parts == 1 and self.cluster == 2 and case.bounds[1] is not None
+        order = frost.forward_order(
+            blocks, case.batch * parts, heads, case.heads_kv, case.seqlen_k, by_length
         )
+        for block, head, entry in order:
+            # Of its grid the parts come last, behind the batch.
+            part, batch = divmod(entry, case.batch)
+            yield block, head, batch * parts + part
+
+
+@dataclass(frozen=True)
+class Few:
+    """A call of few queries: so many of them, query heads of a KV head, whether keys are divided,
+    and rows of a tile of the kernel for decoding, 0 for the other one."""
+
+    queries: int
+    ratio: int
+    divided: bool
+    columns: int
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a case is compiled in. versions: as `bench.peers.frost.versions` gives them. release:
-    None for the installed one; not in the text by which programs are kept, which has the versions.
+    """What of a case is compiled in, or decides the costs of its tiles. versions: as
+    `bench.peers.frost.versions` gives them. few: None for whole prompts. release: None for the
+    installed one; not in the text by which programs are kept, which has the versions.
     """
 
     kind: Kind
     versions: tuple[str, ...] = ()
     release: releases.FrostRelease | None = field(default=None, repr=False)
+    few: Few | None = None
 
     def __post_init__(self) -> None:
         if not self.versions:
             object.__setattr__(self, "versions", frost.versions())
 
+    @property
+    def tiling(self) -> Tiling:
+        if self.few is None:
+            return Tiling("dynamic")
+        packs = frost.packs_heads(self.few.queries, self.few.ratio, 1)
+        if self.few.columns:
+            return Tiling("single", rows=self.few.columns, cluster=1, packs_heads=packs)
+        return Tiling("dynamic", packs_heads=packs)
+
+    @property
+    def num_splits(self) -> int:
+        """Parts of a tile in each sample."""
+        return SAMPLE_SPLITS if self.few and self.few.divided else 1
+
     def samples(self) -> Samples:
         """What costs are fitted to."""
-        return WINDOW_SAMPLES if self.kind.window else PERSISTENT_SAMPLES
+        if self.kind.window:
+            return WINDOW_SAMPLES
+        if self.few is None:
+            return PERSISTENT_SAMPLES
+        return tuple((self.few.queries, *rest) for rest in self.few_samples())
+
+    def few_samples(self) -> tuple[tuple[int, None, int], ...]:
+        """(heads, no left bound, keys) of samples of few queries: of the kernel for decoding, with
+        one tile a CTA, of different lengths; of the other one also of several tiles a cluster."""
+        assert self.few is not None
+        keys = (1024, 2048, 4096) if self.few.columns else (1024, 2048)
+        several = () if self.few.columns else ((2 * self.few.ratio, None, 1024),)
+        return (*((self.few.ratio, None, n) for n in keys), *several)
+
+    def tiles_of(self, sample: Sample) -> tuple[int, float]:
+        """(tiles, masked work in all) that the cluster of a sample runs."""
+        if self.few is None:
+            work = forward_work(sample)
+            return len(work), sum(masked for _, masked in work)
+        if self.few.columns:
+            return 1, 0.0
+        queries, heads, *_ = parts_of(sample)
+        rows, of_heads = self.tiling.tile_of_queries(heads, heads // self.few.ratio)
+        return -(-queries // rows) * of_heads * self.num_splits, 0.0
 
 
 class Frost:
@@ -83,8 +142,9 @@ class Frost:
         return frost.versions() if self.release is None else self.release.versions
 
     def replays(self, build: Build) -> bool:
-        """Where a plan is named, the one that it takes here: undivided keys, heads by themselves.
-        Which of the orders it is follows from the case, as in the plans of its heuristics."""
+        """Where a plan is named, the one that it takes here for whole prompts: undivided keys,
+        heads by themselves. Which of the orders it is follows from the case, as in the plans of its
+        heuristics."""
         plan = dict(build.options)
         return (build.project, build.version, build.cutlass_dsl) == (FROST, *self._versions()) and (
             plan.get("SPLIT_KV", 1) == 1 and plan.get("PACK_GQA", 0) == 0
@@ -100,21 +160,33 @@ class Frost:
         return reason or frost.forward_refusal(case.packed, bool(case.softcap), case.bounds[1])
 
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
-        """Always CLC, which is no choice of the call; keys are not divided."""
-        return False, 1
+        """CLC is no choice of the call. Keys are divided as its heuristics choose."""
+        if direction == BACKWARD or case.window != (None, None) or self.release is not None:
+            return False, 1
+        sms, (lengths, *_) = int(machine.values().sms), case.lengths
+        return False, frost.chosen_splits(case.batch, lengths, case.heads, case.heads_kv, sms)
 
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
     ) -> Variant:
-        """Raises ValueError where keys are to be divided."""
-        if divided:
-            raise ValueError(f"{self.name} with divided keys is not modelled")
-        return Variant(Kind.of(case), self._versions(), self.release)
+        """Raises ValueError where keys of a windowed call are to be divided."""
+        kind, few = Kind.of(case), None
+        if divided and kind.window:
+            raise ValueError(f"windows divided by {self.name} are not modelled")
+        columns = frost.decode_columns(
+            case.batch, case.lengths[0], case.heads, case.heads_kv, kind.window
+        )
+        if direction != BACKWARD and not kind.window and (
+            divided or columns or case.seqlen_q < ROWS
+        ):
+            # Costs follow how many rows a tile has, and those of whole tiles nothing else.
+            queries = min(case.seqlen_q, ROWS)
+            few = Few(queries, case.heads // case.heads_kv, divided, columns)
+        return Variant(kind, self._versions(), self.release, few)
 
     def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
         """Raises RuntimeError if it is not installed."""
-        found = replays(variant, machine, draws)
-        tiling = Tiling("dynamic")
+        found, tiling = replays(variant, machine, draws), variant.tiling
         costs = fitted(found, tiling.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
@@ -180,21 +252,25 @@ def _forward_source(variant: Variant, machine: Machine) -> Source:
         found = []
         runs = _of_release(variant, forward_programs, machine)
         for sample, program in zip(variant.samples(), runs, strict=True):
-            work = forward_work(sample)
-            found.append(Traced(program, len(work), sum(masked for _, masked in work)))
+            found.append(Traced(program, *variant.tiles_of(sample)))
         return found
 
     return (frost.NAME, variant, target_of(machine), variant.samples(), SEED), trace
 
 
 def forward_programs(variant: Variant, machine: Machine) -> list[timing.StoredProgram]:
-    """Of each of the variant's samples, through its class; keys and values have one head."""
+    """Of each of the variant's samples, through its class; keys and values have one head, or those
+    that the query heads of a call of few queries have."""
     forward, kind = frost.Forward(), variant.kind
-    with _tracing(machine), timing.attached(draws=0) as session:
+    with _tracing(machine), timing.attached(draws=0, chosen=_on_tensor_cores) as session:
         for sample in variant.samples():
             queries, heads, left, keys = parts_of(sample)
-            q, k, v = _random((queries, heads), (keys, 1), (keys, 1))
-            forward(q, k, v, causal=kind.causal, left=left if kind.window else None)
+            of_keys = keys, heads // variant.few.ratio if variant.few else 1
+            q, k, v = _random((queries, heads), of_keys, of_keys)
+            forward(
+                q, k, v, causal=kind.causal, left=left if kind.window else None,
+                num_splits=variant.num_splits,
+            )  # fmt: skip
     return _programs(session)
 
 
@@ -210,7 +286,7 @@ def _random(*shapes: tuple[int, int]) -> list[torch.Tensor]:
 
 
 #: Parts of the names of its kernels that only read and write.
-_BESIDE = "fill", "dot", "reduce"
+_BESIDE = "fill", "dot", "reduce", "combine"
 
 
 def _backward_source(variant: Variant, machine: Machine) -> Source:

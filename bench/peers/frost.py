@@ -84,13 +84,13 @@ class Forward:
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool,
-        left: int | None = None,
+        left: int | None = None, num_splits: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out like q, LSE (batch, heads, seqlen_q) float32).
 
         q, k, v: (batch, seqlen, heads, 256). causal: bottom-right aligned. left: how many keys in
-        front of the diagonal a query sees; None for all. Raises RuntimeError for what its classes
-        do not support.
+        front of the diagonal a query sees; None for all. num_splits: parts of the keys. Heads are
+        packed as its heuristics would. Raises RuntimeError for what its classes do not support.
         """
         from cudnn.sdpa.fwd.api_dsl import SdpaFwdDslSm100
 
@@ -98,19 +98,26 @@ class Forward:
         out = torch.empty_like(q)
         lse = torch.empty((*q.shape[:3], 1), dtype=torch.float32, device=q.device)
         tensors = q, k, v, out, lse
+        packs = packs_heads(q.shape[2], q.shape[1], k.shape[1])
         # At equal lengths both corners are the same, and its top-left kernel is the faster one.
         bottom_right = causal and q.shape[2] != k.shape[2]
-        key = causal, left, *((t.shape, t.stride(), t.dtype) for t in tensors)
+        key = causal, left, num_splits, *((t.shape, t.stride(), t.dtype) for t in tensors)
         if key not in self.compiled:
             attention = SdpaFwdDslSm100(
                 *tensors, is_causal=causal, causal_bottom_right=bottom_right,
-                window_size_left=left,
+                window_size_left=left, split_kv=num_splits, pack_gqa=packs,
+                # Divided keys are offered with the natural order alone.
+                sched_policy=0 if num_splits > 1 else None,
             )  # fmt: skip
             if not attention.check_support():
                 raise RuntimeError(f"{NAME} does not support this call")
             attention.compile()
             self.compiled[key] = attention
-        self.compiled[key].execute(*tensors)
+        attention = self.compiled[key]
+        workspace = torch.empty(
+            attention.scratch_workspace_bytes(), dtype=torch.uint8, device=q.device
+        )
+        attention.execute(*tensors, workspace=workspace if len(workspace) else None)
         return out.transpose(1, 2), lse[..., 0]
 
 
@@ -180,19 +187,72 @@ def backward_chunks(
     return 1, fitting[0] if fitting else 1
 
 
+#: Queries from which on heads are not packed (`_pack_gqa_wins`); rows of a CTA's tile.
+_PACKED_BELOW, _TILE_ROWS = 256, 128
+
+
+def packs_heads(seqlen_q: int, heads: int, heads_kv: int) -> bool:
+    """Whether the query heads of a KV head share tiles."""
+    ratio = heads // heads_kv
+    return ratio > 1 and seqlen_q < _PACKED_BELOW and _TILE_ROWS % ratio == 0
+
+
+#: Columns of the tile of its decode kernel; launches that it takes the wide one for
+#: (`d256_wide_decode_launch`): so many KV heads, and so many tiles of 128 keys in all of them.
+_NARROW, _WIDE, _WIDE_HEADS, _WIDE_TILES = 16, 32, 8, 4096
+
+
+def decode_columns(
+    batch: int, lengths: tuple[int, int], heads: int, heads_kv: int, window: bool = False
+) -> int:
+    """Rows (queries times heads) of a tile of its decode kernel, of one CTA; 0 where the kernel for
+    prompts serves the call (`decode_d256_q_tile`)."""
+    ratio = heads // heads_kv if packs_heads(lengths[0], heads, heads_kv) else 1
+    rows, groups = lengths[0] * ratio, batch * heads // ratio
+    if rows <= _NARROW:
+        return _NARROW
+    large = groups >= _WIDE_HEADS and groups * -(-lengths[1] // 128) >= _WIDE_TILES
+    return _WIDE if rows <= _WIDE and large and not window else 0
+
+
+def chosen_splits(
+    batch: int, lengths: tuple[int, int], heads: int, heads_kv: int, sms: int
+) -> int:
+    """Parts of the keys that its heuristics choose on a GPU with so many SMs, without a window."""
+    from cudnn.sdpa.fwd import heuristics
+
+    seqlen_q, seqlen_k = lengths
+    tiles = -(-seqlen_k // 128)
+    ratio = heads // heads_kv if packs_heads(seqlen_q, heads, heads_kv) else 1
+    serial = seqlen_q >= heuristics._SERIAL_COMBINE_MIN_SQ
+    columns = decode_columns(batch, lengths, heads, heads_kv)
+    if columns:
+        found = heuristics.choose_decode_tile_split_kv(
+            units=batch * heads // ratio, kv_tiles=tiles, sm_count=sms, q_tile=columns,
+            serial_combine=serial, device_cc=(10, 0),
+        )  # fmt: skip
+    else:
+        found = heuristics.choose_split_kv(
+            q_tiles=-(-seqlen_q * ratio // 256), heads_q=heads // ratio, batch=batch,
+            kv_tiles=tiles, sm_count=sms, combine_rows=seqlen_q * heads * batch, ctas_per_tile=2,
+            serial_combine=serial,
+        )  # fmt: skip
+    return int(found)
+
+
 def forward_order(
-    tiles: int, batch: int, heads: int, heads_kv: int, seqlen_k: int, causal: bool
+    tiles: int, batch: int, heads: int, heads_kv: int, seqlen_k: int, by_length: bool
 ) -> Iterator[tuple[int, int, int]]:
     """(tile, query head, batch) of its forward in the order in which clusters get them.
 
-    tiles: of the queries of a head, 256 each. Full attention: as the grid has them, tiles first.
-    Causal: the longest tiles first; KV heads whose keys and values fit into the part of L2 that it
-    counts on take turns (`lpt_l2_tile_coords`), all heads where one KV head is too large
-    (`lpt_tile_coords`).
+    tiles: of the queries of a head, 256 each. As the grid has them, tiles first; or by length (its
+    causal calls whose keys are not divided): the longest tiles first, where KV heads whose keys and
+    values fit into the part of L2 that it counts on take turns (`lpt_l2_tile_coords`), and all
+    heads if one KV head is too large (`lpt_tile_coords`).
     """
     ratio, groups = heads // heads_kv, heads_kv * batch
     kv_head = seqlen_k * _KV_ROW
-    if not causal:
+    if not by_length:
         for index in range(tiles * heads * batch):
             yield index % tiles, index // tiles % heads, index // tiles // heads
         return

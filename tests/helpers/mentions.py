@@ -26,7 +26,8 @@ FOREIGN = frozenset((
     "__syncthreads", "cudaLaunchConfig_t", "cudaLaunchAttribute", "cudaLaunchAttributeID",
     "CUtensorMap", "IVALL", "FastDivmodDivisorV2", "read_clc_payload", "store_invalid_response",
     "get_Q_block_min_max", "golden_i", "fairness", "lpt_tile_coords", "lpt_l2_tile_coords",
-    "L2_SIZE_MIB", "_SCHED_L2_BUDGET_BYTES", "_SM107_WS_BUDGET_BYTES", "_sm107_chunks",
+    "L2_SIZE_MIB", "_SCHED_L2_BUDGET_BYTES", "_pack_gqa_wins", "d256_wide_decode_launch",
+    "decode_d256_q_tile", "_SM107_WS_BUDGET_BYTES", "_sm107_chunks",
 ))  # fmt: skip
 #: What a reader replaces, and a user's file in a finding that is shown.
 _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))

@@ -1,5 +1,7 @@
 """cuDNN's FROST on the timing model: the order of its tiles, and what is replayed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -191,3 +193,55 @@ def test_gradients_of_its_backward(lengths):
         error = (mine.double() - exact[name]).abs().max()
         # dK and dV of the heads of a group are summed from bf16.
         assert error <= 3 * (allowed[name].double() - exact[name]).abs().max()
+
+
+@pytest.mark.parametrize(("case", "columns", "packs"), [
+    ((1, (1, 131072), 32, 2), 16, True), ((128, (2, 131072), 32, 2), 32, True),
+    ((1, (2, 131072), 32, 2), 0, True), ((1, (512, 65536), 16, 1), 0, False),
+    ((1, (1, 1000), 4, 4), 16, False), ((1, (1, 1000), 24, 1), 16, False),
+])  # fmt: skip
+def test_which_kernel_a_call_of_few_queries_takes(case, columns, packs):
+    batch, lengths, heads, heads_kv = case
+    assert frost.decode_columns(*case) == columns
+    assert frost.packs_heads(lengths[0], heads, heads_kv) == packs
+    config = pytest.importorskip("cudnn.sdpa.fwd.config_sm100")
+    ratio = heads // heads_kv if packs else 1
+    wide = config.d256_wide_decode_launch(batch, heads // ratio, lengths[1])
+    assert config.decode_d256_q_tile(lengths[0], ratio, wide_launch=wide) == columns
+
+
+def test_parts_are_those_of_the_published_plans():
+    """512 x 65536 .. 1024 x 131072 (rows.Build: SPLIT_KV), by its heuristics."""
+    pytest.importorskip("cudnn")
+    rows = [row for row in nvidia.INFERENCE if row.build.project == FROST and row.keys is not None]
+    for row in rows:
+        of = row.problem
+        found = frost.chosen_splits(1, of.lengths[0], of.heads, of.heads_kv, 148)
+        assert found == dict(row.build.options)["SPLIT_KV"], of
+
+
+def test_tiles_of_divided_keys():
+    """Parts come last in the grid; all of them together have the keys of the call once."""
+    case = Case("chunk", ((512, 4096),) * 2, 8, 2, True)
+    tiling = replace(model.Tiling("dynamic"), num_splits=4)
+    order = list(tiling.places(case))
+    assert len(set(order)) == len(order) == 2 * 8 * 2 * 4
+    entries = [entry for *_, entry in order]
+    assert entries == [n for n in (0, 4, 1, 5, 2, 6, 3, 7) for _ in range(16)]
+    whole, parts = forward_tiles(case, model.Tiling("dynamic")), forward_tiles(case, tiling)
+    assert sum(tile.work for tile in parts) == sum(tile.work for tile in whole)
+
+
+@pytest.mark.third_party
+@pytest.mark.simulator
+def test_what_is_replayed_of_few_queries(tmp_path, monkeypatch):
+    """One CTA has a tile of the kernel for decoding; its steps are those of its part of keys."""
+    pytest.importorskip("cudnn")
+    from bench.model import replays
+
+    monkeypatch.setattr(replays, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(replays, "_memory", {})
+    variant = model.Variant(Kind(True), few=model.Few(1, 16, True, 16))
+    found = model.traced(variant, load("b200"))
+    assert [row.tiles for row in found] == [1, 1, 1]
+    assert [row.program.work for row in found] == [4 * 256, 8 * 256, 16 * 256]
