@@ -30,15 +30,18 @@ def prefers_clc(bounded: bool, rows: int, capacity: int, shared: bool = False) -
     return shared or (bounded and rows * MOST_EMPTY >= capacity)
 
 
-def backward_prefers_clc(bounded: bool, ragged: bool, shared: bool = False) -> bool:
+def backward_prefers_clc(
+    bounded: bool, ragged: bool, shared: bool = False, grouped: bool = False
+) -> bool:
     """The default of the backward: the dynamic scheduler where tiles may differ in length, and
     wherever SMs are shared.
 
-    bounded, shared: as for `prefers_clc`. ragged: whether sequences have lengths of their own. A
-    launch of dK/dV has few tiles for each CTA pair: a bad order costs more than asking for empty
-    ones. By the same model.
+    bounded, shared: as for `prefers_clc`. ragged: whether sequences have lengths of their own.
+    grouped: whether query heads share a KV head, whose tiles of dK then are longer than those of
+    dQ in the same launch. A launch has few tiles for each CTA pair: a bad order costs more than
+    asking for empty ones. By the same model.
     """
-    return shared or bounded or ragged
+    return shared or bounded or ragged or grouped
 
 
 def clc_requested(

@@ -141,9 +141,12 @@ def kernels() -> dict[str, KernelSpec]:
         ),
         "forward, every option": KernelSpec("forward", ForwardConfig(), forward),
         "forward, every option, mixed exp2": KernelSpec("forward", mixed, forward),
+        "dV and dS, packed windows, softcap": KernelSpec(
+            "backward_dv", config.of_kernel("backward_dv"), GradientClass(backward, partial=True)
+        ),
         "dK/dV, packed windows, softcap": KernelSpec(
             "backward_dkdv", config.of_kernel("backward_dkdv"),
-            GradientClass(backward, partial=True, stores_ds=True),
+            GradientClass(backward, partial=True),
         ),
         "dQ, packed windows, softcap": KernelSpec(
             "backward_dq", config.of_kernel("backward_dq"), GradientClass(backward)

@@ -166,8 +166,8 @@ def _targets() -> Iterator[Target]:
         backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
         call = functools.partial(_packed, lengths=backward)
         for name, kernel, wanted in (
-            ("dK/dV and dS", "DkdvKernel", "qkv"),
-            ("dQ from dS", "DqProductKernel", "qkv"),
+            ("dV and dS", "DvKernel", "qkv"),
+            ("dK and dQ from dS", "ProductsKernel", "qkv"),
             ("dK/dV", "DkdvKernel", "kv"),
             ("dQ", "DqKernel", "q"),
         ):

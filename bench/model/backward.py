@@ -1,7 +1,8 @@
-"""A backward on the timing model: dQ and dK/dV kernels over tiles, and what runs beside them.
+"""A backward on the timing model: its two kernels on CTA pairs, and what runs beside them.
 
-The two kernels are replayed and fitted like the forward. Ours run portion by portion, as the
-operator does (`calls.backward_portions`), and keep dS between them where it fits. The kernels
+These are dQ and dK/dV, or where ours keep dS that of dV and the products of dS. They are replayed
+and fitted like the forward. Ours run portion by portion, as the operator does
+(`calls.backward_portions`), and keep dS between them where it fits. The kernels
 around them do nothing but read and write: the rows' statistics before, and the sum over the parts
 of dK and dV after, where our kernel divides a group of query heads. They are taken at HBM's rate.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from sm100_sim.timing import (
 
 from .calls import Portion, backward_portions
 from .machines import B200, memory_seconds
+from .stored_tiles import dv_tiles, product_tiles
 from .tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 
 FLOAT_BYTES = 4.0
@@ -42,10 +43,10 @@ FLOAT_BYTES = 4.0
 @dataclass(frozen=True)
 class Backward:
     """Both kernels of a kind. costs: kernel -> tile costs for each of the drawn machines; a
-    function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", "dkdv
-    partial", and where dS is kept the same with "kept " before. ds_bytes: memory that dS may take,
-    0: it is not kept. paths: of the replays of each kernel that was asked for. gpu: what the
-    division of a call follows.
+    function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", where dS
+    is kept "dv" and "products"; all but "dq" with " partial" behind, too. ds_bytes: memory that dS
+    may take, 0: it is not kept. paths: of the replays of each kernel that was asked for. gpu: what
+    the division of a call follows.
     """
 
     name: str
@@ -62,25 +63,22 @@ class Backward:
         return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
 
     def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:
-        """dQ and dK/dV of a portion, once, under each of the drawn machines, the central one
-        first. room: of the machine that each launch gets."""
-        case, keeps, (dq, dkdv) = portion.case, portion.keeps_ds, _names(portion)
+        """The kernels of a portion, once, under each of the drawn machines, the central one first.
+        room: of the machine that each launch gets."""
         how = self.tiling
-        kernels = {
-            "dq": (_dq_tiles(case, how, keeps), dq),
-            "dkdv": (_dkdv_tiles(case, how, portion.head_parts, keeps, portion.partial), dkdv),
-        }
         return {
             kernel: [
-                schedule(tiles, costs, values, 2, how.policy, room, how.prefetches)
+                schedule(_tiles(kernel, portion, how), costs, values, 2, how.policy, room,
+                         how.prefetches)
                 for costs, values in zip(self.costs(which), self.values)
             ]
-            for kernel, (tiles, which) in kernels.items()
-        }
+            for kernel, which in _names(portion).items()
+        }  # fmt: skip
 
     def paths_of(self, case: Case) -> Paths:
         """Of the replays behind a case's prediction, which has been made."""
-        names = {name: None for portion in self.plan(case) for name in _names(portion)}
+        plan = self.plan(case)
+        names = {name: None for portion in plan for name in _names(portion).values()}
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
@@ -127,20 +125,20 @@ class Backward:
 
 
 @functools.lru_cache(maxsize=64)
-def _dq_tiles(*given: Any) -> Tiles:
+def _tiles(kernel: str, portion: Portion, tiling: BackwardTiling) -> Tiles:
     """Of all machines alike."""
-    return Tiles.of(dq_tiles(*given))
+    if kernel == "dq":
+        return Tiles.of(dq_tiles(portion.case, tiling))
+    tiles_of = {"dkdv": dkdv_tiles, "dv": dv_tiles, "products": product_tiles}[kernel]
+    return Tiles.of(tiles_of(portion.case, tiling, portion.head_parts, portion.partial))
 
 
-@functools.lru_cache(maxsize=64)
-def _dkdv_tiles(*given: Any) -> Tiles:
-    return Tiles.of(dkdv_tiles(*given))
-
-
-def _names(portion: Portion) -> tuple[str, str]:
-    """The dQ and the dK/dV kernel that a portion takes."""
-    kept_ds, partial = "kept " * portion.keeps_ds, " partial" * portion.partial
-    return f"{kept_ds}dq", f"{kept_ds}dkdv{partial}"
+def _names(portion: Portion) -> dict[str, str]:
+    """The kernels that a portion takes, and what their costs are called."""
+    partial = " partial" * portion.partial
+    if portion.keeps_ds:
+        return {"dv": f"dv{partial}", "products": f"products{partial}"}
+    return {"dq": "dq", "dkdv": f"dkdv{partial}"}
 
 
 def _key_elements(portion: Portion) -> int:

@@ -73,7 +73,7 @@ def defaults_to_clc(case: Case, direction: str) -> bool:
     """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
     bounded = case.bounds != (None, None)
     if direction == BACKWARD:
-        return backward_prefers_clc(bounded, case.packed)
+        return backward_prefers_clc(bounded, case.packed, grouped=case.heads > case.heads_kv)
     rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
     return prefers_clc(bounded, rows, capacity)
 

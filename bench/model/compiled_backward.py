@@ -35,8 +35,8 @@ OURS_PREFIX = f"kernel_cutlass_kernel_{OURS}"
 UNIT_Q, UNIT_KV = 256, 128
 #: Long enough for steady loops, short enough to run in seconds.
 SEQLEN = 1024
-#: The last two are the first choice of ours: dS is stored, and dQ is a product of it.
-KERNELS = ("preprocess", "dQ", "dK/dV", "dK/dV, storing dS", "dQ from dS")
+#: The last two are the first choice of ours: dS is stored, and dK and dQ are products of it.
+KERNELS = ("preprocess", "dQ", "dK/dV", "dV and dS", "dK and dQ from dS")
 _ALLOC = re.compile(r"tcgen05\.alloc[^;]*,\s*(%\w+|\d+);")
 
 
@@ -88,10 +88,11 @@ def kernel_of(report: Report) -> str | None:
     if "preprocess" in name:
         return "preprocess"
     if "dkdv" in name:
-        stores = name.startswith(OURS_PREFIX) and report.tma["store_bytes"]
-        return "dK/dV, storing dS" if stores else "dK/dV"
-    if "dq_product" in name:
-        return "dQ from dS"
+        return "dK/dV"
+    if "backwarddv" in name:
+        return "dV and dS"
+    if "backwardproducts" in name:
+        return "dK and dQ from dS"
     is_backward = "backward" in name or "fmha_ba" in name
     return "dQ" if is_backward and report.warps("tcgen05.mma") else None
 

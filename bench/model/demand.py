@@ -19,6 +19,7 @@ from fa4_hd256.call.forward_problem import packed_heads
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.blackwell.backward.config import TILE_BYTES, BackwardConfig
+from fa4_hd256.kernels.blackwell.backward.ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, CTAS
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
@@ -159,18 +160,46 @@ def dq(config: BackwardConfig) -> Kernel:
     return Kernel("dQ", step, tile)
 
 
-def dq_product() -> Kernel:
-    """dQ += dS K from a dS that is kept; dS and K pass."""
-    step = product(CTAS * BLOCK_Q, HEAD_DIM, BLOCK_KV) + _tma_load(2 * TILE_BYTES)
-    result = BLOCK_Q * HEAD_DIM
-    tile = _tmem(HEAD_DIM) + Demand(fma=result, l2_bytes=result * ELEMENT_BYTES)
-    return Kernel("dQ from dS", step, tile)
+def dv(config: BackwardConfig, partial: bool = False) -> Kernel:
+    """S^T, dP^T and dV += P^T dO; K and V stay; Q and dO (in two forms) pass, dS is stored.
+
+    partial: dV is float32, to be summed.
+    """
+    elements, stats = DS_TILE * DS_TILE, 2 * config.dv.stats_bytes
+    step = (
+        product(DS_BLOCK, DS_TILE, HEAD_DIM) * 2
+        + product(DS_BLOCK, HEAD_DIM, DS_TILE, a_in_tmem=True)
+        + exponentials(elements, config.ex2_pattern, DS_TILE // 2)
+        + Demand(fma=2 * elements)  # dS = P (dP - delta)
+        + _tmem(2 * DS_TILE + DS_TILE // 2)
+        + _tma_load(3 * TILE_BYTES + stats)
+        + Demand(l2_bytes=elements * ELEMENT_BYTES)
+    )
+    result = DS_TILE * HEAD_DIM
+    tile = (
+        _tma_load(2 * config.dv.key_bytes)
+        + _tmem(HEAD_DIM)
+        + Demand(l2_bytes=result * (FLOAT_BYTES if partial else ELEMENT_BYTES))
+    )
+    return Kernel("dV and dS", step, tile)
 
 
-def dkdv(config: BackwardConfig, partial: bool = False, keeps_ds: bool = False) -> Kernel:
+def products(partial: bool = False) -> Kernel:
+    """dK += dS^T Q and dQ += dS K from a dS that is kept; dS and Q or K pass.
+
+    partial: dK is float32, to be summed; the mean of both results' bytes is taken for each.
+    """
+    step = product(DS_BLOCK, HEAD_DIM, DS_TILE) + _tma_load(2 * TILE_BYTES)
+    result = DS_TILE * HEAD_DIM
+    nbytes = (ELEMENT_BYTES + (FLOAT_BYTES if partial else ELEMENT_BYTES)) / 2
+    tile = _tmem(HEAD_DIM) + Demand(fma=result, l2_bytes=result * nbytes)
+    return Kernel("dK and dQ from dS", step, tile)
+
+
+def dkdv(config: BackwardConfig, partial: bool = False) -> Kernel:
     """S^T, dP^T, dV += P^T dO and dK += dS^T Q; K and V stay; Q and dO (in two forms) pass.
 
-    partial: results are float32, to be summed. keeps_ds: dS is stored.
+    partial: results are float32, to be summed.
     """
     unit_q, own_keys = CTAS * BLOCK_Q, BLOCK_KV // CTAS
     elements = own_keys * unit_q
@@ -186,7 +215,6 @@ def dkdv(config: BackwardConfig, partial: bool = False, keeps_ds: bool = False) 
         + Demand(warp_bytes=2 * elements * ELEMENT_BYTES + 128 * stats_clocks)
         + _tmem(2 * BLOCK_KV)
         + _tma_load(8 * TILE_BYTES + stats)
-        + _tma_load(elements * ELEMENT_BYTES * keeps_ds)
     )
     result = 2 * own_keys * HEAD_DIM
     tile = _tma_load(2 * TILE_BYTES) + _tmem(2 * BLOCK_KV) + Demand(
@@ -226,24 +254,28 @@ def totals(
     elif direction == BACKWARD:
         config = config or BackwardConfig()
         portions = backward_portions(case, config.ds_bytes, gpu)
-        partial, keeps_ds = portions[0].partial, portions[0].keeps_ds
-        kv_tiles = sum(one.count * _counts(one.case)[2] * one.head_parts for one in portions)
+        partial = portions[0].partial
         rows = sum(one.count * sum(k for _, k in one.case.lengths) * one.case.heads_kv
                    * one.head_parts for one in portions)  # fmt: skip
-        results = 2 * rows * HEAD_DIM * (FLOAT_BYTES if partial else ELEMENT_BYTES)
+        result = rows * HEAD_DIM * (FLOAT_BYTES if partial else ELEMENT_BYTES)
         blocks = sum(-(-q // (CTAS * BLOCK_Q)) for q, _ in case.lengths) * case.heads
-        ds = steps * UNIT_DS_BYTES * keeps_ds
-        of_dq = (
-            (dq_product(), steps, q_tiles, query + key + ds)
-            if keeps_ds
-            else (dq(config), steps, q_tiles, 3 * query + 2 * key + 2 * row)
-        )
-        counted = [
-            (preprocess(), 0, blocks, 2 * query + 3 * row),
-            (dkdv(config, partial, keeps_ds), steps, kv_tiles,
-             2 * query + 2 * key + results + 2 * row + ds),
-            of_dq,
-        ]
+        counted = [(preprocess(), 0, blocks, 2 * query + 3 * row)]
+        read = 2 * query + 2 * key + 2 * row
+        if portions[0].keeps_ds:
+            key_blocks = sum(n.count * _key_counts(n.case)[1] * n.head_parts for n in portions)
+            key_steps, _ = _key_counts(case)
+            ds = key_steps * UNIT_DS_BYTES
+            of_both = key_steps + steps, key_blocks + q_tiles
+            counted += [
+                (dv(config, partial), key_steps, key_blocks, read + result + ds),
+                (products(partial), *of_both, 2 * query + key + result + ds),
+            ]
+        else:
+            kv_tiles = sum(n.count * _counts(n.case)[2] * n.head_parts for n in portions)
+            counted += [
+                (dkdv(config, partial), steps, kv_tiles, read + 2 * result),
+                (dq(config), steps, q_tiles, read + query),
+            ]
     else:
         raise ValueError(f"direction {direction!r}; accepted are {FORWARD} and {BACKWARD}")
     return [
@@ -264,6 +296,15 @@ def _counts(case: Case, packed: int = 1) -> tuple[int, int, int]:
         q_tiles += found[1] * case.heads // packed
         kv_tiles += found[2] * case.heads_kv
     return steps, q_tiles, kv_tiles
+
+
+def _key_counts(case: Case) -> tuple[int, int]:
+    """(steps, tiles of 256 keys) with any visible pair; a step has 256 keys x 128 queries. The mask
+    is the same one with its sides exchanged."""
+    left, right = case.bounds
+    found = [_sequence_counts(k, q, right, left, DS_BLOCK) for q, k in case.lengths]
+    steps, tiles, _ = (sum(counts) for counts in zip(*found))
+    return steps * case.heads, tiles * case.heads_kv
 
 
 @functools.cache

@@ -25,10 +25,10 @@ def calls(seqlen: int) -> dict[str, Callable[[], tuple[Any, tuple]]]:
         return lambda: ours.call(variant, (seqlen, 1))
 
     return {
-        "dK/dV, dS stored, full": kernel("kept dkdv", False),
-        "dK/dV, dS stored, causal, CLC": kernel("kept dkdv", True),
-        "dQ from stored dS, full": kernel("kept dq", False),
-        "dQ from stored dS, causal, CLC": kernel("kept dq", True),
+        "dV and dS, full": kernel("dv", False),
+        "dV and dS, causal, CLC": kernel("dv", True),
+        "dK and dQ from dS, full": kernel("products", False),
+        "dK and dQ from dS, causal, CLC": kernel("products", True),
         "forward, full": kernel(FORWARD, False),
         "forward, causal, CLC": kernel(FORWARD, True),
     }

@@ -23,7 +23,7 @@ from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
-from fa4_hd256.run.catalogue import KernelSpec, backward_specs
+from fa4_hd256.run.catalogue import RESULTS, KernelSpec, backward_specs
 from fa4_hd256.run.compile import compile_kernel, versions
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
@@ -140,7 +140,7 @@ class Ours:
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
-        """Our dQ and dK/dV kernels under the static or the CLC scheduler."""
+        """Our kernels under the static or the CLC scheduler."""
 
         @functools.cache
         def costs(which: str) -> list[TileCosts]:
@@ -250,20 +250,20 @@ def _backward_call(
     variant: Variant, forward: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
     (q, k, *_), which = tensors, variant.kernel
-    keeps, is_dq = which.startswith("kept "), which.endswith("dq")
-    head_parts = 2 if which.endswith(" partial") else 1
+    name, head_parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
+    keeps = name in ("dv", "products")
     problem = BackwardProblem(forward, tuple(k.shape), False, head_parts, keeps_ds=keeps)
     stats = empty_stats(problem)
     # Rows as the preprocess kernel leaves them; their values decide no instruction.
     stats.zero_()
     dtype = torch.float32 if head_parts > 1 else q.dtype
-    results = (
-        (torch.empty_like(q),)
-        if is_dq
-        else tuple(torch.empty(1, k.shape[1], head_parts, HEAD_DIM, dtype=dtype) for _ in range(2))
+    of_keys = 1, k.shape[1], head_parts, HEAD_DIM
+    results = tuple(
+        torch.empty_like(q) if made == "dq" else torch.empty(of_keys, dtype=dtype)
+        for made in RESULTS[name]
     )
     config: Any = variant.config or BackwardConfig()
-    spec = backward_specs(problem, config)["dq" if is_dq else "dkdv"]
+    spec = backward_specs(problem, config)[name]
     # Zeros: a dS of another call would do as well, but no bits that are not numbers.
     ds = torch.zeros(problem.ds_shape, dtype=q.dtype) if keeps else None
     given = GradientTensors(tensors, stats, results, ragged, ds)

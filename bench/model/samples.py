@@ -7,8 +7,9 @@ another; one cluster runs all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
+from .stored_tiles import DV, dv_steps
 from .tiles import (
     DKDV,
     DQ,
@@ -74,17 +75,24 @@ def forward_work(sample: Sample) -> list[tuple[float, float]]:
 
 def backward_tiles(which: str, sample: Sample) -> tuple[int, float]:
     """(tiles, masked work in all) of a sample of a kernel of the backward (`backward.Backward`);
-    nothing masked without a window, nor in a product of a kept dS."""
+    nothing masked without a window, nor in the products of a dS."""
     seqlen, heads, left, _ = parts_of(sample)
-    lengths, bounds, is_dq = (seqlen, seqlen), (left, 0), which.endswith("dq")
+    lengths, bounds = (seqlen, seqlen), (left, 0)
     # Where parts of a group are summed, each of the two heads' parts has tiles of its own.
-    parts = 2 if which.endswith(" partial") else 1
-    blocks = -(-seqlen // ROWS) * heads if is_dq else -(-seqlen // KEYS) * parts
-    if left is None or which == "kept dq":
-        return blocks, 0.0
-    if is_dq:
-        units: list[tuple[float, float]]
-        units = [dq_units(block, lengths, bounds) for block in range(-(-seqlen // ROWS))]
-        return blocks, DQ * heads * sum(masked for _, masked in units)
-    units = [dkdv_units(block, lengths, bounds, ROWS) for block in range(-(-seqlen // KEYS))]
-    return blocks, DKDV * heads * sum(masked for _, masked in units)
+    kernel, parts = which.removesuffix(" partial"), 2 if which.endswith(" partial") else 1
+    blocks, key_tiles = range(-(-seqlen // ROWS)), range(-(-seqlen // KEYS))
+    tiles = {
+        "dq": len(blocks) * heads,
+        "dkdv": len(key_tiles) * parts,
+        "dv": len(blocks) * parts,
+        "products": len(blocks) * (1 + -(-heads // parts)) * parts,
+    }[kernel]
+    if left is None or kernel == "products":
+        return tiles, 0.0
+    units: dict[str, tuple[float, list[Any]]] = {
+        "dq": (DQ, [dq_units(block, lengths, bounds) for block in blocks]),
+        "dkdv": (DKDV, [dkdv_units(block, lengths, bounds, ROWS) for block in key_tiles]),
+        "dv": (DV, [dv_steps(block, lengths, bounds) for block in blocks]),
+    }
+    work, of_blocks = units[kernel]
+    return tiles, work * heads * sum(masked for _, masked in of_blocks)

@@ -26,11 +26,8 @@ from .machines import B200
 KEYS, ROWS = 128, 256
 #: Clocks of the tensor core in a step, of each CTA of a pair.
 STEP_WORK = 4 * ROWS * KEYS * HEAD_DIM / SM100_FLOP_PER_CLOCK / 2
-#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, or 1 from dS that
-#: is kept, dK/dV 4.
-DQ, DQ_PRODUCT, DKDV = 3 * 1024.0, 1024.0, 4 * 1024.0
-#: Bytes of dS in such a unit.
-DS = 2.0 * ROWS * KEYS
+#: Tensor-core clocks of 256 queries x 128 keys in a CTA pair, by products: dQ 3, dK/dV 4.
+DQ, DKDV = 3 * 1024.0, 4 * 1024.0
 #: Bytes of a row of q, k, v, out or a gradient, and of a gradient summed in parts.
 ROW, PARTIAL_ROW = 2.0 * HEAD_DIM, 4.0 * HEAD_DIM
 
@@ -165,11 +162,11 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
             continue
         shared = 4.0 * seen(lengths) * tiling.head_dim / splits
         group = entry * case.heads_kv + head // ratio
-        found.append(_grouped(of(block, lengths, part), group, shared))
+        found.append(grouped(of(block, lengths, part), group, shared))
     return found
 
 
-def _grouped(tile: Tile, group: int, shared: float) -> Tile:
+def grouped(tile: Tile, group: int, shared: float) -> Tile:
     """The tile as one of a group that shares so many bytes."""
     return Tile(tile.work, group, shared, tile.own_bytes, tile.masked, tile.reads, tile.writes)
 
@@ -234,13 +231,13 @@ def dkdv_units(
     return units - (-last % ROWS // rows * rows / ROWS if units else 0), masked
 
 
-def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list[Tile]:
-    """The tiles of dQ in order. keeps_ds: from a dS that is kept."""
-    ratio, work = case.heads // case.heads_kv, DQ_PRODUCT if keeps_ds else DQ
+def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
+    """The tiles of dQ in order."""
+    ratio = case.heads // case.heads_kv
     rows_k = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     grid = -(-case.seqlen_q // ROWS), case.heads, case.batch
-    # K and V are shared; Q, dO and dQ are not. With dS: K, and dQ beside what each unit reads.
-    shared, stays = (ROW, 0.0) if keeps_ds else (2 * ROW, 2 * ROW)
+    # K and V are shared; Q, dO and dQ are not.
+    shared = stays = 2 * ROW
     masks = case.window[0] is not None
 
     @functools.cache
@@ -249,28 +246,25 @@ def dq_tiles(case: Case, tiling: BackwardTiling, keeps_ds: bool = False) -> list
         if rows <= 0:
             return Tile(0.0)
         units, masked = dq_units(block, lengths, case.bounds)
-        read = 2.0 * ROWS * min(units * KEYS, lengths[1]) * keeps_ds
         reads, writes = stays * rows, ROW * rows
-        own = reads + writes + read
-        return Tile(work * units, 0, 0.0, own, work * masked * masks, reads, writes)
+        return Tile(DQ * units, 0, 0.0, reads + writes, DQ * masked * masks, reads, writes)
 
     found = []
     # As the kernels count them, both alike: K and V.
-    section = _section(case, tiling, grid, ratio, 2 * ROW * rows_k)
+    section = section_of(case, tiling, grid, ratio, 2 * ROW * rows_k)
     later_first = case.bounds[1] is not None
-    for block, head, batch in _indices(grid, section, later_first):
+    for block, head, batch in indices(grid, section, later_first):
         lengths = case.lengths[batch]
         group = batch * case.heads_kv + head // ratio
-        found.append(_grouped(of(block, lengths), group, shared * lengths[1]))
+        found.append(grouped(of(block, lengths), group, shared * lengths[1]))
     return found
 
 
 def dkdv_tiles(
-    case: Case, tiling: BackwardTiling, head_parts: int, keeps_ds: bool = False,
-    partial: bool | None = None,
+    case: Case, tiling: BackwardTiling, head_parts: int, partial: bool | None = None
 ) -> list[Tile]:
-    """The tiles of dK/dV in order. head_parts: parts of each group of query heads. keeps_ds: dS is
-    written. partial: dK and dV are written in float32, by default where there are such parts."""
+    """The tiles of dK/dV in order. head_parts: parts of each group of query heads. partial: dK and
+    dV are written in float32, by default where there are such parts."""
     ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
     part = -(-ratio // head_parts)
     rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
@@ -289,22 +283,20 @@ def dkdv_tiles(
         units, masked = (
             count * query_heads for count in dkdv_units(block, lengths, case.bounds, tiling.rows)
         )
-        written = 2.0 * ROWS * min(KEYS, case.seqlen_k - begin) * units * keeps_ds
         reads, writes = 2 * ROW * rows, results * rows
-        own = reads + writes + written
-        return Tile(DKDV * units, 0, 0.0, own, DKDV * masked * masks, reads, writes)
+        return Tile(DKDV * units, 0, 0.0, reads + writes, DKDV * masked * masks, reads, writes)
 
     found = []
-    section = _section(case, tiling, grid, 1, shared * rows_q)
+    section = section_of(case, tiling, grid, 1, shared * rows_q)
     later_first = case.bounds[0] is not None
-    for block, head, batch in _indices(grid, section, later_first):
+    for block, head, batch in indices(grid, section, later_first):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
-        found.append(_grouped(tile, batch * heads + head, shared * lengths[0]))
+        found.append(grouped(tile, batch * heads + head, shared * lengths[0]))
     return found
 
 
-def _section(
+def section_of(
     case: Case, tiling: BackwardTiling, grid: tuple[int, int, int], group: int, nbytes: float
 ) -> int | None:
     """Pairs of head and batch that take turns, None where none do. grid: (blocks, heads, batch);
@@ -318,7 +310,7 @@ def _section(
     )  # fmt: skip
 
 
-def _indices(
+def indices(
     grid: tuple[int, int, int], section: int | None, later_first: bool
 ) -> Iterator[tuple[int, int, int]]:
     """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +28,9 @@ def _of_kernels() -> dict[str, Callable[[], Drawing]]:
     backward = BackwardConfig()
     kernels = {
         "forward": ("forward", ForwardConfig()),
-        "dkdv": ("dK/dV", replace(backward.dkdv, stores_ds=True)),
-        "dq-product": ("dQ from stored dS", backward.dq_product),
+        "dv": ("dV and dS", backward.dv),
+        "products": ("dK and dQ from stored dS", backward.products),
+        "dkdv": ("dK/dV with dS computed anew", backward.dkdv),
         "dq": ("dQ with dS computed anew", backward.dq),
     }
     found: dict[str, Callable[[], Drawing]] = {}

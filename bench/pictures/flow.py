@@ -42,9 +42,9 @@ def backward_flow() -> Drawing:
     gib = BackwardConfig().ds_bytes >> 30
     drawing = Drawing(
         1100, 500, "Data flow of the backward",
-        "The preprocess kernel makes LSE in log2 units and delta from LSE, O and dO. The dK/dV "
-        "kernel makes P and dS from two products, adds dV and dK with two more and stores dS. The "
-        "dQ kernel multiplies dS with K.",
+        "The preprocess kernel makes LSE in log2 units and delta from LSE, O and dO. The kernel of "
+        "dV makes P and dS from two products, adds dV with a third and stores dS. The last kernel "
+        "multiplies dS with Q for dK and with K for dQ.",
     )
     drawing.heading(
         "The backward: three kernels, five products, no atomics",
@@ -52,8 +52,8 @@ def backward_flow() -> Drawing:
     )
     _stage(drawing, (24, 80, 186, 396), ["preprocess", "reads O, dO, LSE"], GREY)
     _stage(drawing, (238, 80, 580, 396),
-           ["dK/dV", "128 keys stay, 256 queries pass in a step; reads Q, K, V, dO"], BLUE)
-    _stage(drawing, (846, 80, 230, 396), ["dQ", "256 queries stay; reads K"], ORANGE)
+           ["dV and dS", "256 keys stay, 128 queries pass in a step; reads Q, K, V, dO"], BLUE)
+    _stage(drawing, (846, 80, 230, 396), ["dK and dQ", "256 rows stay; reads Q, K"], ORANGE)
     lse = _tensor(drawing, (44, 142, 146, 40), "LSE in log2")
     delta = _tensor(drawing, (44, 388, 146, 40), "delta")
     scores = _work(drawing, (260, 206, 150, 54), ["Sᵀ = K Qᵀ"], BLUE)
@@ -61,19 +61,22 @@ def backward_flow() -> Drawing:
     p = _work(drawing, (454, 206, 164, 54), ["P = 2^(c S - LSE)"], GREEN)
     ds = _work(drawing, (454, 306, 164, 54), ["dS = P (dP - delta)"], GREEN)
     dv = _work(drawing, (662, 206, 136, 54), ["dV += Pᵀ dO"], BLUE)
-    dk = _work(drawing, (662, 306, 136, 54), ["dK += dSᵀ Q"], BLUE)
+    dk = _work(drawing, (872, 142, 178, 54), ["dK += dSᵀ Q"], ORANGE)
     stored = _tensor(drawing, (872, 388, 178, 54), "dS, global memory")
-    dq = _work(drawing, (872, 206, 178, 54), ["dQ += dS K"], ORANGE)
+    dq = _work(drawing, (872, 250, 178, 54), ["dQ += dS K"], ORANGE)
     _route(drawing, [lse.right_side, (p.top_side[0], lse.right_side[1]), p.top_side])
     x = ds.bottom_side[0]
     _route(drawing, [delta.right_side, (x - 30, delta.right_side[1]), (x - 30, ds.bottom_side[1])])
-    for begin, end in ((scores, p), (dp, ds), (p, dv), (ds, dk)):
+    for begin, end in ((scores, p), (dp, ds), (p, dv)):
         _route(drawing, [begin.right_side, end.left_side], GREEN)
     _route(drawing, [p.bottom_side, ds.top_side], GREEN)
     _route(drawing, [(x + 30, ds.bottom_side[1]), (x + 30, stored.left_side[1]),
                      stored.left_side], GREEN)
     _route(drawing, [stored.top_side, dq.bottom_side], GREEN)
-    drawing.text((x + 42, stored.left_side[1] - 8), "stored once, by TMA", 12, colour=GREY)
+    y = dk.left_side[1]
+    _route(drawing, [(stored.left + 10, stored.top), (stored.left + 10, dq.bottom_side[1] + 30),
+                     (858, dq.bottom_side[1] + 30), (858, y), dk.left_side], GREEN)
+    drawing.text((x + 42, stored.left_side[1] - 8), "stored once, from registers", 12, colour=GREY)
     drawing.text((238 + 18, 460), "blue: tensor core; green: warps, in registers", 12,
                  colour=GREY)
     return drawing

@@ -8,6 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.backward.ds_tiles import (
+    DS_BLOCK,
+    DS_TILE,
+    DS_TILE_ELEMENTS,
+    DsTiles,
+)
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
 from fa4_hd256.kernels.sequences import PADDING
@@ -17,8 +23,11 @@ from .forward_problem import ForwardCall, Options, Problem
 from .layouts import without_expanded_heads
 
 __all__ = [
+    "ANEW",
+    "STORED",
     "BackwardCall",
     "BackwardProblem",
+    "KeyKernel",
     "choose_head_parts",
     "count_key_tiles",
 ]
@@ -35,8 +44,9 @@ class BackwardProblem:
     given. head_parts: parts into which the group of query heads of each key/value head is divided,
     of equal size but for the last, each of which gets its own dK and dV in float32; 1 for none.
     copies: heads of the user's k and v that are one expanded head here, each with a gradient, hence
-    a part, of its own. keeps_ds: dK/dV stores dS for dQ, which computes it anew otherwise. adds:
-    the call is divided so that several portions add to the same dK and dV, in float32.
+    a part, of its own. keeps_ds: the kernel of dV stores dS, of which dK and dQ are products;
+    otherwise one kernel makes dK and dV, another one dQ. adds: the call is divided so that several
+    portions add to the same dK and dV, in float32.
     """
 
     forward: Problem
@@ -54,11 +64,12 @@ class BackwardProblem:
 
     @property
     def dq_class(self) -> GradientClass:
-        problem_class = replace(self.forward.problem_class, sink=False, packed_heads=1)
-        return GradientClass(problem_class, stores_ds=self.keeps_ds)
+        """Of the kernel that makes dQ alone."""
+        return GradientClass(replace(self.forward.problem_class, sink=False, packed_heads=1))
 
     @property
     def dkdv_class(self) -> GradientClass:
+        """Of the kernels that make dK or dV."""
         return replace(self.dq_class, partial=self.head_parts > 1 or self.adds)
 
     @property
@@ -68,34 +79,42 @@ class BackwardProblem:
 
     @property
     def dkdv_shape(self) -> tuple[int, int, int, int]:
-        """(batch, seqlen_k, parts, 256) of the dK, and of the dV, that the kernel writes."""
+        """(batch, seqlen_k, parts, 256) of the dK, and of the dV, that a kernel writes."""
         batch, seqlen, heads, columns = self.k_shape
         return batch, seqlen, heads * self.head_parts, columns
 
     @property
-    def ds_shape(self) -> tuple[int, int, int, int]:
-        """(sequences, query heads, keys, queries) of dS^T, the queries in whole units."""
+    def ds_shape(self) -> tuple[int, int]:
+        """(tiles, elements of a tile) of dS; see `kernels.blackwell.backward.ds_tiles`."""
         forward = self.forward
-        queries = -(-forward.max_seqlen_q // PADDING) * PADDING
-        return forward.sequences, forward.q_shape[2], forward.max_seqlen_k, queries
+        tiles = DsTiles.of(forward.q_shape[2], forward.max_seqlen_q, forward.max_seqlen_k)
+        return tiles.count(forward.sequences), DS_TILE_ELEMENTS
+
+    @property
+    def ds_bytes(self) -> int:
+        """Memory that dS takes."""
+        return math.prod(self.ds_shape) * self.forward.dtype.itemsize
 
     @property
     def ds_bytes_of_head(self) -> int:
         """Memory that dS of one key/value head takes, of all sequences."""
-        return math.prod(self.ds_shape) * self.forward.dtype.itemsize // self.k_shape[2]
+        return self.ds_bytes // self.k_shape[2]
 
     def head_parts_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
         """`choose_head_parts` for a launch with so many key/value heads and sequences."""
         if self.copies > 1:
             return self.copies
         forward, (left, right) = self.forward, self.forward.options.window
+        kernel = STORED if self.keeps_ds else ANEW
         seen = forward.max_seqlen_q
         if left is not None and right is not None:
-            seen = min(seen, left + right + BLOCK_KV)
+            seen = min(seen, left + right + kernel.keys)
         bounded = left is not None or right is not None
         unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
-        tiles = heads_kv * count_key_tiles(replace(forward, sequences=sequences), self.k_shape)
-        return choose_head_parts(tiles, -(-seen // PADDING), self.group, gpu, unequal)
+        launch = replace(forward, sequences=sequences)
+        tiles = heads_kv * count_key_tiles(launch, self.k_shape, kernel.keys)
+        steps = -(-seen // kernel.queries)
+        return choose_head_parts((tiles, steps), self.group, gpu, unequal, kernel)
 
     @property
     def has_no_queries(self) -> bool:
@@ -146,38 +165,60 @@ class BackwardCall:
         return BackwardProblem(forward, tuple(k.shape), self.dlse is not None, copies, copies)
 
 
-def count_key_tiles(problem: Problem, k_shape: tuple[int, ...]) -> int:
-    """Tiles of 128 keys of all sequences, at most; lengths on the device are not known here."""
-    padded = problem.sequences * -(-problem.max_seqlen_k // BLOCK_KV)
+def count_key_tiles(problem: Problem, k_shape: tuple[int, ...], keys: int) -> int:
+    """Tiles of so many keys of all sequences, at most; lengths on the device are not known here."""
+    padded = problem.sequences * -(-problem.max_seqlen_k // keys)
     if "cu_seqlens_k" not in problem.ragged:
         return padded
-    return min(padded, k_shape[1] // BLOCK_KV + problem.sequences)
+    return min(padded, k_shape[1] // keys + problem.sequences)
 
 
-#: What a tile takes beside its units, in the time of a unit; that time, modelled; and the bytes of
-#: writing and summing the parts of 128 keys in float32 (docs/backward.md).
-_TILE_OVERHEAD, _UNIT_SECONDS, _PART_BYTES = 1.0, 4.16e-6, 1e6
+@dataclass(frozen=True)
+class KeyKernel:
+    """What the parts of a group follow of the kernels that make dK and dV (docs/backward.md).
+
+    keys: of a tile. queries: of a step. seconds: of a step, modelled. overhead: what a tile takes
+    beside its steps, in steps. part_bytes: of writing and summing a tile's part in float32.
+    products: what the products of a stored dS take of a step, each, in steps.
+    """
+
+    keys: int
+    queries: int
+    seconds: float
+    overhead: float
+    part_bytes: float
+    products: float = 0.0
 
 
-def choose_head_parts(tiles: int, units: int, group: int, gpu: Gpu, unequal: bool) -> int:
+ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
+STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
+
+
+def choose_head_parts(
+    work: tuple[int, int], group: int, gpu: Gpu, unequal: bool, kernel: KeyKernel = ANEW
+) -> int:
     """Parts of the group of query heads: those that end soonest, by an estimate.
 
-    More parts fill the CTA pairs better, but each writes its own dK and dV. tiles: of 128 keys, of
-    all key/value heads and sequences. units: of 256 queries, at most, that a tile passes for each
-    query head. group: query heads of one key/value head. unequal: tiles differ in their units, by a
-    mask or by the sequences' lengths. Returns 1 .. group; no part is empty when each but the last
-    has ceil(group / parts) heads.
+    More parts fill the CTA pairs better, but each writes its own dK and dV. work: tiles of keys, of
+    all key/value heads and sequences; steps, at most, that a tile passes for each query head.
+    group: query heads of one key/value head. unequal: tiles differ in their steps, by a mask or by
+    the sequences' lengths. Returns 1 .. group; no part is empty when each but the last has
+    ceil(group / parts) heads.
     """
-    # Of the whole GPU's bandwidth, in the time of a unit.
-    part_cost = _PART_BYTES / (gpu.hbm_bytes_per_second * _UNIT_SECONDS)
+    tiles, steps = work
+    # Of the whole GPU's bandwidth, in the time of a step.
+    part_cost = kernel.part_bytes / (gpu.hbm_bytes_per_second * kernel.seconds)
 
     def estimate(parts: int) -> float:
-        count, longest = tiles * parts, -(-group // parts) * units
+        count, longest = tiles * parts, -(-group // parts) * steps
         if unequal:
             # Half of the longest on average; who draws a long one last ends half of one later.
-            ends = count / gpu.pairs * (longest / 2 + _TILE_OVERHEAD) + longest / 2
+            ends = count / gpu.pairs * (longest / 2 + kernel.overhead) + longest / 2
         else:
-            ends = -(-count // gpu.pairs) * (longest + _TILE_OVERHEAD)
+            ends = -(-count // gpu.pairs) * (longest + kernel.overhead)
+        # Of the products only the longest tile, a part's dK, depends on the parts: half of it is
+        # waited for.
+        ends += kernel.products * longest / 2
         return ends + part_cost * count * (parts > 1)
 
     parts = min(range(1, group + 1), key=estimate)

@@ -82,12 +82,14 @@ class Options:
         default = prefers_clc(self.window != (None, None), *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))
 
-    def backward_use_clc(self, use_clc: bool | None, ragged: bool) -> bool:
+    def backward_use_clc(self, use_clc: bool | None, ragged: bool, grouped: bool) -> bool:
         """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
 
-        ragged: whether sequences have lengths of their own. Raises as `clc_requested` does.
+        ragged: whether sequences have lengths of their own. grouped: whether query heads share a
+        key/value head. Raises as `clc_requested` does.
         """
-        default = backward_prefers_clc(self.window != (None, None), ragged, sms_are_shared())
+        bounded = self.window != (None, None)
+        default = backward_prefers_clc(bounded, ragged, sms_are_shared(), grouped)
         return clc_requested(use_clc, default)
 
 

@@ -1,6 +1,6 @@
 """How a backward is divided so that dS of a portion fits into the memory it may take.
 
-dS of a whole call grows with the square of the length. So dK/dV and dQ run on portions, each a call
+dS of a whole call grows with the square of the length. So the kernels run on portions, each a call
 of its own: some key/value heads; else one or more sequences; else, except in windows, a range of
 queries with the keys that any of them sees. What ranges of queries give to the same dK and dV is
 added up in float32.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.backward.ds_tiles import DS_TILE_BYTES, DsTiles
 from fa4_hd256.kernels.sequences import PADDING
 
 from .backward_problem import BackwardProblem
@@ -23,7 +24,7 @@ __all__ = ["Division", "Portion", "divide", "visible_keys"]
 
 @dataclass(frozen=True)
 class Portion:
-    """What goes through dK/dV and then dQ, in one launch of each.
+    """What goes through one launch of each kernel.
 
     problem: the portion as a call of its own. heads_kv, sequences, queries, keys: where it lies in
     the whole call. Some of the sequences and of the rows only where all sequences are dense;
@@ -48,14 +49,13 @@ class Division:
 def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """Portions whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
-    problem = replace(problem, head_parts=problem.head_parts_for(heads_kv, sequences, gpu))
     of_head = problem.ds_bytes_of_head
     if not of_head or not ds_bytes:
-        return _undivided(problem)
+        return _undivided(problem, gpu)
     if ds_bytes >= of_head:
         return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, gpu)
     if problem.forward.ragged:
-        return _undivided(problem)
+        return _undivided(problem, gpu)
     fitting = ds_bytes // (of_head // sequences)
     if fitting:
         heads = min(fitting, heads_kv)
@@ -63,11 +63,13 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     if None not in problem.forward.options.window:
         # dS of a window is a band: ranges would be many and short, and mostly empty memory, where
         # dQ has little to compute anew.
-        return _undivided(problem)
+        return _undivided(problem, gpu)
     return _by_queries(problem, ds_bytes, gpu)
 
 
-def _undivided(problem: BackwardProblem) -> Division:
+def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:
+    heads_kv, sequences, *_ = _lengths(problem)
+    problem = replace(problem, head_parts=problem.head_parts_for(heads_kv, sequences, gpu))
     return Division(problem, (Portion(problem, *map(range, _lengths(problem))),))
 
 
@@ -82,10 +84,9 @@ def _by_heads(
 ) -> Division:
     """So many key/value heads of so many sequences at a time; all sequences if there are any but
     dense ones."""
-    some = heads_kv < problem.k_shape[2] or sequences < problem.forward.sequences
+    whole = replace(problem, keeps_ds=True)
     # Each launch has the tiles of these only.
-    head_parts = problem.head_parts_for(heads_kv, sequences, gpu) if some else problem.head_parts
-    whole = replace(problem, keeps_ds=True, head_parts=head_parts)
+    whole = replace(whole, head_parts=whole.head_parts_for(heads_kv, sequences, gpu))
     all_heads, all_sequences, *rows = _lengths(problem)
     portions = [
         _portion(whole, heads, some_sequences, *map(range, rows))
@@ -99,11 +100,11 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """One range of queries of one key/value head of one sequence at a time."""
     ranges = _query_ranges(problem, ds_bytes)
     if not ranges:
-        return _undivided(problem)
+        return _undivided(problem, gpu)
+    whole = replace(problem, keeps_ds=True, adds=True)
     longest = max(len(queries) for queries, _ in ranges)
-    of_range = replace(problem.forward, max_seqlen_q=longest)
-    head_parts = replace(problem, forward=of_range).head_parts_for(1, 1, gpu)
-    whole = replace(problem, keeps_ds=True, head_parts=head_parts, adds=True)
+    of_range = replace(whole, forward=replace(problem.forward, max_seqlen_q=longest))
+    whole = replace(whole, head_parts=of_range.head_parts_for(1, 1, gpu))
     heads_kv, sequences, *_ = _lengths(problem)
     portions = [
         _portion(whole, heads, sequence, queries, keys)
@@ -121,14 +122,14 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
     """
     _, _, seqlen_q, seqlen_k = _lengths(problem)
     mask = (seqlen_q, seqlen_k), problem.forward.options.window
-    row_bytes = problem.group * problem.forward.dtype.itemsize
     ends = [0]
     while ends[-1] < seqlen_q:
         begin = end = ends[-1]
         while end < seqlen_q:
             longer = end + PADDING
             keys = visible_keys(begin, min(longer, seqlen_q), *mask)
-            if row_bytes * (longer - begin) * len(keys) > ds_bytes:
+            tiles = DsTiles.of(problem.group, longer - begin, len(keys))
+            if tiles.count(1) * DS_TILE_BYTES > ds_bytes:
                 break
             end = longer
         if end == begin:

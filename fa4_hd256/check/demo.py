@@ -131,8 +131,6 @@ def _run_backward(
     found = dict(zip("qkv", run_backward(call, problem, Wanted(), config)))
     _synchronise(device)
     seconds = time.perf_counter() - start
-    plans = {"backward_dkdv": config.dkdv, "backward_dq_product": config.dq_product,
-             "backward_dq": config.dq}  # fmt: skip
     executed = _executed_backward(len(division.portions)) if device == "cpu" else [{}] * 3
     compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {
@@ -140,8 +138,8 @@ def _run_backward(
         "accurate": all(c.max_error <= c.tolerance for c in compared.values()),
         "head_parts": problem.head_parts,
         "kernels": {
-            name: {**_resources(kernel, *_plan_sizes(plans.get(spec.kind))), **counts}
-            for (name, spec), kernel, counts in zip(specs.items(), kernels, executed, strict=True)
+            name: {**_resources(kernel, *_plan_sizes(getattr(config, name, None))), **counts}
+            for name, kernel, counts in zip(specs, kernels, executed, strict=True)
         },
         "run_seconds": seconds,
         "compile_seconds": sum(kernel.seconds for kernel in kernels),
@@ -201,7 +199,7 @@ def _executed(config: ForwardConfig) -> dict[str, Any]:
 
 
 def _executed_backward(rounds: int) -> list[dict[str, Any]]:
-    """What the last simulated launches executed: preprocess, then dK/dV and dQ in turn."""
+    """What the last simulated launches executed: preprocess, then the other two in turn."""
     import sm100_sim
 
     reports = sm100_sim.last_reports()[-1 - 2 * rounds :]

@@ -120,7 +120,8 @@ def _flash_attn_bwd(
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     packed = [tensor.ndim == 3 for tensor in (q, k)]
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
-    use_clc = checked.backward_use_clc(None, any(offsets is not None for offsets in ragged))
+    is_ragged = any(offsets is not None for offsets in ragged)
+    use_clc = checked.backward_use_clc(None, is_ragged, q.shape[-2] > k.shape[-2])
     tensors = (dout, q, k, v, out, lse)
     is_packed = (packed[0], packed[0], packed[1], packed[1], packed[0], packed[0])
     padded = [t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True)]

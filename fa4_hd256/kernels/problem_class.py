@@ -60,16 +60,14 @@ class ProblemClass:
 
 @dataclass(frozen=True)
 class GradientClass:
-    """What of a call is compiled into a dQ kernel or the dK/dV kernel.
+    """What of a call is compiled into a kernel that makes gradients.
 
     problem: as for the forward; the sink is none of theirs. partial: dK and dV are written in
-    float32, one part for each piece of the group of query heads (never so for dQ). stores_ds: the
-    dK/dV kernel stores dS, and dQ is a product of it.
+    float32, one part for each piece of the group of query heads (never so for dQ).
     """
 
     problem: ProblemClass
     partial: bool = False
-    stores_ds: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from .limits import HEAD_DIM, WARP_SIZE
 
 __all__ = [
     "LANE_COLUMNS",
-    "by_key",
     "by_packed_heads",
     "by_sequence",
     "columns_of",
@@ -21,23 +20,17 @@ __all__ = [
 LANE_COLUMNS = HEAD_DIM // WARP_SIZE  # of a row that a warp works on: 16 bytes of a 16-bit type
 
 
-def _by_rows(tensor: cute.Tensor, rows: int, columns: Any) -> cute.Tensor:
-    """(batch, ., ., columns) as (rows, columns, heads, batch), the base and every stride of a
-    multiple of 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores for 32 bits;
-    rows: which dimension they are, 1 or 2, the other one being the heads."""
-    heads, shape = 3 - rows, tensor.shape
+def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
+    """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), the base and every stride of a
+    multiple of 8 elements, which is TMA's rule for 16 bits and that of 256-bit stores for 32
+    bits."""
+    batch, rows, heads, _ = tensor.shape
     strides = [cute.assume(tensor.stride[i], divby=8) for i in range(3)]
     layout = cute.make_layout(
-        (shape[rows], columns, shape[heads], shape[0]),
-        stride=(strides[rows], 1, strides[heads], strides[0]),
+        (rows, HEAD_DIM, heads, batch), stride=(strides[1], 1, strides[2], strides[0])
     )
     # 8 elements have as many bytes as an element has bits.
     return cute.make_tensor(tensor.iterator.align(tensor.element_type.width), layout)
-
-
-def by_sequence(tensor: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch), with the rule of `_by_rows`."""
-    return _by_rows(tensor, 1, HEAD_DIM)
 
 
 def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
@@ -49,12 +42,6 @@ def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
         ((packed, s), d, h // packed, b), stride=((head, row), column, head * packed, batch)
     )
     return cute.make_tensor(tensor.iterator, layout)
-
-
-def by_key(tensor: cute.Tensor) -> cute.Tensor:
-    """dS^T, (sequences, heads, keys, queries), as (keys, queries, heads, sequences), with TMA's
-    stride rule."""
-    return _by_rows(tensor, 2, tensor.shape[3])
 
 
 def columns_of(row: cute.Tensor, start: Any, columns: int) -> cute.Tensor:

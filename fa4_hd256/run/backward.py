@@ -1,9 +1,9 @@
 """The backward: which kernels run for the gradients that are asked for, on what, in which order.
 
-preprocess (`backward_preprocess`), then dK/dV, which stores dS, and dQ as a product of it, one
-portion (`portions`) after the other; where dS of none would be small enough, or only one of the two
-is asked for, dK/dV and dQ each on their own. What is left, sums over a few rows or parts, is
-PyTorch's. Nothing here waits for the device.
+preprocess (`backward_preprocess`), then dV, which stores dS, and dK and dQ as products of it, one
+portion (`portions`) after the other; where dS of none would be small enough, or only dQ, or only dK
+and dV are asked for, a kernel of dK and dV and one of dQ. What is left, sums over a few rows or
+parts, is PyTorch's. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .backward_arguments import (
     gradient_call_arguments,
     preprocess_call_arguments,
 )
-from .catalogue import KernelSpec, backward_specs, preprocess_spec
+from .catalogue import RESULTS, KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
 
@@ -72,18 +72,18 @@ def run_backward(
             tuple(call.ragged[name] for name in problem.preprocess_class.ragged),
         )
         run_preprocess(problem, rows)
-    results: dict[str, tuple[torch.Tensor, ...]] = {}
+    results: dict[str, torch.Tensor] = {}
     if wanted.dkdv:
-        results["dkdv"] = _empty_dkdv(problem)
+        results |= {name: _empty_dkdv(problem) for name in ("dk", "dv")}
     if wanted.dq:
-        results["dq"] = (_empty_dq(problem),)
+        results["dq"] = _empty_dq(problem)
     if not problem.has_no_queries and not problem.has_no_keys:
         tensors = GradientTensors((q, k, v, dout), stats, (), ragged)
         _run_gradients(division, tensors, results, config)
-    (dq,) = results.get("dq", (call.q.new_empty(0),))
+    dq = results.get("dq", call.q.new_empty(0))
     dk, dv = (t.new_empty(0) for t in (call.k, call.v))
     if wanted.dkdv:
-        dk, dv = (_sum_of_parts(problem, t) for t in results["dkdv"])
+        dk, dv = (_sum_of_parts(problem, results[name]) for name in ("dk", "dv"))
     dsink = q.new_empty(0) if call.sink is None else call.sink.new_empty(0)
     if wanted.dsink and call.sink is not None:
         dsink = _sink_gradient(call.sink, stats)
@@ -102,42 +102,48 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
 def _run_gradients(
     division: Division,
     tensors: GradientTensors,
-    results: dict[str, tuple[torch.Tensor, ...]],
+    results: dict[str, torch.Tensor],
     config: BackwardConfig,
 ) -> None:
-    """Fill `results`: of the kernels "dkdv" and "dq", in this order, those that are in it."""
+    """Fill `results`, by name: "dq", "dk", "dv", those that are in it."""
     whole, portions = division.problem, division.portions
     specs = backward_specs(whole, config)
     # Room for the largest portion; every portion has a view of its begin.
     ds = _room(whole, [p.problem.ds_shape for p in portions]) if whole.keeps_ds else None
-    parts = tuple(
-        _room(whole, [p.problem.dkdv_shape for p in portions], torch.float32)
-        for _ in range(2 * whole.adds)
-    )
+    parts = None
+    if whole.adds:
+        parts = _room(whole, [p.problem.dkdv_shape for p in portions], torch.float32)
     for portion in portions:
-        for name, wanted in results.items():
-            own = replace(tensors, results=wanted, ds=ds).of(portion)
-            if not portion.keys:
-                # Queries that see none: dQ is 0, and there is nothing to add to dK and dV.
-                if name == "dq":
-                    own.results[0].zero_()
-            elif name == "dkdv" and whole.adds:
-                _add_dkdv(specs[name], portion.problem, own, parts)
-            else:
-                _launch(specs[name], portion.problem, own)
+        if not portion.keys:
+            # Queries that see none: dQ is 0, and there is nothing to add to dK and dV.
+            own = replace(tensors, results=(results["dq"],)).of(portion, ("dq",))
+            own.results[0].zero_()
+            continue
+        for name, spec in specs.items():
+            made = RESULTS.get(name, ())
+            if made and set(made) <= set(results):
+                given = tuple(results[result] for result in made)
+                own = replace(tensors, results=given, ds=ds).of(portion, made)
+                if parts is None:
+                    _launch(spec, portion.problem, own)
+                else:
+                    _launch_adding((name, spec), portion.problem, own, parts)
 
 
-def _add_dkdv(
-    spec: KernelSpec,
+def _launch_adding(
+    kernel: tuple[str, KernelSpec],
     problem: BackwardProblem,
     tensors: GradientTensors,
-    room: tuple[torch.Tensor, ...],
+    room: torch.Tensor,
 ) -> None:
-    """Add the dK and dV of a portion to `tensors.results`; room: for its own."""
-    own = tuple(begin_of(tensor, problem.dkdv_shape) for tensor in room)
-    _launch(spec, problem, replace(tensors, results=own))
-    for total, parts in zip(tensors.results, own, strict=True):
-        total += _sum_by_head(parts, total.shape[2])
+    """Add the dK or dV of a portion to that of `tensors.results`; room: for its own. kernel: name
+    and specification of one that makes only one of the two."""
+    (name, spec), own = kernel, begin_of(room, problem.dkdv_shape)
+    index = next(i for i, made in enumerate(RESULTS[name]) if made != "dq")
+    total = tensors.results[index]
+    given = (*tensors.results[:index], own, *tensors.results[index + 1 :])
+    _launch(spec, problem, replace(tensors, results=given))
+    total += _sum_by_head(own, total.shape[2])
 
 
 def _room(
@@ -156,16 +162,15 @@ def _empty_dq(problem: BackwardProblem) -> torch.Tensor:
     return _result(forward, forward.q_shape, forward.dtype, is_zero)
 
 
-def _empty_dkdv(problem: BackwardProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of k and v to write to, in parts, or to add to."""
+def _empty_dkdv(problem: BackwardProblem) -> torch.Tensor:
+    """The gradient of k, or of v, to write to, in parts, or to add to."""
     forward = problem.forward
     dtype = torch.float32 if problem.dkdv_class.partial else forward.dtype
     is_zero = problem.has_no_queries or problem.adds or "seqused_k" in forward.ragged
     shape = list(problem.dkdv_shape)
     if problem.adds:
         shape[2] = problem.k_shape[2] * problem.copies
-    dk, dv = (_result(forward, tuple(shape), dtype, is_zero) for _ in range(2))
-    return dk, dv
+    return _result(forward, tuple(shape), dtype, is_zero)
 
 
 def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
     dq            like q
     dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1
-    ds            (sequences, heads_q, max_seqlen_k, queries), dS^T like k, queries padded to whole
-                  units; None where it is not stored
+    ds            (tiles, elements of a tile), like k; see `kernels.blackwell.backward.ds_tiles`;
+                  None where it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
@@ -41,7 +41,6 @@ from .arguments import (
 )
 
 _WORD = 4  # bytes of a float32 or int32
-DS_ALIGNMENT = 128  # of dS, as PyTorch's allocators have it
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,8 @@ def _row_values(tensor: torch.Tensor) -> Any:
 class GradientTensors:
     """The tensors of one call of a kernel that makes gradients; see the module's docstring.
 
-    operands: q, k, v, dout. results: (dq,) or (dk, dv). ds: None where it is not stored.
+    operands: q, k, v, dout. results: in the order of the kernel (`catalogue.RESULTS`). ds: None
+    where it is not stored.
     """
 
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -105,8 +105,9 @@ class GradientTensors:
     ragged: tuple[torch.Tensor, ...] = ()
     ds: torch.Tensor | None = None
 
-    def of(self, portion: Portion) -> GradientTensors:
-        """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`."""
+    def of(self, portion: Portion, names: tuple[str, ...]) -> GradientTensors:
+        """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`. names:
+        of the results."""
         q, k, v, dout = self.operands
         heads_kv, entries = k.shape[2], portion.problem.forward.q_shape[0]
 
@@ -123,7 +124,6 @@ class GradientTensors:
             begin = portion.sequences.start * of_sequence + portion.queries.start
             count = padded_rows(len(portion.queries), entries, packed=False)
             stats = _narrowed(stats, 2, range(begin, begin + count))
-        result_rows = portion.queries if len(self.results) == 1 else portion.keys
         return GradientTensors(
             (
                 part(q, portion.queries),
@@ -132,7 +132,10 @@ class GradientTensors:
                 part(dout, portion.queries),
             ),
             stats,
-            tuple(part(tensor, result_rows) for tensor in self.results),
+            tuple(
+                part(tensor, portion.queries if name == "dq" else portion.keys)
+                for name, tensor in zip(names, self.results, strict=True)
+            ),
             self.ragged,
             None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
         )
@@ -149,34 +152,20 @@ def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def gradient_compile_arguments(
-    problem_class: GradientClass, num_results: int, ds_rank: int = 4
+    problem_class: GradientClass, results: tuple[str, ...], has_ds: bool = False
 ) -> tuple:
-    """What `cute.compile` gets for a kernel with one result (dQ, dV) or two (dK/dV).
-
-    ds_rank: 4 for dS^T, 2 for its tiles (`backward.ds_tiles`).
-    """
+    """What `cute.compile` gets for a kernel that makes gradients. results: which of "dq", "dk" and
+    "dv", in its order. has_ds: it writes or reads a stored dS."""
     problem = problem_class.problem
     element = problem.element_type
-    result = cutlass.Float32 if problem_class.partial else element
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
-    results = tuple(
-        tensor_type(result, 4, row_alignment(result.width)) for _ in range(num_results)
-    )
+    of_keys = cutlass.Float32 if problem_class.partial else element
+    types = (element if name == "dq" else of_keys for name in results)
+    made = tuple(tensor_type(kind, 4, row_alignment(kind.width)) for kind in types)
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
-    ds = tensor_type(element, ds_rank, TMA_ALIGNMENT) if problem_class.stores_ds else None
-    return operands, stats, results, ds, ragged, scalar_types(backward=True), cuda.CUstream(0)
-
-
-def products_compile_arguments(problem_class: GradientClass) -> tuple:
-    """What `cute.compile` gets for the kernel of dK and dQ from stored dS."""
-    element = problem_class.problem.element_type
-    operands, stats, _, _, *others = gradient_compile_arguments(problem_class, 0)
-    results = tuple(
-        tensor_type(kind, 4, row_alignment(kind.width))
-        for kind in (cutlass.Float32 if problem_class.partial else element, element)
-    )
-    return operands, stats, results, tensor_type(element, 2, DS_ALIGNMENT), *others
+    ds = tensor_type(element, 2, TMA_ALIGNMENT) if has_ds else None
+    return operands, stats, made, ds, ragged, scalar_types(backward=True), cuda.CUstream(0)
 
 
 def gradient_call_arguments(

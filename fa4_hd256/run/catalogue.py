@@ -17,6 +17,7 @@ from fa4_hd256.kernels.forward_combine import CombineConfig
 
 __all__ = [
     "KINDS",
+    "RESULTS",
     "KernelSpec",
     "backward_specs",
     "build",
@@ -24,6 +25,10 @@ __all__ = [
     "forward_spec",
     "preprocess_spec",
 ]
+
+
+#: What the kernels of a backward make, by their names: with dS stored and without.
+RESULTS = {"dv": ("dv",), "products": ("dk", "dq"), "dkdv": ("dk", "dv"), "dq": ("dq",)}
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,17 @@ def combine_spec(problem: Problem) -> KernelSpec:
 
 
 def backward_specs(problem: BackwardProblem, config: BackwardConfig) -> dict[str, KernelSpec]:
-    """The kernels of a divided backward by what they make: "preprocess", "dkdv", "dq"."""
-    dq = "backward_dq_product" if problem.keeps_ds else "backward_dq"
-    return {
-        "preprocess": preprocess_spec(problem),
-        "dkdv": KernelSpec("backward_dkdv", config.of_kernel("backward_dkdv"), problem.dkdv_class),
-        "dq": KernelSpec(dq, config.of_kernel(dq), problem.dq_class),
-    }
+    """The kernels of a divided backward by name, in the order in which they run: "preprocess", then
+    those of `RESULTS` for a dS that is stored, or for one that is not."""
+    kinds = ("dv", "products") if problem.keeps_ds else ("dkdv", "dq")
+    classes = {"dq": problem.dq_class}
+    return {"preprocess": preprocess_spec(problem)} | {
+        name: KernelSpec(
+            f"backward_{name}", config.of_kernel(f"backward_{name}"),
+            classes.get(name, problem.dkdv_class),
+        )
+        for name in kinds
+    }  # fmt: skip
 
 
 def preprocess_spec(problem: BackwardProblem) -> KernelSpec:
@@ -105,41 +114,33 @@ def _backward_preprocess(config: Any, problem_class: Any) -> tuple[Any, tuple]:
 def _backward_dq(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
 
-    return _gradient_kernel(DqKernel, config, problem_class, num_results=1)
-
-
-def _backward_dq_product(config: Any, problem_class: Any) -> tuple[Any, tuple]:
-    from fa4_hd256.kernels.blackwell.backward.dq_product import DqProductKernel
-
-    return _gradient_kernel(DqProductKernel, config, problem_class, num_results=1)
+    return _gradient_kernel(DqKernel, config, problem_class, RESULTS["dq"])
 
 
 def _backward_dkdv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     from fa4_hd256.kernels.blackwell.backward.dkdv import DkdvKernel
 
-    return _gradient_kernel(DkdvKernel, config, problem_class, num_results=2)
+    return _gradient_kernel(DkdvKernel, config, problem_class, RESULTS["dkdv"])
 
 
 def _backward_dv(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     from fa4_hd256.kernels.blackwell.backward.dv import DvKernel
 
-    return _gradient_kernel(DvKernel, config, problem_class, num_results=1, ds_rank=2)
+    return _gradient_kernel(DvKernel, config, problem_class, RESULTS["dv"], has_ds=True)
 
 
 def _backward_products(config: Any, problem_class: Any) -> tuple[Any, tuple]:
     from fa4_hd256.kernels.blackwell.backward.products import ProductsKernel
 
-    from .backward_arguments import products_compile_arguments
-
-    return ProductsKernel(config, problem_class), products_compile_arguments(problem_class)
+    return _gradient_kernel(ProductsKernel, config, problem_class, RESULTS["products"], has_ds=True)
 
 
 def _gradient_kernel(
-    kernel: type, config: Any, problem_class: Any, num_results: int, ds_rank: int = 4
+    kernel: type, config: Any, problem_class: Any, results: tuple[str, ...], has_ds: bool = False
 ) -> tuple[Any, tuple]:
     from .backward_arguments import gradient_compile_arguments
 
-    arguments = gradient_compile_arguments(problem_class, num_results, ds_rank)
+    arguments = gradient_compile_arguments(problem_class, results, has_ds)
     return kernel(config, problem_class), arguments
 
 
@@ -149,7 +150,6 @@ KINDS: dict[str, Callable[[Any, Any], tuple[Any, tuple]]] = {
     "forward_combine": _forward_combine,
     "backward_preprocess": _backward_preprocess,
     "backward_dq": _backward_dq,
-    "backward_dq_product": _backward_dq_product,
     "backward_dkdv": _backward_dkdv,
     "backward_dv": _backward_dv,
     "backward_products": _backward_products,

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4_hd256 import BackwardConfig, flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.backward_problem import choose_head_parts
-from fa4_hd256.kernels.blackwell.backward.config import DqProductPlan
+from fa4_hd256.kernels.blackwell.backward.config import ProductsPlan
 from fa4_hd256.run import backward
 
 #: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
@@ -106,7 +106,7 @@ def kernels(monkeypatch):
         ("q", ["backward_preprocess", "backward_dq"]),
         ("k", ["backward_preprocess", "backward_dkdv"]),
         ("v", ["backward_preprocess", "backward_dkdv"]),
-        ("qv", ["backward_preprocess", "backward_dkdv", "backward_dq_product"]),
+        ("qv", ["backward_preprocess", "backward_dv", "backward_products"]),
         ("s", ["backward_preprocess"]),
     ],
 )
@@ -120,9 +120,9 @@ def test_only_what_is_asked_for_is_computed(asked, kinds, kernels, device):
     assert [spec.kind for spec in kernels] == kinds
     whole = gradients((q, k, v), dout, learnable_sink=sink)
     for name, gradient in zip(asked, found):
-        if asked == "q":
-            # From a dS of its own: another kernel, another order of sums on other hardware.
-            accurate({"q": gradient}, (q, k, v), dout, learnable_sink=sink)
+        if asked in "qkv":
+            # From a dS that is not stored: other kernels, another order of sums.
+            accurate({asked: gradient}, (q, k, v), dout, learnable_sink=sink)
         else:
             assert torch.equal(gradient, whole["sink" if name == "s" else name])
 
@@ -149,12 +149,12 @@ def test_nothing_runs_without_a_gradient(kernels, device):
 
 def test_configuration(kernels, device):
     """Every kernel gets its part of it; the number of stages changes no sum."""
-    config = BackwardConfig(dq_product=DqProductPlan(stages=2))
+    config = BackwardConfig(products=ProductsPlan(stages=2))
     tensors = [t.detach() for t in small(device)]
     dout = torch.randn_like(tensors[0])
     found = gradients(tensors, dout, backward_config=config)
     assert [spec.config for spec in kernels[1:]] == [
-        config.of_kernel(kind) for kind in ("backward_dkdv", "backward_dq_product")
+        config.of_kernel(kind) for kind in ("backward_dv", "backward_products")
     ]
     expected = gradients(tensors, dout)
     assert all(torch.equal(found[name], expected[name]) for name in "qkv")
@@ -286,7 +286,7 @@ def test_arguments_that_are_not_accepted(changes, error, message):
 )
 def test_parts_of_a_group(tiles, units, group, unequal, parts):
     """Those that end soonest on 74 CTA pairs, and none without a head."""
-    assert choose_head_parts(tiles, units, group, gpu(), unequal) == parts
+    assert choose_head_parts((tiles, units), group, gpu(), unequal) == parts
     largest = -(-group // parts)
     assert (parts - 1) * largest < group <= parts * largest
 

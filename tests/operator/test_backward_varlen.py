@@ -141,9 +141,11 @@ def test_grids_follow_the_longest_sequence():
     dout = torch.randn_like(tensors[0])
     found = gradients(tensors, dout, causal=True, **lengths_of(lengths, "cpu"))
     check_each(found, tensors, dout, lengths, causal=True)
-    preprocess, dkdv, dq = sm100_sim.last_reports()[-3:]
+    preprocess, dv, products = sm100_sim.last_reports()[-3:]
     assert preprocess.grid == (64 * 256 // 128, 1, 1)
-    assert dq.grid == dkdv.grid == (2 * 64, 1, 1)
+    assert dv.grid == (2 * 64, 1, 1)
+    # As many tiles of dK and of dQ, on the 74 CTA pairs that there are.
+    assert products.grid == (2 * 74, 1, 1)
 
 
 def test_rows_past_the_used_ones_may_hold_anything(device):
@@ -240,9 +242,10 @@ def test_schedulers_give_the_same_bits(monkeypatch):
         monkeypatch.setenv("SM100_SIM_CLUSTERS", str(resident))
         got = gradients(tensors, dout, use_clc=argument, **call)
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
-        dkdv, dq = sm100_sim.last_reports()[-2:]
-        # Blocks of 256 queries x heads x batch; blocks of 128 keys x KV heads x parts x batch.
-        for report, tiles in ((dq, 3 * 4 * 5), (dkdv, 3 * 2 * 2 * 5)):
+        dv, products = sm100_sim.last_reports()[-2:]
+        # Blocks of 256 keys x KV heads x parts x batch; blocks of 256 queries x heads x batch.
+        of_keys, of_queries = 2 * 2 * 2 * 5, 3 * 4 * 5
+        for report, tiles in ((dv, of_keys), (products, of_keys + of_queries)):
             assert report.grid == (2 * tiles, 1, 1)
             stolen = max(0, tiles - resident)
             assert report.clc == {"try_cancel": tiles, "stolen": stolen, "refused": 0}

@@ -21,7 +21,7 @@ from .outcome import Outcome, Target
 #: Largest absolute error of an LSE, in nats; the mix of exp2 and polynomial leaves about 1e-4.
 LSE_TOLERANCE = 1e-3
 SMALLEST = ("forward", "forward_combine", "backward_preprocess", "backward_dkdv",
-             "backward_dq", "backward_dq_product")  # fmt: skip
+             "backward_dq", "backward_products")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _smallest(kernel: str, target: Target, note: Callable[[str], None]) -> Outco
         return _backward(one, target, {"dq": False})
     if kernel == "backward_dq":
         return _backward(one, target, {"dkdv": False})
-    # dQ as a product of the dS that the dK/dV kernel stores.
+    # dK and dQ as products of the dS that the kernel of dV stores.
     return _backward(one, target, {})
 
 

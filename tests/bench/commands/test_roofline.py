@@ -31,9 +31,10 @@ def test_what_the_simulator_counts(ds_bytes):
     q, k, v = (torch.randn(1, s, h, 256).bfloat16() for s, h in ((300, 2), (400, 1), (400, 1)))
     tensors = [t.requires_grad_() for t in (q, k, v)]
     flash_attn_func(*tensors, causal=True, backward_config=config).sum().backward()
+    kernels = ("backwarddv", "products") if keeps_ds else ("dkdv", "backwarddq")
     reports = {
         name: next(r for r in reversed(sm100_sim.last_reports()) if name in r.kernel.lower())
-        for name in ("forward", "preprocess", "dkdv", "dq")
+        for name in ("forward", "preprocess", *kernels)
     }
     chosen = case(300, 400, causal=True)
     totals = demand.totals(chosen, FORWARD) + demand.totals(chosen, BACKWARD, config)
@@ -43,21 +44,21 @@ def test_what_the_simulator_counts(ds_bytes):
     small, large = 2 * 256 * 128 * 16, 2 * 256 * 256 * 16
     flop = {name: total.demand.flop for name, total in found.items()}
     # The forward's tiles are shared by both heads and span fewer queries.
-    forward, steps = found["forward"].steps, found["dkdv"].steps
-    assert forward < steps == found["dq"].steps
+    forward, *steps = (found[name].steps for name in ("forward", *kernels))
+    assert forward < min(steps)
     assert flop["forward"] == forward * (16 * small + 8 * large)
     mmas = {name: report.warps("tcgen05.mma") for name, report in reports.items()}
-    assert mmas == {
-        "forward": forward * 24, "preprocess": 0, "dkdv": steps * 64,
-        "dq": steps * (8 if keeps_ds else 40),
-    }  # fmt: skip
-    assert flop["dkdv"] == mmas["dkdv"] * small
-    assert flop["dq"] == steps * (8 * large + (0 if keeps_ds else 32 * small))
+    of_step = {"forward": 24, "dkdv": 64, "backwarddq": 40, "backwarddv": 40, "products": 8}
+    assert mmas == {"preprocess": 0} | {
+        name: of_step[name] * found[name].steps for name in ("forward", *kernels)
+    }
+    wide = {"dkdv": 0, "backwarddq": 8, "backwarddv": 8, "products": 8}
+    for name in kernels:
+        narrow = of_step[name] - wide[name]
+        assert flop[name] == found[name].steps * (wide[name] * large + narrow * small)
     for name, report in reports.items():
         total = found[name]
         stores = ForwardConfig().q_bytes * 2 * total.tiles if name == "forward" else 0
-        if name == "dkdv" and keeps_ds:
-            stores = total.steps * 256 * 128 * 2
         assert report.tma["load_bytes"] == total.demand.tma_bytes - stores
         assert report.tma["store_bytes"] == stores
         hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
@@ -90,19 +91,20 @@ def test_clocks_of_a_step():
     anew = demand.totals(case(256, 128), BACKWARD, BackwardConfig(ds_bytes=0))
     units = {total.kernel.name: total.kernel.step for total in anew}
     kept = {t.kernel.name: t.kernel.step for t in demand.totals(case(256, 128), BACKWARD)}
-    units["dQ from dS"] = kept["dQ from dS"]
+    units |= {name: kept[name] for name in ("dV and dS", "dK and dQ from dS")}
     units["forward"] = demand.totals(case(256, 128), FORWARD)[0].kernel.step
     assert {name: step.mma for name, step in units.items()} == {
-        "forward": 2048, "preprocess": 0, "dQ": 3072, "dK/dV": 4096, "dQ from dS": 1024
+        "forward": 2048, "preprocess": 0, "dQ": 3072, "dK/dV": 4096, "dV and dS": 3072,
+        "dK and dQ from dS": 1024,
     }
     # S: 16 instructions of (4 + 2) KiB; PV: 8 of 4 KiB; K and V of 32 KiB each, factors.
     assert port.clocks(units["forward"], values) == 16 * 48 + 8 * 32 + 512 + 8
     assert port.clocks(units["dQ"], values) == 2 * 768 + 256 + 768
     # Four products, TMA writes, P and dS, LSE and delta by TMA and by the warps.
     assert port.clocks(units["dK/dV"], values) == 4 * 768 + 2048 + 512 + 16 + 512
-    # dS of 64 keys x 256 queries is read out once more; the product: 8 of (4 + 4) KiB, dS and K.
-    assert port.clocks(kept["dK/dV"], values) == port.clocks(units["dK/dV"], values) + 256
-    assert port.clocks(units["dQ from dS"], values) == 8 * 64 + 512
+    # As dQ's, with LSE and delta by TMA; a product of dS: 8 of (4 + 4) KiB, dS and K or Q.
+    assert port.clocks(units["dV and dS"], values) == 2 * 768 + 256 + 768 + 8
+    assert port.clocks(units["dK and dQ from dS"], values) == 8 * 64 + 512
 
 
 def test_rows_of_a_case():

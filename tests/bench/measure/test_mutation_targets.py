@@ -11,14 +11,14 @@ from sm100_sim.tools import mutants
 pytest.importorskip("cutlass")
 
 
-@pytest.mark.parametrize("wanted", ["DkdvKernel", "DqProductKernel", "DqKernel"])
+@pytest.mark.parametrize("wanted", ["DvKernel", "ProductsKernel", "DkdvKernel", "DqKernel"])
 def test_kernels_of_the_backward_are_named_as_their_classes(wanted):
-    from fa4_hd256.kernels.blackwell.backward import dkdv, dq, dq_product
+    from fa4_hd256.kernels.blackwell.backward import dkdv, dq, dv, products
 
-    known = {name for module in (dkdv, dq, dq_product) for name in vars(module)}
+    known = {name for module in (dkdv, dq, dv, products) for name in vars(module)}
     assert wanted in known
     assert {target.kernels for target in targets().values() if "varlen, causal" in target.name} == {
-        "", "DkdvKernel", "DqProductKernel", "DqKernel"
+        "", "DvKernel", "ProductsKernel", "DkdvKernel", "DqKernel"
     }
 
 

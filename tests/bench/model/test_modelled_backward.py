@@ -15,11 +15,10 @@ from bench.model.backward import Backward
 from bench.model.calls import Kind, Portion, backward_portions
 from bench.model.machines import B200
 from bench.model.replays import Replayed
+from bench.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
 from bench.model.tiles import (
     DKDV,
     DQ,
-    DQ_PRODUCT,
-    DS,
     ROW,
     BackwardTiling,
     dkdv_tiles,
@@ -72,7 +71,8 @@ def spans(seen, size, step, end):
 @pytest.mark.parametrize(("lengths", "causal", "window"), MASKS)
 @pytest.mark.parametrize("order", [OURS, THEIRS])
 def test_work_is_what_any_row_sees(lengths, causal, window, order):
-    """dQ's tiles by the reference's mask; dK/dV's too, in queries from a multiple of 256 on."""
+    """dQ's tiles by the reference's mask; dK/dV's too, in queries from a multiple of 256 on; those
+    of dV and of the products of dS."""
     case = Case("test", lengths, 6, 2, causal, window, packed=len(lengths) > 1)
     seen = [visible(each, case.bounds).numpy() for each in lengths]
     expected = [DQ * n / 128 for one in seen for n in spans(one, 256, 128, 128)] * 6
@@ -82,6 +82,14 @@ def test_work_is_what_any_row_sees(lengths, causal, window, order):
     for head_parts, parts in ((1, (3,)), (2, (2, 1))):
         expected = sorted([DKDV * part * n / 256 for part in parts for n in queries] * 2)
         tiles = [tile for tile in dkdv_tiles(case, order, head_parts) if not tile.skipped]
+        assert sorted(tile.work for tile in tiles) == expected
+        steps = [n / 128 for one in seen for n in spans(one.T, 256, 128, 128)]
+        of_keys = [part * n for part in parts for n in steps] * 2
+        tiles = [tile for tile in dv_tiles(case, order, head_parts) if not tile.skipped]
+        assert sorted(tile.work for tile in tiles) == sorted(DV * n for n in of_keys)
+        of_queries = [n / 128 for one in seen for n in spans(one, 256, 128, 128)] * 6
+        tiles = [tile for tile in product_tiles(case, order, head_parts) if not tile.skipped]
+        expected = sorted(PRODUCT * n for n in (*of_keys, *of_queries))
         assert sorted(tile.work for tile in tiles) == expected
 
 
@@ -93,6 +101,10 @@ def test_masked_work_is_what_some_row_sees_and_another_does_not(left):
     partly = units.any(axis=(1, 3)) & ~units.all(axis=(1, 3))
     assert sum(t.masked for t in dq_tiles(case, OURS)) == DQ * partly.sum()
     assert sum(t.masked for t in dkdv_tiles(case, OURS, 1)) == DKDV * partly.sum()
+    steps = seen.reshape(16, 128, 8, 256)
+    partly = steps.any(axis=(1, 3)) & ~steps.all(axis=(1, 3))
+    assert sum(t.masked for t in dv_tiles(case, OURS, 1)) == DV * partly.sum()
+    assert not any(t.masked for t in product_tiles(case, OURS, 1))
     # Without a bound on the left the diagonal's cost is part of each tile's.
     assert not any(t.masked for t in dq_tiles(replace(case, window=(None, None)), OURS))
 
@@ -108,25 +120,29 @@ def test_tiles_add_up_to_all_products(order):
         assert len(tiles) == 2 * 2 * head_parts * (4096 // 128)
 
 
-def test_where_ds_is_kept_a_product_of_dq_is_left():
-    """And dS is written once and read once, by tiles of their own."""
-    units = 16 * 32 * 2 * 8
-    dq, dkdv = dq_tiles(FULL, OURS, keeps_ds=True), dkdv_tiles(FULL, OURS, 1, keeps_ds=True)
-    assert sum(tile.work for tile in dq) == DQ_PRODUCT * units
-    assert sum(tile.work for tile in dkdv) == DKDV * units
-    anew = dkdv_tiles(FULL, OURS, 1)
-    assert sum(k.own_bytes - a.own_bytes for k, a in zip(dkdv, anew)) == DS * units
-    assert sum(tile.own_bytes for tile in dq) == DS * units + 2 * 256 * 2 * 4096 * 8
+def test_where_ds_is_kept_two_products_are_left():
+    """dS is written once and, here, read once: that of a head fits into L2."""
+    steps = 16 * 32 * 2 * 8
+    dv, products = dv_tiles(FULL, OURS, 1), product_tiles(FULL, OURS, 1)
+    assert sum(tile.work for tile in dv) == DV * steps
+    assert sum(tile.work for tile in products) == 2 * PRODUCT * steps
+    of_keys, of_queries = ROW * 2 * 4096 * 2, ROW * 2 * 4096 * 8
+    assert sum(tile.own_bytes for tile in dv) == DS * steps + 3 * of_keys
+    assert sum(tile.own_bytes for tile in products) == DS * steps + of_keys + of_queries
+    # Of 16384 rows as many blocks of keys as run side by side, 37 of 64.
+    long = Case("long", ((16384, 16384),), 1, 1, False)
+    (read,) = {t.own_bytes - t.writes for t in product_tiles(long, OURS, 1)[1::2]}
+    assert read == pytest.approx((1 - 37 / 64) * DS * 128)
 
 
 def test_short_sequences_move_their_own_rows_only():
-    """34 queries and keys, two heads of each: Q, dO, dQ, then K, V, dK and dV; dS of 34 keys and a
-    whole unit of queries."""
+    """34 queries and keys, two heads of each: Q, dO, dQ, then K, V, dK and dV; dS in a whole
+    step."""
     case = Case("test", ((34, 34),) * 5, 2, 2, True, packed=True)
     assert {tile.own_bytes for tile in dq_tiles(case, OURS)} == {3 * ROW * 34}
     assert {tile.own_bytes for tile in dkdv_tiles(case, OURS, 1)} == {4 * ROW * 34}
-    kept = dkdv_tiles(case, OURS, 1, keeps_ds=True)
-    assert {tile.own_bytes for tile in kept} == {4 * ROW * 34 + 2 * 34 * 256}
+    kept = dv_tiles(case, OURS, 1)
+    assert {tile.own_bytes for tile in kept} == {3 * ROW * 34 + DS}
     assert {tile.shared_bytes for tile in kept} == {2 * ROW * 34}
 
 
@@ -162,9 +178,12 @@ def test_a_causal_backward_starts_at_the_diagonal():
 @pytest.mark.parametrize(("ds_bytes", "heads"), [(0, 0), (1 << 28, 1), (1 << 30, 2)])
 def test_heads_of_a_kept_ds(ds_bytes, heads):
     """FULL's dS of one KV head, 4 query heads and both sequences, takes 256 MiB."""
-    costs = {"kept dq": 1.0, "kept dkdv": 1.0, "kept dkdv partial": 1.0, "dq": 2.0, "dkdv": 2.0}
+    costs = {"dv": 1.0, "products": 1.0, "dq": 2.0, "dkdv": 2.0}
+    costs |= {"dv partial": 1.0, "products partial": 1.0}
+    # A tile of dK is as long as four of dQ: whoever is free takes the next.
+    order = replace(OURS, policy="dynamic")
     found = Backward(
-        "ideal", OURS, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
+        "ideal", order, VALUES, lambda which: [TileCosts(0.0, 0.0, costs[which])], ds_bytes
     )
     portions = found.plan(FULL)
     if heads:
@@ -208,17 +227,17 @@ def test_a_backward_is_the_sum_of_its_portions(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "ds_bytes", "expected"),
     [
-        # 16 tiles of each KV head; dS of one takes 4 heads x 2048^2 x 2 bytes.
+        # 16 tiles of each KV head, or 8 with dS; that of one takes 4 heads x 2048^2 x 2 bytes.
         (Case("a", ((2048, 2048),), 8, 2, False), 0, [(2, 2, False, 1)]),
-        (Case("a", ((2048, 2048),), 8, 2, False), 1 << 26, [(2, 2, True, 1)]),
+        (Case("a", ((2048, 2048),), 8, 2, False), 1 << 26, [(2, 4, True, 1)]),
         (Case("a", ((2048, 2048),), 8, 2, False), 1 << 25, [(1, 4, True, 2)]),
-        (Case("a", ((2048, 2048),), 12, 3, False), 3 << 25, [(3, 4, True, 1)]),
-        (Case("a", ((2048, 2048),), 12, 3, False), 2 << 25, [(2, 2, True, 1), (1, 2, True, 1)]),
-        # Packed: at most 100 // 128 + 2 tiles of keys; queries of dS in whole units of the longest.
+        (Case("a", ((2048, 2048),), 12, 3, False), 3 << 25, [(3, 2, True, 1)]),
+        (Case("a", ((2048, 2048),), 12, 3, False), 2 << 25, [(2, 4, True, 1), (1, 4, True, 1)]),
+        # Packed: at most 100 // 128 + 2 tiles of keys; dS in whole blocks of the longest.
         (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 0, [(1, 4, False, 1)]),
-        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 60 * 256 * 2,
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 256 * 256 * 2,
          [(1, 4, True, 1)]),
-        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 60 * 256 * 2 - 1,
+        (Case("a", ((40, 40), (60, 60)), 4, 1, True, packed=True), 2 * 4 * 256 * 256 * 2 - 1,
          [(1, 4, False, 1)]),
     ],
 )  # fmt: skip
@@ -236,25 +255,35 @@ def test_seconds_include_every_launch():
 
 def test_paths_of_the_kernels_that_a_case_takes():
     found = backward(OURS)
-    found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "kept dq": Paths(9, 9)})
+    found.paths.update({"dq": Paths(1, 2), "dkdv": Paths(0, 5), "products": Paths(9, 9)})
     assert found.paths_of(FULL) == Paths(1, 7)
 
 
-@pytest.mark.parametrize("which", ["dq", "dkdv", "kept dq", "kept dkdv", "kept dkdv partial"])
+TILES_OF = {
+    "dq": lambda case, parts: dq_tiles(case, OURS),
+    "dkdv": lambda case, parts: dkdv_tiles(case, OURS, parts),
+    "dv": lambda case, parts: dv_tiles(case, OURS, parts),
+    "products": lambda case, parts: product_tiles(case, OURS, parts),
+}
+
+
+@pytest.mark.parametrize(
+    "which", [*TILES_OF, "dkdv partial", "dv partial", "products partial"]
+)
 def test_masked_work_of_samples_is_that_of_their_tiles(which):
     for seqlen, heads, left in samples.WINDOW_SAMPLES:
         case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))
         # Two parts of one query head: the second is empty, and its tiles store zeros.
         head_parts = 2 if which.endswith("partial") else 1
-        tiles = dq_tiles(case, OURS) if which.endswith("dq") else dkdv_tiles(case, OURS, head_parts)
-        masked = 0.0 if which == "kept dq" else sum(tile.masked for tile in tiles)
+        tiles = TILES_OF[which.removesuffix(" partial")](case, head_parts)
+        masked = sum(tile.masked for tile in tiles)
         found = samples.backward_tiles(which, (seqlen, heads, left))
         assert found == (len(tiles), masked)
     assert samples.backward_tiles(which, (512, 2))[1] == 0.0
 
 
 def test_empty_tiles_cost_what_they_add_to_a_replay():
-    """32 tiles where there was 1, 62 clocks more each; of dK/dV 32 for 2 of each of two parts."""
+    """32 tiles where there was 1, 62 clocks more each; of dV 16 for 1 of each of two parts."""
     without, some = Replayed(1, 4096.0, (9000.0, 9500.0)), Replayed(32, 4096.0, (10922.0, 11050.0))
     costs = [TileCosts(7.0, 5.0, 1.1), TileCosts(8.0, 5.0, 1.2)]
     found = ours.with_empty_tiles(costs, without, some)
@@ -262,15 +291,18 @@ def test_empty_tiles_cost_what_they_add_to_a_replay():
     counts = {
         which: samples.backward_tiles(which, (samples.LONGEST, 1))[0]
         - samples.backward_tiles(which, samples.EMPTY_SAMPLE)[0]
-        for which in ("dq", "dkdv", "kept dkdv partial")
+        for which in ("dq", "dkdv", "dv partial", "products")
     }
-    assert counts == {"dq": 15, "dkdv": 30, "kept dkdv partial": 60}
+    assert counts == {"dq": 15, "dkdv": 30, "dv partial": 30, "products": 30}
     assert samples.EMPTY_SAMPLE == samples.BACKWARD_SAMPLES[0]
 
 
 def test_samples_of_windows_have_masked_and_unmasked_units():
     kind = Kind(True, window=True)
-    for tiles_of, unit in ((dq_tiles, DQ), (lambda c, o: dkdv_tiles(c, o, 1), DKDV)):
+    for tiles_of, unit in (
+        (dq_tiles, DQ), (lambda c, o: dkdv_tiles(c, o, 1), DKDV),
+        (lambda c, o: dv_tiles(c, o, 1), DV),
+    ):  # fmt: skip
         shares = []
         for seqlen, heads, left in ours.Variant(kind, kernel="dq").chosen_samples():
             case = Case("sample", ((seqlen, seqlen),), heads, 1, True, (left, None))

@@ -11,8 +11,8 @@ from sm100_sim.timing import load, replay_program
 
 MACHINE = load("b200")
 #: Kernels whose tensor core is busy while TMA brings what later products read. (kernel, sample):
-#: dQ from a kept dS is bound by such bytes, the forward by the tensor core.
-KERNELS = (("kept dq", (1024, 1)), ("forward", (512, 2)))
+#: The products of dS are bound by such bytes, the forward by the tensor core.
+KERNELS = (("products", (1024, 1)), ("forward", (512, 2)))
 #: What a replay may gain by chance where warps meet in another order.
 CHANCE = 0.01
 

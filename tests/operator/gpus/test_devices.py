@@ -169,10 +169,10 @@ def test_parts_cost_more_where_memory_is_slow():
     whole = gpu(70)
     part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
     for tiles in (7, 49, 140, 700):
-        assert choose_head_parts(tiles, 2, 16, whole, True) == choose_head_parts(
-            tiles // 7, 2, 16, part, True
+        assert choose_head_parts((tiles, 2), 16, whole, True) == choose_head_parts(
+            (tiles // 7, 2), 16, part, True
         )
-    assert choose_head_parts(1, 2, 16, replace(part, hbm_bytes_per_second=1e9), True) == 1
+    assert choose_head_parts((1, 2), 16, replace(part, hbm_bytes_per_second=1e9), True) == 1
 
 
 class Failing:

@@ -19,20 +19,21 @@ from fa4_hd256.run.resources import resource_usage
 
 pytestmark = pytest.mark.simulator
 
-TILE_Q, TILE_K = 256, 128
-# Instructions of one step of 256 queries x 128 keys, 16 of the reduced dimension each: S and dP
-# over 256 columns; dQ over 128 keys; dK and dV over 256 queries.
-DQ_INSTRUCTIONS = 16 + 16 + 8
-DQ_PRODUCT_INSTRUCTIONS = 8
+TILE, STEP = 256, 128  # of all kernels but dK/dV's, which has them the other way round
+# Instructions of one step, 16 of the reduced dimension each: S and dP over 256 columns; dQ, dV and
+# the products over the rows of the step; dK and dV of their own kernel over 256 queries.
+DQ_INSTRUCTIONS = DV_INSTRUCTIONS = 16 + 16 + 8
+PRODUCT_INSTRUCTIONS = 8
 DKDV_INSTRUCTIONS = 16 + 16 + 16 + 16
 
-#: dQ from the dS that the dK/dV kernel stores, and dQ with a dS of its own.
+#: dK and dQ from the dS that the kernel of dV stores; dK/dV and dQ, each with a dS of its own.
 STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
 both_ways = pytest.mark.parametrize("config", [STORED, ANEW], ids=["stored", "anew"])
 
 
 def run(lengths, heads=(2, 1), causal=True, config=STORED, **options):
-    """Gradients of random tensors; returns (gradients, reports of preprocess, dK/dV, dQ)."""
+    """Gradients of random tensors; returns (gradients, reports of preprocess and of the two other
+    kernels)."""
     tensors = inputs(lengths, heads)
     options["backward_config"] = config
     found = gradients(tensors, torch.randn_like(tensors[0]), causal=causal, **options)
@@ -94,21 +95,16 @@ def test_launch_control_may_refuse_and_reorder(monkeypatch):
     assert all(report.clc["refused"] and report.clc["stolen"] for report in reports[1:])
 
 
-def steps(lengths, causal):
-    """(steps of dQ, steps of dK and dV) of one head, from the definition of the mask."""
+def steps(lengths, causal, queries, keys):
+    """Blocks of so many queries and keys of one head with a visible pair, from the definition of
+    the mask."""
     seqlen_q, seqlen_k = lengths
-
-    def sees(row, key):
-        return not causal or key <= row + seqlen_k - seqlen_q
-
-    of_dq = of_dkdv = 0
-    for first_row in range(0, seqlen_q, TILE_Q):
-        last_row = min(first_row + TILE_Q, seqlen_q) - 1
-        for first_key in range(0, seqlen_k, TILE_K):
-            # The last row sees the most keys, and the first key is seen by the most rows.
-            of_dq += sees(last_row, first_key)
-            of_dkdv += sees(last_row, first_key)
-    return of_dq, of_dkdv
+    found = 0
+    for first_row in range(0, seqlen_q, queries):
+        # The last row sees the most keys.
+        level = min(first_row + queries, seqlen_q) - 1 + seqlen_k - seqlen_q
+        found += sum(not causal or key <= level for key in range(0, seqlen_k, keys))
+    return found
 
 
 @both_ways
@@ -116,51 +112,57 @@ def steps(lengths, causal):
 @pytest.mark.parametrize("lengths", [(512, 512), (300, 700), (700, 300), (515, 131)], ids=str)
 def test_mma_count_is_the_closed_form(lengths, causal, config):
     """Every step that some row sees is computed once for each head, no other one at all."""
-    _, (_, dkdv, dq) = run(lengths, causal=causal, config=config)
-    of_dq, of_dkdv = steps(lengths, causal)
-    in_dq = DQ_PRODUCT_INSTRUCTIONS if config is STORED else DQ_INSTRUCTIONS
-    assert dq.warps("tcgen05.mma") == 2 * of_dq * in_dq
-    assert dkdv.warps("tcgen05.mma") == 2 * of_dkdv * DKDV_INSTRUCTIONS
+    _, (_, *reports) = run(lengths, causal=causal, config=config)
+    of_queries, of_keys = (steps(lengths, causal, *block) for block in ((TILE, STEP), (STEP, TILE)))
+    expected = of_queries * DKDV_INSTRUCTIONS, of_queries * DQ_INSTRUCTIONS
+    if config is STORED:
+        expected = of_keys * DV_INSTRUCTIONS, (of_keys + of_queries) * PRODUCT_INSTRUCTIONS
+    assert [report.warps("tcgen05.mma") for report in reports] == [2 * count for count in expected]
 
 
 def test_tma_bytes_are_the_closed_form():
     """dQ: Q and dO once a tile, K in two forms and V in each step.  dK/dV, by tiles of two parts:
     K and V once a tile, Q and dO in two forms in each step, with LSE and delta of its rows for
-    each CTA.  TMA stores nothing, or dS, which then with K is all that dQ loads."""
+    each CTA.  dV, also so: K and V once a tile, Q and dO in two forms, LSE and delta in each step.
+    The products: dS and Q or K in each step."""
     _, (_, dkdv, dq) = run((512, 640), causal=False, config=ANEW)
-    _, (_, storing, product) = run((512, 640), causal=False, config=STORED)
-    rows, keys = TILE_Q * 512, TILE_K * 512
-    tiles_q, tiles_k, heads = 2, 5, 2
-    assert dq.tma["load_bytes"] == heads * tiles_q * (2 * rows + tiles_k * 3 * keys)
-    statistics = 2 * 2 * TILE_Q * 4
-    step = 4 * rows + statistics
-    assert dkdv.tma["load_bytes"] == heads * tiles_k * (2 * keys + tiles_q * step)
-    assert dq.tma["store_bytes"] == dkdv.tma["store_bytes"] == product.tma["store_bytes"] == 0
-    ds = heads * tiles_q * tiles_k * TILE_Q * TILE_K * 2
-    assert storing.tma == {"load_bytes": dkdv.tma["load_bytes"], "store_bytes": ds}
-    assert product.tma["load_bytes"] == ds + heads * tiles_q * tiles_k * keys
+    _, (_, dv, products) = run((512, 640), causal=False, config=STORED)
+    tile, step = TILE * 512, STEP * 512
+    heads, blocks_q = 2, 2
+    assert dq.tma["load_bytes"] == heads * blocks_q * (2 * tile + 5 * 3 * step)
+    statistics = 2 * 2 * TILE * 4
+    of_unit = 4 * tile + statistics
+    assert dkdv.tma["load_bytes"] == heads * 5 * (2 * step + blocks_q * of_unit)
+    # 5 blocks of 128 keys are in 3 of 256.
+    of_step = 3 * step + statistics // 2
+    assert dv.tma["load_bytes"] == heads * 3 * (2 * tile + 4 * of_step)
+    products_steps = heads * (3 * 4 + 2 * 5)
+    assert products.tma["load_bytes"] == products_steps * (TILE * STEP * 2 + step)
+    assert not any(report.tma["store_bytes"] for report in (dq, dkdv, dv, products))
 
 
 def test_every_probability_is_exponentiated_once():
     """By executed lanes of the special-function unit, on which the default pattern puts all."""
     _, (_, dkdv, dq) = run((300, 400), config=ANEW)
-    for report, number in zip((dq, dkdv), steps((300, 400), True), strict=True):
-        assert report.opcodes["ex2.approx.ftz.f32"]["lanes"] == 2 * number * TILE_Q * TILE_K
+    _, (_, dv, products) = run((300, 400), config=STORED)
+    blocks = (TILE, STEP), (STEP, TILE)
+    of_queries, of_keys = (steps((300, 400), True, *block) for block in blocks)
+    for report, number in ((dq, of_queries), (dkdv, of_queries), (dv, of_keys)):
+        assert report.opcodes["ex2.approx.ftz.f32"]["lanes"] == 2 * number * TILE * STEP
+    assert "ex2.approx.ftz.f32" not in products.opcodes
 
 
 BF16 = torch.bfloat16
 CAUSAL = ProblemClass(BF16, bounded_right=True)
 VARIANTS = {
     "causal": GradientClass(CAUSAL),
-    "causal, dS stored": GradientClass(CAUSAL, stores_ds=True),
     "causal, parts": GradientClass(CAUSAL, partial=True),
-    "fp16, window, softcap, packed with lengths in use, dS stored": GradientClass(
+    "fp16, window, softcap, packed with lengths in use": GradientClass(
         ProblemClass(
             torch.float16, True, True, softcap=True,
             ragged=("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
         ),
         partial=True,
-        stores_ds=True,
     ),
     "fp16, window, softcap, negative scale, varlen": GradientClass(
         ProblemClass(
@@ -174,19 +176,17 @@ VARIANTS = {
             BF16, bounded_right=True, ragged=("cu_seqlens_q", "cu_seqlens_k"), use_clc=True
         ),
         partial=True,
-        stores_ds=True,
     ),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("result", ["dq", "dkdv"])
+@pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
 def test_no_spills_and_no_local_memory(result, variant):
     """By the compiler's own report, for every kind of kernel."""
     kind = f"backward_{result}"
     if result == "dq":
         variant = replace(variant, partial=False)
-        kind += "_product" if variant.stores_ds else ""
     compiled = compile_kernel(KernelSpec(kind, BackwardConfig().of_kernel(kind), variant))
     usage = resource_usage(compiled.cubin)
     assert usage.stack == usage.local == 0
@@ -197,6 +197,7 @@ def test_no_spills_and_no_local_memory(result, variant):
 def test_shapes_of_the_tiles():
     """What the closed forms above assume."""
     config = BackwardConfig()
-    assert (config.dq.tile_rows, config.dq.step_columns) == (TILE_Q, TILE_K)
-    assert (config.dkdv.tile_rows, config.dkdv.step_columns) == (TILE_K, TILE_Q)
-    assert math.prod((TILE_Q, 256, 2)) == 2 * config.dq.query_bytes
+    for plan in (config.dq, config.dv, config.products):
+        assert (plan.tile_rows, plan.step_columns) == (TILE, STEP)
+    assert (config.dkdv.tile_rows, config.dkdv.step_columns) == (STEP, TILE)
+    assert math.prod((TILE, 256, 2)) == 2 * config.dq.query_bytes

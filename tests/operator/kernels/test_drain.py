@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fa4_hd256.kernels import drain, programs
-from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DqProductPlan
+from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DvPlan, ProductsPlan
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
@@ -27,19 +27,18 @@ from fa4_hd256.kernels.steps import (
     first,
     last,
     read,
-    wait,
     write,
 )
 
-FORWARD, DQ, DKDV = ForwardConfig(), DqPlan(), DkdvPlan(stores_ds=True)
+FORWARD, DQ, DKDV = ForwardConfig(), DqPlan(), DkdvPlan()
 PLANS = {
     "forward": FORWARD,
     "forward, one S": ForwardConfig(s_stages=1),
     "dQ": DQ,
-    "dK/dV": DkdvPlan(),
-    "dK/dV, dS stored": DKDV,
+    "dK/dV": DKDV,
     "dK/dV, ring of 3": DkdvPlan(ring_stages=3),
-    "dQ from dS": DqProductPlan(),
+    "dV and dS": DvPlan(),
+    "dK and dQ from dS": ProductsPlan(),
 }
 
 
@@ -179,14 +178,6 @@ MISTAKES = {
         with_product(without(D, "dK", "sums_done"), "dV",
                      commits=(*named(D, "dV").commits, last("sums_done"))),
         r"reads dK of step 0 of tile 0 from sums"),
-    "P over a dS that is being stored": (
-        DKDV.edges, with_role(D, "gradient", lacking(wait("ds_free"))), r"reads dS .* finds P"),
-    "a store that does not look at dK": (
-        DKDV.edges, with_role(D, "store", lacking(wait("weights_free"))),
-        r"P of step 1 of tile 0 may overwrite weights .* mma multiplies"),
-    "a phase that is taken for another": (
-        DKDV.edges, with_role(D, "store", lambda role: replace(role, begin=())),
-        r"parity of weights_free is ambiguous: store"),
     "an edge without a ring": (
         EdgeTable((*FORWARD.edges.edges, Edge("x", 1, Signal.WARPS_CTA, "a", 1, "b", "c"))), F,
         r"no ring has \['x'\]"),
@@ -470,8 +461,8 @@ class Walk:
 
 #: Plan, CTAs, steps of the tiles, a product and the commit that is left out to make it hang.
 WALKS = {
-    "dQ from dS, both CTAs": (DqProductPlan(), (0, 1), (1,), ("dQ", "dq_done")),
-    "dQ from dS, two tiles": (DqProductPlan(), (0,), (2, 0, 1), ("dQ", "dq_done")),
+    "products, both CTAs": (ProductsPlan(), (0, 1), (1,), ("sum", "sum_done")),
+    "products, two tiles": (ProductsPlan(), (0,), (2, 0, 1), ("sum", "sum_done")),
     "dQ": (DQ, (0,), (2,), ("dP", "dp_done")),
     "forward": (FORWARD, (0,), (2,), ("PV", "o_done")),
 }

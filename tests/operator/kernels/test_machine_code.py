@@ -14,7 +14,8 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardWarpPlan,
     DkdvPlan,
     DqPlan,
-    DqProductPlan,
+    DvPlan,
+    ProductsPlan,
 )
 from fa4_hd256.kernels.blackwell.forward.config import ForwardWarpPlan
 from fa4_hd256.kernels.plans import RegisterPlan
@@ -34,8 +35,9 @@ BF16 = torch.bfloat16
 CAUSAL = ProblemClass(BF16, bounded_right=True)
 PAIR_KERNELS = {
     "forward": (ForwardConfig(), CAUSAL),
-    "backward_dkdv": (BackwardConfig(), GradientClass(CAUSAL, stores_ds=True)),
-    "backward_dq_product": (BackwardConfig(), GradientClass(CAUSAL, stores_ds=True)),
+    "backward_dv": (BackwardConfig(), GradientClass(CAUSAL)),
+    "backward_products": (BackwardConfig(), GradientClass(CAUSAL)),
+    "backward_dkdv": (BackwardConfig(), GradientClass(CAUSAL)),
     "backward_dq": (BackwardConfig(), GradientClass(CAUSAL)),
 }
 
@@ -115,14 +117,15 @@ def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
         plan(registers_other=other + 8)
 
 
-@pytest.mark.parametrize("kind", ["dkdv", "dq_product", "dq"])
+@pytest.mark.parametrize("kind", ["dv", "products", "dkdv", "dq"])
 def test_budgets_of_the_whole_register_file_hang(kind, monkeypatch):
     """Warpgroups that together want all 65,536 registers wait for the last 1,024."""
     monkeypatch.setattr(RegisterPlan, "__post_init__", lambda self: None)
     warps = BackwardWarpPlan(registers_other=64)
     assert warps.registers.needed == 65_536
-    plan = {"dkdv": DkdvPlan, "dq_product": DqProductPlan, "dq": DqPlan}[kind](warps=warps)
-    memory = 0 if kind == "dq" else BackwardConfig().ds_bytes
+    plans = {"dv": DvPlan, "products": ProductsPlan, "dkdv": DkdvPlan, "dq": DqPlan}
+    plan = plans[kind](warps=warps)
+    memory = 0 if kind in ("dkdv", "dq") else BackwardConfig().ds_bytes
     config = BackwardConfig(**{kind: plan}, ds_bytes=memory)
     tensors = inputs((128, 128), (1, 1))
     with pytest.raises(Hang) as caught:

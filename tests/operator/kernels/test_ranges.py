@@ -18,7 +18,6 @@ from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels import ranges
 from fa4_hd256.kernels.blackwell import producers
 from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
-from fa4_hd256.kernels.blackwell.backward.dq_product import DqProductKernel
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel, trace_and_compile
@@ -26,25 +25,25 @@ from fa4_hd256.run.compile import compile_kernel, trace_and_compile
 BF16 = ProblemClass(torch.bfloat16)
 
 
-def backward(kind: str, **options) -> KernelSpec:
-    return KernelSpec(kind, BackwardConfig().of_kernel(kind), GradientClass(BF16, **options))
+def backward(kind: str) -> KernelSpec:
+    return KernelSpec(kind, BackwardConfig().of_kernel(kind), GradientClass(BF16))
 
 
-#: The dK/dV kernel in the form that has a store warp.
 KERNELS = {
     "forward": KernelSpec("forward", ForwardConfig(), BF16),
-    "dK/dV": backward("backward_dkdv", stores_ds=True),
+    "dK/dV": backward("backward_dkdv"),
     "dQ": backward("backward_dq"),
-    "dQ from dS": backward("backward_dq_product", stores_ds=True),
+    "dV": backward("backward_dv"),
+    "products": backward("backward_products"),
 }
 NAMES = {
     "forward": {"load", "QK", "PV", "softmax", "rescale O", "drain O"},
     "dK/dV": {
-        "load", "S", "dP", "dV", "dK", "P", "dS", "write P", "write dS", "store dS",
-        "drain dK and dV",
+        "load", "S", "dP", "dV", "dK", "P", "dS", "write P", "write dS", "drain dK and dV",
     },
     "dQ": {"load", "S", "dP", "dQ", "P", "dS", "drain dQ"},
-    "dQ from dS": {"load", "dQ", "drain dQ"},
+    "dV": {"load", "S", "dP", "dV", "P", "dS", "drain dV"},
+    "products": {"load", "sum", "drain sum"},
 }  # fmt: skip
 
 #: CuTe DSL reads its options when it is imported, so this takes a process of its own.
@@ -85,17 +84,17 @@ def test_the_default_kernel_is_the_one_without_ranges(monkeypatch):
     decorated = ranges.traced("a name")(len).__code__
     removed = [
         (kernel, name, method.__wrapped__)
-        for kernel in DqProductKernel.__mro__
+        for kernel in DqKernel.__mro__
         for name, method in vars(kernel).items()
         if getattr(method, "__code__", None) is decorated
     ]
     assert (DqKernel, "_probabilities") in {(kernel, name) for kernel, name, _ in removed}
-    expected = compile_kernel(KERNELS["dQ from dS"]).ptx
+    expected = compile_kernel(KERNELS["dQ"]).ptx
     # Those of load and mma, which are generated.
     monkeypatch.setattr(producers, "traced", lambda name: lambda method: method)
     for kernel, name, method in removed:
         monkeypatch.setattr(kernel, name, method)
-    found = trace_and_compile(KERNELS["dQ from dS"]).artifacts.PTX
+    found = trace_and_compile(KERNELS["dQ"]).artifacts.PTX
     assert _instructions(found) == _instructions(expected)
 
 

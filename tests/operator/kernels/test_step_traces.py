@@ -4,7 +4,6 @@ says: the generated roles, and those written by hand, as the check of the plan k
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -149,10 +148,16 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc,
 def test_the_backward_does_what_its_tables_say(lengths, causal, ds_bytes, reports):
     config = BackwardConfig(ds_bytes=ds_bytes)
     seen = attend(lengths, causal, backward=config)
-    _, _, dkdv, dq = reports
-    assert_as_declared(
-        dkdv, replace(config.dkdv, stores_ds=ds_bytes > 0), steps_of(seen.T, TILE_K, TILE_Q)
-    )
+    _, _, of_keys, of_queries = reports
     tiles = steps_of(seen, TILE_Q, TILE_K)
-    plan = config.dq_product if ds_bytes else config.dq
-    assert_as_declared(dq, plan, tiles[::-1] if causal else tiles)
+    tiles = tiles[::-1] if causal else tiles
+    if not ds_bytes:
+        assert_as_declared(of_keys, config.dkdv, steps_of(seen.T, TILE_K, TILE_Q))
+        assert_as_declared(of_queries, config.dq, tiles)
+        return
+    # Tiles of 256 keys, in steps of 128 queries; those of dK and of dQ take turns.
+    of_dk = steps_of(seen.T, TILE_Q, TILE_K)
+    assert_as_declared(of_keys, config.dv, of_dk)
+    pairs = itertools.zip_longest(of_dk, tiles)
+    in_turns = tuple(tile for pair in pairs for tile in pair if tile is not None)
+    assert_as_declared(of_queries, config.products, in_turns)

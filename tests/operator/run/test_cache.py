@@ -23,7 +23,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardWarpPlan,
     DkdvPlan,
     DqPlan,
-    DqProductPlan,
+    ProductsPlan,
 )
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile, native_cache
@@ -42,7 +42,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardWarpPlan,
     DkdvPlan,
     DqPlan,
-    DqProductPlan,
+    ProductsPlan,
 )
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KINDS, KernelSpec
@@ -232,7 +232,7 @@ def test_what_the_key_does_not_cover(monkeypatch):
     assert compile.cache_key(SPEC) == first
 
 
-@pytest.mark.parametrize("kind", ["backward_dkdv", "backward_dq", "backward_dq_product"])
+@pytest.mark.parametrize("kind", ["backward_dkdv", "backward_dq", "backward_products"])
 def test_what_of_the_backward_is_compiled_in(kind):
     """Neither the memory for dS, which the host minds, nor the plans of the other kernels."""
     default = BackwardConfig().of_kernel(kind)
@@ -241,7 +241,7 @@ def test_what_of_the_backward_is_compiled_in(kind):
     changed = {
         "backward_dkdv": BackwardConfig(dkdv=DkdvPlan(ring_stages=3)),
         "backward_dq": BackwardConfig(dq=DqPlan(warps=fewer)),
-        "backward_dq_product": BackwardConfig(dq_product=DqProductPlan(stages=2)),
+        "backward_products": BackwardConfig(products=ProductsPlan(stages=2)),
     }
     assert {name for name, config in changed.items() if config.of_kernel(kind) != default} == {kind}
 

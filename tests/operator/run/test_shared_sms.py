@@ -83,9 +83,8 @@ def kernels(use_clc: bool):
     problem = ProblemClass(torch.bfloat16, bounded_right=True, use_clc=use_clc)
     config = BackwardConfig()
     yield KernelSpec("forward", ForwardConfig(), problem)
-    for kind, keeps in (("backward_dkdv", True), ("backward_dq_product", True),
-                        ("backward_dq", False)):  # fmt: skip
-        yield KernelSpec(kind, config.of_kernel(kind), GradientClass(problem, stores_ds=keeps))
+    for kind in ("backward_dv", "backward_products", "backward_dkdv", "backward_dq"):
+        yield KernelSpec(kind, config.of_kernel(kind), GradientClass(problem))
     if not use_clc:
         yield KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
         yield KernelSpec("backward_preprocess", PreprocessConfig(), PreprocessClass(torch.bfloat16))

@@ -1,4 +1,4 @@
-"""What the dK/dV kernel and the dQ kernels share.
+"""What the kernels that make gradients share.
 
 With s = softmax_scale q k (capped or not), P = exp(s - LSE), dP = dO V^T and
 delta = rowsum(dO O) - dLSE::
@@ -6,7 +6,7 @@ delta = rowsum(dO O) - dLSE::
     dS = P (dP - delta) (1 - tanh^2, with a softcap)
     dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
 
-P and dS are kept in 16 bits, unscaled, as operands. All but `dq_product` compute S and dP.
+P and dS are kept in 16 bits, unscaled, as operands. All but `products` compute S and dP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fa4_hd256.kernels.blackwell.producers import PairProducers
 from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.sequences import clipped_view
-from fa4_hd256.kernels.views import by_key, by_sequence
+from fa4_hd256.kernels.views import by_sequence
 from schedulers import WorkTile
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
@@ -36,6 +36,8 @@ __all__ = [
     "BackwardTensors",
     "DS",
     "FRAGMENT",
+    "Step",
+    "heads_of_part",
     "heads_per_part",
     "score_gradients",
     "store_row",
@@ -53,7 +55,7 @@ class BackwardTensors(NamedTuple):
     loads: TMA tensors in the order of the kernel's `boxes`, of (seqlen, 256, heads, batch) or for
     ragged sequences of a `clipped_view` of it.  stats: (2, heads, padded rows) float32:
     -LSE log2(e), then -delta, of each query row (`Sequences.padded_query_offset`).
-    results: (seqlen, 256, heads, batch) each.  ds: TMA tensor of dS, None where it is not stored.
+    results: (seqlen, 256, heads, batch) each.  ds: see `ds_tiles`, None where it is not stored.
     """
 
     loads: tuple
@@ -66,24 +68,19 @@ class BackwardTensors(NamedTuple):
 class BackwardKernel(PairKernel, PairProducers):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
-    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v, dout and ds, rows,
-    columns); `problem(...)`, its tiles; `smem(memory)`; what `PairProducers` asks for; and the
-    roles `gradient` and, if it `stores`, `store`.
+    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
+    `problem(...)`, its tiles; `smem(memory)`; what `PairProducers` asks for; and the role
+    `gradient`.
     """
 
     boxes: dict[str, tuple[int, int, int]]
-    stores = False
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
     ) -> None:
-        self.plan = self.plan_of(config.plan, gradient_class)
+        self.plan = config.plan
         super().__init__(self.plan, gradient_class.problem, scheduler)
         self.ex2_pattern = config.ex2_pattern
-
-    def plan_of(self, plan: Any, gradient_class: GradientClass) -> Any:
-        """The kernel's plan for a class of calls."""
-        return plan
 
     @cute.jit
     def __call__(
@@ -98,10 +95,10 @@ class BackwardKernel(PairKernel, PairProducers):
     ):
         """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
         seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
-        results: (dq,), or (dk, dv) with heads_kv * head_parts heads.  Last stride 1, other strides
-        multiples of 16 bytes.  ds: dS^T, (sequences, heads, keys, queries), the queries padded to
-        whole units, None where it is not stored.  ragged: a tuple of tensors in the order of
-        `problem_class.ragged`, None if there are none.
+        results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
+        heads.  Last stride 1, other strides multiples of 16 bytes.  ds: see `ds_tiles`, None where
+        it is not stored.  ragged: a tuple of tensors in the order of `problem_class.ragged`, None
+        if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor) for tensor in results)
@@ -109,10 +106,8 @@ class BackwardKernel(PairKernel, PairProducers):
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
         batch = self.sequence_tensors(ragged).num_batches(q)
         problem = self.problem(scalars, (q, k), batch)
-        if cutlass.const_expr(ds is not None):
-            ds = self.ds_view(ds)
-        loads = self._tma_tensors((*operands, ds))
-        tensors = BackwardTensors(loads, stats, results, self.ds_tensor(ds), ragged)
+        loads = self.tma_tensors(operands, ds)
+        tensors = BackwardTensors(loads, stats, results, ds, ragged)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
         sizes = tuple(Int32(size) for size in sizes)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
@@ -123,7 +118,8 @@ class BackwardKernel(PairKernel, PairProducers):
             min_blocks_per_mp=1,
         )
 
-    def _tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
+    def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
+        """Those of `boxes`."""
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         tmas = []
         for operand, rows, columns in self.boxes.values():
@@ -134,24 +130,12 @@ class BackwardKernel(PairKernel, PairProducers):
             tmas.append(TmaTensor(info[0], info[1]))
         return tuple(tmas)
 
-    def ds_view(self, ds: Any) -> Any:
-        """dS as the kernel addresses it."""
-        return by_key(ds)
-
-    def ds_tensor(self, ds: Any) -> TmaTensor | None:
-        """The TMA tensor through which the kernel stores dS, if it does."""
-        return None
-
     def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
-        return tensors.loads if tensors.ds is None else (*tensors.loads, tensors.ds)
+        return tensors.loads
 
     def tma_tensor(self, context: Any, box: str) -> TmaTensor:
         """The TMA tensor of one of `boxes`."""
         return context.tensors.loads[list(self.boxes).index(box)]
-
-    @property
-    def scheduled_warps(self) -> int:
-        return self.warps.scheduled_warps(self.stores)
 
     @cute.jit
     def run_role(self, context: Any, warp: Int32):
@@ -169,9 +153,6 @@ class BackwardKernel(PairKernel, PairProducers):
                 self.load(context)
             if warp == warps.scheduler:
                 self.schedule(context)
-            if cutlass.const_expr(self.stores):
-                if warp == warps.store:
-                    self.store(context)
 
     def own_columns(self, context: Any, name: str, columns: int) -> Any:
         """The warp's lanes of a region, from its warpgroup's part of `columns` columns on."""
@@ -217,9 +198,47 @@ class BackwardKernel(PairKernel, PairProducers):
         probabilities_from_lse(scores, scale_log2, negative_lse, (self.ex2_pattern, first, columns))
 
 
+class Step:
+    """Queries of one query head that a tile of keys meets: (head, which of them, counted in the
+    kernel's steps); lives across loops.
+
+    span: [begin, end) of the steps of each head, which a loop over them does not change.
+    """
+
+    def __init__(self, head: Int32, index: Int32, span: tuple[Int32, Int32]) -> None:
+        self.head, self.index, self.span = head, index, span
+
+    def following(self) -> Step:
+        """The next step of the head, else the first of the next head."""
+        begin, end = self.span
+        wraps = self.index + 1 == end
+        head = self.head + Int32(wraps)
+        return Step(head, cutlass.select_(wraps, begin, self.index + 1), self.span)
+
+    def __extract_mlir_values__(self) -> list:
+        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
+
+    def __new_from_mlir_values__(self, values: list) -> Step:
+        head, index = values
+        return Step(
+            cutlass.new_from_mlir_values(self.head, [head]),
+            cutlass.new_from_mlir_values(self.index, [index]),
+            self.span,
+        )
+
+
 def heads_per_part(scalars: CallScalars, heads_per_kv: Any) -> Any:
     """Query heads of a part of a KV head's group; the last part may have fewer, or none."""
     return (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
+
+
+def heads_of_part(context: Any, head: Int32) -> tuple[Int32, Int32]:
+    """(first query head, how many) of a part.  head: KV head * head_parts + part."""
+    per_part = heads_per_part(context.scalars, context.heads_per_kv)
+    kv_head, part = head // context.scalars.head_parts, head % context.scalars.head_parts
+    begin = part * per_part
+    count = cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
+    return kv_head * context.heads_per_kv + begin, count
 
 
 def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) -> None:

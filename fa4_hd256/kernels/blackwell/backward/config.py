@@ -6,7 +6,7 @@ led to this design.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fa4_hd256.kernels.blackwell.pair_plan import (
@@ -34,8 +34,6 @@ from softmax_emu.pattern import Ex2Pattern
 from .ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from .steps import (
     DKDV_STEPS,
-    DKDV_STORING_STEPS,
-    DQ_PRODUCT_STEPS,
     DQ_STEPS,
     DV_STEPS,
     PRODUCTS_STEPS,
@@ -46,7 +44,6 @@ __all__ = [
     "BackwardWarpPlan",
     "DkdvPlan",
     "DqPlan",
-    "DqProductPlan",
     "DvPlan",
     "GradientConfig",
     "ProductsPlan",
@@ -61,15 +58,13 @@ class BackwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA, the same in all of them.
 
     Two warpgroups of gradient warps make P and dS, each one half of the columns; the third
-    warpgroup holds one warp each of the other roles.  The store warp has work only where dS is
-    stored.
+    warpgroup holds one warp each of the other roles, and one without work.
     """
 
     gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     mma: int = 8
     load: int = 9
     scheduler: int = 10
-    store: int = 11
     registers_gradient: int = 224
     registers_other: int = 56
 
@@ -80,13 +75,13 @@ class BackwardWarpPlan(WarpPlan):
     )
     ROLES = (
         ("gradient", "registers_gradient"),
-        *((role, "registers_other") for role in ("mma", "load", "scheduler", "store")),
+        *((role, "registers_other") for role in ("mma", "load", "scheduler")),
     )
 
-    def scheduled_warps(self, stores: bool) -> int:
-        """Warps of both CTAs that run the tile loop: not the peer's MMA warp; stores: the store
-        warps do."""
-        return CTAS * (len(self.gradient) + 2 + stores) + 1
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of both CTAs that run the tile loop: not the peer's MMA warp."""
+        return CTAS * (len(self.gradient) + 2) + 1
 
 
 @dataclass(frozen=True)
@@ -177,11 +172,9 @@ class DkdvPlan:
     """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
 
     ring_stages: buffers of the ring that Q and dO (each twice, see `dkdv`) share.
-    stores_ds: dS goes to global memory, too, for `DqProductPlan`; set by the kernel for each call.
     """
 
     ring_stages: int = 4
-    stores_ds: bool = False
     warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
 
     tile_rows: ClassVar[int] = BLOCK_KV
@@ -234,10 +227,6 @@ class DkdvPlan:
         pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
         own_tma, own, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
         tile, stats = CTAS * TILE_BYTES, self.stats_bytes
-        stored = (
-            Edge("ds_written", 1, own, "gradient", gradient, "store", "dS in SMEM, for its store"),
-            Edge("ds_free", 1, own, "store", 1, "gradient", "dS: store and MMAs are done", True),
-        )
         return EdgeTable(
             (
                 Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=tile),
@@ -261,22 +250,20 @@ class DkdvPlan:
                 Edge("weights_done", 1, release, "gradient", gradient, "mma",
                      "P, then dS, in SMEM"),
                 Edge("weights_free", 1, commit, "mma", 1,
-                     "gradient, store" if self.stores_ds else "gradient",
+                     "gradient",
                      "P, then dS: its MMAs are done", True),
                 Edge("sums_done", 1, commit, "mma", 1, "gradient", "dK and dV of the tile in TMEM"),
                 Edge("sums_free", 1, pair, "gradient", gradient, "mma",
                      "dK and dV in registers", True),
-                *(stored if self.stores_ds else ()),
             )
         )  # fmt: skip
 
     @property
     def steps(self) -> StepTable:
-        return DKDV_STORING_STEPS if self.stores_ds else DKDV_STEPS
+        return DKDV_STEPS
 
     def describe(self) -> str:
-        stored = ", dS stored" if self.stores_ds else ""
-        head = f"dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256{stored}"
+        head = "dK/dV: 128 keys x 256 queries per CTA pair and step, head_dim 256"
         return describe_plans(head, self)
 
 
@@ -378,75 +365,6 @@ class DvPlan:
 
 
 @dataclass(frozen=True)
-class DqProductPlan:
-    """dQ as a plain product of a stored dS and K: 256 queries of a pair, 128 keys in each step.
-
-    stages: steps whose dS and K are in SMEM at a time.
-    """
-
-    stages: int = 3
-    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
-
-    accumulators: ClassVar[int] = 2
-    tile_rows: ClassVar[int] = TILE_Q
-    step_columns: ClassVar[int] = BLOCK_KV
-
-    def __post_init__(self) -> None:
-        if self.stages < 2:
-            raise ValueError(
-                f"stages is {self.stages}; at least 2 are needed: the step in use and the next"
-            )
-        check_plan("the kernel of dQ from stored dS", self)
-
-    @property
-    def smem(self) -> SmemPlan:
-        return SmemPlan(
-            (
-                SmemRegion(
-                    "ds", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 queries"
-                ),
-                SmemRegion(
-                    "k", self.stages, TILE_BYTES, SWIZZLE_ALIGNMENT, "128 keys x 128 columns"
-                ),
-                *common_regions(self.edges),
-            )
-        )  # fmt: skip
-
-    @property
-    def tmem(self) -> TmemPlan:
-        note = "dQ accumulator of every other tile, 128 x 256 float32"
-        return TmemPlan(
-            tuple(
-                TmemRegion(f"dq{i}", i * HEAD_DIM, HEAD_DIM, None, note)
-                for i in range(self.accumulators)
-            )
-        )
-
-    @property
-    def edges(self) -> EdgeTable:
-        gradient, stages = len(self.warps.gradient), self.accumulators
-        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
-        return EdgeTable(
-            (
-                Edge("step_loaded", self.stages, tma, "load", 1, "mma",
-                     "dS and K in SMEM", transaction_bytes=2 * CTAS * TILE_BYTES),
-                Edge("step_free", self.stages, commit, "mma", 1, "load",
-                     "dS and K buffers: their MMAs are done", True),
-                Edge("dq_done", stages, commit, "mma", 1, "gradient", "dQ of a tile in TMEM"),
-                Edge("dq_free", stages, pair, "gradient", gradient, "mma", "dQ in registers", True),
-            )
-        )  # fmt: skip
-
-    @property
-    def steps(self) -> StepTable:
-        return DQ_PRODUCT_STEPS
-
-    def describe(self) -> str:
-        head = "dQ from stored dS: 256 queries x 128 keys per CTA pair and step, head_dim 256"
-        return describe_plans(head, self)
-
-
-@dataclass(frozen=True)
 class ProductsPlan:
     """dK and dQ as plain products of a stored dS: 256 rows of a pair, 128 of the sum in each step.
 
@@ -519,10 +437,10 @@ class ProductsPlan:
 class GradientConfig:
     """What of a `BackwardConfig` is compiled into one pair kernel.
 
-    ex2_pattern: None for the kernel without an exp2, dQ as a product.
+    ex2_pattern: None for the kernel without an exp2, that of the products.
     """
 
-    plan: DqPlan | DkdvPlan | DvPlan | DqProductPlan | ProductsPlan
+    plan: DqPlan | DkdvPlan | DvPlan | ProductsPlan
     ex2_pattern: Ex2Pattern | None = None
 
 
@@ -533,7 +451,7 @@ class BackwardConfig:
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
     ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
-        fits (`call.portions`). With 0 the dQ kernel computes dS anew.
+        fits (`call.portions`).  With 0 it is not stored: dK/dV and dQ each compute it.
 
     Raises ValueError for a negative ds_bytes.
     """
@@ -542,7 +460,6 @@ class BackwardConfig:
     dq: DqPlan = field(default_factory=DqPlan)
     dkdv: DkdvPlan = field(default_factory=DkdvPlan)
     dv: DvPlan = field(default_factory=DvPlan)
-    dq_product: DqProductPlan = field(default_factory=DqProductPlan)
     products: ProductsPlan = field(default_factory=ProductsPlan)
     ds_bytes: int = 4 << 30
 
@@ -560,7 +477,6 @@ class BackwardConfig:
             "backward_dq": GradientConfig(self.dq, self.ex2_pattern),
             "backward_dkdv": GradientConfig(self.dkdv, self.ex2_pattern),
             "backward_dv": GradientConfig(self.dv, self.ex2_pattern),
-            "backward_dq_product": GradientConfig(self.dq_product),
             "backward_products": GradientConfig(self.products),
         }[kind]
 
@@ -568,5 +484,5 @@ class BackwardConfig:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
         return "\n\n".join([f"backward: {self.ex2_pattern}", *(
             plan.describe()
-            for plan in (replace(self.dkdv, stores_ds=True), self.dq_product, self.dq)
+            for plan in (self.dv, self.products, self.dkdv, self.dq)
         )])  # fmt: skip

@@ -13,18 +13,15 @@ the next tile's first; Q, dO are the rows for S and dP, Qc, dOc the columns for 
     mma       S(1) dV(0)  dP(1) dK(0)  ..  | S(0')    dV(last)  dP(0')    dK(last) S(1') ..
     gradient  P(0)> dS(0) P(1) dS(0)>  ..  | P(last)> dS(last)  P(0') dS(last)> P(0')> dS(0'),
                                            | dK, dV -> global
-    store     dS(0) -> global
 
 where > is the write to shared memory.  P(u) and dS(u) take turns in one buffer: P(u) is written
 while S(u+1) is computed and read by dV(u), dS(u) while dP(u+1) is, and read by dK(u).  The exp2 of
-a unit has the time of dV and dP before P is needed.  The store warp works where dS is stored for
-`dq_product`, and reads the buffer beside the tensor core.
+a unit has the time of dV and dP before P is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -38,55 +35,32 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.operands import (
-    TmaTensor,
     k_major_operand,
     mn_major_operand,
-    smem_layout,
 )
 from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV, BLOCK_Q, TILE_Q
 from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.sequences import Sequence, tma_tile
 from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardKernel, score_gradients, store_row, zeros
+from .common import (
+    FRAGMENT,
+    BackwardKernel,
+    Step,
+    heads_of_part,
+    heads_per_part,
+    score_gradients,
+    store_row,
+    zeros,
+)
 
 __all__ = ["DkdvKernel"]
 
 UNIT_Q = TILE_Q
 OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
 OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
-
-
-class Unit:
-    """256 queries of one query head: (head, index of the unit); lives across loops.
-
-    units: [begin, end) of the units of each head, which a loop over them does not change.
-    """
-
-    def __init__(self, head: Int32, index: Int32, units: tuple[Int32, Int32]) -> None:
-        self.head, self.index, self.units = head, index, units
-
-    def following(self) -> Unit:
-        """The next unit of the head, else the first of the next head."""
-        begin, end = self.units
-        wraps = self.index + 1 == end
-        head = self.head + Int32(wraps)
-        return Unit(head, cutlass.select_(wraps, begin, self.index + 1), self.units)
-
-    def __extract_mlir_values__(self) -> list:
-        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
-
-    def __new_from_mlir_values__(self, values: list) -> Unit:
-        head, index = values
-        return Unit(
-            cutlass.new_from_mlir_values(self.head, [head]),
-            cutlass.new_from_mlir_values(self.index, [index]),
-            self.units,
-        )
 
 
 class DkdvKernel(BackwardKernel):
@@ -104,7 +78,6 @@ class DkdvKernel(BackwardKernel):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.stores = self.plan.stores_ds
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         self.shapes = {
             "S": MmaShape(BLOCK_KV, UNIT_Q, is_bf16, negate_a=negate),
@@ -120,25 +93,12 @@ class DkdvKernel(BackwardKernel):
             **dict.fromkeys(("Qc", "dOc"), mn_major_operand(BLOCK_Q)),
         }
 
-    def plan_of(self, plan: Any, gradient_class: GradientClass) -> Any:
-        return replace(plan, stores_ds=gradient_class.stores_ds)
-
-    def ds_tensor(self, ds: Any) -> TmaTensor | None:
-        if cutlass.const_expr(ds is None):
-            return None
-        shape = (OWN_KEYS, UNIT_Q)
-        layout = cute.select(smem_layout(self.dtype, *shape, 1), mode=[0, 1])
-        operation = cpasync.CopyBulkTensorTileS2GOp()
-        info = cpasync.make_tiled_tma_atom(operation, ds, layout, shape)
-        return TmaTensor(info[0], info[1])
-
     def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
         """The tiles: 128 keys of a part of a KV head each."""
         q, k = operands
         heads = cute.size(k, mode=[2])
         heads_per_kv = cute.size(q, mode=[2]) // heads
-        heads_per_part = (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
-        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part
+        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part(scalars, heads_per_kv)
         return TileProblem(
             (scalars.max_seqlen_k + BLOCK_KV - 1) // BLOCK_KV,
             heads * scalars.head_parts,
@@ -168,39 +128,23 @@ class DkdvKernel(BackwardKernel):
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Units of all query heads of the part in which some key of the tile is seen."""
         units = self._transposed(context, work).num_tiles(work.block * BLOCK_KV, BLOCK_KV)
-        return units * self._num_heads(context, work)
+        return units * heads_of_part(context, work.head)[1]
 
     def _transposed(self, context: Any, work: Any) -> Any:
         """Which queries each key is seen by."""
         return context.visibility(work, BLOCK_KV).transposed(UNIT_Q)
 
-    def _heads_per_part(self, context: Any) -> Int32:
-        head_parts = context.scalars.head_parts
-        return (context.heads_per_kv + head_parts - 1) // head_parts
-
-    def _first_head(self, context: Any, work: Any) -> Int32:
-        """The first query head of a tile's part."""
-        head_parts = context.scalars.head_parts
-        kv_head, part = work.head // head_parts, work.head % head_parts
-        return kv_head * context.heads_per_kv + part * self._heads_per_part(context)
-
-    def _num_heads(self, context: Any, work: Any) -> Int32:
-        """Query heads of a tile's part; the last part may have fewer, or none."""
-        per_part = self._heads_per_part(context)
-        begin = work.head % context.scalars.head_parts * per_part
-        return cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
-
-    def first_position(self, context: Any, work: Any) -> Unit:
+    def first_position(self, context: Any, work: Any) -> Step:
         """The first unit of a tile."""
         tile = (work.block * BLOCK_KV, BLOCK_KV)
         tiles = self._transposed(context, work).tile_range(tile, tile)
         units = tiles.begin, tiles.end
-        return Unit(self._first_head(context, work), tiles.begin, units)
+        return Step(heads_of_part(context, work.head)[0], tiles.begin, units)
 
-    def next_position(self, unit: Unit) -> Unit:
+    def next_position(self, unit: Step) -> Step:
         return unit.following()
 
-    def places(self, context: Any, content: str, work: Any, unit: Unit) -> Iterable:
+    def places(self, context: Any, content: str, work: Any, unit: Step) -> Iterable:
         """See `tma_tile`: this CTA's 64 keys of K and V; its 128 rows of Q and dO, in two halves of
         the columns; its 128 columns, in two halves of the rows.  (tile, unit) for LSE and delta."""
         rank = context.cta_rank
@@ -240,7 +184,7 @@ class DkdvKernel(BackwardKernel):
     def gradient(self, context: Any):
         """S^T -> P and dP^T -> dS for this CTA's 64 keys: a key and 64 queries a thread."""
         names = ["s_done", "dp_done", "lse_loaded", "delta_loaded", "weights_free", "sums_done"]
-        states = self.edges.waiter_states(*names, *(["ds_free"] if self.stores else []))
+        states = self.edges.waiter_states(*names)
         scheduler = self.scheduler.create(context.order, context.channel)
         work, undrained = scheduler.initial_work(), self.no_work()
         factors = cute.make_rmem_tensor(OWN_QUERIES, Float32)
@@ -356,28 +300,19 @@ class DkdvKernel(BackwardKernel):
     @traced("write P")
     @cute.jit
     def _publish_p(self, context: Any, p: cute.Tensor, states: Any):
-        """P to shared memory.  Where dS is stored, the store warp says when the dS that is there
-        has been read by all: one wait, for a second one costs the registers that are left."""
-        free = "ds_free" if self.stores else "weights_free"
-        states = self._publish(context, p, free, states)
-        if cutlass.const_expr(self.stores):
-            states.advance("weights_free")
-        return states
+        """P to shared memory."""
+        return self._publish(context, p, states)
 
     @traced("write dS")
     @cute.jit
     def _publish_ds(self, context: Any, ds: cute.Tensor, states: Any):
         """dS to shared memory."""
-        states = self._publish(context, ds, "weights_free", states)
-        if cutlass.const_expr(self.stores):
-            context.barriers["ds_written"].arrive(self.edges["ds_written"].producer_state())
-        return states
+        return self._publish(context, ds, states)
 
     @cute.jit
-    def _publish(self, context: Any, values: cute.Tensor, free: str, states: Any):
-        """P or dS of this thread to shared memory.  free: the edge that says that what is there has
-        been read."""
-        context.barriers[free].wait(states[free])
+    def _publish(self, context: Any, values: cute.Tensor, states: Any):
+        """P or dS of this thread to shared memory, when what is there has been read."""
+        context.barriers["weights_free"].wait(states["weights_free"])
         block = self._first_query() // OWN_QUERIES
         weights = context.smem["weights"][None, None, 0]
         columns = cute.logical_divide(weights, (None, cute.make_layout(OWN_QUERIES)))
@@ -387,46 +322,7 @@ class DkdvKernel(BackwardKernel):
         # The tensor core reads through the async proxy what was written here.
         cute.arch.fence_view_async_shared()
         context.barriers["weights_done"].arrive(states["weights_free"])
-        states.advance(free)
-        return states
-
-    @cute.jit
-    def store(self, context: Any):
-        """Store dS of every unit with TMA; only where dS is stored."""
-        states = self.edges.waiter_states("ds_written", "weights_free")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            unit = self.first_position(context, work)
-            for _ in cutlass.range(self.num_steps(context, work), unroll=1):
-                states = self._store_ds(context, work, unit, states)
-                unit = unit.following()
-            work = scheduler.advance_to_next_work()
-        # Shared memory must not go away, nor the grid be reported done, under a store in flight.
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    @traced("store dS")
-    @cute.jit
-    def _store_ds(self, context: Any, work: Any, unit: Unit, states: Any):
-        """dS^T of this CTA's 64 keys and a unit's 256 queries."""
-        ds, barriers = context.tensors.ds, context.barriers
-        row = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
-        place = (Sequence(Int32(0), Int32(0), work.batch), row, unit.index, unit.head)
-        tile = tma_tile(ds.tensor, (OWN_KEYS, UNIT_Q), place)
-        from_smem, to_global = cpasync.tma_partition(
-            ds.atom, 0, cute.make_layout(1),
-            cute.group_modes(context.smem["weights"][None, None, 0], 0, 2),
-            cute.group_modes(tile, 0, 2),
-        )  # fmt: skip
-        barriers["ds_written"].wait(states["ds_written"])
-        cute.copy(ds.atom, from_smem, to_global)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        # Phases of P and of dS alternate, and this dS was written after that of P: the next one is
-        # dK's, whose parity never changes.
-        barriers["weights_free"].wait(states["weights_free"])
-        barriers["ds_free"].arrive(self.edges["ds_free"].producer_state())
-        states.advance("ds_written")
+        states.advance("weights_free")
         return states
 
     @traced("drain dK and dV")

@@ -1,5 +1,4 @@
-"""The kernel of dV and dS: dV = P^T dO at head_dim 256, and dS^T for `dq_product` and dK, by CTA
-pairs.
+"""The kernel of dV and dS: dV = P^T dO at head_dim 256, and dS^T for `products`, by CTA pairs.
 
 One tile is 256 keys of one KV head; one step multiplies it with 128 query rows of one of the query
 heads that share the KV head.  Scores are transposed, S^T = K Q^T: each CTA owns 128 keys, with
@@ -43,7 +42,7 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.operands import TmaTensor, k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
 from fa4_hd256.kernels.blackwell.tmem import (
     quad_fragment,
     tmem_load_quads,
@@ -54,7 +53,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, BackwardTensors, score_gradients
+from .common import FRAGMENT, Step, heads_of_part, heads_per_part, score_gradients
 from .ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
 from .row_result import OWN_ROWS, RowResult
 
@@ -67,34 +66,6 @@ BEYOND = 1 << 30  # a query that no key sees
 QUAD = 4  # threads that share keys
 #: Queries of the scores that a thread has of a key, from the first of them on.
 COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2))
-
-
-class Step:
-    """128 queries of one query head: (head, index of the queries); lives across loops.
-
-    span: [begin, end) of the steps of each head, which a loop over them does not change.
-    """
-
-    def __init__(self, head: Int32, index: Int32, span: tuple[Int32, Int32]) -> None:
-        self.head, self.index, self.span = head, index, span
-
-    def following(self) -> Step:
-        """The next step of the head, else the first of the next head."""
-        begin, end = self.span
-        wraps = self.index + 1 == end
-        head = self.head + Int32(wraps)
-        return Step(head, cutlass.select_(wraps, begin, self.index + 1), self.span)
-
-    def __extract_mlir_values__(self) -> list:
-        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.index)]
-
-    def __new_from_mlir_values__(self, values: list) -> Step:
-        head, index = values
-        return Step(
-            cutlass.new_from_mlir_values(self.head, [head]),
-            cutlass.new_from_mlir_values(self.index, [index]),
-            self.span,
-        )
 
 
 class DvKernel(RowResult):
@@ -135,8 +106,7 @@ class DvKernel(RowResult):
         q, k = operands
         heads = cute.size(k, mode=[2])
         heads_per_kv = cute.size(q, mode=[2]) // heads
-        heads_per_part = (heads_per_kv + scalars.head_parts - 1) // scalars.head_parts
-        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part
+        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part(scalars, heads_per_kv)
         return TileProblem(
             (scalars.max_seqlen_k + TILE_KEYS - 1) // TILE_KEYS,
             heads * scalars.head_parts,
@@ -151,15 +121,6 @@ class DvKernel(RowResult):
             # The transposed mask: its bounds change sides.
             later_blocks_first=self.problem_class.bounded_left,
         )
-
-    def ds_view(self, ds: Any) -> Any:
-        return ds
-
-    def ds_tensor(self, ds: Any) -> Any:
-        return ds
-
-    def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
-        return tensors.loads
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
@@ -178,33 +139,17 @@ class DvKernel(RowResult):
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""
         steps = self._transposed(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
-        return steps * self._num_heads(context, work)
+        return steps * heads_of_part(context, work.head)[1]
 
     def _transposed(self, context: Any, work: Any) -> Any:
         """Which queries each key is seen by."""
         return context.visibility(work, STEP_QUERIES).transposed(STEP_QUERIES)
 
-    def _heads_per_part(self, context: Any) -> Int32:
-        head_parts = context.scalars.head_parts
-        return (context.heads_per_kv + head_parts - 1) // head_parts
-
-    def _first_head(self, context: Any, work: Any) -> Int32:
-        """The first query head of a tile's part."""
-        head_parts = context.scalars.head_parts
-        kv_head, part = work.head // head_parts, work.head % head_parts
-        return kv_head * context.heads_per_kv + part * self._heads_per_part(context)
-
-    def _num_heads(self, context: Any, work: Any) -> Int32:
-        """Query heads of a tile's part; the last part may have fewer, or none."""
-        per_part = self._heads_per_part(context)
-        begin = work.head % context.scalars.head_parts * per_part
-        return cutlass.max(cutlass.min(per_part, context.heads_per_kv - begin), 0)
-
     def first_position(self, context: Any, work: Any) -> Step:
         """The first step of a tile."""
         tile = (work.block * TILE_KEYS, TILE_KEYS)
         tiles = self._transposed(context, work).tile_range(tile, tile)
-        return Step(self._first_head(context, work), tiles.begin, (tiles.begin, tiles.end))
+        return Step(heads_of_part(context, work.head)[0], tiles.begin, (tiles.begin, tiles.end))
 
     def next_position(self, step: Step) -> Step:
         return step.following()
@@ -403,7 +348,7 @@ class DvKernel(RowResult):
         nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
         nothing.fill(0.0)
         head = step.head
-        for _ in cutlass.range(self._num_heads(context, work), unroll=1):
+        for _ in cutlass.range(heads_of_part(context, work.head)[1], unroll=1):
             for half in cutlass.range_constexpr(2):
                 if begin % 2 == 1:
                     tile = self._tile_of_ds(context, work, head, begin - 1)

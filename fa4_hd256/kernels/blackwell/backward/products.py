@@ -35,7 +35,7 @@ from fa4_hd256.kernels.edges import SharedByReference
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from schedulers import TileProblem, section_heads_for
 
-from .common import heads_per_part
+from .common import heads_of_part, heads_per_part
 from .ds_tiles import (
     BOX,
     BY_KEYS,
@@ -46,6 +46,7 @@ from .ds_tiles import (
     DsTiles,
     tma_view,
 )
+from .product_order import ProductOrder
 from .row_result import RowResult
 
 __all__ = ["ProductsKernel"]
@@ -131,42 +132,32 @@ class ProductsKernel(RowResult):
         """The tiles: of both results, for each part of a KV head."""
         q, k = operands
         heads_kv = cute.size(k, mode=[2])
-        per_part = heads_per_part(scalars, cute.size(q, mode=[2]) // heads_kv)
-        blocks_k, blocks_q = self._blocks(scalars)
+        order = self._order(scalars, cute.size(q, mode=[2]) // heads_kv)
         heads = heads_kv * scalars.head_parts
         # What the tiles of a part share is its dS; from 16384 rows on it is more than any L2.
-        keys, queries = (cutlass.min(n * DS_BLOCK, 1 << 14) for n in (blocks_k, blocks_q))
-        return TileProblem(
-            blocks_k + per_part * blocks_q,
-            heads,
-            batch,
-            section_heads_for(
-                num_heads_per_kv=1,
-                num_pairs=heads * batch,
-                kv_bytes_per_head=keys * queries * ELEMENT_BYTES,
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            ),
-        )
-
-    @staticmethod
-    def _blocks(scalars: Any) -> tuple[Int32, Int32]:
-        """Blocks of 256 keys, and of 256 queries, of the longest sequence."""
         keys, queries = (
-            (length + (DS_BLOCK - 1)) // DS_BLOCK
-            for length in (scalars.max_seqlen_k, scalars.max_seqlen_q)
+            cutlass.min(blocks * DS_BLOCK, 1 << 14) for blocks in (order.blocks_k, order.blocks_q)
         )
-        return keys, queries
+        section = section_heads_for(
+            num_heads_per_kv=1,
+            num_pairs=heads * batch,
+            kv_bytes_per_head=keys * queries * ELEMENT_BYTES,
+            l2_bytes=scalars.l2_bytes,
+            unequal_lengths=self.problem_class.has_unequal_tiles,
+        )
+        section = cutlass.max(Int32(section), order.parts_at_once(scalars.clusters))
+        return TileProblem(order.num_tiles, heads, batch, section)
 
-    def ds_view(self, ds: Any) -> Any:
-        return ds
+    def _order(self, scalars: Any, heads_per_kv: Any) -> ProductOrder:
+        lengths = scalars.max_seqlen_k, scalars.max_seqlen_q
+        heads = heads_per_part(scalars, heads_per_kv)
+        return ProductOrder.of(*lengths, heads, self.problem_class.mask)
 
-    def _tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
-        *others, ds = operands
+    def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         layout = cute.make_layout(BOX, stride=(BOX[1], 1))
         info = cpasync.make_tiled_tma_atom(load, tma_view(ds), layout, BOX)
-        return (*super()._tma_tensors(tuple(others)), TmaTensor(info[0], info[1]))
+        return (*super().tma_tensors(operands, ds), TmaTensor(info[0], info[1]))
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = self.plan.stages
@@ -179,28 +170,13 @@ class ProductsKernel(RowResult):
     # ------------------------------------------------------------------------------------ tiles
 
     def tile(self, context: Any, work: Any) -> ResultTile:
-        """What a tile of the launch is; the longest of either kind come first."""
-        scalars, mask = context.scalars, self.problem_class.mask
-        per_part = heads_per_part(scalars, context.heads_per_kv)
-        blocks_k, blocks_q = self._blocks(scalars)
-        both = cutlass.min(blocks_k, per_part * blocks_q)
-        takes_turns = work.block < 2 * both
-        of_keys = cutlass.select_(
-            takes_turns, Boolean(work.block % 2 == 0), Boolean(blocks_k > both)
-        )
-        rank = cutlass.select_(takes_turns, work.block // 2, work.block - both)
-        key_block, nth, query_block = rank, rank // blocks_q, rank % blocks_q
-        if cutlass.const_expr(mask.bounded_right):
-            query_block = blocks_q - 1 - query_block
-        elif cutlass.const_expr(mask.bounded_left):
-            key_block = blocks_k - 1 - key_block
-        kv_head, part = work.head // scalars.head_parts, work.head % scalars.head_parts
-        in_group = part * per_part
-        num_heads = cutlass.max(cutlass.min(per_part, context.heads_per_kv - in_group), 0)
-        first_head = kv_head * context.heads_per_kv + in_group
+        """What a tile of the launch is."""
+        order = self._order(context.scalars, context.heads_per_kv)
+        of_keys, block, nth = order.tile(work.block)
+        first_head, num_heads = heads_of_part(context, work.head)
         return ResultTile(
             of_keys,
-            cutlass.select_(of_keys, key_block, query_block),
+            block,
             cutlass.select_(of_keys, work.head, first_head + nth),
             cutlass.select_(of_keys, first_head, first_head + nth),
             cutlass.select_(of_keys, num_heads, Int32(nth < num_heads)),

@@ -6,10 +6,9 @@ Contents with a c are columns: the second half of an operand that a pair needs i
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fa4_hd256.kernels.steps import (
     Act,
+    Action,
     Copy,
     Load,
     Operand,
@@ -23,15 +22,12 @@ from fa4_hd256.kernels.steps import (
     first,
     last,
     read,
-    skip,
     wait,
     write,
 )
 
 __all__ = [
     "DKDV_STEPS",
-    "DKDV_STORING_STEPS",
-    "DQ_PRODUCT_STEPS",
     "DQ_STEPS",
     "DV_STEPS",
     "PRODUCTS_STEPS",
@@ -105,36 +101,12 @@ DQ_STEPS = StepTable(
 
 
 
-def _gradient(stores_ds: bool) -> Role:
-    """The gradient warps of dK/dV; P and dS take turns in one buffer."""
-    stats = {
-        name: (wait(f"{name}_loaded"), read(name, content), arrive(f"{name}_free"))
-        for name, content in (("lse", "LSE"), ("delta", "delta"))
-    }
-    wait_delta, *read_delta = stats["delta"]
-    may_write_p = (wait("ds_free"), skip("weights_free")) if stores_ds else (wait("weights_free"),)
-    write_ds = write("ds" if stores_ds else "weights", "dS")
-    stored = (arrive("ds_written"),) if stores_ds else ()
-    return Role(
-        "gradient",
-        (
-            Act((*may_write_p, write("weights", "P"), arrive("weights_done"))),
-            Act(
-                (
-                    wait("dp_done"), wait_delta, read("dp", "dP"), arrive("dp_free"), *read_delta,
-                )
-            ),
-            Act(
-                (
-                    wait("sums_done"), read("sums", "dV"), read("sums", "dK"), arrive("sums_free"),
-                ),
-                When.FIRST, of_tile_before=True,
-            ),
-            Act((wait("s_done"), read("s", "S"), arrive("s_free"), *stats["lse"]), is_ahead=True),
-            Act((wait("weights_free"), write_ds, arrive("weights_done"), *stored)),
-        ),
-    )  # fmt: skip
+def _stats(name: str, content: str) -> tuple[Action, Action, Action]:
+    """How the gradient warps of dK/dV read LSE, or delta."""
+    return wait(f"{name}_loaded"), read(name, content), arrive(f"{name}_free")
 
+
+_WAIT_DELTA, *_READ_DELTA = _stats("delta", "delta")
 
 DKDV_STEPS = StepTable(
     rings=(
@@ -202,55 +174,34 @@ DKDV_STEPS = StepTable(
             pieces=PIECES,
         ),
     ),
-    roles=(_gradient(stores_ds=False),),
-)
-
-#: Where dS is stored, the store warp reads it beside the tensor core; that it has, and that dK is
-#: done, it says by ds_free.  Phases of weights_free alternate, P's and dS's, and it looks at dS's.
-DKDV_STORING_STEPS = replace(
-    DKDV_STEPS,
-    rings=(*DKDV_STEPS.rings, Ring("ds", full="ds_written", free="ds_free", over="weights")),
-    roles=(
-        _gradient(stores_ds=True),
-        Role(
-            "store",
-            (
-                Act(
-                    (
-                        wait("ds_written"), read("ds", "dS"),
-                        skip("weights_free"), wait("weights_free"), arrive("ds_free"),
-                    )
-                ),
-            ),
-            begin=(skip("weights_free"),),
-        ),
-    ),
-)  # fmt: skip
-
-DQ_PRODUCT_STEPS = StepTable(
-    rings=(
-        Ring("step", full="step_loaded", free="step_free", regions=("ds", "k")),
-        Ring("dq", full="dq_done", free="dq_free"),
-    ),
-    products=(
-        Product(
-            "dQ",
-            result=Operand("dQ", "dq", ring="dq"),
-            a=Operand("dS", "ds", ring="step"),
-            b=Operand("K", "k", ring="step"),
-            waits=(first("dq_free"), each("step_loaded")),
-            commits=(each("step_free"), last("dq_done")),
-            loads=(Load("step", (Copy("dS", "ds", "ds"), Copy("K", "k", "k"))),),
-            overwrites=When.FIRST,
-        ),
-    ),
     roles=(
         Role(
             "gradient",
-            (Act((wait("dq_done"), read("dq", "dQ"), arrive("dq_free")), When.LAST),),
+            (
+                # P and dS take turns in one buffer.
+                Act((wait("weights_free"), write("weights", "P"), arrive("weights_done"))),
+                Act(
+                    (
+                        wait("dp_done"), _WAIT_DELTA, read("dp", "dP"), arrive("dp_free"),
+                        *_READ_DELTA,
+                    )
+                ),
+                Act(
+                    (
+                        wait("sums_done"), read("sums", "dV"), read("sums", "dK"),
+                        arrive("sums_free"),
+                    ),
+                    When.FIRST, of_tile_before=True,
+                ),
+                Act(
+                    (wait("s_done"), read("s", "S"), arrive("s_free"), *_stats("lse", "LSE")),
+                    is_ahead=True,
+                ),
+                Act((wait("weights_free"), write("weights", "dS"), arrive("weights_done"))),
+            ),
         ),
     ),
-)
+)  # fmt: skip
 
 DV_STEPS = StepTable(
     rings=(

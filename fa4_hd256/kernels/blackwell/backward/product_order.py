@@ -1,0 +1,81 @@
+"""The tiles of the products of dS: which is one of dK, which one of dQ, and in which order.
+
+One rule for the host and the device; its integers are Python's, or Int32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean
+
+from fa4_hd256.kernels.edges import SharedByReference
+from fa4_hd256.kernels.masking import MaskKind
+
+from .ds_tiles import DS_BLOCK
+
+__all__ = ["ProductOrder"]
+
+
+def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return cutlass.select_(condition, if_true, if_false)
+
+
+@dataclass(frozen=True)
+class ProductOrder(SharedByReference):
+    """The tiles of a part of a KV head's query heads.
+
+    blocks_k, blocks_q: of 256 rows, of the longest sequence.  heads: query heads of a part.
+    """
+
+    blocks_k: Any
+    blocks_q: Any
+    heads: Any
+    mask: MaskKind
+
+    @classmethod
+    def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> ProductOrder:
+        """Of sequences that are no longer."""
+        keys, queries = (
+            (length + (DS_BLOCK - 1)) // DS_BLOCK for length in (max_seqlen_k, max_seqlen_q)
+        )
+        return cls(keys, queries, heads, mask)
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.blocks_k + self.heads * self.blocks_q
+
+    @property
+    def _both(self) -> Any:
+        """As many tiles of dK as of dQ."""
+        of_queries = self.heads * self.blocks_q
+        return _select(self.blocks_k < of_queries, self.blocks_k, of_queries)
+
+    def parts_at_once(self, clusters: Any) -> Any:
+        """Parts whose tiles have their turns together, on so many CTA pairs: so many that every
+        pair has one of those that take turns.  A tile of dK may be as long as several of dQ; with
+        fewer parts the last ones' would begin late."""
+        return (clusters + 2 * self._both - 1) // (2 * self._both)
+
+    def tile(self, number: Any) -> tuple[Any, Any, Any]:
+        """(whether it is of dK, block of its rows, if it is of dQ which query head of the part).
+
+        Tiles of the two kinds take turns, as far as there are both; of either the longest come
+        first.
+        """
+        both = self._both
+        takes_turns = number < 2 * both
+        of_keys = _select(takes_turns, number % 2 == 0, self.blocks_k > both)
+        rank = _select(takes_turns, number // 2, number - both)
+        key_block, head, query_block = rank, rank // self.blocks_q, rank % self.blocks_q
+        if self.mask.bounded_right:
+            query_block = self.blocks_q - 1 - query_block
+        elif self.mask.bounded_left:
+            key_block = self.blocks_k - 1 - key_block
+        if not isinstance(of_keys, bool):
+            of_keys = Boolean(of_keys)
+        return of_keys, _select(of_keys, key_block, query_block), head
