@@ -29,6 +29,8 @@ from .flash_attn_4 import PACKAGE
 #: Of the project's modules, in a checkout and in the folder of a release.
 MODULES = Path("flash_attn", "cute")
 _ROOT = Path(__file__).resolve().parents[2]
+#: Variables by which a user tells flash-attn-4, quack and CuTe DSL to compile something else.
+_SETTINGS = ("FA_", "FLASH_ATTENTION_", "QUACK_", "CUTE_DSL_")
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,12 @@ def prepare(wanted: Release, source: Path | None = None) -> Path:
         if wanted.tree is not None and source is not None:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(source / MODULES, scratch / MODULES, ignore=ignored)
-        # Under its name only when complete.
-        os.replace(scratch, wanted.folder)
+        # Under its name only when complete; another process may have been faster.
+        try:
+            os.replace(scratch, wanted.folder)
+        except OSError:
+            if not wanted.folder.is_dir():
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return wanted.folder
@@ -215,8 +221,12 @@ def _object_id(kind: str, content: bytes) -> str:
     return hashlib.sha1(header + content, usedforsecurity=False).hexdigest()
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+
+
 def call(wanted: Release, function: Callable[[], Any]) -> Any:
-    """What a function returns in a process that imports the release.
+    """What a function returns in a process that imports the release, at its default settings.
 
     function: of a module, or `functools.partial` of one; it travels by its name, arguments and
     result by pickle. Raises RuntimeError if the release is not prepared, or the process fails; what
@@ -230,7 +240,8 @@ def call(wanted: Release, function: Callable[[], Any]) -> Any:
         request.write_bytes(pickle.dumps(function))
         command = [sys.executable, "-m", f"{__package__}.child", str(wanted.folder),
                    str(request), str(result)]  # fmt: skip
-        done = subprocess.run(command, cwd=_ROOT, stdout=sys.stderr, check=False)
+        # Its results have a file of their own; what it prints is for people.
+        done = subprocess.run(command, cwd=_ROOT, env=_environment(), stdout=2, check=False)
         if done.returncode or not result.exists():
             raise RuntimeError(
                 f"a call with {wanted.project} {wanted.commit} ended with exit status "

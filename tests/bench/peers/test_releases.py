@@ -111,6 +111,37 @@ def test_the_process_imports_the_release_first(here):
         releases.call(here, functools.partial(importlib.metadata.version, "no-such-package"))
 
 
+def test_the_process_has_default_settings(here, monkeypatch):
+    monkeypatch.setenv("FA_CLC", "1")
+    monkeypatch.setenv("FA4_HD256_PROGRESS", "0")
+    found = releases.call(here, functools.partial(eval, "dict(__import__('os').environ)"))
+    assert "FA_CLC" not in found and found["FA4_HD256_PROGRESS"] == "0"
+
+
+def test_the_compiler_is_not_replaced_by_a_release(here):
+    modules = here.folder / releases.MODULES
+    modules.mkdir(parents=True)
+    (modules / "__init__.py").write_text("")
+    wraps = "from cutlass import cute\ncute.compile = len\n"
+    (modules / "interface.py").write_text(wraps)
+    kind = "type(__import__('cutlass').cute.compile).__name__"
+    assert releases.call(here, functools.partial(eval, kind)) == "CompileCallable"
+    imported = "__import__('sys').modules['flash_attn.cute.interface'].__file__"
+    assert str(here.folder) in releases.call(here, functools.partial(eval, imported))
+
+
+def test_another_process_may_prepare_it_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(releases, "cache_directory", lambda: tmp_path)
+    wanted = Release("44444444", "a version", "0", "0", package="0")
+
+    def meanwhile(requirements, folder):
+        (wanted.folder / "there").mkdir(parents=True)
+
+    monkeypatch.setattr(releases, "_install", meanwhile)
+    assert releases.prepare(wanted) == wanted.folder
+    assert [path.name for path in wanted.folder.parent.iterdir()] == [wanted.folder.name]
+
+
 def test_a_release_that_is_not_prepared_says_how(here):
     here.folder.rmdir()
     provider = model.FlashAttention4(here)
