@@ -162,7 +162,7 @@ class FlashAttention4:
         )
 
     def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
-        """Raises RuntimeError if it is not installed."""
+        """Raises RuntimeError if it is not there."""
         self._require()
         found, tiling = replays(variant, machine, draws), variant.tiling
         costs = fitted(found, tiling.policy)
@@ -196,10 +196,9 @@ class FlashAttention4:
         return Backward(self.name, tiling, machine.sampled(draws), costs, paths=paths)
 
     def _unavailable(self) -> str | None:
-        reason = flash_attn_4.unavailable()
-        if reason is None and self.release is not None:
-            reason = releases.unavailable(self.release)
-        return reason
+        if self.release is not None:
+            return releases.unavailable(self.release)
+        return flash_attn_4.unavailable()
 
     def _require(self) -> None:
         reason = self._unavailable()
