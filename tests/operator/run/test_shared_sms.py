@@ -38,7 +38,7 @@ def _no_choice_by_the_environment(monkeypatch):
 
 def choices(use_clc=None):
     """(forward, backward) of full attention, whose tiles are equal."""
-    return FULL.scheduled(use_clc).use_clc, FULL.backward_use_clc(use_clc, False)
+    return FULL.scheduled(use_clc).use_clc, FULL.backward_use_clc(use_clc, False, False)
 
 
 def test_one_process_keeps_the_static_scheduler():
