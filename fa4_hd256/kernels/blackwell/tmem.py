@@ -32,16 +32,14 @@ LANES = 128
 LOAD_COLUMNS = 32
 
 
-def tmem_load(address: Any, values: cute.Tensor) -> None:
+def tmem_load(address: Any, values: cute.Tensor, each: int = LOAD_COLUMNS) -> None:
     """tcgen05.ld.32x32b (PTX ISA 9.7.16.8): this thread's row, as many columns as `values`.
 
-    `address` names the warp's own lanes.  `values`: register tensor of Float32, at most
-    LOAD_COLUMNS columns or a multiple of them; wait before use.
+    `address` names the warp's own lanes.  `values`: register tensor of Float32, at most `each`
+    columns, those of one instruction, or a multiple of them; wait before use.
     """
     columns = cute.size(values)
-    atom = cute.make_copy_atom(
-        tcgen05.Ld32x32bOp(tcgen05.Repetition(min(columns, LOAD_COLUMNS))), Float32
-    )
+    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(min(columns, each))), Float32)
     tensor = _tmem_tensor(address, columns)
     copy = tcgen05.make_tmem_copy(atom, tensor)
     thread = copy.get_slice(0)

@@ -123,35 +123,36 @@ def test_the_plans_drain(plan):
 
 
 F, Q, D = FORWARD.steps, DQ.steps, DKDV.steps
-QK, PV = named(F, "QK"), named(F, "PV")
+QK, PV0, PV1 = F.products
 #: What is wrong -> (edges, steps, words of the refusal: of the edge, and of the step).
 MISTAKES = {
     "a missing commit of a buffer": (
         FORWARD.edges, without(F, "QK", "kv_free"),
         r"reads V of step 0 of tile 0 from kv .* finds K of step 0"),
     "a missing commit of a result": (
-        FORWARD.edges, without(F, "QK", "s_done"), r"hangs: mma waits for p_done \(PV of step 0"),
+        FORWARD.edges, without(F, "QK", "s_done"), r"hangs: mma waits for p0_done \(PV0 of step 0"),
     "results never handed over": (
         DQ.edges, without(Q, "dQ", "dq_done"), r"hangs: .*gradient .* dq_done \(in step 0"),
     "no wait for an operand": (
-        FORWARD.edges, without(F, "PV", "p_done"), r"reads P of step 0 of tile 0 from p \(PV"),
+        FORWARD.edges, without(F, "PV0", "p0_done"), r"reads P0 of step 0 of tile 0 from p0 \(PV0"),
     "no wait for a load": (
         FORWARD.edges, without(F, "QK", "kv_loaded"),
         r"nothing makes who reads K of step 0 .* wait for this: load of CTA 0"),
     "a wait that is left to luck": (
         DQ.edges, without(Q, "dQ", "ds_done"), r"reads dS of step 0 .* from ds \(dQ"),
     "no wait for a result's buffer": (
-        FORWARD.edges, without(F, "PV", "o_free"), r"last signal of o_free"),
+        FORWARD.edges, without(F, "PV0", "o_free"), r"last signal of o_free"),
     "a buffer freed too often": (
         DQ.edges, with_product(Q, "S", commits=(*named(Q, "S").commits[:2], each("q_free"))),
         r"parity of q_free is ambiguous"),
     "loads in another order": (
         FORWARD.edges,
-        with_product(with_product(F, "QK", loads=(QK.loads[0], *PV.loads)), "PV",
+        with_product(with_product(F, "QK", loads=(QK.loads[0], *PV0.loads)), "PV0",
                      loads=QK.loads[1:]),
         r"reads K of step 0 of tile 0 from kv \(QK of step 0 of tile 0\) finds V of step 0"),
     "an operand that nobody loads": (
-        FORWARD.edges, with_product(F, "PV", loads=()), r"mma waits for kv_loaded \(PV of step 0"),
+        FORWARD.edges, with_product(F, "PV0", loads=()),
+        r"mma waits for kv_loaded \(PV0 of step 0"),
     "products in another order": (
         DKDV.edges, replace(D, products=(D.products[0], *D.products[:0:-1])),
         r"hangs: mma waits for weights_done|reads dS .* finds P"),
@@ -164,7 +165,8 @@ MISTAKES = {
                      commits=named(Q, "dP").commits[:2], loads=named(Q, "dP").loads[1:]),
         r"hangs: mma waits for ds_done \(dQ of step 0"),
     "one S where two are needed": (
-        with_stages(FORWARD.edges, s_done=1, p_done=1), F, r"S of step 0 .* finds S of step 1"),
+        with_stages(FORWARD.edges, s_done=1, p0_done=1, p1_done=1), F,
+        r"S of step 0 .* finds S of step 1"),
     "one Q where two are needed": (
         with_stages(FORWARD.edges, q_loaded=1, q_free=1, o_staged=4), F,
         r"hangs: mma waits for q_loaded \(QK of step 0 of tile 1\)"),
@@ -211,30 +213,30 @@ def with_uses(steps: StepTable, name: str, edge: str, when: When) -> StepTable:
 ONE_S = PLANS["forward, one S"]
 MISTAKES |= {
     "a wait in steps that the roles do not know": (
-        FORWARD.edges, with_uses(F, "PV", "kv_loaded", When.LAST),
-        r"PV waits in a tile's first step, or in each"),
+        FORWARD.edges, with_uses(F, "PV0", "kv_loaded", When.LAST),
+        r"PV0 waits in a tile's first step, or in each"),
     "a commit in steps that the roles do not know": (
         DQ.edges, with_uses(Q, "dQ", "dq_done", When.NOT_LAST), r"dQ commits in each step, or in"),
     "a load in steps that the roles do not know": (
         FORWARD.edges,
-        with_product(F, "PV", loads=(replace(PV.loads[0], when=When.LAST),)),
-        r"PV loads in a tile's first step, or in each"),
+        with_product(F, "PV0", loads=(replace(PV0.loads[0], when=When.LAST),)),
+        r"PV0 loads in a tile's first step, or in each"),
     "a wait of a tile's first step before the product that it waits for": (
         ONE_S.edges,
-        with_product(ONE_S.steps, "PV", waits=(first("p_done"), *PV.waits[:2])),
-        r"none is ahead, so p_done belongs to the first product, not PV"),
+        with_product(ONE_S.steps, "PV0", waits=(first("p0_done"), *PV0.waits[:2])),
+        r"none is ahead, so p0_done belongs to the first product, not PV0"),
     "a buffer that one product waits for and another one leaves": (
         FORWARD.edges,
         with_product(
-            without(F, "QK", "kv_free"), "PV", commits=(each("kv_free"), *PV.commits)),
+            without(F, "QK", "kv_free"), "PV1", commits=(each("kv_free"), *PV1.commits)),
         r"reads V of step 0 of tile 0 from kv .* finds K of step 0"),
     "an operand read from other memory than it is loaded to": (
-        FORWARD.edges, with_product(F, "PV", loads=(Load.one("V", "v", "k", "kv"),)),
-        r"PV reads V from v, but it is loaded to k"),
+        FORWARD.edges, with_product(F, "PV0", loads=(Load.one("V", "v", "k", "kv"),)),
+        r"PV0 reads V from v, but it is loaded to k"),
     "a sum that is overwritten": (
         DQ.edges, with_product(Q, "dQ", overwrites=When.EACH), r"nobody reads dQ of step 0"),
     "a sum that is overwritten after it was changed": (
-        FORWARD.edges, with_product(F, "PV", overwrites=When.EACH), r"nobody reads O of step 0"),
+        FORWARD.edges, with_product(F, "PV0", overwrites=When.EACH), r"nobody reads O of step 0"),
     "a result that nobody reads": (
         FORWARD.edges, with_role(F, "correction", lacking(read("scale", "1/sum"))),
         r"nobody reads 1/sum of step 0"),
@@ -264,7 +266,7 @@ def test_more_results_than_tensor_memory_has_buffers_for():
     class ThreeScores(ForwardConfig):
         @property
         def edges(self):
-            return with_stages(super().edges, s_done=3, p_done=3)
+            return with_stages(super().edges, s_done=3, p0_done=3, p1_done=3)
 
     with pytest.raises(ValueError, match="s has 3 buffers; the TMEM plan lacks s2"):
         ThreeScores()
@@ -286,7 +288,9 @@ class ApartFromS(ForwardConfig):
     @property
     def steps(self):
         table = super().steps
-        rings = (replace(r, over=None) if r.name == "p" else r for r in table.rings)
+        rings = (
+            replace(r, over=None, regions=("p",)) if r.name == "p0" else r for r in table.rings
+        )
         return replace(table, rings=tuple(rings))
 
 
@@ -295,7 +299,7 @@ class ApartFromS(ForwardConfig):
     [
         (OneMore, "ring kv: kv_loaded has 4 stages, the region kv of the SMEM plan 3"),
         (OneSlice, "ring staged: o_staged has 2 stages, over q there are 8"),
-        (ApartFromS, "ring p: p0 lies over s0 in the TMEM plan"),
+        (ApartFromS, "ring p0: p0 lies over s0 in the TMEM plan"),
     ],
 )
 def test_rings_that_do_not_fit_their_memory_are_refused(config, words):
@@ -306,29 +310,24 @@ def test_rings_that_do_not_fit_their_memory_are_refused(config, words):
 # ------------------------------------------------------------------------------ edits of a table
 
 
-def halves_of_p():
-    """P handed over in two halves, each with an edge: PV of the first begins before the second."""
-    done = FORWARD.edges["p_done"]
-    edges = [edge for edge in FORWARD.edges.edges if edge.name != "p_done"]
-    edges += [replace(done, name=f"p{half}_done") for half in "01"]
-    rings = [ring for ring in F.rings if ring.name != "p"]
-    rings += [Ring(f"p{i}", full=f"p{i}_done", over="s", share=(i, 2)) for i in (0, 1)]
-    begin = replace(
-        PV, name="PV0", a=Operand("P0", "p", "p0"), commits=(),
-        waits=(each("kv_loaded"), each("o_free"), each("p0_done")),
-    )  # fmt: skip
-    end = replace(
-        PV, name="PV1", a=Operand("P1", "p", "p1"), waits=(each("p1_done"),), loads=(),
-        overwrites=None,
+def p_at_once():
+    """P handed over when all of it is made, on one edge."""
+    done = replace(FORWARD.edges["p1_done"], name="p_done")
+    edges = [edge for edge in FORWARD.edges.edges if edge.name not in ("p0_done", "p1_done")]
+    rings = [ring for ring in F.rings if ring.name not in ("p0", "p1")]
+    pv = replace(
+        PV0, name="PV", a=Operand("P", "p", "p"), b=Operand("V", "v", "kv"),
+        waits=(*PV0.waits[:-1], each("p_done")), commits=PV1.commits,
     )  # fmt: skip
 
-    def twice(role):
-        halves = sum(((write(f"p{i}", f"P{i}"), arrive(f"p{i}_done")) for i in (0, 1)), ())
-        step, *others = role.acts
-        return replace(role, acts=(replace(step, actions=(*step.actions[:-2], *halves)), *others))
+    def at_once(role):
+        first, step, last = role.acts
+        step = replace(step, actions=(*step.actions[:-4], write("p", "P"), arrive("p_done")))
+        return replace(role, acts=(first, step, last))
 
-    steps = with_role(replace(F, rings=tuple(rings), products=(QK, begin, end)), "softmax", twice)
-    return EdgeTable(tuple(edges)), steps
+    rings = (*rings, Ring("p", full="p_done", over="s"))
+    steps = with_role(replace(F, rings=rings, products=(QK, pv)), "softmax", at_once)
+    return EdgeTable((*edges, done)), steps
 
 
 def paged_k():
@@ -342,26 +341,26 @@ def one_stage_more():
 
 
 def all_ahead():
-    return FORWARD.edges, with_product(F, "PV", is_ahead=True)
+    steps = with_product(with_product(F, "PV0", is_ahead=True), "PV1", is_ahead=True)
+    return FORWARD.edges, steps
 
 
 def a_wait_twice():
     """The second one finds the phase that the first one found."""
-    return FORWARD.edges, with_product(F, "PV", waits=(*PV.waits, each("o_free")))
+    return FORWARD.edges, with_product(F, "PV0", waits=(*PV0.waits, each("o_free")))
 
 
-@pytest.mark.parametrize("edit", [one_stage_more, halves_of_p, paged_k, all_ahead, a_wait_twice])
+@pytest.mark.parametrize("edit", [one_stage_more, p_at_once, paged_k, all_ahead, a_wait_twice])
 def test_an_edit_of_a_table_drains(edit):
     check_drains("the kernel", *edit())
 
 
 def test_halves_of_p_need_both_edges():
-    edges, steps = halves_of_p()
     with pytest.raises(ValueError, match=r"reads P1 of step 0 .* from p1 \(PV1 of step 0"):
-        check_drains("the kernel", edges, without(steps, "PV1", "p1_done"))
+        check_drains("the kernel", FORWARD.edges, without(F, "PV1", "p1_done"))
     with pytest.raises(ValueError, match=r"reads P0 .* finds P1"):
-        rings = tuple(replace(ring, share=(0, 1)) for ring in steps.rings)
-        check_drains("the kernel", edges, replace(steps, rings=rings))
+        rings = tuple(replace(ring, share=(0, 1)) for ring in F.rings)
+        check_drains("the kernel", FORWARD.edges, replace(F, rings=rings))
 
 
 # --------------------------------------------------------------------------- all interleavings
@@ -464,7 +463,7 @@ WALKS = {
     "products, both CTAs": (ProductsPlan(), (0, 1), (1,), ("sum", "sum_done")),
     "products, two tiles": (ProductsPlan(), (0,), (2, 0, 1), ("sum", "sum_done")),
     "dQ": (DQ, (0,), (2,), ("dP", "dp_done")),
-    "forward": (FORWARD, (0,), (2,), ("PV", "o_done")),
+    "forward": (FORWARD, (0,), (2,), ("PV1", "o_done")),
 }
 
 

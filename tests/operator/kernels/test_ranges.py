@@ -37,7 +37,7 @@ KERNELS = {
     "products": backward("backward_products"),
 }
 NAMES = {
-    "forward": {"load", "QK", "PV", "softmax", "rescale O", "drain O"},
+    "forward": {"load", "QK", "PV0", "PV1", "softmax", "rescale O", "drain O"},
     "dK/dV": {
         "load", "S", "dP", "dV", "dK", "P", "dS", "write P", "write dS", "drain dK and dV",
     },

@@ -17,7 +17,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.edges import EdgeTable
 from fa4_hd256.kernels.plans import SmemPlan
-from fa4_hd256.kernels.steps import Operand, Part, Ring, StepTable, arrive, each, write
+from fa4_hd256.kernels.steps import Operand, Ring, StepTable, arrive, each, write
 from fa4_hd256.run import catalogue
 from fa4_hd256.run.compile import trace_and_compile
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
@@ -66,10 +66,11 @@ class TwoRings(ForwardConfig):
     @property
     def steps(self) -> StepTable:
         table = super().steps
-        qk, pv = table.products
+        qk, *pv = table.products
         rings = [ring for ring in table.rings if ring.name != "kv"]
         rings += [Ring(ring, f"{ring}_loaded", f"{ring}_free") for ring in self.STAGES]
-        return replace(table, rings=tuple(rings), products=(renamed(qk, "k"), renamed(pv, "v")))
+        products = (renamed(qk, "k"), *(renamed(product, "v") for product in pv))
+        return replace(table, rings=tuple(rings), products=products)
 
 
 class TwoRingsKernel(ForwardKernel):
@@ -90,55 +91,41 @@ class PvFirst(ForwardConfig):
     @property
     def steps(self) -> StepTable:
         table = super().steps
-        return replace(table, products=table.products[::-1])
+        qk, *pv = table.products
+        return replace(table, products=(*pv, qk))
 
 
-class PInParts(ForwardConfig):
-    """P handed over in two parts, 96 keys and 32, an edge each: PV of the first need not wait for
-    the second."""
-
-    STOPS = (6, 8)  # slices of 16 keys
+class PAtOnce(ForwardConfig):
+    """P handed over when all of it is made, and multiplied by one product."""
 
     @property
     def edges(self) -> EdgeTable:
-        edges = []
-        for edge in super().edges.edges:
-            parts = [f"p{part}_done" for part in range(2)] if edge.name == "p_done" else [edge.name]
-            edges += [replace(edge, name=name) for name in parts]
-        return EdgeTable(tuple(edges))
+        edges = [edge for edge in super().edges.edges if edge.name != "p0_done"]
+        return EdgeTable(
+            tuple(replace(e, name="p_done") if e.name == "p1_done" else e for e in edges)
+        )
 
     @property
     def steps(self) -> StepTable:
         table = super().steps
-        qk, pv = table.products
-        rings = [ring for ring in table.rings if ring.name != "p"]
-        rings += [Ring(f"p{i}", f"p{i}_done", over="s", share=(i, 2)) for i in range(2)]
-        begin, end = (
-            replace(
-                pv, name=f"PV{i}",
-                a=Operand(f"P{i}", "p", f"p{i}", Part("P", *slices)),
-                b=replace(pv.b, part=Part("V", *slices)),
-            )
-            for i, slices in enumerate(((0, self.STOPS[0]), self.STOPS))
+        qk, begin, end = table.products
+        pv = replace(
+            begin, name="PV", a=Operand("P", "p", "p"), b=replace(begin.b, part=None),
+            waits=(*begin.waits[:-1], each("p_done")), commits=end.commits,
         )  # fmt: skip
-        begin = replace(
-            begin, commits=(), waits=(each("kv_loaded"), each("o_free"), each("p0_done"))
-        )
-        end = replace(end, waits=(each("p1_done"),), loads=(), overwrites=None)
-        parts = sum(((write(f"p{i}", f"P{i}"), arrive(f"p{i}_done")) for i in range(2)), ())
+        rings = [ring for ring in table.rings if ring.name not in ("p0", "p1")]
         softmax, *others = table.roles
-        step, last = softmax.acts
-        softmax = replace(
-            softmax, acts=(replace(step, actions=(*step.actions[:-2], *parts)), last)
-        )
-        return replace(table, rings=tuple(rings), products=(qk, begin, end),
-                       roles=(softmax, *others))
+        first, step, last = softmax.acts
+        step = replace(step, actions=(*step.actions[:-4], write("p", "P"), arrive("p_done")))
+        softmax = replace(softmax, acts=(first, step, last))
+        rings = (*rings, Ring("p", "p_done", over="s"))
+        return replace(table, rings=rings, products=(qk, pv), roles=(softmax, *others))
 
 
 EDITS = {
     "two rings": (TwoRings(), TwoRingsKernel),
     "PV first": (PvFirst(), ForwardKernel),
-    "P in parts": (PInParts(), ForwardKernel),
+    "P at once": (PAtOnce(), ForwardKernel),
 }
 TILES = (3, 1, 0, 0, 0)  # steps of those of `attend`
 

@@ -28,7 +28,7 @@ from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.online import ARITHMETICS
 from softmax_emu.pattern import Ex2Pattern
 
-from .steps import forward_steps
+from .steps import MMA_K, P_PARTS, forward_steps
 
 __all__ = ["ForwardConfig", "ForwardWarpPlan"]
 
@@ -47,8 +47,8 @@ class ForwardWarpPlan(WarpPlan):
     load: int = 9
     epilogue: int = 10
     scheduler: int = 11
-    registers_softmax: int = 232
-    registers_correction: int = 168
+    registers_softmax: int = 224
+    registers_correction: int = 176
     registers_other: int = 104
 
     WARPGROUPS = (
@@ -96,7 +96,7 @@ class ForwardConfig:
     # The shape the kernel is built for; derived sizes below follow from it.
     block_q = BLOCK_Q
     block_kv = BLOCK_KV
-    scale_stages = 1
+    scale_stages = 2
     o_slice = 64  # columns of O that one TMA store moves: 128 bytes, the swizzle's width
 
     def __post_init__(self) -> None:
@@ -201,8 +201,11 @@ class ForwardConfig:
                 Edge("kv_free", self.kv_stages, commit, "mma", 1, "load",
                      "K or V buffer: its MMAs are done", True),
                 Edge("s_done", self.s_stages, commit, "mma", 1, "softmax", "S in TMEM"),
-                Edge("p_done", self.s_stages, pair, "softmax", softmax, "mma",
-                     "P in TMEM, over its S"),
+                *(
+                    Edge(f"p{part}_done", self.s_stages, pair, "softmax", softmax, "mma",
+                         f"P of keys {first * MMA_K} to {end * MMA_K - 1} in TMEM, over its S")
+                    for part, (first, end) in enumerate(P_PARTS)
+                ),
                 Edge("o_done", 1, commit, "mma", 1, "correction", "O += P V done"),
                 Edge("o_free", 1, pair, "correction", correction, "mma",
                      "O rescaled, or drained at the tile's end", True),

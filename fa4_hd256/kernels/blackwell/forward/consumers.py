@@ -21,13 +21,13 @@ from fa4_hd256.kernels.sequences import tma_tile
 from softmax_emu.online import soft_cap
 from softmax_emu.pattern import FRAGMENT_COLUMNS
 
+from .steps import MMA_K
+
 __all__ = ["ForwardConsumers"]
 
-# Columns that one tcgen05.ld or tcgen05.st of the correction moves: enough to amortise its
-# latency, few enough to keep several in registers.
-CORRECTION_COLUMNS = 32
-# Columns of P, and rows of V, that one slice of a product multiplies (`instructions.mma_chain`).
-MMA_K = 16
+# Columns that one tcgen05.ld moves: many, since each load of O shows its latency, and of several
+# loads of S ptxas may move the last ones behind first uses.
+LOAD_COLUMNS = 64
 
 
 class ForwardConsumers:
@@ -55,6 +55,8 @@ class ForwardConsumers:
             tiles = visibility.tile_range(tile, part)
             softmax.reset()
             if num_tiles > 0:
+                # For the first factor; for those that follow, and 1/sum, in the step before.
+                context.barriers["scale_free"].wait(states[1])
                 key = (tiles.end - 1) * config.block_kv
                 for _ in cutlass.range(tiles.num_masked_first, unroll=1):
                     softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
@@ -70,14 +72,16 @@ class ForwardConsumers:
                         key -= config.block_kv
             inverse, lse = softmax.finish(self._sink_log2(context, work, head))
             if num_tiles > 0:
-                states = self._send_scale(context, inverse, states)
+                s_done, scale_free = states
+                scale_free = self._send_scale(context, inverse, scale_free)
+                states = s_done, scale_free
             if row < visibility.seqlen_q:
                 sequence = context.query(work)
                 batch = context.result_batch(work)
                 context.tensors.lse[batch, head, sequence.offset + row] = lse
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.
-        s_done, scale_free = states
+        _, scale_free = states
         for _ in cutlass.range_constexpr(self.config.scale_stages):
             context.barriers["scale_free"].wait(scale_free)
             scale_free.advance()
@@ -94,8 +98,9 @@ class ForwardConsumers:
 
     @property
     def p_handovers(self) -> dict[int, str]:
-        """After how many fragments of a row P, or a part of it, is handed over, and on which edge:
-        as the products read it.  Raises ValueError for a part that ends inside a fragment."""
+        """After how many fragments of a row a part of P is complete, and the edge on which it is
+        handed over: as the products read it.  Raises ValueError for a part that ends inside a
+        fragment."""
         found = {}
         for product in self.steps.products:
             if product.a.memory == "p":
@@ -123,14 +128,14 @@ class ForwardConsumers:
         fence_after_thread_sync()
         address = context.own_lanes + (self.tmem_plan["s0"].start + s_done.index * columns)
         scores = cute.make_rmem_tensor(columns, Float32)
-        tmem_load(address, scores)
+        tmem_load(address, scores, LOAD_COLUMNS)
         cute.arch.fence_view_async_tmem_load()
         if cutlass.const_expr(self.problem_class.softcap):
             soft_cap(scores, context.scalars.cap_scale)
         if cutlass.const_expr(mask is not None):
             context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
         factor = softmax.update_max(scores)
-        s_done, scale_free = self._send_scale(context, factor, (s_done, scale_free))
+        scale_free = self._send_scale(context, factor, scale_free)
         num_fragments = columns // FRAGMENT_COLUMNS
         fragments = cute.logical_divide(scores, cute.make_layout(FRAGMENT_COLUMNS))
         handovers = self.p_handovers
@@ -139,26 +144,34 @@ class ForwardConsumers:
             softmax.exponentiate(
                 fragments[None, fragment], probabilities, fragment, num_fragments
             )
+            if cutlass.const_expr(fragment == num_fragments // 2):
+                # For what is sent next; NOTE [stores hidden by exponentials].
+                barriers["scale_free"].wait(scale_free)
+            if cutlass.const_expr(fragment in handovers):
+                self._hand_over(context, handovers[fragment], s_done)
+                # Or ptxas moves the arrival behind the stores that follow.
+                cute.arch.sync_warp()
             # Two 16-bit values a column, over the S they came from.
             tmem_store(probabilities, address + fragment * (FRAGMENT_COLUMNS // 2))
-            if cutlass.const_expr(fragment + 1 in handovers):
-                cute.arch.fence_view_async_tmem_store()
-                fence_before_thread_sync()
-                barriers[handovers[fragment + 1]].arrive(s_done, is_converged=True)
+        self._hand_over(context, handovers[num_fragments], s_done)
         # Off the critical path: the tensor core already works on P.
         softmax.accumulate_sum(scores)
         s_done.advance()
         return softmax, (s_done, scale_free)
 
+    def _hand_over(self, context: Any, edge: str, state: Any) -> None:
+        """The parts of P that this warp has stored so far, to the tensor core."""
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
+        context.barriers[edge].arrive(state, is_converged=True)
+
     @cute.jit
-    def _send_scale(self, context: Any, value: Float32, states: tuple):
+    def _send_scale(self, context: Any, value: Float32, scale_free: Any):
         """Hand a value per row to the correction thread of the same row."""
-        s_done, scale_free = states
-        context.barriers["scale_free"].wait(scale_free)
         context.smem["scale"][cute.arch.thread_idx()[0], scale_free.index] = value
         context.barriers["scale_done"].arrive(scale_free)
         scale_free.advance()
-        return s_done, scale_free
+        return scale_free
 
     @cute.jit
     def correction(self, context: Any):
@@ -213,10 +226,10 @@ class ForwardConsumers:
     def _rescale(self, context: Any, factor: Float32):
         """O *= factor, row by row, in slices of columns."""
         fence_after_thread_sync()
-        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
+        for start in cutlass.range_constexpr(0, HEAD_DIM, LOAD_COLUMNS):
             address = context.own_lanes + (self.tmem_plan["o"].start + start)
-            values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-            tmem_load(address, values)
+            values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
+            tmem_load(address, values, LOAD_COLUMNS)
             cute.arch.fence_view_async_tmem_load()
             multiply(values, factor)
             tmem_store(values, address)
@@ -232,18 +245,17 @@ class ForwardConsumers:
         row = self._row_in_block()
         buffer = o_staged.index // config.o_slices
         slices = cute.logical_divide(
-            context.smem["q"][None, None, buffer], (None, cute.make_layout(CORRECTION_COLUMNS))
+            context.smem["q"][None, None, buffer], (None, cute.make_layout(config.o_slice))
         )
-        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
-            values = self._take_columns(context, start, inverse, o_done)
-            rounded = cute.make_rmem_tensor(CORRECTION_COLUMNS, self.dtype)
+        for piece in cutlass.range_constexpr(config.o_slices):
+            values = self._take_slice(context, piece, inverse, o_done)
+            rounded = cute.make_rmem_tensor(config.o_slice, self.dtype)
             rounded.store(values.load().to(self.dtype))
-            cute.autovec_copy(rounded, slices[row, (None, start // CORRECTION_COLUMNS)])
-            if cutlass.const_expr((start + CORRECTION_COLUMNS) % config.o_slice == 0):
-                # The TMA store reads through the async proxy what was written here.
-                cute.arch.fence_view_async_shared()
-                context.barriers["o_staged"].arrive(o_staged)
-                o_staged.advance()
+            cute.autovec_copy(rounded, slices[row, (None, piece)])
+            # The TMA store reads through the async proxy what was written here.
+            cute.arch.fence_view_async_shared()
+            context.barriers["o_staged"].arrive(o_staged)
+            o_staged.advance()
         return o_staged
 
     @traced("drain O")
@@ -259,28 +271,30 @@ class ForwardConsumers:
         row, head = self.query_and_head(context, work, self._row_in_block())
         is_row = row < context.query(work).length
         out = self._result_row(context, work, row, head)
-        chunks = cute.logical_divide(out, cute.make_layout(CORRECTION_COLUMNS))
-        for start in cutlass.range_constexpr(0, HEAD_DIM, CORRECTION_COLUMNS):
-            values = self._take_columns(context, start, inverse, o_done)
+        slices = cute.logical_divide(out, cute.make_layout(self.config.o_slice))
+        for piece in cutlass.range_constexpr(self.config.o_slices):
+            values = self._take_slice(context, piece, inverse, o_done)
             if is_row:
-                cute.autovec_copy(values, chunks[None, start // CORRECTION_COLUMNS])
-            if cutlass.const_expr((start + CORRECTION_COLUMNS) % self.config.o_slice == 0):
-                context.barriers["o_staged"].arrive(o_staged)
-                o_staged.advance()
+                cute.autovec_copy(values, slices[None, piece])
+            context.barriers["o_staged"].arrive(o_staged)
+            o_staged.advance()
         return o_staged
 
     @cute.jit
-    def _take_columns(self, context: Any, start: int, inverse: Float32, o_done: Any):
-        """Columns of O / sum from `start` on, in registers; o_free with the last ones."""
-        values = cute.make_rmem_tensor(CORRECTION_COLUMNS, Float32)
-        tmem_load(context.own_lanes + (self.tmem_plan["o"].start + start), values)
+    def _take_slice(self, context: Any, piece: int, inverse: Float32, o_done: Any):
+        """A slice of O / sum in registers; o_free with the last one."""
+        columns = self.config.o_slice
+        values = cute.make_rmem_tensor(columns, Float32)
+        address = context.own_lanes + (self.tmem_plan["o"].start + piece * columns)
+        tmem_load(address, values, LOAD_COLUMNS)
         cute.arch.fence_view_async_tmem_load()
-        if cutlass.const_expr(start + CORRECTION_COLUMNS == HEAD_DIM):
+        if cutlass.const_expr(piece == self.config.o_slices - 1):
             fence_before_thread_sync()
             context.barriers["o_free"].arrive(o_done)
         multiply(values, inverse)
         return values
 
+    @cute.jit
     def _result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
         """(256,) of `out` in global memory."""
         place = context.query(work).offset + row

@@ -24,6 +24,12 @@ NOTE [S and P share columns].  P(i) lies over S(i), so QK(i+2), which writes the
 not overtake PV(i), which reads it.  Both are issued by one thread in this order, and the tensor
 core executes the MMAs of a CTA pair in issue order.
 
+NOTE [stores hidden by exponentials].  P is handed over in halves of 64 keys.  A warp that waits for
+its stores to tensor memory does nothing else (tcgen05.wait::st, 60 to 300 clocks), so those of the
+first half are waited for behind the exponentials of the next 32 columns.  ptxas moves arithmetic
+across such a wait, but not across the loop of an mbarrier wait: the one for the factor's buffer,
+over by then, stands between the two.
+
 NOTE [O leaves through Q].  The O of a tile is staged in the tile's own Q buffer: when PV(last) has
 completed, so have all QK before it, and nobody reads that Q again.  The other Q buffer already
 receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
@@ -263,13 +269,13 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         """The role of this warp, with its register budget."""
         warps = self.config.warps
         if warp < warps.correction[0]:
-            cute.arch.setmaxregister_increase(warps.registers_softmax)
+            self._set_registers(warps.registers_softmax)
             self.softmax(context)
         elif warp < warps.mma:
-            cute.arch.setmaxregister_decrease(warps.registers_correction)
+            self._set_registers(warps.registers_correction)
             self.correction(context)
         else:
-            cute.arch.setmaxregister_decrease(warps.registers_other)
+            self._set_registers(warps.registers_other)
             if warp == warps.mma:
                 if context.cta_rank == 0:
                     self.mma(context)
@@ -279,6 +285,13 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
                 self.epilogue(context)
             if warp == warps.scheduler:
                 self.schedule(context)
+
+    def _set_registers(self, budget: int) -> None:
+        """setmaxnreg (PTX ISA 9.7.20.5) to a role's budget, up or down from that of the launch."""
+        if budget > self.warps.registers.at_launch:
+            cute.arch.setmaxregister_increase(budget)
+        else:
+            cute.arch.setmaxregister_decrease(budget)
 
     def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config

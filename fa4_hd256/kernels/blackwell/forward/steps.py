@@ -1,11 +1,18 @@
-"""The steps of the forward kernel as data: S = Q K^T and O += P V for 128 keys at a time."""
+"""The steps of the forward kernel as data: S = Q K^T and O += P V for 128 keys at a time.
+
+P is handed over in two halves, an edge each, and multiplied by two products: that of the first 64
+keys begins while the softmax is still at the others.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fa4_hd256.kernels.steps import (
     Act,
     Load,
     Operand,
+    Part,
     Product,
     Ring,
     Role,
@@ -20,7 +27,13 @@ from fa4_hd256.kernels.steps import (
     write,
 )
 
-__all__ = ["forward_steps"]
+__all__ = ["MMA_K", "P_PARTS", "forward_steps"]
+
+# Columns of P, and rows of V, that one slice of a product multiplies (`instructions.mma_chain`).
+MMA_K = 16
+
+#: Slices of each part of P: the first, and behind the last.
+P_PARTS = ((0, 4), (4, 8))
 
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
@@ -28,24 +41,29 @@ RINGS = (
     Ring("q", full="q_loaded", free="q_free"),
     # P lies over its S, and the PV that reads it is issued before the QK that writes there again.
     Ring("s", full="s_done"),
-    Ring("p", full="p_done", over="s"),
+    *(
+        Ring(f"p{i}", full=f"p{i}_done", over="s", share=(i, len(P_PARTS)))
+        for i in range(len(P_PARTS))
+    ),
     Ring("o", full="o_done", free="o_free"),
     Ring("scale", full="scale_done", free="scale_free"),
 )
 
+# Whether a factor may be written is asked in the middle of the step before.
 SOFTMAX = Role(
     "softmax",
     (
+        Act((wait("scale_free"),), When.FIRST),
         Act(
             (
-                wait("s_done"), read("s", "S"),
-                wait("scale_free"), write("scale", "factor"), arrive("scale_done"),
-                write("p", "P"), arrive("p_done"),
+                wait("s_done"), read("s", "S"), write("scale", "factor"), arrive("scale_done"),
+                wait("scale_free"),
+                write("p0", "P0"), arrive("p0_done"), write("p1", "P1"), arrive("p1_done"),
             )
         ),
-        Act((wait("scale_free"), write("scale", "1/sum"), arrive("scale_done")), When.LAST),
+        Act((write("scale", "1/sum"), arrive("scale_done")), When.LAST),
     ),
-    end=(wait("scale_free"),),
+    end=(wait("scale_free"), wait("scale_free")),
 )  # fmt: skip
 
 
@@ -83,16 +101,25 @@ def forward_steps(qk_ahead: bool, o_slices: int) -> StepTable:
         loads=(Load.one("Q", "q", "q", "q", When.FIRST), Load.one("K", "k", "k", "kv")),
         is_ahead=qk_ahead,
     )
-    pv = Product(
-        "PV",
-        result=Operand("O", "o", ring="o"),
-        a=Operand("P", "p", ring="p"),
-        b=Operand("V", "v", ring="kv"),
-        waits=(each("kv_loaded"), each("o_free"), each("p_done")),
-        commits=(each("kv_free"), each("o_done")),
+    pv0, pv1 = (
+        Product(
+            f"PV{i}",
+            result=Operand("O", "o", ring="o"),
+            a=Operand(f"P{i}", "p", f"p{i}", Part("P", *slices)),
+            b=Operand("V", "v", "kv", Part("V", *slices)),
+            waits=(each(f"p{i}_done"),),
+            commits=(),
+            overwrites=None,
+        )
+        for i, slices in enumerate(P_PARTS)
+    )
+    pv0 = replace(
+        pv0,
+        waits=(each("kv_loaded"), each("o_free"), *pv0.waits),
         loads=(Load.one("V", "v", "v", "kv"),),
         overwrites=When.FIRST,
     )
+    pv1 = replace(pv1, commits=(each("kv_free"), each("o_done")))
     rings = (*RINGS, Ring("staged", full="o_staged", over="q", parts=o_slices))
     roles = (SOFTMAX, _correction(o_slices), _epilogue(o_slices))
-    return StepTable(rings, (qk, pv), roles)
+    return StepTable(rings, (qk, pv0, pv1), roles)
