@@ -113,13 +113,14 @@ RELEASES = {
 }  # fmt: skip
 
 
-#: That NVIDIA's tables are of. CuTe DSL 4.8.0 is the newest before 2026-09-28, 4.7.1 before 09-18.
+#: That NVIDIA's rates are of. CuTe DSL 4.8.0 is the newest of 2026-09-28 and 10-01, 4.7.1 of 09-18.
 FROST_RELEASES: dict[str, FrostRelease] = {
     one.commit: one
     for one in (
         FrostRelease("frost-1.31.0", "cudnn-frontend 1.31.0", "4.8.0", "", package="1.31.0"),
         FrostRelease("frost-1.31.0-dsl-4.7.1", "cudnn-frontend 1.31.0", "4.7.1", "",
                      package="1.31.0"),
+        FrostRelease("frost-1.32.0", "cudnn-frontend 1.32.0", "4.8.0", "", package="1.32.0"),
     )
 }  # fmt: skip
 ALL: dict[str, Release] = {**RELEASES, **FROST_RELEASES}
