@@ -19,15 +19,18 @@ from typing import NamedTuple
 import numpy as np
 
 # Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy,
-# how far the shares of places lie apart.
-BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, RULES = range(10)
+# how far the shares of places lie apart, whether a place claims a tile when it begins the one
+# before, and how many places there are when the first tiles begin.
+(BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, AHEAD, AT_ONCE,
+ RULES) = range(12)  # fmt: skip
 # Columns of Tables.place. Stages: free for its next tile, or about to start it.
-(STAGE, TILE, NEXT, USED, FRESH, START, DUE, FLOW, AWAITED, COLUMNS) = range(10)
+(STAGE, TILE, NEXT, USED, FRESH, START, DUE, FLOW, AWAITED, CLAIMED, COLUMNS) = range(11)
 _FREE, _STARTING = 0.0, 1.0
 # States of the flow that a place has asked for: none, on its way, there.
 _NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
-# Entries of Tables.counts: entries of both heaps, tiles or static clusters given away.
-PLACES, FLOWS, GIVEN, COUNTS = range(4)
+# Entries of Tables.counts: entries of both heaps, tiles or static clusters given away, those of
+# them that clusters of the first wave have begun.
+PLACES, FLOWS, GIVEN, BEGUN, COUNTS = range(5)
 # Entries of Tables.server: its clock, bytes that a flow of weight 1 which was always there would
 # have got, weight of the flows that are there.
 NOW, SERVED, WEIGHT, SERVER = range(4)
@@ -164,8 +167,29 @@ def _next_tile(t, place, given):
         if given:
             row[NEXT] = following + t.rule[GRID]
         return following
+    if t.rule[AHEAD]:
+        return _claimed(t, row, given)
     following = t.counts[GIVEN]
     if given:
+        t.counts[GIVEN] += 1
+        row[FRESH] = 1.0 - row[USED]
+    return following
+
+
+@_compiled
+def _claimed(t, row, given):
+    """The same where a cluster is launched with its first tile, and claims another whenever it
+    begins one."""
+    following = int(row[CLAIMED])
+    if following < 0:
+        following = t.counts[GIVEN]
+        if t.counts[BEGUN] < t.rule[AT_ONCE]:
+            following = t.counts[BEGUN]
+    if given:
+        if row[CLAIMED] < 0:
+            which = BEGUN if t.counts[BEGUN] < t.rule[AT_ONCE] else GIVEN
+            t.counts[which] += 1
+        row[CLAIMED] = t.counts[GIVEN]
         t.counts[GIVEN] += 1
         row[FRESH] = 1.0 - row[USED]
     return following

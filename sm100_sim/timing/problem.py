@@ -169,8 +169,9 @@ class Schedule:
 
 
 #: How clusters come by tiles. "static": persistent clusters, tile i to cluster i mod n. "dynamic":
-#: persistent clusters that ask for the next tile in time (cluster launch control). "single": one
-#: tile a cluster, the hardware launches the next where one has ended.
+#: persistent clusters that claim the next tile when they begin one (cluster launch control), as
+#: ours and cuDNN's do. "single": one tile a cluster, the hardware launches the next where one has
+#: ended.
 POLICIES = ("static", "dynamic", "single")
 
 
@@ -229,7 +230,10 @@ def schedule(
     rule[placement.PREFETCHES], rule[placement.UNEVEN] = prefetches, values.uneven_shares
     tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
     slots = room.slots(clusters)
+    at_once = min(len(given), sum(clock == 0 for clock, _ in slots))
+    rule[placement.AHEAD], rule[placement.AT_ONCE] = policy == "dynamic", at_once
     tables.counts[placement.PLACES] = len(slots)
+    tables.counts[placement.GIVEN] = at_once * (policy == "dynamic")
     tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
     placement.run(tables)
     hbm = hbm_bytes(given, tables.starts, values)
@@ -257,6 +261,7 @@ def _tables(
     number = len(tiles)
     place = np.zeros((places, placement.COLUMNS))
     place[:, placement.TILE], place[:, placement.NEXT] = -1, number
+    place[:, placement.CLAIMED] = -1
     # A place has one flow that it waits for, and each tile may leave one behind.
     flows = number + places + 1
     return placement.Tables(

@@ -100,10 +100,23 @@ def _reference(tiles, costs, values, policy, room):
     turns = [(number,) for number in range(len(tiles))]
     if policy == "static":
         turns = [range(n, len(tiles), grid) for n in range(min(grid, len(tiles)))]
+    claimed, given = {}, sum(clock == 0 for clock, _ in free)
+    first = iter(range(given))
     skipped = {"static": 0.0, "dynamic": values.clc_query, "single": values.cta_reuse}[policy]
-    for mine in turns:
+    for mine in turns * 2 if policy == "dynamic" else turns:
+        if not free:
+            break
         clock, place = heapq.heappop(free)
         fresh = policy == "static" or place not in used
+        if policy == "dynamic":
+            # The tile that was claimed when the one before began; another is claimed now.
+            if place not in claimed and (number := next(first, None)) is not None:
+                claimed[place] = number
+            elif place not in claimed:
+                claimed[place], given = given, given + 1
+            mine, claimed[place], given = (claimed[place],), given, given + 1
+            if mine[0] >= len(tiles):
+                continue
         for number in mine:
             clocks = skipped if tiles[number].skipped else costs.of(tiles[number])
             if not tiles[number].skipped:
@@ -117,6 +130,16 @@ def _reference(tiles, costs, values, policy, room):
             clock += clocks
         heapq.heappush(free, (clock, place))
     return starts, cluster_of, busy
+
+
+def test_a_tile_is_claimed_when_the_one_before_begins():
+    """Five tiles, four places: who has the longest one has claimed the fifth, though others are
+    free long before."""
+    tiles = [tile(9000.0), *[tile(1000.0)] * 4]
+    found = run(tiles, "dynamic")
+    assert found.cluster_of.tolist() == [0, 1, 2, 3, 0]
+    assert found.clocks == 100 + 9050 + 1050
+    assert run(tiles, "single").clocks == 100 + 9050
 
 
 def _random(seed, nbytes=False):
