@@ -15,13 +15,16 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from sm100_sim.errors import TmemError
 from sm100_sim.native.calling import callable_of
 from sm100_sim.native.fragments import load_fragment, store_fragment
 from sm100_sim.native.layout import NO_SLOT, Fragment
 from sm100_sim.state.tmem import LANES, split_address
-from sm100_sim.state.warp import ALL_LANES, lowest_lane, reader
+from sm100_sim.state.warp import ALL_LANES, lowest_lane, reader, writer
 
 from .columns import Effect, Event, NativeForm, Recorded, Rule, Ties
 from .table import machine_op, unknown
@@ -103,9 +106,12 @@ def _cells(warp, lane: int, column: int) -> int:
     return warp.cta.tmem.record.cells + 4 * (column * LANES + lane)
 
 
-def form_of(instruction, pack: str, split: int | None) -> Form:
-    """Parse `.sync.aligned.shape.xN{.pack}.b32`, in that order."""
-    parts = list(instruction.modifiers)
+def form_of(
+    instruction, pack: str, split: int | None, modifiers: tuple[str, ...] | None = None
+) -> Form:
+    """Parse `.sync.aligned.shape.xN{.pack}.b32`, in that order. modifiers: by default those of the
+    instruction."""
+    parts = list(instruction.modifiers if modifiers is None else modifiers)
     if parts[:2] != ["sync", "aligned"] or parts[-1:] != ["b32"]:
         raise unknown(instruction, "expected .sync.aligned and .b32")
     parts = parts[2:-1]
@@ -166,10 +172,8 @@ def locator(instruction, address_operand, form: Form):
             native=NativeForm.TENSOR_LOAD)
 def bind_load(instruction, kernel):
     """tcgen05.ld.sync.aligned.shape.num{.pack::16b}.b32 r, [taddr]{, immHalfSplitoff}."""
-    if instruction.modifiers[:1] == ("red",):
-        raise unknown(instruction, "tcgen05.ld.red does not exist on sm_100")
-    target, address, *rest = instruction.operands
-    form = form_of(instruction, "pack::16b", rest[0].value if rest else None)
+    form, address = load_form(instruction)
+    target = instruction.operands[0]
     _check_vector(instruction, target, form)
     locate = locator(instruction, address, form)
     record = fragment_record(form, target)
@@ -180,6 +184,72 @@ def bind_load(instruction, kernel):
         load(warp.r32.ctypes.data, cells, ctypes.addressof(record), lanes)
 
     return execute
+
+
+def load_form(instruction) -> tuple[Form, Any]:
+    """(form, address operand) of a tcgen05.ld, with a reduction or without."""
+    if instruction.row.name == "tcgen05.ld":
+        _, address, *rest = instruction.operands
+        return form_of(instruction, "pack::16b", rest[0].value if rest else None), address
+    _, _, address, *rest = instruction.operands
+    form = form_of(
+        instruction, "", rest[0].value if rest else None, (*instruction.modifiers[:4], "b32")
+    )
+    return form, address
+
+
+#: Of tcgen05.ld.red: type -> (element type, modifiers that may follow min or max, in that order).
+_REDUCED = {"f32": (np.float32, ("abs", "NaN")), "s32": (np.int32, ()), "u32": (np.uint32, ())}
+
+
+@machine_op("tcgen05.ld.red", aligned=True, defines=(0, 1), rule=Rule.TENSOR_LOAD,
+            trace=Recorded.ENTRY, event=Event.TMEM_LOAD, effect=Effect.NONE, ties=Ties.NEVER)
+def bind_load_and_reduce(instruction, kernel):
+    """tcgen05.ld.red.sync.aligned.shape.num.redOp{.abs}{.NaN}.type r, redval, [taddr]{, offset}.
+
+    Of sm_103a and sm_103f, not of sm_100. redval is the least or greatest of what the thread has
+    loaded; as for min and max, a NaN is passed over unless .NaN says that it is the result.
+    """
+    form, address = load_form(instruction)
+    target, result = instruction.operands[:2]
+    _check_vector(instruction, target, form)
+    if form.shape not in ("32x32b", "16x32bx2") or form.registers < 2:
+        raise unknown(instruction, "a reduction is of 32x32b or 16x32bx2, from .x2 on")
+    operation, *options, kind = instruction.modifiers[4:]
+    if operation not in ("min", "max") or kind not in _REDUCED:
+        raise unknown(instruction, "expected .min or .max, and .f32, .u32 or .s32")
+    element, allowed = _REDUCED[kind]
+    if options != [one for one in allowed if one in options]:
+        raise unknown(instruction, f"after .{operation}: {'.abs and .NaN, in this order'}, of .f32")
+    locate, record = locator(instruction, address, form), fragment_record(form, target)
+    slots = [item.slot for item in items_of(target)]
+    write = writer(result, 32)
+
+    def execute(warp, lanes: int) -> None:
+        cells = _cells(warp, *locate(warp, lanes))
+        callable_of(load_fragment)(warp.r32.ctypes.data, cells, ctypes.addressof(record), lanes)
+        values = warp.r32[slots].view(element)
+        if "abs" in options:
+            values = np.abs(values)
+        write(warp, lanes, _reduced(values, operation, "NaN" in options).view(np.uint32))
+
+    return execute
+
+
+def _reduced(values: np.ndarray, operation: str, keeps_nan: bool) -> np.ndarray:
+    """(32,), min or max over the first axis. A NaN that is the result is the canonical one."""
+    if values.dtype != np.float32:
+        return np.min(values, 0) if operation == "min" else np.max(values, 0)
+    unordered = np.isnan(values)
+    # -0 is less than +0: by the bits, in an order that is that of the values.
+    bits = values.view(np.int32)
+    ordered = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    left_out = np.iinfo(np.int32).max if operation == "min" else np.iinfo(np.int32).min
+    ordered = np.where(unordered, left_out, ordered)
+    found = np.min(ordered, 0) if operation == "min" else np.max(ordered, 0)
+    result = np.where(found < 0, found ^ 0x7FFFFFFF, found).astype(np.int32).view(np.float32)
+    is_nan = unordered.any(0) if keeps_nan else unordered.all(0)
+    return np.where(is_nan, np.uint32(0x7FFFFFFF).view(np.float32), result)
 
 
 @machine_op("tcgen05.st", aligned=True, rule=Rule.TENSOR_STORE, trace=Recorded.ENTRY,

@@ -17,7 +17,7 @@ from sm100_sim.isa.copy_async import shared_targets
 from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.table import row_of
-from sm100_sim.isa.tcgen05_data import form_of, locator
+from sm100_sim.isa.tcgen05_data import Form, form_of, load_form, locator
 from sm100_sim.native.calling import callable_of
 from sm100_sim.state.warp import (
     SHARED_WINDOW,
@@ -28,7 +28,7 @@ from sm100_sim.state.warp import (
     uniform,
 )
 from sm100_sim.translate.blocks import operand_registers
-from sm100_sim.translate.native_forms import operation_of
+from sm100_sim.translate.native_forms import recorded_fragment
 
 from .clocks import BULK, COPY, STORE
 from .records import OperationRecord
@@ -348,10 +348,10 @@ def _dealloc(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
 
 @_hook(Rule.TENSOR_LOAD)
 def _load(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    _, place, *split = instruction.operands
-    form = form_of(instruction, "pack::16b", split[0].value if split else None)
+    form, place = load_form(instruction)
     about = OperationRecord(instruction.index, load=sanitizer.load_numbers[instruction.index])
-    return _fragment(instruction, execute, sanitizer, locator(instruction, place, form), about)
+    locate = locator(instruction, place, form)
+    return _fragment(instruction, execute, sanitizer, (form, locate), about)
 
 
 @_hook(Rule.TENSOR_STORE)
@@ -359,15 +359,17 @@ def _store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
     place, *split, _ = instruction.operands
     form = form_of(instruction, "unpack::16b", split[0].value if split else None)
     about = OperationRecord(instruction.index)
-    return _fragment(instruction, execute, sanitizer, locator(instruction, place, form), about)
+    locate = locator(instruction, place, form)
+    return _fragment(instruction, execute, sanitizer, (form, locate), about)
 
 
 def _fragment(
-    instruction: Any, execute: Executor, sanitizer: Sanitizer, locate: Callable,
+    instruction: Any, execute: Executor, sanitizer: Sanitizer, where: tuple[Form, Callable],
     about: OperationRecord,
 ) -> Executor:
     """A tcgen05.ld or st, recorded as native code records it."""
-    _, operation = operation_of(instruction, 0)
+    form, locate = where
+    operation = recorded_fragment(form)
     operation.watch = ctypes.addressof(about)
     loads = row_of(instruction).rule is Rule.TENSOR_LOAD
     routine = record_load if loads else record_store
@@ -387,7 +389,7 @@ def _fragment(
         return outcome
 
     owner: Any = run
-    owner.kept = about  # native code has its address
+    owner.kept = about, operation  # native code has their addresses
     return run
 
 

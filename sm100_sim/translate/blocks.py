@@ -299,8 +299,9 @@ def loaded_registers(kernel: Kernel) -> dict[Register, frozenset[int]]:
     """
     found: dict[Register, frozenset[int]] = {}
     for number, instruction in enumerate(tensor_loads(kernel.instructions)):
-        for register in operand_registers(instruction.operands[0]):
-            found[register] = found.get(register, frozenset()) | {number}
+        for place in row_of(instruction).defines:
+            for register in operand_registers(instruction.operands[place]):
+                found[register] = found.get(register, frozenset()) | {number}
     moves = [i for i in kernel.instructions if row_of(i).copies]
     changed = True
     while changed:

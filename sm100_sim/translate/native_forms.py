@@ -8,7 +8,14 @@ from typing import Any
 
 from sm100_sim.isa.columns import NativeForm, require_complete
 from sm100_sim.isa.table import row_of
-from sm100_sim.isa.tcgen05_data import SHAPES, Form, form_of, fragment_record, items_of
+from sm100_sim.isa.tcgen05_data import (
+    SHAPES,
+    Form,
+    form_of,
+    fragment_record,
+    items_of,
+    load_form,
+)
 from sm100_sim.native.barriers import mbarrier_arrive, mbarrier_wait
 from sm100_sim.native.copies import bulk_group, tile_load, tile_store
 from sm100_sim.native.fragments import nothing, tensor_load, tensor_store
@@ -130,18 +137,29 @@ def _fragment(routine: Native, parsed: Form, address: Any, registers: Any) -> Ma
     if any(item.kind == "reg" and item.register.file != "r32" for item in items_of(registers)):
         return None
     record = fragment_record(parsed, registers)
-    first, *others = parsed.runs
-    numbers = [ctypes.addressof(record), parsed.columns, SHAPES[parsed.shape].lanes,
-               others[0][0] if others else 0]  # fmt: skip
+    numbers = [ctypes.addressof(record), *_touched(parsed)]
     made = _complete(routine, [value_operand(address)], numbers)
     return made and (*made, record)
 
 
+def _touched(parsed: Form) -> list[int]:
+    """(columns, lanes, first column of a second run or 0) of an access to tensor memory."""
+    _, *others = parsed.runs
+    return [parsed.columns, SHAPES[parsed.shape].lanes, others[0][0] if others else 0]
+
+
+def recorded_fragment(parsed: Form) -> Operation:
+    """What records an access to tensor memory, whether native code or Python makes it."""
+    operation = Operation()
+    for place, number in enumerate(_touched(parsed), 1):
+        operation.form[place] = number
+    return operation
+
+
 @_form(NativeForm.TENSOR_LOAD)
 def _load(instruction: Any) -> Made | None:
-    target, address, *split = instruction.operands
-    parsed = form_of(instruction, "pack::16b", split[0].value if split else None)
-    return _fragment(tensor_load, parsed, address, target)
+    parsed, address = load_form(instruction)
+    return _fragment(tensor_load, parsed, address, instruction.operands[0])
 
 
 @_form(NativeForm.TENSOR_STORE)
