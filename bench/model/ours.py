@@ -38,7 +38,6 @@ from .published.rows import Build
 from .replays import SEED, Replayed, Source, Traced, digest, fitted, kept, programs
 from .samples import (
     BACKWARD_SAMPLES,
-    EMPTY_SAMPLE,
     LONGEST,
     SAMPLE_SOFTCAP,
     SAMPLE_SPLITS,
@@ -83,10 +82,12 @@ class Variant:
     def chosen_samples(self) -> Samples:
         if self.samples:
             return self.samples
-        if self.kind.window:
-            return WINDOW_SAMPLES
-        if self.kernel != FORWARD:
-            return BACKWARD_SAMPLES
+        found = WINDOW_SAMPLES if self.kind.window else BACKWARD_SAMPLES
+        if self.kernel.endswith(" partial"):
+            # Of two parts each has a query head: an empty one's tiles tell nothing of others.
+            return tuple((queries, 2 * heads, *others) for queries, heads, *others in found)
+        if self.kind.window or self.kernel != FORWARD:
+            return found
         if self.split_rows is None:
             return SAMPLES
         return tuple((self.split_rows, *others) for _, *others in SPLIT_SAMPLES)
@@ -188,14 +189,15 @@ def _source(variant: Variant) -> Source:
 
 
 def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
-    """One, of `EMPTY_SAMPLE` on a grid for `LONGEST`; its tiles are those of the grid."""
+    """One, of the first sample on a grid for `LONGEST`; its tiles are those of the grid."""
+    sample = variant.chosen_samples()[0]
 
     def trace() -> list[Traced]:
         prediction = timing.predict(compiled, *arguments, draws=0)[-1]
-        return [Traced.of(prediction, variant.sample_tiles((LONGEST, 1))[0])]
+        return [Traced.of(prediction, variant.sample_tiles((LONGEST, sample[1]))[0])]
 
-    compiled, arguments = call(variant, EMPTY_SAMPLE, LONGEST)
-    what = digest(compiled.cubin), variant.kernel, EMPTY_SAMPLE, LONGEST
+    compiled, arguments = call(variant, sample, LONGEST)
+    what = digest(compiled.cubin), variant.kernel, sample, LONGEST
     return kept(what, trace, machine, draws)
 
 

@@ -48,9 +48,9 @@ SAMPLE_SPLITS = 2
 BACKWARD_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1))
 #: The same for kernels with one tile a cluster, whose tiles are to be of different length.
 BACKWARD_SINGLE_SAMPLES = ((256, 1), (512, 1), (1024, 1))
-#: Packed sequences whose longest is said to be 4096, but there is only one of 256: what an empty
+#: What the longest of packed sequences is said to be, where only a sample's is there: what an empty
 #: tile costs.
-EMPTY_SAMPLE, LONGEST = (256, 1), 4096
+LONGEST = 4096
 BACKWARD_HELD_OUT = ((1280, 1, 512), (1536, 1, 1023))
 
 

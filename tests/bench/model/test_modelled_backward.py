@@ -290,11 +290,12 @@ def test_empty_tiles_cost_what_they_add_to_a_replay():
     assert found == [replace(costs[0], empty=62.0), replace(costs[1], empty=50.0)]
     counts = {
         which: samples.backward_tiles(which, (samples.LONGEST, 1))[0]
-        - samples.backward_tiles(which, samples.EMPTY_SAMPLE)[0]
+        - samples.backward_tiles(which, samples.BACKWARD_SAMPLES[0])[0]
         for which in ("dq", "dkdv", "dv partial", "products")
     }
     assert counts == {"dq": 15, "dkdv": 30, "dv partial": 30, "products": 30}
-    assert samples.EMPTY_SAMPLE == samples.BACKWARD_SAMPLES[0]
+    variant = ours.Variant(Kind(True), kernel="dv partial")
+    assert variant.chosen_samples()[0] == (256, 2)
 
 
 def test_samples_of_windows_have_masked_and_unmasked_units():
