@@ -107,6 +107,28 @@ def test_no_arrival_waits_for_the_whole_gpu(kind, use_clc):
     assert order == ["UCGABAR_ARV", *2 * ["MEMBAR.ALL.GPU", "UCGABAR_ARV"]]
 
 
+#: A step of the softmax: two stores, exponentials of the third fragment, only then the wait for the
+#: stores (NOTE [stores hidden by exponentials]), the signal, and the same for the second half.
+STEP = re.compile("Sx+Sx{24,}Wx*Ax*Sx*SWA")
+LETTERS = {"STTM": "S", "MUFU.EX2": "x", "FENCE.VIEW.ASYNC.T": "W", "SYNCS.ARRIVE.TRANS64.RED": "A"}
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
+    """In both loops, with a mask and without; ptxas orders arithmetic as it likes."""
+    kernel, _ = compiled("forward", use_clc)
+    (function,) = disassemble(kernel.cubin).values()
+    opcodes = [i.opcode for i in function.instructions]
+    end = [n for n, opcode in enumerate(opcodes) if opcode.startswith("USETMAXREG")][1]
+    softmax = "".join(
+        letter for opcode in opcodes[:end] for name, letter in LETTERS.items()
+        if opcode.startswith(name)
+    )  # fmt: skip
+    assert len(STEP.findall(softmax)) == 2, softmax
+    # Such as they would be with the wait where the stores are.
+    assert not STEP.findall(re.sub("(x+)W", r"W\1", softmax))
+
+
 @pytest.mark.parametrize("plan", [ForwardWarpPlan, BackwardWarpPlan])
 def test_a_plan_that_the_launch_cannot_serve_is_refused(plan):
     """By one granule: 64 for the third warpgroup of the backward has hung on no GPU yet, 504 + 8
