@@ -69,7 +69,7 @@ class Backward:
         return {
             kernel: [
                 schedule(_tiles(kernel, portion, how), costs, values, 2, how.policy, room,
-                         how.prefetches)
+                         how.prefetches, how.claims)
                 for costs, values in zip(self.costs(which), self.values)
             ]
             for kernel, which in _names(portion).items()

@@ -54,7 +54,9 @@ class Kernel:
         that the launch gets."""
         tiles, how = _tiles(case, self.tiling), self.tiling
         return [
-            schedule(tiles, costs, values, how.cluster, how.policy, room, how.prefetches)
+            schedule(
+                tiles, costs, values, how.cluster, how.policy, room, how.prefetches, how.claims
+            )
             for costs, values in zip(self.costs, self.values)
         ]
 

@@ -89,11 +89,12 @@ class Variant:
     @property
     def tiling(self) -> Tiling:
         if self.few is None:
-            return Tiling("dynamic")
+            # Its scheduler asks for the next tile when a tile begins.
+            return Tiling("dynamic", claims=1)
         packs = frost.packs_heads(self.few.queries, self.few.ratio, 1)
         if self.few.columns:
             return Tiling("single", rows=self.few.columns, cluster=1, packs_heads=packs)
-        return Tiling("dynamic", packs_heads=packs)
+        return Tiling("dynamic", packs_heads=packs, claims=1)
 
     @property
     def num_splits(self) -> int:

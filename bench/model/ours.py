@@ -27,6 +27,7 @@ from fa4_hd256.run.catalogue import RESULTS, KernelSpec, backward_specs
 from fa4_hd256.run.compile import compile_kernel, versions
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+from schedulers.clc import NUM_STAGES
 from sm100_sim import timing
 from sm100_sim.timing import Machine, TileCosts
 
@@ -73,6 +74,11 @@ class Variant:
     @property
     def policy(self) -> str:
         return "dynamic" if self.use_clc else "static"
+
+    @property
+    def claims(self) -> int:
+        """Tiles claimed ahead: the scheduler's warp asks as soon as a slot of its ring is free."""
+        return NUM_STAGES if self.use_clc else 0
 
     @property
     def num_splits(self) -> int:
@@ -135,8 +141,9 @@ class Ours:
         config: Any = variant.config or ForwardConfig()
         # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
-            variant.policy, ordered=config.ordered_tiles, packs_heads=True, prefetches=True
-        )
+            variant.policy, ordered=config.ordered_tiles, packs_heads=True, prefetches=True,
+            claims=variant.claims,
+        )  # fmt: skip
         costs = fitted(found, variant.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
@@ -154,7 +161,9 @@ class Ours:
             paths[which] = Paths.of(rows)
             return found
 
-        tiling = BackwardTiling(variant.policy, True, True, ROWS)
+        tiling = BackwardTiling(
+            variant.policy, True, True, ROWS, claims=variant.claims
+        )
         paths: dict[str, Paths] = {}
         config: Any = variant.config or BackwardConfig()
         return Backward(

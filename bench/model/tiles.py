@@ -45,8 +45,8 @@ class ForwardTiling:
     follows their queries; otherwise each has blocks for the longest one. num_splits: parts into
     which the keys of a tile are divided; equal_parts: of equal size but for the last ones, which
     may be empty, else as even as can be. prefetches: whether the queries of the next tile are asked
-    for while a tile is worked on, as `sm100_sim.timing.schedule` takes it; O leaves behind the tile
-    in any case.
+    for while a tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
+    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case.
     """
 
     policy: str
@@ -59,6 +59,7 @@ class ForwardTiling:
     num_splits: int = 1
     equal_parts: bool = False
     prefetches: bool = False
+    claims: int | None = None
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -86,8 +87,8 @@ class BackwardTiling:
     tiles first; else one head after the other, blocks ascending. divides_heads: groups of query
     heads are divided where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
-    tcgen05.mma that it executes in the simulator are as many). prefetches: as `ForwardTiling`'s, of
-    the operands that stay for a tile.
+    tcgen05.mma that it executes in the simulator are as many). prefetches, claims: as
+    `ForwardTiling`'s, of the operands that stay for a tile.
     """
 
     policy: str
@@ -95,6 +96,7 @@ class BackwardTiling:
     divides_heads: bool
     rows: int
     prefetches: bool = False
+    claims: int | None = None
 
 
 class Parts(NamedTuple):

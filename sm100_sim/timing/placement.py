@@ -19,18 +19,22 @@ from typing import NamedTuple
 import numpy as np
 
 # Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy,
-# how far the shares of places lie apart, whether a place claims a tile when it begins the one
-# before, and how many places there are when the first tiles begin.
-(BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, AHEAD, AT_ONCE,
+# how far the shares of places lie apart, tiles claimed ahead, clocks of a claim.
+(BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, CLAIMS, QUERY,
  RULES) = range(12)  # fmt: skip
-# Columns of Tables.place. Stages: free for its next tile, or about to start it.
-(STAGE, TILE, NEXT, USED, FRESH, START, DUE, FLOW, AWAITED, CLAIMED, COLUMNS) = range(11)
+#: Tiles that a place may have claimed ahead.
+MOST_CLAIMS = 2
+# Columns of Tables.place: UNDER_WAY claims are still to be made, VOID ones were made before their
+# time, CLAIMED tiles stand behind FIRST_CLAIM in order. Stages: free for its next tile, or about
+# to start it.
+(STAGE, TILE, NEXT, USED, FRESH, START, DUE, FLOW, AWAITED, UNDER_WAY, VOID, CLAIMED,
+ FIRST_CLAIM) = range(13)  # fmt: skip
+COLUMNS = FIRST_CLAIM + MOST_CLAIMS
 _FREE, _STARTING = 0.0, 1.0
 # States of the flow that a place has asked for: none, on its way, there.
 _NONE, _ASKED, _THERE = 0.0, 1.0, 2.0
-# Entries of Tables.counts: entries of both heaps, tiles or static clusters given away, those of
-# them that clusters of the first wave have begun.
-PLACES, FLOWS, GIVEN, BEGUN, COUNTS = range(5)
+# Entries of Tables.counts: entries of both heaps, tiles or static clusters given away.
+PLACES, FLOWS, GIVEN, COUNTS = range(4)
 # Entries of Tables.server: its clock, bytes that a flow of weight 1 which was always there would
 # have got, weight of the flows that are there.
 NOW, SERVED, WEIGHT, SERVER = range(4)
@@ -44,7 +48,8 @@ class Tables(NamedTuple):
     """What `run` reads and fills; float64 unless noted.
 
     clocks, reads, writes: of each tile, without waiting; skips: int64, whether it is passed over.
-    rule: see above. free, free_place: a heap of clocks and int64 places. flow, flow_place: likewise
+    rule: see above. free, free_place: a heap of clocks and int64 places, those of claims behind
+    those of tiles. flow, flow_place: likewise
     of flows by when they end, in bytes served; -1 - place where that does not wait for it. place:
     (places, COLUMNS). starts, ends, cluster_of (int64): of each tile. busy: of each place. counts:
     int64.
@@ -155,6 +160,14 @@ def _next_tile(t, place, given):
     """The tile behind a place's current one, and whether there is one. given: take it away from
     the others, too."""
     row, tiles = t.place[place], len(t.clocks)
+    if row[CLAIMED]:
+        following = int(row[FIRST_CLAIM])
+        if given:
+            row[CLAIMED] -= 1
+            for n in range(MOST_CLAIMS - 1):
+                row[FIRST_CLAIM + n] = row[FIRST_CLAIM + n + 1]
+            row[FRESH] = 1.0 - row[USED]
+        return following
     if t.rule[STATIC]:
         following = int(row[NEXT])
         if following >= tiles and given:
@@ -167,32 +180,36 @@ def _next_tile(t, place, given):
         if given:
             row[NEXT] = following + t.rule[GRID]
         return following
-    if t.rule[AHEAD]:
-        return _claimed(t, row, given)
     following = t.counts[GIVEN]
     if given:
         t.counts[GIVEN] += 1
         row[FRESH] = 1.0 - row[USED]
+        if row[UNDER_WAY] > row[VOID]:
+            # A claim that is under way brings this tile.
+            row[VOID] += 1
     return following
 
 
 @_compiled
-def _claimed(t, row, given):
-    """The same where a cluster is launched with its first tile, and claims another whenever it
-    begins one."""
-    following = int(row[CLAIMED])
-    if following < 0:
-        following = t.counts[GIVEN]
-        if t.counts[BEGUN] < t.rule[AT_ONCE]:
-            following = t.counts[BEGUN]
-    if given:
-        if row[CLAIMED] < 0:
-            which = BEGUN if t.counts[BEGUN] < t.rule[AT_ONCE] else GIVEN
-            t.counts[which] += 1
-        row[CLAIMED] = t.counts[GIVEN]
+def _ask_for_claims(t, place, number):
+    """A place asks for so many tiles more, one after the other, now and behind those that begin
+    now."""
+    for n in range(number):
+        t.place[place, UNDER_WAY] += 1
+        _later(t, t.server[NOW] + n * t.rule[QUERY], place + len(t.place))
+
+
+@_compiled
+def _claim(t, place):
+    """A place claims a tile for later."""
+    row = t.place[place]
+    row[UNDER_WAY] -= 1
+    if row[VOID]:
+        row[VOID] -= 1
+    elif t.counts[GIVEN] < len(t.clocks):
+        row[int(FIRST_CLAIM + row[CLAIMED])] = t.counts[GIVEN]
+        row[CLAIMED] += 1
         t.counts[GIVEN] += 1
-        row[FRESH] = 1.0 - row[USED]
-    return following
 
 
 @_compiled
@@ -242,6 +259,8 @@ def _free(t, place):
     tile = _next_tile(t, place, True)
     if tile >= len(t.clocks):
         return
+    missing = t.rule[CLAIMS] - row[CLAIMED] - (row[UNDER_WAY] - row[VOID])
+    _ask_for_claims(t, place, int(missing))
     if t.skips[tile]:
         t.starts[tile], t.ends[tile], t.cluster_of[tile] = now, now + t.clocks[tile], place
         t.busy[place] += t.clocks[tile]
@@ -298,7 +317,9 @@ def run(t):
         place = t.free_place[0]
         t.counts[PLACES] -= 1
         _drop(t.free, t.free_place, t.counts[PLACES])
-        if t.place[place, STAGE] == _STARTING:
+        if place >= len(t.place):
+            _claim(t, place - len(t.place))
+        elif t.place[place, STAGE] == _STARTING:
             _start(t, place)
         else:
             _free(t, place)

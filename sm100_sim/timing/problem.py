@@ -203,20 +203,29 @@ ALONE = Room()
 
 def schedule(
     tiles: Sequence[Tile] | Tiles, costs: TileCosts, values: Values, cluster: int, policy: str,
-    room: Room = ALONE, prefetches: bool = False,
+    room: Room = ALONE, prefetches: bool = False, claims: int | None = None,
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
     cluster: CTAs of a cluster, one an SM. A cluster of a static grid that finds no place starts
     where another has ended. prefetches: a tile's own operands are asked for when the tile before it
     begins, so that it waits for what is not there by then; otherwise when it begins itself, and
-    what a replay has of that, its bytes at an SM's share of L2, is in `costs`. Raises ValueError
-    for an unknown policy, no tile, or a prefetch with one tile a cluster.
+    what a replay has of that, its bytes at an SM's share of L2, is in `costs`. claims: tiles that a
+    dynamic cluster has claimed beside the one that it works on, one by default; it asks for the
+    next when it begins one. Raises ValueError for an unknown policy, no tile, a prefetch with one
+    tile a cluster, or claims without a dynamic scheduler or more than two.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r}; accepted are {', '.join(POLICIES)}")
     if prefetches and policy == "single":
         raise ValueError("a cluster of one tile cannot ask for the next one's operands")
+    if claims is None:
+        claims = int(policy == "dynamic")
+    if claims and policy != "dynamic" or not 0 <= claims <= placement.MOST_CLAIMS:
+        raise ValueError(
+            f"{claims} tiles claimed ahead under {policy!r}; accepted are 0 to "
+            f"{placement.MOST_CLAIMS}, other than 0 under 'dynamic' alone"
+        )
     given = tiles if isinstance(tiles, Tiles) else Tiles.of(tiles)
     if not len(given):
         raise ValueError("a problem without a tile takes no time to predict")
@@ -228,12 +237,10 @@ def schedule(
     rule[placement.GRID] = room.grid or clusters
     rule[placement.STATIC], rule[placement.SINGLE] = policy == "static", policy == "single"
     rule[placement.PREFETCHES], rule[placement.UNEVEN] = prefetches, values.uneven_shares
+    rule[placement.CLAIMS], rule[placement.QUERY] = claims, values.clc_query
     tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
     slots = room.slots(clusters)
-    at_once = min(len(given), sum(clock == 0 for clock, _ in slots))
-    rule[placement.AHEAD], rule[placement.AT_ONCE] = policy == "dynamic", at_once
     tables.counts[placement.PLACES] = len(slots)
-    tables.counts[placement.GIVEN] = at_once * (policy == "dynamic")
     tables.free[: len(slots)], tables.free_place[: len(slots)] = zip(*slots)
     placement.run(tables)
     hbm = hbm_bytes(given, tables.starts, values)
@@ -261,13 +268,13 @@ def _tables(
     number = len(tiles)
     place = np.zeros((places, placement.COLUMNS))
     place[:, placement.TILE], place[:, placement.NEXT] = -1, number
-    place[:, placement.CLAIMED] = -1
     # A place has one flow that it waits for, and each tile may leave one behind.
     flows = number + places + 1
+    events = (2 * placement.MOST_CLAIMS + 1) * places + 1
     return placement.Tables(
         clocks=clocks, reads=tiles.reads, writes=tiles.writes,
         skips=tiles.skipped.astype(np.int64), rule=rule,
-        free=np.zeros(places + 1), free_place=np.zeros(places + 1, np.int64),
+        free=np.zeros(events), free_place=np.zeros(events, np.int64),
         flow=np.zeros(flows), flow_place=np.zeros(flows, np.int64), place=place,
         starts=np.zeros(number), ends=np.zeros(number), cluster_of=np.zeros(number, np.int64),
         busy=np.zeros(places), counts=np.zeros(placement.COUNTS, np.int64),

@@ -59,7 +59,7 @@ def test_half_of_the_machine_waits_half():
 def test_tiles_that_start_apart_do_not_wait():
     """Their first tiles end 100 clocks from one another, ten times what a reading takes."""
     first = [tile(1000.0 + 100 * i) for i in range(4)]
-    found = run([*first, *[tile(reads=1000.0)] * 4], "dynamic")
+    found = run([*first, *[tile(reads=1000.0)] * 4], "dynamic", claims=0)
     assert found.clocks == 100 + 1350 + CLOCKS
 
 
@@ -90,6 +90,40 @@ def test_tiles_shorter_than_their_reading_go_at_its_pace():
 def test_one_tile_a_cluster_asks_for_nothing_ahead():
     with pytest.raises(ValueError, match="cannot ask"):
         run([tile()], "single", prefetches=True)
+
+
+def test_a_tile_claimed_ahead_waits_for_the_one_before_it():
+    """Longest first: whoever has the longest has claimed another before the others end."""
+    works = (4000.0, 1000.0, 1000.0, 1000.0, 900.0, 800.0, 700.0, 600.0)
+    values = VALUES._replace(clc_query=10.0)
+    runs = [
+        schedule([tile(w) for w in works], COSTS, values, 2, "dynamic", claims=n) for n in (0, 1)
+    ]
+    late, ahead = (found.cluster_of.tolist() for found in runs)
+    assert late.count(0) == 1 and ahead == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert runs[0].clocks == 100 + 4050 and runs[1].clocks == runs[0].clocks + 950
+
+
+def test_two_claimed_ahead_go_round_by_round():
+    values = VALUES._replace(clc_query=10.0)
+    tiles = [tile(w) for w in (4000.0, *[500.0] * 12)]
+    found = schedule(tiles, COSTS, values, 2, "dynamic", claims=2)
+    assert found.cluster_of[:12].tolist() == [0, 1, 2, 3] * 3
+    assert sorted(found.starts[found.cluster_of == 0].tolist()) == [0, 4150, 4700]
+    # Nothing is lost or done twice where tiles are few, or pass at once.
+    for count in range(1, 14):
+        one = schedule(tiles[:count], COSTS, values, 2, "dynamic", claims=2)
+        assert one.busy.sum() == pytest.approx(
+            sum(COSTS.of(t) for t in tiles[:count]) + 100 * min(count, 4))
+    empty = schedule([Tile(0.0)] * 9 + tiles[:3], COSTS, values, 2, "dynamic", claims=2)
+    assert empty.busy.sum() == pytest.approx(9 * 10 + 4050 + 2 * 550 + 100 * len(
+        set(empty.cluster_of[9:].tolist())))
+
+
+@pytest.mark.parametrize(("policy", "claims"), [("static", 1), ("single", 1), ("dynamic", 3)])
+def test_claims_that_there_are_not(policy, claims):
+    with pytest.raises(ValueError, match="claimed ahead"):
+        run([tile()], policy, claims=claims)
 
 
 def _reference(tiles, costs, values, policy, room):
@@ -166,13 +200,14 @@ def test_without_bytes_as_place_by_place(policy, room):
 def _digest():
     """Of all that a run says, policy by policy, with and without prefetch."""
     found = []
-    for policy in POLICIES:
-        for prefetches in (False, True)[: 1 + (policy != "single")]:
-            values = VALUES._replace(uneven_shares=0.2)
-            one = schedule(
-                _random(2, True), COSTS, values, 2, policy, prefetches=prefetches
-            )  # fmt: skip
-            found += [one.starts.tobytes(), one.busy.tobytes(), one.cluster_of.tobytes()]
+    ways = [(policy, False, 0) for policy in POLICIES]
+    ways += [("static", True, 0), ("dynamic", True, 0), ("dynamic", False, 1), ("dynamic", True, 2)]
+    for policy, prefetches, claims in ways:
+        values = VALUES._replace(uneven_shares=0.2, clc_query=700.5)
+        one = schedule(
+            _random(2, True), COSTS, values, 2, policy, prefetches=prefetches, claims=claims
+        )  # fmt: skip
+        found += [one.starts.tobytes(), one.busy.tobytes(), one.cluster_of.tobytes()]
     return b"".join(found).hex()
 
 
