@@ -20,12 +20,12 @@ ROOM = Path(__file__).resolve().parent / "data"
 MACHINE = "b200"
 #: Pictures that show figures of the timing model.
 MODELLED = ("throughput-forward", "throughput-one-sequence", "model-accuracy", "timeline-forward")
-#: What makes the rates: arguments of `python -m bench`.
+#: What makes the rates, and the model's accuracy: arguments of `python -m bench`.
 RATES = {
     "dense": ("throughput", "--modelled", "--group", "dense", "--heads", "8/8"),
     "few KV heads": ("throughput", "--modelled", "--group", "few KV heads"),
-    "validation": ("validate", "--no-hopper"),
 }
+ACCURACY = ("validate", "--no-hopper")
 #: Of the timeline: full attention, two query heads that share their tiles, one CTA pair.
 SEQLEN = 1024
 #: Clocks that the timeline shows before and after the end of a tile.
@@ -44,7 +44,7 @@ def basis() -> str:
 
 
 def read(name: str) -> dict[str, Any]:
-    """What a file holds: "rates" or "timeline".
+    """What a file holds: "rates", "accuracy" or "timeline".
 
     Raises ValueError for one that was made from other constants than those of today.
     """
@@ -59,23 +59,21 @@ def read(name: str) -> dict[str, Any]:
 
 
 def replay() -> None:
-    """Make rates.json and timeline.json again: some minutes, more where no replay is kept."""
-    _write("rates", {"rows": rates(_run_all())})
+    """Make the files again: some minutes, more where no replay is kept."""
+    _write("rates", {"rows": rates({name: _run(command) for name, command in RATES.items()})})
+    _write("accuracy", {"rows": accuracy(_run(ACCURACY))})
     _write("timeline", timeline())
 
 
-def _run_all() -> dict[str, list[dict[str, Any]]]:
-    """The tables of the commands of `RATES`."""
+def _run(command: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The tables of a command."""
     from bench.__main__ import main
 
-    found = {}
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "result.json"
-        for name, command in RATES.items():
-            if main([*command, "--json", str(target)]):
-                raise RuntimeError(f"python -m bench {' '.join(command)} failed")
-            found[name] = json.loads(target.read_text("utf-8"))["tables"]
-    return found
+        if main([*command, "--json", str(target)]):
+            raise RuntimeError(f"python -m bench {' '.join(command)} failed")
+        return json.loads(target.read_text("utf-8"))["tables"]
 
 
 def rates(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -94,16 +92,23 @@ def rates(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                                                                "tflops_high")
                         },
                     })  # fmt: skip
-    for table in tables["validation"]:
-        for row in table["rows"]:
-            if "error_fitted" in row and row["counts"]:
-                rows.append({
-                    "group": "validation", "kind": f"{row['direction']}, {row['gpu']}",
-                    "kernel": row["kernel"], "case": row["case"],
-                    "published": round(row["published"]), "modelled": round(row["modelled"]),
-                    "fitted": round(row["published"] * (1 + row["error_fitted"])),
-                })  # fmt: skip
     return rows
+
+
+def accuracy(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every published row that counts: TFLOPS to a whole number; fitted: as modelled at the clock
+    of its lab's GPU."""
+    return [
+        {
+            "kind": f"{row['direction']}, {row['gpu']}", "kernel": row["kernel"],
+            "case": row["case"], "published": round(row["published"]),
+            "modelled": round(row["modelled"]),
+            "fitted": round(row["published"] * (1 + row["error_fitted"])),
+        }
+        for table in tables
+        for row in table["rows"]
+        if "error_fitted" in row and row["counts"]
+    ]  # fmt: skip
 
 
 def timeline() -> dict[str, Any]:

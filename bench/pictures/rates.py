@@ -123,9 +123,8 @@ def accuracy_of_the_model() -> Drawing:
     drawing.text((x + 12, y + 46), "within 10 %", 11.5, colour=GREY)
     drawing.text((x + 30, y + 86), "within 20 %", 11.5, colour=GREY)
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in read("rates")["rows"]:
-        if row["group"] == "validation":
-            groups[row["kind"]].append(row)
+    for row in read("accuracy")["rows"]:
+        groups[row["kind"]].append(row)
     styles = ((BLUE, "circle"), (ORANGE, "triangle"), (PURPLE, "square"), (GREEN, "diamond"))
     for number, ((name, rows), (colour, kind)) in enumerate(zip(sorted(groups.items()), styles)):
         axes.marks([r["published"] for r in rows], [r["fitted"] for r in rows], colour, kind)

@@ -13,24 +13,23 @@ def test_rates_are_taken_from_the_tables():
         "direction": "forward", "mask": "full", "heads": "8/8", "shape": "16x2048",
         "details": {"ours": rate, "cuDNN": {"status": "measured only"}},
     }  # fmt: skip
-    published = {
-        "case": "a case", "published": 1000.4, "modelled": 1100.2, "error_fitted": 0.02,
-        "counts": True, "direction": "forward", "gpu": "B200", "kernel": "a kernel",
-    }  # fmt: skip
-    tables = {
-        "dense": [{"rows": [dense]}],
-        "few KV heads": [{"rows": []}],
-        "validation": [
-            {"title": "instructions", "rows": [{"n": 64, "role": "built from"}]},
-            {"title": "rates", "rows": [published, {**published, "counts": False}]},
-        ],
-    }
+    tables = {"dense": [{"rows": [dense]}], "few KV heads": [{"rows": []}]}
     assert inputs.rates(tables) == [
         {"group": "dense", "provider": "ours", "direction": "forward", "mask": "full",
          "heads": "8/8", "batch": 16, "seqlen": 2048, "tflops": 1733, "tflops_low": 1701,
          "tflops_high": 1800},
-        {"group": "validation", "kind": "forward, B200", "kernel": "a kernel", "case": "a case",
-         "published": 1000, "modelled": 1100, "fitted": 1020},
+    ]  # fmt: skip
+
+
+def test_accuracy_is_taken_of_rows_that_count():
+    published = {
+        "case": "a case", "published": 1000.4, "modelled": 1100.2, "error_fitted": 0.02,
+        "counts": True, "direction": "forward", "gpu": "B200", "kernel": "a kernel",
+    }  # fmt: skip
+    tables = [{"rows": [{"n": 64}]}, {"rows": [published, {**published, "counts": False}]}]
+    assert inputs.accuracy(tables) == [
+        {"kind": "forward, B200", "kernel": "a kernel", "case": "a case", "published": 1000,
+         "modelled": 1100, "fitted": 1020},
     ]  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def test_kept_files_are_of_this_form():
         if row["group"] == "dense":
             lengths[row["provider"], row["direction"], row["mask"]].add(row["seqlen"])
     assert len(lengths) == 8 and {len(found) for found in lengths.values()} == {9}
-    kinds = {row["kind"] for row in rows if row["group"] == "validation"}
+    kinds = {row["kind"] for row in inputs.read("accuracy")["rows"]}
     assert kinds >= {"forward, B200", "forward, GB200", "forward, GB300"}
     assert {row[0] for row in inputs.read("timeline")["spans"]} == {
         "load Q", "load K", "load V", "tensor core", "softmax", "correction", "epilogue"
