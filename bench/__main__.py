@@ -13,6 +13,7 @@ import sys
 #: Command and its line of help; the module has the command's name, with _ for -.
 COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
+    "calibrate": "sets of the timing model's constants that published rates do not contradict",
     "contention": "the tile schedulers while another kernel (NCCL's) holds SMs, modelled",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "fences": "clocks that fences of GPU scope cost our kernels, by the timing model",

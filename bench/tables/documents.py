@@ -70,6 +70,9 @@ DOCUMENTS = {
         "Tile schedulers, backward", ("schedulers", "--modelled", "--direction", "backward"),
         "bench.md",
     ),
+    "calibrate": Document(
+        "What published rates say of each constant", ("calibrate", "--show"), "timing.md"
+    ),
     "contention": Document(
         "Tile schedulers while another kernel holds SMs", ("contention",), "bench.md"
     ),

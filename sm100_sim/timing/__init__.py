@@ -8,7 +8,7 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 |---|---|
 | predict, attached, Prediction, ReplayError | time of launches, with the critical path |
 | write_trace | a prediction as a Chrome trace |
-| load, machines, Machine, Constant, Values | constants of modelled GPUs, with ranges and sources |
+| load, machines, Machine, Constant, Values, SETS | constants of modelled GPUs, their sources |
 | l2_share | what an SM gets from L2, of them |
 | schedule, Schedule, Tile, Tiles, TileCosts, Sample, fit | a problem of many tiles on all SMs |
 | Room, ALONE, POLICIES | what of a machine it gets, and how clusters come by tiles |
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .chrome import write as write_trace
     from .conditions import BURST, FLOP_PER_CLOCK, SUSTAINED, Call, Conditions
-    from .machine_constants import Constant, Machine, Values, l2_share, load, machines
+    from .machine_constants import SETS, Constant, Machine, Values, l2_share, load, machines
     from .prediction import Prediction, attached, predict, tensor_core_clocks, traced_program
     from .problem import (
         ALONE,
@@ -61,6 +61,7 @@ __all__ = [
     "FLOP_PER_CLOCK",
     "MEASURED",
     "POLICIES",
+    "SETS",
     "SUSTAINED",
     "Action",
     "Call",
@@ -104,7 +105,9 @@ __all__ = [
 _HOMES = {
     "chrome": {"write_trace": "write"},
     "conditions": ("BURST", "FLOP_PER_CLOCK", "SUSTAINED", "Call", "Conditions"),
-    "machine_constants": ("Constant", "Machine", "Values", "l2_share", "load", "machines"),
+    "machine_constants": (
+        "SETS", "Constant", "Machine", "Values", "l2_share", "load", "machines",
+    ),
     "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
     "problem": (
         "ALONE", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",

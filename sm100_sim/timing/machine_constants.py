@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
+#: What `python -m bench calibrate` has found, one file for the machines that name it ("sets").
+SETS = DATA / "sets"
 
 
 class Values(NamedTuple):
@@ -99,12 +101,17 @@ class Constant:
 @dataclass(frozen=True)
 class Machine:
     """A modelled GPU: name, what kind of knowledge it rests on, constants by name, and the target
-    that kernels replayed for it are compiled for."""
+    that kernels replayed for it are compiled for.
+
+    sets: of constants that public rates do not contradict, those by name that differ from the
+    central ones; None where no calibration says anything, and constants are drawn.
+    """
 
     name: str
     basis: str
     constants: dict[str, Constant]
     architecture: str = "sm_100a"
+    sets: tuple[dict[str, float], ...] | None = None
 
     def values(self) -> Values:
         """The central value of every constant."""
@@ -122,9 +129,21 @@ class Machine:
         )
 
     def sampled(self, draws: int, seed: int = 0) -> list[Values]:
-        """The central values, then as many draws."""
-        generator = np.random.default_rng(seed)
-        return [self.values(), *(self.drawn(generator) for _ in range(draws))]
+        """The central values, then as many sets: the first of `sets`, else draws by the seed.
+
+        Raises ValueError for more sets than there are.
+        """
+        central = self.values()
+        if self.sets is None:
+            generator = np.random.default_rng(seed)
+            return [central, *(self.drawn(generator) for _ in range(draws))]
+        if draws > len(self.sets):
+            raise ValueError(
+                f"{draws} draws of the constants of {self.name}; {len(self.sets)} sets are known "
+                "that public rates do not contradict: ask for no more, or calibrate further "
+                "(`python -m bench calibrate --sets N`)"
+            )
+        return [central, *(central._replace(**one) for one in self.sets[:draws])]
 
 
 def machines() -> list[str]:
@@ -163,8 +182,9 @@ def load(name: str = "b200") -> Machine:
         )
     if "basis" not in content:
         raise ValueError(f"{path.name} does not say what its constants rest on: no \"basis\"")
+    name = content.get("name", path.stem)
     return Machine(
-        content.get("name", path.stem), content["basis"], found, content["architecture"]
+        name, content["basis"], found, content["architecture"], _sets(content, path.stem)
     )
 
 
@@ -180,11 +200,38 @@ def _read(path: Path) -> dict:
                 f"{path.name} is like {content['like']!r}; accepted: {', '.join(machines())}"
             )
         other = _read(DATA / f"{content['like']}.json")
+        own = {**other.get("own", {}), **content["constants"]}
         constants = {**other["constants"], **content["constants"]}
-        content = {"architecture": other["architecture"], **content, "constants": constants}
+        content = {**_inherited(other), **content, "constants": constants, "own": own}
     elif "architecture" not in content:
         raise ValueError(
             f"{path.name} does not say what kernels are compiled for: give \"architecture\", such "
             "as sm_100a, or \"like\""
         )
     return content
+
+
+def _inherited(other: dict) -> dict:
+    """Of a machine, what one that is like it need not say."""
+    return {key: other[key] for key in ("architecture", "sets") if key in other}
+
+
+def _sets(content: dict, name: str) -> tuple[dict[str, float], ...] | None:
+    """The calibrated sets for a machine: without constants of its own beside those that they are
+    for, with its own clock in each."""
+    if not content.get("sets"):
+        return None
+    path = SETS / f"{content['sets']}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{name} draws from the sets in {path.name}, which is not there: "
+            "`python -m bench calibrate --write` makes it"
+        )
+    own = set(content.get("own", {})) - {"clock_ghz"}
+    found = []
+    for one in json.loads(path.read_text())["sets"]:
+        values = {key: value for key, value in one["constants"].items() if key not in own}
+        if name in one["clock_ghz"]:
+            values["clock_ghz"] = one["clock_ghz"][name]
+        found.append(values)
+    return tuple(found)

@@ -10,6 +10,7 @@ import pytest
 from fa4_hd256.check.bringup import page, report
 from fa4_hd256.check.bringup.outcome import Target
 from fa4_hd256.check.bringup.runner import Run
+from sm100_sim.timing import load
 
 pytestmark = pytest.mark.simulator
 
@@ -45,7 +46,8 @@ def test_the_page_is_whole(tmp_path):
     assert "Bringup of NVIDIA &lt;B200&gt;" in text and "1 &lt; 2" in text
     assert "http" not in text and "<script" not in text and "src=" not in text
     assert text.count("<svg") == 2, "constants and throughput"
-    assert "150, model 75" in text and "cuDNN" in text and ">1400<" in text
+    model = load("b200").values().tmem_load
+    assert f"150, model {model:g}" in text and "cuDNN" in text and ">1400<" in text
 
 
 def test_plots_are_where_the_figures_are():

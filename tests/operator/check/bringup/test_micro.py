@@ -18,12 +18,13 @@ pytestmark = pytest.mark.simulator
 
 TABLE = micro._table(SIMULATOR.sms)
 #: Benchmarks whose kernels the model follows from one cluster, and how far off they may be: reads
-#: of the clock and the loop itself take up to a clock a round, 5 % of a rate.
+#: of the clock and the loop itself take up to a clock a round, 5 % of a rate; columns of TMEM are
+#: rounded up to clocks.
 FOLLOWED = {
     "exp2 interval": 0.2, "exp2 latency": 0.2, "shared load": 0.2, "shuffle": 0.2,
     "bar.sync": 0.5, "bar.sync a warp": 0.1, "mbarrier arrive": 0.5, "mbarrier test": 0.5,
     "wake-up": 0.5, "remote arrive": 0.5, "cluster barrier": 0.5,
-    "TMA load from L2": 1.0, "TMA rate of an SM": 0.5, "TMA store": 1.0, "TMEM load": 1.0,
+    "TMA load from L2": 1.0, "TMA rate of an SM": 0.5, "TMA store": 1.0, "TMEM load": 2.0,
     "TMEM load rate": 0.05, "TMEM store": 1.0, "MMA latency beyond the closed form": 1.0,
     "MMA switch": 0.5,
 }  # fmt: skip
