@@ -92,7 +92,7 @@ VARIABLES = (
     Variable(
         "CUTE_DSL_ARCH",
         f"{ARCHITECTURES[0]}, for this package's kernels",
-        f"target of CuTe DSL; accepted here, where {ARCHITECTURES[0]} is compiled in any case: "
+        "target of CuTe DSL; accepted here, where the GPUs decide (docs/architecture.md): "
         f"{', '.join(ARCHITECTURES)}",
     ),
 )

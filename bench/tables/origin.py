@@ -43,9 +43,9 @@ def simulator_machine() -> str:
 
 def compiler_machine() -> str:
     """For `machine`: figures read from compiled code."""
-    from fa4_hd256.gpus.family import TARGET
+    from fa4_hd256.gpus.family import target
 
-    return f"{TARGET}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
+    return f"{target()}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
 
 
 def modelled_machine(machine: Any) -> str:

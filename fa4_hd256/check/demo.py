@@ -13,7 +13,7 @@ import torch
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import divide
-from fa4_hd256.gpus.family import TARGET
+from fa4_hd256.gpus.family import target
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -224,7 +224,7 @@ def text(result: dict[str, Any]) -> str:
         f"{shape['heads']} query and {shape['heads_kv']} key/value heads, head_dim "
         f"{shape['head_dim']}, {result['dtype']}",
         f"  ran on             {result['backend']}"
-        + (f": the compiled {TARGET} kernel" if result["backend"] == "simulator" else ""),
+        + (f": the compiled {target()} kernel" if result["backend"] == "simulator" else ""),
         f"  out, max error     {result['max_error']:.3e}   (same-dtype PyTorch: "
         f"{result['pytorch_max_error']:.3e}; accepted up to twice that)",
         f"  out, relative L2   {result['rel_l2']:.3e}",

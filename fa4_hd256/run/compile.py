@@ -1,4 +1,4 @@
-"""Compile kernels for `family.TARGET`, each once per configuration: in memory and on disk.
+"""Compile kernels for `family.target()`, each once per configuration: in memory and on disk.
 
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
@@ -154,7 +154,7 @@ def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
     parts = {
         "format": FORMAT,
-        "architecture": family.TARGET,
+        "architecture": family.target(),
         "kind": spec.kind,
         "problem": repr(spec.problem_class),
         "config": repr(spec.config),
@@ -299,9 +299,10 @@ def trace_and_compile(spec: KernelSpec) -> Any:
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
     kernel, arguments = build(spec)
-    with targeting(family.TARGET), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+    target = family.target()
+    with targeting(target), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
-            GPUArch(family.TARGET), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
+            GPUArch(target), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
             DumpDir(scratch),
         )  # fmt: skip
         compiled = cute.compile[options](kernel, *arguments)

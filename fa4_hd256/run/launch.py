@@ -12,7 +12,7 @@ import torch
 
 from fa4_hd256 import environment
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
-from fa4_hd256.gpus.family import TARGET, describe_family, in_family
+from fa4_hd256.gpus.family import describe_family, in_family, target
 from fa4_hd256.kernels.blackwell.pair_plan import CTAS
 
 from .compile import CompiledKernel
@@ -73,7 +73,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 def describe_gpus() -> str:
     """For a bug report: what kernels are compiled for, and the GPUs of the process, a line each."""
-    lines = [f"kernels are compiled for {TARGET}: {describe_family()}"]
+    lines = [f"kernels are compiled for {target()}: {describe_family()}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         name, capability = torch.cuda.get_device_name(index), _capability(index)
         found = "not in the family"

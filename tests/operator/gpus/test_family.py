@@ -1,4 +1,4 @@
-"""One binary for every GPU of the family."""
+"""One binary for every GPU of the family, and one for those with twice the exponentials."""
 
 from __future__ import annotations
 
@@ -62,6 +62,23 @@ def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
     assert flags["sm_100a"] & one_gpu and flags["sm_103a"] & one_gpu
     assert flags[shipped] == flags["sm_100a"] & ~one_gpu
 
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [((), "sm_100f"), (((10, 0),), "sm_100f"), (((10, 3), (10, 3)), "sm_103a"),
+     (((10, 0), (10, 3)), "sm_100f")],
+)  # fmt: skip
+def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected):
+    """And so does the key of what is kept: binaries of one are not taken for those of the other."""
+    spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
+    before = compile.cache_key(spec)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: seen[index])
+    assert family.target() == expected
+    assert (compile.cache_key(spec) == before) == (expected == "sm_100f")
+    assert f".target {expected}" in str(compile.trace_and_compile(spec).artifacts.PTX)
 
 
 @pytest.mark.simulator
