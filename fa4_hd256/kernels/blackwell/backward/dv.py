@@ -10,12 +10,13 @@ tile's first; Q, dO are the rows for S and dP, dOc the columns for dV::
 
     load      Q(1) dOc(0) dO(1)  ..  | K' Q(0') dOc(last) V' dO(0') ...
     mma       S(1) dV(0) dP(1)   ..  | S(0')    dV(last)  dP(0') ...
-    gradient  P(1)> dS(1)> ..        | P(0')    dV -> global, >, dS(0')> ...
+    gradient  P(1)> dS(1)> ..        | P(0')    dV ->, >, dV ->, dS(0')> ...
 
 where the first > is the write of P to tensor memory, and the second one that of dS to global
 memory, straight from registers.  The exp2 of a step has the time of two products, S(i) done to
 dP(i) done; the move of P to tensor memory has that of one; dS, for which nobody waits, follows, and
 leaves in pieces during the next step's exp2, so that no warp waits for the SM's queue of stores.
+dV leaves in two halves, the first one while dP(0') is computed.
 
 LSE and delta belong to columns here.  Scores therefore come to registers by quads
 (`blackwell.tmem`): a thread has 16 of its warpgroup's 64 queries for each of four keys, and reads
@@ -51,11 +52,11 @@ from fa4_hd256.kernels.blackwell.tmem import (
 from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from schedulers import TileProblem, section_heads_for
+from schedulers import TileProblem, WorkTile, section_heads_for
 
 from .common import FRAGMENT, Step, heads_of_part, heads_per_part, score_gradients
 from .ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
-from .row_result import OWN_ROWS, RowResult
+from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
 
 __all__ = ["DvKernel"]
 
@@ -87,6 +88,9 @@ class DvKernel(RowResult):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
+        # Of a warpgroup's columns of dV, those that leave when the next tile's first P is stored
+        # begin here; none where the slopes of a softcap take the registers.
+        self.later_columns = OWN_COLUMNS if self.problem_class.softcap else OWN_COLUMNS // 2
         self.shapes = {
             "S": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate),
             "dP": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16),
@@ -213,9 +217,10 @@ class DvKernel(RowResult):
                 mask = (Boolean(True), visibility, key, step.index)
                 states = self._probabilities(context, (factors, p), mask, None, states)
                 if undrained.is_valid:
-                    states = self.drain(context, undrained, states)
+                    states = self.drain(context, undrained, states, (0, self.later_columns))
                 for _ in cutlass.range(1, num_steps, unroll=1):
-                    states = self._publish(context, (factors, p), ds, states)
+                    states = self._publish(context, (factors, p, ds), undrained, states)
+                    undrained = self.no_work()
                     tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
                     step = step.following()
                     index = step.index
@@ -224,7 +229,7 @@ class DvKernel(RowResult):
                     states = self._probabilities(
                         context, (factors, p), mask, (tile_of_ds, ds), states
                     )
-                states = self._publish(context, (factors, p), ds, states)
+                states = self._publish(context, (factors, p, ds), undrained, states)
                 tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
                 for half in cutlass.range_constexpr(2):
                     self._store_ds(tile_of_ds, ds, half)
@@ -301,9 +306,14 @@ class DvKernel(RowResult):
 
     @traced("dS")
     @cute.jit
-    def _publish(self, context: Any, results: tuple, ds: cute.Tensor, states: Any):
-        """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits."""
-        factors, p = results
+    def _publish(self, context: Any, results: tuple, undrained: WorkTile, states: Any):
+        """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits.
+
+        results: (P times the slope of the softcap in float32, P in 16 bits, ds).  undrained: the
+        tile before, in its successor's first step, where the next product waits for both P and the
+        other half of its dV.
+        """
+        factors, p, ds = results
         context.barriers["dp_done"].wait(states["dp_done"])
         fence_after_thread_sync()
         address = self.own_columns(context, "dp", OWN_QUERIES)
@@ -315,6 +325,10 @@ class DvKernel(RowResult):
         fence_before_thread_sync()
         context.barriers["p_done"].arrive(states["dp_done"], is_converged=True)
         states.advance("dp_done")
+        if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
+            if undrained.is_valid:
+                part = self.later_columns, OWN_COLUMNS
+                states = self.drain(context, undrained, states, part)
         delta = self._own_stats(context, "delta", states["stats_loaded"].index)
         rounded = cute.recast_tensor(ds, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):

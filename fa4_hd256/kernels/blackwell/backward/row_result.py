@@ -21,11 +21,12 @@ from fa4_hd256.kernels.views import columns_of
 
 from .common import FRAGMENT, BackwardKernel, store_row, zeros
 
-__all__ = ["OWN_ROWS", "RowResult"]
+__all__ = ["OWN_COLUMNS", "OWN_ROWS", "RowResult"]
 
 OWN_ROWS = 128  # rows of a tile that a CTA has, one a lane of tensor memory
 TILE_ROWS = CTAS * OWN_ROWS
 OWN_COLUMNS = HEAD_DIM // 2  # columns of the result that one warpgroup drains
+WHOLE = (0, OWN_COLUMNS)
 
 
 class RowResult(BackwardKernel):
@@ -53,25 +54,31 @@ class RowResult(BackwardKernel):
         result, rows = context.tensors.results[0], self.result_rows(context, work)
         return result, rows, self.first_row(context, work), work.head
 
-    def drain(self, context: Any, work: Any, states: Any) -> Any:
-        """The result of a tile to global memory."""
-        return self.drain_to(context, self.place(context, work), states)
+    def drain(
+        self, context: Any, work: Any, states: Any, part: tuple[int, int] = WHOLE
+    ) -> Any:
+        """The result of a tile to global memory.  part: [begin, end) of a warpgroup's columns; such
+        parts, one after the other, make the whole."""
+        return self.drain_to(context, self.place(context, work), states, part)
 
-    def drain_to(self, context: Any, place: tuple, states: Any) -> Any:
+    def drain_to(
+        self, context: Any, place: tuple, states: Any, part: tuple[int, int] = WHOLE
+    ) -> Any:
         """What is done next to its place."""
-        return traced(f"drain {self.result}")(self._drain)(context, place, states)
+        return traced(f"drain {self.result}")(self._drain)(context, place, states, part)
 
     @cute.jit
-    def _drain(self, context: Any, place: tuple, states: Any):
-        name = self.result.lower()
+    def _drain(self, context: Any, place: tuple, states: Any, part: tuple[int, int]):
+        name, (begin, end) = self.result.lower(), part
         done, free = f"{name}_done", f"{name}_free"
-        context.barriers[done].wait(states[done])
-        fence_after_thread_sync()
+        if cutlass.const_expr(begin == 0):
+            context.barriers[done].wait(states[done])
+            fence_after_thread_sync()
         exists = self._has_row(place)
         start, stride = self.tmem_plan.buffers(name, self.edges[done].stages)
         address = context.own_lanes + (start + self.warpgroup() * OWN_COLUMNS)
         address += states[done].index * stride
-        for start in cutlass.range_constexpr(0, OWN_COLUMNS, FRAGMENT):
+        for start in cutlass.range_constexpr(begin, end, FRAGMENT):
             values = cute.make_rmem_tensor(FRAGMENT, cutlass.Float32)
             tmem_load(address + start, values)
             cute.arch.fence_view_async_tmem_load()
@@ -84,7 +91,8 @@ class RowResult(BackwardKernel):
                 destination = self._destination(place)
                 column = self.warpgroup() * OWN_COLUMNS + start
                 store_row(values, columns_of(destination, column, FRAGMENT))
-        states.advance(done)
+        if cutlass.const_expr(end == OWN_COLUMNS):
+            states.advance(done)
         return states
 
     def _has_row(self, place: tuple) -> Boolean:

@@ -261,16 +261,10 @@ DV_STEPS = StepTable(
         Role(
             "gradient",
             (
-                Act(
-                    (wait("dv_done"), read("dv", "dV"), arrive("dv_free")),
-                    When.FIRST, of_tile_before=True,
-                ),
-                Act(
-                    (
-                        wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done"),
-                        read("stats", "delta"), arrive("stats_free"),
-                    )
-                ),
+                Act((wait("dv_done"), read("dv", "dV")), When.FIRST, of_tile_before=True),
+                Act((wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done"))),
+                Act((read("dv", "dV"), arrive("dv_free")), When.FIRST, of_tile_before=True),
+                Act((read("stats", "delta"), arrive("stats_free"))),
                 Act(
                     (
                         wait("s_done"), read("s", "S"), arrive("s_free"),
