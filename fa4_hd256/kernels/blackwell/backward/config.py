@@ -275,7 +275,10 @@ class DvPlan:
     """
 
     ring_stages: int = 6
-    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+    # With 56 the load warp of packed sequences spills.
+    warps: BackwardWarpPlan = field(
+        default_factory=lambda: BackwardWarpPlan(registers_gradient=216, registers_other=72)
+    )
 
     stats_stages: ClassVar[int] = 2
     tile_rows: ClassVar[int] = DS_BLOCK

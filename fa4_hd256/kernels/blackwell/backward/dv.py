@@ -88,8 +88,8 @@ class DvKernel(RowResult):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
-        # Of a warpgroup's columns of dV, those that leave when the next tile's first P is stored
-        # begin here; none where the slopes of a softcap take the registers.
+        # Of a warpgroup's columns of dV, those from here on leave when the next tile's first P is
+        # stored; with a softcap, whose slopes take the registers, all leave before.
         self.later_columns = OWN_COLUMNS if self.problem_class.softcap else OWN_COLUMNS // 2
         self.shapes = {
             "S": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate),
@@ -220,7 +220,8 @@ class DvKernel(RowResult):
                     states = self.drain(context, undrained, states, (0, self.later_columns))
                 for _ in cutlass.range(1, num_steps, unroll=1):
                     states = self._publish(context, (factors, p, ds), undrained, states)
-                    undrained = self.no_work()
+                    if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
+                        undrained = self.no_work()
                     tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
                     step = step.following()
                     index = step.index
