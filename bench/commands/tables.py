@@ -55,10 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Raises ValueError for a name that is none, and where all would be run unasked."""
+    """Raises ValueError for a name that is none, or to be written but kept from before, and where
+    all would be run unasked."""
     for name in arguments.names:
         if name not in DOCUMENTS:
             raise ValueError(f"table {name!r}; accepted are {', '.join(DOCUMENTS)}")
+        if arguments.write and DOCUMENTS[name].of_before:
+            raise ValueError(
+                f"table {name!r} is kept from before, and its command would print another one: "
+                "name one that can be made anew"
+            )
     if arguments.write and not arguments.names:
         raise ValueError("--write takes names: all commands together run for hours")
     rows = [_row(name, arguments.write) for name in arguments.names or DOCUMENTS]

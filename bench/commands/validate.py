@@ -1,8 +1,8 @@
 """`python -m bench validate`: the timing model against what others and we have measured.
 
 It leads with ratios of kernels on one machine. Then absolute rates, with the clock of each lab's
-GPU fitted to one half of its rows and tested on the other; errors by class of row; what the issue's
-aims come to. A rate counts only where the very kernel is compiled and replayed here; the others
+GPU fitted to one half of its rows and tested on the other; errors by class of row; which
+aims are met. A rate counts only where the very kernel is compiled and replayed here; the others
 stand as published. Besides: single instructions, from which the tensor core's forms were made;
 replays of windowed kernels outside the fit of their tiles; a Hopper GPU (`bench hopper`).
 """

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 #: Bytes of one bulk copy, and of the buffer that loads and stores of `tiles` have each.
 COPY, BUFFER = 16 << 10, 64 << 10
+#: Clocks of work of a tile, and how many tiles each SM goes through.
+WORK, TILES = 16000, 24
 #: 64-bit numbers that a tile, and an SM of a `follower`, leaves.
 TILE_WORDS, FOLLOWER_WORDS = 4, 4
 #: Bits of the last argument of `follower`.

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from . import whole_gpu_kernels as kernels
+from .whole_gpu_kernels import TILES, WORK
 
-#: Clocks of work of a tile, and how many tiles each SM goes through.
-WORK, TILES = 16000, 24
 #: SMs that move bytes at once.
 ACTIVE = (1, 16, 33, 66, 99, 132)
 #: Edge of the square bf16 products; (heads, sequence length, head_dim) of the attention.

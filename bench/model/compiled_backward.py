@@ -30,8 +30,6 @@ from sm100_sim import LaunchConfig, Report, attached
 from .compiled_forward import OURS
 from .sass_loops import kernel_code
 
-#: How the names of our kernels begin.
-OURS_PREFIX = f"kernel_cutlass_kernel_{OURS}"
 UNIT_Q, UNIT_KV = 256, 128
 #: Long enough for steady loops, short enough to run in seconds.
 SEQLEN = 1024

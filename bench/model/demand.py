@@ -166,6 +166,8 @@ def dv(config: BackwardConfig, partial: bool = False) -> Kernel:
     partial: dV is float32, to be summed.
     """
     elements, stats = DS_TILE * DS_TILE, 2 * config.dv.stats_bytes
+    # Each warp reads LSE and delta of its half of the queries, eight of them in a clock.
+    stats_clocks = len(config.dv.warps.gradient) * 2 * (DS_TILE // 2) // 8
     step = (
         product(DS_BLOCK, DS_TILE, HEAD_DIM) * 2
         + product(DS_BLOCK, HEAD_DIM, DS_TILE, a_in_tmem=True)
@@ -173,7 +175,7 @@ def dv(config: BackwardConfig, partial: bool = False) -> Kernel:
         + Demand(fma=2 * elements)  # dS = P (dP - delta)
         + _tmem(2 * DS_TILE + DS_TILE // 2)
         + _tma_load(3 * TILE_BYTES + stats)
-        + Demand(l2_bytes=elements * ELEMENT_BYTES)
+        + Demand(warp_bytes=128 * stats_clocks, l2_bytes=elements * ELEMENT_BYTES)
     )
     result = DS_TILE * HEAD_DIM
     tile = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench.measure import whole_gpu_kernels
-from bench.measure.whole_gpu_kernels import BUFFER
+from bench.measure.whole_gpu_kernels import BUFFER, TILES, WORK
 from sm100_sim.timing import (
     FLOP_PER_CLOCK,
     Call,
@@ -25,8 +25,6 @@ from sm100_sim.timing import (
 )
 
 _HERE = Path(whole_gpu_kernels.__file__)
-#: Of `whole_gpu_measure`, which needs a GPU to be imported.
-WORK, TILES = 16000, 24
 #: TFLOPS at the nominal clock and picojoules a FLOP of operations: of products of zeros and of
 #: random numbers as an H200 ran them before (894, and 788 under load); of attention cuDNN's and
 #: PyTorch's rates; of others guesses.

@@ -1,6 +1,7 @@
 """The tables of docs/tables: one file each, headed by the command that prints it.
 
-`python -m bench tables NAME --write` runs the command and writes its file. A file says what it is
+`python -m bench tables NAME --write` runs the command and writes its file, but for those that are
+kept from before. A file says what it is
 of (measured, modelled with the digest of the constants, or computed) and which page explains it.
 """
 
@@ -20,20 +21,25 @@ class Document:
     """A file of docs/tables.
 
     command: after `python -m bench`, without output options. page: of docs, which explains it.
-    tables: which of the command's tables it has, by number; None for all.
+    tables: which of the command's tables it has, by number; None for all. of_before: it was printed
+    by an earlier state of the model, to be compared with; the command prints others today.
     """
 
     title: str
     command: tuple[str, ...]
     page: str
     tables: tuple[int, ...] | None = None
+    of_before: bool = False
 
     def header(self, name: str) -> str:
         """What every file begins with."""
+        origin = "Kept as an earlier state of the model printed it; nothing makes it anew."
+        if not self.of_before:
+            command = f"python -m bench tables {name} --write"
+            origin = f"Generated, not to be edited: `{command}` makes it anew."
         return (
             f"# {self.title}\n\n    python -m bench {' '.join(self.command)}\n\n"
-            f"Explained in [{self.page}](../{self.page}). Generated, not to be edited: "
-            f"`python -m bench tables {name} --write` makes it anew.\n\n"
+            f"Explained in [{self.page}](../{self.page}). {origin}\n\n"
         )
 
     def text(self, name: str, tables: Sequence[Table]) -> str:
@@ -83,7 +89,7 @@ DOCUMENTS = {
         "Aims, fitted clocks and errors by class of row", _VALIDATE, "timing.md", (0, 4, 5)
     ),
     "validate_before": Document(
-        "The same before the model was mended", _VALIDATE, "timing.md", (0, 4, 5, 2)
+        "The same before the model was mended", _VALIDATE, "timing.md", (0, 4, 5, 2), True
     ),
     "validate_ratios": Document(
         "Ratios of kernels and of GPUs", _VALIDATE, "timing.md", (1, 2)

@@ -49,10 +49,9 @@ class Tables(NamedTuple):
 
     clocks, reads, writes: of each tile, without waiting; skips: int64, whether it is passed over.
     rule: see above. free, free_place: a heap of clocks and int64 places, those of claims behind
-    those of tiles. flow, flow_place: likewise
-    of flows by when they end, in bytes served; -1 - place where that does not wait for it. place:
-    (places, COLUMNS). starts, ends, cluster_of (int64): of each tile. busy: of each place. counts:
-    int64.
+    those of tiles. flow, flow_place: likewise of flows by when they end, in bytes served; -1 -
+    place where that does not wait for it. place: (places, COLUMNS). starts, ends, cluster_of
+    (int64): of each tile. busy: of each place. counts: int64. server: (SERVER,).
     """
 
     clocks: np.ndarray

@@ -169,9 +169,8 @@ class Schedule:
 
 
 #: How clusters come by tiles. "static": persistent clusters, tile i to cluster i mod n. "dynamic":
-#: persistent clusters that claim the next tile when they begin one (cluster launch control), as
-#: ours and cuDNN's do. "single": one tile a cluster, the hardware launches the next where one has
-#: ended.
+#: persistent clusters that claim tiles ahead of the one that they work on (cluster launch control).
+#: "single": one tile a cluster, the hardware launches the next where one has ended.
 POLICIES = ("static", "dynamic", "single")
 
 

@@ -1,7 +1,7 @@
 """What a published rate is: of which kernel, on which GPU, how it was measured, what it is for.
 
 A rate validates the model only where the very kernel can be compiled and replayed
-(`predictor.replaying`). The others stand as published.
+(`predictor.replayable`). The others stand as published.
 """
 
 from __future__ import annotations
