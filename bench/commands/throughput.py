@@ -21,6 +21,7 @@ from bench.measure.timer import (
     Sampling,
     add_sampling_options,
 )
+from bench.model.calibrate import ROW_ERROR
 from bench.model.predictor import add_model_options
 from bench.model.throughput import Predictions
 from bench.processes import add_jobs_option
@@ -117,8 +118,10 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     ]
     if not measured:
         notes.append(
-            "TFLOPS and the first ratio: of a burst, a few launches on a GPU at rest; sustained: "
-            "when the clock has given way to the power that the products need (docs/timing.md)."
+            f"A modelled probability also counts {ROW_ERROR:.0%} that the model may be off under "
+            "any set of constants. TFLOPS and the first ratio: of a burst, a few launches on a GPU "
+            "at rest; sustained: when the clock has given way to the power that the products need "
+            "(docs/timing.md)."
         )
         notes.append(path_note("the replays behind a row, ours / the best peer's"))
     reasons: dict[tuple[str, str], int] = defaultdict(int)
@@ -133,7 +136,7 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
-    add_model_options(parser)
+    add_model_options(parser, draws=32)
     add_jobs_option(parser)
     add_sampling_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")

@@ -19,6 +19,7 @@ from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from . import flash_attn_4, frost
 from .backward import Backward
+from .calibrate import ROW_ERROR
 from .flash_attn_4 import FlashAttention4, FlashAttention4Divided
 from .flash_attn_4_five import FlashAttention4FiveProducts
 from .forward import Kernel
@@ -181,12 +182,15 @@ def _seconds(calls: Sequence[Call], values: Sequence[Values]) -> tuple[np.ndarra
 
 
 def printing_predictor(machine: str, draws: int) -> Predictor:
-    """A predictor for the machine of that name that says on stderr what it replays."""
+    """A predictor for the machine of that name that says on stderr what it replays.
+
+    A ratio of two projects' kernels counts with the error of a row: no published rate is of both.
+    """
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    return Predictor(load(machine), draws, note=note)
+    return Predictor(load(machine), draws, ROW_ERROR, note)
 
 
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
