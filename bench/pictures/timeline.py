@@ -22,7 +22,7 @@ def role_timeline() -> Drawing:
     drawing = Drawing(
         _LEFT + _INNER + 32, height, "Timeline of the forward kernel across the end of a tile",
         "A lane for each role of the leader CTA; bars of the tile that ends are blue, those of the "
-        "next tile orange. The tensor core is busy throughout: the next tile's first product is "
+        "next tile orange. The tensor core hardly pauses: the next tile's first product is "
         "issued before the last one of this tile.",
     )
     drawing.heading(
