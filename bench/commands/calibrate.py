@@ -172,7 +172,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
+    """Run the command; the exit status. Raises ValueError for numbers that make no search."""
+    if min(arguments.sets, arguments.lot) < 1 or arguments.rounds < 0:
+        raise ValueError(
+            f"--sets {arguments.sets}, --lot {arguments.lot}, --rounds {arguments.rounds}; "
+            "accepted are sets and lots of 1 or more, 0 rounds or more"
+        )
     if arguments.show:
         content = json.loads((SETS / FILE).read_text())
     else:

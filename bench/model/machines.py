@@ -33,8 +33,17 @@ def gpu_of(machine: Machine) -> Gpu:
 
 
 def _device_of(machine: Machine) -> SimulatedDevice:
-    """The device of that name; a machine of another name is taken for a B200, as by `gpu_of`."""
-    return DEVICES.get(machine.name, DEVICES["b200"])
+    """The device of that name; of another name, the first that kernels are compiled for in the same
+    way. Raises ValueError if there is none."""
+    alike = [one for one in DEVICES.values() if one.target == machine.architecture]
+    found = DEVICES.get(machine.name) or next(iter(alike), None)
+    if found is None:
+        accepted = ", ".join(sorted({one.target for one in DEVICES.values()}))
+        raise ValueError(
+            f"{machine.name}: kernels compiled for {machine.architecture} cannot be run here; "
+            f"accepted are machines of {accepted}"
+        )
+    return found
 
 
 def target_of(machine: Machine) -> str:

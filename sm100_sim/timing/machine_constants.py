@@ -131,8 +131,10 @@ class Machine:
     def sampled(self, draws: int, seed: int = 0) -> list[Values]:
         """The central values, then as many sets: the first of `sets`, else draws by the seed.
 
-        Raises ValueError for more sets than there are.
+        Raises ValueError for fewer than none, or more sets than there are.
         """
+        if draws < 0:
+            raise ValueError(f"{draws} draws of the constants of {self.name}; accepted: 0 or more")
         central = self.values()
         if self.sets is None:
             generator = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.__main__ import main
 from bench.model import calibrate
 from bench.model.calibrate import Case, Judge, Population, constants_at, spread
 from bench.model.published.rows import FIT, TEST, Build, Clock, Protocol, Published
@@ -156,3 +157,9 @@ def test_machine_sets_and_too_many_of_them(tmp_path, monkeypatch):
     assert load("h200").sets is None and len(load("h200").sampled(3)) == 4
     with pytest.raises(ValueError, match="2 draws of the constants of b200; 1 sets are known"):
         load("b200").sampled(2)
+
+
+@pytest.mark.parametrize("option", ["--sets", "--lot", "--rounds"])
+def test_numbers_that_make_no_search_are_refused(option, capsys):
+    assert main(["calibrate", option, "-1"]) == 2
+    assert f"{option} -1" in capsys.readouterr().err

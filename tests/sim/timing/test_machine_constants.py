@@ -55,6 +55,13 @@ def test_draws_stay_in_range_and_repeat():
         assert machine.constants[name].low <= value <= machine.constants[name].high
 
 
+@pytest.mark.parametrize("name", ["b200", "h200"])
+def test_fewer_draws_than_none_are_refused(name):
+    assert len(load(name).sampled(0)) == 1
+    with pytest.raises(ValueError, match="-1 draws"):
+        load(name).sampled(-1)
+
+
 def test_unknown_machine():
     with pytest.raises(ValueError, match="there are"):
         load("b100")
