@@ -21,7 +21,7 @@ COMMANDS = {
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
-    "peers": "earlier commits of flash-attn-4, prepared to be compiled and replayed",
+    "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",
     "pictures": "the pictures of docs/pictures, drawn from the code",
     "profile": "Nsight Compute on our kernels: its command line, or a summary of its report",
     "report": "one HTML page from the JSON results of the others",

@@ -1,7 +1,7 @@
 """`python -m bench throughput`: forward and backward over the suite, implementations side by side.
 
 On a CUDA GPU every provider's result is checked against the one reference, then all of them are
-timed by turns. Without one, ours and flash-attn-4's times are those of the timing model.
+timed by turns. Without one, times are those of the timing model, of all whose kernels are replayed.
 """
 
 from __future__ import annotations

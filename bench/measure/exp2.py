@@ -37,7 +37,7 @@ class Times:
     """Of one mix and class. seconds: median, p20 and p80, or of all replays, the central one first.
 
     bound: what decides the modelled time. step_clocks: modelled, of a step of a CTA pair: what the
-    mix can change where the power limit or HBM decides. paths: of the replays behind it.
+    mix can change where HBM or other work decides the time. paths: of the replays behind it.
     """
 
     seconds: np.ndarray
