@@ -12,6 +12,12 @@ import argparse
 from pathlib import Path
 
 from bench.peers import releases
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+
+COLUMNS = (
+    Column("release"), Column("what"), Column("cutlass_dsl", title="CuTe DSL"), Column("state"),
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source", type=Path, metavar="DIR",
         help="checkout of github.com/Dao-AILab/flash-attention at that commit",
     )
+    add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
+    """Raises ValueError for a commit that is not known, and for a checkout of anything else."""
     wanted = [releases.release(commit) for commit in arguments.commits]
     if arguments.source is not None and len(wanted) != 1:
         raise ValueError("--source is a checkout at one commit: name that commit, and no other")
     for one in wanted:
-        print(f"{one.commit}: {releases.prepare(one, arguments.source)}")
-    if not wanted:
-        for one in releases.ALL.values():
-            state = releases.unavailable(one) or f"prepared: {one.folder}"
-            print(f"{one.commit}  {one.what}; CuTe DSL {one.cutlass_dsl}; {state}")
+        releases.prepare(one, arguments.source)
+    rows = [
+        {
+            "release": one.commit, "what": one.what, "cutlass_dsl": one.cutlass_dsl,
+            "state": releases.unavailable(one) or f"prepared: {one.folder}",
+            BASIS: "computed", MACHINE: "this code",
+        }
+        for one in wanted or releases.ALL.values()
+    ]  # fmt: skip
+    emit(Table("peers", "Earlier flash-attn-4 and FROST", COLUMNS, rows), arguments)
     return 0

@@ -58,9 +58,9 @@ def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
 
 def test_fences_of_our_kernels():
     """All are those of the cluster barrier, once or twice a warp; in a loop they would be many."""
-    compiled, arguments = our_fences.calls(256)["dQ from stored dS, full"]()
-    found = our_fences.row("dQ", timing.predict(compiled, *arguments, draws=0)[-1])
+    compiled, arguments = our_fences.calls(256)["dK and dQ from dS, full"]()
+    found = our_fences.row("products", timing.predict(compiled, *arguments, draws=0)[-1])
     assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
     assert found["clocks"] > found["without"] and found["unmatched"] == 0
-    with pytest.raises(ValueError, match="'dP' in its name; there are dK/dV, dS stored, full"):
+    with pytest.raises(ValueError, match="'dP' in its name; there are dV and dS, full"):
         fences.measure(256, load("b200"), "dP")

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import subprocess
 
 import numpy as np
 import pytest
 
+from bench.__main__ import main
 from bench.model import flash_attn_4 as model
 from bench.model import replays
 from bench.model.calls import Kind
@@ -88,6 +90,22 @@ def test_a_failed_installation_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no such version"):
         releases.prepare(wanted)
     assert releases.unavailable(wanted) and not list((tmp_path / "peers").iterdir())
+
+
+def test_the_command_lists_what_is_prepared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(releases, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(releases, "_install", lambda requirements, folder: None)
+    assert main(["peers", "6c73fb50", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["tables"][0]["rows"]
+    assert row["release"] == "6c73fb50" and str(tmp_path) in row["state"]
+    assert main(["peers", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tables"][0]["rows"]
+    states = {row["release"]: row["state"].split(":")[0] for row in rows}
+    assert list(states) == list(releases.ALL) and states.pop("6c73fb50") == "prepared"
+    assert all("is not prepared" in state for state in states.values())
+    for refused in (["0000"], ["--source", "."]):
+        assert main(["peers", *refused]) == 2
+        assert "commit" in capsys.readouterr().err
 
 
 def test_what_differs_is_another_folder():

@@ -61,7 +61,8 @@ def test_a_command_is_run_with_its_options(monkeypatch):
     document = Document("T", ("intensity", "--direction", "forward", "--seqlen", "512"), "p.md")
     (found,) = command.made(document)
     assert {row["direction"] for row in found.rows} == {"forward"}
-    assert document.text("name", [found]).count("| L2 ") == 1
+    assert [row["level"] for row in found.rows].count("L2") == 1
+    assert found.as_markdown() in document.text("name", [found])
 
 
 def test_a_file_from_before_is_not_overwritten(tmp_path, capsys):
