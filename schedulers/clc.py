@@ -14,6 +14,10 @@ full barrier     one in each CTA; count 1.  A lane of the leader's scheduler war
 empty barrier    in the leader CTA; one arrival per consumer warp of BOTH CTAs after its read
                  of the response.  Waited for by the leader's scheduler warp before it arms
                  the slot again, and in `producer_tail`.
+wanted barrier   in the leader CTA; count 1.  The warp that is to know the next tile first
+                 arrives when it will want it soon.  Waited for by the leader's scheduler warp
+                 before it makes the query; all its phases, so nothing arrives at a CTA that is
+                 gone.
 ===============  ====================================================================
 
 * The response is decoded from one 128-bit load; a proxy fence orders that generic read before the
@@ -50,14 +54,31 @@ NUM_STAGES = 2
 
 @dataclass(frozen=True)
 class ClcChannel:
-    """What the roles share: the pipeline's barriers and the ring of responses in SMEM."""
+    """What the roles share: the pipeline's barriers, those of the queries that are wanted, and the
+    ring of responses in SMEM."""
 
     pipeline: pipeline.PipelineClcFetchAsync
+    wanted: pipeline.MbarrierArray
     responses: cute.Pointer
 
 
 # The CTA of the cluster whose scheduler warp makes the queries.
 _LEADER = 0
+
+
+@cute.jit
+def _want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
+    """In the leader CTA: one arrival of the warp."""
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(wanted.get_barrier(state.index))
+
+
+@cute.jit
+def _wait_until_wanted(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
+    """In the leader CTA: wait until the next tile is wanted."""
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+        wanted.wait(state.index, state.phase)
 
 
 @cute.jit
@@ -106,7 +127,7 @@ class ClcScheduler:
     """One warp's view of the cluster's sequence of tiles."""
 
     needs_scheduler_warp: ClassVar[bool] = True
-    smem_bytes: ClassVar[int] = NUM_STAGES * (2 * BARRIER_BYTES + RESPONSE_BYTES) + 16
+    smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + RESPONSE_BYTES) + 16
 
     def __init__(
         self,
@@ -127,8 +148,8 @@ class ClcScheduler:
 
     @staticmethod
     def setup(allocator: Any, consumer_warps: int) -> ClcChannel:
-        """Allocate barriers and responses (48 bytes a stage, with padding) and set them up."""
-        barriers = allocator.allocate_array(Int64, 2 * NUM_STAGES)
+        """Allocate barriers and responses (40 bytes a stage, with padding) and set them up."""
+        barriers = allocator.allocate_array(Int64, 3 * NUM_STAGES)
         # Int128 elements, so that the pointer to any slot is known to be aligned to 16 bytes.
         responses = allocator.allocate_array(Int128, NUM_STAGES, byte_alignment=RESPONSE_BYTES)
         channel = pipeline.PipelineClcFetchAsync.create(
@@ -142,7 +163,11 @@ class ClcScheduler:
             cta_layout_vmnk=cute.make_layout((1, CLUSTER_SIZE, 1, 1)),
             defer_sync=True,
         )
-        return ClcChannel(channel, responses)
+        one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        wanted = pipeline.MbarrierArray(
+            barriers + 2 * NUM_STAGES, NUM_STAGES, (pipeline.PipelineOp.AsyncThread, one)
+        )
+        return ClcChannel(channel, wanted, responses)
 
     @classmethod
     def create(cls, order: TileOrder, channel: ClcChannel) -> ClcScheduler:
@@ -156,11 +181,22 @@ class ClcScheduler:
         index, _ = cluster_index()
         return make_work_tile(Int32(index), Boolean(True), self.order)
 
+    def want_next_work(self) -> None:
+        """In the leader CTA: let the scheduler warp ask for the next tile; elsewhere nothing.
+
+        To be called by one whole warp per CTA, after a valid tile, once per tile.  Nobody gets the
+        next tile before.
+        """
+        _want(self.channel.wanted, self.consumer)
+
     def prefetch_next_work(self) -> None:
-        """In the leader CTA: ask for the next tile, into both CTAs; elsewhere nothing.
+        """In the leader CTA: once the next tile is wanted, ask for it, into both CTAs; elsewhere
+        nothing.
 
         To be called by one whole warp per CTA, after a valid tile, once per tile.
         """
+        # The response that this warp reads next is the one that was wanted.
+        _wait_until_wanted(self.channel.wanted, self.consumer)
         _query(self.channel.pipeline, self.producer, self._response(self.producer))
         self.producer.advance()
 

@@ -12,8 +12,10 @@ scheduler and runs the same loop, whatever the kind::
         work = scheduler.advance_to_next_work()
 
 One warp of the leader CTA, the scheduler warp, additionally calls `prefetch_next_work()` at the
-head of the loop's body and `producer_tail()` after the loop; where there is nothing to prefetch
-both are empty, and `needs_scheduler_warp` is False.
+head of the loop's body and `producer_tail()` after the loop.  When the query goes out is up to one
+more warp of that CTA, which calls `want_next_work()` once in the loop's body: a tile that is
+claimed early is kept from clusters that are done before this one.  Where there is nothing to
+prefetch all three are empty, and `needs_scheduler_warp` is False.
 
 Coordinates are in CLUSTER units: both CTAs of a pair always get the same tile;
 a CTA derives its half from its rank in the cluster.
@@ -112,8 +114,11 @@ class TileScheduler(Protocol):
     def advance_to_next_work(self) -> WorkTile:
         """The next tile; called by all lanes of a warp together, not after an invalid tile."""
 
+    def want_next_work(self) -> None:
+        """Let the scheduler warp ask for the next tile; after a valid tile, once per tile."""
+
     def prefetch_next_work(self) -> None:
-        """Ask for the next tile early; only after a valid tile, once per tile."""
+        """Ask for the next tile, once it is wanted; only after a valid tile, once per tile."""
 
     def producer_tail(self) -> None:
         """Wait until nobody uses what the scheduler warp produced, so that its CTA may exit."""

@@ -39,6 +39,9 @@ class _StaticScheduler:
         """Tile number `cluster index`."""
         return make_work_tile(self.index, self.index < self.order.num_tiles, self.order)
 
+    def want_next_work(self) -> None:
+        """Nobody to tell: the next tile is known."""
+
     def prefetch_next_work(self) -> None:
         """Nothing to prefetch: the next tile is known."""
 

@@ -21,15 +21,15 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.steps import CLAIM_STEPS
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import RESULTS, KernelSpec, backward_specs
 from fa4_hd256.run.compile import compile_kernel, versions
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
-from schedulers.clc import NUM_STAGES
 from sm100_sim import timing
-from sm100_sim.timing import Machine, TileCosts
+from sm100_sim.timing import Late, Machine, TileCosts
 
 from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
@@ -51,7 +51,10 @@ from .samples import (
     forward_work,
     parts_of,
 )
-from .tiles import ROWS, BackwardTiling, ForwardTiling
+from .tiles import DKDV, ROWS, STEP_WORK, BackwardTiling, ForwardTiling
+
+#: Steps that the tensor core is behind the load warp, with three tiles of keys or values loaded.
+_LOADS_AHEAD = 2.5
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,11 @@ class Variant:
         return "dynamic" if self.use_clc else "static"
 
     @property
-    def claims(self) -> int:
-        """Tiles claimed ahead: the scheduler's warp asks as soon as a slot of its ring is free."""
-        return NUM_STAGES if self.use_clc else 0
+    def claims(self) -> Late | int:
+        """The scheduler's warp asks when the load warp has a few steps left, which itself is as far
+        ahead as its ring has stages."""
+        step = STEP_WORK if self.kernel == FORWARD else DKDV
+        return Late((CLAIM_STEPS + _LOADS_AHEAD) * step) if self.use_clc else 0
 
     @property
     def num_splits(self) -> int:

@@ -18,7 +18,7 @@ from bench.suite import Case
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers import TileOrder, TileProblem, section_heads_for, tile_coordinates
-from sm100_sim.timing import Tile
+from sm100_sim.timing import Late, Tile
 
 from .machines import B200
 
@@ -59,7 +59,7 @@ class ForwardTiling:
     num_splits: int = 1
     equal_parts: bool = False
     prefetches: bool = False
-    claims: int | None = None
+    claims: int | Late | None = None
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -96,7 +96,7 @@ class BackwardTiling:
     divides_heads: bool
     rows: int
     prefetches: bool = False
-    claims: int | None = None
+    claims: int | Late | None = None
 
 
 class Parts(NamedTuple):

@@ -26,8 +26,9 @@ paths, not by the order of this run; tests/operator/kernels/test_drain.py also w
 interleaving of small plans and finds the same.
 
 What the scheduler does is part of the hang check alone, as the dynamic one, which holds roles back:
-its ring has two responses, and a third is fetched when every role has read the first.  The order
-that it adds is not counted on elsewhere, since the static one adds none.
+its ring has two responses, a third is fetched when every role has read the first, and none before
+the leader's load role wants it.  The order that it adds is not counted on elsewhere, since the
+static one adds none.
 """
 
 from __future__ import annotations
@@ -207,7 +208,8 @@ class Run:
         #: What was overwritten before anybody had read it.
         self.unread: list[Held] = []
         self.tensor: int | None = None
-        self.fetched, self.taken = 0, dict.fromkeys(self.programs, 0)
+        self.wanted, self.fetched = 0, 0
+        self.taken = dict.fromkeys(self.programs, 0)
 
     def check(self) -> None:
         """Run to the end, and look at the order of what happened."""
@@ -263,7 +265,12 @@ class Run:
             if operation.number > self.fetched:
                 return False
             self.taken[role] = operation.number
+        elif kind is Kind.WANT:
+            if role[1] == LEADER:
+                self.wanted = operation.number
         elif kind is Kind.FETCH:
+            if self.wanted < operation.number:
+                return False
             if min(self.taken.values()) < operation.number - RESPONSES:
                 return False
             self.fetched = operation.number

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .edges import EdgeTable
-from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, When
+from .steps import Action, Advance, Issue, Load, Product, Role, StepTable, Verb, Want, When
 
 __all__ = ["CTAS", "LEADER", "Kind", "Operation", "Programs", "Use"]
 
@@ -31,6 +31,7 @@ class Kind(enum.Enum):
     PRODUCT = "multiplies"
     COMMIT = "commits"
     ADVANCE = "takes the tile"
+    WANT = "wants the tile"
     FETCH = "fetches the tile"
 
 
@@ -149,6 +150,9 @@ class Programs:
             if isinstance(item, Advance):
                 yield _advance(item.tile)
                 continue
+            if isinstance(item, Want):
+                yield Operation(Kind.WANT, number=item.tile)
+                continue
             loads = item.product.loads
             if in_order:
                 firsts = self.steps.loads if item.product is self.steps.products[0] else ()
@@ -184,6 +188,8 @@ class Programs:
         for item in self.steps.walk(self.tiles):
             if isinstance(item, Issue):
                 yield from self._product(item, turns)
+                continue
+            if isinstance(item, Want):
                 continue
             if self.tiles[item.tile - 1]:
                 turns.leave_tile(is_ahead=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from .edges import EdgeTable
 
 __all__ = [
+    "CLAIM_STEPS",
     "Act",
     "Action",
     "Advance",
@@ -41,6 +42,7 @@ __all__ = [
     "Role",
     "StepTable",
     "Verb",
+    "Want",
     "When",
     "arrive",
     "change",
@@ -325,6 +327,19 @@ class Advance:
 
 
 @dataclass(frozen=True)
+class Want:
+    """The load role lets the scheduler ask for the tile with this number."""
+
+    tile: int
+
+
+#: Steps of a tile that the load role has left when it lets the scheduler ask for the next one. Too
+#: early keeps tiles from clusters that have nothing to do; the response takes 500 to 2,000 clocks,
+#: and the load role wants it when these steps are loaded.
+CLAIM_STEPS = 2
+
+
+@dataclass(frozen=True)
 class StepTable:
     """The products of a kernel's step in the order of their issue, the rings they use, and the
     other roles, as far as they use the same edges."""
@@ -399,7 +414,7 @@ class StepTable:
         uses = [u for p in self.products for u in p.waits if u.edge in (pair.full, pair.free)]
         return any(use.when is When.FIRST for use in uses)
 
-    def walk(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
+    def walk(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance | Want]:
         """What the load and MMA warps go through for tiles of so many steps each.
 
         The loops of `blackwell.producers` in plain Python, for the check of the plan; traces of the
@@ -407,19 +422,27 @@ class StepTable:
         """
         return self._look_ahead(tiles) if self.looks_ahead else self._in_order(tiles)
 
-    def _in_order(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
+    def _in_order(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance | Want]:
         for tile, num_steps in enumerate(tiles):
+            if num_steps < CLAIM_STEPS:
+                yield Want(tile + 1)
             for step in range(num_steps):
+                if step + CLAIM_STEPS == num_steps:
+                    yield Want(tile + 1)
                 for product in self.products:
                     yield Issue(product, tile, step, num_steps)
             yield Advance(tile + 1)
 
-    def _look_ahead(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance]:
+    def _look_ahead(self, tiles: tuple[int, ...]) -> Iterator[Issue | Advance | Want]:
         tile = yield from self._next_with_steps(tiles, 0)
         yield from self._start(tiles, tile)
         while tile < len(tiles):
             num_steps = tiles[tile]
+            if num_steps <= CLAIM_STEPS:
+                yield Want(tile + 1)
             for step in range(1, num_steps):
+                if step + CLAIM_STEPS == num_steps:
+                    yield Want(tile + 1)
                 for product in self.products:
                     yield Issue(product, tile, step if product.is_ahead else step - 1, num_steps)
             following = tile + 1
@@ -436,9 +459,12 @@ class StepTable:
                 yield from self._start(tiles, tile)
 
     @staticmethod
-    def _next_with_steps(tiles: tuple[int, ...], tile: int) -> Generator[Advance, None, int]:
+    def _next_with_steps(
+        tiles: tuple[int, ...], tile: int
+    ) -> Generator[Advance | Want, None, int]:
         while tile < len(tiles) and tiles[tile] == 0:
             tile += 1
+            yield Want(tile)
             yield Advance(tile)
         return tile
 

@@ -11,7 +11,7 @@ so for every launch of a GPU program. Both need numba and nvidia-cuda-nvdisasm, 
 | load, machines, Machine, Constant, Values, SETS | constants of modelled GPUs, their sources |
 | l2_share | what an SM gets from L2, of them |
 | schedule, Schedule, Tile, Tiles, TileCosts, Sample, fit | a problem of many tiles on all SMs |
-| Room, ALONE, POLICIES | what of a machine it gets, and how clusters come by tiles |
+| Room, ALONE, POLICIES, Late | what of a machine it gets, how and when clusters come by tiles |
 | Call, Conditions, BURST, SUSTAINED | its time as it is measured: clock under load, the host |
 | mma_cost, MmaCost, MEASURED | closed forms of tcgen05.mma, and what they reproduce |
 | disassemble, SassFunction, SassInstruction | SASS of a cubin |
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .problem import (
         ALONE,
         POLICIES,
+        Late,
         Room,
         Sample,
         Schedule,
@@ -68,6 +69,7 @@ __all__ = [
     "Compiled",
     "Conditions",
     "Constant",
+    "Late",
     "Machine",
     "MmaCost",
     "Prediction",
@@ -110,7 +112,7 @@ _HOMES = {
     ),
     "prediction": ("Prediction", "attached", "predict", "tensor_core_clocks", "traced_program"),
     "problem": (
-        "ALONE", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",
+        "ALONE", "Late", "POLICIES", "Room", "Sample", "Schedule", "Tile", "TileCosts", "Tiles",
         "fit", "schedule",
     ),
     "program": ("Compiled",),

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 # Entries of Tables.rule: what a cluster costs once and again, rates in bytes a clock, the policy,
-# how far the shares of places lie apart, tiles claimed ahead, clocks of a claim.
-(BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, CLAIMS, QUERY,
- RULES) = range(12)  # fmt: skip
+# how far the shares of places lie apart, tiles claimed ahead, clocks of a claim, clocks before the
+# end of a tile at which the next is claimed (infinite: at its begin).
+(BEGIN, REUSE, LINK, MEMORY, GRID, STATIC, SINGLE, PREFETCHES, UNEVEN, CLAIMS, QUERY, LEAD,
+ RULES) = range(13)  # fmt: skip
 #: Tiles that a place may have claimed ahead.
 MOST_CLAIMS = 2
 # Columns of Tables.place: UNDER_WAY claims are still to be made, VOID ones were made before their
@@ -209,6 +210,18 @@ def _claim(t, place):
         row[int(FIRST_CLAIM + row[CLAIMED])] = t.counts[GIVEN]
         row[CLAIMED] += 1
         t.counts[GIVEN] += 1
+        if t.rule[LEAD] < math.inf:
+            _prefetch(t, place)
+
+
+@_compiled
+def _prefetch(t, place):
+    """A place at work asks for the operands of its next tile, if it may and there is one."""
+    if t.rule[PREFETCHES]:
+        following = _next_tile(t, place, False)
+        if following < len(t.clocks) and t.reads[following]:
+            _ask(t, t.reads[following], place, True)
+            t.place[place, FLOW] = _ASKED
 
 
 @_compiled
@@ -228,11 +241,11 @@ def _work(t, place):
     t.busy[place] += clocks
     row[STAGE], row[FLOW], row[AWAITED] = _FREE, _NONE, 0.0
     _later(t, row[START] + clocks, place)
-    if t.rule[PREFETCHES]:
-        following = _next_tile(t, place, False)
-        if following < len(t.clocks) and t.reads[following]:
-            _ask(t, t.reads[following], place, True)
-            row[FLOW] = _ASKED
+    if t.rule[LEAD] < math.inf:
+        row[UNDER_WAY] += 1
+        _later(t, max(now, row[START] + clocks - t.rule[LEAD]), place + len(t.place))
+    else:
+        _prefetch(t, place)
 
 
 @_compiled
@@ -258,8 +271,9 @@ def _free(t, place):
     tile = _next_tile(t, place, True)
     if tile >= len(t.clocks):
         return
-    missing = t.rule[CLAIMS] - row[CLAIMED] - (row[UNDER_WAY] - row[VOID])
-    _ask_for_claims(t, place, int(missing))
+    if t.rule[LEAD] == math.inf:
+        missing = t.rule[CLAIMS] - row[CLAIMED] - (row[UNDER_WAY] - row[VOID])
+        _ask_for_claims(t, place, int(missing))
     if t.skips[tile]:
         t.starts[tile], t.ends[tile], t.cluster_of[tile] = now, now + t.clocks[tile], place
         t.busy[place] += t.clocks[tile]

@@ -15,6 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -200,9 +201,16 @@ class Room:
 ALONE = Room()
 
 
+class Late(NamedTuple):
+    """A dynamic cluster claims its next tile when so much of the work of one is left: tensor-core
+    clocks as `Tile.work`, more than 0. Shorter tiles claim at their begin."""
+
+    work: float
+
+
 def schedule(
     tiles: Sequence[Tile] | Tiles, costs: TileCosts, values: Values, cluster: int, policy: str,
-    room: Room = ALONE, prefetches: bool = False, claims: int | None = None,
+    room: Room = ALONE, prefetches: bool = False, claims: int | Late | None = None,
 ) -> Schedule:
     """Run a problem's tiles, in their order, over the clusters of a machine.
 
@@ -211,8 +219,9 @@ def schedule(
     begins, so that it waits for what is not there by then; otherwise when it begins itself, and
     what a replay has of that, its bytes at an SM's share of L2, is in `costs`. claims: tiles that a
     dynamic cluster has claimed beside the one that it works on, one by default; it asks for the
-    next when it begins one. Raises ValueError for an unknown policy, no tile, a prefetch with one
-    tile a cluster, or claims without a dynamic scheduler or more than two.
+    next when it begins one, or as `Late` says, and then for its operands, too. Raises ValueError
+    for an unknown policy, no tile, a prefetch with one tile a cluster, or claims without a dynamic
+    scheduler or more than two.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r}; accepted are {', '.join(POLICIES)}")
@@ -220,6 +229,10 @@ def schedule(
         raise ValueError("a cluster of one tile cannot ask for the next one's operands")
     if claims is None:
         claims = int(policy == "dynamic")
+    lead = math.inf
+    if isinstance(claims, Late):
+        lead = claims.work * costs.rate
+        claims = 1
     if claims and policy != "dynamic" or not 0 <= claims <= placement.MOST_CLAIMS:
         raise ValueError(
             f"{claims} tiles claimed ahead under {policy!r}; accepted are 0 to "
@@ -237,6 +250,7 @@ def schedule(
     rule[placement.STATIC], rule[placement.SINGLE] = policy == "static", policy == "single"
     rule[placement.PREFETCHES], rule[placement.UNEVEN] = prefetches, values.uneven_shares
     rule[placement.CLAIMS], rule[placement.QUERY] = claims, values.clc_query
+    rule[placement.LEAD] = lead
     tables = _tables(given, _clocks(given, costs, values, policy), rule, clusters)
     slots = room.slots(clusters)
     tables.counts[placement.PLACES] = len(slots)

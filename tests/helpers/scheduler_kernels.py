@@ -6,7 +6,8 @@ from cutlass import Int32
 
 from schedulers import CLUSTER_SIZE, TileOrder, TileProblem
 
-# Warps 0 and 1 work, warp 2 schedules; every warp runs the loop.
+# Warps 0 and 1 work, warp 2 schedules; every warp runs the loop. Warp 0 says when the next tile is
+# wanted.
 NUM_WARPS = 3
 FIELDS = 4
 
@@ -47,6 +48,8 @@ def _kernel(record: cute.Tensor, order: TileOrder, scheduler_class: cutlass.Cons
         while work.is_valid:
             if is_writer:
                 _record(record, work, turn)
+            if warp == 0:
+                scheduler.want_next_work()
             work = scheduler.advance_to_next_work()
             turn += 1
 

@@ -179,7 +179,8 @@ class PairKernel:
 
     @cute.jit
     def schedule(self, context: Any):
-        """Ask for the next tiles ahead of time; nothing to do under a static scheduler."""
+        """Ask for each next tile when the load warp wants it; nothing to do under a static
+        scheduler."""
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
             scheduler = self.scheduler.create(context.order, context.channel)
             work = scheduler.initial_work()
@@ -189,9 +190,10 @@ class PairKernel:
             scheduler.producer_tail()
 
     @cute.jit
-    def next_with_steps(self, context: Any, scheduler: Any, work: Any):
+    def next_with_steps(self, context: Any, role: Any, scheduler: Any, work: Any):
         """Skip tiles without any step: nothing is loaded or multiplied for them."""
         while work.is_valid & ~self.has_steps(context, work):
+            role.want_next_tile(scheduler)
             work = scheduler.advance_to_next_work()
         return scheduler, work
 

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32
 
 from fa4_hd256.kernels.edges import RingStates, SharedByReference, Signal
 from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.steps import Load, Operand, Product, StepTable, When
+from fa4_hd256.kernels.steps import CLAIM_STEPS, Load, Operand, Product, StepTable, When
 
 from .instructions import OperandLayout, TmemOperand, fence_after_thread_sync, mma_chain
 from .operands import load_tile
@@ -82,6 +82,15 @@ class LoadRole(SharedByReference):
     def leave_tile(self, is_ahead: bool, states: RingStates) -> Any:
         return states
 
+    def want_next_tile(self, scheduler: Any) -> None:
+        """The tile is as good as loaded."""
+        scheduler.want_next_work()
+
+    @cute.jit
+    def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
+        if is_time:
+            self.want_next_tile(scheduler)
+
     def _load(self, context: Any, load: Load, turn: Turn, states: RingStates) -> Any:
         places = self.kernel.places(context, load.content, turn.work, turn.position)
         for of_piece in places:
@@ -132,6 +141,12 @@ class MmaRole(SharedByReference):
 
     def next_position(self, position: Any) -> Any:
         return position
+
+    def want_next_tile(self, scheduler: Any) -> None:
+        """The load role, which is ahead, says when."""
+
+    def want_next_tile_if(self, scheduler: Any, is_time: Boolean) -> None:
+        """As `want_next_tile`."""
 
     def perform(self, context: Any, product: Product, turn: Turn, states: RingStates) -> Any:
         """One product for one step."""
@@ -345,13 +360,15 @@ class PairProducers:
         products = self.steps.products
         states = role.states()
         scheduler = self.scheduler.create(context.order, context.channel)
-        scheduler, work = self.next_with_steps(context, scheduler, scheduler.initial_work())
+        scheduler, work = self.next_with_steps(context, role, scheduler, scheduler.initial_work())
         if work.is_valid:
             states = self._start(context, role, work, states)
         while work.is_valid:
             position = role.first_position(context, work)
             num_steps = self.num_steps(context, work)
+            role.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
+                role.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                 following_position = role.next_position(position)
                 is_last = step + 1 == num_steps
                 for product in products:
@@ -374,7 +391,7 @@ class PairProducers:
             states = role.leave_tile(False, states)
             work = following
             if not ahead:
-                scheduler, work = self.next_with_steps(context, scheduler, work)
+                scheduler, work = self.next_with_steps(context, role, scheduler, work)
                 if work.is_valid:
                     states = self._start(context, role, work, states)
         role.tail(context, states)
@@ -401,10 +418,12 @@ class PairProducers:
         work = scheduler.initial_work()
         while work.is_valid:
             num_steps = self.num_steps(context, work)
+            role.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 states = role.enter(context, work, states)
                 position = role.first_position(context, work)
                 for step in cutlass.range(num_steps, unroll=1):
+                    role.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     turn = Turn(work, position, False, False, step > 0)
                     for product in products:
                         states = role.perform(context, product, turn, states)

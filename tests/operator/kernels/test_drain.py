@@ -21,6 +21,7 @@ from fa4_hd256.kernels.steps import (
     Operand,
     Ring,
     StepTable,
+    Want,
     When,
     arrive,
     each,
@@ -98,6 +99,7 @@ class SkipsFirst(StepTable):
         tile = yield from self._next_with_steps(tiles, 0)
         yield from self._start(tiles, tile)
         while tile < len(tiles):
+            yield Want(tile + 1)
             for step in range(1, tiles[tile]):
                 for product in self.products:
                     yield Issue(
@@ -111,6 +113,18 @@ class SkipsFirst(StepTable):
                 elif following < len(tiles):
                     yield Issue(product, following, 0, tiles[following])
             tile = following
+
+
+class WantsLate(StepTable):
+    """The load role wants a tile when it has it."""
+
+    def walk(self, tiles):
+        wants = [item for item in super().walk(tiles) if isinstance(item, Want)]
+        for item in super().walk(tiles):
+            if not isinstance(item, Want):
+                yield item
+            if isinstance(item, Advance):
+                yield wants[item.tile - 1]
 
 
 def same(kind: type, steps: StepTable) -> StepTable:
@@ -175,6 +189,8 @@ MISTAKES = {
     "no wait at the end": (FORWARD.edges, same(NoTail, F), r"last signal of o_free"),
     "skipping before the last product": (
         FORWARD.edges, same(SkipsFirst, F), r"hangs: mma takes the tile 3"),
+    "wanting a tile after it was taken": (
+        FORWARD.edges, same(WantsLate, F), r"hangs: .*load of CTA 0 takes the tile 1.*scheduler"),
     "the end of the sums after dV": (
         DKDV.edges,
         with_product(without(D, "dK", "sums_done"), "dV",

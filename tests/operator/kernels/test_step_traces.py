@@ -11,6 +11,7 @@ import torch
 import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
 from fa4_hd256.kernels.programs import Kind, Programs
+from fa4_hd256.kernels.steps import CLAIM_STEPS
 
 pytestmark = pytest.mark.simulator
 
@@ -119,6 +120,25 @@ def attend(lengths, causal, backward=None, **options):
         out.backward(torch.randn_like(out))
     distance = torch.arange(lengths[1]) - torch.arange(lengths[0])[:, None]
     return distance <= lengths[1] - lengths[0] if causal else distance < lengths[1]
+
+
+@pytest.mark.parametrize("keys", [128, 1100])
+def test_the_next_tile_is_asked_for_when_few_steps_are_left(keys, reports):
+    """Three tiles: each query waits until the leader's load warp has what comes before the tile's
+    last steps behind it, so that no tile is kept from clusters that have nothing to do."""
+    attend((700, keys), False, config=ForwardConfig(), use_clc=True)
+    waits, found = 0, []
+    for entry in reports[0].trace:
+        if entry.warp == ForwardConfig().warps.load and not entry.ctaid[0]:
+            waits += of_entry(entry.opcode)[0] is Kind.WAIT
+        if entry.opcode.startswith("clusterlaunchcontrol.try_cancel"):
+            found.append(waits)
+    steps = -(-keys // TILE_K)
+    # A wait for each K and V, for Q and for the scheduler's response; V is a step behind.
+    earliest = 2 + 2 * (max(steps - CLAIM_STEPS, 1) - 1)
+    assert len(found) == 3
+    for tile, waited in enumerate(found):
+        assert waited - tile * (2 * steps + 2) >= earliest
 
 
 # Causal with more queries than keys: tiles of none, of one and of three steps; with tiles in order,

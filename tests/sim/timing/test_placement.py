@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sm100_sim.timing.machine_constants import load
-from sm100_sim.timing.problem import POLICIES, Room, Tile, TileCosts, Tiles, schedule
+from sm100_sim.timing.problem import POLICIES, Late, Room, Tile, TileCosts, Tiles, schedule
 
 #: Four clusters of two CTAs; HBM gives 100 bytes a clock, a cluster takes as many.
 VALUES = load().values()._replace(
@@ -120,6 +120,34 @@ def test_two_claimed_ahead_go_round_by_round():
         set(empty.cluster_of[9:].tolist())))
 
 
+def test_a_tile_claimed_late_goes_to_who_is_done_first():
+    """As without claims, but for a claim in the last clocks of a tile that another ends in."""
+    works = (4000.0, 1000.0, 1000.0, 1000.0, 900.0, 800.0, 700.0, 600.0)
+    late, none, early = (
+        schedule([tile(w) for w in works], COSTS, VALUES, 2, "dynamic", claims=claims)
+        for claims in (Late(300.0), 0, Late(1e6))
+    )
+    assert late.cluster_of.tolist() == none.cluster_of.tolist()
+    assert late.clocks == none.clocks < early.clocks
+    # 300 clocks before its end the first has claimed what another would do at once.
+    works = (1000.0, 1200.0, 1200.0, 1200.0, 500.0, 4000.0)
+    one, other = (
+        schedule([tile(w) for w in works], COSTS, VALUES, 2, "dynamic", claims=Late(work))
+        for work in (100.0, 600.0)
+    )
+    assert one.cluster_of.tolist()[:5] == other.cluster_of.tolist()[:5] == [0, 1, 2, 3, 0]
+    assert (one.cluster_of[5], other.cluster_of[5]) == (1, 1)
+
+
+def test_a_tile_claimed_late_asks_for_its_operands_then():
+    """Each of four takes 40 clocks to read; asked for 100 before the end, they are there; 20
+    before, half of them are."""
+    tiles = [tile(reads=1000.0)] * 8
+    for lead, wait in ((100.0, 0), (20.0, 20)):
+        found = schedule(tiles, COSTS, VALUES, 2, "dynamic", prefetches=True, claims=Late(lead))
+        assert found.clocks == pytest.approx(100 + 30 + 2 * CLOCKS + wait)
+
+
 @pytest.mark.parametrize(("policy", "claims"), [("static", 1), ("single", 1), ("dynamic", 3)])
 def test_claims_that_there_are_not(policy, claims):
     with pytest.raises(ValueError, match="claimed ahead"):
@@ -202,6 +230,7 @@ def _digest():
     found = []
     ways = [(policy, False, 0) for policy in POLICIES]
     ways += [("static", True, 0), ("dynamic", True, 0), ("dynamic", False, 1), ("dynamic", True, 2)]
+    ways += [("dynamic", False, Late(500.0)), ("dynamic", True, Late(500.0))]
     for policy, prefetches, claims in ways:
         values = VALUES._replace(uneven_shares=0.2, clc_query=700.5)
         one = schedule(
