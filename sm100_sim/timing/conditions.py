@@ -1,9 +1,9 @@
 """How a time was, or is to be, measured: the clock that load leaves a GPU, and the host's part.
 
-A GPU at rest runs its first launches at its nominal clock. Under load for longer than `load_ms` it
-keeps to its power: what its products take at the clock's voltage, and what it takes anyway, is no
-more than `power_watts`, or the clock falls until it is. Light loads never fall below the nominal
-clock; the same kernel can lie on either side of it, by how long it has run before.
+A GPU at rest runs its first launches at the machine's clock. Under load for longer than `load_ms`
+it keeps to its power: what its products take at the clock's voltage, and what it takes anyway, is
+no more than `power_watts`, or the clock falls until it is. Light loads never fall below the
+machine's clock; the same kernel can lie on either side of it, by how long it has run before.
 
 A call is issued by a host, which takes its own time. Calls in a row overlap: the longer of the two
 decides, and the shorter one shows once.
@@ -56,11 +56,11 @@ class Call:
         return FLOP_PER_CLOCK * sum(count * one.work for count, one in self.schedules)
 
     def at(self, share: float = 1.0) -> float:
-        """Seconds at that share of the nominal clock."""
+        """Seconds at that share of the machine's clock."""
         return self.beside + sum(count * one.seconds_at(share) for count, one in self.schedules)
 
     def clock_share(self, values: Values) -> float:
-        """Of the nominal clock, what the GPU keeps up for good: the largest, at most 1, at which
+        """Of the machine's clock, what the GPU keeps up for good: the largest, at most 1, at which
         the call takes no more than `power_watts`."""
         if self.watts(1.0, values) <= values.power_watts:
             return 1.0
@@ -74,7 +74,7 @@ class Call:
         return high
 
     def watts(self, share: float, values: Values) -> float:
-        """Of the GPU while it does such calls at that share of the nominal clock."""
+        """Of the GPU while it does such calls at that share of the machine's clock."""
         joules = values.mma_picojoules * 1e-12 * share**values.energy_exponent
         return values.static_watts + joules * self.flop / self.at(share)
 
@@ -84,7 +84,7 @@ class Call:
 
     def device_seconds(self, values: Values, conditions: Conditions = BURST) -> float:
         """Of each call on the GPU, whatever the host does: the mean over the calls, what of them is
-        within `load_ms` of load at the nominal clock."""
+        within `load_ms` of load at the machine's clock."""
         burst = self.at()
         left = max(0.0, values.load_ms * 1e-3 - conditions.load_seconds)
         fresh = min(conditions.calls, left / burst)
