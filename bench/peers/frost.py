@@ -174,17 +174,24 @@ def backward_chunks(
 ) -> tuple[int, int]:
     """(sequences, query heads) whose dS is in memory at a time, as `_sm107_chunks` decides.
 
-    Heads shrink first, by whole groups of a KV head; then sequences; then a group is divided.
+    Both divide what there is. As many sequences as fit with one group of query heads at least, then
+    as many whole groups; where not even one group of one sequence fits, a part of it, at least a
+    head.
     """
     group = heads // heads_kv
     each = 2 * -(-lengths[0] // QUERY_PAD) * QUERY_PAD * -(-lengths[1] // KEY_PAD) * KEY_PAD
-    whole = [n for n in range(heads, 0, -1) if heads % n == 0 and n % group == 0]
-    for sequences in (n for n in range(batch, 0, -1) if batch % n == 0):
-        for some in whole:
-            if sequences * some * each <= _DS_BYTES:
-                return sequences, some
-    fitting = [n for n in range(group - 1, 0, -1) if group % n == 0 and n * each <= _DS_BYTES]
-    return 1, fitting[0] if fitting else 1
+    planes = _DS_BYTES // each
+    whole = [
+        (some, groups * group)
+        for some in _divisors(batch) for groups in _divisors(heads_kv)
+        if some * groups * group <= planes
+    ]  # fmt: skip
+    parts = [(1, part) for part in _divisors(group) if part <= planes]
+    return max(whole or parts or [(1, 1)])
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 #: Queries from which on heads are not packed (`_pack_gqa_wins`); rows of a CTA's tile.
