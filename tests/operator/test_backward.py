@@ -41,11 +41,13 @@ def test_head_ratios(heads, device):
     check(inputs((70, 140), heads, device=device), causal=True)
 
 
-# Parts of a group of 6 query heads: 1 (dK and dV leave in 16 bits), 3 of two heads, 2 of 4 and
-# 2 heads, 6. Fewer clusters than tiles also make each of them run its loop several times.
+# Parts of a group of 6 query heads: 1 (dK and dV leave in 16 bits), 2, 3 and 6. Fewer clusters than
+# tiles also make each of them run its loop several times.
 @pytest.mark.simulator
-@pytest.mark.parametrize(("clusters", "parts"), [(1, 1), (6, 3), (4, 2), (74, 6)])
-def test_parts_of_the_query_heads(clusters, parts, monkeypatch):
+@pytest.mark.parametrize(
+    ("clusters", "queries", "parts"), [(1, 40, 1), (1, 300, 2), (4, 300, 3), (74, 300, 6)]
+)
+def test_parts_of_the_query_heads(clusters, queries, parts, monkeypatch):
     monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{2 * clusters}")
     seen = []
     original = backward.gradient_call_arguments
@@ -55,7 +57,7 @@ def test_parts_of_the_query_heads(clusters, parts, monkeypatch):
         return original(tensors, problem, *rest)
 
     monkeypatch.setattr(backward, "gradient_call_arguments", spy)
-    check(inputs((300, 140), (6, 1)))
+    check(inputs((queries, 140), (6, 1)))
     assert seen == [parts, parts]
 
 
@@ -353,13 +355,15 @@ def test_nothing_is_nan_that_is_not(device):
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths"), [((6, 3), (20, 130)), ((3, 3), (300, 140))], ids=["grouped", "equal"]
+    ("heads", "lengths"), [((6, 3), (150, 130)), ((3, 3), (300, 140))], ids=["grouped", "equal"]
 )
 def test_some_heads_at_a_time(heads, lengths, device):
-    """However many KV heads of dS fit, one left over too, the gradients are the same bits."""
+    """However many KV heads of dS fit, one left over too, the gradients are the same bits where a
+    group is in as many parts."""
     tensors = inputs(lengths, heads, device=device)
     dout = torch.randn_like(tensors[0])
-    of_one = 256 * lengths[1] * 2 * heads[0] // heads[1] * -(-lengths[0] // 256)
+    queries, keys = (-(-length // 256) * 256 for length in lengths)
+    of_one = 2 * queries * keys * heads[0] // heads[1]
     found = [
         gradients(
             tensors, dout, causal=True, backward_config=BackwardConfig(ds_bytes=count * of_one)
