@@ -13,7 +13,7 @@ from style import SIMULATOR
 
 from bench.__main__ import main
 from bench.commands.pictures import FOLDER
-from bench.model.published.flash_attention import PR_2454
+from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import TRAINING
 from bench.pictures import inputs
 from bench.pictures.catalogue import PICTURES
@@ -98,7 +98,7 @@ def test_data_of_other_constants_are_refused(name, tmp_path, monkeypatch):
 
 
 def test_published_rates_name_their_sources():
-    shown = (*PR_2454, *TRAINING)
+    shown = (*FORWARD_256, *TRAINING)
     assert shown and all(row.source.startswith("github.com/") for row in shown)
 
 
