@@ -59,13 +59,16 @@ def origin(tables: Sequence[Table]) -> str:
 
 
 _VALIDATE = ("validate", "--no-hopper")
+_DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
 DOCUMENTS = {
     "throughput": Document(
-        "Throughput, every row of the suite", ("throughput", "--modelled"), "throughput.md", (0,)
+        "Throughput by length, B200", _DENSE, "throughput.md", (0,)
     ),
-    "throughput_summary": Document(
-        "Throughput, by group and by length", ("throughput", "--modelled"), "throughput.md", (1,)
+    "throughput_one_sequence": Document(
+        "Throughput of one causal sequence, B200",
+        ("throughput", "--modelled", "--group", "'few KV heads'"), "throughput.md", (0,),
     ),
+    "throughput_summary": Document("Throughput, by group", _DENSE, "throughput.md", (1,)),
     "throughput_h200": Document(
         "PyTorch's attention on an H200", ("throughput", "--max-tokens", "32768"), "bench.md"
     ),
