@@ -69,6 +69,11 @@ DOCUMENTS = {
         ("throughput", "--modelled", "--group", "'few KV heads'"), "throughput.md", (0,),
     ),
     "throughput_summary": Document("Throughput, by group", _DENSE, "throughput.md", (1,)),
+    "throughput_gb200": Document(
+        "Throughput of one causal sequence, GB200",
+        ("throughput", "--modelled", "--machine", "gb200", "--group", "'few KV heads'"),
+        "throughput.md", (0,),
+    ),
     "throughput_h200": Document(
         "PyTorch's attention on an H200", ("throughput", "--max-tokens", "32768"), "bench.md"
     ),
