@@ -69,11 +69,14 @@ DOCUMENTS = {
         ("throughput", "--modelled", "--group", "'few KV heads'"), "throughput.md", (0,),
     ),
     "throughput_summary": Document("Throughput, by group", _DENSE, "throughput.md", (1,)),
-    "throughput_gb200": Document(
-        "Throughput of one causal sequence, GB200",
-        ("throughput", "--modelled", "--machine", "gb200", "--group", "'few KV heads'"),
-        "throughput.md", (0,),
-    ),
+    **{
+        f"throughput_{machine}": Document(
+            f"Throughput of one causal sequence, {machine.upper()}",
+            ("throughput", "--modelled", "--machine", machine, "--group", "'few KV heads'"),
+            "throughput.md", (0,),
+        )
+        for machine in ("gb200", "gb300")
+    },
     "throughput_h200": Document(
         "PyTorch's attention on an H200", ("throughput", "--max-tokens", "32768"), "bench.md"
     ),
