@@ -40,8 +40,30 @@ from .tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 FLOAT_BYTES = 4.0
 
 
+class GradientCalls:
+    """Times of a backward from its `calls` on each of the drawn machines, `values`."""
+
+    values: list[Values]
+
+    def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
+        """All kernels one after the other, for each of the drawn machines, the central one first.
+        room: that those on tensor cores get."""
+        raise NotImplementedError
+
+    def seconds(
+        self, case: Case, room: Room = ALONE, conditions: Conditions = BURST
+    ) -> np.ndarray:
+        """float64, predicted of `calls`."""
+        calls = zip(self.calls(case, room), self.values)
+        return np.array([one.seconds(values, conditions) for one, values in calls])
+
+    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
+        """The same as TFLOPS by `Case.flop`, five products."""
+        return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
+
+
 @dataclass(frozen=True)
-class Backward:
+class Backward(GradientCalls):
     """Both kernels of a kind. costs: kernel -> tile costs for each of the drawn machines; a
     function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", where dS
     is kept "dv" and "products"; all but "dq" with " partial" behind, too. ds_bytes: memory that dS
@@ -82,8 +104,6 @@ class Backward:
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
-        """All kernels one after the other, for each of the drawn machines, the central one first.
-        room: that those of CTA pairs get."""
         portions = self.plan(case)
         runs = [
             (portion.count, run) for portion in portions for run in self.run(portion, room).values()
@@ -92,17 +112,6 @@ class Backward:
             Call([(count, run[n]) for count, run in runs], self._beside(case, portions, values))
             for n, values in enumerate(self.values)
         ]
-
-    def seconds(
-        self, case: Case, room: Room = ALONE, conditions: Conditions = BURST
-    ) -> np.ndarray:
-        """float64, predicted of `calls`."""
-        calls = zip(self.calls(case, room), self.values)
-        return np.array([one.seconds(values, conditions) for one, values in calls])
-
-    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
-        """The same as TFLOPS by `Case.flop`, five products."""
-        return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
 
     def _beside(self, case: Case, portions: Sequence[Portion], values: Values) -> float:
         """Seconds of the kernels that only read and write."""

@@ -14,17 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from bench.peers import frost
-from bench.suite import BACKWARD, Case
+from bench.suite import Case
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import (
     ALONE,
-    BURST,
     Call,
-    Conditions,
     Room,
     Tile,
     TileCosts,
@@ -33,6 +29,7 @@ from sm100_sim.timing import (
     schedule,
 )
 
+from .backward import GradientCalls
 from .machines import memory_seconds
 from .tiles import KEYS, ROW, ROWS
 
@@ -122,7 +119,7 @@ def tiles_of(kernel: str, geometry: Geometry) -> Tiles:
 
 
 @dataclass(frozen=True)
-class FrostBackward:
+class FrostBackward(GradientCalls):
     """Its whole backward, with the methods of `backward.Backward`. costs: kernel -> tile costs for
     each of the drawn machines. paths: of the replays of each kernel that was asked for."""
 
@@ -141,8 +138,6 @@ class FrostBackward:
         return times, Geometry(batch, heads, ratio, lengths, offset)
 
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
-        """All kernels one after the other, for each of the drawn machines, the central one first.
-        room: that those on tensor cores get."""
         times, geometry = self.plan(case)
         found = []
         for n, values in enumerate(self.values):
@@ -152,17 +147,6 @@ class FrostBackward:
                 schedules.append((times, schedule(tiles, costs, values, 2, "dynamic", room)))
             found.append(Call(schedules, _beside(case, geometry, values)))
         return found
-
-    def seconds(
-        self, case: Case, room: Room = ALONE, conditions: Conditions = BURST
-    ) -> np.ndarray:
-        """float64, predicted of `calls`."""
-        calls = zip(self.calls(case, room), self.values)
-        return np.array([one.seconds(values, conditions) for one, values in calls])
-
-    def tflops(self, case: Case, conditions: Conditions = BURST) -> np.ndarray:
-        """The same as TFLOPS by `Case.flop`, five products."""
-        return case.flop(BACKWARD) / self.seconds(case, conditions=conditions) / 1e12
 
     def paths_of(self, case: Case) -> Paths:
         """Of the replays behind a case's prediction, which has been made."""

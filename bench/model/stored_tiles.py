@@ -23,6 +23,7 @@ from .tiles import (
     indices,
     key_steps,
     section_of,
+    tiles_of_keys,
 )
 
 #: Rows of a tile, and of a step.
@@ -48,13 +49,9 @@ def dv_tiles(
 ) -> list[Tile]:
     """The tiles of dV in order. head_parts: parts of each group of query heads. partial: dV is
     written in float32, by default where there are such parts."""
-    ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
-    part = -(-ratio // head_parts)
-    rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
-    grid = -(-case.seqlen_k // ROWS), heads, case.batch
     partial = head_parts > 1 if partial is None else partial
-    # K and V are read, dV and dS written; Q and dO are shared.
-    result, shared = PARTIAL_ROW if partial else ROW, 2 * ROW * part
+    # K and V are read, dV and dS written.
+    result = PARTIAL_ROW if partial else ROW
     masks = case.window[0] is not None
 
     @functools.cache
@@ -69,14 +66,7 @@ def dv_tiles(
         own = reads + writes + DS * steps
         return Tile(DV * steps, 0, 0.0, own, DV * masked * masks, reads, writes)
 
-    found = []
-    section = section_of(case, tiling, grid, 1, shared * rows_q)
-    later_first = case.bounds[0] is not None
-    for block, head, batch in indices(grid, section, later_first):
-        lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
-        tile = of(block, query_heads, lengths)
-        found.append(grouped(tile, batch * heads + head, shared * lengths[0]))
-    return found
+    return tiles_of_keys(case, tiling, ROWS, head_parts, of)
 
 
 def product_order(case: Case, head_parts: int) -> ProductOrder:

@@ -9,7 +9,7 @@ of its query heads, with a unit for 256 queries of each of those heads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -267,13 +267,9 @@ def dkdv_tiles(
 ) -> list[Tile]:
     """The tiles of dK/dV in order. head_parts: parts of each group of query heads. partial: dK and
     dV are written in float32, by default where there are such parts."""
-    ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
-    part = -(-ratio // head_parts)
-    rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
-    grid = -(-case.seqlen_k // KEYS), heads, case.batch
-    # K and V are read, dK and dV written; Q and dO are shared.
+    # K and V are read, dK and dV written.
     partial = head_parts > 1 if partial is None else partial
-    results, shared = 2 * (PARTIAL_ROW if partial else ROW), 2 * ROW * part
+    results = 2 * (PARTIAL_ROW if partial else ROW)
     masks = case.window[0] is not None
 
     @functools.cache
@@ -288,6 +284,21 @@ def dkdv_tiles(
         reads, writes = 2 * ROW * rows, results * rows
         return Tile(DKDV * units, 0, 0.0, reads + writes, DKDV * masked * masks, reads, writes)
 
+    return tiles_of_keys(case, tiling, KEYS, head_parts, of)
+
+
+def tiles_of_keys(
+    case: Case, tiling: BackwardTiling, rows: int, head_parts: int,
+    of: Callable[[int, int, tuple[int, int]], Tile],
+) -> list[Tile]:
+    """Tiles of so many keys of each part of a KV head's query heads, in order; they share Q and dO.
+
+    of: (block, query heads of the part, lengths) -> the tile, without its group.
+    """
+    ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
+    part = -(-ratio // head_parts)
+    rows_q = sum(q for q, _ in case.lengths) if case.packed else case.seqlen_q
+    grid, shared = (-(-case.seqlen_k // rows), heads, case.batch), 2 * ROW * part
     found = []
     section = section_of(case, tiling, grid, 1, shared * rows_q)
     later_first = case.bounds[0] is not None
