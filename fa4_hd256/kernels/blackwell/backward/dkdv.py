@@ -27,7 +27,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
@@ -43,18 +42,16 @@ from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from schedulers import TileProblem, section_heads_for
 
 from .common import (
     FRAGMENT,
     BackwardKernel,
     Step,
-    heads_of_part,
-    heads_per_part,
     score_gradients,
     store_row,
     zeros,
 )
+from .key_tiles import KeyTiles
 
 __all__ = ["DkdvKernel"]
 
@@ -63,7 +60,7 @@ OWN_KEYS = BLOCK_KV // 2  # keys of a CTA
 OWN_QUERIES = UNIT_Q // 4  # queries of a unit that one thread works on
 
 
-class DkdvKernel(BackwardKernel):
+class DkdvKernel(KeyTiles, BackwardKernel):
     """The dK/dV kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
 
     A tile's head counts parts of KV heads: KV head * head_parts + part.
@@ -93,27 +90,6 @@ class DkdvKernel(BackwardKernel):
             **dict.fromkeys(("Qc", "dOc"), mn_major_operand(BLOCK_Q)),
         }
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
-        """The tiles: 128 keys of a part of a KV head each."""
-        q, k = operands
-        heads = cute.size(k, mode=[2])
-        heads_per_kv = cute.size(q, mode=[2]) // heads
-        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part(scalars, heads_per_kv)
-        return TileProblem(
-            (scalars.max_seqlen_k + BLOCK_KV - 1) // BLOCK_KV,
-            heads * scalars.head_parts,
-            batch,
-            section_heads_for(
-                num_heads_per_kv=1,
-                num_pairs=heads * scalars.head_parts * batch,
-                kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            ),
-            # The transposed mask: its bounds change sides.
-            later_blocks_first=self.problem_class.bounded_left,
-        )
-
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stats = cute.make_layout(UNIT_Q)
         return {
@@ -124,25 +100,6 @@ class DkdvKernel(BackwardKernel):
             "lse": cute.make_tensor(memory.region("lse", Float32, 128), stats),
             "delta": cute.make_tensor(memory.region("delta", Float32, 128), stats),
         }
-
-    def num_steps(self, context: Any, work: Any) -> Int32:
-        """Units of all query heads of the part in which some key of the tile is seen."""
-        units = self._transposed(context, work).num_tiles(work.block * BLOCK_KV, BLOCK_KV)
-        return units * heads_of_part(context, work.head)[1]
-
-    def _transposed(self, context: Any, work: Any) -> Any:
-        """Which queries each key is seen by."""
-        return context.visibility(work, BLOCK_KV).transposed(UNIT_Q)
-
-    def first_position(self, context: Any, work: Any) -> Step:
-        """The first unit of a tile."""
-        tile = (work.block * BLOCK_KV, BLOCK_KV)
-        tiles = self._transposed(context, work).tile_range(tile, tile)
-        units = tiles.begin, tiles.end
-        return Step(heads_of_part(context, work.head)[0], tiles.begin, units)
-
-    def next_position(self, unit: Step) -> Step:
-        return unit.following()
 
     def places(self, context: Any, content: str, work: Any, unit: Step) -> Iterable:
         """See `tma_tile`: this CTA's 64 keys of K and V; its 128 rows of Q and dO, in two halves of
@@ -162,21 +119,10 @@ class DkdvKernel(BackwardKernel):
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
         if copy.content in ("LSE", "delta"):
-            self._load_stats(context, copy.memory, place, target[0])
+            destination = context.smem[copy.memory]
+            self.load_stats(context, copy.memory, place, (target[0], destination))
         else:
             super().copy(context, copy, place, target)
-
-    @cute.jit
-    def _load_stats(self, context: Any, name: str, place: tuple, barrier: cute.Pointer):
-        """-LSE or -delta of a unit's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4)."""
-        work, unit = place
-        row = context.sequences.padded_query_offset(work.batch) + unit.index * UNIT_Q
-        rows = context.tensors.stats[0 if name == "lse" else 1, unit.head, None]
-        source = cute.make_tensor((rows.iterator + row).align(16), cute.make_layout(UNIT_Q))
-        bits = UNIT_Q * Float32.width
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=bits)
-        with cute.arch.elect_one():
-            cute.copy(atom, source, context.smem[name], mbar_ptr=barrier)
 
     # --------------------------------------------------------------------------------- gradient
 
@@ -194,7 +140,7 @@ class DkdvKernel(BackwardKernel):
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
                 key = work.block * BLOCK_KV + context.cta_rank * OWN_KEYS
-                visibility = self._transposed(context, work)
+                visibility = self.transposed(context, work)
                 tile = (work.block * BLOCK_KV, BLOCK_KV)
                 tiles = visibility.tile_range(tile, (key, OWN_KEYS))
                 row = key + self._own_key()

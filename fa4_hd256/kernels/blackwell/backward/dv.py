@@ -35,7 +35,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
@@ -52,10 +51,11 @@ from fa4_hd256.kernels.blackwell.tmem import (
 from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from schedulers import TileProblem, WorkTile, section_heads_for
+from schedulers import WorkTile
 
-from .common import FRAGMENT, Step, heads_of_part, heads_per_part, score_gradients
+from .common import FRAGMENT, Step, heads_of_part, score_gradients
 from .ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
+from .key_tiles import KeyTiles
 from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
 
 __all__ = ["DvKernel"]
@@ -69,7 +69,7 @@ QUAD = 4  # threads that share keys
 COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2))
 
 
-class DvKernel(RowResult):
+class DvKernel(KeyTiles, RowResult):
     """The kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
 
     results: (dv,).  ds: (tiles, elements), see `ds_tiles`.  A tile's head counts parts of KV heads:
@@ -105,27 +105,6 @@ class DvKernel(RowResult):
             "P": TmemOperand((*half, *(OWN_QUERIES + column for column in half))),
         }
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
-        """The tiles: 256 keys of a part of a KV head each."""
-        q, k = operands
-        heads = cute.size(k, mode=[2])
-        heads_per_kv = cute.size(q, mode=[2]) // heads
-        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part(scalars, heads_per_kv)
-        return TileProblem(
-            (scalars.max_seqlen_k + TILE_KEYS - 1) // TILE_KEYS,
-            heads * scalars.head_parts,
-            batch,
-            section_heads_for(
-                num_heads_per_kv=1,
-                num_pairs=heads * scalars.head_parts * batch,
-                kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            ),
-            # The transposed mask: its bounds change sides.
-            later_blocks_first=self.problem_class.bounded_left,
-        )
-
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         stats = cute.make_layout((STEP_QUERIES, self.plan.stats_stages))
@@ -139,24 +118,6 @@ class DvKernel(RowResult):
 
     def result_rows(self, context: Any, work: Any) -> Any:
         return context.sequences.key(work.batch)
-
-    def num_steps(self, context: Any, work: Any) -> Int32:
-        """Steps of all query heads of the part in which some key of the tile is seen."""
-        steps = self._transposed(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
-        return steps * heads_of_part(context, work.head)[1]
-
-    def _transposed(self, context: Any, work: Any) -> Any:
-        """Which queries each key is seen by."""
-        return context.visibility(work, STEP_QUERIES).transposed(STEP_QUERIES)
-
-    def first_position(self, context: Any, work: Any) -> Step:
-        """The first step of a tile."""
-        tile = (work.block * TILE_KEYS, TILE_KEYS)
-        tiles = self._transposed(context, work).tile_range(tile, tile)
-        return Step(heads_of_part(context, work.head)[0], tiles.begin, (tiles.begin, tiles.end))
-
-    def next_position(self, step: Step) -> Step:
-        return step.following()
 
     def places(self, context: Any, content: str, work: Any, step: Step) -> tuple:
         """See `tma_tile`: this CTA's 128 keys of K and V; its 64 rows of Q and dO; its half of the
@@ -176,21 +137,11 @@ class DvKernel(RowResult):
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
         if copy.content in ("LSE", "delta"):
-            self._load_stats(context, copy.memory, place, target)
+            barrier, index = target
+            destination = context.smem[copy.memory][None, index]
+            self.load_stats(context, copy.memory, place, (barrier, destination))
         else:
             super().copy(context, copy, place, target)
-
-    @cute.jit
-    def _load_stats(self, context: Any, name: str, place: tuple, target: tuple):
-        """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4)."""
-        (work, step), (barrier, index) = place, target
-        row = context.sequences.padded_query_offset(work.batch) + step.index * STEP_QUERIES
-        rows = context.tensors.stats[0 if name == "lse" else 1, step.head, None]
-        source = cute.make_tensor((rows.iterator + row).align(16), cute.make_layout(STEP_QUERIES))
-        bits = STEP_QUERIES * Float32.width
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=bits)
-        with cute.arch.elect_one():
-            cute.copy(atom, source, context.smem[name][None, index], mbar_ptr=barrier)
 
     # --------------------------------------------------------------------------------- gradient
 
@@ -207,7 +158,7 @@ class DvKernel(RowResult):
             num_steps = self.num_steps(context, work)
             if num_steps > 0:
                 first_key = self.first_row(context, work)
-                visibility = self._transposed(context, work)
+                visibility = self.transposed(context, work)
                 tile = (work.block * TILE_KEYS, TILE_KEYS)
                 tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
                 has_rest = first_key + OWN_ROWS > visibility.seqlen_q

@@ -1,0 +1,88 @@
+"""Tiles of keys and the steps of queries that meet them: what the dV and dK/dV kernels share.
+
+A tile is `plan.tile_rows` keys of a part of a KV head's query heads, a step `plan.step_columns`
+queries of one of these heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_hd256.kernels.limits import HEAD_DIM
+from schedulers import TileProblem, section_heads_for
+
+from .common import Step, heads_of_part, heads_per_part
+
+__all__ = ["KeyTiles"]
+
+
+class KeyTiles:
+    """Mixed into a kernel, before its base.  A tile's head counts parts of KV heads:
+    KV head * head_parts + part.
+    """
+
+    plan: Any
+    problem_class: Any
+
+    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+        """The tiles: some keys of a part of a KV head each."""
+        q, k = operands
+        heads = cute.size(k, mode=[2])
+        heads_per_kv = cute.size(q, mode=[2]) // heads
+        rows = cutlass.min(cute.size(q, mode=[0]), 1 << 16) * heads_per_part(scalars, heads_per_kv)
+        tile_keys = self.plan.tile_rows
+        return TileProblem(
+            (scalars.max_seqlen_k + tile_keys - 1) // tile_keys,
+            heads * scalars.head_parts,
+            batch,
+            section_heads_for(
+                num_heads_per_kv=1,
+                num_pairs=heads * scalars.head_parts * batch,
+                kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
+                l2_bytes=scalars.l2_bytes,
+                unequal_lengths=self.problem_class.has_unequal_tiles,
+            ),
+            # The transposed mask: its bounds change sides.
+            later_blocks_first=self.problem_class.bounded_left,
+        )
+
+    def transposed(self, context: Any, work: Any) -> Any:
+        """Which queries each key is seen by."""
+        step_queries = self.plan.step_columns
+        return context.visibility(work, step_queries).transposed(step_queries)
+
+    def num_steps(self, context: Any, work: Any) -> Int32:
+        """Steps of all query heads of the part in which some key of the tile is seen."""
+        tile_keys = self.plan.tile_rows
+        steps = self.transposed(context, work).num_tiles(work.block * tile_keys, tile_keys)
+        return steps * heads_of_part(context, work.head)[1]
+
+    def first_position(self, context: Any, work: Any) -> Step:
+        """The first step of a tile."""
+        tile_keys = self.plan.tile_rows
+        tile = (work.block * tile_keys, tile_keys)
+        steps = self.transposed(context, work).tile_range(tile, tile)
+        return Step(heads_of_part(context, work.head)[0], steps.begin, (steps.begin, steps.end))
+
+    def next_position(self, step: Step) -> Step:
+        return step.following()
+
+    @cute.jit
+    def load_stats(self, context: Any, name: str, place: tuple, target: tuple) -> None:
+        """-LSE or -delta of a step's rows, by a bulk copy of each CTA (PTX ISA 9.7.9.25.4).
+
+        place: (tile, step).  target: (barrier, tensor of SMEM).
+        """
+        (work, step), (barrier, destination), queries = place, target, self.plan.step_columns
+        row = context.sequences.padded_query_offset(work.batch) + step.index * queries
+        rows = context.tensors.stats[0 if name == "lse" else 1, step.head, None]
+        source = cute.make_tensor((rows.iterator + row).align(16), cute.make_layout(queries))
+        bits = queries * Float32.width
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=bits)
+        with cute.arch.elect_one():
+            cute.copy(atom, source, destination, mbar_ptr=barrier)
