@@ -25,14 +25,14 @@ COLUMNS = (
 
 def measure(seqlen: int, machine: Machine, only: str = "") -> Table:
     """The kernels with `only` in their names on sequences of that length."""
-    rows = []
-    for name, call in calls(seqlen).items():
+    rows, known = [], calls(seqlen, machine)
+    for name, call in known.items():
         if only in name:
             compiled, arguments = call()
             prediction = timing.predict(compiled, *arguments, machine=machine, draws=0)[-1]
             rows.append(row(name, prediction))
     if not rows:
-        names = ", ".join(calls(seqlen))
+        names = ", ".join(known)
         raise ValueError(f"no kernel has {only!r} in its name; there are {names}")
     title = f"Fences of GPU and system scope, one head of {seqlen} tokens on one CTA pair"
     return Table("fences", title, COLUMNS, rows, (), Plot("kernel", ("clocks", "without")))

@@ -11,18 +11,19 @@ from bench.suite import FORWARD
 from bench.tables.origin import modelled_machine
 from bench.tables.table import BASIS, MACHINE
 from sm100_sim import timing
-from sm100_sim.timing import replay_program
+from sm100_sim.timing import Machine, replay_program
 
 from . import ours
 from .calls import Kind
 
 
-def calls(seqlen: int) -> dict[str, Callable[[], tuple[Any, tuple]]]:
-    """Name -> what makes the compiled kernel and its arguments: one head on one CTA pair."""
+def calls(seqlen: int, machine: Machine) -> dict[str, Callable[[], tuple[Any, tuple]]]:
+    """Name -> what makes the compiled kernel and its arguments: one head on one CTA pair of the
+    machine."""
 
     def kernel(which: str, causal: bool) -> Callable[[], tuple[Any, tuple]]:
         variant = ours.Variant(Kind(causal), use_clc=causal, kernel=which)
-        return lambda: ours.call(variant, (seqlen, 1))
+        return lambda: ours.call_on(machine, variant, (seqlen, 1))
 
     return {
         "dV and dS, full": kernel("dv", False),

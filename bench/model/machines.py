@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.gpus.family import as_if_seen
 from fa4_hd256.run.launch import simulated_gpu
 from sm100_sim import DEVICES, SimulatedDevice, device
 from sm100_sim.timing import Machine, Values
@@ -49,6 +50,12 @@ def _device_of(machine: Machine) -> SimulatedDevice:
 def target_of(machine: Machine) -> str:
     """What CuTe DSL compiles for on it, "sm_103a" for instance."""
     return _device_of(machine).target
+
+
+def compiling_ours(machine: Machine) -> contextlib.AbstractContextManager[None]:
+    """Inside, our kernels are compiled as in a process all of whose GPUs are of the machine's
+    kind."""
+    return as_if_seen(_device_of(machine).capability)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from sm100_sim.timing import Late, Machine, TileCosts
 from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
 from .forward import Kernel
-from .machines import ONE_PAIR, gpu_of
+from .machines import ONE_PAIR, compiling_ours, gpu_of
 from .published.rows import Build
 from .replays import SEED, Replayed, Source, Traced, digest, fitted, kept, programs
 from .samples import (
@@ -179,26 +179,26 @@ class Ours:
 
 def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
     """One CTA pair on each of the variant's samples, every tile of them run by it."""
-    return kept(*_source(variant), machine, draws)
+    return kept(*_source(variant, machine), machine, draws)
 
 
-def traced(variant: Variant) -> list[Traced]:
+def traced(variant: Variant, machine: Machine) -> list[Traced]:
     """The programs of `replays`, in the order of the samples."""
-    return programs(*_source(variant))
+    return programs(*_source(variant, machine))
 
 
-def _source(variant: Variant) -> Source:
+def _source(variant: Variant, machine: Machine) -> Source:
     samples = variant.chosen_samples()
 
     def trace() -> list[Traced]:
         found = []
         for sample in samples:
-            compiled, arguments = call(variant, sample)
+            compiled, arguments = call_on(machine, variant, sample)
             prediction = timing.predict(compiled, *arguments, draws=0)[-1]
             found.append(Traced.of(prediction, *variant.sample_tiles(sample)))
         return found
 
-    compiled, _ = call(variant, samples[0])
+    compiled, _ = call_on(machine, variant, samples[0])
     return (digest(compiled.cubin), variant.kernel, variant.kind, samples), trace
 
 
@@ -210,7 +210,7 @@ def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replay
         prediction = timing.predict(compiled, *arguments, draws=0)[-1]
         return [Traced.of(prediction, variant.sample_tiles((LONGEST, sample[1]))[0])]
 
-    compiled, arguments = call(variant, sample, LONGEST)
+    compiled, arguments = call_on(machine, variant, sample, LONGEST)
     what = digest(compiled.cubin), variant.kernel, sample, LONGEST
     return kept(what, trace, machine, draws)
 
@@ -224,6 +224,14 @@ def with_empty_tiles(
         replace(one, empty=(more - less) / tiles)
         for one, more, less in zip(costs, some.clocks, without.clocks, strict=True)
     ]
+
+
+def call_on(
+    machine: Machine, variant: Variant, sample: Sample, longest: int | None = None
+) -> tuple[Any, tuple]:
+    """`call`, with the kernel as a process compiles it all of whose GPUs are such machines."""
+    with compiling_ours(machine):
+        return call(variant, sample, longest)
 
 
 def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[Any, tuple]:

@@ -13,11 +13,18 @@ process all of whose GPUs are such compiles for `TARGET_10_3`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
 import torch
 
 from fa4_hd256 import environment
 
-__all__ = ["FAMILY", "TARGET", "TARGETS", "TARGET_10_3", "describe_family", "in_family", "target"]
+__all__ = [
+    "FAMILY", "TARGET", "TARGETS", "TARGET_10_3", "as_if_seen", "describe_family", "in_family",
+    "target",
+]  # fmt: skip
 
 #: What kernels are compiled for, and all targets of GPUs that its binaries run on.
 TARGET, *_ = TARGETS = environment.ARCHITECTURES
@@ -36,12 +43,28 @@ def in_family(capability: tuple[int, int]) -> bool:
     return tuple(capability) in FAMILY
 
 
+#: Compute capabilities that count as those of the process's GPUs, None for what it sees.
+_as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen", default=None)
+
+
 def target() -> str:
     """What this process compiles for: `TARGET_10_3` where it sees GPUs, all of 10.3, else `TARGET`;
     NOTE [twice the exponentials]."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    seen = {torch.cuda.get_device_capability(index) for index in range(count)}
+    seen = _as_if.get()
+    if seen is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        seen = frozenset(torch.cuda.get_device_capability(index) for index in range(count))
     return TARGET_10_3 if seen == {(10, 3)} else TARGET
+
+
+@contextlib.contextmanager
+def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
+    """Inside, this thread compiles as in a process whose GPUs have these compute capabilities."""
+    before = _as_if.set(frozenset(capabilities))
+    try:
+        yield
+    finally:
+        _as_if.reset(before)
 
 
 def describe_family() -> str:

@@ -68,8 +68,8 @@ _SCRATCH_BYTES = 16 << 20
 #: How often this process compiled, loaded from disk, and found in memory.
 counters: Counter[str] = Counter()
 
-#: By what is asked for and CuTe DSL's settings; all else that a key depends on is fixed.
-_memory: dict[tuple[KernelSpec, tuple], CompiledKernel] = {}
+#: By what is asked for, its target and CuTe DSL's settings; all else in a key is fixed.
+_memory: dict[tuple[KernelSpec, str, tuple], CompiledKernel] = {}
 _lock = threading.RLock()
 _files_lock = threading.RLock()
 
@@ -132,7 +132,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
 
     Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
     """
-    asked = spec, tuple(environment.compiler_settings().items())
+    asked = spec, family.target(), tuple(environment.compiler_settings().items())
     found = _memory.get(asked)
     if found is None:
         with _lock:

@@ -18,6 +18,7 @@ import torch
 from checkout import ROOT
 
 from fa4_hd256 import ForwardConfig
+from fa4_hd256.gpus import family
 from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardConfig,
     BackwardWarpPlan,
@@ -83,6 +84,19 @@ def test_memory_after_disk():
     assert compile.compile_kernel(SPEC) is first
     assert first.from_disk
     assert compile.counters == {"disk": 1, "memory": 1}
+
+
+@pytest.mark.usefixtures("cache")
+def test_targets_are_kept_apart_in_memory(stand_in):
+    """A process may compile for other GPUs than its own, as the bench does for modelled ones."""
+    with family.as_if_seen((10, 3)):
+        there = compile.compile_kernel(SPEC)
+    here = compile.compile_kernel(SPEC)
+    assert stand_in == [SPEC] and here.ptx != there.ptx == "// anew"
+    with family.as_if_seen((10, 3)):
+        assert compile.compile_kernel(SPEC) is there
+        with family.as_if_seen((10, 0), (10, 3)):
+            assert compile.compile_kernel(SPEC) is here
 
 
 def test_another_process_does_not_compile(cache):
