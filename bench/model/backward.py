@@ -17,7 +17,6 @@ import numpy as np
 
 from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
-from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import (
     ALONE,
@@ -33,7 +32,7 @@ from sm100_sim.timing import (
 )
 
 from .calls import Portion, backward_portions
-from .machines import B200, memory_seconds
+from .machines import memory_seconds
 from .stored_tiles import dv_tiles, product_tiles
 from .tiles import ROW, BackwardTiling, dkdv_tiles, dq_tiles
 
@@ -67,8 +66,7 @@ class Backward(GradientCalls):
     """Both kernels of a kind. costs: kernel -> tile costs for each of the drawn machines; a
     function, because some are only replayed if a case needs them. Kernels: "dq", "dkdv", where dS
     is kept "dv" and "products"; all but "dq" with " partial" behind, too. ds_bytes: memory that dS
-    may take, 0: it is not kept. paths: of the replays of each kernel that was asked for. gpu: what
-    the division of a call follows.
+    may take, 0: it is not kept. paths: of the replays of each kernel that was asked for.
     """
 
     name: str
@@ -77,11 +75,10 @@ class Backward(GradientCalls):
     costs: Callable[[str], list[TileCosts]]
     ds_bytes: int = 0
     paths: dict[str, Paths] = field(default_factory=dict)
-    gpu: Gpu = B200
 
     def plan(self, case: Case) -> list[Portion]:
         """The launches of a case."""
-        found = backward_portions(case, self.ds_bytes, self.gpu)
+        found = backward_portions(case, self.ds_bytes, self.tiling.gpu)
         return found if self.tiling.divides_heads else [replace(one, head_parts=1) for one in found]
 
     def run(self, portion: Portion, room: Room = ALONE) -> dict[str, list[Schedule]]:

@@ -147,7 +147,7 @@ class Ours:
         # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
             variant.policy, ordered=config.ordered_tiles, packs_heads=True, prefetches=True,
-            claims=variant.claims,
+            claims=variant.claims, gpu=gpu_of(machine),
         )  # fmt: skip
         costs = fitted(found, variant.policy)
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
@@ -167,14 +167,13 @@ class Ours:
             return found
 
         tiling = BackwardTiling(
-            variant.policy, True, True, ROWS, claims=variant.claims
+            variant.policy, True, True, ROWS, claims=variant.claims, gpu=gpu_of(machine)
         )
         paths: dict[str, Paths] = {}
         config: Any = variant.config or BackwardConfig()
         return Backward(
-            self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths,
-            gpu_of(machine),
-        )  # fmt: skip
+            self.name, tiling, machine.sampled(draws), costs, config.ds_bytes, paths
+        )
 
 
 def replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:

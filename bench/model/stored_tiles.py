@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 
 from bench.suite import Case
+from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.blackwell.backward.product_order import ProductOrder
 from fa4_hd256.kernels.masking import MaskKind
 from sm100_sim.timing import Tile
 
-from .machines import B200
 from .tiles import (
     PARTIAL_ROW,
     ROW,
@@ -77,15 +77,16 @@ def product_order(case: Case, head_parts: int) -> ProductOrder:
     return ProductOrder.of(case.seqlen_k, case.seqlen_q, part, mask)
 
 
-def read_again(order: ProductOrder) -> float:
-    """Share of dS that the tiles of dQ read from HBM although those of dK have, or the other way.
+def read_again(order: ProductOrder, gpu: Gpu) -> float:
+    """Share of dS that the tiles of dQ read from the GPU's HBM although those of dK have, or the
+    other way.
 
     Both pass the same place of dS at the same time, if they run at the same time: as many of either
     kind do as half of the CTA pairs. Where a head's dS fits into L2 that does not matter.
     """
-    if order.blocks_k * order.blocks_q * ROWS * ROWS * 2 <= B200.l2_bytes_for_tiles:
+    if order.blocks_k * order.blocks_q * ROWS * ROWS * 2 <= gpu.l2_bytes_for_tiles:
         return 0.0
-    return max(0.0, 1 - B200.pairs / 2 / order.blocks_k)
+    return max(0.0, 1 - gpu.pairs / 2 / order.blocks_k)
 
 
 def product_tiles(
@@ -96,7 +97,7 @@ def product_tiles(
     order = product_order(case, head_parts)
     part, grid = order.heads, (order.num_tiles, heads, case.batch)
     partial = head_parts > 1 if partial is None else partial
-    of_dk, again = PARTIAL_ROW if partial else ROW, read_again(order)
+    of_dk, again = PARTIAL_ROW if partial else ROW, read_again(order, tiling.gpu)
 
     @functools.cache
     def of(number: int, query_heads: int, lengths: Lengths) -> Tile:
@@ -116,7 +117,7 @@ def product_tiles(
     found = []
     sides = (min(blocks * ROWS, 1 << 14) for blocks in (order.blocks_k, order.blocks_q))
     section = section_of(case, tiling, grid, 1, next(sides) * next(sides) * 2) or 1
-    section = max(section, order.parts_at_once(B200.pairs))
+    section = max(section, order.parts_at_once(tiling.gpu.pairs))
     for number, head, batch in indices(grid, section, False):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         # Q of a part's heads and K are what the tiles share, beside dS.

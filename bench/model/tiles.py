@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import Case
 from fa4_hd256.call.portions import visible_keys
+from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers import TileOrder, TileProblem, section_heads_for, tile_coordinates
 from sm100_sim.timing import Late, Tile
@@ -46,7 +47,8 @@ class ForwardTiling:
     which the keys of a tile are divided; equal_parts: of equal size but for the last ones, which
     may be empty, else as even as can be. prefetches: whether the queries of the next tile are asked
     for while a tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
-    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case.
+    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2
+    the order is made for.
     """
 
     policy: str
@@ -60,6 +62,7 @@ class ForwardTiling:
     equal_parts: bool = False
     prefetches: bool = False
     claims: int | Late | None = None
+    gpu: Gpu = B200
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -88,7 +91,8 @@ class BackwardTiling:
     heads are divided where there are few KV heads. rows: of queries, what a dK/dV tile ends at a
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
     tcgen05.mma that it executes in the simulator are as many). prefetches, claims: as
-    `ForwardTiling`'s, of the operands that stay for a tile.
+    `ForwardTiling`'s, of the operands that stay for a tile. gpu: whose L2 and CTA pairs the order
+    and the division of a call are made for.
     """
 
     policy: str
@@ -97,6 +101,7 @@ class BackwardTiling:
     rows: int
     prefetches: bool = False
     claims: int | Late | None = None
+    gpu: Gpu = B200
 
 
 class Parts(NamedTuple):
@@ -180,7 +185,7 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     entries = case.batch * tiling.num_splits
     section = 1 if not tiling.ordered else section_heads_for(
         num_heads_per_kv=heads // case.heads_kv, num_pairs=entries * heads,
-        kv_bytes_per_head=4 * tiling.head_dim * keys, l2_bytes=B200.l2_bytes_for_tiles,
+        kv_bytes_per_head=4 * tiling.head_dim * keys, l2_bytes=tiling.gpu.l2_bytes_for_tiles,
         unequal_lengths=case.packed or case.bounds != (None, None),
     )  # fmt: skip
     later_first = tiling.ordered and case.bounds[1] is not None
@@ -318,7 +323,7 @@ def section_of(
         return None
     return section_heads_for(
         num_heads_per_kv=group, num_pairs=grid[1] * grid[2], kv_bytes_per_head=int(nbytes),
-        l2_bytes=B200.l2_bytes_for_tiles,
+        l2_bytes=tiling.gpu.l2_bytes_for_tiles,
         unequal_lengths=case.packed or case.bounds != (None, None),
     )  # fmt: skip
 

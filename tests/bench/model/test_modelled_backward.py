@@ -13,7 +13,7 @@ from bench.model import flash_attn_4 as theirs
 from bench.model import ours, samples
 from bench.model.backward import Backward
 from bench.model.calls import Kind, Portion, backward_portions
-from bench.model.machines import B200
+from bench.model.machines import B200, gpu_of
 from bench.model.replays import Replayed
 from bench.model.stored_tiles import DS, DV, PRODUCT, dv_tiles, product_tiles
 from bench.model.tiles import (
@@ -133,6 +133,11 @@ def test_where_ds_is_kept_two_products_are_left():
     long = Case("long", ((16384, 16384),), 1, 1, False)
     (read,) = {t.own_bytes - t.writes for t in product_tiles(long, OURS, 1)[1::2]}
     assert read == pytest.approx((1 - 37 / 64) * DS * 128)
+    # A GB200 has a pair more in each half, and the parts that it works on at once follow.
+    gpu = gpu_of(load("gb200"))
+    wide = replace(OURS, gpu=gpu)
+    (read,) = {t.own_bytes - t.writes for t in product_tiles(long, wide, 1)[1::2]}
+    assert gpu.pairs == 76 and read == pytest.approx((1 - 38 / 64) * DS * 128)
 
 
 def test_short_sequences_move_their_own_rows_only():
