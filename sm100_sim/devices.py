@@ -6,7 +6,7 @@ once, never how an instruction is executed.
 
 SMs: NVIDIA's product data for B200 and GB200 (148, 152); device queries on B300 and GB300 that
 others published (148, 152; the full chip has 160). L2: 126.5 MB, from such queries on B200 and
-B300. Memory: the products' data sheets.
+B300. Memory: the products' data sheets. H200: what the driver of one says (docs/bringup_h200.json).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMMON = {
 @dataclass(frozen=True)
 class SimulatedDevice:
     """One GPU. capability: compute capability. memory_clock_khz, memory_bus_bits: of its HBM, two
-    transfers a clock; together the 8 TB/s of the data sheets."""
+    transfers a clock; on Blackwell together the 8 TB/s of the data sheets."""
 
     name: str
     capability: tuple[int, int]
@@ -91,6 +91,7 @@ DEVICES = {
         SimulatedDevice("gb200", (10, 0), 152, 192 * _GB),
         SimulatedDevice("b300", (10, 3), 148, 288 * _GB),
         SimulatedDevice("gb300", (10, 3), 152, 288 * _GB),
+        SimulatedDevice("h200", (9, 0), 132, 150_109_880_320, 6016, 3_201_000, 62_914_560),
     )
 }
 

@@ -10,7 +10,7 @@ MODULES = (
     "arithmetic.integer", "arithmetic.lanes", "arithmetic.matrix", "arithmetic.memory",
     "arithmetic.move", "arithmetic.narrow", "atomics", "calls", "clc", "control", "copy_async",
     "mma_sync", "order", "store_async", "sync", "tcgen05", "tcgen05_copy", "tcgen05_data",
-    "tensormap_ops", "tma",
+    "tensormap_ops", "tma", "wgmma",
 )  # fmt: skip
 
 

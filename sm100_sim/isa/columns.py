@@ -69,6 +69,11 @@ class Rule(Enum):
     WAIT_ALL_COPIES = auto()
     ARRIVE_COPIES = auto()
     ATOMIC = auto()
+    #: wgmma.
+    WARPGROUP_MMA = auto()
+    WARPGROUP_FENCE = auto()
+    COMMIT_WARPGROUP = auto()
+    WAIT_WARPGROUP = auto()
 
 
 #: Rules of what orders: leaving it out is a mutation.
@@ -79,9 +84,12 @@ ORDERING = frozenset({
     Rule.FENCE_MAP_RELEASE, Rule.FENCE_BEFORE, Rule.FENCE_AFTER, Rule.WAIT_LOADS,
     Rule.WAIT_STORES, Rule.COMMIT_BULK, Rule.WAIT_BULK,
     Rule.COMMIT_COPIES, Rule.WAIT_COPIES, Rule.WAIT_ALL_COPIES, Rule.ARRIVE_COPIES,
+    Rule.WARPGROUP_FENCE, Rule.COMMIT_WARPGROUP, Rule.WAIT_WARPGROUP,
 })  # fmt: skip
 #: Rules under which an asynchronous operation is recorded.
-SUBMITTING = frozenset({Rule.BY_OBJECTS, Rule.COPY, Rule.ARRIVE_COPIES})
+SUBMITTING = frozenset({
+    Rule.BY_OBJECTS, Rule.COPY, Rule.ARRIVE_COPIES, Rule.WARPGROUP_MMA
+})
 
 
 class Effect(_Text):
@@ -100,6 +108,7 @@ class Effect(_Text):
     CANCEL = "clc.try_cancel"
     STORE = "st.async"
     REDUCE = "red.async"
+    WARPGROUP_MMA = "wgmma.mma_async"
 
 
 class Recorded(Enum):

@@ -12,6 +12,7 @@ It is its own inverse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -85,6 +86,32 @@ def decode_matrix(raw: int) -> MatrixDescriptor:
     )
 
 
+#: Swizzle span in bytes by the value of bits 62-63 of the matrix descriptor of wgmma.
+_WARPGROUP_SPANS = (0, 128, 64, 32)
+
+
+@lru_cache(maxsize=65536)
+def decode_warpgroup_matrix(raw: int) -> MatrixDescriptor:
+    """Decode a 64-bit SMEM matrix descriptor of wgmma.
+
+    PTX ISA 9.3, "Asynchronous Warpgroup Level Matrix: Matrix Descriptor Format". Raises
+    DescriptorError naming the field: bits 14-15, 30-31, 46-48 or 52-61, which have no meaning (in a
+    descriptor of tcgen05 they have), or a non-zero base offset (bits 49-51).
+    """
+    what = f"SMEM matrix descriptor {raw:#018x} of wgmma: "
+    unused = raw & 0x3FF1_C000_C000_C000
+    _check(not unused, what + f"bits {unused:#x} are set, which have no meaning; a descriptor of "
+           "tcgen05 is another")
+    _check(not raw >> 49 & 7, what + f"base offset {raw >> 49 & 7}, accepted 0: start the swizzle "
+           "pattern on a multiple of its size")
+    return MatrixDescriptor(
+        start=(raw & 0x3FFF) << 4,
+        leading=(raw >> 16 & 0x3FFF) << 4,
+        stride=(raw >> 32 & 0x3FFF) << 4,
+        swizzle=_WARPGROUP_SPANS[raw >> 62],
+    )
+
+
 def encode_matrix(descriptor: MatrixDescriptor) -> int:
     """The 64-bit value of a descriptor; the inverse of `decode_matrix`."""
     modes = {layout: number for number, layout in _SWIZZLE_MODES.items()}
@@ -153,12 +180,12 @@ class GatherPlan:
 
 @lru_cache(maxsize=2048)
 def gather_plan(
-    raws: tuple[int, ...], mn_major: bool, extent: int, element_bytes: int
+    raws: tuple[int, ...], mn_major: bool, extent: int, element_bytes: int,
+    decode: Callable[[int], MatrixDescriptor] = decode_matrix,
 ) -> GatherPlan:
-    """Plan for the operands of consecutive instructions whose descriptors are `raws`."""
-    parts = [
-        chunk_addresses(decode_matrix(raw), mn_major, extent, element_bytes) for raw in raws
-    ]
+    """Plan for the operands of consecutive instructions whose descriptors are `raws`; decode: what
+    reads them."""
+    parts = [chunk_addresses(decode(raw), mn_major, extent, element_bytes) for raw in raws]
     addresses = np.concatenate(parts, axis=0 if mn_major else 1)
     index = np.ascontiguousarray(addresses >> 4).astype(np.intp)
     index.setflags(write=False)

@@ -67,7 +67,7 @@ def require_cluster(warp: Warp, what: str) -> None:
 
 def submit(
     warp: Warp, instruction, effect: Effect, perform: Callable[[], None],
-    queue: Hashable | None = None, **touched,
+    queue: Hashable | None = None, complete: Callable[[], None] | None = None, **touched,
 ) -> AsyncOp:
     """Issue an asynchronous operation; what it raises later names the place of its issue.
 
@@ -84,7 +84,7 @@ def submit(
         except SimulationError as error:
             raise error.at(instruction, cta.ctaid, warp.index) from None
 
-    operation = AsyncOp(effect, perform_at, queue)
+    operation = AsyncOp(effect, perform_at, queue, complete)
     operation.touches = Touches(warp, instruction, **touched)
     cta.cluster.machine.submit(operation)
     return operation

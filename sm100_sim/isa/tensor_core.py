@@ -22,7 +22,7 @@ from sm100_sim.errors import MemoryFault, TmemError
 from sm100_sim.state.tmem import LANES, split_address
 
 from . import minifloat
-from .descriptors import InstructionDescriptor, gather_plan
+from .descriptors import GatherPlan, InstructionDescriptor, gather_plan
 
 # ---------------------------------------------------------------- element decode to float32
 
@@ -128,17 +128,20 @@ class Mma:
         )
 
 
-def _gather(cta: Any, raws: tuple[int, ...], mn_major: bool, extent: int, width: int, tag: str):
-    """Raw operand elements in SMEM: (extent, K) if K-major, (K, extent) if MN-major."""
-    plan = gather_plan(raws, mn_major, extent, width)
+def gathered(cta: Any, plan: GatherPlan, width: int, which: str, what: str) -> np.ndarray:
+    """Raw elements in SMEM, `width` bytes each: (extent, K) if K-major, (K, extent) if MN-major.
+
+    which: operand, "A" or "B"; the result is overwritten by the next call with the same one. what:
+    opcode, for errors.
+    """
     smem = cta.smem
     if plan.end > smem.size:
         raise MemoryFault(
-            f"tcgen05.mma reads shared memory up to offset {plan.end} for its {tag[0]} operand; "
-            f"the CTA has {smem.size} bytes"
+            f"{what} reads shared memory up to offset {plan.end} for its {which} operand; the CTA "
+            f"has {smem.size} bytes"
         )
     chunks = smem[: smem.size & ~15].view(np.complex128)  # 16-byte units
-    out = _workspace("gather" + tag, plan.index.shape, "complex128")
+    out = _workspace("gather" + which, plan.index.shape, "complex128")
     chunks.take(plan.index, out=out, mode="clip")
     return out.view(_RAW[width])
 
@@ -151,7 +154,8 @@ def _smem_operand(ctas, raws, mn_major, extent, mma: Mma, which: str) -> np.ndar
     rows = extent * len(ctas)
     values = _workspace("values" + which, (k, rows) if mn_major else (rows, k), "float32")
     for p, cta in enumerate(ctas):
-        raw = _gather(cta, raws, mn_major, extent, descriptor.kind.element_bytes, which)
+        width = descriptor.kind.element_bytes
+        raw = gathered(cta, gather_plan(raws, mn_major, extent, width), width, which, "tcgen05.mma")
         raw = _codes(raw, name, descriptor)
         mine = slice(p * extent, (p + 1) * extent)
         _TO_FLOAT[name](raw, values[:, mine] if mn_major else values[mine])

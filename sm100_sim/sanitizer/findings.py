@@ -12,6 +12,7 @@ _WHAT = {
     "ld": "tensor memory load, ",
     "st": "tensor memory store, ",
     "mma": "MMA, asynchronous, ",
+    "wgmma": "wgmma, asynchronous, ",
     "tma": "copy, asynchronous, ",
     "bulk": "bulk store, asynchronous, ",
     "clc": "launch-control response, asynchronous, ",
@@ -39,6 +40,11 @@ _EDGES = {
         "mma-in-flight",
         "an MMA is known to be complete only through tcgen05.commit -> mbarrier -> wait; no such "
         "wait leads to the later access",
+    ),
+    "wgmma": (
+        "mma-in-flight",
+        "a wgmma is known to be complete only through wgmma.commit_group and wait_group by the "
+        "warps of its warpgroup, and then an arrive (or barrier) that the later access waits for",
     ),
     "tma": ("copy-in-flight", "no wait for the phase that the copy completes leads to the later "
             "access"),

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from sm100_sim.isa import tensor_core
-from sm100_sim.isa.descriptors import gather_plan
+from sm100_sim.isa.descriptors import decode_warpgroup_matrix, gather_plan
 from sm100_sim.isa.tensor_core import Mma
+from sm100_sim.isa.warpgroup import ROWS, ROWS_OF_A_WARP, Product
 from sm100_sim.state.tmem import split_address
 
 #: TMEM lanes in a granule of its shadow.
@@ -22,7 +23,11 @@ def operand_chunks(
     raws: tuple[int, ...], mn_major: bool, extent: int, width: int
 ) -> slice | np.ndarray:
     """16-byte chunks of shared memory that hold an operand, as a slice where they are adjacent."""
-    index = np.unique(gather_plan(raws, mn_major, extent, width).index)
+    return _adjacent(np.unique(gather_plan(raws, mn_major, extent, width).index))
+
+
+def _adjacent(index: np.ndarray) -> slice | np.ndarray:
+    """Ascending numbers, as a slice if there is no gap."""
     first, last = int(index[0]), int(index[-1])
     return slice(first, last + 1) if last - first + 1 == len(index) else index
 
@@ -64,6 +69,33 @@ def mma_operands(run: list[Mma]) -> Iterator[tuple[Any, str, Any]]:
         else:
             for column in columns:
                 yield cta, "tmem", (slice(column, column + 8), lanes)
+
+
+@lru_cache(maxsize=4096)
+def _warpgroup_operand(
+    raw: int, mn_major: bool, extent: int, rows: tuple[int, int], width: int
+) -> slice | np.ndarray:
+    """16-byte chunks of shared memory that hold rows `rows[0]` to before `rows[1]` of an operand of
+    one wgmma.mma_async."""
+    index = gather_plan((raw,), mn_major, extent, width, decode_warpgroup_matrix).index
+    first, end = rows
+    if mn_major:
+        per_chunk = 16 // width
+        index = index[:, first // per_chunk : end // per_chunk]
+    else:
+        index = index[first:end]
+    return _adjacent(np.unique(index))
+
+
+def warpgroup_operands(product: Product, warp: int) -> Iterator[slice | np.ndarray]:
+    """16-byte chunks of shared memory that a wgmma.mma_async reads for warp `warp` of its
+    warpgroup: the warp's rows of A, and B."""
+    form = product.site.form
+    width = form.element_bytes
+    yield _warpgroup_operand(product.b, form.b_mn_major, form.n, (0, form.n), width)
+    if not form.a_in_registers:
+        rows = ROWS_OF_A_WARP * warp, ROWS_OF_A_WARP * (warp + 1)
+        yield _warpgroup_operand(product.a, form.a_mn_major, ROWS, rows, width)
 
 
 def mma_results(head: Mma) -> Iterator[tuple[Any, tuple[slice, Any]]]:

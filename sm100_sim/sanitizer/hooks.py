@@ -18,6 +18,7 @@ from sm100_sim.isa.shared import shared_address
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.table import row_of
 from sm100_sim.isa.tcgen05_data import Form, form_of, load_form, locator
+from sm100_sim.isa.warpgroup import WARPS, warpgroup_of
 from sm100_sim.native.calling import callable_of
 from sm100_sim.state.warp import (
     SHARED_WINDOW,
@@ -30,7 +31,8 @@ from sm100_sim.state.warp import (
 from sm100_sim.translate.blocks import operand_registers
 from sm100_sim.translate.native_forms import recorded_fragment
 
-from .clocks import BULK, COPY, STORE
+from . import footprints
+from .clocks import BULK, COPY, MMA, STORE
 from .records import OperationRecord
 from .sanitizer import Sanitizer
 from .shadow import raise_failure
@@ -89,7 +91,7 @@ def loads_used(instruction: Any, watched: dict) -> list[int]:
     return sorted(found)
 
 
-@_hook(Rule.COMPUTES, Rule.BY_OBJECTS, Rule.NOT_FOLLOWED)
+@_hook(Rule.COMPUTES, Rule.BY_OBJECTS, Rule.NOT_FOLLOWED, Rule.WARPGROUP_FENCE)
 def _ordinary(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     """Nothing to add: registers, or what it acts on records it, or nobody follows it."""
 
@@ -442,6 +444,53 @@ def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
                 state.frontier[state.bulk], state.groups[done - 1]
             )
             del state.groups[: done - 1]
+        return outcome
+
+    return run
+
+
+# ---------------------------------------------------------------- wgmma
+
+
+@_hook(Rule.WARPGROUP_MMA)
+def _product(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        place = warp.index % WARPS
+        product: Any = warpgroup_of(warp).latest[place]
+        access = state.asynchronous(MMA, "wgmma", False)
+        shadow = sanitizer.cta(warp.cta)
+        shadow.visit(access)
+        for chunks in footprints.warpgroup_operands(product, place):
+            shadow.smem.touch(chunks, access, state.frontier)
+        return outcome
+
+    return run
+
+
+@_hook(Rule.COMMIT_WARPGROUP)
+def _commit_products(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        state.product_groups.append(state.issued[MMA])
+        return execute(warp, lanes)
+
+    return run
+
+
+@_hook(Rule.WAIT_WARPGROUP)
+def _wait_products(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    allowed = instruction.operands[0].value
+
+    def run(warp: Any, lanes: int) -> Any:
+        state = sanitizer.begin(warp, instruction)
+        outcome = execute(warp, lanes)
+        done = len(state.product_groups) - allowed
+        if outcome is None and done > 0:
+            clock = state.product_groups[done - 1]
+            state.frontier[state.mma] = max(int(state.frontier[state.mma]), clock)
+            del state.product_groups[: done - 1]
         return outcome
 
     return run

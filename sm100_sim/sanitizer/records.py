@@ -17,13 +17,13 @@ IN_FLIGHT = 0x7FFFFFFF
 #: Numbers of the kinds of access (`shadow.Access`).
 KINDS = (
     "generic", "ld", "st", "mma", "tma", "bulk", "clc", "alloc", "dealloc", "arrive", "atomic",
-    "copy", "stored", "reduced",
+    "copy", "stored", "reduced", "wgmma",
 )  # fmt: skip
 GENERIC_KIND, LOAD_KIND, STORE_KIND, MMA_KIND, TMA_KIND, BULK_KIND, CLC_KIND = range(7)
 ARRIVE_KIND, ATOMIC_KIND, REDUCED_KIND = 9, 10, 13
 #: Kinds of access that go through the async proxy to shared memory, and through the generic one,
 #: as masks.
-ASYNC_KINDS = sum(1 << KINDS.index(kind) for kind in ("tma", "mma", "bulk", "clc"))
+ASYNC_KINDS = sum(1 << KINDS.index(kind) for kind in ("tma", "mma", "bulk", "clc", "wgmma"))
 GENERIC_KINDS = sum(
     1 << KINDS.index(kind) for kind in ("generic", "atomic", "copy", "stored", "reduced")
 )

@@ -37,7 +37,7 @@ from .tensor_maps import TensorMaps
 from .tracking import BARRIER, FRESH
 
 #: Kinds of access that go through the async proxy to shared memory.
-_ASYNC = frozenset(("tma", "mma", "bulk", "clc"))
+_ASYNC = frozenset(("tma", "mma", "bulk", "clc", "wgmma"))
 #: Kinds that go through the generic proxy.
 _GENERIC = frozenset(("generic", "atomic", "copy", "stored", "reduced"))
 #: Kinds of copies that are not tensor or bulk copies, by operation.
@@ -499,8 +499,8 @@ class Sanitizer:
         self.flush(state, operation.touches.mmas)
         state.recorded = 0
 
-    def _copies_in_order(self, state: WarpState, operation: AsyncOp) -> None:
-        """cp.async: its hook has recorded it."""
+    def _recorded_by_hooks(self, state: WarpState, operation: AsyncOp) -> None:
+        """cp.async and wgmma: hooks have recorded them, for each warp where it issues them."""
 
     def _arrive_copies(self, state: WarpState, operation: AsyncOp) -> None:
         completion = Completion(state, {})
@@ -661,8 +661,9 @@ _SUBMITTED = {
     Effect.MMA: Sanitizer._chain, Effect.COMMIT: Sanitizer._commit,
     Effect.TENSOR_COPY: Sanitizer._tensor_copy, Effect.TENSOR_SHIFT: Sanitizer._tensor_copy,
     Effect.TMA_LOAD: Sanitizer._copy, Effect.TMA_STORE: Sanitizer._bulk_store,
-    Effect.BULK: Sanitizer._copy, Effect.COPY: Sanitizer._copies_in_order,
+    Effect.BULK: Sanitizer._copy, Effect.COPY: Sanitizer._recorded_by_hooks,
     Effect.ARRIVE_COPIES: Sanitizer._arrive_copies, Effect.CANCEL: Sanitizer._copy,
     Effect.STORE: Sanitizer._copy, Effect.REDUCE: Sanitizer._copy,
+    Effect.WARPGROUP_MMA: Sanitizer._recorded_by_hooks,
 }  # fmt: skip
 require_complete("sanitizer.sanitizer", Effect, _SUBMITTED, without=(Effect.NONE,))

@@ -76,7 +76,8 @@ class WarpState:
     is taken in before the warp does anything else. loads: (clock, number of the instruction) of
     tcgen05.ld in flight. uses: flags that native code sets when loaded data are used. recorded:
     MMAs of the open chain already recorded. groups: clocks of the last bulk store of each committed
-    group. copies, copy_groups: the same of cp.async, with its accesses in flight. unfenced: generic
+    group; product_groups: the same of wgmma. copies, copy_groups: the same of cp.async, with its
+    accesses in flight. unfenced: generic
     accesses were made since the last fence.proxy.async. record: what native code shares, with a
     mask of the ranks of CTAs known to have started.
     flags_read: addresses of relaxed reads since the last fence.
@@ -108,6 +109,7 @@ class WarpState:
         self.groups: list[int] = []
         self.copies: list[Access] = []
         self.copy_groups: list[int] = []
+        self.product_groups: list[int] = []
         self.flags_read: set[int] = set()
         self.unfenced_inits: list[Any] = []
         self.generation = 0
