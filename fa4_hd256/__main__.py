@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator")
     run.add_argument("--json", action="store_true", help="print one JSON object")
     run.set_defaults(main=demo.main)
-    plan = commands.add_parser("plan", help="roles, SMEM, TMEM, barriers and steps of the kernels")
+    plan = commands.add_parser("plan", help="roles, memory, barriers and steps of the kernels")
     plan.set_defaults(main=_plan)
     settings = commands.add_parser("env", help="environment variables, caches and versions")
     settings.set_defaults(main=_env)
@@ -40,12 +40,11 @@ def _bringup_parser() -> argparse.ArgumentParser:
 
 
 def _plan(_: argparse.Namespace) -> int:
-    from .kernels.blackwell.backward.config import BackwardConfig
-    from .kernels.blackwell.forward.config import ForwardConfig
+    from .kernels.kernel_set import kernels_of
 
-    print(ForwardConfig().describe())
-    print()
-    print(BackwardConfig().describe())
+    kernels = kernels_of(environment.architecture())
+    configs = [kernels.config(direction)() for direction in ("forward", "backward")]
+    print("\n\n".join(config.describe() for config in configs))
     return 0
 
 
@@ -66,8 +65,9 @@ def _env(_: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit status, 2 with a message for a value that is not accepted and where
-    the command needs the simulator, which is not installed."""
+    """Run one command; the exit status, 2 with a message for a value that is not accepted, for
+    kernels that an architecture does not have, and where the command needs the simulator, which is
+    not installed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["bringup"]:
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             parsed = _parser().parse_args(arguments)
         return parsed.main(parsed)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ImportError as error:

@@ -10,7 +10,6 @@ import torch
 from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import Options, given_ragged
-from .kernels.blackwell.backward.config import BackwardConfig
 from .run.backward import Wanted, run_backward
 
 __all__ = ["backward", "gradients", "save_for_backward"]
@@ -45,17 +44,16 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink) of `forward`, whose results were out and lse.
 
-    dout: like out, of any strides; dlse: like lse, None for zero. config names a BackwardConfig.
-    wanted: whether dq, whether dk and dv, whether dsink are asked for; the others are empty.
-    Bitwise the same for the same arguments. The other arguments are those of `forward`.
+    dout: like out, of any strides; dlse: like lse, None for zero. config: of the architecture's
+    backward. wanted: whether dq, whether dk and dv, whether dsink are asked for; the others are
+    empty. Bitwise the same for the same arguments. The other arguments are those of `forward`.
     """
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k)
-    return run_backward(
-        call, problem, Wanted(*wanted), named_configs.decode(config, BackwardConfig)
-    )
+    kind = problem.forward.kernels.config("backward")
+    return run_backward(call, problem, Wanted(*wanted), named_configs.decode(config, kind))
 
 
 @backward.register_fake

@@ -9,10 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What CUTE_DSL_ARCH may say: the target that the kernels are compiled for in any case, and those
-#: of GPUs that its binaries run on (`gpus.family`).
-ARCHITECTURES = ("sm_100f", "sm_100a", "sm_103a", "sm_103f")
-
+from .architectures import ARCHITECTURES, Architecture, named
 
 #: Said where the simulator is needed and missing. Calls on a GPU do not need it.
 NO_SIMULATOR = (
@@ -45,15 +42,24 @@ RESERVED_SMS = Variable(
     "SMs that grids of the static tile scheduler leave to other kernels (NCCL's, say); same bits",
 )
 
+ARCHITECTURE = Variable(
+    "FA4_HD256_ARCH",
+    ARCHITECTURES[0].name,
+    "architecture whose kernels CPU tensors run in the simulator: "
+    f"{' or '.join(a.name for a in ARCHITECTURES)}; for CUDA tensors their GPU decides",
+)
+
 #: Every variable that this project reads, for docs/environment.md and `python -m fa4_hd256 env`.
 VARIABLES = (
+    ARCHITECTURE,
     CACHE_DIR,
     PROGRESS,
     RESERVED_SMS,
     Variable(
         "FA_CLC",
         "by mask and lengths",
-        "1 selects the dynamic tile scheduler (cluster launch control), 0 the static one; unset: "
+        "1 selects the dynamic tile scheduler (cluster launch control; on sm_90a a counter in "
+        "memory), 0 the static one; unset: "
         "a rule for each direction, from the timing model (docs/bench.md)",
     ),
     Variable(
@@ -63,9 +69,9 @@ VARIABLES = (
     ),
     Variable(
         "SM100_SIM_DEVICE",
-        "b200",
-        "GPU that the simulator passes for: b200, gb200, b300 or gb300, also with a number of SMs, "
-        "as b200:19",
+        " or ".join(f"{a.simulated} for {a.name}" for a in ARCHITECTURES),
+        "GPU that the simulator passes for: b200, gb200, b300, gb300 or h200, also with a number "
+        "of SMs, as b200:19",
     ),
     Variable(
         "SM100_SIM_CLUSTERS",
@@ -91,9 +97,9 @@ VARIABLES = (
     ),
     Variable(
         "CUTE_DSL_ARCH",
-        f"{ARCHITECTURES[0]}, for this package's kernels",
+        "the first of an architecture, for this package's kernels",
         "target of CuTe DSL; accepted here, where the GPUs decide (docs/architecture.md): "
-        f"{', '.join(ARCHITECTURES)}",
+        f"{', '.join(target for a in ARCHITECTURES for target in a.targets)}",
     ),
 )
 
@@ -136,6 +142,16 @@ def reserved_sms() -> int:
             f"{RESERVED_SMS.name} is {given!r}; accepted: a whole number of SMs from 0 on"
         )
     return int(given)
+
+
+def architecture() -> Architecture:
+    """That whose kernels run for CPU tensors. Raises ValueError for one that does not exist."""
+    given = os.environ.get(ARCHITECTURE.name) or ARCHITECTURE.default
+    try:
+        return named(given)
+    except ValueError:
+        accepted = " or ".join(a.name for a in ARCHITECTURES)
+        raise ValueError(f"{ARCHITECTURE.name} is {given!r}; accepted: {accepted}") from None
 
 
 def requested_architecture() -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .autograd import gradients, save_for_backward
@@ -9,8 +11,8 @@ from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
 from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
 from .call.splits import BY_RULE, check_num_splits
-from .kernels.blackwell.backward.config import BackwardConfig
-from .kernels.blackwell.forward.config import ForwardConfig
+from .gpus.family import architecture_of
+from .kernels.kernel_set import kernels_of
 from .run.forward import run_forward
 
 
@@ -27,8 +29,8 @@ def flash_attn_func(
     return_lse: bool = False,
     *,
     num_splits: int = BY_RULE,
-    config: ForwardConfig | None = None,
-    backward_config: BackwardConfig | None = None,
+    config: Any = None,
+    backward_config: Any = None,
     use_clc: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
@@ -36,8 +38,8 @@ def flash_attn_func(
     q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256), with heads a multiple
     of heads_kv; bfloat16 or float16, any lengths from 1 up. Layouts with the last stride 1 and
     the base address and other strides multiples of 16 bytes are used in place, others copied once.
-    CUDA tensors need a GPU of compute capability 10.0 or 10.3; for CPU tensors the same compiled
-    kernel runs in the simulator.
+    CUDA tensors need a GPU of an architecture in `fa4_hd256.architectures`, whose kernels they get;
+    for CPU tensors the compiled kernel of that which FA4_HD256_ARCH names runs in the simulator.
 
     softmax_scale: any finite number, 1 / sqrt(256) if None.
     causal: bottom-right aligned: query i sees the keys j <= i + seqlen_k - seqlen_q.
@@ -49,8 +51,9 @@ def flash_attn_func(
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
         1 to 32, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
         numbers differ by rounding; the parts take num_splits times out in float32.
-    config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward; if
-        None the default one, whose exp2 mix in the forward is that of the tuning table.
+    config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward, of
+        the architecture's own classes (on Blackwell `ForwardConfig` and `BackwardConfig`); if None
+        the default one, whose exp2 mix in the forward is that of the tuning table.
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
         FA_CLC says, and where it is not set a rule of mask and lengths for each direction, or True
         where the process is one of several ranks, whose communication may hold SMs meanwhile.
@@ -60,12 +63,12 @@ def flash_attn_func(
     lse = -inf (or the sink's logit). Autograd differentiates both results with respect to q, k, v
     and learnable_sink, once.
 
-    Raises TypeError or ValueError for arguments that are not accepted, before anything is
-    compiled.
+    Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
+    where the architecture has no such kernel, before anything is compiled.
     """
     options = Options.check(softmax_scale, causal, window_size, softcap)
     check_kinds({"q": q, "k": k, "v": v, "learnable_sink": learnable_sink}, {}, num_splits)
-    names = _names(config, backward_config)
+    names = _names(q, config, backward_config)
     call = ForwardCall(q, k, v, learnable_sink, {})
     out, lse = _forward(call, options, (None, None), names, (use_clc, num_splits))
     return (out, lse) if return_lse else out
@@ -91,8 +94,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
-    config: ForwardConfig | None = None,
-    backward_config: BackwardConfig | None = None,
+    config: Any = None,
+    backward_config: Any = None,
     use_clc: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
@@ -124,7 +127,7 @@ def flash_attn_varlen_func(
     longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
     packed = {name: f"cu_seqlens_{'q' if name == 'q' else 'k'}" in ragged for name in tensors}
     q, k, v = (with_batch(name, t) if packed[name] else t for name, t in tensors.items())
-    names = _names(config, backward_config)
+    names = _names(q, config, backward_config)
     call = ForwardCall(q, k, v, learnable_sink, ragged)
     out, lse = _forward(call, options, longest, names, (use_clc, num_splits))
     if packed["q"]:
@@ -176,11 +179,16 @@ def _longest(
     return max_seqlen_q, max_seqlen_k
 
 
-def _names(config: ForwardConfig | None, backward_config: BackwardConfig | None) -> tuple[str, str]:
-    return (
-        named_configs.encode(config, ForwardConfig),
-        named_configs.encode(backward_config, BackwardConfig),
-    )
+def _names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str]:
+    """Of both configurations, which are those of the architecture that q is on."""
+
+    def name(given: Any, direction: str) -> str:
+        if given is None:
+            return named_configs.DEFAULT
+        kind = kernels_of(architecture_of(q.device)).config(direction)
+        return named_configs.encode(given, kind)
+
+    return name(config, "forward"), name(backward_config, "backward")
 
 
 @torch.library.custom_op("fa4_hd256::forward", mutates_args=())
@@ -217,7 +225,8 @@ def forward(
     if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
         # How long a tile is, is not known.
         num_splits = 1
-    chosen = named_configs.decode(config, ForwardConfig) if config else None
+    kind = problem.kernels.config("forward")
+    chosen = named_configs.decode(config, kind) if config else None
     return run_forward(call, problem, num_splits, chosen)
 
 

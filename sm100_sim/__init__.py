@@ -8,7 +8,7 @@
 | Options, LaunchConfig, launch_configs, keeping_ptx | how launches run; what a call launches |
 | Report, last_reports, Finding, Cause | what a launch did, what is wrong with it |
 | SimulationError and its subclasses, PtxSyntaxError | what ends a launch |
-| device, DEVICES, SimulatedDevice | the GPUs that it passes for |
+| device, default_device, DEVICES, SimulatedDevice | the GPUs that it passes for |
 | timing | the time a launch would take: `timing.predict` |
 | tools | golden vectors, fuzzer: what holds the simulator against silicon |
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from . import timing, tools
     from .attach import Session, attached
     from .causes import Cause
-    from .devices import DEVICES, SimulatedDevice, device
+    from .devices import DEVICES, SimulatedDevice, default_device, device
     from .errors import (
         BarrierError,
         ClcError,
@@ -73,6 +73,7 @@ __all__ = [
     "UnknownInstruction",
     "attached",
     "cache_state",
+    "default_device",
     "device",
     "keeping_ptx",
     "last_reports",
@@ -87,7 +88,7 @@ __all__ = [
 _HOMES = {
     "attach": ("Session", "attached"),
     "causes": ("Cause",),
-    "devices": ("DEVICES", "SimulatedDevice", "device"),
+    "devices": ("DEVICES", "SimulatedDevice", "default_device", "device"),
     "errors": (
         "BarrierError", "ClcError", "CtaExited", "DivergenceError", "Hang", "LaunchError",
         "MemoryFault", "Misaligned", "MissingExtra", "SimulationError", "TmemError",

@@ -11,11 +11,14 @@ B300. Memory: the products' data sheets. H200: what the driver of one says (docs
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-__all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "device", "named"]
+__all__ = ["DEVICES", "VARIABLE", "SimulatedDevice", "current", "default_device", "device", "named"]
 
 VARIABLE = "SM100_SIM_DEVICE"
 
@@ -110,10 +113,26 @@ def named(text: str) -> SimulatedDevice:
 
 def device(text: str | None = None) -> SimulatedDevice:
     """The device that `text` names, as "b200" or "b200:19" (with so many SMs); without a name the
-    one that SM100_SIM_DEVICE names, a B200 if it is not set. Raises ValueError for another text."""
+    one that SM100_SIM_DEVICE names, where that is not set `default_device`'s, else a B200. Raises
+    ValueError for another text."""
     return current() if text is None else named(text)
+
+
+#: What the simulator passes for where SM100_SIM_DEVICE is not set.
+_default: ContextVar[str] = ContextVar("default device", default="b200")
 
 
 def current() -> SimulatedDevice:
     """The device of the environment. Raises ValueError as `named` does."""
-    return named(os.environ.get(VARIABLE) or "b200")
+    return named(os.environ.get(VARIABLE) or _default.get())
+
+
+@contextlib.contextmanager
+def default_device(text: str) -> Iterator[SimulatedDevice]:
+    """Within, in this thread, the simulator passes for the device that `text` names unless
+    SM100_SIM_DEVICE names another; the one it then is. Raises ValueError as `named` does."""
+    before = _default.set(text)
+    try:
+        yield current()
+    finally:
+        _default.reset(before)

@@ -1,7 +1,8 @@
 """Options and fixtures of the whole suite.
 
-The same tests run in the simulator (default, CPU tensors) and on a real SM100 GPU:
-`pytest --device cuda`.
+The same tests run in the simulator (default, CPU tensors) and on a real GPU: `pytest --device
+cuda`. The kernels are those of the GPU's architecture, in the simulator of `--arch`; tests that
+know one architecture's kernels carry the mark `architecture("sm_100a")` and are skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ os.environ.setdefault("SM100_SIM_CACHE_DIR", str(ROOT / ".cache" / "sm100_sim"))
 _KEPT = ("SM100_SIM_THREADS", "SM100_SIM_CACHE_DIR")
 for _name in [name for name in os.environ if name.startswith("SM100_SIM_") and name not in _KEPT]:
     del os.environ[_name]
-for _name in ("FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS", "CUTE_DSL_ARCH"):
+for _name in (
+    "FA4_HD256_ARCH", "FA4_HD256_PROGRESS", "FA4_HD256_RESERVED_SMS", "CUTE_DSL_ARCH",
+):  # fmt: skip
     os.environ.pop(_name, None)
 
 # Both schedulers are tested: the static one here, the dynamic one by tests that ask for it and by
@@ -33,6 +36,9 @@ os.environ.setdefault("FA_CLC", "0")
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+from fa4_hd256.architectures import ARCHITECTURES  # noqa: E402
+from fa4_hd256.gpus.family import architecture_of  # noqa: E402
 
 # The same examples in every run: a failure must be reproducible from the log alone.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
@@ -44,28 +50,48 @@ def pytest_addoption(parser):
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cpu: the simulator (default); cuda: a real SM100 GPU",
+        help="cpu: the simulator (default); cuda: a real GPU",
+    )
+    parser.addoption(
+        "--arch",
+        default=ARCHITECTURES[0].name,
+        choices=[architecture.name for architecture in ARCHITECTURES],
+        help="architecture whose kernels run in the simulator",
     )
 
 
 def pytest_configure(config):
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: PyTorch finds no CUDA device here")
+    os.environ["FA4_HD256_ARCH"] = config.getoption("--arch")
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--device") == "cpu":
-        return
+    on_gpu, name = config.getoption("--device") == "cuda", tested_architecture(config)
     skip = pytest.mark.skip(reason="tests the simulator; not run with --device cuda")
     for item in items:
-        if item.get_closest_marker("simulator"):
+        if on_gpu and item.get_closest_marker("simulator"):
             item.add_marker(skip)
+        mark = item.get_closest_marker("architecture")
+        if mark is not None and name not in mark.args:
+            item.add_marker(pytest.mark.skip(reason=f"tests kernels of {', '.join(mark.args)}"))
+
+
+def tested_architecture(config) -> str:
+    """Whose kernels run: the GPU's, or in the simulator what --arch says."""
+    return architecture_of(torch.device(config.getoption("--device"))).name
 
 
 @pytest.fixture
 def device(request) -> str:
     """Where attention runs in this session."""
     return request.config.getoption("--device")
+
+
+@pytest.fixture
+def architecture(request) -> str:
+    """Whose kernels attention runs in this session, as FA4_HD256_ARCH names it."""
+    return tested_architecture(request.config)
 
 
 @pytest.fixture(autouse=True)

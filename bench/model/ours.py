@@ -24,7 +24,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
-from fa4_hd256.run.catalogue import RESULTS, KernelSpec, backward_specs
+from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.compile import compile_kernel, versions
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
@@ -283,7 +283,7 @@ def _backward_call(
     of_keys = 1, k.shape[1], head_parts, HEAD_DIM
     results = tuple(
         torch.empty_like(q) if made == "dq" else torch.empty(of_keys, dtype=dtype)
-        for made in RESULTS[name]
+        for made in problem.kernels.kernel(f"backward_{name}").results
     )
     config: Any = variant.config or BackwardConfig()
     spec = backward_specs(problem, config)[name]

@@ -43,9 +43,11 @@ def simulator_machine() -> str:
 
 def compiler_machine() -> str:
     """For `machine`: figures read from compiled code."""
+    from fa4_hd256.architectures import ARCHITECTURES
     from fa4_hd256.gpus.family import target
 
-    return f"{target()}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
+    of = target(ARCHITECTURES[0])
+    return f"{of}, nvidia-cutlass-dsl {importlib.metadata.version('nvidia-cutlass-dsl')}"
 
 
 def modelled_machine(machine: Any) -> str:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.backward.ds_tiles import (
-    DS_BLOCK,
-    DS_TILE,
-    DS_TILE_ELEMENTS,
-    DsTiles,
-)
-from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
+from fa4_hd256.kernels.kernel_set import BackwardSet, KeyKernel
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
-from fa4_hd256.kernels.sequences import PADDING
 
 from .checks import check_gradients
 from .forward_problem import ForwardCall, Options, Problem
 from .layouts import without_expanded_heads
 
 __all__ = [
-    "ANEW",
-    "STORED",
     "BackwardCall",
     "BackwardProblem",
-    "KeyKernel",
     "choose_head_parts",
     "count_key_tiles",
 ]
@@ -84,11 +75,25 @@ class BackwardProblem:
         return batch, seqlen, heads * self.head_parts, columns
 
     @property
+    def kernels(self) -> BackwardSet:
+        """Those of the architecture that the tensors are on."""
+        return self.forward.kernels.backward_set()
+
+    def ds_tiles(self, heads: int, max_seqlen_q: int, max_seqlen_k: int) -> Any:
+        """Tiles of the dS of so many query heads and rows (`BackwardSet.ds_tiles`)."""
+        return self.kernels.ds_tiles.of(heads, max_seqlen_q, max_seqlen_k)
+
+    @property
+    def ds_tile_bytes(self) -> int:
+        """Memory that a tile of dS takes."""
+        return self.kernels.ds_tile_elements * self.forward.dtype.itemsize
+
+    @property
     def ds_shape(self) -> tuple[int, int]:
-        """(tiles, elements of a tile) of dS; see `kernels.blackwell.backward.ds_tiles`."""
+        """(tiles, elements of a tile) of dS."""
         forward = self.forward
-        tiles = DsTiles.of(forward.q_shape[2], forward.max_seqlen_q, forward.max_seqlen_k)
-        return tiles.count(forward.sequences), DS_TILE_ELEMENTS
+        tiles = self.ds_tiles(forward.q_shape[2], forward.max_seqlen_q, forward.max_seqlen_k)
+        return tiles.count(forward.sequences), self.kernels.ds_tile_elements
 
     @property
     def ds_bytes(self) -> int:
@@ -105,7 +110,7 @@ class BackwardProblem:
         if self.copies > 1:
             return self.copies
         forward, (left, right) = self.forward, self.forward.options.window
-        kernel = STORED if self.keeps_ds else ANEW
+        kernel = self.kernels.stored_keys if self.keeps_ds else self.kernels.anew_keys
         seen = forward.max_seqlen_q
         if left is not None and right is not None:
             seen = min(seen, left + right + kernel.keys)
@@ -149,7 +154,8 @@ class BackwardCall:
     def describe(
         self, options: Options, max_seqlen_q: int | None, max_seqlen_k: int | None
     ) -> BackwardProblem:
-        """Validate the call; raises as `Problem.describe` and `check_gradients` do."""
+        """Validate the call; raises as `Problem.describe` and `check_gradients` do, and
+        NotImplementedError for an architecture that has no backward."""
         forward = ForwardCall(self.q, self.k, self.v, self.sink, self.ragged).describe(
             options, max_seqlen_q, max_seqlen_k
         )
@@ -158,6 +164,7 @@ class BackwardCall:
             self.q,
             forward.lse_shape,
         )
+        forward.kernels.backward_set()
         k, _ = without_expanded_heads(self.k, self.v)
         # One head that was expanded: each of its copies has its own gradient, which is the part of
         # the query heads that read it.
@@ -173,39 +180,18 @@ def count_key_tiles(problem: Problem, k_shape: tuple[int, ...], keys: int) -> in
     return min(padded, k_shape[1] // keys + problem.sequences)
 
 
-@dataclass(frozen=True)
-class KeyKernel:
-    """What the parts of a group follow of the kernels that make dK and dV (docs/backward.md).
-
-    keys: of a tile. queries: of a step. seconds: of a step, modelled. overhead: what a tile takes
-    beside its steps, in steps. part_bytes: of writing and summing a tile's part in float32.
-    products: what the products of a stored dS take of a step, each, in steps.
-    """
-
-    keys: int
-    queries: int
-    seconds: float
-    overhead: float
-    part_bytes: float
-    products: float = 0.0
-
-
-ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
-STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
-
-
 def choose_head_parts(
-    work: tuple[int, int], group: int, gpu: Gpu, unequal: bool, kernel: KeyKernel = ANEW
+    work: tuple[int, int], group: int, gpu: Gpu, unequal: bool, kernel: KeyKernel
 ) -> int:
     """Parts of the group of query heads: those that end soonest, by an estimate.
 
-    More parts fill the CTA pairs better, but each writes its own dK and dV. work: tiles of keys, of
+    More parts fill the clusters better, but each writes its own dK and dV. work: tiles of keys, of
     all key/value heads and sequences; steps, at most, that a tile passes for each query head.
     group: query heads of one key/value head. unequal: tiles differ in their steps, by a mask or by
     the sequences' lengths. Returns 1 .. group; no part is empty when each but the last has
     ceil(group / parts) heads.
     """
-    tiles, steps = work
+    (tiles, steps), clusters = work, gpu.clusters(kernel.cluster)
     # Of the whole GPU's bandwidth, in the time of a step.
     part_cost = kernel.part_bytes / (gpu.hbm_bytes_per_second * kernel.seconds)
 
@@ -213,9 +199,9 @@ def choose_head_parts(
         count, longest = tiles * parts, -(-group // parts) * steps
         if unequal:
             # Half of the longest on average; who draws a long one last ends half of one later.
-            ends = count / gpu.pairs * (longest / 2 + kernel.overhead) + longest / 2
+            ends = count / clusters * (longest / 2 + kernel.overhead) + longest / 2
         else:
-            ends = -(-count // gpu.pairs) * (longest + kernel.overhead)
+            ends = -(-count // clusters) * (longest + kernel.overhead)
         # Of the products only the longest tile, a part's dK, depends on the parts: half of it is
         # waited for.
         ends += kernel.products * longest / 2

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
 
@@ -237,25 +236,6 @@ def check_max_seqlen(
                 f"max_seqlen_{side} is {longest}, but a sequence has {found} {rows} rows"
             )
     return longest
-
-
-def check_device(device: torch.device) -> None:
-    """CPU tensors run in the simulator, CUDA tensors on a GPU of the family (`family.FAMILY`);
-    nothing else is offered."""
-    if device.type == "cpu":
-        return
-    accepted = (
-        f"accepted: CUDA tensors on a {describe_family()}, or CPU tensors, for which the compiled "
-        "kernel runs in the simulator"
-    )
-    if device.type != "cuda":
-        raise ValueError(f"q, k and v are on device {device}; {accepted}")
-    capability = torch.cuda.get_device_capability(device)
-    if not in_family(capability):
-        raise ValueError(
-            f"q, k and v are on {device}, a {torch.cuda.get_device_name(device)} with compute "
-            f"capability {capability[0]}.{capability[1]}; {accepted}"
-        )
 
 
 def check_gradients(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fa4_hd256.gpus.devices import sms_are_shared
-from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_Q, TILE_Q
+from fa4_hd256.gpus.family import architecture_of
+from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.sequences import SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
@@ -129,15 +130,16 @@ class Problem:
         ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
         with cu_seqlens_k; None for as many as k has rows.
 
-        Raises TypeError for an argument of the wrong kind or dtype and ValueError for a wrong
-        shape, head_dim, ratio of heads, device, length or option.
+        Raises TypeError for an argument of the wrong kind or dtype, ValueError for a wrong
+        shape, head_dim, ratio of heads, device, length or option, and NotImplementedError for an
+        architecture that has no forward.
         """
         q, k, v = tensors
         ragged = ragged or {}
         checks.check_options(options.softmax_scale, options.window, options.softcap)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
-        checks.check_device(q.device)
+        tiles = kernels_of(architecture_of(q.device)).forward_tiles()
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
         if max_seqlen_k is None:
@@ -152,7 +154,7 @@ class Problem:
             options=options,
             sink=sink is not None,
             ragged=tuple(name for name in RAGGED if name in ragged),
-            packed_heads=packed_heads(q.shape[2] // k.shape[2], ragged),
+            packed_heads=packed_heads(q.shape[2] // k.shape[2], ragged, tiles.cta_rows),
         )
 
     @property
@@ -173,9 +175,19 @@ class Problem:
         )
 
     @property
+    def kernels(self) -> KernelSet:
+        """Those of the architecture that the tensors are on."""
+        return kernels_of(architecture_of(self.device))
+
+    @property
+    def tiles(self) -> ForwardTiles:
+        """Of the forward's kernel."""
+        return self.kernels.forward_tiles()
+
+    @property
     def tile_queries(self) -> int:
         """Queries of a tile of the forward."""
-        return TILE_Q // self.packed_heads
+        return self.tiles.rows // self.packed_heads
 
     @property
     def num_tiles(self) -> int:
@@ -194,14 +206,14 @@ class Problem:
         return (batch, heads, seqlen)
 
 
-def packed_heads(group: int, ragged: Any) -> int:
+def packed_heads(group: int, ragged: Any, cta_rows: int) -> int:
     """How many of the `group` query heads of a KV head share a query tile: all or none.
 
-    All where they divide a CTA's rows: a causal tile then spans fewer queries, so that less of it
-    is masked, and short sequences fill it. None where queries have lengths in use: a descriptor
-    that clips rows of a batch entry has no dimension left for the heads.
+    All where they divide the `cta_rows` of a CTA: a causal tile then spans fewer queries, so that
+    less of it is masked, and short sequences fill it. None where queries have lengths in
+    use: a descriptor that clips rows of a batch entry has no dimension left for the heads.
     """
-    return group if BLOCK_Q % group == 0 and "seqused_q" not in ragged else 1
+    return group if cta_rows % group == 0 and "seqused_q" not in ragged else 1
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Configurations named in operator calls.
 
-An operator's schema admits no Python object, so a configuration travels as JSON of its fields; ""
-is the default one. A name says everything, so that a graph compiled in one process runs in another.
+An operator's schema admits no Python object, so a configuration travels as JSON of its fields;
+`DEFAULT` is the default one. A name says everything, so that a graph compiled in one process runs
+in another.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import json
 from dataclasses import asdict, is_dataclass
 from typing import Any, get_type_hints
 
-__all__ = ["decode", "encode"]
+__all__ = ["DEFAULT", "decode", "encode"]
+
+#: The name of the default configuration.
+DEFAULT = ""
 
 
 def encode(config: Any, kind: type) -> str:
@@ -20,9 +24,12 @@ def encode(config: Any, kind: type) -> str:
     Raises TypeError for anything else.
     """
     if config is None:
-        return ""
+        return DEFAULT
     if not isinstance(config, kind):
-        raise TypeError(f"config must be a {kind.__name__} or None, got {type(config).__name__}")
+        wanted, found = kind.__name__, type(config).__name__
+        if wanted == found:
+            wanted, found = (f"{t.__module__}.{t.__name__}" for t in (kind, type(config)))
+        raise TypeError(f"config must be a {wanted} or None, got {found}")
     return _encode(config)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.backward.ds_tiles import DS_TILE_BYTES, DsTiles
 from fa4_hd256.kernels.sequences import PADDING
 
 from .backward_problem import BackwardProblem
@@ -128,8 +127,8 @@ def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, 
         while end < seqlen_q:
             longer = end + PADDING
             keys = visible_keys(begin, min(longer, seqlen_q), *mask)
-            tiles = DsTiles.of(problem.group, longer - begin, len(keys))
-            if tiles.count(1) * DS_TILE_BYTES > ds_bytes:
+            tiles = problem.ds_tiles(problem.group, longer - begin, len(keys))
+            if tiles.count(1) * problem.ds_tile_bytes > ds_bytes:
                 break
             end = longer
         if end == begin:

@@ -1,6 +1,6 @@
 """Into how many parts the forward divides the keys of a query tile.
 
-Where a call has fewer query tiles than the device has CTA pairs, as a decoding step with few
+Where a call has fewer query tiles than the device holds clusters, as a decoding step with few
 sequences has, the others stand idle. Divided, each part of a tile's keys is a tile of its own, and
 a second kernel makes one result of the parts (`forward_combine`).
 """
@@ -11,7 +11,6 @@ import math
 from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_KV
 from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM, WARP_SIZE
 
 from .forward_problem import Problem
@@ -22,11 +21,6 @@ __all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]
 BY_RULE = 0
 #: The most parts of a tile; the second kernel has a lane for each.
 LARGEST = WARP_SIZE
-#: Steps of 128 keys that dividing must save: by the timing model (docs/bench.md) the second kernel
-#: costs two or three, four where a launch takes as long as it may.
-LEAST_SAVED = 5
-#: Of a step of 128 keys, by the same model.
-STEP_SECONDS = 1.152e-6
 #: That HBM takes in and gives back for a row of a part, in float32.
 ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
 
@@ -51,8 +45,8 @@ def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
 
 
 def splits_for(problem: Problem, gpu: Gpu) -> int:
-    """The number of parts with which a call is done first, the fewest of several; 1 where no CTA
-    pair would be idle, or less than `LEAST_SAVED` steps are saved.
+    """The number of parts with which a call is done first, the fewest of several; 1 where no
+    cluster would be idle, or less than `least_saved` steps of its tiles are saved.
 
     The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
     hold.
@@ -61,17 +55,18 @@ def splits_for(problem: Problem, gpu: Gpu) -> int:
     if left is not None and right is not None:
         keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
     rows = math.prod(problem.lse_shape)
-    rows_a_step = gpu.hbm_bytes_per_second * STEP_SECONDS / ROW_BYTES
-    tiles, steps = problem.num_tiles, -(-keys // BLOCK_KV)
-    if tiles >= gpu.pairs:
+    kernel, tiles = problem.tiles, problem.num_tiles
+    rows_a_step = gpu.hbm_bytes_per_second * kernel.step_seconds / ROW_BYTES
+    steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
+    if tiles >= clusters:
         return 1
 
     def span(parts: int) -> float:
-        """Steps of the CTA pair with the most parts, one beside for each of these, and what the
+        """Steps of the cluster with the most parts, one beside for each of these, and what the
         results of all parts take."""
-        turns = -(-tiles * parts // gpu.pairs)
+        turns = -(-tiles * parts // clusters)
         results = parts * rows / rows_a_step if parts > 1 else 0.0
         return turns * (-(-steps // parts) + 1) + results
 
     best = min(range(1, min(steps, LARGEST) + 1), key=span)
-    return best if span(1) - span(best) >= LEAST_SAVED else 1
+    return best if span(1) - span(best) >= kernel.least_saved else 1

@@ -14,11 +14,9 @@ from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import divide
 from fa4_hd256.gpus.family import target
-from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.backward import Wanted, run_backward
-from fa4_hd256.run.catalogue import KernelSpec, backward_specs
+from fa4_hd256.run.catalogue import backward_specs, forward_spec
 from fa4_hd256.run.compile import CompiledKernel, compile_kernel
 from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.run.launch import gpu_of
@@ -79,9 +77,9 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).to(device, torch.bfloat16)
         for n in (heads.heads_q, heads.heads_kv, heads.heads_kv)
     )
-    config = ForwardConfig()
     problem = Problem.describe((q, k, v), _options())
-    compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
+    config = problem.kernels.config("forward")()
+    compiled = compile_kernel(forward_spec(problem, gpu_of(q.device), config))
     start = time.perf_counter()
     out, lse = launch_forward(compiled, problem, (q, k, v))
     _synchronise(device)
@@ -93,6 +91,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         "shape": {"batch": 1, "seqlen": seqlen, **_heads(heads), "head_dim": HEAD_DIM},
         "dtype": "bfloat16",
         "causal": True,
+        "target": target(problem.kernels.architecture),
         "backend": "simulator" if device == "cpu" else torch.cuda.get_device_name(),
         **asdict(comparison),
         "accurate": comparison.max_error <= 2 * comparison.pytorch_max_error,
@@ -122,7 +121,7 @@ def _run_backward(
     dout = torch.randn(out.shape, generator=generator).to(out)
     call = BackwardCall(*inputs, out, lse, dout, dlse=None, sink=None, ragged={})
     problem = call.describe(_options(), None, None)
-    config = BackwardConfig()
+    config = problem.forward.kernels.config("backward")()
     division = divide(problem, config.ds_bytes, gpu_of(out.device))
     problem = division.problem
     specs = backward_specs(problem, config)
@@ -175,7 +174,7 @@ def _resources(compiled: CompiledKernel, smem_bytes: int, tmem_columns: int) -> 
     }
 
 
-def _executed(config: ForwardConfig) -> dict[str, Any]:
+def _executed(config: Any) -> dict[str, Any]:
     """What the last simulated launch executed, from the simulator's report."""
     import sm100_sim
 
@@ -224,7 +223,7 @@ def text(result: dict[str, Any]) -> str:
         f"{shape['heads']} query and {shape['heads_kv']} key/value heads, head_dim "
         f"{shape['head_dim']}, {result['dtype']}",
         f"  ran on             {result['backend']}"
-        + (f": the compiled {target()} kernel" if result["backend"] == "simulator" else ""),
+        + (f": the compiled {result['target']} kernel" if result["backend"] == "simulator" else ""),
         f"  out, max error     {result['max_error']:.3e}   (same-dtype PyTorch: "
         f"{result['pytorch_max_error']:.3e}; accepted up to twice that)",
         f"  out, relative L2   {result['rel_l2']:.3e}",

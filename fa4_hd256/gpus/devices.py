@@ -15,13 +15,9 @@ import torch
 from fa4_hd256 import environment
 
 from . import driver
-from .family import FAMILY
+from .family import FAMILY, of_capability
 
 __all__ = ["Gpu", "cuda_gpu", "sms_are_shared"]
-
-#: Bytes a second of HBM for an SM where the driver does not say: 8 TB/s for 148 to 160 SMs in every
-#: GPU of the family, and slices have about their share of both.
-_HBM_OF_SM = 54e9
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,9 @@ class Gpu:
     def describe(self) -> str:
         """All of it in a line."""
         return (
-            f"{self.sms} SMs, {self.pairs} CTA pairs at once, {self.grid_pairs} in a static grid, "
-            f"L2 {self.l2_bytes / 1e6:.1f} MB, HBM {self.hbm_bytes_per_second / 1e12:.2f} TB/s, "
-            f"tuned as {self.tuning_name}"
+            f"{self.sms} SMs, {self.pairs} CTA pairs at once, {self.grid_clusters(2)} in a "
+            f"static grid, L2 {self.l2_bytes / 1e6:.1f} MB, HBM "
+            f"{self.hbm_bytes_per_second / 1e12:.2f} TB/s, tuned as {self.tuning_name}"
         )
 
     @property
@@ -64,16 +60,20 @@ class Gpu:
         step = 4 << 20
         return max(1, round(self.l2_bytes / 2 / step)) * step
 
-    @property
-    def grid_pairs(self) -> int:
-        """CTA pairs of a static grid: all but those left to other kernels (RESERVED_SMS)."""
+    def clusters(self, size: int) -> int:
+        """Clusters of 1 or 2 CTAs, one CTA an SM, that it holds at once."""
+        return {1: self.sms, 2: self.pairs}[size]
+
+    def grid_clusters(self, size: int) -> int:
+        """Clusters of so many CTAs of a static grid: all but those left to other kernels
+        (RESERVED_SMS)."""
         reserved = environment.reserved_sms()
         if reserved >= self.sms:
             raise ValueError(
                 f"{environment.RESERVED_SMS.name} is {reserved}; accepted here: 0 to "
                 f"{self.sms - 1}, as the device has {self.sms} SMs"
             )
-        return max(1, self.pairs - -(-reserved // 2))
+        return max(1, self.clusters(size) - -(-reserved // size))
 
 
 def cuda_gpu(device: torch.device) -> Gpu:
@@ -100,7 +100,10 @@ def _cuda_gpu(index: int) -> Gpu:
         )
         pairs, hbm = sms // 2, 0.0
     capability = properties.major, properties.minor
-    return Gpu(capability, sms, pairs, properties.L2_cache_size, hbm or sms * _HBM_OF_SM)
+    if not hbm:
+        architecture = of_capability(capability)
+        hbm = sms * architecture.hbm_of_sm if architecture else 0.0
+    return Gpu(capability, sms, pairs, properties.L2_cache_size, hbm)
 
 
 def sms_are_shared() -> bool:

@@ -1,4 +1,4 @@
-"""The family of GPUs that the kernels run on, and what they are compiled for.
+"""The GPUs that kernels run on, and what they are compiled for.
 
 NOTE [one binary for the family].  ptxas makes the same instructions for sm_100f as for sm_100a, one
 by one (test_family compares them), and refuses on sm_100f what is not in all of the family (PTX ISA
@@ -8,7 +8,7 @@ CuTe DSL loads a kernel into every GPU that the process sees.
 
 NOTE [twice the exponentials].  Units of 10.3 make twice as many exp2 a clock, but how far apart
 they are issued stands in the machine code: only for a target of 10.3 ptxas puts them closer.  So a
-process all of whose GPUs are such compiles for `TARGET_10_3`.
+process all of whose GPUs of the architecture are such compiles for sm_103a.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from contextvars import ContextVar
 import torch
 
 from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
 __all__ = [
-    "FAMILY", "TARGET", "TARGETS", "TARGET_10_3", "as_if_seen", "describe_family", "in_family",
+    "FAMILY", "architecture_of", "as_if_seen", "describe_family", "in_family", "of_capability",
     "target",
 ]  # fmt: skip
 
-#: What kernels are compiled for, and all targets of GPUs that its binaries run on.
-TARGET, *_ = TARGETS = environment.ARCHITECTURES
+#: Compute capability -> the GPUs that have it, of all architectures.
+FAMILY = {
+    capability: names
+    for architecture in ARCHITECTURES
+    for capability, names in architecture.gpus.items()
+}
 
-#: What they are compiled for where all GPUs have compute capability 10.3.
-TARGET_10_3 = "sm_103a"
 
-#: Compute capability -> the GPUs that have it, the first of which names its rows in the tuning
-#: table.  Others of the same major number (10.7, and 10.1, which became 11.0) are no members, or
-#: nobody has checked the kernels' plans against them.
-FAMILY = {(10, 0): ("B200", "GB200"), (10, 3): ("B300", "GB300")}
+def of_capability(capability: tuple[int, int]) -> Architecture | None:
+    """The architecture whose kernels run on GPUs of this compute capability, if there is one."""
+    found = (a for a in ARCHITECTURES if tuple(capability) in a.gpus)
+    return next(found, None)
 
 
 def in_family(capability: tuple[int, int]) -> bool:
-    """Whether the kernels run on GPUs of this compute capability."""
+    """Whether the kernels of any architecture run on GPUs of this compute capability."""
     return tuple(capability) in FAMILY
 
 
@@ -47,14 +50,41 @@ def in_family(capability: tuple[int, int]) -> bool:
 _as_if: ContextVar[frozenset[tuple[int, int]] | None] = ContextVar("as_if_seen", default=None)
 
 
-def target() -> str:
-    """What this process compiles for: `TARGET_10_3` where it sees GPUs, all of 10.3, else `TARGET`;
-    NOTE [twice the exponentials]."""
-    seen = _as_if.get()
-    if seen is None:
+def architecture_of(device: torch.device) -> Architecture:
+    """That whose kernels work on tensors of a device: for the CPU the one that the simulator is to
+    run (`environment.architecture`), for a GPU by its compute capability.
+
+    Raises ValueError for a device on which none runs.
+    """
+    if device.type == "cpu":
+        return environment.architecture()
+    accepted = (
+        f"accepted: CUDA tensors on a {describe_family()}, or CPU tensors, for which the compiled "
+        "kernel runs in the simulator"
+    )
+    if device.type != "cuda":
+        raise ValueError(f"q, k and v are on device {device}; {accepted}")
+    capability = torch.cuda.get_device_capability(device)
+    found = of_capability(capability)
+    if found is None:
+        raise ValueError(
+            f"q, k and v are on {device}, a {torch.cuda.get_device_name(device)} with compute "
+            f"capability {capability[0]}.{capability[1]}; {accepted}"
+        )
+    return found
+
+
+def target(architecture: Architecture) -> str:
+    """What this process compiles an architecture's kernels for: the target of its own of a compute
+    capability that all of the process's GPUs of the architecture have, else the first of its
+    targets; NOTE [twice the exponentials]."""
+    capabilities = _as_if.get()
+    if capabilities is None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        seen = frozenset(torch.cuda.get_device_capability(index) for index in range(count))
-    return TARGET_10_3 if seen == {(10, 3)} else TARGET
+        capabilities = frozenset(torch.cuda.get_device_capability(i) for i in range(count))
+    seen = [c for c in capabilities if c in architecture.gpus]
+    own = architecture.own_targets.get(seen[0]) if len(seen) == 1 else None
+    return own or architecture.targets[0]
 
 
 @contextlib.contextmanager
@@ -68,8 +98,5 @@ def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
 
 
 def describe_family() -> str:
-    """What is accepted, for errors: "B200 or GB200 (10.0), ..."."""
-    return ", ".join(
-        f"{' or '.join(names)} (compute capability {major}.{minor})"
-        for (major, minor), names in FAMILY.items()
-    )
+    """What is accepted, for errors: "B200 or GB200 (compute capability 10.0), ..."."""
+    return ", ".join(architecture.describe() for architecture in ARCHITECTURES)

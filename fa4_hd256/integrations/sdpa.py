@@ -21,7 +21,6 @@ from fa4_hd256.autograd import backward
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
-from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 
 NAME = "fa4_hd256"
 
@@ -127,8 +126,7 @@ def _flash_attn_bwd(
     padded = [t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True)]
     *gradients, _ = backward(
         padded[0], None, *padded[1:], checked.softmax_scale, *checked.bounds, 0.0, None, *ragged,
-        None, None, *longest, use_clc, named_configs.encode(None, BackwardConfig),
-        [True, True, False],
+        None, None, *longest, use_clc, named_configs.DEFAULT, [True, True, False],
     )  # fmt: skip
     dq, dk, dv = (
         gradient.squeeze(0) if tensor.ndim == 3 else gradient

@@ -70,8 +70,11 @@ def scalar_types(backward: bool = False) -> CallScalars:
     return CallScalars(**types)
 
 
-def call_scalars(problem: Problem, gpu: Gpu, head_parts: int | None = None) -> CallScalars:
-    """The scalars of one call on a GPU; head_parts: of a backward, None for the forward."""
+def call_scalars(
+    problem: Problem, gpu: Gpu, head_parts: int | None = None, cluster: int | None = None
+) -> CallScalars:
+    """The scalars of one call on a GPU; head_parts and cluster, the CTAs of one: of a backward,
+    None for the forward."""
     options = problem.options
     scale, softcap = abs(options.softmax_scale), options.softcap
     left, right = options.window
@@ -87,6 +90,6 @@ def call_scalars(problem: Problem, gpu: Gpu, head_parts: int | None = None) -> C
         max_seqlen_q=cutlass.Int32(problem.max_seqlen_q),
         max_seqlen_k=cutlass.Int32(problem.max_seqlen_k) if backward else None,
         head_parts=cutlass.Int32(head_parts) if backward else None,
-        clusters=cutlass.Int32(gpu.grid_pairs),
+        clusters=cutlass.Int32(gpu.grid_clusters(cluster or problem.tiles.cluster)),
         l2_bytes=cutlass.Int32(gpu.l2_bytes_for_tiles),
     )

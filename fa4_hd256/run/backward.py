@@ -1,9 +1,9 @@
 """The backward: which kernels run for the gradients that are asked for, on what, in which order.
 
-preprocess (`backward_preprocess`), then dV, which stores dS, and dK and dQ as products of it, one
-portion (`portions`) after the other; where dS of none would be small enough, or only dQ, or only dK
-and dV are asked for, a kernel of dK and dV and one of dQ. What is left, sums over a few rows or
-parts, is PyTorch's. Nothing here waits for the device.
+preprocess (`backward_preprocess`), then the architecture's kernels (`kernel_set.BackwardSet`) that
+store dS and read it, one portion (`portions`) after the other; where dS of none would be small
+enough, or only dQ, or only dK and dV are asked for, those without a stored dS. What is left, sums
+over a few rows or parts, is PyTorch's. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.call.layouts import as_kernel_operand, row_operand, without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
-from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
+from fa4_hd256.kernels.kernel_set import BackwardKernel
 from fa4_hd256.kernels.sequences import padded_rows
 
 from .backward_arguments import (
@@ -29,7 +29,7 @@ from .backward_arguments import (
     gradient_call_arguments,
     preprocess_call_arguments,
 )
-from .catalogue import RESULTS, KernelSpec, backward_specs, preprocess_spec
+from .catalogue import KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
 
@@ -50,9 +50,12 @@ class Wanted(NamedTuple):
 
 
 def run_backward(
-    call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: BackwardConfig
+    call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for."""
+    """(dq, dk, dv, dsink), shaped and typed like q, k, v and sink; empty where not asked for.
+
+    config: of the architecture's backward.
+    """
     ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
     division = divide(problem, ds_bytes, gpu_of(call.q.device))
     problem = division.problem
@@ -103,47 +106,56 @@ def _run_gradients(
     division: Division,
     tensors: GradientTensors,
     results: dict[str, torch.Tensor],
-    config: BackwardConfig,
+    config: Any,
 ) -> None:
     """Fill `results`, by name: "dq", "dk", "dv", those that are in it."""
     whole, portions = division.problem, division.portions
     specs = backward_specs(whole, config)
     # Room for the largest portion; every portion has a view of its begin.
     ds = _room(whole, [p.problem.ds_shape for p in portions]) if whole.keeps_ds else None
-    parts = None
-    if whole.adds:
-        parts = _room(whole, [p.problem.dkdv_shape for p in portions], torch.float32)
+    shapes = [p.problem.dkdv_shape for p in portions]
+    parts = [_room(whole, shapes, torch.float32) for _ in range(_key_results(whole))]
     for portion in portions:
         if not portion.keys:
             # Queries that see none: dQ is 0, and there is nothing to add to dK and dV.
             own = replace(tensors, results=(results["dq"],)).of(portion, ("dq",))
             own.results[0].zero_()
             continue
-        for name, spec in specs.items():
-            made = RESULTS.get(name, ())
-            if made and set(made) <= set(results):
+        for kernel in _kernels(whole):
+            made = kernel.results
+            if set(made) <= set(results):
                 given = tuple(results[result] for result in made)
                 own = replace(tensors, results=given, ds=ds).of(portion, made)
-                if parts is None:
-                    _launch(spec, portion.problem, own)
-                else:
-                    _launch_adding((name, spec), portion.problem, own, parts)
+                _launch_adding((kernel, specs[kernel.name]), portion.problem, own, parts)
+
+
+def _kernels(problem: BackwardProblem) -> tuple[BackwardKernel, ...]:
+    """Those that make the gradients of a divided backward."""
+    return problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
+
+
+def _key_results(problem: BackwardProblem) -> int:
+    """How many of dK and dV one kernel makes at most; 0 where portions do not add to them."""
+    return problem.adds * max(len(set(k.results) - {"dq"}) for k in _kernels(problem))
 
 
 def _launch_adding(
-    kernel: tuple[str, KernelSpec],
+    kernel: tuple[BackwardKernel, KernelSpec],
     problem: BackwardProblem,
     tensors: GradientTensors,
-    room: torch.Tensor,
+    rooms: list[torch.Tensor],
 ) -> None:
-    """Add the dK or dV of a portion to that of `tensors.results`; room: for its own. kernel: name
-    and specification of one that makes only one of the two."""
-    (name, spec), own = kernel, begin_of(room, problem.dkdv_shape)
-    index = next(i for i, made in enumerate(RESULTS[name]) if made != "dq")
-    total = tensors.results[index]
-    given = (*tensors.results[:index], own, *tensors.results[index + 1 :])
-    _launch(spec, problem, replace(tensors, results=given))
-    total += _sum_by_head(own, total.shape[2])
+    """Launch a kernel of a portion. rooms: for the dK and dV of its own, which are added to those
+    of `tensors.results`; without them it writes to these."""
+    (row, spec), given, left = kernel, list(tensors.results), list(rooms)
+    sums = []
+    for index, name in enumerate(row.results):
+        if name != "dq" and left:
+            given[index] = begin_of(left.pop(), problem.dkdv_shape)
+            sums.append((tensors.results[index], given[index]))
+    _launch(spec, problem, replace(tensors, results=tuple(given)))
+    for total, own in sums:
+        total += _sum_by_head(own, total.shape[2])
 
 
 def _room(

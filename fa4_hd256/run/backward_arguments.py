@@ -6,8 +6,8 @@
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
     dq            like q
     dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1
-    ds            (tiles, elements of a tile), like k; see `kernels.blackwell.backward.ds_tiles`;
-                  None where it is not stored
+    ds            (tiles, elements of a tile), like k; the architecture's
+                  (`kernel_set.BackwardSet`); None where it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
@@ -95,8 +95,8 @@ def _row_values(tensor: torch.Tensor) -> Any:
 class GradientTensors:
     """The tensors of one call of a kernel that makes gradients; see the module's docstring.
 
-    operands: q, k, v, dout. results: in the order of the kernel (`catalogue.RESULTS`). ds: None
-    where it is not stored.
+    operands: q, k, v, dout. results: in the order of the kernel (`kernel_set.BackwardKernel`).
+    ds: None where it is not stored.
     """
 
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -181,6 +181,6 @@ def gradient_call_arguments(
         ),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
-        call_scalars(problem.forward, gpu, problem.head_parts),
+        call_scalars(problem.forward, gpu, problem.head_parts, problem.kernels.cluster),
         cuda.CUstream(stream),
     )

@@ -1,4 +1,5 @@
-"""Compile kernels for `family.target()`, each once per configuration: in memory and on disk.
+"""Compile kernels for their architecture's target, each once per configuration: in memory and on
+disk.
 
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
@@ -32,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.gpus import family
 
 from .catalogue import KernelSpec, build
@@ -43,7 +45,8 @@ FORMAT = 3
 #: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
 #: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
 #: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
-#: counts whose path names the other (`OTHER`): neither imports anything of the other's.
+#: counts whose path names the other (`OTHER`), nor for one of an architecture the folders of
+#: others: neither imports anything of the other's.
 COMPILED_IN = (
     "fa4_hd256/kernels",
     "fa4_hd256/run/arguments.py",
@@ -132,7 +135,8 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
 
     Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
     """
-    asked = spec, family.target(), tuple(environment.compiler_settings().items())
+    settings = tuple(environment.compiler_settings().items())
+    asked = spec, family.target(spec.architecture), settings
     found = _memory.get(asked)
     if found is None:
         with _lock:
@@ -154,11 +158,11 @@ def cache_key(spec: KernelSpec) -> str:
     """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
     parts = {
         "format": FORMAT,
-        "architecture": family.target(),
+        "architecture": family.target(spec.architecture),
         "kind": spec.kind,
         "problem": repr(spec.problem_class),
         "config": repr(spec.config),
-        "sources": _source_digest(spec.kind.partition("_")[0]),
+        "sources": _source_digest(spec.kind.partition("_")[0], spec.architecture),
         "compiler": importlib.metadata.version("nvidia-cutlass-dsl"),
         "compiler_settings": environment.compiler_settings(),
         "python": platform.python_version(),
@@ -183,16 +187,19 @@ def _cpu_features() -> list[str]:
 
 
 @functools.cache
-def _source_digest(direction: str) -> str:
-    return disk_cache().meaning(compiled_sources(direction))
+def _source_digest(direction: str, architecture: Architecture) -> str:
+    return disk_cache().meaning(compiled_sources(direction, architecture))
 
 
 def compiled_sources(
-    direction: str, root: Path = Path(__file__).parents[2]
+    direction: str, architecture: Architecture, root: Path = Path(__file__).parents[2]
 ) -> list[tuple[str, bytes]]:
     """(path below `root`, content) of the sources in `COMPILED_IN` that kernels of a direction,
-    the first word of their kind, are made of."""
+    the first word of their kind, and an architecture are made of."""
     other = OTHER.get(direction, "/")
+    folders = tuple(
+        f"fa4_hd256/kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture
+    )
     paths: list[Path] = []
     for place in (root / part for part in COMPILED_IN):
         paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
@@ -201,6 +208,7 @@ def compiled_sources(
         (name, path.read_bytes())
         for name, path in names.items()
         if not any(part.startswith(other) for part in name.split("/"))
+        and not name.startswith(folders)
     ]
 
 
@@ -299,7 +307,7 @@ def trace_and_compile(spec: KernelSpec) -> Any:
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
     kernel, arguments = build(spec)
-    target = family.target()
+    target = family.target(spec.architecture)
     with targeting(target), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
         options = (
             GPUArch(target), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
@@ -316,18 +324,18 @@ def trace_and_compile(spec: KernelSpec) -> Any:
 
 
 @contextlib.contextmanager
-def targeting(architecture: str) -> Iterator[None]:
-    """Make CuTe DSL trace for `architecture`, whatever GPU is there, for the body only.
+def targeting(target: str) -> Iterator[None]:
+    """Make CuTe DSL trace for a target, whatever GPU is there, for the body only.
 
     Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
     """
     from cutlass.cutlass_dsl import CuTeDSL
 
     requested = environment.requested_architecture()
-    accepted = family.TARGETS if architecture in family.TARGETS else (architecture,)
+    accepted = next((a.targets for a in ARCHITECTURES if target in a.targets), (target,))
     if requested not in (None, *accepted):
         raise RuntimeError(
-            f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {architecture}; "
+            f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {target}; "
             f"unset CUTE_DSL_ARCH, or set it to one of {', '.join(accepted)}"
         )
     settings = CuTeDSL._get_dsl().envar
@@ -336,7 +344,7 @@ def targeting(architecture: str) -> Iterator[None]:
             "CUTE_DSL_ENABLE_TVM_FFI is set, but these kernels are called through CuTe DSL's own "
             "convention; unset CUTE_DSL_ENABLE_TVM_FFI"
         )
-    settings.arch = architecture
+    settings.arch = target
     try:
         yield
     finally:

@@ -7,13 +7,13 @@ of these. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
 from fa4_hd256.call.layouts import as_kernel_operand, without_expanded_heads
 from fa4_hd256.call.splits import divided
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
@@ -24,7 +24,7 @@ __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
 
 
 def run_forward(
-    call: ForwardCall, problem: Problem, num_splits: int, config: ForwardConfig | None
+    call: ForwardCall, problem: Problem, num_splits: int, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a described call. num_splits: see `splits.divided`. config: None for the
     default one of the call and the GPU."""

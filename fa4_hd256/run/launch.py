@@ -1,4 +1,4 @@
-"""Where a compiled kernel runs: on a GPU of the family, or in the simulator for CPU tensors."""
+"""Where a compiled kernel runs: on a GPU, or in the simulator for CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
-from fa4_hd256.gpus.family import describe_family, in_family, target
-from fa4_hd256.kernels.blackwell.pair_plan import CTAS
+from fa4_hd256.gpus.family import architecture_of, in_family, target
 
 from .compile import CompiledKernel
 
@@ -31,10 +31,10 @@ def launch(
     if device.type == "cuda":
         with torch.cuda.device(device):
             values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
-            with _every_gpu_can_take_it():
+            with _every_gpu_can_take_it(architecture_of(device)):
                 compiled.function(*values)
         return
-    with _progress() as report:
+    with _progress() as report, _simulated_device():
         simulator().launch(compiled, *arguments(gpu_of(device), 0), progress=report)
 
 
@@ -51,14 +51,16 @@ def simulator() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _every_gpu_can_take_it() -> Iterator[None]:
+def _every_gpu_can_take_it(architecture: Architecture) -> Iterator[None]:
     """Say so where a launch may have failed for a GPU that it was not for: CuTe DSL loads a kernel
     into every GPU that the process sees."""
     try:
         yield
     except Exception as error:
         seen = {i: _capability(i) for i in range(torch.cuda.device_count())}
-        others = [f"cuda:{i} ({a}.{b})" for i, (a, b) in seen.items() if not in_family((a, b))]
+        others = [
+            f"cuda:{i} ({a}.{b})" for i, (a, b) in seen.items() if (a, b) not in architecture.gpus
+        ]
         if not others:
             raise
         raise RuntimeError(
@@ -73,7 +75,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 def describe_gpus() -> str:
     """For a bug report: what kernels are compiled for, and the GPUs of the process, a line each."""
-    lines = [f"kernels are compiled for {target()}: {describe_family()}"]
+    lines = [f"kernels are compiled for {target(a)}: {a.describe()}" for a in ARCHITECTURES]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         name, capability = torch.cuda.get_device_name(index), _capability(index)
         found = "not in the family"
@@ -103,13 +105,33 @@ def gpu_of(device: torch.device) -> Gpu:
     """The GPU that tensors on this device are worked on by; the simulator's for the CPU."""
     if device.type == "cuda":
         return cuda_gpu(device)
-    return simulated_gpu(simulator().device())
+    with _simulated_device() as simulated:
+        return simulated_gpu(simulated)
+
+
+@contextlib.contextmanager
+def _simulated_device() -> Iterator[Any]:
+    """The simulator's device, which within is one of the architecture that CPU tensors take.
+
+    Raises ValueError where the user's setting names one of another.
+    """
+    architecture = environment.architecture()
+    with simulator().default_device(architecture.simulated) as device:
+        if device.capability not in architecture.gpus:
+            major, minor = device.capability
+            raise ValueError(
+                f"the simulator passes for a {device.name} (compute capability {major}.{minor}, "
+                f"SM100_SIM_DEVICE), but {environment.ARCHITECTURE.name} is {architecture.name}, "
+                f"{architecture.describe()}; accepted: a device of these, such as "
+                f"{architecture.simulated}, or another architecture"
+            )
+        yield device
 
 
 def simulated_gpu(device: Any) -> Gpu:
     """A `sm100_sim.SimulatedDevice` as the operator sees it."""
     return Gpu(
-        device.capability, device.sms, device.clusters(CTAS), device.l2_bytes,
+        device.capability, device.sms, device.clusters(2), device.l2_bytes,
         device.hbm_bytes_per_second,
     )  # fmt: skip
 

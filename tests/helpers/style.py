@@ -31,14 +31,19 @@ MORE_PARAMETERS = {
 }
 
 _LIBRARIES = ("schedulers", "softmax_emu")
-_GPUS = ("fa4_hd256/environment",)
-_KERNELS = ("fa4_hd256/environment", *_LIBRARIES)
-_PAIRS = ("fa4_hd256/kernels", *_KERNELS)
-_BLACKWELL = tuple(f"fa4_hd256/kernels/blackwell{room}" for room in ("", "/forward", "/backward"))
-_CALL = ("fa4_hd256/gpus", *_BLACKWELL, *_PAIRS)
+_SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment")
+_KERNELS = (*_SETTINGS, *_LIBRARIES)
+_SHARED = ("fa4_hd256/kernels", *_KERNELS)
+_CALL = ("fa4_hd256/gpus", *_SHARED)
 _RUN = ("fa4_hd256/call", *_CALL)
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/launch", *_RUN)
-_CHECK = ("fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
+_FOLDERS = ("blackwell", "hopper")
+_OWN = tuple(
+    f"fa4_hd256/kernels/{folder}{room}"
+    for folder in _FOLDERS
+    for room in ("", "/architecture", "/forward", "/backward")
+)
+_CHECK = (*_OWN, "fa4_hd256", "fa4_hd256/integrations", "sm100_sim", *_OPERATOR)
 
 _KNOWN = ("fa4_hd256/check", *_CHECK)
 #: Of bench, from the lowest.
@@ -51,18 +56,30 @@ ROOMS = {
     "schedulers": (),
     "softmax_emu": (),
     "sm100_sim": (),
-    "fa4_hd256/environment": (),
-    "fa4_hd256/gpus": _GPUS,
+    "fa4_hd256/architectures": (),
+    "fa4_hd256/environment": ("fa4_hd256/architectures",),
+    "fa4_hd256/gpus": _SETTINGS,
     # What kernels of all architectures share knows none of them, and the forward not the backward.
     "fa4_hd256/kernels": _KERNELS,
-    "fa4_hd256/kernels/blackwell": _PAIRS,
-    "fa4_hd256/kernels/blackwell/forward": ("fa4_hd256/kernels/blackwell", *_PAIRS),
-    "fa4_hd256/kernels/blackwell/backward": ("fa4_hd256/kernels/blackwell", *_PAIRS),
+    # Nor does one architecture know another; what calls kernels finds them by `kernel_set`.
+    **{
+        f"fa4_hd256/kernels/{folder}{room}": (*own, *_SHARED)
+        for folder in _FOLDERS
+        for room, own in (
+            ("", ()),
+            ("/forward", (f"fa4_hd256/kernels/{folder}",)),
+            ("/backward", (f"fa4_hd256/kernels/{folder}",)),
+            ("/architecture", [
+                f"fa4_hd256/kernels/{folder}{lower}" for lower in ("", "/forward", "/backward")
+            ]),
+        )
+    },
     "fa4_hd256/call": _CALL,
     "fa4_hd256/run": ("fa4_hd256/run/launch", *_RUN),
     # Where a call on CPU tensors is launched: the one place beside check that knows the simulator.
     "fa4_hd256/run/launch": ("fa4_hd256/run", "sm100_sim", *_RUN),
-    "fa4_hd256": _OPERATOR,
+    # It also names what users import of an architecture.
+    "fa4_hd256": (*_OWN, *_OPERATOR),
     "fa4_hd256/integrations": ("fa4_hd256", *_OPERATOR),
     "fa4_hd256/check": _CHECK,
     # The commands: above all rooms, and imported by none.

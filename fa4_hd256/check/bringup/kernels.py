@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa4_hd256.gpus.family import describe_family, in_family
+from fa4_hd256.gpus.family import describe_family, of_capability
 
 from .outcome import Outcome, Target
 
@@ -85,9 +85,17 @@ def missing(target: Target) -> str:
     """
     if importlib.util.find_spec("cutlass") is None:
         return "CuTe DSL is not installed (pip install nvidia-cutlass-dsl), and it compiles them"
-    if not in_family(target.capability):
+    architecture = of_capability(target.capability)
+    if architecture is None:
         major, minor = target.capability
         return f"the kernels need a {describe_family()}; this GPU has {major}.{minor}"
+    from fa4_hd256.kernels.kernel_set import kernels_of
+
+    try:
+        kernels_of(architecture).forward_tiles()
+        kernels_of(architecture).backward_set()
+    except NotImplementedError as error:
+        return str(error)
     return _torch_missing() if target.is_gpu else ""
 
 

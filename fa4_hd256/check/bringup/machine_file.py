@@ -52,8 +52,6 @@ def machine(target: Target, results: dict, date: str) -> dict[str, Any] | None:
 
 def like(target: Target) -> str:
     """The machine file whose constants stand in for what is not measured."""
-    if target.capability == (9, 0):
-        return "h200"
     return FAMILY.get(target.capability, ("B200",))[0].lower()
 
 

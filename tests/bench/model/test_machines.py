@@ -7,6 +7,7 @@ import pytest
 from bench.model import ours
 from bench.model.calls import Kind
 from bench.model.machines import simulating, target_of
+from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus import family
 from sm100_sim import device
 from sm100_sim.timing import load, machines
@@ -47,4 +48,4 @@ def test_ours_is_replayed_as_gpus_of_the_machine_compile_it(monkeypatch):
     values = [b300.values()]
     assert there.replayed(values).clocks < here.replayed(values).clocks
     # Nothing of it is left for other calls.
-    assert family.target() == family.TARGET
+    assert family.target(ARCHITECTURES[0]) == ARCHITECTURES[0].targets[0]

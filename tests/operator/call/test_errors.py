@@ -10,7 +10,7 @@ import torch
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func, interface
 from fa4_hd256.call import checks
-from fa4_hd256.call.checks import check_device
+from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.run import compile
 
 
@@ -80,26 +80,27 @@ def test_device_mix():
 
 def test_other_kinds_of_device():
     with pytest.raises(ValueError, match="on device xpu.*accepted: CUDA tensors on a B200"):
-        check_device(torch.device("xpu"))
+        architecture_of(torch.device("xpu"))
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 1), (10, 7), (11, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 9), (10, 1), (10, 7), (11, 0), (12, 0)])
 def test_other_gpus(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     message = (
         rf"Some GPU with compute capability {capability[0]}\.{capability[1]}; accepted: CUDA "
         r"tensors on a B200 or GB200 \(compute capability 10.0\), B300 or GB300 \(compute "
-        r"capability 10.3\)"
+        r"capability 10.3\), H200 or H100 or GH200 \(compute capability 9.0\)"
     )
     with pytest.raises(ValueError, match=message):
-        check_device(torch.device("cuda:0"))
+        architecture_of(torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (9, 0)])
 def test_gpus_of_the_family_are_accepted(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    check_device(torch.device("cuda:0"))
+    found = architecture_of(torch.device("cuda:0"))
+    assert found.name == ("sm_90a" if capability == (9, 0) else "sm_100a")
 
 
 # 1e39 is finite in float64 but not in float32, in which the kernel computes.

@@ -15,6 +15,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus import devices, driver
 from fa4_hd256.kernels.blackwell import tuning
+from fa4_hd256.kernels.blackwell.architecture import ANEW, KERNELS
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run.arguments import call_scalars
 from fa4_hd256.run.catalogue import forward_spec
@@ -132,7 +133,9 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
 
     monkeypatch.setattr(ForwardConfig, "tuned", tuned)
     options = SimpleNamespace(window=(None, 0))
-    problem = SimpleNamespace(options=options, max_seqlen_k=4, problem_class=None)
+    problem = SimpleNamespace(
+        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS
+    )
     for name in ("b200", "gb200", "b300", "gb300"):
         forward_spec(problem, gpu(name=name), None)
     assert asked == ["B200", "B200", "B300", "B300"]
@@ -147,7 +150,7 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
 )
 def test_sms_left_to_other_kernels(monkeypatch, reserved, pairs):
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", reserved)
-    assert gpu().grid_pairs == pairs
+    assert gpu().grid_clusters(2) == pairs
     # How a call is divided stays, so that the bits do.
     assert gpu().pairs == 74
 
@@ -159,7 +162,7 @@ def test_sms_left_to_other_kernels(monkeypatch, reserved, pairs):
 def test_sms_that_cannot_be_left(monkeypatch, reserved, message):
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", reserved)
     with pytest.raises(ValueError, match=f"FA4_HD256_RESERVED_SMS is .*{message}"):
-        _ = gpu().grid_pairs
+        _ = gpu().grid_clusters(2)
 
 
 def test_parts_cost_more_where_memory_is_slow():
@@ -169,10 +172,11 @@ def test_parts_cost_more_where_memory_is_slow():
     whole = gpu(70)
     part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
     for tiles in (7, 49, 140, 700):
-        assert choose_head_parts((tiles, 2), 16, whole, True) == choose_head_parts(
-            (tiles // 7, 2), 16, part, True
+        assert choose_head_parts((tiles, 2), 16, whole, True, ANEW) == choose_head_parts(
+            (tiles // 7, 2), 16, part, True, ANEW
         )
-    assert choose_head_parts((1, 2), 16, replace(part, hbm_bytes_per_second=1e9), True) == 1
+    slow = replace(part, hbm_bytes_per_second=1e9)
+    assert choose_head_parts((1, 2), 16, slow, True, ANEW) == 1
 
 
 class Failing:
@@ -187,22 +191,28 @@ def two_gpus(monkeypatch, other: tuple[int, int]) -> None:
     """A process with a B200 and a GPU of another compute capability."""
     import contextlib
 
+    def capability(device: torch.device | int) -> tuple[int, int]:
+        index = device.index if isinstance(device, torch.device) else device
+        return ((10, 0), other)[index]
+
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((10, 0), other)[i])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(launching, "cuda_gpu", lambda device: gpu())
 
 
-@pytest.mark.parametrize("other", [(10, 3), (8, 6)])
+@pytest.mark.parametrize("other", [(10, 3), (8, 6), (9, 0)])
 def test_a_gpu_that_cannot_take_the_kernel(monkeypatch, other):
-    """Named where one of the process's GPUs is outside the family; else the error is the error."""
+    """Named where a GPU of the process is of another architecture; else the error is the error."""
     two_gpus(monkeypatch, other)
     kind, message = OSError, "^cudaErrorNoKernelImageForDevice$"
-    if other == (8, 6):
-        kind, message = RuntimeError, r"NoKernelImage.*\n.*cuda:1 \(8.6\).*CUDA_VISIBLE_DEVICES"
+    if other != (10, 3):
+        a, b = other
+        message = rf"NoKernelImage.*\n.*cuda:1 \({a}.{b}\).*CUDA_VISIBLE_DEVICES"
+        kind = RuntimeError
     with pytest.raises(kind, match=message):
         launching.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: ())
 
@@ -211,7 +221,9 @@ def test_a_setting_that_is_refused_is_not_laid_to_another_gpu(monkeypatch):
     two_gpus(monkeypatch, (8, 6))
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", "148")
     with pytest.raises(ValueError, match="^FA4_HD256_RESERVED_SMS is 148"):
-        launching.launch(Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_pairs,))
+        launching.launch(
+            Failing, torch.device("cuda", 0), lambda gpu, stream: (gpu.grid_clusters(2),)
+        )
 
 
 def test_a_gpu_that_cannot_be_used_does_not_end_the_report(monkeypatch):
@@ -227,5 +239,6 @@ def test_a_gpu_that_cannot_be_used_does_not_end_the_report(monkeypatch):
 
     monkeypatch.setattr(launching, "cuda_gpu", described)
     lines = launching.describe_gpus().splitlines()
-    assert "cuda:0: B200, 10.0: " in lines[1] and "cannot" not in lines[1]
-    assert lines[2] == "cuda:1: B300, 10.3: cannot be used: it holds no CTA pair"
+    first, second = (line for line in lines if line.startswith("cuda:"))
+    assert "cuda:0: B200, 10.0: " in first and "cannot" not in first
+    assert second == "cuda:1: B300, 10.3: cannot be used: it holds no CTA pair"

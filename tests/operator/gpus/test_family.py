@@ -10,6 +10,7 @@ from gpus import gpu
 
 import sm100_sim
 from fa4_hd256 import ForwardConfig
+from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.gpus import family
 from fa4_hd256.kernels.forward_combine import CombineConfig
@@ -18,6 +19,8 @@ from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+
+BLACKWELL = named("sm_100a")
 
 
 def machine_code(cubin: bytes) -> bytes:
@@ -38,7 +41,7 @@ def elf_flags(cubin: bytes) -> int:
 
 
 def compiled_for(target: str, spec: KernelSpec, monkeypatch) -> bytes:
-    monkeypatch.setattr(family, "TARGET", target)
+    monkeypatch.setattr(family, "target", lambda architecture: target)
     return compile.trace_and_compile(spec).artifacts.CUBIN
 
 
@@ -53,7 +56,7 @@ def test_the_familys_code_is_that_of_a_b200_alone(monkeypatch):
 
 def test_the_shipped_binary_names_no_single_gpu(monkeypatch):
     """The bit of the ELF header that ties a cubin to one compute capability is not set."""
-    one_gpu, shipped = 8, family.TARGET
+    one_gpu, shipped = 8, BLACKWELL.targets[0]
     spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
     flags = {
         target: elf_flags(compiled_for(target, spec, monkeypatch))
@@ -76,7 +79,7 @@ def test_the_target_follows_the_gpus_of_the_process(monkeypatch, seen, expected)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: seen[index])
-    assert family.target() == expected
+    assert family.target(BLACKWELL) == expected
     assert (compile.cache_key(spec) == before) == (expected == "sm_100f")
     assert f".target {expected}" in str(compile.trace_and_compile(spec).artifacts.PTX)
 
@@ -88,7 +91,7 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
     problem = Problem.describe((q, k, v), Options.check(None, True, (None, None), 0.0))
     spec = KernelSpec("forward", ForwardConfig(), problem.problem_class)
     shipped = compile.compile_kernel(spec)
-    monkeypatch.setattr(family, "TARGET", "sm_103a")
+    monkeypatch.setattr(family, "target", lambda architecture: "sm_103a")
     alone = compile.trace_and_compile(spec)
     results = []
     for compiled in (shipped, alone):
@@ -101,8 +104,8 @@ def test_binaries_for_one_gpu_run_in_the_simulator(monkeypatch):
     assert not results[0][0].isnan().any()
 
 
-@pytest.mark.parametrize("target", family.TARGETS)
+@pytest.mark.parametrize("target", BLACKWELL.targets)
 def test_targets_of_the_family_may_be_set(monkeypatch, target):
     monkeypatch.setenv("CUTE_DSL_ARCH", target)
     spec = KernelSpec("forward_combine", CombineConfig(), torch.bfloat16)
-    assert f".target {family.TARGET}" in str(compile.trace_and_compile(spec).artifacts.PTX)
+    assert f".target {BLACKWELL.targets[0]}" in str(compile.trace_and_compile(spec).artifacts.PTX)

@@ -134,8 +134,8 @@ def attend(config, kernel, monkeypatch, **options):
     """(out, lse, report) of tiles of several steps, of one, and of none, on one CTA pair."""
     monkeypatch.setitem(
         catalogue.KINDS, "forward",
-        lambda config, problem_class: (
-            kernel(config, problem_class), compile_arguments(problem_class)
+        lambda spec: (
+            kernel(spec.config, spec.problem_class), compile_arguments(spec.problem_class)
         ),
     )  # fmt: skip
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import torch
 from checkout import ROOT
 
 from fa4_hd256 import ForwardConfig
+from fa4_hd256.architectures import ARCHITECTURES, named
 from fa4_hd256.gpus import family
 from fa4_hd256.kernels.blackwell.backward.config import (
     BackwardConfig,
@@ -226,11 +228,12 @@ def test_what_the_key_covers(monkeypatch):
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
     with monkeypatch.context() as patch:
-        patch.setattr(compile, "_source_digest", lambda direction: "another source")
+        patch.setattr(compile, "_source_digest", lambda *asked: "another source")
         others.add(key())
     monkeypatch.setattr(compile, "_cpu_features", lambda: ["avx2"])
     others.add(key())
-    assert len(others) == 17 and first not in others
+    others.add(compile.cache_key(replace(SPEC, architecture=named("sm_90a"))))
+    assert len(others) == 18 and first not in others
 
 
 def test_features_of_the_cpu():
@@ -268,7 +271,7 @@ def test_a_setting_for_another_architecture_is_an_error(monkeypatch):
 
 
 def test_an_unknown_kind_of_kernel():
-    with pytest.raises(ValueError, match="kind is 'sideways'; accepted: forward"):
+    with pytest.raises(ValueError, match="kind is 'sideways'; accepted: .*forward"):
         KernelSpec("sideways", ForwardConfig(), CLASS)
 
 
@@ -285,12 +288,13 @@ def copy(tmp_path):
         assert before in text, f"{name} has no {before!r}"
         path.write_text(text.replace(before, after, 1))
 
-    def digest(direction="forward"):
-        return native_cache.meaning_of(compile.compiled_sources(direction, tmp_path))
-
+    def digest(direction="forward", architecture=ARCHITECTURES[0]):
+        sources = compile.compiled_sources(direction, architecture, tmp_path)
+        return native_cache.meaning_of(sources)
     for direction in compile.OTHER:
-        here = native_cache.meaning_of(compile.compiled_sources(direction))
-        assert digest(direction) == here
+        for architecture in ARCHITECTURES:
+            here = compile.compiled_sources(direction, architecture)
+            assert digest(direction, architecture) == native_cache.meaning_of(here)
     return edit, digest
 
 
@@ -348,12 +352,23 @@ def test_edits_that_one_direction_minds(copy, name, before, after, directions):
     assert sorted(d for d in compile.OTHER if digest(d) != first[d]) == directions
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_edits_that_other_architectures_do_not_mind(copy, architecture):
+    edit, digest = copy
+    name = f"fa4_hd256/kernels/{architecture.folder}/architecture.py"
+    first = {other: digest("forward", other) for other in ARCHITECTURES}
+    edit(name, "KERNELS = ", "OTHERS = ")
+    assert [a for a in ARCHITECTURES if digest("forward", a) != first[a]] == [architecture]
+
+
 #: What the sources in `COMPILED_IN` import besides, and why the key need not cover it.
 BESIDES = {
     # For host code, which is not compiled; see `TYPES`.
     "fa4_hd256/call", "fa4_hd256/gpus", "fa4_hd256",
     # Settings of the compiler are in the key.
     "fa4_hd256/environment",
+    # Names and targets of architectures: the target is in the key.
+    "fa4_hd256/architectures",
     # How entries are kept; FORMAT is in the key.
     "fa4_hd256/run", "fa4_hd256/run/native_cache",
     # Names alone.
@@ -364,16 +379,25 @@ TYPES = {"BackwardProblem", "Gpu", "Portion", "Problem", "family"}
 
 
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.
-OF_BOTH = {"fa4_hd256/run/catalogue", "fa4_hd256/run/compile"}
+OF_BOTH = {
+    "fa4_hd256/run/catalogue",
+    "fa4_hd256/run/compile",
+    "fa4_hd256/kernels/blackwell/architecture",
+    "fa4_hd256/kernels/hopper/architecture",
+}
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 @pytest.mark.parametrize("direction", compile.OTHER)
-def test_what_is_compiled_in_imports_nothing_else(direction):
+def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
     """A module that is compiled in and not among the sources would leave stale kernels."""
     graph = style.import_graph(ROOT)
-    sources = dict(compile.compiled_sources(direction))
+    sources = dict(compile.compiled_sources(direction, architecture))
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in sources}
-    assert len(modules) > 30 and OF_BOTH < modules <= graph.keys()
+    others = {
+        f"fa4_hd256/kernels/{a.folder}/architecture" for a in ARCHITECTURES if a is not architecture
+    }
+    assert len(modules) > 20 and OF_BOTH - others < modules <= graph.keys()
     besides = set().union(*(graph[module] for module in modules - OF_BOTH)) - modules
     hosts = ("fa4_hd256/call/", "fa4_hd256/gpus/")
     assert {name for name in besides if not name.startswith(hosts)} <= BESIDES

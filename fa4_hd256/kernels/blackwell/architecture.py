@@ -1,0 +1,49 @@
+"""What Blackwell's kernels are, for the rooms that call them: `kernels.kernel_set`."""
+
+from __future__ import annotations
+
+from fa4_hd256.architectures import named
+from fa4_hd256.kernels.kernel_set import (
+    BackwardKernel,
+    BackwardSet,
+    ForwardTiles,
+    KernelSet,
+    KeyKernel,
+)
+from fa4_hd256.kernels.sequences import PADDING
+
+from .backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS, DsTiles
+from .pair_plan import BLOCK_KV, BLOCK_Q, CTAS, TILE_Q
+
+__all__ = ["ANEW", "KERNELS", "STORED"]
+
+ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
+STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
+
+KERNELS = KernelSet(
+    named("sm_100a"),
+    {
+        "forward": "forward.kernel:ForwardKernel",
+        "backward_dv": "backward.dv:DvKernel",
+        "backward_products": "backward.products:ProductsKernel",
+        "backward_dkdv": "backward.dkdv:DkdvKernel",
+        "backward_dq": "backward.dq:DqKernel",
+    },
+    forward_config="forward.config:ForwardConfig",
+    backward_config="backward.config:BackwardConfig",
+    # By the timing model (docs/bench.md): a step, and what the combining kernel costs, two or
+    # three steps, four where a launch takes as long as it may.
+    forward=ForwardTiles(BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=5),
+    backward=BackwardSet(
+        stored=(
+            BackwardKernel("dv", ("dv",), has_ds=True),
+            BackwardKernel("products", ("dk", "dq"), has_ds=True),
+        ),
+        anew=(BackwardKernel("dkdv", ("dk", "dv")), BackwardKernel("dq", ("dq",))),
+        stored_keys=STORED,
+        anew_keys=ANEW,
+        ds_tiles=DsTiles,
+        ds_tile_elements=DS_TILE_ELEMENTS,
+        cluster=CTAS,
+    ),
+)

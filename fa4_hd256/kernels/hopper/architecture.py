@@ -1,0 +1,10 @@
+"""What Hopper's kernels are, for the rooms that call them: `kernels.kernel_set`."""
+
+from __future__ import annotations
+
+from fa4_hd256.architectures import named
+from fa4_hd256.kernels.kernel_set import KernelSet
+
+__all__ = ["KERNELS"]
+
+KERNELS = KernelSet(named("sm_90a"), counts_tiles=True)

@@ -1,0 +1,175 @@
+"""What the folder of an architecture offers to the rooms that call kernels.
+
+Each has a module `architecture` with a `KERNELS` of this form; how a kernel plugs in is said in
+docs/architecture.md.  Classes are named and imported when they are needed: a call of the forward
+loads nothing of the backward, and kernels that are not written yet are simply not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
+
+__all__ = [
+    "BackwardKernel",
+    "BackwardSet",
+    "ForwardTiles",
+    "KernelSet",
+    "KeyKernel",
+    "kernels_of",
+    "kinds",
+]
+
+
+@dataclass(frozen=True)
+class ForwardTiles:
+    """What the host must know of a forward kernel's tiles.
+
+    cta_rows: query rows of one CTA, which the number of packed heads divides.  rows: of a cluster's
+    tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a step, modelled or
+    measured.  least_saved: steps that dividing the keys must save, about what the combining kernel
+    takes.
+    """
+
+    cta_rows: int
+    rows: int
+    keys: int
+    cluster: int
+    step_seconds: float
+    least_saved: int
+
+
+@dataclass(frozen=True)
+class KeyKernel:
+    """What the parts of a group of query heads follow of the kernels that make dK and dV
+    (docs/backward.md).
+
+    keys: of a tile. queries: of a step. seconds: of a step, modelled. overhead: what a tile takes
+    beside its steps, in steps. part_bytes: of writing and summing a tile's part in float32.
+    products: what the products of a stored dS take of a step, each, in steps. cluster: CTAs that
+    work on a tile.
+    """
+
+    keys: int
+    queries: int
+    seconds: float
+    overhead: float
+    part_bytes: float
+    products: float = 0.0
+    cluster: int = 2
+
+
+@dataclass(frozen=True)
+class BackwardKernel:
+    """One kernel of a backward.
+
+    name: its kind is backward_<name>.  results: which of "dq", "dk" and "dv" it makes, in the order
+    of its arguments.  has_ds: it writes or reads a stored dS.
+    """
+
+    name: str
+    results: tuple[str, ...]
+    has_ds: bool = False
+
+    @property
+    def kind(self) -> str:
+        return f"backward_{self.name}"
+
+
+@dataclass(frozen=True)
+class BackwardSet:
+    """The kernels of a backward, in the order in which they run, and what the host must know.
+
+    stored: with dS in global memory; anew: without.  Each makes dq, dk and dv once.  stored_keys,
+    anew_keys: of those that make dK and dV.  ds_tiles: a class whose `of(heads, max_seqlen_q,
+    max_seqlen_k)` gives, by `count(sequences)`, the tiles of a stored dS.  ds_tile_elements: of one
+    tile.  cluster: CTAs of a cluster, of all of them.
+    """
+
+    stored: tuple[BackwardKernel, ...]
+    anew: tuple[BackwardKernel, ...]
+    stored_keys: KeyKernel
+    anew_keys: KeyKernel
+    ds_tiles: Any
+    ds_tile_elements: int
+    cluster: int
+
+    def kernel(self, kind: str) -> BackwardKernel:
+        """The one of that kind."""
+        return next(k for k in (*self.stored, *self.anew) if k.kind == kind)
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """The kernels of one architecture.
+
+    classes: kind of kernel -> "module:class" below the folder; a kernel is made as
+    `class(config, problem_class)`.  forward_config, backward_config: the same of the configuration
+    of each direction, None where it has none yet.  forward, backward: what the host must know of
+    each; None likewise.  counts_tiles: the dynamic scheduler takes a counter in global memory.
+    """
+
+    architecture: Architecture
+    classes: Mapping[str, str] = field(default_factory=dict)
+    forward_config: str | None = None
+    backward_config: str | None = None
+    forward: ForwardTiles | None = None
+    backward: BackwardSet | None = None
+    counts_tiles: bool = False
+
+    def kernel(self, kind: str) -> Any:
+        """The class of a kernel. Raises NotImplementedError where it is not written."""
+        return self._class(self.classes.get(kind), f"kernel {kind}")
+
+    def config(self, direction: str) -> Any:
+        """The class of a direction's configurations, "forward" or "backward". Raises as `kernel`.
+
+        That of the forward has `tuned(causal, seqlen_k, gpu)`, the default of a call; that of the
+        backward has `ds_bytes` and `of_kernel(kind)`. Both have `describe()`.
+        """
+        return self._class(getattr(self, f"{direction}_config"), direction)
+
+    def forward_tiles(self) -> ForwardTiles:
+        """`forward`. Raises NotImplementedError where there is none."""
+        if self.forward is None:
+            raise self._missing("forward")
+        return self.forward
+
+    def backward_set(self) -> BackwardSet:
+        """`backward`. Raises NotImplementedError where there is none."""
+        if self.backward is None:
+            raise self._missing("backward")
+        return self.backward
+
+    def _class(self, place: str | None, what: str) -> Any:
+        if place is None:
+            raise self._missing(what)
+        module, _, name = place.partition(":")
+        folder = f"fa4_hd256.kernels.{self.architecture.folder}"
+        return getattr(importlib.import_module(f"{folder}.{module}"), name)
+
+    def _missing(self, what: str) -> NotImplementedError:
+        others = "; ".join(
+            f"{a.name}: {a.describe()}" for a in ARCHITECTURES if a is not self.architecture
+        )
+        return NotImplementedError(
+            f"{self.architecture.name}, {self.architecture.describe()}, has no {what} yet; what "
+            f"others have: {others}. CPU tensors take the architecture that FA4_HD256_ARCH names"
+        )
+
+
+@functools.cache
+def kernels_of(architecture: Architecture) -> KernelSet:
+    """What the folder of an architecture offers."""
+    module = importlib.import_module(f"fa4_hd256.kernels.{architecture.folder}.architecture")
+    return module.KERNELS
+
+
+def kinds() -> set[str]:
+    """Kinds of kernels that any architecture has of its own."""
+    return {kind for a in ARCHITECTURES for kind in kernels_of(a).classes}
