@@ -7,6 +7,8 @@ Section numbers are those of the PTX ISA's instruction set chapter (9.7).
 
 from __future__ import annotations
 
+import struct
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -20,8 +22,10 @@ __all__ = [
     "SMALLEST_EXPONENT",
     "exp2_hardware",
     "exp2_polynomial_pair",
+    "exp2_polynomial_scalars",
     "exp2_row_factor",
     "maximum3",
+    "multiply_rounded",
 ]
 
 # 1.5 * 2^23: a float32 in [2^23, 2^24) has no fraction bits, so adding it with rounding towards
@@ -93,6 +97,41 @@ def exp2_polynomial_pair(x0: Float32, x1: Float32, degree: int) -> tuple[Float32
     for power in reversed(range(degree)):
         value = cute.arch.fma_packed_f32x2(value, fraction, _splat(coefficients[power]))
     return _add_to_exponent(value[0], shifted[0]), _add_to_exponent(value[1], shifted[1])
+
+
+def exp2_polynomial_scalars(x0: Float32, x1: Float32, degree: int) -> tuple[Float32, Float32]:
+    """As `exp2_polynomial_pair`, bit for bit, by instructions that sm_90 has."""
+    return _polynomial(x0, degree), _polynomial(x1, degree)
+
+
+def _polynomial(x: Float32, degree: int) -> Float32:
+    """add.rm.f32, sub.rn.f32 and fma.rn.f32 (9.7.3)."""
+    coefficients = COEFFICIENTS[degree]
+    x = cute.arch.fmax(x, SMALLEST_EXPONENT)
+    shifted, fraction = cute.arch.inline_ptx(
+        "{.reg .f32 floor;\n"
+        f"add.rm.f32 {{$w0}}, {{$r0}}, 0f{_bits_of(FLOOR_MAGIC):08X};\n"
+        f"sub.rn.f32 floor, {{$w0}}, 0f{_bits_of(FLOOR_MAGIC):08X};\n"
+        "sub.rn.f32 {$w1}, {$r0}, floor;}",
+        write_only_types=[Float32, Float32],
+        read_only_args=[x],
+    )
+    value = Float32(coefficients[degree])
+    for power in reversed(range(degree)):
+        value = cute.math.fma(value, fraction, Float32(coefficients[power]))
+    return _add_to_exponent(value, shifted)
+
+
+def multiply_rounded(a: Float32, b: Float32) -> Float32:
+    """mul.rn.f32 (9.7.3), which is never contracted into an fma."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b)],
+    )  # fmt: skip
+
+
+def _bits_of(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
 
 
 def _splat(value: float) -> tuple[Float32, Float32]:

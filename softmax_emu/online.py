@@ -1,7 +1,8 @@
-"""Online softmax for one row per thread, over key tiles that arrive one after the other.
+"""Online softmax over key tiles that arrive one after the other.
 
-Each thread holds one whole row of a score tile in registers (as tcgen05.ld 32x32b delivers it).
-For scores s of tile after tile, with c = softmax_scale * log2(e) >= 0::
+A thread holds a whole row of a score tile in registers (as tcgen05.ld 32x32b delivers it), or four
+neighbouring lanes share a row, each with some of its columns (as wgmma leaves it).  For scores s of
+tile after tile, with c = softmax_scale * log2(e) >= 0::
 
     m    row_max: a running maximum of s, allowed to lag behind the true one
     p    = 2^(c * s - c * m)                         written to P in bf16 or fp16
@@ -24,15 +25,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .exp2 import exp2_hardware, exp2_polynomial_pair, exp2_row_factor, maximum3
-from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
+from .exp2 import (
+    exp2_hardware,
+    exp2_polynomial_pair,
+    exp2_polynomial_scalars,
+    exp2_row_factor,
+    maximum3,
+    multiply_rounded,
+)
+from .pattern import Ex2Pattern
 
 __all__ = ["ARITHMETICS", "SMALLEST_SCALE", "OnlineSoftmax", "soft_cap"]
 
-# How c * s - c * m and the row sum are computed; all but the last are there to be compared with.
+# How c * s - c * m and the row sum are computed; the first two are there to be compared with.
 # plain: (s - m) * c, two instructions a score. folded: one fma a score, with -c * m as addend.
-# packed: one fma, and one addition, for two scores (f32x2).
-ARITHMETICS = ("plain", "folded", "packed")
+# packed: one fma, and one addition, for two scores (f32x2). scalar: as folded, by instructions that
+# sm_90 has: no f32x2 and no maximum of three anywhere.
+ARITHMETICS = ("plain", "folded", "packed", "scalar")
 
 # The smallest normal float32.  A scale of 0 is replaced by it: scores then vanish in every finite
 # product below 2^100, while a masked score of -inf still gives -inf and not 0 * inf = NaN.
@@ -54,7 +63,7 @@ _NUM_SUM_CHAINS = 4
 class OnlineSoftmax:
     """State (row_max, row_sum, offset) and arithmetic of one row; lives across dynamic loops.
 
-    For each tile: `update_max`, then `exponentiate` for every fragment of 32 columns, then
+    For each tile: `update_max`, then `exponentiate` for every fragment of its columns, then
     `accumulate_sum`; `finish` after the last.  Rows without any visible key end with
     (inverse 0, LSE -inf).  A NaN among the scores makes its row's sum NaN on the hardware path;
     the polynomial path maps it to 0.
@@ -64,7 +73,7 @@ class OnlineSoftmax:
         """Use `create`."""
         self.scale_log2, self.lowest_max = self._constants = constants
         self._settings = settings
-        self.pattern, self.rescale_threshold, self.dtype, self.arithmetic = settings
+        self.pattern, self.rescale_threshold, self.dtype, self.arithmetic, self.lanes = settings
         self.row_max, self.row_sum, self.offset = state
 
     @classmethod
@@ -75,6 +84,7 @@ class OnlineSoftmax:
         rescale_threshold: float,
         dtype: Any,
         arithmetic: str = "packed",
+        lanes: int = 1,
     ) -> OnlineSoftmax:
         """A softmax with empty state.
 
@@ -82,6 +92,8 @@ class OnlineSoftmax:
         rescale_threshold: in log2 units, static; 0 moves the maximum whenever it grows.
         dtype: of P, cutlass.BFloat16 or cutlass.Float16.
         arithmetic: one of `ARITHMETICS`, static.
+        lanes: neighbouring lanes of a warp that share a row, static, a power of two.  They agree
+            about the maximum; each sums its own columns, and `finish` adds the sums up.
 
         Raises ValueError for another dtype or arithmetic, or a threshold with which P could
         overflow it.
@@ -97,7 +109,7 @@ class OnlineSoftmax:
             )
         scale = cute.arch.fmax(Float32(scale_log2), SMALLEST_SCALE)
         lowest = cute.arch.fmax(LOWEST_LOGIT * cute.arch.rcp_approx(scale), LOWEST_MAXIMUM)
-        settings = (pattern, float(rescale_threshold), dtype, arithmetic)
+        settings = (pattern, float(rescale_threshold), dtype, arithmetic, lanes)
         softmax = cls((scale, lowest), settings, (lowest, lowest, lowest))
         softmax.reset()
         return softmax
@@ -129,23 +141,29 @@ class OnlineSoftmax:
     def exponentiate(
         self,
         scores: cute.Tensor,
-        probabilities: cute.Tensor,
+        probabilities: cute.Tensor | None,
         fragment_index: int,
         num_fragments: int,
     ) -> None:
         """p of one fragment: float32 in place of the scores, and rounded into `probabilities`.
 
-        scores: register tensor of 32 Float32.  probabilities: register tensor of 32 elements of
-        `dtype`, or of 16 elements of a 32-bit type, each holding two (lower column in the lower
-        half).  fragment_index, num_fragments: static; they select the pattern's columns.
+        scores: register tensor of 32 Float32, or an even number below.  probabilities: register
+        tensor of as many elements of `dtype`, or of half as many of a 32-bit type, each holding two
+        (lower column in the lower half); None where the caller rounds.  fragment_index,
+        num_fragments: static; they select the pattern's columns.
         """
-        for column in range(0, FRAGMENT_COLUMNS, 2):
+        polynomial = exp2_polynomial_pair
+        if self.arithmetic == "scalar":
+            polynomial = exp2_polynomial_scalars
+        for column in range(0, cute.size(scores), 2):
             x0, x1 = self._exponents(scores[column], scores[column + 1])
             if self.pattern.is_emulated(fragment_index, column, num_fragments):
-                p0, p1 = exp2_polynomial_pair(x0, x1, self.pattern.degree)
+                p0, p1 = polynomial(x0, x1, self.pattern.degree)
             else:
                 p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
             scores[column], scores[column + 1] = p0, p1
+        if cutlass.const_expr(probabilities is None):
+            return
         if cutlass.const_expr(probabilities.element_type.width == 32):
             probabilities = cute.recast_tensor(probabilities, self.dtype)
         probabilities.store(scores.load().to(self.dtype))
@@ -175,7 +193,7 @@ class OnlineSoftmax:
         sink_log2: logit of a sink, times log2(e), or None.  It takes part in l and LSE like a key
         whose value is 0; a row without visible key then has LSE = the sink's logit, -inf too.
         """
-        row_sum, offset = self.row_sum, self.offset
+        row_sum, offset = self._over_lanes(self.row_sum, lambda a, b: a + b), self.offset
         if cutlass.const_expr(sink_log2 is not None):
             # Relative to the larger of the two, since the sink may exceed every score by far.
             is_empty = row_sum == Float32(0.0)
@@ -200,7 +218,7 @@ class OnlineSoftmax:
             # The subtraction comes first, so that no compiler may make an fma of the two.
             return (s0 - self.row_max) * self.scale_log2, (s1 - self.row_max) * self.scale_log2
         scale, offset = self.scale_log2, self.offset
-        if self.arithmetic == "folded":
+        if self.arithmetic in ("folded", "scalar"):
             return cute.math.fma(s0, scale, offset), cute.math.fma(s1, scale, offset)
         return cute.arch.fma_packed_f32x2((s0, s1), (scale, scale), (offset, offset))
 
@@ -211,23 +229,42 @@ class OnlineSoftmax:
         return a[0] + b[0], a[1] + b[1]
 
     def _tile_max(self, scores: cute.Tensor, old: Float32) -> Float32:
-        """max(old, all scores) in independent chains of three-input maxima."""
+        """max(old, all scores) in independent chains, by three-input maxima where these exist."""
         columns = cute.size(scores)
+        if self.arithmetic == "scalar":
+            chains = [scores[i] for i in range(_NUM_MAX_CHAINS)]
+            for column in range(_NUM_MAX_CHAINS, columns):
+                chain = column % _NUM_MAX_CHAINS
+                chains[chain] = cute.arch.fmax(chains[chain], scores[column])
+            largest = cute.arch.fmax(
+                cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3])
+            )
+            return cute.arch.fmax(old, self._over_lanes(largest, cute.arch.fmax))
         chains = [maximum3(old, scores[0], scores[1])]
         chains += [cute.arch.fmax(scores[i], scores[i + 1]) for i in range(2, 8, 2)]
         for number, column in enumerate(range(8, columns, 2)):
             chain = number % _NUM_MAX_CHAINS
             chains[chain] = maximum3(chains[chain], scores[column], scores[column + 1])
-        return cute.arch.fmax(maximum3(chains[0], chains[1], chains[2]), chains[3])
+        largest = cute.arch.fmax(maximum3(chains[0], chains[1], chains[2]), chains[3])
+        return self._over_lanes(largest, cute.arch.fmax)
+
+    def _over_lanes(self, value: Float32, operation: Any) -> Float32:
+        """The values of the lanes that share a row, combined; the same in all of them."""
+        if self.lanes > 1:
+            return cute.arch.warp_reduction(value, operation, threads_in_group=self.lanes)
+        return value
 
     def _offset(self, row_max: Float32) -> Float32:
         """-c * m, the addend of the folded scale, rounded; finite for the lowest maximum too.
 
         So a fully masked row gives p = 2^-inf = 0 and not NaN.  The packed multiplication
-        (mul.rn.f32x2) is never contracted into an fma, so that p, the factors and LSE all use
-        the same rounded number and its rounding error cancels in O / l and LSE.
+        (mul.rn.f32x2), or one written out (mul.rn.f32), is never contracted into an fma, so that p,
+        the factors and LSE all use the same rounded number and its rounding error cancels in O / l
+        and LSE.
         """
         negative_scale = -self.scale_log2
+        if self.arithmetic == "scalar":
+            return multiply_rounded(row_max, negative_scale)
         offset, _ = cute.arch.mul_packed_f32x2((row_max, row_max), (negative_scale, negative_scale))
         return offset
 

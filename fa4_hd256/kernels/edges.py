@@ -61,6 +61,7 @@ class Signal(enum.Enum):
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
     WARPS_PAIR_RELEASE = "the same, releasing shared memory written before"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
+    WARPS_BOTH = "one lane of each producer warp of both CTAs, on both CTAs' barriers"
 
 
 TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA)
@@ -157,7 +158,7 @@ class Edge(SharedByReference):
         """Arrivals that complete a phase."""
         if self.signal in (*TMA_SIGNALS, Signal.COMMIT_PAIR):
             return 1
-        ctas = 2 if self.signal in PAIR_SIGNALS else 1
+        ctas = 2 if self.signal in (*PAIR_SIGNALS, Signal.WARPS_BOTH) else 1
         return ctas * self.producer_warps
 
     def waiter_state(self) -> RingState:
@@ -275,5 +276,10 @@ class Barrier(SharedByReference):
                 cute.arch.mbarrier_arrive(
                     pointer, LEADER_RANK, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
                 )
+            elif cutlass.const_expr(self.edge.signal is Signal.WARPS_BOTH):
+                for rank in range(2):
+                    cute.arch.mbarrier_arrive(
+                        pointer, rank, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
+                    )
             else:
                 cute.arch.mbarrier_arrive(pointer)

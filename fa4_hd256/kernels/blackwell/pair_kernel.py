@@ -11,81 +11,26 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.edges import SharedByReference
-from fa4_hd256.kernels.masking import MaskKind, Visibility
+from fa4_hd256.kernels.context import KernelContext
+from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
 from schedulers import scheduler_class
 
-from .operands import smem_layout
 from .pair_plan import CTAS
 
-__all__ = ["CLUSTER", "PairContext", "PairKernel", "SharedMemory"]
+__all__ = ["CLUSTER", "PairContext", "PairKernel"]
 
 CLUSTER = (CTAS, 1, 1)
 
 
 @dataclass(frozen=True)
-class PairContext(SharedByReference):
+class PairContext(KernelContext):
     """What every warp role of one CTA shares; kernels add to it."""
 
-    tensors: Any
-    barriers: dict[str, Any]
-    sequences: Sequences
-    mask: MaskKind
-    scalars: Any
-    heads_per_kv: Int32
-    order: Any
-    channel: Any
-    cta_rank: Int32
     tmem_address: Any
-    smem: dict[str, cute.Tensor]
     tmem: Any = None
     own_lanes: Any = None
-
-    def batch(self, work: Any) -> Int32:
-        """The batch entry of a tile."""
-        return work.batch
-
-    def split(self, work: Any) -> Any:
-        """(number, of how many) of a tile's parts, None where its KV tiles are not divided."""
-        return None
-
-    def visibility(self, work: Any, block_kv: int) -> Visibility:
-        """Which keys the rows of a tile see."""
-        batch = self.batch(work)
-        return Visibility(
-            self.sequences.query(batch).length,
-            self.sequences.key(batch).length,
-            self.mask,
-            self.scalars.window_left,
-            self.scalars.window_right,
-            block_kv,
-            self.split(work),
-        )
-
-
-class SharedMemory:
-    """The regions of a SMEM plan at their addresses; made by all threads of the CTA."""
-
-    def __init__(self, allocator: SmemAllocator, plan: Any, dtype: Any) -> None:
-        # What follows the region "scheduler" is allocated by the scheduler's set-up.
-        self._offsets = plan.offsets()
-        self._base = allocator.allocate(self._offsets["scheduler"], 1024)
-        self._dtype = dtype
-
-    def region(self, name: str, element_type: Any, alignment: int) -> cute.Pointer:
-        """The first element of a region."""
-        pointer = (self._base + self._offsets[name]).align(alignment)
-        return cute.recast_ptr(pointer, dtype=element_type)
-
-    def operand(self, name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
-        """A region as rows x columns x stages of an operand (`operands.smem_layout`)."""
-        layout = smem_layout(self._dtype, rows, columns, stages)
-        pointer = cute.recast_ptr(
-            self.region(name, self._dtype, 1024), layout.inner, dtype=self._dtype
-        )
-        return cute.make_tensor(pointer, layout.outer)
 
 
 class PairKernel:

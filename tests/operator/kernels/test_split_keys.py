@@ -20,7 +20,7 @@ from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.blackwell.forward.consumers import ForwardConsumers
+from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.run import compile
 
@@ -456,7 +456,7 @@ def test_planted_bugs_are_noticed(planted, device):
         number, count = self.split
         return begin, cutlass.select_((count == 2) & (number == 0), end + 1, end)
 
-    planted.setattr(ForwardConsumers, "_sink_log2", sink_of_every_part)
+    planted.setattr(ForwardKernel, "sink_log2", sink_of_every_part)
     planted.setattr(Visibility, "_bounds", one_tile_more)
     tensors = inputs((20, 600), THREE, device=device)
     check(tensors, 3, **no_sink(device))

@@ -18,9 +18,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from fa4_hd256.kernels.blackwell.operands import TmaTensor, smem_layout
 from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairKernel
 from fa4_hd256.kernels.blackwell.producers import PairProducers
+from fa4_hd256.kernels.operands import TmaTensor, smem_layout
 from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.sequences import clipped_view
@@ -125,7 +125,7 @@ class BackwardKernel(PairKernel, PairProducers):
         for operand, rows, columns in self.boxes.values():
             tensor = operands[operand]
             view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
-            layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
+            layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
             info = cpasync.make_tiled_tma_atom(load, view, layout, (rows, columns))
             tmas.append(TmaTensor(info[0], info[1]))
         return tuple(tmas)

@@ -30,9 +30,10 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, mma_chain
-from fa4_hd256.kernels.blackwell.operands import TmaTensor, load_tile, mn_major_operand
+from fa4_hd256.kernels.blackwell.operands import mn_major_operand
 from fa4_hd256.kernels.edges import SharedByReference
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
+from fa4_hd256.kernels.operands import TmaTensor, load_tile
 from schedulers import TileProblem, section_heads_for
 
 from .common import heads_of_part, heads_per_part

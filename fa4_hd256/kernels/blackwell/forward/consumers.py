@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
@@ -70,7 +69,7 @@ class ForwardConsumers:
                             context, softmax, states, (work, row, key)
                         )
                         key -= config.block_kv
-            inverse, lse = softmax.finish(self._sink_log2(context, work, head))
+            inverse, lse = softmax.finish(self.sink_log2(context, work, head))
             if num_tiles > 0:
                 s_done, scale_free = states
                 scale_free = self._send_scale(context, inverse, scale_free)
@@ -85,16 +84,6 @@ class ForwardConsumers:
         for _ in cutlass.range_constexpr(self.config.scale_stages):
             context.barriers["scale_free"].wait(scale_free)
             scale_free.advance()
-
-    def _sink_log2(self, context: Any, work: Any, head: Int32) -> Any:
-        """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only
-        the first has it."""
-        if cutlass.const_expr(context.sink is None):
-            return None
-        logit = context.sink[head] * math.log2(math.e)
-        if cutlass.const_expr(self.problem_class.split):
-            return cutlass.select_(context.split(work)[0] == 0, logit, Float32(-math.inf))
-        return logit
 
     @property
     def p_handovers(self) -> dict[int, str]:
@@ -270,7 +259,7 @@ class ForwardConsumers:
         fence_after_thread_sync()
         row, head = self.query_and_head(context, work, self._row_in_block())
         is_row = row < context.query(work).length
-        out = self._result_row(context, work, row, head)
+        out = self.result_row(context, work, row, head)
         slices = cute.logical_divide(out, cute.make_layout(self.config.o_slice))
         for piece in cutlass.range_constexpr(self.config.o_slices):
             values = self._take_slice(context, piece, inverse, o_done)
@@ -295,17 +284,11 @@ class ForwardConsumers:
         return values
 
     @cute.jit
-    def _result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
-        """(256,) of `out` in global memory."""
-        place = context.query(work).offset + row
-        return context.tensors.out[place, None, head, context.result_batch(work)]
-
-    @cute.jit
     def _store_zeros(self, context: Any, work: Any):
         """out = 0 for the rows of a tile that sees no key."""
         row, head = self.query_and_head(context, work, self._row_in_block())
         if row < context.query(work).length:
-            out = self._result_row(context, work, row, head)
+            out = self.result_row(context, work, row, head)
             zeros = cute.make_rmem_tensor(8, out.element_type)
             zeros.fill(0.0)
             chunks = cute.logical_divide(out, cute.make_layout(8))

@@ -35,42 +35,29 @@ completed, so have all QK before it, and nobody reads that Q again.  The other Q
 receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
 store has read the staged O.
 
-NOTE [packed heads].  Where a group of query heads divides 128, row r of a CTA's half of a tile is
-query r // group of head r % group: they read the same keys.  A causal tile then spans fewer
-queries, so less of it is masked, and a few queries with many heads fill it.  TMA gathers the rows
-of Q, and scatters those of O, through a tensor with one dimension more.
-
-NOTE [split keys].  Where there are fewer tiles than CTA pairs, the KV tiles of a query tile may be
-divided among several: the scheduler then counts `num_splits` batch entries for each one, and each
-part leaves its own O, in float32 and divided by its own sum, and its own LSE, from which
-`forward_combine` makes the result.  The sink is the first part's.
+NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, TmemOperand
-from fa4_hd256.kernels.blackwell.operands import (
-    TmaTensor,
-    k_major_operand,
-    mn_major_operand,
-    smem_layout,
-)
-from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairContext, PairKernel, SharedMemory
+from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairContext, PairKernel
+from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.kernels.sequences import Sequence, clipped_view
-from fa4_hd256.kernels.views import by_packed_heads, by_sequence
-from schedulers import TileOrder, TileProblem, section_heads_for
+from fa4_hd256.kernels.views import by_sequence
+from schedulers import TileOrder
 from softmax_emu.online import OnlineSoftmax
 
 from .config import ForwardConfig
@@ -80,65 +67,19 @@ from .producers import ForwardProducers
 __all__ = ["ForwardKernel"]
 
 
-class KernelTensors(NamedTuple):
-    """What the kernel reads and writes.
-
-    q, k, v, o: (seqlen, 256, heads, batch), or for ragged sequences a `clipped_view` of it; with
-    packed heads q and o are views by `by_packed_heads`, clipped where packed sequences need it.
-    out: (seqlen, 256, heads, batch); lse: (batch, heads, seqlen).  With split keys there is no o,
-    out is float32, and out and lse have `num_splits` batch entries for each one.  optional: what
-    the problem class asks for: sink (heads,), then the tensors of the ragged sequences in its
-    order.
-    """
-
-    q: TmaTensor
-    k: TmaTensor
-    v: TmaTensor
-    o: TmaTensor | None
-    out: Any
-    lse: Any
-    optional: Any
-
-
 @dataclass(frozen=True)
-class Context(PairContext):
+class Context(ForwardEntries, PairContext):
     """What every warp role of one CTA shares.
 
     sink: (heads,) or None.  smem: "q", "k", "v" operands with their stages, "scale".
-    num_splits: parts of a tile's keys, None where they are not divided; the scheduler's batch
-    entries are then the parts of each entry, one after the other.
+    num_splits: see `ForwardEntries`.
     """
 
     sink: Any = None
     num_splits: Any = None
 
-    def batch(self, work: Any) -> Int32:
-        if cutlass.const_expr(self.num_splits is None):
-            return work.batch
-        return work.batch // self.num_splits
 
-    def split(self, work: Any) -> Any:
-        if cutlass.const_expr(self.num_splits is None):
-            return None
-        return work.batch % self.num_splits, self.num_splits
-
-    def query(self, work: Any) -> Sequence:
-        """The query rows of a tile's batch entry."""
-        return self.sequences.query(self.batch(work))
-
-    def key(self, work: Any) -> Sequence:
-        """The key rows of a tile's batch entry."""
-        return self.sequences.key(self.batch(work))
-
-    def result_batch(self, work: Any) -> Int32:
-        """Where the results of a tile's batch entry lie."""
-        batch = self.query(work).batch
-        if cutlass.const_expr(self.num_splits is None):
-            return batch
-        return batch * self.num_splits + self.split(work)[0]
-
-
-class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
+class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumers):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -189,31 +130,10 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
         config = self.config
         out, lse = results
         q, k, v, out = (by_sequence(t) for t in (q, k, v, out))
-        # Heads, or groups of them, that have tiles of their own.
-        heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
-        heads_per_kv = heads // cute.size(k, mode=[2])
-        _, ragged = self._sink_and_ragged(optional)
-        batch = self.sequence_tensors(ragged).num_batches(q)
-        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
-        if cutlass.const_expr(self.problem_class.split):
-            num_splits = cute.size(out, mode=[3]) // cute.size(q, mode=[3])
-            batch, sizes = batch * num_splits, (*sizes, num_splits)
-        tensors = self._kernel_tensors((q, k, v, out), lse, optional)
-        section_heads, later_blocks_first = 1, False
-        if cutlass.const_expr(config.ordered_tiles):
-            section_heads = section_heads_for(
-                num_heads_per_kv=heads_per_kv,
-                num_pairs=heads * batch,
-                # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
-                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            )
-            later_blocks_first = self.problem_class.bounded_right
-        num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
-        problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
+        operands = q, k, v, out
+        sizes, problem = self.tile_problem(operands, optional, scalars)
+        tensors = self._kernel_tensors(operands, lse, optional)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
-        sizes = tuple(Int32(size) for size in sizes)
         self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
             grid=grid,
             block=(config.warps.num_threads, 1, 1),
@@ -222,45 +142,26 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
             min_blocks_per_mp=1,
         )
 
-    def _sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
-        """(sink or None, ragged tensors) from what the problem class asks for."""
-        given = tuple(optional or ())
-        return (given[0], given[1:]) if self.problem_class.sink else (None, given)
-
-    def ragged(self, tensors: KernelTensors) -> tuple:
-        return self._sink_and_ragged(tensors.optional)[1]
-
     def _kernel_tensors(
         self, operands: tuple, lse: cute.Tensor, optional: Any
-    ) -> KernelTensors:
+    ) -> ForwardTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
-        config, packed = self.config, self.problem_class.packed_heads
+        config = self.config
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        boxes = (
-            (load, config.block_q, HEAD_DIM),
-            (load, config.block_kv // 2, HEAD_DIM),
-            (load, config.block_kv, HEAD_DIM // 2),
-            (store, config.block_q, config.o_slice),
-        )
-        tmas = []
-        for name, (operation, rows, columns), view in zip("qkvo", boxes, operands, strict=True):
-            if name == "o" and self.problem_class.split:
-                tmas.append(None)
-                continue
-            layout = cute.select(smem_layout(self.dtype, rows, columns, 1), mode=[0, 1])
-            box, is_clipped = (rows, columns), bool(self.problem_class.ragged)
-            if packed > 1 and name in "qo":
-                view = by_packed_heads(view, packed)
-                box = ((packed, rows // packed), columns)
-                is_clipped = "cu_seqlens_q" in self.problem_class.ragged
-            if is_clipped:
-                view = clipped_view(view, rows)
-            info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
-            tmas.append(TmaTensor(info[0], info[1]))
-        return KernelTensors(*tmas, operands[3], lse, optional)
+        boxes = {
+            "q": (load, config.block_q, HEAD_DIM),
+            "k": (load, config.block_kv // 2, HEAD_DIM),
+            "v": (load, config.block_kv, HEAD_DIM // 2),
+            "o": (cpasync.CopyBulkTensorTileS2GOp(), config.block_q, config.o_slice),
+        }
+        tmas = [
+            None if name == "o" and self.problem_class.split
+            else self.tma_tensor(name, view, boxes[name])
+            for name, view in zip("qkvo", operands, strict=True)
+        ]  # fmt: skip
+        return ForwardTensors(*tmas, operands[3], lse, optional)
 
-    def descriptors(self, tensors: KernelTensors) -> tuple[TmaTensor, ...]:
+    def descriptors(self, tensors: ForwardTensors) -> tuple[TmaTensor, ...]:
         given = tensors.q, tensors.k, tensors.v, tensors.o
         return given[:3] if self.problem_class.split else given
 
@@ -307,14 +208,14 @@ class ForwardKernel(PairKernel, ForwardProducers, ForwardConsumers):
     def set_up(
         self,
         allocator: SmemAllocator,
-        tensors: KernelTensors,
+        tensors: ForwardTensors,
         sizes: tuple[Int32, ...],
         scalars: CallScalars,
         order: TileOrder,
     ) -> Context:
         """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
         common = super().set_up(allocator, tensors, sizes, scalars, order)
-        sink, _ = self._sink_and_ragged(tensors.optional)
+        sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
         return Context(**vars(common), sink=sink, num_splits=num_splits)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from cutlass import Int32
 
-from fa4_hd256.kernels.blackwell.operands import load_tile
 from fa4_hd256.kernels.blackwell.producers import PairProducers
+from fa4_hd256.kernels.operands import load_tile
 
 __all__ = ["ForwardProducers"]
 

@@ -1,0 +1,52 @@
+"""What every warp role of a CTA shares, on every architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .edges import SharedByReference
+from .masking import MaskKind, Visibility
+from .sequences import Sequences
+
+__all__ = ["KernelContext"]
+
+
+@dataclass(frozen=True)
+class KernelContext(SharedByReference):
+    """What every warp role of one CTA shares; architectures and kernels add to it."""
+
+    tensors: Any
+    barriers: dict[str, Any]
+    sequences: Sequences
+    mask: MaskKind
+    scalars: Any
+    heads_per_kv: Int32
+    order: Any
+    channel: Any
+    cta_rank: Int32
+    smem: dict[str, cute.Tensor]
+
+    def batch(self, work: Any) -> Int32:
+        """The batch entry of a tile."""
+        return work.batch
+
+    def split(self, work: Any) -> Any:
+        """(number, of how many) of a tile's parts, None where its KV tiles are not divided."""
+        return None
+
+    def visibility(self, work: Any, block_kv: int) -> Visibility:
+        """Which keys the rows of a tile see."""
+        batch = self.batch(work)
+        return Visibility(
+            self.sequences.query(batch).length,
+            self.sequences.key(batch).length,
+            self.mask,
+            self.scalars.window_left,
+            self.scalars.window_right,
+            block_kv,
+            self.split(work),
+        )

@@ -1,0 +1,144 @@
+"""Configuration of the Hopper forward: tiles, stages, warps, and the plans that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
+from schedulers.clc import ClcScheduler
+from softmax_emu.pattern import Ex2Pattern
+
+__all__ = ["ForwardConfig", "ForwardWarpPlan"]
+
+WARPGROUP_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ForwardWarpPlan(WarpPlan):
+    """Warp indices and register budgets of one CTA.
+
+    Two warpgroups work on 64 query rows each; of the third one warp loads.
+    """
+
+    consumers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    load: int = 8
+    scheduler: int = 9
+    registers_consumers: int = 240
+    registers_other: int = 24
+
+    WARPGROUPS = (
+        ("the first 64 rows", "registers_consumers"),
+        ("the other 64 rows", "registers_consumers"),
+        ("the other roles", "registers_other"),
+    )
+    ROLES = (
+        ("consumers", "registers_consumers"),
+        ("load", "registers_other"),
+        ("scheduler", "registers_other"),
+    )
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of a CTA that run the tile loop under a scheduler that asks."""
+        return len(self.consumers) + 2
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Everything static about the Hopper forward kernel that a user or a tuner may set.
+
+    block_kv: keys of a step.  kv_stages: buffers of K, and as many of V.
+    ctas: of a cluster, 1 or 2; two work on neighbouring query tiles of a head, and each loads half
+        of every K and V tile for both.
+    ex2_pattern: which score elements take the polynomial exp2.
+    rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
+    skips: whether a warpgroup leaves out steps of which its own rows see nothing.
+    """
+
+    block_kv: int = 80
+    kv_stages: int = 2
+    ctas: int = 2
+    ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
+    rescale_threshold: float = 8.0
+    warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
+    ordered_tiles: bool = True
+    skips: bool = True
+
+    warpgroups = 2
+    block_q = 2 * WARPGROUP_ROWS
+
+    def __post_init__(self) -> None:
+        if self.block_kv % 16 or not 16 <= self.block_kv <= 128:
+            raise ValueError(
+                f"block_kv is {self.block_kv}; accepted are multiples of 16 from 16 to 128"
+            )
+        if self.kv_stages < 2:
+            raise ValueError(
+                f"kv_stages is {self.kv_stages}; at least 2 are needed: K of a step is read while "
+                "that of the next arrives"
+            )
+        if self.ctas not in (1, 2):
+            raise ValueError(f"ctas is {self.ctas}; accepted are 1 and 2")
+        if not 0 <= self.rescale_threshold <= 15:
+            raise ValueError(
+                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
+                "(P reaches 2^threshold and must stay finite in float16)"
+            )
+        _ = self.smem
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a cluster."""
+        return self.ctas * self.block_q
+
+    @property
+    def q_bytes(self) -> int:
+        """Q of one warpgroup."""
+        return WARPGROUP_ROWS * HEAD_DIM * ELEMENT_BYTES
+
+    @property
+    def kv_bytes(self) -> int:
+        """A K or a V tile."""
+        return self.block_kv * HEAD_DIM * ELEMENT_BYTES
+
+    @property
+    def smem(self) -> SmemPlan:
+        block = self.block_kv
+        return SmemPlan(
+            (
+                SmemRegion("q", self.warpgroups, self.q_bytes, SWIZZLE_ALIGNMENT,
+                           "64 rows x 256, of a warpgroup each"),
+                SmemRegion("k", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
+                           f"{block} keys x 256"),
+                SmemRegion("v", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
+                           f"{block} keys x 256"),
+                SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+                SmemRegion("scheduler", 1, ClcScheduler.smem_bytes, 16,
+                           "of the dynamic scheduler; allocated by its set-up"),
+            )
+        )  # fmt: skip
+
+    @property
+    def edges(self) -> EdgeTable:
+        warps = len(self.warps.consumers)
+        free = Signal.WARPS_CTA if self.ctas == 1 else Signal.WARPS_BOTH
+        return EdgeTable(
+            (
+                Edge("q_loaded", self.warpgroups, Signal.TMA_CTA, "load", 1, "consumers",
+                     "Q of a warpgroup in SMEM", transaction_bytes=self.q_bytes),
+                Edge("q_free", self.warpgroups, Signal.WARPS_CTA, "consumers",
+                     warps // self.warpgroups, "load", "Q of a warpgroup: its last QK is done",
+                     True),
+                Edge("k_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                     "K tile in SMEM", transaction_bytes=self.kv_bytes),
+                Edge("k_free", self.kv_stages, free, "consumers", warps, "load",
+                     "K buffer: QK is done", True),
+                Edge("v_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                     "V tile in SMEM", transaction_bytes=self.kv_bytes),
+                Edge("v_free", self.kv_stages, free, "consumers", warps, "load",
+                     "V buffer: PV is done", True),
+            )
+        )  # fmt: skip

@@ -1,0 +1,329 @@
+"""The consumers of the Hopper forward: products, softmax and results of 64 query rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from fa4_hd256.kernels.edges import RingState, SharedByReference
+from fa4_hd256.kernels.hopper.instructions import (
+    QUAD,
+    commit,
+    fence,
+    fragment_columns,
+    multiply,
+    row_of_fragment,
+    rows_of,
+    transposed,
+    wait,
+)
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.masking import TileRange
+from fa4_hd256.kernels.ranges import traced
+from softmax_emu.online import OnlineSoftmax, soft_cap
+
+__all__ = ["ForwardConsumer"]
+
+
+@dataclass(frozen=True)
+class Fragments(SharedByReference):
+    """What a thread of a warpgroup works on, tile after tile.
+
+    p, o: P and O in registers.  q, k, v: descriptors of the operands.
+    """
+
+    p: cute.Tensor
+    o: cute.Tensor
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+class ForwardConsumer:
+    """Mixed into ForwardKernel; the shared state is its `Context`."""
+
+    @cute.jit
+    def consume(self, context: Any):
+        """Q K^T, softmax and P V of the 64 rows of this warpgroup; O and LSE at the tile's end."""
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+        # Q of this warpgroup has one buffer, whose number is the warpgroup's.
+        q_loaded = RingState(1, warpgroup, Int32(0))
+        edges = self.edges
+        states = edges["k_loaded"].waiter_state(), edges["v_loaded"].waiter_state()
+        softmax = self.create_softmax(context), self.create_softmax(context)
+        fragments = self._fragments(context, warpgroup)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            visibility = context.visibility(work, self.config.block_kv)
+            num_steps = visibility.num_tiles(work.block * self.tile_queries, self.tile_queries)
+            first_row = self.first_row(context, work, warpgroup)
+            tiles, own_steps = self._own_tiles(visibility, work, first_row)
+            softmax[0].reset()
+            softmax[1].reset()
+            fragments.o.fill(0.0)
+            if num_steps > 0:
+                last_tile = visibility.last_tile(work.block * self.tile_queries, self.tile_queries)
+                skipped_first = last_tile + 1 - tiles.end
+                skipped_last = num_steps - own_steps - skipped_first
+                context.barriers["q_loaded"].wait(q_loaded)
+                states = self._skip(context, states, skipped_first)
+                if own_steps > 0:
+                    softmax, states = self._steps(
+                        context, (fragments, softmax, states), (work, first_row, tiles), q_loaded
+                    )
+                else:
+                    context.barriers["q_free"].arrive(q_loaded)
+                states = self._skip(context, states, skipped_last)
+                q_loaded.advance()
+            self._finish(context, fragments, softmax, (work, first_row))
+            work = scheduler.advance_to_next_work()
+
+    def _fragments(self, context: Any, warpgroup: Int32) -> Fragments:
+        qk, pv = self.qk, self.pv
+        return Fragments(
+            p=pv.a_fragment(self.config.block_kv),
+            o=pv.accumulator(),
+            q=qk.a_operand(context.smem["q"])[None, None, None, warpgroup],
+            k=qk.b_operand(context.smem["k_tiles"]),
+            v=pv.b_operand(transposed(context.smem["v_tiles"])),
+        )
+
+    def _own_tiles(
+        self, visibility: Any, work: Any, first_row: Int32
+    ) -> tuple[TileRange, Int32]:
+        """(KV tiles, their number) that the rows of a warpgroup take part in."""
+        part = (first_row, self.part_queries)
+        if cutlass.const_expr(self.config.skips and not self.problem_class.split):
+            tiles, count = visibility.tile_range(part, part), visibility.num_tiles(*part)
+            # Without rows or keys of its own it skips all of the tile's.
+            last = visibility.last_tile(work.block * self.tile_queries, self.tile_queries)
+            end = cutlass.select_(count > 0, tiles.end, last + 1)
+            return TileRange(tiles.begin, end, tiles.unmasked_begin, tiles.unmasked_end), count
+        tile = (work.block * self.tile_queries, self.tile_queries)
+        return visibility.tile_range(tile, part), visibility.num_tiles(*tile)
+
+    @cute.jit
+    def _skip(self, context: Any, states: tuple, count: Int32):
+        """Give back K and V of steps that this warpgroup takes no part in."""
+        k_loaded, v_loaded = states
+        for _ in cutlass.range(count, unroll=1):
+            context.barriers["k_loaded"].wait(k_loaded)
+            context.barriers["k_free"].arrive(k_loaded)
+            k_loaded.advance()
+            context.barriers["v_loaded"].wait(v_loaded)
+            context.barriers["v_free"].arrive(v_loaded)
+            v_loaded.advance()
+        return k_loaded, v_loaded
+
+    @cute.jit
+    def _steps(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
+        """All steps of a tile: QK of a step is issued before PV of the one before it, and runs
+        while the softmax of that one does.
+
+        running: (fragments, softmax of both rows, states of K and V).  which: (tile, first row of
+        this warpgroup, its KV tiles).
+        """
+        fragments, softmax, states = running
+        work, first_row, tiles = which
+        block = self.config.block_kv
+        key = (tiles.end - 1) * block
+        masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
+        softmax, states = self._first_step(context, (fragments, softmax, states), (which, key))
+        key -= block
+        # Of which kind the first step was.
+        was_masked = cutlass.min(masked, 1)
+        was_unmasked = (1 - was_masked) * cutlass.min(unmasked, 1)
+        was_last = 1 - was_masked - was_unmasked
+        for _ in cutlass.range(masked - was_masked, unroll=1):
+            softmax, states = self._step(context, (fragments, softmax, states), (which, key))
+            key -= block
+        for _ in cutlass.range(unmasked - was_unmasked, unroll=1):
+            softmax, states = self._step(context, (fragments, softmax, states), None)
+        if cutlass.const_expr(self.problem_class.bounded_left):
+            key -= (unmasked - was_unmasked) * block
+            for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):
+                softmax, states = self._step(context, (fragments, softmax, states), (which, key))
+                key -= block
+        context.barriers["q_free"].arrive(q_loaded)
+        k_loaded, v_loaded = states
+        context.barriers["v_loaded"].wait(v_loaded)
+        fence()
+        multiply(
+            self.pv, fragments.o, fragments.p, fragments.v[None, None, None, v_loaded.index], True
+        )
+        commit()
+        wait(0)
+        context.barriers["v_free"].arrive(v_loaded)
+        v_loaded.advance()
+        return softmax, (k_loaded, v_loaded)
+
+    @traced("first step")
+    @cute.jit
+    def _first_step(self, context: Any, running: tuple, mask: tuple):
+        """QK and softmax of the first step; O is empty yet."""
+        fragments, softmax, states = running
+        k_loaded, v_loaded = states
+        context.barriers["k_loaded"].wait(k_loaded)
+        fence()
+        scores = self._multiply_qk(fragments, k_loaded)
+        commit()
+        wait(0)
+        context.barriers["k_free"].arrive(k_loaded)
+        k_loaded.advance()
+        self._exponentiate(context, scores, softmax, mask)
+        fragments.p.store(scores.load().to(self.dtype))
+        return softmax, (k_loaded, v_loaded)
+
+    @traced("step")
+    @cute.jit
+    def _step(self, context: Any, running: tuple, mask: Any):
+        """QK of a step, PV of the one before, softmax, O rescaled.
+
+        mask: (tile and rows, first key) where some key may be invisible, None in interior steps.
+        """
+        fragments, softmax, states = running
+        k_loaded, v_loaded = states
+        context.barriers["k_loaded"].wait(k_loaded)
+        fence()
+        scores = self._multiply_qk(fragments, k_loaded)
+        commit()
+        context.barriers["v_loaded"].wait(v_loaded)
+        multiply(
+            self.pv, fragments.o, fragments.p, fragments.v[None, None, None, v_loaded.index], True
+        )
+        commit()
+        wait(1)
+        context.barriers["k_free"].arrive(k_loaded)
+        k_loaded.advance()
+        factors = self._exponentiate(context, scores, softmax, mask)
+        wait(0)
+        context.barriers["v_free"].arrive(v_loaded)
+        v_loaded.advance()
+        # P is free now that PV is done.
+        fragments.p.store(scores.load().to(self.dtype))
+        self._rescale(fragments.o, factors)
+        return softmax, (k_loaded, v_loaded)
+
+    def _multiply_qk(self, fragments: Fragments, k_loaded: Any) -> cute.Tensor:
+        """Issue S = Q K^T; S."""
+        scores = self.qk.accumulator()
+        k = fragments.k[None, None, None, k_loaded.index]
+        multiply(self.qk, scores, fragments.q, k, False)
+        return scores
+
+    @traced("softmax")
+    def _exponentiate(
+        self, context: Any, scores: cute.Tensor, softmax: tuple, mask: Any
+    ) -> tuple[Float32, Float32]:
+        """S -> P, float32 in place, for both rows of a thread; the factors for O."""
+        problem, block = self.problem_class, self.config.block_kv
+        if cutlass.const_expr(problem.negative_scale):
+            scores.store(-scores.load())
+        if cutlass.const_expr(problem.softcap):
+            soft_cap(scores, context.scalars.cap_scale)
+        factors = []
+        for number, row in enumerate(rows_of(scores)):
+            if cutlass.const_expr(mask is not None):
+                (work, first_row, _), key = mask
+                query = first_row + row_of_fragment(number) // problem.packed_heads
+                first_key = key + cute.arch.thread_idx()[0] % QUAD * 2
+                context.visibility(work, block).apply(
+                    row, query, first_key, fragment_columns(block)
+                )
+            factors.append(softmax[number].update_max(row))
+            softmax[number].exponentiate(row, None, 0, 1)
+            softmax[number].accumulate_sum(row)
+        return tuple(factors)
+
+    @cute.jit
+    def _rescale(self, o: cute.Tensor, factors: tuple):
+        """O *= factor, row by row, where any of the warp's maxima moved."""
+        if cute.arch.vote_any_sync((factors[0] < Float32(1.0)) | (factors[1] < Float32(1.0))):
+            for row, factor in zip(rows_of(o), factors, strict=True):
+                row.store(row.load() * factor)
+
+    @cute.jit
+    def _finish(self, context: Any, fragments: Fragments, softmax: tuple, which: tuple):
+        """O / sum and LSE of both rows of a thread to global memory."""
+        work, first_row = which
+        query_rows = context.query(work)
+        batch = context.result_batch(work)
+        packed = self.problem_class.packed_heads
+        rows = rows_of(fragments.o)
+        for number in cutlass.range_constexpr(2):
+            in_part = row_of_fragment(number)
+            row = first_row + in_part // packed
+            head = work.head * packed + in_part % packed
+            inverse, lse = softmax[number].finish(self.sink_log2(context, work, head))
+            values = rows[number]
+            values.store(values.load() * inverse)
+            is_row = row < query_rows.length
+            if is_row:
+                if cute.arch.thread_idx()[0] % QUAD == 0:
+                    context.tensors.lse[batch, head, query_rows.offset + row] = lse
+            if cutlass.const_expr(self.problem_class.split):
+                if is_row:
+                    self._store_float32(values, self.result_row(context, work, row, head))
+            else:
+                words = self._words(values)
+                if is_row:
+                    self._store_words(words, self.result_row(context, work, row, head))
+
+    def _store_float32(self, values: cute.Tensor, out: cute.Tensor) -> None:
+        """A quad stores eight columns of a row, 32 bytes, at a time."""
+        lane = cute.arch.thread_idx()[0] % QUAD
+        pairs = cute.logical_divide(out, cute.make_layout(2))
+        for group in range(HEAD_DIM // 8):
+            pair = cute.make_rmem_tensor(2, Float32)
+            pair[0], pair[1] = values[2 * group], values[2 * group + 1]
+            cute.autovec_copy(pair, pairs[None, group * QUAD + lane])
+
+    def _words(self, values: cute.Tensor) -> list[cute.Tensor]:
+        """A row's elements rounded, eight neighbouring columns a lane of the quad.
+
+        The lanes hold two columns each of every eight; they exchange words so that lane l has all
+        of the eight with number 4 g + l, for each g.
+        """
+        rounded = cute.make_rmem_tensor(cute.size(values), self.dtype)
+        rounded.store(values.load().to(self.dtype))
+        words = cute.recast_tensor(rounded, Uint32)
+        lane = cute.arch.thread_idx()[0] % QUAD
+        is_odd, is_upper = lane % 2 == 1, lane >= 2
+        found = []
+        for start in range(0, HEAD_DIM // 8, QUAD):
+            pairs = []
+            for first in (start, start + 2):
+                even, odd = words[first], words[first + 1]
+                got = cute.arch.shuffle_sync_bfly(cutlass.select_(is_odd, even, odd), 1)
+                low = cutlass.select_(is_odd, got, even)
+                pairs.append((low, cutlass.select_(is_odd, odd, got)))
+            group = cute.make_rmem_tensor(QUAD, Uint32)
+            for i in range(2):
+                low, high = pairs[0][i], pairs[1][i]
+                got = cute.arch.shuffle_sync_bfly(cutlass.select_(is_upper, low, high), 2)
+                group[i] = cutlass.select_(is_upper, got, low)
+                group[2 + i] = cutlass.select_(is_upper, high, got)
+            found.append(group)
+        return found
+
+    def _store_words(self, words: list, out: cute.Tensor) -> None:
+        """A quad stores 32 columns of a row, 64 bytes, at a time."""
+        lane = cute.arch.thread_idx()[0] % QUAD
+        groups = cute.logical_divide(out, cute.make_layout(8))
+        for number, group in enumerate(words):
+            cute.autovec_copy(
+                cute.recast_tensor(group, self.dtype), groups[None, number * QUAD + lane]
+            )
+
+    def create_softmax(self, context: Any) -> OnlineSoftmax:
+        """The online softmax of one row, which the lanes of a quad share."""
+        config = self.config
+        return OnlineSoftmax.create(
+            context.scalars.scale_log2, config.ex2_pattern, config.rescale_threshold, self.dtype,
+            "scalar", QUAD,
+        )  # fmt: skip

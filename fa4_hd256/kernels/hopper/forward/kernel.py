@@ -1,0 +1,203 @@
+"""The Hopper forward: out = softmax(scale * Q K^T) V and LSE at head_dim 256.
+
+A CTA works on 128 query rows, of one head or of all heads that share a KV head; two warpgroups on
+64 of them each, with S, P and O in registers.  One warp loads.  In a cluster of two the CTAs work
+on neighbouring rows, and each loads half of the columns of every K and V tile for both.
+
+Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, 0' is the next tile's first step::
+
+    load          Q K(0) K(1) V(0) K(2) V(1) ..       V(last) Q' K(0') K(1') V(0') ..
+    warpgroup 0   QK(0) S(0)->P(0)  QK(1) PV(0)  QK(2) PV(1) ..   PV(last) O -> global  QK(0')
+                                          S(1)->P(1)   S(2)->P(2)
+    warpgroup 1   the same, for its own rows
+
+A warpgroup issues QK(i + 1) and PV(i) together and makes P(i + 1) while PV(i) runs; nothing ties
+the warpgroups together but the buffers, so that one multiplies while the other rounds or stores.
+
+The tables of roles, barriers and SMEM: `ForwardConfig`; docs/forward.md.
+
+NOTE [O leaves from registers].  A quad of lanes exchanges the words of a row until each lane has 16
+bytes in a row, and stores 64 bytes of a row at a time.  No buffer is needed: Q of the next tile
+arrives while the last P of this one is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from fa4_hd256.kernels.context import KernelContext
+from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from fa4_hd256.kernels.hopper.instructions import WgmmaShape
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.operands import SharedMemory
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
+from fa4_hd256.kernels.views import by_sequence
+from schedulers import TileOrder, scheduler_class
+
+from .config import WARPGROUP_ROWS, ForwardConfig
+from .consumers import ForwardConsumer
+from .producers import ForwardProducer
+
+__all__ = ["ForwardKernel"]
+
+
+@dataclass(frozen=True)
+class Context(ForwardEntries, KernelContext):
+    """What every warp role of one CTA shares.
+
+    sink: (heads,) or None.  smem: "q" by warpgroup; "k", "v" as this CTA loads them; "k_tiles",
+    "v_tiles" as they are multiplied.  num_splits: see `ForwardEntries`.
+    """
+
+    sink: Any = None
+    num_splits: Any = None
+
+
+class ForwardKernel(ForwardCommon, ForwardProducer, ForwardConsumer):
+    """The forward kernel for one configuration.
+
+    config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
+    scheduler: a class of the `schedulers` protocol; None for that of the problem class.
+
+    Called under `cute.compile`; see `__call__` for the arguments at run time.
+    """
+
+    def __init__(
+        self, config: ForwardConfig, problem_class: ProblemClass, scheduler: Any = None
+    ) -> None:
+        self.config, self.problem_class = config, problem_class
+        self.dtype = problem_class.element_type
+        self.scheduler = scheduler or scheduler_class(problem_class.use_clc)
+        self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
+        packed = problem_class.packed_heads
+        # Queries of a cluster's tile, of a CTA and of a warpgroup.
+        self.tile_queries = config.tile_q // packed
+        self.block_queries = config.block_q // packed
+        self.part_queries = WARPGROUP_ROWS // packed
+        self.qk = WgmmaShape(self.dtype, config.block_kv)
+        self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        results: tuple[cute.Tensor, cute.Tensor],
+        optional: Any,
+        scalars: CallScalars,
+        stream: Any,
+    ):
+        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
+        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
+        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
+        keys out is float32, and of each batch entry of q the results have one for each part.
+
+        optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
+        (heads,) float32, then tensors of `SequenceTensors` in its order.
+        """
+        out, lse = results
+        operands = tuple(by_sequence(t) for t in (q, k, v, out))
+        sizes, problem = self.tile_problem(operands, optional, scalars)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
+        tmas = [
+            self.tma_tensor(name, view, box)
+            for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
+        ]
+        tensors = ForwardTensors(*tmas, None, operands[3], lse, optional)
+        grid = self.scheduler.grid_shape(problem, scalars.clusters)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=grid,
+            block=(self.warps.num_threads, 1, 1),
+            cluster=(self.config.ctas, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+        """Set-up, then each warp runs its role."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == self.warps.load:
+            for tma in (tensors.q, tensors.k, tensors.v):
+                cpasync.prefetch_descriptor(tma.atom)
+        context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
+        cute.arch.mbarrier_init_fence()
+        self._synchronise()
+        if warp < self.warps.load:
+            cute.arch.setmaxregister_increase(self.warps.registers_consumers)
+            self.consume(context)
+        else:
+            cute.arch.setmaxregister_decrease(self.warps.registers_other)
+            if warp == self.warps.load:
+                self.load(context)
+        # Nobody may leave while the peer still signals it.
+        if cutlass.const_expr(self.config.ctas > 1):
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        """All threads of the cluster."""
+        if self.config.ctas > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def set_up(
+        self,
+        allocator: SmemAllocator,
+        tensors: ForwardTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ) -> Context:
+        """Lay out shared memory as the plan says and initialise the barriers."""
+        memory = SharedMemory(allocator, self.smem_plan, self.dtype)
+        sink, ragged = self.sink_and_ragged(tensors.optional)
+        sequences = Sequences(self.sequence_tensors(ragged), sizes[0], sizes[1])
+        rank = Int32(0)
+        if self.config.ctas > 1:
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return Context(
+            tensors=tensors,
+            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
+            sequences=sequences,
+            mask=self.problem_class.mask,
+            scalars=scalars,
+            heads_per_kv=sizes[2],
+            order=order,
+            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps),
+            cta_rank=rank,
+            smem=self._operands(memory),
+            sink=sink,
+            num_splits=sizes[3] if self.problem_class.split else None,
+        )
+
+    def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
+        config = self.config
+        rows, stages, ctas = config.block_kv, config.kv_stages, config.ctas
+        found = {"q": memory.operand("q", WARPGROUP_ROWS, HEAD_DIM, config.warpgroups)}
+        for name in "kv":
+            # Columns lie by blocks, so that half of them are a tile of their own.
+            found[name] = memory.operand(name, rows, HEAD_DIM // ctas, stages * ctas)
+            found[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)
+        return found
+
+    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        """From a tuple in the order of the problem class, None if it has none."""
+        return SequenceTensors.given(self.problem_class.ragged, ragged)
+
+    def first_row(self, context: Context, work: Any, warpgroup: Any) -> Int32:
+        """The first query of a warpgroup's part of a tile."""
+        first = work.block * self.tile_queries + context.cta_rank * self.block_queries
+        return first + warpgroup * self.part_queries

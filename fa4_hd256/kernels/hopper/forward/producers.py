@@ -1,0 +1,100 @@
+"""The load role of the Hopper forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_hd256.kernels.edges import RingState
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.operands import load_tile
+from fa4_hd256.kernels.ranges import traced
+
+__all__ = ["ForwardProducer"]
+
+
+class ForwardProducer:
+    """Mixed into ForwardKernel; the shared state is its `Context`."""
+
+    @cute.jit
+    def load(self, context: Any):
+        """Fetch what the products need: Q and K of a tile's first step, then K of a step before V
+        of the one before it."""
+        edges = self.edges
+        q_free = RingState(1, Int32(0), Int32(1))
+        states = edges["k_free"].waiter_state(), edges["v_free"].waiter_state()
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            visibility = context.visibility(work, self.config.block_kv)
+            tile = (work.block * self.tile_queries, self.tile_queries)
+            num_steps = visibility.num_tiles(*tile)
+            scheduler.want_next_work()
+            if num_steps > 0:
+                position = visibility.last_tile(*tile)
+                k_free, v_free = states
+                self._load_q(context, work, q_free)
+                k_free = self._load_kv(context, "k", (work, position), k_free)
+                for _ in cutlass.range(1, num_steps, unroll=1):
+                    k_free = self._load_kv(context, "k", (work, position - 1), k_free)
+                    v_free = self._load_kv(context, "v", (work, position), v_free)
+                    position -= 1
+                v_free = self._load_kv(context, "v", (work, position), v_free)
+                q_free.advance()
+                states = k_free, v_free
+            work = scheduler.advance_to_next_work()
+        # Every buffer must be free before this CTA may exit: its barriers are still signalled.
+        k_free, v_free = states
+        for _ in range(self.config.kv_stages):
+            context.barriers["k_free"].wait(k_free)
+            context.barriers["v_free"].wait(v_free)
+            k_free.advance()
+            v_free.advance()
+
+    def _load_q(self, context: Any, work: Any, q_free: Any) -> None:
+        """The rows of each warpgroup, once its last product with those before is done."""
+        packed = self.problem_class.packed_heads
+        for warpgroup in range(self.config.warpgroups):
+            buffer = RingState(1, Int32(warpgroup), q_free.phase)
+            context.barriers["q_free"].wait(buffer)
+            loaded = context.barriers["q_loaded"]
+            loaded.expect_bytes(buffer)
+            first = self.first_row(context, work, warpgroup)
+            place = context.query(work), first, 0, work.head
+            load_tile(
+                context.tensors.q, context.smem["q"], place, loaded.pointer(buffer), warpgroup,
+                packed,
+            )  # fmt: skip
+
+    @traced("load")
+    @cute.jit
+    def _load_kv(self, context: Any, name: str, which: tuple, state: Any):
+        """One tile of K or V, or this CTA's columns of it for both CTAs.  which: (tile, KV
+        tile)."""
+        work, position = which
+        loaded = context.barriers[f"{name}_loaded"]
+        context.barriers[f"{name}_free"].wait(state)
+        loaded.expect_bytes(state)
+        head = work.head // context.heads_per_kv
+        source = getattr(context.tensors, name)
+        place = context.key(work), position * self.config.block_kv, context.cta_rank, head
+        buffer, mask = state.index, None
+        if cutlass.const_expr(self.config.ctas > 1):
+            buffer, mask = buffer * 2 + context.cta_rank, Int16(0b11)
+        load_tile(source, context.smem[name], place, loaded.pointer(state), buffer, 1, mask)
+        state.advance()
+        return state
+
+    def kv_copy(self) -> tuple:
+        """(operation, rows, columns) of a box of K or V."""
+        config = self.config
+        operation = (
+            cpasync.CopyBulkTensorTileG2SMulticastOp()
+            if config.ctas > 1
+            else cpasync.CopyBulkTensorTileG2SOp()
+        )
+        return operation, config.block_kv, HEAD_DIM // config.ctas

@@ -1,0 +1,81 @@
+"""Operand tiles in shared memory, as TMA writes them and the tensor cores read them.
+
+Every tile has the 128-byte swizzle and lies as blocks of 64 columns: a row of a block is 128
+bytes, 8 rows are an atom of 1024 (PTX ISA 9.7.15.5.1.2 and 9.7.16.4, canonical layouts).  The same
+bytes serve as a K-major operand (the columns are reduced over) or an MN-major one (the rows are).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from .limits import SWIZZLE_ALIGNMENT
+from .sequences import tma_tile
+
+__all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_tile", "smem_layout"]
+
+BLOCK_COLUMNS = 64
+ROW_BYTES = 128  # of a block: 64 16-bit elements
+ATOM_ROWS = 8
+
+
+class TmaTensor(NamedTuple):
+    """A TMA descriptor's copy atom and the coordinate tensor that goes with it."""
+
+    atom: Any
+    tensor: Any
+
+
+def smem_layout(rows: int, columns: int, stages: int) -> Any:
+    """rows x columns x stages of a 16-bit type: the layout of the module's docstring."""
+    # Bits 4 to 6 of an address, which of a row's 8 pieces of 16 bytes, are exchanged by the row's.
+    swizzle = cute.make_swizzle(3, 4, 3)
+    rows_of_atom = cute.make_layout((ATOM_ROWS, BLOCK_COLUMNS), stride=(BLOCK_COLUMNS, 1))
+    atom = cute.make_composed_layout(swizzle, 0, rows_of_atom)
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+
+class SharedMemory:
+    """The regions of a SMEM plan at their addresses; made by all threads of the CTA."""
+
+    def __init__(self, allocator: SmemAllocator, plan: Any, dtype: Any) -> None:
+        # What follows the region "scheduler" is allocated by the scheduler's set-up.
+        self._offsets = plan.offsets()
+        self._base = allocator.allocate(self._offsets["scheduler"], SWIZZLE_ALIGNMENT)
+        self._dtype = dtype
+
+    def region(self, name: str, element_type: Any, alignment: int) -> cute.Pointer:
+        """The first element of a region."""
+        pointer = (self._base + self._offsets[name]).align(alignment)
+        return cute.recast_ptr(pointer, dtype=element_type)
+
+    def operand(self, name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
+        """A region as rows x columns x stages of an operand (`smem_layout`)."""
+        layout = smem_layout(rows, columns, stages)
+        pointer = cute.recast_ptr(
+            self.region(name, self._dtype, SWIZZLE_ALIGNMENT), layout.inner, dtype=self._dtype
+        )
+        return cute.make_tensor(pointer, layout.outer)
+
+
+def load_tile(
+    source: TmaTensor, smem: cute.Tensor, place: tuple, barrier: cute.Pointer, stage: Any,
+    packed: int = 1, multicast: Any = None,
+) -> None:
+    """One TMA load into `smem[.., .., stage]`, of the tile at `place` (see `tma_tile`).
+
+    multicast: a bit for each CTA of the cluster that gets it, at the same address and on the same
+    barrier of its own, for an operation that can; None for this CTA alone.
+    """
+    shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
+    tile = tma_tile(source.tensor, shape, place, packed, least=1)
+    to_smem, from_global = cpasync.tma_partition(
+        source.atom, 0, cute.make_layout(1),
+        cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),
+    )  # fmt: skip
+    options = {} if multicast is None else {"mcast_mask": multicast}
+    cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier, **options)
