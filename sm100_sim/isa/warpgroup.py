@@ -64,6 +64,11 @@ class Form:
         return K_BYTES // self.element_bytes
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K); M is 64."""
+        return self.n, self.k
+
+    @property
     def accumulator_registers(self) -> int:
         """Registers of D in each thread."""
         return self.n // (4 if self.d_type == "f16" else 2)

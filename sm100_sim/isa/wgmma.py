@@ -33,7 +33,7 @@ _INTEGER_N = (8, 16, 24, *range(32, 257, 16))
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 
-def _form(instruction) -> Form:
+def form_of(instruction) -> Form:
     """The form that modifiers and immediates name."""
     if "sp" in instruction.modifiers:
         raise unknown(instruction, "sparse products are not modelled")
@@ -117,7 +117,7 @@ def bind_mma(instruction, kernel):
     {, imm-scale-a, imm-scale-b{, imm-trans-a}, imm-trans-b}."""
     if len(instruction.operands) < 4:
         raise unknown(instruction, "operands of wgmma.mma_async")
-    form = _form(instruction)
+    form = form_of(instruction)
     d_op, a_op, b_op, scale_op = instruction.operands[:4]
     registers = tuple(item.register for item in d_op.items)
     if d_op.kind != "vec" or len(registers) != form.accumulator_registers or None in registers:

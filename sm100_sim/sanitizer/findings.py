@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .in_flight import IN_FLIGHT
 from .shadow import Access
 from .tracking import BARRIER
 
@@ -161,6 +162,24 @@ def race(before: Access, access: Access, where: str, missing_fence: bool) -> Fin
         edge = f"tensor memory is freed while it may be in use; {edge}"
     text = f"{where}: {describe(before)}, then {describe(access)}: {edge}"
     return Finding(kind, text, sites(before, access), about(where))
+
+
+def registers(hazard: Any, cta: Any, warp: int) -> Finding:
+    """A register of a wgmma that is touched at the wrong time (`in_flight.Hazard`), by a warp."""
+    product, other = hazard.product, hazard.other
+    verb = "written" if hazard.writes else "read"
+    who = "what the kernel begins with" if other is None else place(other, cta, warp)
+    if hazard.kind == IN_FLIGHT:
+        edge = (
+            f"{verb} while the wgmma may be at work: wgmma.commit_group and a wait_group that "
+            "covers its group must stand between; only wgmmas of the same shape may go on with its "
+            "accumulator"
+        )
+    else:
+        edge = f"{verb} without a wgmma.fence behind it and before the wgmma"
+    text = f"{hazard.register} of {place(product, cta, warp)}, touched by {who}: {edge}"
+    pair = [one for one in (other, product) if one is not None]
+    return Finding(hazard.kind, text, tuple(site(one, cta, warp) for one in pair), "registers")
 
 
 def site(instruction: Any, cta: Any, warp: int) -> Site:

@@ -458,6 +458,7 @@ def _product(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
         state = sanitizer.begin(warp, instruction)
         outcome = execute(warp, lanes)
         place = warp.index % WARPS
+        sanitizer.products.setdefault(instruction.index, (warp.cta.ctaid, warp.index))
         product: Any = warpgroup_of(warp).latest[place]
         access = state.asynchronous(MMA, "wgmma", False)
         shadow = sanitizer.cta(warp.cta)

@@ -29,6 +29,7 @@ from .engine import native_drain
 from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
+from .in_flight import hazards
 from .launch_control import Responses
 from .shadow import Access, raise_failure, signal_detail
 from .state import ClusterState, CtaState, WarpState
@@ -112,6 +113,8 @@ class Sanitizer:
         self.flags = Flags(self)
         self.maps = TensorMaps(self)
         self.responses = Responses(self)
+        #: By index of a wgmma.mma_async: (CTA coordinates, warp) of its first execution.
+        self.products: dict[int, tuple[Any, int]] = {}
         #: By instruction: whether it is a load or store that orders others.
         self.ordered = np.array(
             [_is_ordered(i) for i in instructions], np.uint8
@@ -652,8 +655,18 @@ class Sanitizer:
         self.clusters.pop(number, None)
 
     def results(self) -> Iterator[Finding]:
-        """The findings, in the order in which they were made."""
+        """The findings, in the order in which they were made; those of registers come last."""
         yield from self.found.values()
+        if self.products:
+            yield from self._register_findings()
+
+    def _register_findings(self) -> Iterator[Finding]:
+        """What `in_flight` finds of the wgmmas and other instructions that were executed."""
+        executed = self.machine.executed_indices()
+        for hazard in hazards(self.machine.compiled.kernel, self.omitted):
+            where = self.products.get(hazard.product.index)
+            if where and (hazard.other is None or hazard.other.index in executed):
+                yield findings.registers(hazard, *where)
 
 
 #: What is recorded of each asynchronous operation as it is issued.

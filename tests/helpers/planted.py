@@ -43,6 +43,7 @@ from sanitizer_kernels_memory import (
     TWO_COPIES,
 )
 from sanitizer_kernels_pair import COUNTER, MULTICAST, PRODUCT, STORES
+from sanitizer_kernels_warpgroup import NARROW, WARPGROUP
 
 from sm100_sim.errors import SimulationError
 from sm100_sim.state.tensormap import TensorMap, encode
@@ -122,6 +123,7 @@ KERNELS = {
     "SEMAPHORE": Kernel(SEMAPHORE, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
     "FENCED": Kernel(_FENCED, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
     "MAPS": Kernel(MAPS, {"block": (64, 1, 1)}, _maps),
+    "WARPGROUP": Kernel(WARPGROUP, {"block": (160, 1, 1)}),
 }
 
 
@@ -178,6 +180,8 @@ _ALLOC = "@!%p2 tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [smem+16
 _FENCE = "fence.proxy.async.shared::cta;"
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 _COMMIT = "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64"
+_COMMIT_GROUP = "wgmma.commit_group.sync.aligned;"
+_RELEASE = "  mbarrier.arrive.shared.b64 _, [smem+8];"
 _REMOTE_ARRIVE = "mbarrier.arrive.release.{}.shared::cluster.b64 _, [%r12];"
 
 BUGS = [
@@ -318,4 +322,35 @@ BUGS = [
     _omit(22, "PAIR", "init fence", "barrier-not-visible"),
     _bug(22, "RING", "every thread initialises", RING.replace("@%p0 bra READY;", ""), "machine",
          "BarrierError"),
+    # Products of a warpgroup: operands, hand-overs, a warp that leaves.
+    _omit(3, "WARPGROUP", "proxy", "missing-proxy-fence"),
+    _omit(15, "WARPGROUP", "full", "race", "uninitialised-read"),
+    _omit(15, "WARPGROUP", "empty", "mma-in-flight"),
+    _omit(21, "WARPGROUP", "wait", "mma-in-flight"),
+    _omit(21, "WARPGROUP", "commit", "mma-in-flight"),
+    _swap(21, "WARPGROUP", "waits for the group before", "wait",
+          "wgmma.wait_group.sync.aligned 1;", "mma-in-flight"),
+    _bug(21, "WARPGROUP", "slot released before the wait",
+         changed(without(WARPGROUP, "release"), "commit", _COMMIT_GROUP + _RELEASE),
+         "mma-in-flight"),
+    _swap(21, "WARPGROUP", "a consumer overwrites B", "commit",
+          f"{_COMMIT_GROUP}  st.shared.b32 [%r3+3072], %r4;", "mma-in-flight"),
+    _swap(22, "WARPGROUP", "one warp returns early", "leave",
+          "setp.eq.u32 %p4, %r1, 2;  @%p4 bra END;  setp.ne.u32 %p4, 1, 0;", "Hang"),
+    # Registers of a wgmma: not fenced, or touched while it is at work.
+    _omit(23, "WARPGROUP", "fence", "registers-not-fenced"),
+    _omit(23, "WARPGROUP", "wait", "registers-in-flight"),
+    _omit(23, "WARPGROUP", "commit", "registers-in-flight"),
+    _swap(23, "WARPGROUP", "waits for the group before", "wait",
+          "wgmma.wait_group.sync.aligned 1;", "registers-in-flight"),
+    _swap(23, "WARPGROUP", "accumulator written", "commit", f"{_COMMIT_GROUP}  mov.u32 %r21, 0;",
+          "registers-in-flight"),
+    _swap(23, "WARPGROUP", "accumulator read", "commit",
+          f"{_COMMIT_GROUP}  add.f32 %r28, %r20, %r23;", "registers-in-flight"),
+    _swap(23, "WARPGROUP", "A overwritten", "commit", f"{_COMMIT_GROUP}  mov.u32 %r26, 0;",
+          "registers-in-flight"),
+    _swap(23, "WARPGROUP", "two shapes on one accumulator", "registers", NARROW,
+          "registers-in-flight"),
+    _swap(23, "WARPGROUP", "A written behind the fence", "fence",
+          "wgmma.fence.sync.aligned;  mov.u32 %r25, 0;", "registers-not-fenced"),
 ]

@@ -8,6 +8,7 @@ import pytest
 from checkout import HELPERS
 from kernels import run_kernel_text
 from sanitizer_kernels import COPIES, RING, TENSOR, changed
+from sanitizer_kernels_warpgroup import WARPGROUP
 
 from sm100_sim import launcher
 from sm100_sim.launcher import Options
@@ -40,6 +41,8 @@ def outcomes(total):
 def test_every_mutant_of_the_small_kernels_is_settled():
     # Of a ring of one slot nothing can be left out.
     assert outcomes(score(RING, block=(64, 1, 1))) == ["caught"] * 5
+    # Nor of products of a warpgroup: fence, commit, wait, the proxy fence and five barriers.
+    assert outcomes(score(WARPGROUP, block=(160, 1, 1))) == ["caught"] * 9
 
 
 def test_strict_reading_needs_the_fences_of_tensor_memory():
