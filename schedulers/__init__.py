@@ -1,23 +1,25 @@
-"""Tile schedulers for kernels of CTA pairs: one protocol, static and dynamic implementations.
+"""Tile schedulers for persistent kernels: one protocol, static and dynamic implementations.
 
-`order` says which tile comes when, `static` and `clc` who gets it, `choice` which of them a call
-uses; `protocol` is what a kernel programs against.
+`order` says which tile comes when, `static`, `clc` and `counter` who gets it, `choice` which of
+them a call uses; `protocol` is what a kernel programs against.
 """
 
 from .choice import backward_prefers_clc, clc_requested, prefers_clc, scheduler_class
 from .clc import ClcScheduler
+from .counter import CounterScheduler
 from .order import (
     TileOrder,
     TileProblem,
     section_heads_for,
     tile_coordinates,
 )
-from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile
+from .protocol import CLUSTER_SIZE, TileScheduler, WorkTile, of_clusters
 from .static import StaticPersistentScheduler, StaticSingleTileScheduler
 
 __all__ = [
     "CLUSTER_SIZE",
     "ClcScheduler",
+    "CounterScheduler",
     "StaticPersistentScheduler",
     "StaticSingleTileScheduler",
     "TileOrder",
@@ -26,6 +28,7 @@ __all__ = [
     "WorkTile",
     "backward_prefers_clc",
     "clc_requested",
+    "of_clusters",
     "prefers_clc",
     "scheduler_class",
     "section_heads_for",

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .protocol import CLUSTER_SIZE, of_clusters
+
 __all__ = ["backward_prefers_clc", "clc_requested", "prefers_clc", "scheduler_class"]
 
 VARIABLE = "FA_CLC"
@@ -69,12 +71,22 @@ def clc_requested(
     return default if value is None else value == "1"
 
 
-def scheduler_class(use_clc: bool) -> Any:
-    """The scheduler class for a resolved choice (see `clc_requested`)."""
-    if use_clc:
-        from .clc import ClcScheduler
+def scheduler_class(
+    use_clc: bool, cluster_size: int = CLUSTER_SIZE, counts: bool = False
+) -> Any:
+    """The scheduler class for a resolved choice (see `clc_requested`) and clusters of so many CTAs.
 
-        return ClcScheduler
-    from .static import StaticPersistentScheduler
+    counts: the dynamic one is that by a counter in global memory, for GPUs without cluster launch
+    control.
+    """
+    if not use_clc:
+        from .static import StaticPersistentScheduler
 
-    return StaticPersistentScheduler
+        return of_clusters(StaticPersistentScheduler, cluster_size)
+    if counts:
+        from .counter import CounterScheduler
+
+        return of_clusters(CounterScheduler, cluster_size)
+    from .clc import ClcScheduler
+
+    return of_clusters(ClcScheduler, cluster_size)

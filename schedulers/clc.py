@@ -32,6 +32,7 @@ wanted barrier   in the leader CTA; count 1.  The warp that is to know the next 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ from cutlass._mlir.dialects import nvvm
 from .order import TileOrder, TileProblem
 from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
 
-__all__ = ["ClcChannel", "ClcScheduler"]
+__all__ = ["LEADER", "NUM_STAGES", "ClcChannel", "ClcScheduler", "give_back", "want"]
 
 # Bytes of one clusterlaunchcontrol response (PTX ISA: a .b128 opaque handle).
 RESPONSE_BYTES = 16
@@ -63,13 +64,13 @@ class ClcChannel:
 
 
 # The CTA of the cluster whose scheduler warp makes the queries.
-_LEADER = 0
+LEADER = 0
 
 
 @cute.jit
-def _want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
+def want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
     """In the leader CTA: one arrival of the warp."""
-    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(wanted.get_barrier(state.index))
 
@@ -77,7 +78,7 @@ def _want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None
 @cute.jit
 def _wait_until_wanted(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
     """In the leader CTA: wait until the next tile is wanted."""
-    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         wanted.wait(state.index, state.phase)
 
 
@@ -86,7 +87,7 @@ def _query(
     channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState, slot: cute.Pointer
 ) -> None:
     """In the leader CTA: wait for the slot, arm its full barriers and issue try_cancel."""
-    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         channel.producer_acquire(state)
         # All barriers are armed before the one elected lane issues.
         cute.arch.sync_warp()
@@ -119,14 +120,26 @@ def _decode(slot: cute.Pointer) -> tuple[Int32, Boolean]:
 @cute.jit
 def _wait_for_empty(channel: pipeline.PipelineClcFetchAsync, state: pipeline.PipelineState) -> None:
     """In the leader CTA: wait until the slot's last response has been read by all."""
-    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == _LEADER:
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
         channel.sync_object_empty.wait(state.index, state.phase)
+
+
+def give_back(empty: Callable[[], cute.Pointer]) -> None:
+    """One arrival of a warp at the leader's empty barrier of a slot that all its lanes read."""
+    with cute.arch.elect_one():
+        # The hand-off crosses CTAs and concerns shared memory alone: a release that left global
+        # memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
+        nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
+        cute.arch.mbarrier_arrive(
+            empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
+        )
 
 
 class ClcScheduler:
     """One warp's view of the cluster's sequence of tiles."""
 
     needs_scheduler_warp: ClassVar[bool] = True
+    cluster_size: ClassVar[int] = CLUSTER_SIZE
     smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + RESPONSE_BYTES) + 16
 
     def __init__(
@@ -141,13 +154,13 @@ class ClcScheduler:
         self.consumer = consumer
         self.producer = producer
 
-    @staticmethod
-    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+    @classmethod
+    def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
         """One cluster per tile, of which running ones cancel the waiting ones."""
-        return problem.num_tiles * CLUSTER_SIZE, 1, 1
+        return problem.num_tiles * cls.cluster_size, 1, 1
 
-    @staticmethod
-    def setup(allocator: Any, consumer_warps: int) -> ClcChannel:
+    @classmethod
+    def setup(cls, allocator: Any, consumer_warps: int, counter: Any = None) -> ClcChannel:
         """Allocate barriers and responses (40 bytes a stage, with padding) and set them up."""
         barriers = allocator.allocate_array(Int64, 3 * NUM_STAGES)
         # Int128 elements, so that the pointer to any slot is known to be aligned to 16 bytes.
@@ -160,7 +173,7 @@ class ClcScheduler:
             ),
             tx_count=RESPONSE_BYTES,
             barrier_storage=barriers,
-            cta_layout_vmnk=cute.make_layout((1, CLUSTER_SIZE, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, cls.cluster_size, 1, 1)),
             defer_sync=True,
         )
         one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
@@ -178,7 +191,7 @@ class ClcScheduler:
 
     def initial_work(self) -> WorkTile:
         """The tile of this cluster's own launch."""
-        index, _ = cluster_index()
+        index, _ = cluster_index(self.cluster_size)
         return make_work_tile(Int32(index), Boolean(True), self.order)
 
     def want_next_work(self) -> None:
@@ -187,7 +200,7 @@ class ClcScheduler:
         To be called by one whole warp per CTA, after a valid tile, once per tile.  Nobody gets the
         next tile before.
         """
-        _want(self.channel.wanted, self.consumer)
+        want(self.channel.wanted, self.consumer)
 
     def prefetch_next_work(self) -> None:
         """In the leader CTA: once the next tile is wanted, ask for it, into both CTAs; elsewhere
@@ -208,18 +221,9 @@ class ClcScheduler:
         # Every lane has read the slot before the warp's one arrival allows the next write to it.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            # The hand-off crosses CTAs and concerns shared memory alone: a release that left
-            # global memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
-            nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
-            cute.arch.mbarrier_arrive(
-                channel.consumer_get_barrier(self.consumer),
-                _LEADER,
-                relaxed=True,
-                scope=nvvm.MemScopeKind.CLUSTER,
-            )
+        give_back(lambda: channel.consumer_get_barrier(self.consumer))
         self.consumer.advance()
-        return make_work_tile(first_cta // CLUSTER_SIZE, is_valid, self.order)
+        return make_work_tile(first_cta // self.cluster_size, is_valid, self.order)
 
     def producer_tail(self) -> None:
         """In the leader CTA: wait until the consumers of both CTAs have given every slot back.
@@ -245,4 +249,4 @@ class ClcScheduler:
         count = len(cutlass.extract_mlir_values(self.consumer))
         consumer = cutlass.new_from_mlir_values(self.consumer, values[:count])
         producer = cutlass.new_from_mlir_values(self.producer, values[count:])
-        return ClcScheduler(self.order, self.channel, consumer, producer)
+        return type(self)(self.order, self.channel, consumer, producer)

@@ -2,7 +2,7 @@
 
 Host: `grid_shape(problem, max_active_clusters)` gives the launch grid.  Kernel, once by all
 threads of the CTA, before the cluster barrier of the kernel's set-up:
-`channel = Scheduler.setup(allocator, consumer_warps)`; then every warp role makes its own
+`channel = Scheduler.setup(allocator, consumer_warps, counter)`; then every warp role makes its own
 scheduler and runs the same loop, whatever the kind::
 
     scheduler = Scheduler.create(order, channel)
@@ -17,12 +17,14 @@ more warp of that CTA, which calls `want_next_work()` once in the loop's body: a
 claimed early is kept from clusters that are done before this one.  Where there is nothing to
 prefetch all three are empty, and `needs_scheduler_warp` is False.
 
-Coordinates are in CLUSTER units: both CTAs of a pair always get the same tile;
-a CTA derives its half from its rank in the cluster.
+Coordinates are in CLUSTER units: all CTAs of a cluster always get the same tile; a CTA derives its
+part from its rank in the cluster.  A cluster has `CLUSTER_SIZE` CTAs unless the class is one that
+`of_clusters` made.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -32,19 +34,27 @@ from cutlass import Boolean, Int32
 
 from .order import TileOrder, TileProblem, tile_coordinates
 
-__all__ = ["CLUSTER_SIZE", "TileScheduler", "WorkTile", "cluster_index", "make_work_tile"]
+__all__ = [
+    "CLUSTER_SIZE",
+    "TileScheduler",
+    "WorkTile",
+    "cluster_index",
+    "make_work_tile",
+    "of_clusters",
+]
 
-# CTAs of one cluster, along x; a pair that shares its tensor-core instructions.
+# CTAs of one cluster, along x, unless a kernel has others; a pair that shares its tensor-core
+# instructions.
 CLUSTER_SIZE = 2
 
 
 @dataclass
 class WorkTile:
-    """One unit of work of a CTA pair: a block of rows of one head, or of a group of heads, of one
+    """One unit of work of a cluster: a block of rows of one head, or of a group of heads, of one
     batch entry.
 
-    block: its number; what a block is, is the kernel's: 256 query rows in the forward and dQ, 128
-    keys in dK and dV.  Lives across dynamic loops.  The coordinates mean nothing where `is_valid`
+    block: its number; what a block is, is the kernel's: query rows in the forward and dQ, keys in
+    dK and dV.  Lives across dynamic loops.  The coordinates mean nothing where `is_valid`
     is False.
     """
 
@@ -75,11 +85,20 @@ def make_work_tile(index: Int32, is_valid: Boolean, order: TileOrder) -> WorkTil
     return WorkTile(Int32(block), Int32(head), Int32(batch), Boolean(is_valid))
 
 
-def cluster_index() -> tuple[Int32, Int32]:
+def cluster_index(cluster_size: int) -> tuple[Int32, Int32]:
     """(index of this cluster, clusters in the grid) for the one-dimensional grids used here."""
     cta, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
-    return cta // CLUSTER_SIZE, num_ctas // CLUSTER_SIZE
+    return cta // cluster_size, num_ctas // cluster_size
+
+
+@functools.cache
+def of_clusters(scheduler: Any, cluster_size: int) -> Any:
+    """The scheduler's class for clusters of so many CTAs."""
+    if scheduler.cluster_size == cluster_size:
+        return scheduler
+    name = f"{scheduler.__name__}OfClustersOf{cluster_size}"
+    return type(name, (scheduler,), {"cluster_size": cluster_size})
 
 
 class TileScheduler(Protocol):
@@ -88,20 +107,24 @@ class TileScheduler(Protocol):
     # Whether some warp of the leader CTA must call prefetch_next_work and producer_tail.
     needs_scheduler_warp: ClassVar[bool]
 
+    # CTAs of a cluster; see `of_clusters`.
+    cluster_size: ClassVar[int]
+
     # Shared memory that `setup` allocates, with padding, in bytes.
     smem_bytes: ClassVar[int]
 
-    @staticmethod
-    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+    @classmethod
+    def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
         """The launch grid in CTAs; `max_active_clusters` as the device can hold at once."""
 
-    @staticmethod
-    def setup(allocator: Any, consumer_warps: int) -> Any:
-        """Allocate and initialise what the roles share; called by all threads of both CTAs.
+    @classmethod
+    def setup(cls, allocator: Any, consumer_warps: int, counter: Any = None) -> Any:
+        """Allocate and initialise what the roles share; called by all threads of all CTAs.
 
         `allocator` is a `cutlass.memory.SmemAllocator`; `consumer_warps` counts every warp of
-        the cluster that runs the work loop, the scheduler warps included.  The caller must fence
-        the barrier initialisation and synchronise the cluster afterwards.
+        the cluster that runs the work loop, the scheduler warps included.  `counter` is a tensor of
+        one int32 in global memory, for a scheduler that counts there.  The caller must fence the
+        barrier initialisation and synchronise the cluster afterwards.
         """
 
     @classmethod

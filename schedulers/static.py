@@ -17,6 +17,7 @@ class _StaticScheduler:
     """What both static schedulers share: nothing is exchanged between the roles."""
 
     needs_scheduler_warp: ClassVar[bool] = False
+    cluster_size: ClassVar[int] = CLUSTER_SIZE
     smem_bytes: ClassVar[int] = 0
 
     def __init__(self, order: TileOrder, index: Int32, stride: Int32) -> None:
@@ -24,15 +25,15 @@ class _StaticScheduler:
         self.index = index
         self.stride = stride
 
-    @staticmethod
-    def setup(allocator: Any, consumer_warps: int) -> None:
+    @classmethod
+    def setup(cls, allocator: Any, consumer_warps: int, counter: Any = None) -> None:
         """Nothing to allocate."""
         return None
 
     @classmethod
     def create(cls, order: TileOrder, channel: None) -> Any:
         """The scheduler of one warp; `channel` is None."""
-        index, stride = cluster_index()
+        index, stride = cluster_index(cls.cluster_size)
         return cls(order, Int32(index), Int32(stride))
 
     def initial_work(self) -> WorkTile:
@@ -59,10 +60,10 @@ class _StaticScheduler:
 class StaticPersistentScheduler(_StaticScheduler):
     """Cluster c works on the tiles c, c + C, c + 2C, ... of C resident clusters."""
 
-    @staticmethod
-    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+    @classmethod
+    def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
         """As many clusters as run at once, or one per tile where there are fewer tiles."""
-        return _minimum(problem.num_tiles, max_active_clusters) * CLUSTER_SIZE, 1, 1
+        return _minimum(problem.num_tiles, max_active_clusters) * cls.cluster_size, 1, 1
 
     def advance_to_next_work(self) -> WorkTile:
         """The tile one stride on."""
@@ -73,10 +74,10 @@ class StaticPersistentScheduler(_StaticScheduler):
 class StaticSingleTileScheduler(_StaticScheduler):
     """One tile a cluster; the hardware's own block order balances the load."""
 
-    @staticmethod
-    def grid_shape(problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
+    @classmethod
+    def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
         """One cluster per tile; `max_active_clusters` is not used."""
-        return problem.num_tiles * CLUSTER_SIZE, 1, 1
+        return problem.num_tiles * cls.cluster_size, 1, 1
 
     def advance_to_next_work(self) -> WorkTile:
         """No further tile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32
 
@@ -16,10 +16,11 @@ class CallScalars(NamedTuple):
     softcap softcap * log2(e).  cap_scale: |softmax_scale| / softcap.  softmax_scale: with its sign.
     window_left, window_right: 0 or more; 0 on an unbounded side.  max_seqlen_q, max_seqlen_k: the
     longest query and key sequence, or more.  head_parts: parts into which the query heads of a KV
-    head are divided.  clusters: CTA pairs of a static grid.  l2_bytes: of L2, for what the tiles of
+    head are divided.  clusters: of a static grid.  l2_bytes: of L2, for what the tiles of
     a section share.
 
     softmax_scale, max_seqlen_k and head_parts are the backward's, and None in the forward.
+    tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
     """
 
     scale_log2: Float32
@@ -32,3 +33,4 @@ class CallScalars(NamedTuple):
     head_parts: Int32 | None
     clusters: Int32
     l2_bytes: Int32
+    tile_counter: Any = None

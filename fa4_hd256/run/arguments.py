@@ -19,6 +19,8 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.scalars import CallScalars
 
+from .tile_counter import tile_counter
+
 __all__ = [
     "call_scalars",
     "dynamic_tensor",
@@ -59,28 +61,37 @@ def row_alignment(bits: int) -> int:
     return bits
 
 
-def scalar_types(backward: bool = False) -> CallScalars:
-    """The scalars by type only; backward: with those that are None in the forward."""
+def scalar_types(backward: bool = False, counter: bool = False) -> CallScalars:
+    """The scalars by type only; backward: with those that are None in the forward; counter: with
+    that of the tiles."""
     types: dict[str, Any] = {
         name: cutlass.Float32(1) if "scale" in name else cutlass.Int32(1)
         for name in CallScalars._fields
     }
+    types["tile_counter"] = vector_type(cutlass.Int32) if counter else None
     if not backward:
         types |= dict.fromkeys(("softmax_scale", "max_seqlen_k", "head_parts"))
     return CallScalars(**types)
 
 
 def call_scalars(
-    problem: Problem, gpu: Gpu, head_parts: int | None = None, cluster: int | None = None
+    problem: Problem,
+    gpu: Gpu,
+    stream: int = 0,
+    head_parts: int | None = None,
+    cluster: int | None = None,
 ) -> CallScalars:
-    """The scalars of one call on a GPU; head_parts and cluster, the CTAs of one: of a backward,
-    None for the forward."""
+    """The scalars of one call on a GPU and stream; head_parts and cluster, the CTAs of one: of a
+    backward, None for the forward."""
     options = problem.options
     scale, softcap = abs(options.softmax_scale), options.softcap
     left, right = options.window
     # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
     left, right = (min(side or 0, LARGEST_WINDOW) for side in (left, right))
     backward = head_parts is not None
+    counter = None
+    if options.use_clc and problem.kernels.counts_tiles:
+        counter = dynamic_tensor(tile_counter(problem.device, stream), 4)
     return CallScalars(
         scale_log2=cutlass.Float32((softcap or scale) * math.log2(math.e)),
         cap_scale=cutlass.Float32(scale / softcap if softcap else 0.0),
@@ -92,4 +103,5 @@ def call_scalars(
         head_parts=cutlass.Int32(head_parts) if backward else None,
         clusters=cutlass.Int32(gpu.grid_clusters(cluster or problem.tiles.cluster)),
         l2_bytes=cutlass.Int32(gpu.l2_bytes_for_tiles),
+        tile_counter=counter,
     )

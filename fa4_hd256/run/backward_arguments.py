@@ -152,10 +152,14 @@ def begin_of(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def gradient_compile_arguments(
-    problem_class: GradientClass, results: tuple[str, ...], has_ds: bool = False
+    problem_class: GradientClass,
+    results: tuple[str, ...],
+    has_ds: bool = False,
+    counter: bool = False,
 ) -> tuple:
     """What `cute.compile` gets for a kernel that makes gradients. results: which of "dq", "dk" and
-    "dv", in its order. has_ds: it writes or reads a stored dS."""
+    "dv", in its order. has_ds: it writes or reads a stored dS. counter: with that
+    of the tiles."""
     problem = problem_class.problem
     element = problem.element_type
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
@@ -165,7 +169,8 @@ def gradient_compile_arguments(
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, 2, TMA_ALIGNMENT) if has_ds else None
-    return operands, stats, made, ds, ragged, scalar_types(backward=True), cuda.CUstream(0)
+    scalars = scalar_types(backward=True, counter=counter)
+    return operands, stats, made, ds, ragged, scalars, cuda.CUstream(0)
 
 
 def gradient_call_arguments(
@@ -181,6 +186,6 @@ def gradient_call_arguments(
         ),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
-        call_scalars(problem.forward, gpu, problem.head_parts, problem.kernels.cluster),
+        call_scalars(problem.forward, gpu, stream, problem.head_parts, problem.kernels.cluster),
         cuda.CUstream(stream),
     )

@@ -17,6 +17,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
 from fa4_hd256.kernels.forward_combine import CombineConfig
 from fa4_hd256.kernels.kernel_set import KernelSet, kernels_of, kinds
+from fa4_hd256.kernels.problem_class import ProblemClass
 
 __all__ = [
     "KINDS",
@@ -52,6 +53,10 @@ class KernelSpec:
     def kernels(self) -> KernelSet:
         """Those of the architecture."""
         return kernels_of(self.architecture)
+
+    def counts_tiles(self, problem_class: ProblemClass) -> bool:
+        """Whether the kernel's scheduler takes a counter."""
+        return problem_class.use_clc and self.kernels.counts_tiles
 
 
 def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
@@ -104,7 +109,7 @@ def _forward(spec: KernelSpec) -> tuple[Any, tuple]:
     from .forward_arguments import compile_arguments
 
     kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
-    return kernel, compile_arguments(spec.problem_class)
+    return kernel, compile_arguments(spec.problem_class, spec.counts_tiles(spec.problem_class))
 
 
 def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -131,7 +136,9 @@ def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
 
     kernel = spec.kernels.kernel(spec.kind)(spec.config, spec.problem_class)
     row = spec.kernels.backward_set().kernel(spec.kind)
-    return kernel, gradient_compile_arguments(spec.problem_class, row.results, row.has_ds)
+    return kernel, gradient_compile_arguments(
+        spec.problem_class, row.results, row.has_ds, spec.counts_tiles(spec.problem_class.problem)
+    )
 
 
 def _own(kind: str) -> Callable[[KernelSpec], tuple[Any, tuple]]:

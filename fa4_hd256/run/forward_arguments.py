@@ -37,14 +37,15 @@ from .arguments import (
 )
 
 
-def compile_arguments(problem_class: ProblemClass) -> tuple:
-    """What `cute.compile` gets: types and alignments, no data."""
+def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple:
+    """What `cute.compile` gets: types and alignments, no data; counter: with that of the tiles."""
     element = problem_class.element_type
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += [vector_type(cutlass.Int32) for _ in problem_class.ragged]
-    return q, k, v, results, tuple(optional) or None, scalar_types(), cuda.CUstream(0)
+    scalars = scalar_types(counter=counter)
+    return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
 
 def combine_compile_arguments(element_type: Any) -> tuple:
@@ -75,7 +76,7 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
     optional = tuple(dynamic_tensor(tensor, 4) for tensor in tensors.optional) or None
-    return q, k, v, results, optional, call_scalars(problem, gpu), cuda.CUstream(stream)
+    return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
 
 
 def combine_call_arguments(

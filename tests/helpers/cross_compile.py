@@ -1,4 +1,4 @@
-"""Compile small CuTe DSL kernels for sm_100a without a GPU, keeping their PTX."""
+"""Compile small CuTe DSL kernels without a GPU, keeping their PTX."""
 
 import contextlib
 from collections import Counter
@@ -10,10 +10,10 @@ from sm100_sim.host.host_code import keeping_ptx, ptx_of
 
 
 @contextlib.contextmanager
-def target_sm100():
-    """While active, CuTe DSL compiles for sm_100a, whatever GPU is here."""
+def targeting(target: str = "sm_100a"):
+    """While active, CuTe DSL compiles for a target, whatever GPU is here."""
     settings = CuTeDSL._get_dsl().envar
-    settings.arch = "sm_100a"
+    settings.arch = target
     try:
         yield
     finally:
@@ -22,7 +22,12 @@ def target_sm100():
 
 def compile_sm100(function, *arguments, **keywords):
     """`cute.compile` for sm_100a; the result carries its PTX."""
-    with keeping_ptx(), target_sm100():
+    return compile_for("sm_100a", function, *arguments, **keywords)
+
+
+def compile_for(target: str, function, *arguments, **keywords):
+    """`cute.compile` for a target; the result carries its PTX."""
+    with keeping_ptx(), targeting(target):
         return cute.compile(function, *arguments, **keywords)
 
 

@@ -4,9 +4,11 @@ import pytest
 
 from schedulers import (
     ClcScheduler,
+    CounterScheduler,
     StaticPersistentScheduler,
     backward_prefers_clc,
     clc_requested,
+    of_clusters,
     prefers_clc,
     scheduler_class,
 )
@@ -90,3 +92,6 @@ def test_other_types_are_refused(value):
 def test_classes():
     assert scheduler_class(True) is ClcScheduler
     assert scheduler_class(False) is StaticPersistentScheduler
+    counting = scheduler_class(True, cluster_size=1, counts=True)
+    assert issubclass(counting, CounterScheduler) and counting.cluster_size == 1
+    assert scheduler_class(False, 1, counts=True) is of_clusters(StaticPersistentScheduler, 1)

@@ -6,27 +6,34 @@ from collections import Counter
 import cutlass
 import pytest
 import torch
-from cross_compile import compile_sm100, opcode_counts
+from cross_compile import compile_for, opcode_counts
 from cutlass.cute.runtime import from_dlpack
 from scheduler_kernels import FIELDS, NUM_WARPS, schedule
 
 from schedulers import (
     CLUSTER_SIZE,
     ClcScheduler,
+    CounterScheduler,
     StaticPersistentScheduler,
     StaticSingleTileScheduler,
     TileProblem,
+    of_clusters,
 )
 
-SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler)
+COUNTERS = (of_clusters(CounterScheduler, 1), CounterScheduler)
+SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler, *COUNTERS)
 
 
 @functools.cache
 def _opcodes(scheduler_class) -> Counter:
-    record = torch.zeros(2, 3, 5, CLUSTER_SIZE, NUM_WARPS, FIELDS, dtype=torch.int32)
+    size = scheduler_class.cluster_size
+    record = from_dlpack(torch.zeros(2, 3, 5, size, NUM_WARPS, FIELDS, dtype=torch.int32))
+    counter = from_dlpack(torch.zeros(1, dtype=torch.int32))
     sizes = tuple(cutlass.Int32(size) for size in (5, 3, 2, 1))
-    settings = (scheduler_class, True)
-    compiled = compile_sm100(schedule, from_dlpack(record), sizes, cutlass.Int32(4), settings)
+    target = "sm_90a" if scheduler_class in COUNTERS else "sm_100a"
+    compiled = compile_for(
+        target, schedule, record, counter, sizes, cutlass.Int32(4), (scheduler_class, True)
+    )
     return opcode_counts(compiled)
 
 
@@ -52,6 +59,16 @@ def test_clc_is_in_the_compiled_kernel():
     assert counts["mbarrier.arrive.expect_tx.shared::cluster.b64"] == 1
 
 
+def test_the_counter_is_in_the_compiled_kernel():
+    one, pair = (_opcodes(scheduler_class) for scheduler_class in COUNTERS)
+    for counts in (one, pair):
+        assert counts["atom.relaxed.gpu.global.inc.u32"] == 1, "one place in the program counts"
+        assert _starting(counts, "clusterlaunchcontrol") == 0
+    # A single CTA needs nothing of a cluster; a pair gets the number by an asynchronous store each.
+    assert _starting(one, "mapa") == _starting(one, "st.async") == _starting(one, "barrier.cl") == 0
+    assert pair["st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"] == 1
+
+
 @pytest.mark.parametrize("scheduler_class", [StaticPersistentScheduler, StaticSingleTileScheduler])
 def test_static_schedulers_exchange_nothing(scheduler_class):
     counts = _opcodes(scheduler_class)
@@ -72,9 +89,13 @@ def test_decoding_a_tile_costs_no_division(scheduler_class):
         (StaticPersistentScheduler, (4, 30)),
         (StaticSingleTileScheduler, (30, 30)),
         (ClcScheduler, (30, 30)),
+        (CounterScheduler, (4, 30)),
     ],
 )
 def test_grid_shapes(scheduler_class, clusters):
     problem = TileProblem(5, 3, 2)
     for resident, expected in zip((4, 74), clusters):
         assert scheduler_class.grid_shape(problem, resident) == (expected * CLUSTER_SIZE, 1, 1)
+        single = of_clusters(scheduler_class, 1)
+        assert single.grid_shape(problem, resident) == (expected, 1, 1)
+        assert of_clusters(single, CLUSTER_SIZE).cluster_size == CLUSTER_SIZE

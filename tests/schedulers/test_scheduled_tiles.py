@@ -6,7 +6,7 @@ import cutlass
 import numpy as np
 import pytest
 import torch
-from cross_compile import compile_sm100
+from cross_compile import compile_for
 from cutlass.cute.runtime import from_dlpack
 from scheduler_kernels import FIELDS, NUM_WARPS, schedule
 
@@ -14,15 +14,22 @@ import sm100_sim
 from schedulers import (
     CLUSTER_SIZE,
     ClcScheduler,
+    CounterScheduler,
     StaticPersistentScheduler,
     StaticSingleTileScheduler,
     TileProblem,
+    of_clusters,
     tile_coordinates,
 )
 
 pytestmark = pytest.mark.simulator
 
-SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler)
+# By a counter for clusters of one CTA and of a pair; static ones for both, too.
+COUNTERS = (of_clusters(CounterScheduler, 1), CounterScheduler)
+PERSISTENT = (
+    StaticPersistentScheduler, of_clusters(StaticPersistentScheduler, 1), ClcScheduler, *COUNTERS
+)  # fmt: skip
+SCHEDULERS = (*PERSISTENT, StaticSingleTileScheduler)
 
 
 def _tensor(record):
@@ -35,35 +42,45 @@ def _tensor(record):
 
 @functools.cache
 def _compiled(scheduler_class, later_blocks_first):
-    record = torch.zeros(2, 3, 5, CLUSTER_SIZE, NUM_WARPS, FIELDS, dtype=torch.int32)
+    size = scheduler_class.cluster_size
+    record = torch.zeros(2, 3, 5, size, NUM_WARPS, FIELDS, dtype=torch.int32)
+    counter = from_dlpack(torch.zeros(1, dtype=torch.int32))
     sizes = tuple(cutlass.Int32(size) for size in (5, 3, 2, 1))
     settings = (scheduler_class, later_blocks_first)
-    return compile_sm100(schedule, _tensor(record), sizes, cutlass.Int32(4), settings)
+    target = "sm_90a" if scheduler_class in COUNTERS else "sm_100a"
+    arguments = _tensor(record), counter, sizes, cutlass.Int32(4), settings
+    return compile_for(target, schedule, *arguments)
 
 
 def _run(scheduler_class, problem, resident, seed=None, **options):
-    """The record of a run, indexed [batch, head, block, CTA, warp, field]; the report."""
+    """The record of a run, indexed [batch, head, block, CTA, warp, field]; the report. The counter
+    is 0 before it and after."""
     shape = (problem.num_batches, problem.num_heads, problem.num_blocks)
-    record = torch.zeros(*shape, CLUSTER_SIZE, NUM_WARPS, FIELDS, dtype=torch.int32)
+    cluster = scheduler_class.cluster_size
+    record = torch.zeros(*shape, cluster, NUM_WARPS, FIELDS, dtype=torch.int32)
+    counter = torch.zeros(1, dtype=torch.int32)
     sizes = (*shape[::-1], problem.section_heads)
     report = sm100_sim.launch(
         _compiled(scheduler_class, problem.later_blocks_first),
         _tensor(record),
+        from_dlpack(counter),
         tuple(cutlass.Int32(size) for size in sizes),
         cutlass.Int32(resident),
         clusters=resident,
         seed=seed,
         **options,
     )
+    assert not counter.any()
     return record.numpy(), report
 
 
 def _check_exactly_once(record):
     assert (record[..., 0] == 1).all(), "each CTA and warp does each tile once"
-    assert (record[..., 3] == [[1] * NUM_WARPS, [2] * NUM_WARPS]).all()
+    ranks = np.arange(record.shape[3])[:, None]
+    assert (record[..., 3] == np.tile(1 + ranks, NUM_WARPS)).all()
     for field in (1, 2):
         agreed = record[..., :1, :1, field]
-        assert (record[..., field] == agreed).all(), "both CTAs and all warps agree"
+        assert (record[..., field] == agreed).all(), "all CTAs and all warps agree"
 
 
 # (blocks, heads, batches, section): one tile; odd counts; single heads and batches; a last
@@ -80,7 +97,7 @@ def test_every_tile_is_done_exactly_once(scheduler_class, sizes, resident):
     _check_exactly_once(record)
 
 
-@pytest.mark.parametrize("scheduler_class", [StaticPersistentScheduler, ClcScheduler])
+@pytest.mark.parametrize("scheduler_class", PERSISTENT)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_adversarial_schedules(scheduler_class, seed):
     record, _ = _run(scheduler_class, TileProblem(5, 3, 2, 2, True), 3, seed)
@@ -157,6 +174,57 @@ def test_a_cancel_that_arrives_very_late():
     record, report = _run(ClcScheduler, TileProblem(9, 1, 1), 2, schedule="lazy")
     _check_exactly_once(record)
     assert report.clc == {"try_cancel": 9, "stolen": 7, "refused": 0}
+
+
+@pytest.mark.parametrize("scheduler_class", COUNTERS)
+@pytest.mark.parametrize("resident", [1, 3, 8])
+def test_the_counter_gives_tiles_to_who_is_done(scheduler_class, resident):
+    """As many clusters as are resident, each with a tile of its own; the others in any order."""
+    problem, orders = TileProblem(5, 3, 2, 2, True), set()
+    for seed in range(5):
+        record, report = _run(scheduler_class, problem, resident, seed)
+        _check_exactly_once(record)
+        assert report.grid == (resident * scheduler_class.cluster_size, 1, 1)
+        assert len(np.unique(record[..., 1])) == resident
+        assert (record[..., 2] == 0).sum() == resident * NUM_WARPS * scheduler_class.cluster_size
+        order = problem.order()
+        for index in range(resident):
+            block, head, batch = tile_coordinates(index, order)
+            assert (record[batch, head, block, ..., 1:3] == (index, 0)).all()
+        orders.add(record[..., 0, 0, 1:3].tobytes())
+    assert len(orders) > 1 or resident == 1
+
+
+@pytest.mark.parametrize("scheduler_class", COUNTERS)
+def test_the_counter_with_nothing_to_give(scheduler_class):
+    """One count in vain a cluster, as many as there are tiles: it is 0 again."""
+    record, _ = _run(scheduler_class, TileProblem(3, 1, 1), 64)
+    _check_exactly_once(record)
+    assert (record[..., 2] == 0).all()
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_counter_that_is_not_zero_is_seen(left):
+    """What a launch does whose counter another one was using: the test above would fail."""
+    problem = TileProblem(9, 1, 1)
+    record = torch.zeros(1, 1, 9, 1, NUM_WARPS, FIELDS, dtype=torch.int32)
+    counter = torch.full((1,), left, dtype=torch.int32)
+    sm100_sim.launch(
+        _compiled(COUNTERS[0], False), _tensor(record), from_dlpack(counter),
+        tuple(cutlass.Int32(size) for size in (9, 1, 1, 1)), cutlass.Int32(2), clusters=2,
+    )  # fmt: skip
+    assert problem.num_tiles == 9 and (record[0, 0, 2 : 2 + left, ..., 0] == 0).all()
+
+
+@pytest.mark.parametrize("scheduler_class", COUNTERS)
+def test_the_counter_under_the_sanitizer(scheduler_class):
+    """No race in it. A cluster of several CTAs ends by a barrier of its own, which the kernels
+    have: the same is found of the scheduler by cluster launch control without one."""
+    problem = TileProblem(5, 3, 2, 2, True)
+    record, report = _run(scheduler_class, problem, 3, sanitize=True)
+    _check_exactly_once(record)
+    assert {found.split(":")[0] for found in map(str, report.findings)} <= {"exit-too-early"}
+    assert not report.findings or scheduler_class.cluster_size > 1
 
 
 def test_a_problem_without_tiles_has_no_grid():

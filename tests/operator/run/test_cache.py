@@ -371,6 +371,8 @@ BESIDES = {
     "fa4_hd256/architectures",
     # How entries are kept; FORMAT is in the key.
     "fa4_hd256/run", "fa4_hd256/run/native_cache",
+    # Memory that a call hands over.
+    "fa4_hd256/run/tile_counter",
     # Names alone.
     "softmax_emu",
 }  # fmt: skip

@@ -10,7 +10,7 @@ import cutlass
 import numpy as np
 import pytest
 import torch
-from cross_compile import compile_sm100, target_sm100
+from cross_compile import compile_sm100, targeting
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
@@ -183,7 +183,7 @@ def test_errors_surface_as_exceptions(compiled):
 def test_missing_ptx_says_what_to_do(compiled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a, b = torch.zeros(128), torch.zeros(128)
-    with target_sm100():
+    with targeting():
         bare = cute.compile(scale, from_dlpack(a), from_dlpack(b), cutlass.Float32(1), 2)
     # Keeping PTX ended with its context: no file is written afterwards.
     assert list(tmp_path.iterdir()) == []

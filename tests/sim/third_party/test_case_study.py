@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cross_compile import compile_sm100, target_sm100
+from cross_compile import compile_sm100, targeting
 from test_third_party import B200, Attention, check
 
 import sm100_sim
@@ -41,7 +41,7 @@ def compiled(request, monkeypatch):
             return published((num_block + 1) // 2, *arguments, **options)
 
         monkeypatch.setattr(forward, "TileSchedulerArguments", in_clusters)
-    with target_sm100():
+    with targeting():
         kernel = forward.FlashAttentionForwardSm100(
             HEAD_DIM, HEAD_DIM, qhead_per_kvhead=2, is_causal=mask == "causal",
             is_local=mask == "window", m_block_size=128, n_block_size=128, q_stage=1,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cross_compile import compile_sm100, target_sm100
+from cross_compile import compile_sm100, targeting
 
 import sm100_sim
 
@@ -94,7 +94,7 @@ def compiled(request, monkeypatch):
     case = request.param
     if case not in _compiled:
         monkeypatch.setattr(cutlass.utils, "HardwareInfo", B200)
-        with target_sm100():
+        with targeting():
             kernel = forward.FlashAttentionForwardSm100(
                 case.head_dim, case.head_dim, qhead_per_kvhead=2, is_causal=case.causal,
                 m_block_size=128, n_block_size=128, q_stage=1 if case.head_dim == 256 else 2,

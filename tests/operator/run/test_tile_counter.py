@@ -1,0 +1,89 @@
+"""The counter of the dynamic scheduler: which launches share one."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpus import gpu
+
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet
+from fa4_hd256.run import arguments, tile_counter
+from fa4_hd256.run.forward_arguments import call_arguments, compile_arguments
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Counters of CUDA devices on the CPU: the number that was made, and whether a graph is being
+    captured."""
+    made = SimpleNamespace(count=0, capturing=False)
+
+    def zeros(*shape, dtype, device):
+        made.count += 1
+        return torch.full(shape, 0, dtype=dtype)
+
+    monkeypatch.setattr(tile_counter.torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tile_counter, "_counters", {})
+    return made
+
+
+def test_launches_of_a_stream_share_one(cuda):
+    """Others have their own; so have streams of other devices, whose handles may be the same."""
+    first = tile_counter.tile_counter(CUDA, 7)
+    assert tile_counter.tile_counter(torch.device("cuda"), 7) is first
+    others = [
+        tile_counter.tile_counter(CUDA, 8),
+        tile_counter.tile_counter(torch.device("cuda", 1), 7),
+    ]
+    assert len({id(one) for one in (first, *others)}) == 3 == cuda.count
+
+
+def test_a_launch_that_is_captured_has_its_own(cuda):
+    """A graph may be replayed beside launches of the stream that it was captured on."""
+    eager = tile_counter.tile_counter(CUDA, 7)
+    cuda.capturing = True
+    captured = [tile_counter.tile_counter(CUDA, 7) for _ in range(2)]
+    cuda.capturing = False
+    assert len({id(one) for one in (eager, *captured)}) == 3
+    assert tile_counter.tile_counter(CUDA, 7) is eager
+
+
+def test_a_stream_of_each_thread(cuda):
+    """cudaStreamPerThread is one handle and many streams."""
+    found = [tile_counter.tile_counter(CUDA, 2)]
+    thread = threading.Thread(target=lambda: found.append(tile_counter.tile_counter(CUDA, 2)))
+    thread.start()
+    thread.join()
+    assert found[0] is not found[1]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("use_clc", [False, True])
+def test_which_kernels_get_one(monkeypatch, counts, use_clc):
+    """Those of an architecture that counts, under the dynamic scheduler: types as values."""
+    q = torch.zeros(1, 1, 1, 256).bfloat16()
+    problem = Problem.describe((q, q, q), Options(1.0, use_clc=use_clc))
+    tiles = ForwardTiles(128, 128, 64, 1, 1e-6, 5)
+    kernels = KernelSet(problem.kernels.architecture, forward=tiles, counts_tiles=counts)
+    monkeypatch.setattr(Problem, "kernels", kernels)
+    tensors = SimpleNamespace(
+        q=q, k=q, v=q, out=q, lse=torch.zeros(1, 1, 1), optional=()
+    )
+    *_, scalars, _ = call_arguments(tensors, problem, gpu(), 0)
+    assert (scalars.tile_counter is not None) == (counts and use_clc)
+    *_, types, _ = compile_arguments(problem.problem_class, counts and use_clc)
+    assert [value is None for value in types] == [value is None for value in scalars]
+    # As many as run at once of what is one CTA here.
+    assert int(scalars.clusters.value) == 148
+
+
+def test_the_scalars_of_others_are_as_before():
+    assert arguments.scalar_types().tile_counter is None
+    assert arguments.scalar_types(backward=True).tile_counter is None
