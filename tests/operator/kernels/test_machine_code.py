@@ -26,7 +26,7 @@ from sm100_sim.errors import Hang
 from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import SassFunction, disassemble
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
 #: Registers of a tcgen05.ld or st, which names the first of them.

@@ -20,7 +20,7 @@ from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import launch
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FULL, CAUSAL = (None, None), (None, 0)
