@@ -90,6 +90,10 @@ class RingState:
             self.phase = self.phase ^ Int32(wraps)
             self.index = cutlass.select_(wraps, Int32(0), following)
 
+    def copy(self) -> RingState:
+        """One that advances by itself."""
+        return RingState(self.stages, self.index, self.phase)
+
     def __extract_mlir_values__(self) -> list:
         return [
             *cutlass.extract_mlir_values(self.index),

@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from fa4_hd256.kernels.context import KernelContext
 from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
 from schedulers import scheduler_class
 
@@ -33,7 +34,7 @@ class PairContext(KernelContext):
     own_lanes: Any = None
 
 
-class PairKernel:
+class PairKernel(SchedulerRole):
     """Base of the kernels.
 
     A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
@@ -121,18 +122,6 @@ class PairKernel:
         if warp == self.warps.mma:
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
             cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
-
-    @cute.jit
-    def schedule(self, context: Any):
-        """Ask for each next tile when the load warp wants it; nothing to do under a static
-        scheduler."""
-        if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
-            scheduler = self.scheduler.create(context.order, context.channel)
-            work = scheduler.initial_work()
-            while work.is_valid:
-                scheduler.prefetch_next_work()
-                work = scheduler.advance_to_next_work()
-            scheduler.producer_tail()
 
     @cute.jit
     def next_with_steps(self, context: Any, role: Any, scheduler: Any, work: Any):

@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "fence",
     "fragment_columns",
     "multiply",
+    "pack",
     "row_of_fragment",
     "rows_of",
     "transposed",
@@ -94,18 +96,27 @@ class WgmmaShape:
 
 
 def multiply(
-    shape: WgmmaShape, result: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Any
+    shape: WgmmaShape,
+    result: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: Any,
+    slices: range | None = None,
 ) -> None:
     """Issue result = A B, or result += A B, over all slices of A; by all threads of a warpgroup.
+
+    slices: those of B that A has, and of a descriptor of A; all of A if None.
 
     a, b: of `a_operand` or `a_fragment` and of `b_operand`, without stages.  Between the last
     write to a register that the product reads or changes and this stands `fence`, behind it
     `commit`.
     """
     overwriting, adding = shape.tiled_mma(accumulate), shape.tiled_mma(True)
-    for k in range(cute.size(a, mode=[2])):
-        mma = overwriting if k == 0 else adding
-        cute.gemm(mma, result, a[None, None, k], b[None, None, k], result)
+    slices = range(cute.size(a, mode=[2])) if slices is None else slices
+    for number, k in enumerate(slices):
+        mma = overwriting if number == 0 else adding
+        of_a = number if shape.a_in_registers else k
+        cute.gemm(mma, result, a[None, None, of_a], b[None, None, k], result)
 
 
 def fence() -> None:
@@ -143,6 +154,21 @@ def fragment_columns(columns: int) -> tuple[int, ...]:
     return tuple(
         start + column for start in range(0, columns, COLUMN_GROUP) for column in (0, 1)
     )
+
+
+def pack(values: cute.Tensor, fragment: cute.Tensor) -> None:
+    """cvt.rn.bf16x2.f32 or f16x2 (9.7.9.21): float32 values of an accumulator into the fragment of
+    an A.
+
+    By words: ptxas then never takes the halves of a register apart.
+    """
+    kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[fragment.element_type]
+    words = cute.recast_tensor(fragment, Uint32)
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32],
+            read_only_args=[values[2 * i], values[2 * i + 1]],
+        )  # fmt: skip
 
 
 def row_of_fragment(number: int) -> Int32:

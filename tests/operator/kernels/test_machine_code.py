@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backward_cases import gradients, inputs
+from machine_code import beyond
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.backward.config import (
@@ -24,13 +25,10 @@ from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.errors import Hang
 from sm100_sim.host.cubin import launch_registers
-from sm100_sim.timing.sass import SassFunction, disassemble
+from sm100_sim.timing.sass import disassemble
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+pytestmark = pytest.mark.simulator
 
-REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
-#: Registers of a tcgen05.ld or st, which names the first of them.
-TMEM_WIDTH = re.compile(r"(?:LDTM|STTM)\.x(\d+)")
 BF16 = torch.bfloat16
 CAUSAL = ProblemClass(BF16, bounded_right=True)
 PAIR_KERNELS = {
@@ -51,26 +49,6 @@ def compiled(kind: str, use_clc: bool = False):
         return compile_kernel(KernelSpec(kind, config, variant)), config.warps.registers
     config = config.of_kernel(kind)
     return compile_kernel(KernelSpec(kind, config, variant)), config.plan.warps.registers
-
-
-def beyond(function: SassFunction, start: int, budget: int) -> list[str]:
-    """Instructions after number `start` on any path that name a register the budget lacks."""
-    found, seen = [], set()
-    first = function.block_of[start]
-    pending = [(first, start + 1)]
-    while pending:
-        index, begin = pending.pop()
-        block = function.blocks[index]
-        for instruction in function.instructions[begin : block.stop]:
-            named = [int(number) for number in REGISTER.findall(instruction.operands)]
-            width = TMEM_WIDTH.match(instruction.opcode)
-            if named and max(named) + (int(width[1]) if width else 1) > budget:
-                found.append(instruction.text)
-        for successor in block.successors:
-            if successor not in seen:
-                seen.add(successor)
-                pending.append((successor, function.blocks[successor].start))
-    return found
 
 
 @pytest.mark.parametrize("kind", PAIR_KERNELS)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
-from schedulers.clc import ClcScheduler
+from schedulers import CounterScheduler
 from softmax_emu.pattern import Ex2Pattern
 
-__all__ = ["ForwardConfig", "ForwardWarpPlan"]
+from .plan import BLOCK_KV, BLOCK_Q, CTAS, WARPGROUP_ROWS, WARPGROUPS
 
-WARPGROUP_ROWS = 64
+__all__ = ["ForwardConfig", "ForwardWarpPlan"]
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,21 @@ class ForwardConfig:
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
     skips: whether a warpgroup leaves out steps of which its own rows see nothing.
+    q_held: slices of 16 of Q's columns that a warpgroup holds in registers for a whole tile.
     """
 
-    block_kv: int = 80
+    block_kv: int = BLOCK_KV
     kv_stages: int = 2
-    ctas: int = 2
+    ctas: int = CTAS
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
     warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
     ordered_tiles: bool = True
     skips: bool = True
+    q_held: int = 0
 
-    warpgroups = 2
-    block_q = 2 * WARPGROUP_ROWS
+    warpgroups = WARPGROUPS
+    block_q = BLOCK_Q
 
     def __post_init__(self) -> None:
         if self.block_kv % 16 or not 16 <= self.block_kv <= 128:
@@ -80,6 +82,8 @@ class ForwardConfig:
                 f"kv_stages is {self.kv_stages}; at least 2 are needed: K of a step is read while "
                 "that of the next arrives"
             )
+        if not 0 <= self.q_held < HEAD_DIM // 16:
+            raise ValueError(f"q_held is {self.q_held}; accepted are 0 to {HEAD_DIM // 16 - 1}")
         if self.ctas not in (1, 2):
             raise ValueError(f"ctas is {self.ctas}; accepted are 1 and 2")
         if not 0 <= self.rescale_threshold <= 15:
@@ -88,6 +92,11 @@ class ForwardConfig:
                 "(P reaches 2^threshold and must stay finite in float16)"
             )
         _ = self.smem
+
+    @classmethod
+    def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
+        """The default configuration of a call: the same for all of them."""
+        return _DEFAULT
 
     @property
     def tile_q(self) -> int:
@@ -116,7 +125,7 @@ class ForwardConfig:
                 SmemRegion("v", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
                            f"{block} keys x 256"),
                 SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
-                SmemRegion("scheduler", 1, ClcScheduler.smem_bytes, 16,
+                SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
                            "of the dynamic scheduler; allocated by its set-up"),
             )
         )  # fmt: skip
@@ -142,3 +151,16 @@ class ForwardConfig:
                      "V buffer: PV is done", True),
             )
         )  # fmt: skip
+
+    def describe(self) -> str:
+        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
+        head = (
+            f"forward: {self.tile_q} query rows x {self.block_kv} keys per cluster of {self.ctas} "
+            f"and step, head_dim {HEAD_DIM}; {self.ex2_pattern}; "
+            f"rescale threshold 2^{self.rescale_threshold:g}"
+        )
+        parts = (self.warps, self.smem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+_DEFAULT = ForwardConfig()

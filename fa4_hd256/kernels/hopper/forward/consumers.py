@@ -16,6 +16,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     fence,
     fragment_columns,
     multiply,
+    pack,
     row_of_fragment,
     rows_of,
     transposed,
@@ -36,6 +37,7 @@ class Fragments(SharedByReference):
     p, o: P and O in registers.  q, k, v: descriptors of the operands.
     """
 
+    held: Any
     p: cute.Tensor
     o: cute.Tensor
     q: cute.Tensor
@@ -71,6 +73,8 @@ class ForwardConsumer:
                 skipped_first = last_tile + 1 - tiles.end
                 skipped_last = num_steps - own_steps - skipped_first
                 context.barriers["q_loaded"].wait(q_loaded)
+                if cutlass.const_expr(self.config.q_held > 0):
+                    self._hold_q(context, fragments.held, warpgroup)
                 states = self._skip(context, states, skipped_first)
                 if own_steps > 0:
                     softmax, states = self._steps(
@@ -85,13 +89,31 @@ class ForwardConsumer:
 
     def _fragments(self, context: Any, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
+        held = None
+        if cutlass.const_expr(self.config.q_held > 0):
+            held = self.qk_held.a_fragment(16 * self.config.q_held)
         return Fragments(
+            held=held,
             p=pv.a_fragment(self.config.block_kv),
             o=pv.accumulator(),
             q=qk.a_operand(context.smem["q"])[None, None, None, warpgroup],
             k=qk.b_operand(context.smem["k_tiles"]),
             v=pv.b_operand(transposed(context.smem["v_tiles"])),
         )
+
+    def _hold_q(self, context: Any, held: cute.Tensor, warpgroup: Int32) -> None:
+        """The first slices of Q into registers."""
+        q = context.smem["q"][None, None, warpgroup]
+        words = cute.recast_tensor(held, Uint32)
+        lane = cute.arch.thread_idx()[0] % QUAD
+        for number in range(2):
+            row = cute.logical_divide(
+                q[row_of_fragment(number), None], cute.make_layout(2)
+            )
+            for group in range(2 * self.config.q_held):
+                pair = cute.make_rmem_tensor(2, self.dtype)
+                cute.autovec_copy(row[None, group * QUAD + lane], pair)
+                words[2 * group + number] = cute.recast_tensor(pair, Uint32)[0]
 
     def _own_tiles(
         self, visibility: Any, work: Any, first_row: Int32
@@ -151,12 +173,8 @@ class ForwardConsumer:
                 key -= block
         context.barriers["q_free"].arrive(q_loaded)
         k_loaded, v_loaded = states
-        context.barriers["v_loaded"].wait(v_loaded)
         fence()
-        multiply(
-            self.pv, fragments.o, fragments.p, fragments.v[None, None, None, v_loaded.index], True
-        )
-        commit()
+        self._multiply_pv(fragments, v_loaded)
         wait(0)
         context.barriers["v_free"].arrive(v_loaded)
         v_loaded.advance()
@@ -171,12 +189,12 @@ class ForwardConsumer:
         context.barriers["k_loaded"].wait(k_loaded)
         fence()
         scores = self._multiply_qk(fragments, k_loaded)
-        commit()
         wait(0)
         context.barriers["k_free"].arrive(k_loaded)
         k_loaded.advance()
         self._exponentiate(context, scores, softmax, mask)
-        fragments.p.store(scores.load().to(self.dtype))
+        context.barriers["v_loaded"].wait(v_loaded)
+        pack(scores, fragments.p)
         return softmax, (k_loaded, v_loaded)
 
     @traced("step")
@@ -185,36 +203,44 @@ class ForwardConsumer:
         """QK of a step, PV of the one before, softmax, O rescaled.
 
         mask: (tile and rows, first key) where some key may be invisible, None in interior steps.
+        V of a step is waited for at the end of its softmax: NOTE [exponentials before the wait].
         """
         fragments, softmax, states = running
         k_loaded, v_loaded = states
         context.barriers["k_loaded"].wait(k_loaded)
         fence()
         scores = self._multiply_qk(fragments, k_loaded)
-        commit()
-        context.barriers["v_loaded"].wait(v_loaded)
-        multiply(
-            self.pv, fragments.o, fragments.p, fragments.v[None, None, None, v_loaded.index], True
-        )
-        commit()
+        self._multiply_pv(fragments, v_loaded)
         wait(1)
         context.barriers["k_free"].arrive(k_loaded)
         k_loaded.advance()
         factors = self._exponentiate(context, scores, softmax, mask)
+        following = v_loaded.copy()
+        following.advance()
+        context.barriers["v_loaded"].wait(following)
         wait(0)
         context.barriers["v_free"].arrive(v_loaded)
-        v_loaded.advance()
         # P is free now that PV is done.
-        fragments.p.store(scores.load().to(self.dtype))
+        pack(scores, fragments.p)
         self._rescale(fragments.o, factors)
-        return softmax, (k_loaded, v_loaded)
+        return softmax, (k_loaded, following)
 
     def _multiply_qk(self, fragments: Fragments, k_loaded: Any) -> cute.Tensor:
-        """Issue S = Q K^T; S."""
+        """Issue S = Q K^T, a group of its own; S."""
         scores = self.qk.accumulator()
         k = fragments.k[None, None, None, k_loaded.index]
-        multiply(self.qk, scores, fragments.q, k, False)
+        held = self.config.q_held
+        multiply(self.qk, scores, fragments.q, k, False, range(held, HEAD_DIM // 16))
+        if cutlass.const_expr(held > 0):
+            multiply(self.qk_held, scores, fragments.held, k, True, range(held))
+        commit()
         return scores
+
+    def _multiply_pv(self, fragments: Fragments, v_loaded: Any) -> None:
+        """Issue O += P V, a group of its own."""
+        v = fragments.v[None, None, None, v_loaded.index]
+        multiply(self.pv, fragments.o, fragments.p, v, True)
+        commit()
 
     @traced("softmax")
     def _exponentiate(

@@ -16,6 +16,11 @@ the warpgroups together but the buffers, so that one multiplies while the other 
 
 The tables of roles, barriers and SMEM: `ForwardConfig`; docs/forward.md.
 
+NOTE [exponentials before the wait].  A warp that waits for its products does nothing else, and
+ptxas moves arithmetic across such a wait: half of the exponentials would come after PV, which is
+there to hide them.  It does not move them across the loop of an mbarrier wait: that for the next V,
+which is there by then, stands between the two.
+
 NOTE [O leaves from registers].  A quad of lanes exchanges the words of a row until each lane has 16
 bytes in a row, and stores 64 bytes of a row at a time.  No buffer is needed: Q of the next tile
 arrives while the last P of this one is made.
@@ -39,12 +44,14 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
 from fa4_hd256.kernels.views import by_sequence
 from schedulers import TileOrder, scheduler_class
 
-from .config import WARPGROUP_ROWS, ForwardConfig
+from .config import ForwardConfig
 from .consumers import ForwardConsumer
+from .plan import WARPGROUP_ROWS
 from .producers import ForwardProducer
 
 __all__ = ["ForwardKernel"]
@@ -62,7 +69,7 @@ class Context(ForwardEntries, KernelContext):
     num_splits: Any = None
 
 
-class ForwardKernel(ForwardCommon, ForwardProducer, ForwardConsumer):
+class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsumer):
     """The forward kernel for one configuration.
 
     config: tile shapes, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -76,7 +83,9 @@ class ForwardKernel(ForwardCommon, ForwardProducer, ForwardConsumer):
     ) -> None:
         self.config, self.problem_class = config, problem_class
         self.dtype = problem_class.element_type
-        self.scheduler = scheduler or scheduler_class(problem_class.use_clc)
+        self.scheduler = scheduler or scheduler_class(
+            problem_class.use_clc, config.ctas, counts=True
+        )
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
         packed = problem_class.packed_heads
         # Queries of a cluster's tile, of a CTA and of a warpgroup.
@@ -84,6 +93,7 @@ class ForwardKernel(ForwardCommon, ForwardProducer, ForwardConsumer):
         self.block_queries = config.block_q // packed
         self.part_queries = WARPGROUP_ROWS // packed
         self.qk = WgmmaShape(self.dtype, config.block_kv)
+        self.qk_held = WgmmaShape(self.dtype, config.block_kv, a_in_registers=True)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
     @cute.jit
@@ -141,6 +151,8 @@ class ForwardKernel(ForwardCommon, ForwardProducer, ForwardConsumer):
             cute.arch.setmaxregister_decrease(self.warps.registers_other)
             if warp == self.warps.load:
                 self.load(context)
+            if warp == self.warps.scheduler:
+                self.schedule(context)
         # Nobody may leave while the peer still signals it.
         if cutlass.const_expr(self.config.ctas > 1):
             self._synchronise()
@@ -176,7 +188,9 @@ class ForwardKernel(ForwardCommon, ForwardProducer, ForwardConsumer):
             scalars=scalars,
             heads_per_kv=sizes[2],
             order=order,
-            channel=self.scheduler.setup(allocator, self.warps.scheduled_warps),
+            channel=self.scheduler.setup(
+                allocator, self.config.ctas * self.warps.scheduled_warps, scalars.tile_counter
+            ),
             cta_rank=rank,
             smem=self._operands(memory),
             sink=sink,

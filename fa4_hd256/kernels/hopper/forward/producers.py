@@ -6,13 +6,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32
+from cutlass import Boolean, Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa4_hd256.kernels.edges import RingState
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import load_tile
 from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.steps import CLAIM_STEPS
 
 __all__ = ["ForwardProducer"]
 
@@ -33,13 +34,14 @@ class ForwardProducer:
             visibility = context.visibility(work, self.config.block_kv)
             tile = (work.block * self.tile_queries, self.tile_queries)
             num_steps = visibility.num_tiles(*tile)
-            scheduler.want_next_work()
+            self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = visibility.last_tile(*tile)
                 k_free, v_free = states
                 self._load_q(context, work, q_free)
                 k_free = self._load_kv(context, "k", (work, position), k_free)
-                for _ in cutlass.range(1, num_steps, unroll=1):
+                for step in cutlass.range(1, num_steps, unroll=1):
+                    self.want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
                     k_free = self._load_kv(context, "k", (work, position - 1), k_free)
                     v_free = self._load_kv(context, "v", (work, position), v_free)
                     position -= 1
@@ -54,6 +56,12 @@ class ForwardProducer:
             context.barriers["v_free"].wait(v_free)
             k_free.advance()
             v_free.advance()
+
+    @cute.jit
+    def want_next_tile_if(self, scheduler: Any, is_time: Boolean):
+        """Let the scheduler warp ask for the next tile, once in a tile."""
+        if is_time:
+            scheduler.want_next_work()
 
     def _load_q(self, context: Any, work: Any, q_free: Any) -> None:
         """The rows of each warpgroup, once its last product with those before is done."""

@@ -1,0 +1,28 @@
+"""The role of the scheduler warp, the same in every kernel of tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+__all__ = ["SchedulerRole"]
+
+
+class SchedulerRole:
+    """Mixed into a kernel, which has `scheduler`, a class of the `schedulers` protocol."""
+
+    scheduler: Any
+
+    @cute.jit
+    def schedule(self, context: Any):
+        """Ask for each next tile when the load warp wants it; nothing to do under a static
+        scheduler."""
+        if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
+            scheduler = self.scheduler.create(context.order, context.channel)
+            work = scheduler.initial_work()
+            while work.is_valid:
+                scheduler.prefetch_next_work()
+                work = scheduler.advance_to_next_work()
+            scheduler.producer_tail()

@@ -1,0 +1,102 @@
+"""The Hopper forward: its machine code and its plan."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from machine_code import beyond
+
+from fa4_hd256.architectures import named
+from fa4_hd256.kernels.hopper.forward.config import ForwardConfig
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.resources import resource_usage
+from sm100_sim.host.cubin import launch_registers
+from sm100_sim.timing.sass import disassemble
+
+pytestmark = pytest.mark.simulator
+
+FULL = ProblemClass(torch.bfloat16)
+WINDOW = replace(FULL, bounded_left=True, bounded_right=True)
+#: What adds most to a thread's registers.
+EVERYTHING = replace(
+    WINDOW, negative_scale=True, softcap=True, sink=True, packed_heads=8, use_clc=True,
+    ragged=("cu_seqlens_q", "cu_seqlens_k"),
+)  # fmt: skip
+CLASSES = {"full": FULL, "window": WINDOW, "everything": EVERYTHING}
+
+
+def function_of(name: str):
+    """(kernel, its only function)."""
+    spec = KernelSpec("forward", ForwardConfig(), CLASSES[name], named("sm_90a"))
+    kernel = compile_kernel(spec)
+    (function,) = disassemble(kernel.cubin).values()
+    return kernel, function
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
+    kernel, function = function_of(name)
+    plan = ForwardConfig().warps.registers
+    assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
+    usage = resource_usage(kernel.cubin)
+    assert (usage.stack, usage.local) == (0, 0)
+    budgets = []
+    for number, instruction in enumerate(function.instructions):
+        if instruction.base == "USETMAXREG":
+            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
+            assert beyond(function, number, budgets[-1]) == []
+            # The check can fail: no role does with eight.
+            assert beyond(function, number, 8) != []
+    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+
+
+LETTERS = {
+    "HGMMA.64x256": "O", "HGMMA": "S", "WARPGROUP.ARRIVE": "F", "WARPGROUP.DEPBAR": "W",
+    "MUFU.EX2": "x", "SYNCS.PHASECHK": "b",
+}  # fmt: skip
+#: A step: all of QK and of PV in a row, a wait that leaves PV in flight, exponentials and the
+#: barrier of the next V, and only then the wait for PV.
+STEP = re.compile("FS{16}b?F?O+W([xb]*)W")
+
+
+def hidden_exponentials(code: str) -> list[int]:
+    """Those of each loop that PV hides; code: a kernel in letters."""
+    return [between.count("x") for between in STEP.findall(code)]
+
+
+@pytest.mark.parametrize("name, loops", [("full", 2), ("window", 3), ("everything", 3)])
+def test_products_stay_in_flight_and_hide_the_exponentials(name, loops):
+    """ptxas puts a wait behind every product where registers do not suffice, and moves
+    exponentials behind the wait for PV; in each of the loops."""
+    _, function = function_of(name)
+    code = "".join(
+        next((letter for start, letter in LETTERS.items() if i.opcode.startswith(start)), "")
+        for i in function.instructions
+    )
+    most = 0.75 * ForwardConfig().block_kv / 2
+    hidden = hidden_exponentials(code)
+    assert len(hidden) == loops and min(hidden) > most, code
+    # Such as they would be.
+    assert hidden_exponentials(code.replace("SS", "SWS")) == []
+    assert max(hidden_exponentials(re.sub("x{10}([xb]*)W", r"W\1", code))) < max(hidden)
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="shared memory"):
+        ForwardConfig(block_kv=128)
+    with pytest.raises(ValueError, match="block_kv is 72; accepted are multiples of 16"):
+        ForwardConfig(block_kv=72)
+    with pytest.raises(ValueError, match="kv_stages is 1"):
+        ForwardConfig(kv_stages=1)
+    with pytest.raises(ValueError, match="ctas is 4; accepted are 1 and 2"):
+        ForwardConfig(ctas=4)
+    with pytest.raises(ValueError, match="rescale_threshold is 16"):
+        ForwardConfig(rescale_threshold=16.0)
+    with pytest.raises(ValueError, match="q_held is 16; accepted are 0 to 15"):
+        ForwardConfig(q_held=16)
+    assert "k_free" in ForwardConfig().describe()
