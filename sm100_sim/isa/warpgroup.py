@@ -139,7 +139,23 @@ class Warpgroup:
         self._submit_complete_groups(warp, instruction)
 
     def _issue(self, warp: Any, item: Product | None) -> None:
+        gone = [one.index for one in self.warps if not one.live]
+        if gone:
+            raise SimulationError(self._incomplete(gone[0]))
         self._issued[warp.index % WARPS].append(item)
+
+    def warp_exits(self, warp: Any) -> None:
+        """A warp of the CTA has exited. Raises SimulationError if it is one of this warpgroup and
+        others of that have executed what it has not."""
+        if warp in self.warps and any(self._issued) and not self._issued[warp.index % WARPS]:
+            raise SimulationError(self._incomplete(warp.index))
+
+    def _incomplete(self, absent: int) -> str:
+        return (
+            f"warp {absent} has exited and others of warpgroup {self.index} execute wgmma "
+            "instructions: all four warps do, together (the hardware ends the kernel with an "
+            "illegal instruction)"
+        )
 
     def _submit_complete_groups(self, warp: Any, instruction: Any) -> None:
         """Submit the groups that all four warps have committed."""
@@ -193,10 +209,6 @@ class Warpgroup:
             for warp, count in zip(self.warps, self.committed, strict=True)
         )
         return f"{self.completed} groups are complete; committed by {counts}"
-
-    def unfinished(self) -> bool:
-        """Whether instructions were issued that no commit of all four warps covers."""
-        return any(self._issued)
 
     # ------------------------------------------------------------ products
 

@@ -493,7 +493,7 @@ class Machine:
         cluster = cta.cluster
         self._idle = cluster.polls = 0
         try:
-            cta.exit_warp()
+            cta.exit_warp(warp)
         except SimulationError as error:
             raise error.at(None, cta.ctaid, warp.index) from None
         self._exit_lanes(warp)

@@ -247,9 +247,12 @@ class Cta:
             if barrier.partial:
                 barrier.lanes_exited(warp)
 
-    def exit_warp(self) -> None:
-        """A warp has exited. Raises TmemError if it was the last and TMEM is still allocated."""
+    def exit_warp(self, warp: ResidentWarp) -> None:
+        """A warp has exited. Raises TmemError if it was the last and TMEM is still allocated,
+        SimulationError if its warpgroup waits for it."""
         self.running -= 1
+        for group in self.warpgroups.values():
+            group.warp_exits(warp)
         for barrier in self._named.values():
             if barrier.arrived and barrier.expected is None:
                 barrier.settle()

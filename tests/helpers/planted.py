@@ -336,7 +336,7 @@ BUGS = [
     _swap(21, "WARPGROUP", "a consumer overwrites B", "commit",
           f"{_COMMIT_GROUP}  st.shared.b32 [%r3+3072], %r4;", "mma-in-flight"),
     _swap(22, "WARPGROUP", "one warp returns early", "leave",
-          "setp.eq.u32 %p4, %r1, 2;  @%p4 bra END;  setp.ne.u32 %p4, 1, 0;", "Hang"),
+          "setp.eq.u32 %p4, %r1, 2;  @%p4 bra END;  setp.ne.u32 %p4, 1, 0;", "SimulationError"),
     # Registers of a wgmma: not fenced, or touched while it is at work.
     _omit(23, "WARPGROUP", "fence", "registers-not-fenced"),
     _omit(23, "WARPGROUP", "wait", "registers-in-flight"),

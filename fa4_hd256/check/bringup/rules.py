@@ -20,7 +20,7 @@ from .outcome import Outcome, Target
 
 @lru_cache(maxsize=1)
 def _cases() -> dict[str, Case]:
-    return {case.name: case for case in golden.all_cases() if case.rule}
+    return {case.name: case for case in golden.all_cases() if case.rule and not case.hopper}
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@
 | atomics | atomics and reductions |
 | tma, tensormaps | tensor copies; the driver's tensor maps |
 | found | what the fuzzer found |
-| wgmma | asynchronous products of a warpgroup |
+| wgmma, tensor_sums | asynchronous products of a warpgroup; how an H200 adds their terms |
 | scripts, rules_* | rules of the machine, kept and broken, and how each kernel ends |
 | litmus, probes, litmus_run | what only a GPU can answer: `python -m sm100_sim litmus` |
 | cluster, asynchronous | mbarriers and shared memory of a cluster; cp.async, bulk copies |

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,8 @@ class Case:
     `rule`: what of the machine the case asks, one that it keeps or one that it breaks; then how the
     kernel ends (`Vectors.ending`) is recorded, too, and of a kernel that hangs what it had written.
     `undefined`: which sentence of the PTX ISA leaves the case undefined; the simulator may then
-    refuse what the hardware lets pass. `dynamic_smem`: bytes.
+    refuse what the hardware lets pass. `dynamic_smem`: bytes. `hashed`: only a hash of the outputs
+    is stored, because what they must be is known. `hopper`: of sm_90a alone, no other GPU has it.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Case:
     rule: str = ""
     undefined: str = ""
     dynamic_smem: int = 0
+    hashed: bool = False
+    hopper: bool = False
 
     def digest(self) -> str:
         """16 hexadecimal digits of everything that determines the result."""
@@ -109,15 +113,32 @@ class Vectors:
     def outputs(self, case: Case) -> list[np.ndarray]:
         """Recorded outputs of a case; none of one that faults.
 
-        Raises KeyError if the case was not recorded, ValueError if its PTX or its inputs have
-        changed since.
+        Raises KeyError if the case was not recorded or its outputs were hashed, ValueError if its
+        PTX or its inputs have changed since.
         """
+        self._require(case)
+        if case.faults or self.ending(case) not in ("done", "hang"):
+            return []
+        arrays = self.file(f"{case.group}.npz")
+        return [arrays[key] for key in case.keys()]
+
+    def agrees(self, case: Case, outputs: list[np.ndarray]) -> bool:
+        """Whether the outputs of a case are those that were recorded as a hash. Raises as `outputs`
+        does."""
+        self._require(case)
+        return self.manifest["hashes"][case.name] == hash_of(outputs)
+
+    def _require(self, case: Case) -> None:
         if case.name not in self.manifest["cases"]:
             why = self.manifest["failed"].get(case.name, "it is newer than the recording")
             raise KeyError(f"no recorded vector for {case.name}: {why}")
         if self.manifest["cases"][case.name] != case.digest():
             raise ValueError(f"{case.name} has changed since its vector was recorded; record again")
-        if case.faults or self.ending(case) not in ("done", "hang"):
-            return []
-        arrays = self.file(f"{case.group}.npz")
-        return [arrays[key] for key in case.keys()]
+
+
+def hash_of(outputs: Iterable[np.ndarray]) -> str:
+    """32 hexadecimal digits of outputs."""
+    state = hashlib.sha256()
+    for array in outputs:
+        state.update(np.ascontiguousarray(array).tobytes())
+    return state.hexdigest()[:32]

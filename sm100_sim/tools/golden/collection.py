@@ -21,17 +21,20 @@ from . import (
     rules_cluster,
     rules_launch,
     rules_registers,
+    rules_wgmma,
     tma,
     warp,
+    wgmma,
 )
-from .cases import MANIFEST, Case
+from .cases import MANIFEST, Case, hash_of
 
 
 @lru_cache(maxsize=1)
 def all_cases() -> tuple[Case, ...]:
     """Every case, in a fixed order, names unique."""
     modules = (arithmetic, convert, warp, atomics, tma, cluster, asynchronous, found,
-               rules_registers, rules_barriers, rules_cluster, rules_launch)
+               rules_registers, rules_barriers, rules_cluster, rules_launch, wgmma,
+               rules_wgmma)
     cases = tuple(case for module in modules for case in module.cases())
     names = [case.name for case in cases]
     if len(set(names)) != len(names):
@@ -57,11 +60,12 @@ def save(
     """
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
+    manifest = {**manifest, "hashes": {}}
     if only:
         before = json.loads((directory / MANIFEST).read_text())
         kept = {case.name for case in all_cases() if case.group not in only}
         digests = {name: text for name, text in before["cases"].items() if name in kept}
-        for what in ("failed", "faults", "endings", "registers"):
+        for what in ("failed", "faults", "endings", "registers", "hashes"):
             old = {name: text for name, text in before.get(what, {}).items() if name in kept}
             manifest = {**manifest, what: {**old, **manifest.get(what, {})}}
     for group, cases in groups(all_cases()).items():
@@ -71,7 +75,10 @@ def save(
         for case in cases:
             if case.name in results:
                 # A case that ended with an error has no outputs.
-                arrays.update(zip(case.keys(), results[case.name]))
+                if case.hashed:
+                    manifest["hashes"][case.name] = hash_of(results[case.name])
+                else:
+                    arrays.update(zip(case.keys(), results[case.name]))
                 digests[case.name] = case.digest()
         np.savez_compressed(directory / f"{group}.npz", **arrays)
     text = json.dumps({**manifest, "cases": digests}, indent=0, sort_keys=True)

@@ -22,7 +22,8 @@ def quiet(text: str) -> None:
 
 def test_the_simulator_passes():
     names = rung.items(SIMULATOR)
-    assert len(names) == sum(bool(case.rule) for case in golden.all_cases()) > 200
+    asked = [case for case in golden.all_cases() if case.rule and not case.hopper]
+    assert len(names) == len(asked) > 200
     for name in (HANGS, FAULTS, "rules/barrier/two of two warps"):
         outcome = rung.run(name, SIMULATOR, quiet)
         assert outcome.state == "passed" and "broken" not in outcome.values
