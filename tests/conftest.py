@@ -37,8 +37,9 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from fa4_hd256.architectures import ARCHITECTURES  # noqa: E402
+from fa4_hd256.architectures import ARCHITECTURES, named  # noqa: E402
 from fa4_hd256.gpus.family import architecture_of  # noqa: E402
+from fa4_hd256.kernels.kernel_set import kernels_of  # noqa: E402
 
 # The same examples in every run: a failure must be reproducible from the log alone.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
@@ -92,6 +93,18 @@ def device(request) -> str:
 def architecture(request) -> str:
     """Whose kernels attention runs in this session, as FA4_HD256_ARCH names it."""
     return tested_architecture(request.config)
+
+
+@pytest.fixture
+def forward_config(architecture) -> type:
+    """The class of the forward's configurations."""
+    return kernels_of(named(architecture)).config("forward")
+
+
+@pytest.fixture
+def backward_config(architecture) -> type:
+    """The class of the backward's configurations."""
+    return kernels_of(named(architecture)).config("backward")
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fa4_hd256.kernels.blackwell.backward.ds_tiles import (
+from fa4_hd256.kernels.backward_ds_tiles import (
     DS_BLOCK,
     DS_TILE,
     DS_TILE_ELEMENTS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from backward_cases import accurate, check, gradients, inputs
 
-from fa4_hd256 import BackwardConfig, flash_attn_func
+from fa4_hd256 import flash_attn_func
 from fa4_hd256.run import backward
 from softmax_emu.pattern import Ex2Pattern
 
@@ -43,6 +43,7 @@ def test_head_ratios(heads, device):
 
 # Parts of a group of 6 query heads: 1 (dK and dV leave in 16 bits), 2, 3 and 6. Fewer clusters than
 # tiles also make each of them run its loop several times.
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.parametrize(
     ("clusters", "queries", "parts"), [(1, 40, 1), (1, 300, 2), (4, 300, 3), (74, 300, 6)]
@@ -166,12 +167,12 @@ def test_a_sink_with_the_gradient_of_lse(device):
     check(inputs((200, 130), device=device), dlse=dlse, causal=True, learnable_sink=sink)
 
 
-def test_exp2_patterns(device):
+def test_exp2_patterns(device, backward_config):
     """The polynomial for all of P; dQ alone, both kernels call the same function."""
     q, k, v = inputs((140, 300), device=device)
     leaf = q.detach().requires_grad_()
     pattern = Ex2Pattern(2, 2, last_fragment_hardware=False)
-    out = flash_attn_func(leaf, k, v, backward_config=BackwardConfig(ex2_pattern=pattern))
+    out = flash_attn_func(leaf, k, v, backward_config=backward_config(ex2_pattern=pattern))
     dout = torch.randn_like(out)
     accurate({"q": torch.autograd.grad(out, leaf, dout)[0]}, (q, k, v), dout)
     if device == "cpu":
@@ -357,7 +358,7 @@ def test_nothing_is_nan_that_is_not(device):
 @pytest.mark.parametrize(
     ("heads", "lengths"), [((6, 3), (150, 130)), ((3, 3), (300, 140))], ids=["grouped", "equal"]
 )
-def test_some_heads_at_a_time(heads, lengths, device):
+def test_some_heads_at_a_time(heads, lengths, device, backward_config):
     """However many KV heads of dS fit, one left over too, the gradients are the same bits where a
     group is in as many parts."""
     tensors = inputs(lengths, heads, device=device)
@@ -366,7 +367,7 @@ def test_some_heads_at_a_time(heads, lengths, device):
     of_one = 2 * queries * keys * heads[0] // heads[1]
     found = [
         gradients(
-            tensors, dout, causal=True, backward_config=BackwardConfig(ds_bytes=count * of_one)
+            tensors, dout, causal=True, backward_config=backward_config(ds_bytes=count * of_one)
         )
         for count in (3, 2, 1)
     ]
@@ -374,6 +375,6 @@ def test_some_heads_at_a_time(heads, lengths, device):
         assert all(torch.equal(found[0][name], other[name]) for other in found[1:])
 
 
-def test_memory_for_ds_is_not_negative():
+def test_memory_for_ds_is_not_negative(backward_config):
     with pytest.raises(ValueError, match="ds_bytes is -1; accepted: 0"):
-        BackwardConfig(ds_bytes=-1)
+        backward_config(ds_bytes=-1)

@@ -148,6 +148,7 @@ def test_nothing_runs_without_a_gradient(kernels, device):
     assert kernels == []
 
 
+@pytest.mark.architecture("sm_100a")
 def test_configuration(kernels, device):
     """Every kernel gets its part of it; the number of stages changes no sum."""
     config = BackwardConfig(products=ProductsPlan(stages=2))
@@ -269,6 +270,7 @@ def test_arguments_that_are_not_accepted(changes, error, message):
         torch.ops.fa4_hd256.backward(*call.values(), 1.0, -1, -1, 0.0, *PLAIN, [True, True, False])
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize(
     ("tiles", "units", "group", "unequal", "parts"),
     [

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fa4_hd256 import ForwardConfig, flash_attn_func
+from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
 from fa4_hd256.run import forward as run_of_forward
 from softmax_emu.pattern import Ex2Pattern
@@ -125,14 +125,15 @@ def test_magnitudes(magnitude, device):
     [Ex2Pattern(4, 3), Ex2Pattern(2, 2, last_fragment_hardware=False)],
     ids=["mixed", "polynomial"],
 )
-def test_exp2_patterns(pattern, device):
-    check(inputs(140, 300, device=device), config=ForwardConfig(ex2_pattern=pattern), causal=True)
+def test_exp2_patterns(pattern, device, forward_config):
+    config = forward_config(ex2_pattern=pattern)
+    check(inputs(140, 300, device=device), config=config, causal=True)
 
 
-def test_every_rescale_threshold(device):
+def test_every_rescale_threshold(device, forward_config):
     """0 rescales whenever the maximum grows: the same result as with the default."""
     tensors = inputs(140, 300, device=device)
-    check(tensors, config=ForwardConfig(rescale_threshold=0.0))
+    check(tensors, config=forward_config(rescale_threshold=0.0))
 
 
 def layouts(device):

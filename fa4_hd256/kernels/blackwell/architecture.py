@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from fa4_hd256.architectures import named
+from fa4_hd256.kernels.backward_ds_tiles import (
+    DS_BLOCK,
+    DS_TILE,
+    DS_TILE_ELEMENTS,
+    DsTiles,
+)
 from fa4_hd256.kernels.kernel_set import (
     BackwardKernel,
     BackwardSet,
@@ -12,7 +18,6 @@ from fa4_hd256.kernels.kernel_set import (
 )
 from fa4_hd256.kernels.sequences import PADDING
 
-from .backward.ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS, DsTiles
 from .pair_plan import BLOCK_KV, BLOCK_Q, CTAS, TILE_Q
 
 __all__ = ["ANEW", "KERNELS", "STORED"]

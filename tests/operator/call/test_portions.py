@@ -10,7 +10,6 @@ import torch
 from backward_cases import check, gradients, inputs
 from gpus import gpu
 
-from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import Portion, divide
@@ -63,6 +62,7 @@ def pairs(portion: Portion, shape: tuple[int, ...]) -> np.ndarray:
 WINDOWS = (FULL, CAUSAL, (300, 0), (0, 0), (500, 200), (None, 100), (700, None), (0, None))
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(600, 600), (400, 700), (700, 200), (1030, 2)], ids=str)
 @pytest.mark.parametrize("size", [2.5, 1.5, 0.7], ids=["heads", "sequences", "queries"])
@@ -80,6 +80,7 @@ def test_every_visible_pair_is_in_one_portion(lengths, window, size):
         assert all(p.problem.ds_bytes <= ds_bytes for p in division.portions)
 
 
+@pytest.mark.architecture("sm_100a")
 def test_every_query_is_in_one_range():
     """dQ of a query is written once, even if it sees no key."""
     division = divide(problem((1100, 300), (2, 1), 1, CAUSAL), 2 * 2 * 1024 * 256, GPU)
@@ -87,6 +88,7 @@ def test_every_query_is_in_one_range():
     assert [p.keys for p in division.portions] == [range(224), range(300)]
 
 
+@pytest.mark.architecture("sm_100a")
 def test_keys_of_a_bound_on_the_left():
     """So many keys to the left of a range's first query; the bound is one from the ranges' ends."""
     whole = problem((4096, 4096), (1, 1), 1, (300, None))
@@ -97,11 +99,13 @@ def test_keys_of_a_bound_on_the_left():
     assert windows == [(300 + 4096 - 1024, None), (300 + 4096 - 2048, None)]
 
 
+@pytest.mark.architecture("sm_100a")
 def test_windows_are_not_divided_into_ranges():
     whole = problem((4096, 4096), (1, 1), 1, (300, 0))
     assert not divide(whole, whole.ds_bytes_of_head - 1, GPU).problem.keeps_ds
 
 
+@pytest.mark.architecture("sm_100a")
 def test_ranges_without_a_mask_are_equal():
     """Seven units of which four fit: 4 and 3, not more of one length and a rest."""
     whole = problem((1700, 100), (1, 1), 1)
@@ -110,6 +114,7 @@ def test_ranges_without_a_mask_are_equal():
         assert [len(p.queries) for p in found] == expected
 
 
+@pytest.mark.architecture("sm_100a")
 def test_portions_are_as_large_as_fits():
     whole = problem((512, 512), (8, 4), 6)
     of_head = whole.ds_bytes_of_head
@@ -131,6 +136,7 @@ def test_portions_are_as_large_as_fits():
         assert not divide(whole, num_bytes, GPU).problem.keeps_ds
 
 
+@pytest.mark.architecture("sm_100a")
 def test_ragged_sequences_are_divided_by_heads_only():
     whole = problem((512, 512), (2, 2), 4)
     ragged = replace(whole, forward=replace(whole.forward, ragged=("seqused_k",)))
@@ -138,6 +144,7 @@ def test_ragged_sequences_are_divided_by_heads_only():
     assert not divide(ragged, whole.ds_bytes_of_head - 1, GPU).problem.keeps_ds
 
 
+@pytest.mark.architecture("sm_100a")
 def test_parts_of_a_portion():
     """By the tiles of a portion; of a head that was expanded always its copies."""
     # 16 tiles of 32 steps of a head of a sequence: of 2 sequences, of 2 heads, alone, half of it.
@@ -164,35 +171,35 @@ OPTIONS = {
     [(1, "full"), (0.7, "full"), (1, "causal"), (0.7, "causal, CLC"), (0.5, "left")],
 )
 @pytest.mark.slow
-def test_gradients_of_portions(mask, size, device):
+def test_gradients_of_portions(mask, size, device, backward_config):
     """One sequence of a head at a time, or a range of its queries, each adding to dK and dV."""
     lengths, options = OPTIONS[mask]
     tensors = inputs(lengths, (4, 2), batch=2, device=device)
     keys = -(-lengths[1] // 256) * 256
-    config = BackwardConfig(ds_bytes=int(size * 2 * 2 * 768 * keys))
+    config = backward_config(ds_bytes=int(size * 2 * 2 * 768 * keys))
     check(tensors, backward_config=config, **options)
 
 
-def test_queries_that_see_no_key(device):
+def test_queries_that_see_no_key(device, backward_config):
     """A range of them has no keys, and its dQ is 0."""
     tensors = inputs((1030, 20), (2, 1), device=device)
-    config = BackwardConfig(ds_bytes=2 * 2 * 1024 * 256)
+    config = backward_config(ds_bytes=2 * 2 * 1024 * 256)
     found = check(tensors, causal=True, backward_config=config)
     assert not found["q"][:, :1010].any() and found["q"][:, 1010:].any()
 
 
 @pytest.mark.parametrize("size", [1, 0.7], ids=["a sequence", "a range"])
-def test_portions_of_a_head_that_was_expanded(size, device):
+def test_portions_of_a_head_that_was_expanded(size, device, backward_config):
     q, k, v = inputs((300, 200), (4, 1), batch=2, device=device)
     wide = [t.expand(2, 200, 2, 256) for t in (k, v)]
-    config = BackwardConfig(ds_bytes=int(size * 2 * 4 * 512 * 256))
+    config = backward_config(ds_bytes=int(size * 2 * 4 * 512 * 256))
     check((q, *wide), causal=True, backward_config=config)
 
 
-def test_the_order_of_ranges_is_fixed(device):
+def test_the_order_of_ranges_is_fixed(device, backward_config):
     tensors = inputs((600, 600), (2, 1), device=device)
     dout = torch.randn_like(tensors[0])
-    config = BackwardConfig(ds_bytes=2 * 2 * 256 * 768)
+    config = backward_config(ds_bytes=2 * 2 * 256 * 768)
     first, second = (
         gradients(tensors, dout, causal=True, backward_config=config) for _ in range(2)
     )

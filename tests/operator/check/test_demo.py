@@ -14,6 +14,8 @@ from fa4_hd256.check import demo
 from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
 from fa4_hd256.run import launch as launching
 
+pytestmark = pytest.mark.architecture("sm_100a")
+
 
 @pytest.fixture(scope="module")
 def result():

@@ -21,6 +21,8 @@ from fa4_hd256.run.arguments import call_scalars
 from fa4_hd256.run.catalogue import forward_spec
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
+pytestmark = pytest.mark.architecture("sm_100a")
+
 MIB = 1 << 20
 CPU = torch.device("cpu")
 

@@ -20,6 +20,8 @@ from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 
+pytestmark = pytest.mark.architecture("sm_100a")
+
 BLACKWELL = named("sm_100a")
 
 

@@ -17,7 +17,7 @@ from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.resources import resource_usage
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 TILE, STEP = 256, 128  # of all kernels but dK/dV's, which has them the other way round
 # Instructions of one step, 16 of the reduced dimension each: S and dP over 256 columns; dQ, dV and

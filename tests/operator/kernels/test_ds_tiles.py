@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from ds_images import from_tiles, to_tiles
 
-from fa4_hd256.kernels.blackwell.backward.ds_tiles import (
+from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE_ELEMENTS,
     DsTiles,
     count_tiles,

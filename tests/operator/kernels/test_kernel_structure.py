@@ -19,7 +19,7 @@ from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from fa4_hd256.run.resources import resource_usage
 from softmax_emu.pattern import Ex2Pattern
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 CONFIG = ForwardConfig()
 QK_INSTRUCTIONS, PV_INSTRUCTIONS = 256 // 16, 128 // 16

@@ -27,7 +27,7 @@ from sm100_sim.errors import Hang
 from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import disassemble
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 BF16 = torch.bfloat16
 CAUSAL = ProblemClass(BF16, bounded_right=True)

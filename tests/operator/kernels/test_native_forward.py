@@ -10,7 +10,7 @@ from sm100_sim.run import machine
 from sm100_sim.run.blas import sgemm
 from sm100_sim.run.observer import Observer
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import sm100_sim
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.backward.ds_tiles import DsTiles
+from fa4_hd256.kernels.backward_ds_tiles import DsTiles
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.launch import launch
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FULL, CAUSAL = (None, None), (None, 0)

@@ -22,6 +22,8 @@ from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel, trace_and_compile
 
+pytestmark = pytest.mark.architecture("sm_100a")
+
 BF16 = ProblemClass(torch.bfloat16)
 
 

@@ -23,7 +23,7 @@ from fa4_hd256.run.forward_arguments import (
 )
 from schedulers import ClcScheduler, StaticPersistentScheduler, StaticSingleTileScheduler
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 SCHEDULERS = (StaticPersistentScheduler, StaticSingleTileScheduler, ClcScheduler)
 LENGTHS_Q, LENGTHS_K = (300, 0, 5, 700, 1, 64), (200, 9, 0, 700, 300, 64)

@@ -125,6 +125,7 @@ def test_the_same_bits_under_both_schedulers(clusters, monkeypatch):
         assert combine.grid == (40 * 8 // 4, 1, 1)
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.parametrize("num_splits", [2, 32])
 def test_every_kv_tile_is_multiplied_once(num_splits):
@@ -322,6 +323,7 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
 
 # A query tile is 256 rows, queries times the heads that share it, a step 128 keys; a part costs its
 # steps, one beside and a step for every 4500 rows, and dividing must save 5.
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize(
     ("lengths", "options", "clusters", "splits"),
     [
@@ -370,6 +372,7 @@ def test_the_rule(lengths, options, clusters, splits):
     assert divided(problem, 7, gpu(clusters)).num_splits == 7
 
 
+@pytest.mark.architecture("sm_100a")
 def test_the_rule_for_packed_and_padded_sequences():
     """By their number and the longest one, not by what the offsets are: 4 sequences, 4096 keys."""
     found = set()
@@ -390,6 +393,7 @@ def test_the_rule_for_packed_and_padded_sequences():
         assert splits_for(problem, gpu()) == 32
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 def test_calls_follow_the_rule(combined):
     """Both functions, where nothing is said and where 0 is; the same bits as with that number."""
@@ -443,6 +447,7 @@ def test_numbers_that_are_accepted():
     assert [check_num_splits(n) for n in (0, 1, 32)] == [BY_RULE, 1, LARGEST]
 
 
+@pytest.mark.architecture("sm_100a")
 def test_planted_bugs_are_noticed(planted, device):
     """The checks above can fail: one kernel that of three parts counts the sink in each, and of two
     reads the first KV tile of the second in the first, too."""

@@ -22,7 +22,7 @@ from fa4_hd256.run import catalogue
 from fa4_hd256.run.compile import trace_and_compile
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 
 def renamed(product, ring: str):

@@ -13,7 +13,7 @@ from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
 from fa4_hd256.kernels.programs import Kind, Programs
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's

@@ -10,10 +10,10 @@ from backward_cases import inputs
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.blackwell.backward.ds_tiles import DS_BLOCK, DS_TILE
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.run import backward
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 RUN = 8  # consecutive queries of a key
 #: Of the largest number: bf16 and fp16 round P, which dS is made of, and dS.
@@ -35,7 +35,7 @@ def stored(monkeypatch):
 
 
 def by_key(problem, ds):
-    """(sequences, heads, keys, queries), in whole blocks, by the layout that `ds_tiles` says."""
+    """(sequences, heads, keys, queries), in whole blocks, laid out as `backward_ds_tiles` says."""
     forward = problem.forward
     blocks = [-(-n // DS_BLOCK) * 2 for n in (forward.max_seqlen_k, forward.max_seqlen_q)]
     heads = forward.q_shape[2]

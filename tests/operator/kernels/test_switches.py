@@ -13,7 +13,7 @@ from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 # Two kernels show all of them; the default one is compiled for other tests anyway.
 FOLDED_ONE_S = ForwardConfig(arithmetic="folded", s_stages=1)

@@ -33,6 +33,8 @@ from fa4_hd256.run import compile, native_cache
 from fa4_hd256.run.catalogue import KINDS, KernelSpec
 from softmax_emu.pattern import Ex2Pattern
 
+pytestmark = pytest.mark.architecture("sm_100a")
+
 CLASS = ProblemClass(torch.bfloat16)
 SPEC = KernelSpec("forward", ForwardConfig(), CLASS)
 

@@ -19,6 +19,8 @@ from fa4_hd256.run.compile import compile_kernel
 from sm100_sim.ptx.parser import parse_module
 from sm100_sim.run.grid import clusters_are_independent
 
+pytestmark = pytest.mark.architecture("sm_100a")
+
 FULL = Options.check(None, False, (None, None), 0.0)
 
 

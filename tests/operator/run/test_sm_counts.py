@@ -10,7 +10,7 @@ import sm100_sim
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.run import compile
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
 # One pair; an odd number, whose last SM has no peer; H100, a GPU with a group less; B200, GB200; a
 # full chip. 90 tiles are more than any of them holds.

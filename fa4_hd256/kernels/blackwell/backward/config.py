@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from fa4_hd256.kernels.blackwell.pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
@@ -31,7 +32,6 @@ from fa4_hd256.kernels.plans import (
 from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.pattern import Ex2Pattern
 
-from .ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from .steps import (
     DKDV_STEPS,
     DQ_STEPS,

@@ -28,6 +28,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from fa4_hd256.kernels.backward_common import Step
+from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     fence_after_thread_sync,
@@ -43,15 +45,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 
-from .common import (
-    FRAGMENT,
-    BackwardKernel,
-    Step,
-    score_gradients,
-    store_row,
-    zeros,
-)
-from .key_tiles import KeyTiles
+from .common import FRAGMENT, BackwardKernel, score_gradients, store_row, zeros
 
 __all__ = ["DkdvKernel"]
 

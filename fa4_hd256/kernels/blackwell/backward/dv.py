@@ -36,6 +36,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from fa4_hd256.kernels.backward_common import Step, heads_of_part
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
+from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     TmemOperand,
@@ -53,9 +56,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import WorkTile
 
-from .common import FRAGMENT, Step, heads_of_part, score_gradients
-from .ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
-from .key_tiles import KeyTiles
+from .common import FRAGMENT, score_gradients
 from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
 
 __all__ = ["DvKernel"]
@@ -72,8 +73,8 @@ COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2)
 class DvKernel(KeyTiles, RowResult):
     """The kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
 
-    results: (dv,).  ds: (tiles, elements), see `ds_tiles`.  A tile's head counts parts of KV heads:
-    KV head * head_parts + part.
+    results: (dv,).  ds: (tiles, elements), see `backward_ds_tiles`.  A tile's head counts parts of
+    KV heads: KV head * head_parts + part.
     """
 
     result = "dV"
@@ -309,7 +310,8 @@ class DvKernel(KeyTiles, RowResult):
 
     @cute.jit
     def _complete_blocks(self, context: Any, work: Any, step: Step):
-        """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in ds_tiles.py."""
+        """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
+        backward_ds_tiles.py."""
         begin, end = step.span
         nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
         nothing.fill(0.0)

@@ -1,7 +1,8 @@
 """dS in global memory, between the kernel that makes it and the products that read it.
 
 A sequence of tiles of 128 keys x 128 queries, contiguous, each as the tensor core reads it without
-a swizzle: core matrices of 8 rows of 16 bytes (PTX ISA 9.7.16.4, canonical layouts).  Element
+a swizzle: core matrices of 8 rows of 16 bytes (PTX ISA 9.7.15.5.1.2 and 9.7.16.4, canonical
+layouts).  Element
 (k, q) of a tile lies at byte q // 8 * 2048 + k * 16 + q % 8 * 2.  Reduced over queries a tile is a
 K-major operand, reduced over keys an MN-major one: the same image, another descriptor.
 
@@ -21,22 +22,20 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from fa4_hd256.kernels.blackwell.instructions import OperandLayout
-from fa4_hd256.kernels.edges import SharedByReference
-from fa4_hd256.kernels.limits import ELEMENT_BYTES
+from .edges import SharedByReference
+from .limits import ELEMENT_BYTES
 
 __all__ = [
-    "BOX",
-    "BY_KEYS",
-    "BY_QUERIES",
     "DS_BLOCK",
     "DS_TILE",
     "DS_TILE_BYTES",
     "DS_TILE_ELEMENTS",
+    "RUN",
+    "RUN_STRIDE",
     "DsTiles",
     "count_tiles",
     "tile_of",
-    "tma_view",
+    "tile_strides",
 ]
 
 DS_TILE = 128  # keys, and queries, of a tile
@@ -44,25 +43,9 @@ DS_BLOCK = 2 * DS_TILE  # keys, and queries, of a block: NOTE [blocks of dS]
 DS_TILE_ELEMENTS = DS_TILE * DS_TILE
 DS_TILE_BYTES = DS_TILE_ELEMENTS * ELEMENT_BYTES
 
-#: Rows and columns of the box in which TMA copies a tile; its bytes stay in their order.
-BOX = (256, 64)
-
 #: Consecutive queries of a key, and the elements from one such run to the next.
 RUN = 16 // ELEMENT_BYTES
 RUN_STRIDE = DS_TILE * RUN
-
-#: Core matrices: of the next 8 keys, and of the next 8 queries.
-NEXT_KEYS, NEXT_QUERIES = 8 * RUN * ELEMENT_BYTES, RUN_STRIDE * ELEMENT_BYTES
-SLICES = range(DS_TILE // 16)  # of K = 16
-
-#: A tile as an operand that is reduced over queries (K-major), and over keys (MN-major).  Without a
-#: swizzle the leading offset is that of the next core matrix along the sum.
-BY_QUERIES = OperandLayout(
-    NEXT_QUERIES, NEXT_KEYS, tuple(i * 2 * NEXT_QUERIES for i in SLICES), is_swizzled=False
-)
-BY_KEYS = OperandLayout(
-    NEXT_KEYS, NEXT_QUERIES, tuple(i * 2 * NEXT_KEYS for i in SLICES), is_swizzled=False
-)
 
 
 def tile_strides() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -105,12 +88,3 @@ def tile_of(ds: cute.Tensor, index: Any) -> cute.Tensor:
     """One tile of dS, (tiles, elements), as (key, run of 8 queries, query in the run)."""
     shape, strides = tile_strides()
     return cute.make_tensor(ds[index, None].iterator, cute.make_layout(shape, stride=strides))
-
-
-def tma_view(ds: cute.Tensor) -> cute.Tensor:
-    """dS, (tiles, elements), as (rows, columns, tiles) of `BOX`."""
-    rows, columns = BOX
-    layout = cute.make_layout(
-        (rows, columns, cute.size(ds, mode=[0])), stride=(columns, 1, DS_TILE_ELEMENTS)
-    )
-    return cute.make_tensor(ds.iterator, layout)

@@ -11,10 +11,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean
 
-from fa4_hd256.kernels.edges import SharedByReference
-from fa4_hd256.kernels.masking import MaskKind
-
-from .ds_tiles import DS_BLOCK
+from .backward_ds_tiles import DS_BLOCK
+from .edges import SharedByReference
+from .masking import MaskKind
 
 __all__ = ["ProductOrder"]
 

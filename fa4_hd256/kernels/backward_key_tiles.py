@@ -1,4 +1,4 @@
-"""Tiles of keys and the steps of queries that meet them: what the dV and dK/dV kernels share.
+"""Tiles of keys and the steps of queries that meet them: what kernels of dK or dV share.
 
 A tile is `plan.tile_rows` keys of a part of a KV head's query heads, a step `plan.step_columns`
 queries of one of these heads.
@@ -13,10 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers import TileProblem, section_heads_for
 
-from .common import Step, heads_of_part, heads_per_part
+from .backward_common import Step, heads_of_part, heads_per_part
+from .limits import HEAD_DIM
 
 __all__ = ["KeyTiles"]
 

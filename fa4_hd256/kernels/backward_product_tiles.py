@@ -1,0 +1,161 @@
+"""What the tiles of the products of a stored dS are: dK or dQ, of which rows, in which steps.
+
+One tile is 256 rows of one result: keys of a part of a KV head's query heads, or queries of one
+head; one step a tile of dS and 128 rows of Q or K.
+
+NOTE [dS is read once].  Every element of dS belongs to a tile of dK and to one of dQ.  Both begin
+at the diagonal, dK with rising queries, dQ with falling keys: t steps later keys b meet queries
+b + t in either.  Tiles of the two kinds take turns in the order of the launch, so those of a head
+run side by side, and the second reading finds in L2 what the first brought.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from schedulers import TileProblem, section_heads_for
+
+from .backward_common import heads_of_part, heads_per_part
+from .backward_ds_tiles import DS_BLOCK, DS_TILE
+from .backward_product_order import ProductOrder
+from .edges import SharedByReference
+from .limits import ELEMENT_BYTES
+
+__all__ = ["BLOCK_TILES", "ProductTiles", "ResultTile", "Walk"]
+
+BLOCK_TILES = DS_BLOCK // DS_TILE
+
+
+@dataclass(frozen=True)
+class ResultTile(SharedByReference):
+    """What a tile of the launch is.
+
+    of_keys: of dK, else of dQ.  block: of 256 rows.  head: of the result: a part of a KV head, or
+    a query head.  first_head, num_heads: query heads whose dS is summed; none where the last part
+    of a group is short.
+    """
+
+    of_keys: Boolean
+    block: Int32
+    head: Int32
+    first_head: Int32
+    num_heads: Int32
+
+
+class Walk:
+    """The step of a tile: (query head, place); lives across loops.
+
+    Places rise from `start`, and after the last of [begin, end) go on at the first, until they are
+    back at `start`, where the next head begins.  A tile of dQ counts them down: `column`.
+    """
+
+    def __init__(self, head: Int32, place: Int32, tile: ResultTile, limits: tuple) -> None:
+        self.head, self.place = head, place
+        self.tile, self.limits = tile, limits
+
+    @property
+    def column(self) -> Int32:
+        """The tile of queries, or of keys, of the step."""
+        begin, end, _ = self.limits
+        return cutlass.select_(self.tile.of_keys, self.place, begin + end - 1 - self.place)
+
+    def following(self) -> Walk:
+        begin, end, start = self.limits
+        place = self.place + 1
+        place = cutlass.select_(place == end, begin, place)
+        return Walk(self.head + Int32(place == start), place, self.tile, self.limits)
+
+    def __extract_mlir_values__(self) -> list:
+        return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.place)]
+
+    def __new_from_mlir_values__(self, values: list) -> Walk:
+        head, place = values
+        return Walk(
+            cutlass.new_from_mlir_values(self.head, [head]),
+            cutlass.new_from_mlir_values(self.place, [place]),
+            self.tile,
+            self.limits,
+        )
+
+
+class ProductTiles:
+    """Mixed into a kernel of both products.
+
+    A tile's head counts parts of KV heads, as in the kernel of dV; its block counts the tiles of
+    dK and of dQ of that part, which take turns as far as there are both.
+    """
+
+    problem_class: Any
+
+    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+        """The tiles: of both results, for each part of a KV head."""
+        q, k = operands
+        heads_kv = cute.size(k, mode=[2])
+        order = self._order(scalars, cute.size(q, mode=[2]) // heads_kv)
+        heads = heads_kv * scalars.head_parts
+        # What the tiles of a part share is its dS; from 16384 rows on it is more than any L2.
+        keys, queries = (
+            cutlass.min(blocks * DS_BLOCK, 1 << 14) for blocks in (order.blocks_k, order.blocks_q)
+        )
+        section = section_heads_for(
+            num_heads_per_kv=1,
+            num_pairs=heads * batch,
+            kv_bytes_per_head=keys * queries * ELEMENT_BYTES,
+            l2_bytes=scalars.l2_bytes,
+            unequal_lengths=self.problem_class.has_unequal_tiles,
+        )
+        section = cutlass.max(Int32(section), order.parts_at_once(scalars.clusters))
+        return TileProblem(order.num_tiles, heads, batch, section)
+
+    def _order(self, scalars: Any, heads_per_kv: Any) -> ProductOrder:
+        lengths = scalars.max_seqlen_k, scalars.max_seqlen_q
+        heads = heads_per_part(scalars, heads_per_kv)
+        return ProductOrder.of(*lengths, heads, self.problem_class.mask)
+
+    def tile(self, context: Any, work: Any) -> ResultTile:
+        """What a tile of the launch is."""
+        order = self._order(context.scalars, context.heads_per_kv)
+        of_keys, block, nth = order.tile(work.block)
+        first_head, num_heads = heads_of_part(context, work.head)
+        return ResultTile(
+            of_keys,
+            block,
+            cutlass.select_(of_keys, work.head, first_head + nth),
+            cutlass.select_(of_keys, first_head, first_head + nth),
+            cutlass.select_(of_keys, num_heads, Int32(nth < num_heads)),
+        )
+
+    def _limits(self, context: Any, work: Any, tile: ResultTile) -> tuple[Int32, Int32]:
+        """[begin, end) of the tiles of queries, or of keys, that a tile's rows meet in dS."""
+        visibility, row = context.visibility(work, DS_TILE), tile.block * DS_BLOCK
+        sides = (visibility.transposed(DS_TILE), visibility)
+        count = (side.num_tiles(row, DS_BLOCK) for side in sides)
+        last = (side.last_tile(row, DS_BLOCK) for side in sides)
+        end = cutlass.select_(tile.of_keys, *last) + 1
+        return end - cutlass.select_(tile.of_keys, *count), end
+
+    def num_steps(self, context: Any, work: Any) -> Int32:
+        """Pairs of a query head and a tile of dS in a row of them."""
+        tile = self.tile(context, work)
+        begin, end = self._limits(context, work, tile)
+        return (end - begin) * tile.num_heads
+
+    def first_position(self, context: Any, work: Any) -> Walk:
+        """At the diagonal: NOTE [dS is read once]."""
+        tile = self.tile(context, work)
+        begin, end = self._limits(context, work, tile)
+        start = begin
+        if cutlass.const_expr(not self.problem_class.mask.bounded_right):
+            diagonal = tile.block * BLOCK_TILES
+            of_queries = begin + end - BLOCK_TILES - diagonal
+            start = cutlass.select_(tile.of_keys, diagonal, of_queries)
+            start = cutlass.max(cutlass.min(start, end - 1), begin)
+        return Walk(tile.first_head, start, tile, (begin, end, start))
+
+    def next_position(self, position: Walk) -> Walk:
+        return position.following()

@@ -1,0 +1,36 @@
+"""A tile of dS (`backward_ds_tiles`) as TMA copies it, and as an operand of tcgen05.mma."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+
+from fa4_hd256.kernels.backward_ds_tiles import DS_TILE, DS_TILE_ELEMENTS, RUN, RUN_STRIDE
+from fa4_hd256.kernels.blackwell.instructions import OperandLayout
+from fa4_hd256.kernels.limits import ELEMENT_BYTES
+
+__all__ = ["BOX", "BY_KEYS", "BY_QUERIES", "tma_view"]
+
+#: Rows and columns of the box in which TMA copies a tile; its bytes stay in their order.
+BOX = (256, 64)
+
+#: Core matrices: of the next 8 keys, and of the next 8 queries.
+NEXT_KEYS, NEXT_QUERIES = 8 * RUN * ELEMENT_BYTES, RUN_STRIDE * ELEMENT_BYTES
+SLICES = range(DS_TILE // 16)  # of K = 16
+
+#: A tile as an operand that is reduced over queries (K-major), and over keys (MN-major).  Without a
+#: swizzle the leading offset is that of the next core matrix along the sum.
+BY_QUERIES = OperandLayout(
+    NEXT_QUERIES, NEXT_KEYS, tuple(i * 2 * NEXT_QUERIES for i in SLICES), is_swizzled=False
+)
+BY_KEYS = OperandLayout(
+    NEXT_KEYS, NEXT_QUERIES, tuple(i * 2 * NEXT_KEYS for i in SLICES), is_swizzled=False
+)
+
+
+def tma_view(ds: cute.Tensor) -> cute.Tensor:
+    """dS, (tiles, elements), as (rows, columns, tiles) of `BOX`."""
+    rows, columns = BOX
+    layout = cute.make_layout(
+        (rows, columns, cute.size(ds, mode=[0])), stride=(columns, 1, DS_TILE_ELEMENTS)
+    )
+    return cute.make_tensor(ds.iterator, layout)
