@@ -91,8 +91,8 @@ def test_a_plan_that_does_not_fit_is_refused():
         ForwardConfig(block_kv=128)
     with pytest.raises(ValueError, match="block_kv is 72; accepted are multiples of 16"):
         ForwardConfig(block_kv=72)
-    with pytest.raises(ValueError, match="kv_stages is 1"):
-        ForwardConfig(kv_stages=1)
+    with pytest.raises(ValueError, match="v_stages is 1"):
+        ForwardConfig(v_stages=1)
     with pytest.raises(ValueError, match="ctas is 4; accepted are 1 and 2"):
         ForwardConfig(ctas=4)
     with pytest.raises(ValueError, match="rescale_threshold is 16"):

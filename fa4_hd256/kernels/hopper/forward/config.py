@@ -49,7 +49,7 @@ class ForwardWarpPlan(WarpPlan):
 class ForwardConfig:
     """Everything static about the Hopper forward kernel that a user or a tuner may set.
 
-    block_kv: keys of a step.  kv_stages: buffers of K, and as many of V.
+    block_kv: keys of a step.  k_stages, v_stages: buffers of K and of V.
     ctas: of a cluster, 1 or 2; two work on neighbouring query tiles of a head, and each loads half
         of every K and V tile for both.
     ex2_pattern: which score elements take the polynomial exp2.
@@ -60,7 +60,8 @@ class ForwardConfig:
     """
 
     block_kv: int = BLOCK_KV
-    kv_stages: int = 2
+    k_stages: int = 2
+    v_stages: int = 2
     ctas: int = CTAS
     ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
     rescale_threshold: float = 8.0
@@ -77,11 +78,12 @@ class ForwardConfig:
             raise ValueError(
                 f"block_kv is {self.block_kv}; accepted are multiples of 16 from 16 to 128"
             )
-        if self.kv_stages < 2:
-            raise ValueError(
-                f"kv_stages is {self.kv_stages}; at least 2 are needed: K of a step is read while "
-                "that of the next arrives"
-            )
+        for name in ("k_stages", "v_stages"):
+            if getattr(self, name) < 2:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; at least 2 are needed: a tile is read while "
+                    "that of the next step arrives"
+                )
         if not 0 <= self.q_held < HEAD_DIM // 16:
             raise ValueError(f"q_held is {self.q_held}; accepted are 0 to {HEAD_DIM // 16 - 1}")
         if self.ctas not in (1, 2):
@@ -120,9 +122,9 @@ class ForwardConfig:
             (
                 SmemRegion("q", self.warpgroups, self.q_bytes, SWIZZLE_ALIGNMENT,
                            "64 rows x 256, of a warpgroup each"),
-                SmemRegion("k", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
+                SmemRegion("k", self.k_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
                            f"{block} keys x 256"),
-                SmemRegion("v", self.kv_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
+                SmemRegion("v", self.v_stages, self.kv_bytes, SWIZZLE_ALIGNMENT,
                            f"{block} keys x 256"),
                 SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
                 SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
@@ -141,13 +143,13 @@ class ForwardConfig:
                 Edge("q_free", self.warpgroups, Signal.WARPS_CTA, "consumers",
                      warps // self.warpgroups, "load", "Q of a warpgroup: its last QK is done",
                      True),
-                Edge("k_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                Edge("k_loaded", self.k_stages, Signal.TMA_CTA, "load", 1, "consumers",
                      "K tile in SMEM", transaction_bytes=self.kv_bytes),
-                Edge("k_free", self.kv_stages, free, "consumers", warps, "load",
+                Edge("k_free", self.k_stages, free, "consumers", warps, "load",
                      "K buffer: QK is done", True),
-                Edge("v_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                Edge("v_loaded", self.v_stages, Signal.TMA_CTA, "load", 1, "consumers",
                      "V tile in SMEM", transaction_bytes=self.kv_bytes),
-                Edge("v_free", self.kv_stages, free, "consumers", warps, "load",
+                Edge("v_free", self.v_stages, free, "consumers", warps, "load",
                      "V buffer: PV is done", True),
             )
         )  # fmt: skip

@@ -199,9 +199,9 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
 
     def _operands(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
         config = self.config
-        rows, stages, ctas = config.block_kv, config.kv_stages, config.ctas
+        rows, ctas = config.block_kv, config.ctas
         found = {"q": memory.operand("q", WARPGROUP_ROWS, HEAD_DIM, config.warpgroups)}
-        for name in "kv":
+        for name, stages in (("k", config.k_stages), ("v", config.v_stages)):
             # Columns lie by blocks, so that half of them are a tile of their own.
             found[name] = memory.operand(name, rows, HEAD_DIM // ctas, stages * ctas)
             found[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)

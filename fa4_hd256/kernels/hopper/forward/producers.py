@@ -51,10 +51,11 @@ class ForwardProducer:
             work = scheduler.advance_to_next_work()
         # Every buffer must be free before this CTA may exit: its barriers are still signalled.
         k_free, v_free = states
-        for _ in range(self.config.kv_stages):
+        for _ in range(self.config.k_stages):
             context.barriers["k_free"].wait(k_free)
-            context.barriers["v_free"].wait(v_free)
             k_free.advance()
+        for _ in range(self.config.v_stages):
+            context.barriers["v_free"].wait(v_free)
             v_free.advance()
 
     @cute.jit
