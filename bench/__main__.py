@@ -15,6 +15,7 @@ COMMANDS = {
     "accuracy": "error of out for each degree and share of emulated exp2, simulated",
     "calibrate": "sets of the timing model's constants that published rates do not contradict",
     "contention": "the tile schedulers while another kernel (NCCL's) holds SMs, modelled",
+    "defaults": "what a call decides for itself against its alternatives, over all constants",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "fences": "clocks that fences of GPU scope cost our kernels, by the timing model",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",

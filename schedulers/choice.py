@@ -17,7 +17,9 @@ VARIABLE = "FA_CLC"
 MOST_EMPTY = 6
 
 
-def prefers_clc(bounded: bool, rows: int, capacity: int, shared: bool = False) -> bool:
+def prefers_clc(
+    bounded: bool, rows: int, capacity: int, shared: bool = False, most_empty: int = MOST_EMPTY
+) -> bool:
     """The default: the dynamic scheduler where tiles differ in length and most of them are there,
     and wherever SMs are shared.
 
@@ -26,10 +28,11 @@ def prefers_clc(bounded: bool, rows: int, capacity: int, shared: bool = False) -
     follows that, a static scheduler counts past empty tiles, and the dynamic one asks for each.
     shared: kernels of other streams may hold SMs meanwhile. Of a static grid the clusters that then
     find no place start when others have done all their tiles, which takes up to twice as long; the
-    dynamic scheduler gives their tiles to those that run.
+    dynamic scheduler gives their tiles to those that run. most_empty: tiles of the grid for each
+    one that holds rows, up to which the dynamic scheduler is preferred.
     By the timing model for a B200 (docs/bench.md); nobody has measured it.
     """
-    return shared or (bounded and rows * MOST_EMPTY >= capacity)
+    return shared or (bounded and rows * most_empty >= capacity)
 
 
 def backward_prefers_clc(

@@ -101,7 +101,12 @@ class Backward(GradientCalls):
         return sum((self.paths.get(name, Paths()) for name in names), Paths())
 
     def calls(self, case: Case, room: Room = ALONE) -> list[Call]:
-        portions = self.plan(case)
+        return self.calls_of(case, self.plan(case), room)
+
+    def calls_of(
+        self, case: Case, portions: Sequence[Portion], room: Room = ALONE
+    ) -> list[Call]:
+        """`calls` in these portions."""
         runs = [
             (portion.count, run) for portion in portions for run in self.run(portion, room).values()
         ]

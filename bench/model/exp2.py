@@ -15,7 +15,7 @@ from bench.measure.exp2 import (
 from bench.processes import each
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing import load
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
@@ -51,7 +51,7 @@ def modelled_times(
     found = {}
     for pattern, run in zip(patterns, replays, strict=True):
         costs = [
-            TileCosts(c.begin, c.each, c.rate + (clocks - without) / run.work)
+            replace(c, rate=c.rate + (clocks - without) / run.work)
             for c, clocks, without in zip(base.costs, run.clocks, hardware.clocks, strict=True)
         ]
         kernel, clocks = replace(base, costs=costs), STEP_WORK * costs[0].rate

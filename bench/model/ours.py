@@ -43,6 +43,8 @@ from .samples import (
     SAMPLE_SOFTCAP,
     SAMPLE_SPLITS,
     SAMPLES,
+    SHORT_SAMPLES,
+    SHORT_SPLIT_SAMPLES,
     SPLIT_SAMPLES,
     WINDOW_SAMPLES,
     Sample,
@@ -54,7 +56,7 @@ from .samples import (
 from .tiles import DKDV, ROWS, STEP_WORK, BackwardTiling, ForwardTiling
 
 #: Steps that the tensor core is behind the load warp, with three tiles of keys or values loaded.
-_LOADS_AHEAD = 2.5
+LOADS_AHEAD = 2.5
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ class Variant:
         """The scheduler's warp asks when the load warp has a few steps left, which itself is as far
         ahead as its ring has stages."""
         step = STEP_WORK if self.kernel == FORWARD else DKDV
-        return Late((CLAIM_STEPS + _LOADS_AHEAD) * step) if self.use_clc else 0
+        return Late((CLAIM_STEPS + LOADS_AHEAD) * step) if self.use_clc else 0
 
-    @property
-    def num_splits(self) -> int:
-        """Parts of a tile in each sample."""
-        return 1 if self.split_rows is None else SAMPLE_SPLITS
+    def num_splits(self, sample: Sample) -> int:
+        """Parts of a tile in a sample."""
+        if self.split_rows is None:
+            return 1
+        return SAMPLE_SPLITS if len(sample) < 5 else int(sample[4] or 1)
 
     def chosen_samples(self) -> Samples:
         if self.samples:
@@ -103,12 +106,23 @@ class Variant:
             return SAMPLES
         return tuple((self.split_rows, *others) for _, *others in SPLIT_SAMPLES)
 
+    @property
+    def short(self) -> Variant | None:
+        """With samples of tiles of one step, twice as many or more in the second; None of windows,
+        whose tiles have more steps, and for other samples than its kind's."""
+        if self.kind.window or self.samples or self.kernel != FORWARD:
+            return None
+        if self.split_rows is None:
+            return replace(self, samples=SHORT_SAMPLES)
+        parts = tuple((self.split_rows, *others) for _, *others in SHORT_SPLIT_SAMPLES)
+        return replace(self, samples=parts)
+
     def sample_tiles(self, sample: Sample) -> tuple[int, float]:
         """(tiles, masked work in all) of a sample."""
         if self.kernel != FORWARD:
             return backward_tiles(self.kernel, sample)
         work = forward_work(sample)
-        return len(work) * self.num_splits, sum(masked for _, masked in work)
+        return len(work) * self.num_splits(sample), sum(masked for _, masked in work)
 
 
 class Ours:
@@ -150,6 +164,10 @@ class Ours:
             claims=variant.claims, gpu=gpu_of(machine),
         )  # fmt: skip
         costs = fitted(found, variant.policy)
+        if variant.short:
+            short = replays(variant.short, machine, draws)
+            costs = with_least(costs, *short)
+            found = [*found, *short]
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
     def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
@@ -225,6 +243,16 @@ def with_empty_tiles(
     ]
 
 
+def with_least(costs: list[TileCosts], few: Replayed, many: Replayed) -> list[TileCosts]:
+    """Costs with what a tile takes at least. few, many: replays of tiles of one step, which heads
+    may share, so that their work counts them."""
+    tiles = (many.work - few.work) / STEP_WORK
+    return [
+        replace(one, least=(more - less) / tiles)
+        for one, less, more in zip(costs, few.clocks, many.clocks, strict=True)
+    ]
+
+
 def call_on(
     machine: Machine, variant: Variant, sample: Sample, longest: int | None = None
 ) -> tuple[Any, tuple]:
@@ -253,14 +281,15 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
         }
     limits = (longest or queries, longest or keys) if kind.packed else (None, None)
     problem = Problem.describe(tensors[:3], options, None, ragged, *limits)
-    make = _forward_call if variant.kernel == FORWARD else _backward_call
-    return make(variant, problem, tensors, tuple(ragged.values()))
+    if variant.kernel == FORWARD:
+        problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
+        return _forward_call(variant, problem, tensors, tuple(ragged.values()))
+    return _backward_call(variant, problem, tensors, tuple(ragged.values()))
 
 
 def _forward_call(
     variant: Variant, problem: Problem, tensors: Any, ragged: tuple
 ) -> tuple[Any, tuple]:
-    problem = divided(problem, variant.num_splits, ONE_PAIR)
     config: Any = variant.config or ForwardConfig()
     compiled = compile_kernel(KernelSpec("forward", config, problem.problem_class))
     results = empty_results(problem, parts=problem.num_splits > 1)

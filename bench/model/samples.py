@@ -39,9 +39,15 @@ PERSISTENT_SAMPLES = ((256, 1), (512, 1), (512, 2), (1024, 1), (2048, 1))
 WINDOW_SAMPLES = ((512, 1, 256), (1024, 1, 256), (1024, 1, 4096), (2048, 1, 1024))
 #: Not in the fit, to hold its predictions against (`bench validate`).
 HELD_OUT = ((1536, 1, 512), (2048, 1, 1536), (2304, 1, 1023))
-#: For kernels whose keys are divided, each sample in `SAMPLE_SPLITS` parts; how many of the 256
+#: Tiles of one step in succession, twice: what lies between the ends of two, however short.
+SHORT_SAMPLES: Samples = ((KEYS, 8, None, KEYS), (KEYS, 24, None, KEYS))
+#: For kernels whose keys are divided, in as many parts as stand last; how many of the 256
 #: rows of a tile exist goes in place of the first figure.
-SPLIT_SAMPLES = ((ROWS, 1, None, 1024), (ROWS, 2, None, 1024), (ROWS, 1, None, 2048))
+SPLIT_SAMPLES = (
+    (ROWS, 1, None, 1024, 2), (ROWS, 1, None, 2048, 4), (ROWS, 1, None, 4096, 4),
+)  # fmt: skip
+SHORT_SPLIT_SAMPLES = ((ROWS, 1, None, 1024, 8), (ROWS, 1, None, 2048, 16))
+#: The same of samples that do not say it: of windows, and of other implementations.
 SAMPLE_SPLITS = 2
 
 #: Of the backward: (seqlen, query heads of one KV head).

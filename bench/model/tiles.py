@@ -36,6 +36,35 @@ Bounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
+class Order:
+    """Which tiles come first, as shipped unless said otherwise.
+
+    l2_share: of the L2 that `section_heads_for` counts on, what K and V of the heads that take
+    turns may fill: 0 for one KV head at a time, infinity for all heads. equal_too: heads take turns
+    also where tiles are of equal length. later_first: whether later blocks come first, None: as
+    the mask says.
+    """
+
+    l2_share: float = 1.0
+    equal_too: bool = False
+    later_first: bool | None = None
+
+    def section(self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float) -> int:
+        """Pairs of head and batch, of so many, that take turns. heads: of a KV head; nbytes: of
+        what the tiles of a KV head share."""
+        l2 = min(self.l2_share * gpu.l2_bytes_for_tiles, 1 << 62)
+        return section_heads_for(
+            num_heads_per_kv=heads, num_pairs=pairs, kv_bytes_per_head=int(nbytes),
+            l2_bytes=int(l2),
+            unequal_lengths=self.equal_too or case.packed or case.bounds != (None, None),
+        )  # fmt: skip
+
+    def later(self, bounded: bool) -> bool:
+        """bounded: whether the mask says so."""
+        return bounded if self.later_first is None else self.later_first
+
+
+@dataclass(frozen=True)
 class ForwardTiling:
     """How a forward kernel cuts a case into tiles and shares them out.
 
@@ -48,7 +77,7 @@ class ForwardTiling:
     may be empty, else as even as can be. prefetches: whether the queries of the next tile are asked
     for while a tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
     `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2
-    the order is made for.
+    the order is made for; order: how.
     """
 
     policy: str
@@ -63,6 +92,7 @@ class ForwardTiling:
     prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200
+    order: Order = Order()
 
     def tile_of_queries(self, heads: int, heads_kv: int) -> tuple[int, int]:
         """(queries of a tile, heads that have tiles of their own).
@@ -92,7 +122,7 @@ class BackwardTiling:
     multiple of; each begins at one of 256, in flash-attn-4, too (`get_Q_block_min_max`; the
     tcgen05.mma that it executes in the simulator are as many). prefetches, claims: as
     `ForwardTiling`'s, of the operands that stay for a tile. gpu: whose L2 and CTA pairs the order
-    and the division of a call are made for.
+    and the division of a call are made for; order: how, but for tiles of products.
     """
 
     policy: str
@@ -102,6 +132,7 @@ class BackwardTiling:
     prefetches: bool = False
     claims: int | Late | None = None
     gpu: Gpu = B200
+    order: Order = Order()
 
 
 class Parts(NamedTuple):
@@ -183,12 +214,10 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     blocks = -(-case.seqlen_q // queries)
     keys = sum(k for _, k in case.lengths) if case.packed else case.seqlen_k
     entries = case.batch * tiling.num_splits
-    section = 1 if not tiling.ordered else section_heads_for(
-        num_heads_per_kv=heads // case.heads_kv, num_pairs=entries * heads,
-        kv_bytes_per_head=4 * tiling.head_dim * keys, l2_bytes=tiling.gpu.l2_bytes_for_tiles,
-        unequal_lengths=case.packed or case.bounds != (None, None),
-    )  # fmt: skip
-    later_first = tiling.ordered and case.bounds[1] is not None
+    section = 1 if not tiling.ordered else tiling.order.section(
+        case, tiling.gpu, heads // case.heads_kv, entries * heads, 4 * tiling.head_dim * keys
+    )
+    later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
     return TileProblem(blocks, heads, entries, section, later_first).order()
 
 
@@ -259,7 +288,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     found = []
     # As the kernels count them, both alike: K and V.
     section = section_of(case, tiling, grid, ratio, 2 * ROW * rows_k)
-    later_first = case.bounds[1] is not None
+    later_first = tiling.order.later(case.bounds[1] is not None)
     for block, head, batch in indices(grid, section, later_first):
         lengths = case.lengths[batch]
         group = batch * case.heads_kv + head // ratio
@@ -306,7 +335,7 @@ def tiles_of_keys(
     grid, shared = (-(-case.seqlen_k // rows), heads, case.batch), 2 * ROW * part
     found = []
     section = section_of(case, tiling, grid, 1, shared * rows_q)
-    later_first = case.bounds[0] is not None
+    later_first = tiling.order.later(case.bounds[0] is not None)
     for block, head, batch in indices(grid, section, later_first):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
@@ -321,11 +350,7 @@ def section_of(
     nbytes: of what the tiles of a pair share."""
     if not tiling.sections:
         return None
-    return section_heads_for(
-        num_heads_per_kv=group, num_pairs=grid[1] * grid[2], kv_bytes_per_head=int(nbytes),
-        l2_bytes=tiling.gpu.l2_bytes_for_tiles,
-        unequal_lengths=case.packed or case.bounds != (None, None),
-    )  # fmt: skip
+    return tiling.order.section(case, tiling.gpu, group, grid[1] * grid[2], nbytes)
 
 
 def indices(

@@ -105,12 +105,16 @@ class BackwardProblem:
         """Memory that dS of one key/value head takes, of all sequences."""
         return self.ds_bytes // self.k_shape[2]
 
-    def head_parts_for(self, heads_kv: int, sequences: int, gpu: Gpu) -> int:
-        """`choose_head_parts` for a launch with so many key/value heads and sequences."""
+    def head_parts_for(
+        self, heads_kv: int, sequences: int, gpu: Gpu, kernel: KeyKernel | None = None
+    ) -> int:
+        """`choose_head_parts` for a launch with so many key/value heads and sequences. kernel: what
+        is known of the kernels that make dK and dV, None for the architecture's."""
         if self.copies > 1:
             return self.copies
         forward, (left, right) = self.forward, self.forward.options.window
-        kernel = self.kernels.stored_keys if self.keeps_ds else self.kernels.anew_keys
+        own = self.kernels.stored_keys if self.keeps_ds else self.kernels.anew_keys
+        kernel = kernel or own
         seen = forward.max_seqlen_q
         if left is not None and right is not None:
             seen = min(seen, left + right + kernel.keys)

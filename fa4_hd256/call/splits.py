@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM, WARP_SIZE
 
 from .forward_problem import Problem
@@ -44,9 +45,10 @@ def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
     return replace(problem, num_splits=chosen)
 
 
-def splits_for(problem: Problem, gpu: Gpu) -> int:
+def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
     """The number of parts with which a call is done first, the fewest of several; 1 where no
-    cluster would be idle, or less than `least_saved` steps of its tiles are saved.
+    cluster would be idle, or less than `least_saved` steps of its tiles are saved. kernel: what is
+    known of the tiles, None for `problem.tiles`.
 
     The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
     hold.
@@ -55,18 +57,18 @@ def splits_for(problem: Problem, gpu: Gpu) -> int:
     if left is not None and right is not None:
         keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
     rows = math.prod(problem.lse_shape)
-    kernel, tiles = problem.tiles, problem.num_tiles
+    kernel, tiles = kernel or problem.tiles, problem.num_tiles
     rows_a_step = gpu.hbm_bytes_per_second * kernel.step_seconds / ROW_BYTES
     steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
     if tiles >= clusters:
         return 1
 
     def span(parts: int) -> float:
-        """Steps of the cluster with the most parts, one beside for each of these, and what the
+        """Steps of the cluster with the most parts, what each of these takes beside, and what the
         results of all parts take."""
         turns = -(-tiles * parts // clusters)
         results = parts * rows / rows_a_step if parts > 1 else 0.0
-        return turns * (-(-steps // parts) + 1) + results
+        return turns * (-(-steps // parts) + kernel.part_steps) + results
 
     best = min(range(1, min(steps, LARGEST) + 1), key=span)
     return best if span(1) - span(best) >= kernel.least_saved else 1

@@ -33,7 +33,7 @@ class ForwardTiles:
     cta_rows: query rows of one CTA, which the number of packed heads divides.  rows: of a cluster's
     tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a step, modelled or
     measured.  least_saved: steps that dividing the keys must save, about what the combining kernel
-    takes.
+    takes.  part_steps: what a part of the keys takes beside its steps, in steps.
     """
 
     cta_rows: int
@@ -41,7 +41,8 @@ class ForwardTiles:
     keys: int
     cluster: int
     step_seconds: float
-    least_saved: int
+    least_saved: float
+    part_steps: float = 1.0
 
 
 @dataclass(frozen=True)

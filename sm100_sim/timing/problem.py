@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,21 +78,38 @@ class Tiles:
         return (self.work == 0) & (self.own_bytes == 0)
 
 
+#: Tiles of a persistent cluster that overlap: two buffers of what stays for a tile.
+IN_FLIGHT = 2
+
+
 @dataclass(frozen=True)
 class TileCosts:
     """Clocks of a cluster: `begin` once, then for each tile `each`, `rate` times its work and
     `mask` times its masked work. empty: of a tile that is skipped, which with one tile a cluster
-    takes the slot's reuse besides; None: what the policy alone takes."""
+    takes the slot's reuse besides; None: what the policy alone takes. least: between the ends of
+    two tiles of a persistent cluster, however short: a tile's chain from its first load to its last
+    store, over the two that are in flight."""
 
     begin: float
     each: float
     rate: float
     mask: float = 0.0
     empty: float | None = None
+    least: float = 0.0
 
     def of(self, tile: Tile) -> float:
         """Clocks of a tile among others of the same cluster; of `Tiles`, those of each."""
+        return np.maximum(self._linear(tile), self.least)
+
+    def _linear(self, tile: Tile) -> float:
         return self.each + self.rate * tile.work + self.mask * tile.masked
+
+    def begin_of(self, tiles: Tiles) -> float:
+        """`begin` of a cluster with such tiles: those in flight at first wait for none before."""
+        linear: Any = self._linear(tiles)  # type: ignore[arg-type]
+        waits = np.maximum(self.least - linear, 0.0)[~tiles.skipped]
+        spared = IN_FLIGHT * float(waits.mean()) if len(waits) else 0.0
+        return self.begin - min(spared, max(self.begin, 0.0))
 
 
 @dataclass(frozen=True)
@@ -243,7 +260,7 @@ def schedule(
         raise ValueError("a problem without a tile takes no time to predict")
     clusters = int(values.sms) // cluster
     rule = np.zeros(placement.RULES)
-    rule[placement.BEGIN], rule[placement.REUSE] = costs.begin, values.cta_reuse
+    rule[placement.BEGIN], rule[placement.REUSE] = costs.begin_of(given), values.cta_reuse
     rule[placement.LINK] = l2_share(values) * cluster
     rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
     rule[placement.GRID] = room.grid or clusters

@@ -8,7 +8,8 @@ import torch
 from fake_timer import FakeTimer
 
 from bench.commands import splits
-from bench.model.calls import default_splits
+from bench.model import ours
+from bench.model.calls import Kind, default_splits
 from bench.model.flash_attn_4 import split_numbers
 from bench.model.forward import combine_seconds
 from bench.model.machines import B200
@@ -16,7 +17,7 @@ from bench.model.predictor import Predicted
 from bench.model.tiles import ForwardTiling, forward_tiles
 from bench.suite import Case
 from bench.tables.paths import Paths
-from sm100_sim.timing import load
+from sm100_sim.timing import ALONE, Tile, load, schedule
 
 pytest.importorskip("cutlass")
 
@@ -100,6 +101,23 @@ def test_a_modelled_row():
     assert row["unmatched"] == "0 / 5" and row["ambiguous"] == "4 / 0"
     text = splits.table([row]).as_markdown()
     assert "not divided (us)" in text and "flash-attn-4 at best" in text
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("sample", [(8, 1, None, 2048, 8), (16, 1, None, 4096, 32)])
+def test_short_parts_take_what_their_replay_takes(sample):
+    """Two steps and one a part, in numbers of parts that no cost is fitted to."""
+    variant = ours.Variant(Kind(True), use_clc=True, split_rows=sample[0])
+    kernel = ours.Ours().forward(variant, MACHINE, 0)
+    (found,) = ours.replays(replace(variant, samples=(sample,)), MACHINE, 0)
+    parts = sample[-1]
+    tiles = [Tile(found.work / parts)] * parts
+    one, how = VALUES._replace(sms=2), kernel.tiling
+    made = schedule(tiles, kernel.costs[0], one, 2, how.policy, ALONE, True, how.claims)
+    assert found.work == 2048 * sample[3] // 128
+    assert made.clocks == pytest.approx(found.clocks[0], rel=0.03)
+    linear = replace(kernel.costs[0], least=0.0)
+    assert schedule(tiles, linear, one, 2, "static").clocks < 0.95 * found.clocks[0]
 
 
 @pytest.mark.parametrize(

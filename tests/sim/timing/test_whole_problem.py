@@ -89,6 +89,26 @@ def test_skipped_tiles_cost_little_but_keep_their_places():
     assert hbm_bytes(tiles, static.starts, values) == 0
 
 
+def test_short_tiles_follow_each_other_no_faster_than_their_chain():
+    """Of tiles of 60 clocks the first two of a cluster are in flight at once, each other one ends
+    400 after the one before; long ones do not show it, and in a mixture the short ones do."""
+    costs, one = TileCosts(1000.0, 50.0, 1.0, least=400.0), VALUES._replace(sms=2)
+
+    def clocks(*work):
+        return schedule([Tile(w) for w in work], costs, one, 2, "static").clocks
+
+    def linear(*work):
+        plain = TileCosts(1000.0, 50.0, 1.0)
+        return schedule([Tile(w) for w in work], plain, one, 2, "static").clocks
+
+    assert clocks(*[10.0] * 2) == linear(*[10.0] * 2) == 1120
+    assert clocks(*[10.0] * 10) == 1120 + 8 * 400
+    assert clocks(*[350.0] * 10) == linear(*[350.0] * 10)
+    assert clocks(*[1000.0, 10.0] * 10) == linear(*[1000.0, 10.0] * 10) + (20 - 2) / 2 * 340
+    skipped = schedule([Tile(10.0), Tile(0.0), Tile(10.0)], costs, one, 2, "static")
+    assert skipped.clocks == 1120
+
+
 def test_reuse_of_a_cta_costs():
     tiles = [Tile(1000.0)] * 8
     with_reuse = schedule(tiles, COSTS, VALUES._replace(cta_reuse=1200.0), 2, "single")

@@ -1,0 +1,153 @@
+"""`python -m bench defaults`: what a call decides for itself, against the other ways to decide it.
+
+Order of tiles, scheduler, when tiles are claimed, parts of keys and of groups of heads, stages:
+each candidate is placed on the same cases under the same sets of constants, those that published
+rates do not contradict. Modelled only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.model.defaults import CHOICES, Choice, Decided
+from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.processes import add_jobs_option, each
+from bench.tables.origin import modelled_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from sm100_sim.timing import load
+
+#: Candidates whose losses differ by less are not told apart.
+RESOLVED = 0.0005
+
+
+def summary_rows(choice: Choice, found: Sequence[Decided]) -> list[dict[str, Any]]:
+    """A row for each candidate, the least loss on average first."""
+    of_cases = [one.losses() for one in found]
+    rows = []
+    for name in of_cases[0]:
+        losses = [of_case[name] for of_case in of_cases]
+        means, most = [float(one.mean()) for one in losses], [float(one.max()) for one in losses]
+        worst = int(np.argmax(means))
+        rows.append({
+            "choice": choice.name, "candidate": name, "is_default": name == choice.default,
+            "cases": len(found), "mean": float(np.mean(means)), "worst_mean": means[worst],
+            "worst_case": _case(found[worst]), "most": max(most),
+        })  # fmt: skip
+    rows.sort(key=lambda row: (row["mean"], not row["is_default"]))
+    default = next(row for row in rows if row["is_default"])
+    for row in rows:
+        row["verdict"] = _verdict(row, default)
+    return rows
+
+
+def _verdict(row: dict[str, Any], default: dict[str, Any]) -> str | None:
+    """Of another candidate beside the default."""
+    if row is default:
+        return None
+    gains = [default[key] - row[key] for key in ("mean", "most")]
+    words = ["less" if gain > RESOLVED else "more" if gain < -RESOLVED else "as much"
+             for gain in gains]  # fmt: skip
+    return f"{words[0]} on average, {words[1]} at worst"
+
+
+def _case(found: Decided) -> str:
+    case = found.case
+    return f"{case.shape}, {case.heads_text}, {case.mask}"
+
+
+def case_rows(choice: Choice, found: Sequence[Decided]) -> list[dict[str, Any]]:
+    """A row for each case: what the default costs there."""
+    rows = []
+    for one in found:
+        loss, case = one.losses()[choice.default], one.case
+        taken = one.picks[choice.default]
+        rows.append({
+            "choice": choice.name, "group": case.group, "shape": case.shape,
+            "heads": case.heads_text, "mask": case.mask,
+            "taken": _text(taken), "best": _text(one.best(taken, RESOLVED)),
+            "microseconds": float(one.seconds[taken][0]) * 1e6,
+            "loss": float(loss.mean()), "most": float(loss.max()),
+        })  # fmt: skip
+    return rows
+
+
+def _text(alternative: Any) -> str:
+    if isinstance(alternative, bool):
+        return "CLC" if alternative else "static"
+    return str(alternative)
+
+
+SUMMARY_COLUMNS = (
+    Column("choice"), Column("candidate"), Column("is_default", title="default"), Column("cases"),
+    Column("mean", format=".2%", title="loss, mean"),
+    Column("worst_mean", format=".1%", title="its mean in the worst case"),
+    Column("worst_case"), Column("most", format=".1%", title="at worst"),
+    Column("verdict", title="beside the default it loses"),
+)  # fmt: skip
+CASE_COLUMNS = (
+    Column("choice"), Column("group"), Column("shape"), Column("heads"), Column("mask"),
+    Column("taken", title="the default takes"), Column("best", title="best on average"),
+    Column("microseconds", "us", ".1f", "time"), Column("loss", format=".2%", title="loss, mean"),
+    Column("most", format=".1%", title="at worst"),
+)  # fmt: skip
+
+
+def tables(
+    found: Sequence[tuple[Choice, Sequence[Decided]]], origin: dict[str, str], draws: int
+) -> list[Table]:
+    """Candidates, and the default case by case."""
+    note = (
+        f"Loss: time over the least that any alternative takes under the same constants, less 1; "
+        f"over {draws} sets of constants that published rates do not contradict and the central "
+        "one. A mean is over sets, then over cases; \"at worst\" is under the worst set of the "
+        f"worst case. Losses that differ by less than {RESOLVED:.2%} count as equal."
+    )
+    rows = [row | origin for choice, of in found for row in summary_rows(choice, of)]
+    by_case = [row | origin for choice, of in found for row in case_rows(choice, of)]
+    return [
+        Table("defaults", "Candidates for each default", SUMMARY_COLUMNS, rows, (note,),
+              Plot("candidate", "mean", panel="choice")),
+        Table("defaults", "The defaults, case by case", CASE_COLUMNS, by_case, (note,),
+              Plot(("shape", "heads", "mask"), "loss", panel="choice")),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """A choice on all of its cases, as a function of its name, for a pool of processes."""
+
+    machine: str
+    draws: int
+
+    def __call__(self, name: str) -> list[Decided]:
+        choice = CHOICES[name]
+        predictor: Predictor = printing_predictor(self.machine, self.draws)
+        return [choice.decide(case, predictor) for case in choice.cases()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "choice", nargs="*", help=f"of {'; '.join(CHOICES)}; all without one"
+    )
+    add_model_options(parser, draws=64)
+    add_jobs_option(parser)
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    names = arguments.choice or list(CHOICES)
+    unknown = [name for name in names if name not in CHOICES]
+    if unknown:
+        raise ValueError(f"no choice {unknown[0]!r}; there are: {'; '.join(CHOICES)}")
+    deciding = Deciding(arguments.machine, arguments.draws)
+    found = each(deciding, names, arguments.jobs)
+    origin = {BASIS: "modelled", MACHINE: modelled_machine(load(arguments.machine))}
+    decided = [(CHOICES[name], of) for name, of in zip(names, found, strict=True)]
+    emit(tables(decided, origin, arguments.draws), arguments)
+    return 0
