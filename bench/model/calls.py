@@ -17,6 +17,7 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem, packed_heads
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_Q
 from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers.choice import backward_prefers_clc, prefers_clc
 
@@ -47,7 +48,7 @@ def forward_problem(case: Case) -> Problem:
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
-        packed_heads(case.heads // case.heads_kv, ragged),
+        packed_heads(case.heads // case.heads_kv, ragged, BLOCK_Q),
     )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def split_cases() -> list[Case]:
 
 
 DEFAULT_SPLITS = "the rule"
-TILES = KERNELS.forward
+TILES: Any = KERNELS.forward
 SPLIT_RULES = {
     DEFAULT_SPLITS: TILES,
     **{f"{n:g} steps saved": replace(TILES, least_saved=n) for n in (0.0, 2.0, 3.0, 7.0, 10.0)},

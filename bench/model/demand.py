@@ -251,7 +251,7 @@ def totals(
     row = tokens_q * case.heads * FLOAT_BYTES
     steps, q_tiles, kv_tiles = _counts(case)
     if direction == FORWARD:
-        steps, q_tiles, _ = _counts(case, packed_heads(case.heads // case.heads_kv, ()))
+        steps, q_tiles, _ = _counts(case, packed_heads(case.heads // case.heads_kv, (), BLOCK_Q))
         counted = [(forward(config or ForwardConfig()), steps, q_tiles, 2 * query + 2 * key + row)]
     elif direction == BACKWARD:
         config = config or BackwardConfig()
