@@ -161,6 +161,9 @@ class Event(_Text):
     GLOBAL_ATOMIC = "global_atomic"
     LAUNCH_DEPENDENTS = "launch_dependents"
     WAIT_DEPENDENTS = "wait_dependents"
+    WARPGROUP_MMA = "wgmma"
+    WARPGROUP_FENCE = "wgmma_fence"
+    WARPGROUP_WAIT = "wgmma_wait"
 
 
 class Mix(Enum):

@@ -111,7 +111,7 @@ def _whole_warp(instruction, lanes: int) -> None:
 
 
 @machine_op("wgmma.mma_async", aligned=True, rule=Rule.WARPGROUP_MMA, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.WARPGROUP_MMA, ties=Ties.NEVER)
+            event=Event.WARPGROUP_MMA, effect=Effect.WARPGROUP_MMA, ties=Ties.NEVER)
 def bind_mma(instruction, kernel):
     """wgmma.mma_async.sync.aligned.shape{.satfinite}.dtype.atype.btype d, a|a-desc, b-desc, scale-d
     {, imm-scale-a, imm-scale-b{, imm-trans-a}, imm-trans-b}."""
@@ -150,7 +150,7 @@ def bind_mma(instruction, kernel):
 
 
 @machine_op("wgmma.fence", aligned=True, rule=Rule.WARPGROUP_FENCE, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
+            event=Event.WARPGROUP_FENCE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True,
             native=NativeForm.ORDER)
 def bind_fence(instruction, kernel):
     """wgmma.fence.sync.aligned: an ordering rule of registers, without effect on the state."""
@@ -172,7 +172,7 @@ def bind_commit(instruction, kernel):
 
 
 @machine_op("wgmma.wait_group", aligned=True, rule=Rule.WAIT_WARPGROUP, trace=Recorded.ENTRY,
-            event=Event.NONE, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
+            event=Event.WARPGROUP_WAIT, effect=Effect.NONE, ties=Ties.NEVER, synchronises=True)
 def bind_wait(instruction, kernel):
     """wgmma.wait_group.sync.aligned N."""
     split_modifiers(instruction, ("sync",), ("aligned",))

@@ -52,15 +52,16 @@ _SASS_OF = {
     Event.GLOBAL_ATOMIC: r"(ATOMG|REDG|RED\b)",
     Event.LAUNCH_DEPENDENTS: r"PREEXIT",
     Event.WAIT_DEPENDENTS: r"ACQBULK",
+    # A commit is a part of the last product before it.
+    Event.WARPGROUP_MMA: r"[HIQB]GMMA",
+    Event.WARPGROUP_FENCE: r"WARPGROUP\.ARRIVE",
+    Event.WARPGROUP_WAIT: r"WARPGROUP\.DEPBAR",
 }
-#: Kinds of SASS instructions that no instruction of the table becomes: other architectures' code.
-_SASS_ALONE = {"wgmma": r"[HIQB]GMMA"}
-_SASS = [(re.compile(sass), str(kind))
-         for table in (_SASS_OF, _SASS_ALONE) for kind, sass in table.items()]
+_SASS = [(re.compile(sass), str(kind)) for kind, sass in _SASS_OF.items()]
 
 #: Kinds of which ptxas adds or drops some: a difference costs little in the matching.
 SOFT = frozenset({Event.SETMAXNREG, Event.ASYNC_FENCE, Event.TMEM_ALLOC, Event.STORE_ASYNC,
-                  Event.GLOBAL_ATOMIC})  # fmt: skip
+                  Event.GLOBAL_ATOMIC, Event.WARPGROUP_FENCE, Event.WARPGROUP_WAIT})  # fmt: skip
 
 _BY_WIDTH = frozenset({Event.TMEM_LOAD, Event.TMEM_STORE})
 _WIDTH = re.compile(r"\.x(\d+)\b")

@@ -324,3 +324,23 @@ def test_no_round_of_a_loop_where_the_ptx_has_none():
     code = function(*ROUNDS_WITHOUT_SITE)
     taken = events("barrier.cluster.arrive", "barrier.cluster.wait", mixes={1: {"exp2": 80}})
     assert executed(PathFinder(code).find(taken), code).count("MUFU") == 8
+
+
+_PRODUCT = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+_WAIT_GROUP, _WGMMA_FENCE = "wgmma.wait_group.sync.aligned", "wgmma.fence.sync.aligned"
+
+
+def test_products_of_a_warpgroup():
+    """A commit has no instruction of its own; the fence that ptxas adds before the second product,
+    and the wait that it drops, leave the path as it is."""
+    code = function(
+        "WARPGROUP.ARRIVE", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2", "WARPGROUP.ARRIVE",
+        "QGMMA.64x128x32.F32.E4M3.E4M3 R24, R88, gdesc[UR4], R24, gsb0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0", "EXIT",
+    )  # fmt: skip
+    assert ptx_kind("wgmma.commit_group.sync.aligned") is None
+    ran = events(_WGMMA_FENCE, _PRODUCT, _WAIT_GROUP, WAIT, _PRODUCT, _WAIT_GROUP)
+    path = PathFinder(code).find(ran)
+    assert path.numbers.tolist() == list(range(7))
+    assert path.event_of.tolist() == [0, 1, 3, -1, 4, 5, -1]
