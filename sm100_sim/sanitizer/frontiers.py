@@ -91,12 +91,14 @@ def fence_shared(w: ptr[WarpRecord]) -> None:
     memory before it.
 
     Of agents whose accesses are, or may be, to shared memory: generic ones, cp.async, copies that
-    signal an mbarrier; and what asynchronous agents may see. Generic accesses have one clock,
-    whatever memory they are to, so global ones count, too.
+    signal an mbarrier, wgmmas; and what asynchronous agents may see. Generic accesses have one
+    clock, whatever memory they are to, so global ones count, too.
     """
     for i in range(w.cluster.warps):
         tell(w, i * AGENTS_OF_A_WARP + GENERIC)
         tell(w, i * AGENTS_OF_A_WARP + COPY)
+        if w.cluster.products:
+            tell(w, i * AGENTS_OF_A_WARP + MMA)
     for entry in range(w.cluster.warps * AGENTS_OF_A_WARP, w.cluster.agents + w.cluster.warps):
         tell(w, entry)
     advance(w)

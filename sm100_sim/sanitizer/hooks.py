@@ -460,6 +460,7 @@ def _product(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
         place = warp.index % WARPS
         sanitizer.products.setdefault(instruction.index, (warp.cta.ctaid, warp.index))
         product: Any = warpgroup_of(warp).latest[place]
+        state.cluster.record.products = 1
         access = state.asynchronous(MMA, "wgmma", False)
         shadow = sanitizer.cta(warp.cta)
         shadow.visit(access)

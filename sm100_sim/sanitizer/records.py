@@ -103,13 +103,13 @@ class ClusterRecord(ctypes.Structure):
     """`state.ClusterState`. memory: host address of the shared memory, `row` bytes a CTA, `bytes`
     in all. ordered: by instruction whether its accesses order others. writes: to global memory.
     warps: in the cluster; agents, size: of a frontier. record, unbalanced: addresses of functions
-    in Python. number: in the grid."""
+    in Python. number: in the grid. products: a wgmma has been executed."""
 
     _fields_ = [
         ("memory", c_uint64), ("row", c_uint64), ("bytes", c_uint64), ("ctas", c_uint64),
         ("accesses", c_uint64), ("ordered", c_uint64), ("writes", c_uint64), ("warps", c_uint64),
         ("agents", c_uint64), ("size", c_uint64), ("record", c_uint64), ("unbalanced", c_uint64),
-        ("number", c_uint32),
+        ("number", c_uint32), ("products", c_uint32),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
         "ctas": lambda: CtaRecord, "accesses": lambda: BufferRecord, "ordered": u8,

@@ -92,6 +92,12 @@ _FENCED = changed(
     "poll", "ld.relaxed.gpu.global.u32 %r8, [%rd9];  fence.acq_rel.gpu;",
 )  # fmt: skip
 
+#: The release of a slot as a relaxed arrival, which says nothing of its reads.
+_RELAXED = "mbarrier.arrive.relaxed.cluster.shared::cta.b64 _, [smem+8];"
+_RELEASED = changed(
+    WARPGROUP, "release", f"fence.release.sync_restrict::shared::cta.cluster;  {_RELAXED}"
+)  # fmt: skip
+
 _PAIR = {"cluster": (2, 1, 1), "grid": (2, 1, 1)}
 KERNELS = {
     "RING": Kernel(RING, {"block": (64, 1, 1)}),
@@ -124,6 +130,7 @@ KERNELS = {
     "FENCED": Kernel(_FENCED, {"cluster": (2, 1, 1), "grid": (4, 1, 1)}, words(128, 1)),
     "MAPS": Kernel(MAPS, {"block": (64, 1, 1)}, _maps),
     "WARPGROUP": Kernel(WARPGROUP, {"block": (160, 1, 1)}),
+    "RELEASED": Kernel(_RELEASED, {"block": (160, 1, 1)}),
 }
 
 
@@ -324,6 +331,8 @@ BUGS = [
          "BarrierError"),
     # Products of a warpgroup: operands, hand-overs, a warp that leaves.
     _omit(3, "WARPGROUP", "proxy", "missing-proxy-fence"),
+    _swap(13, "WARPGROUP", "slot released without a release", "release", _RELAXED,
+          "mma-in-flight"),
     _omit(15, "WARPGROUP", "full", "race", "uninitialised-read"),
     _omit(15, "WARPGROUP", "empty", "mma-in-flight"),
     _omit(21, "WARPGROUP", "wait", "mma-in-flight"),
