@@ -167,6 +167,32 @@ class DqPlan:
         return describe_plans(head, self)
 
 
+def _operand_edges(key_bytes: int, stages: int, buffer_bytes: int) -> tuple[Edge, ...]:
+    """Those of K and V, which stay for a tile, and of the ring that Q and dO share; bytes of both
+    CTAs."""
+    commit, tma = Signal.COMMIT_PAIR, Signal.TMA_PAIR
+    return (
+        Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=key_bytes),
+        Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
+        Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=key_bytes),
+        Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
+        Edge("ring_loaded", stages, tma, "load", 1, "mma", "Q or dO in SMEM",
+             transaction_bytes=buffer_bytes),
+        Edge("ring_free", stages, commit, "mma", 1, "load", "Q or dO buffer: its MMAs are done",
+             True),
+    )  # fmt: skip
+
+
+def _score_edges(gradient: int) -> tuple[Edge, ...]:
+    """Those by which S^T, and dP^T until it has been read, go to the gradient warps."""
+    commit, pair = Signal.COMMIT_PAIR, Signal.WARPS_PAIR
+    return (
+        Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
+        Edge("s_free", 1, pair, "gradient", gradient, "mma", "S^T in registers", True),
+        Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP^T in TMEM"),
+    )
+
+
 @dataclass(frozen=True)
 class DkdvPlan:
     """The dK/dV kernel: 128 keys of a pair stay, units of 256 queries pass.
@@ -224,28 +250,18 @@ class DkdvPlan:
     @property
     def edges(self) -> EdgeTable:
         gradient = len(self.warps.gradient)
-        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        pair, commit, stats = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, self.stats_bytes
         own_tma, own, release = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_PAIR_RELEASE
-        tile, stats = CTAS * TILE_BYTES, self.stats_bytes
         return EdgeTable(
             (
-                Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=tile),
-                Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
-                Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=tile),
-                Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
-                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
-                     "Q or dO in SMEM", transaction_bytes=tile),
-                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
-                     "Q or dO buffer: its MMAs are done", True),
+                *_operand_edges(CTAS * TILE_BYTES, self.ring_stages, CTAS * TILE_BYTES),
                 Edge("lse_loaded", 1, own_tma, "load", 1, "gradient", "LSE in SMEM",
                      transaction_bytes=stats),
                 Edge("lse_free", 1, own, "gradient", gradient, "load", "LSE read", True),
                 Edge("delta_loaded", 1, own_tma, "load", 1, "gradient", "delta in SMEM",
                      transaction_bytes=stats),
                 Edge("delta_free", 1, own, "gradient", gradient, "load", "delta read", True),
-                Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
-                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S^T in registers", True),
-                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP^T in TMEM"),
+                *_score_edges(gradient),
                 Edge("dp_free", 1, pair, "gradient", gradient, "mma", "dP^T in registers", True),
                 Edge("weights_done", 1, release, "gradient", gradient, "mma",
                      "P, then dS, in SMEM"),
@@ -332,26 +348,16 @@ class DvPlan:
     @property
     def edges(self) -> EdgeTable:
         gradient = len(self.warps.gradient)
-        pair, commit, tma = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, Signal.TMA_PAIR
+        pair, commit, stats = Signal.WARPS_PAIR, Signal.COMMIT_PAIR, self.stats_stages
         own_tma, own = Signal.TMA_CTA, Signal.WARPS_CTA
-        keys, stats = CTAS * self.key_bytes, self.stats_stages
         return EdgeTable(
             (
-                Edge("k_loaded", 1, tma, "load", 1, "mma", "K in SMEM", transaction_bytes=keys),
-                Edge("k_free", 1, commit, "mma", 1, "load", "K: all S of the tile done", True),
-                Edge("v_loaded", 1, tma, "load", 1, "mma", "V in SMEM", transaction_bytes=keys),
-                Edge("v_free", 1, commit, "mma", 1, "load", "V: all dP of the tile done", True),
-                Edge("ring_loaded", self.ring_stages, tma, "load", 1, "mma",
-                     "Q or dO in SMEM", transaction_bytes=CTAS * PIECE_BYTES),
-                Edge("ring_free", self.ring_stages, commit, "mma", 1, "load",
-                     "Q or dO buffer: its MMAs are done", True),
+                *_operand_edges(CTAS * self.key_bytes, self.ring_stages, CTAS * PIECE_BYTES),
                 Edge("stats_loaded", stats, own_tma, "load", 1, "gradient", "LSE, delta in SMEM",
                      transaction_bytes=2 * self.stats_bytes),
                 Edge("stats_free", stats, own, "gradient", gradient, "load",
                      "LSE and delta read", True),
-                Edge("s_done", 1, commit, "mma", 1, "gradient", "S^T in TMEM"),
-                Edge("s_free", 1, pair, "gradient", gradient, "mma", "S^T in registers", True),
-                Edge("dp_done", 1, commit, "mma", 1, "gradient", "dP^T in TMEM"),
+                *_score_edges(gradient),
                 Edge("p_done", 1, pair, "gradient", gradient, "mma", "P in TMEM, over its dP"),
                 Edge("dv_done", 1, commit, "mma", 1, "gradient", "dV of the tile in TMEM"),
                 Edge("dv_free", 1, pair, "gradient", gradient, "mma", "dV in registers", True),

@@ -99,6 +99,44 @@ DQ_STEPS = StepTable(
     ),
 )  # fmt: skip
 
+#: K and V, which stay for a tile, and Q and dO, which pass.
+_OPERAND_RINGS = (
+    Ring("k", full="k_loaded", free="k_free"),
+    Ring("v", full="v_loaded", free="v_free"),
+    Ring("ring", full="ring_loaded", free="ring_free"),
+)
+
+
+def _of_keys(
+    result: Operand, keys: str, passing: Load, frees: tuple[str, ...], loads: tuple[tuple, tuple]
+) -> Product:
+    """Keys that stay, times rows that pass. frees: edges that say the result may be overwritten,
+    none where the products' order does. loads: what is loaded (before, after) the rows."""
+    kept = keys.lower()
+    before, after = loads
+    return Product(
+        result.content,
+        result=result,
+        a=Operand(keys, kept, ring=kept),
+        b=Operand(passing.copies[0].content, "ring", ring="ring"),
+        waits=(first(f"{kept}_loaded"), *(each(edge) for edge in frees), each("ring_loaded")),
+        commits=(each("ring_free"), each(f"{result.ring}_done"), last(f"{kept}_free")),
+        loads=(Load.one(keys, kept, kept, kept, When.FIRST), *before, passing, *after),
+        is_ahead=True,
+        pieces=PIECES,
+    )
+
+
+def _scores(before: tuple[Load, ...] = (), after: tuple[Load, ...] = ()) -> Product:
+    """S^T = K Q^T, a step ahead."""
+    passing = Load.one("Q", "q", "ring", "ring", pieces=PIECES)
+    return _of_keys(Operand("S", "s", ring="s"), "K", passing, ("s_free",), (before, after))
+
+
+def _score_gradients(frees: tuple[str, ...] = (), before: tuple[Load, ...] = ()) -> Product:
+    """dP^T = V dO^T, a step ahead."""
+    passing = Load.one("dO", "dout", "ring", "ring", pieces=PIECES)
+    return _of_keys(Operand("dP", "dp", ring="dp"), "V", passing, frees, (before, ()))
 
 
 def _stats(name: str, content: str) -> tuple[Action, Action, Action]:
@@ -110,9 +148,7 @@ _WAIT_DELTA, *_READ_DELTA = _stats("delta", "delta")
 
 DKDV_STEPS = StepTable(
     rings=(
-        Ring("k", full="k_loaded", free="k_free"),
-        Ring("v", full="v_loaded", free="v_free"),
-        Ring("ring", full="ring_loaded", free="ring_free"),
+        *_OPERAND_RINGS,
         Ring("lse", full="lse_loaded", free="lse_free"),
         Ring("delta", full="delta_loaded", free="delta_free"),
         Ring("s", full="s_done", free="s_free"),
@@ -121,21 +157,7 @@ DKDV_STEPS = StepTable(
         Ring("sums", full="sums_done", free="sums_free", regions=("dv", "dk")),
     ),
     products=(
-        Product(
-            "S",
-            result=Operand("S", "s", ring="s"),
-            a=Operand("K", "k", ring="k"),
-            b=Operand("Q", "ring", ring="ring"),
-            waits=(first("k_loaded"), each("s_free"), each("ring_loaded")),
-            commits=(each("ring_free"), each("s_done"), last("k_free")),
-            loads=(
-                Load.one("K", "k", "k", "k", When.FIRST),
-                Load.one("LSE", "lse", "lse", "lse"),
-                Load.one("Q", "q", "ring", "ring", pieces=PIECES),
-            ),
-            is_ahead=True,
-            pieces=PIECES,
-        ),
+        _scores(before=(Load.one("LSE", "lse", "lse", "lse"),)),
         Product(
             "dV",
             result=Operand("dV", "dv", ring="sums"),
@@ -147,20 +169,8 @@ DKDV_STEPS = StepTable(
             overwrites=When.FIRST,
             pieces=PIECES,
         ),
-        Product(
-            "dP",
-            result=Operand("dP", "dp", ring="dp"),
-            a=Operand("V", "v", ring="v"),
-            b=Operand("dO", "ring", ring="ring"),
-            waits=(first("v_loaded"), each("dp_free"), each("ring_loaded")),
-            commits=(each("ring_free"), each("dp_done"), last("v_free")),
-            loads=(
-                Load.one("V", "v", "v", "v", When.FIRST),
-                Load.one("delta", "delta", "delta", "delta"),
-                Load.one("dO", "dout", "ring", "ring", pieces=PIECES),
-            ),
-            is_ahead=True,
-            pieces=PIECES,
+        _score_gradients(
+            frees=("dp_free",), before=(Load.one("delta", "delta", "delta", "delta"),)
         ),
         Product(
             "dK",
@@ -205,9 +215,7 @@ DKDV_STEPS = StepTable(
 
 DV_STEPS = StepTable(
     rings=(
-        Ring("k", full="k_loaded", free="k_free"),
-        Ring("v", full="v_loaded", free="v_free"),
-        Ring("ring", full="ring_loaded", free="ring_free"),
+        *_OPERAND_RINGS,
         Ring("stats", full="stats_loaded", free="stats_free", regions=("lse", "delta")),
         Ring("s", full="s_done", free="s_free"),
         # NOTE [P over dP] in dv.py: the products' order frees both.
@@ -216,20 +224,8 @@ DV_STEPS = StepTable(
         Ring("dv", full="dv_done", free="dv_free"),
     ),
     products=(
-        Product(
-            "S",
-            result=Operand("S", "s", ring="s"),
-            a=Operand("K", "k", ring="k"),
-            b=Operand("Q", "ring", ring="ring"),
-            waits=(first("k_loaded"), each("s_free"), each("ring_loaded")),
-            commits=(each("ring_free"), each("s_done"), last("k_free")),
-            loads=(
-                Load.one("K", "k", "k", "k", When.FIRST),
-                Load.one("Q", "q", "ring", "ring", pieces=PIECES),
-                Load("stats", (Copy("LSE", "lse", "lse"), Copy("delta", "delta", "delta"))),
-            ),
-            is_ahead=True,
-            pieces=PIECES,
+        _scores(
+            after=(Load("stats", (Copy("LSE", "lse", "lse"), Copy("delta", "delta", "delta"))),)
         ),
         Product(
             "dV",
@@ -242,20 +238,7 @@ DV_STEPS = StepTable(
             overwrites=When.FIRST,
             pieces=PIECES,
         ),
-        Product(
-            "dP",
-            result=Operand("dP", "dp", ring="dp"),
-            a=Operand("V", "v", ring="v"),
-            b=Operand("dO", "ring", ring="ring"),
-            waits=(first("v_loaded"), each("ring_loaded")),
-            commits=(each("ring_free"), each("dp_done"), last("v_free")),
-            loads=(
-                Load.one("V", "v", "v", "v", When.FIRST),
-                Load.one("dO", "dout", "ring", "ring", pieces=PIECES),
-            ),
-            is_ahead=True,
-            pieces=PIECES,
-        ),
+        _score_gradients(),
     ),
     roles=(
         Role(
