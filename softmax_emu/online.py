@@ -53,6 +53,9 @@ SMALLEST_SCALE = 2.0**-126
 LOWEST_MAXIMUM = -(2.0**100)
 LOWEST_LOGIT = -(2.0**126)
 
+# 2^30 + 1 to the fourth power is finite, and so is its reciprocal; 2 / (1 + 2^30) is nothing to 1.
+LARGEST_TANH_EXPONENT = 30.0
+
 # P must stay finite in its own type: 2^threshold, with room for rounding.
 _LARGEST_THRESHOLD = {cutlass.BFloat16: 64.0, cutlass.Float16: 15.0}
 
@@ -287,11 +290,34 @@ class OnlineSoftmax:
 def soft_cap(scores: cute.Tensor, cap_scale: Float32) -> None:
     """scores := tanh(scores * cap_scale), for a softcap; before any mask.
 
-    scores: register tensor of Float32.  The scale of the softmax is then softcap * log2(e).
-    tanh(x) is computed as 1 - 2 / (1 + 2^(2 x log2 e)), whose absolute error of some 2^-22 the
-    softcap multiplies; tanh.approx, with a relative error of 2^-11, would be seen in LSE.
+    scores: register tensor of Float32, a multiple of four.  The scale of the softmax is then
+    softcap * log2(e).  tanh(x) is computed as 1 - 2 / (1 + 2^(2 x log2 e)), whose absolute error of
+    some 2^-22 the softcap multiplies; tanh.approx, with a relative error of 2^-11, would be seen in
+    LSE.  Four denominators share a reciprocal, since its unit is exp2's, which a softcap keeps
+    busy as it is.  So a NaN among four scores is one of all of them.
     """
-    doubled = cap_scale * Float32(2.0 * math.log2(math.e))
-    for column in range(cute.size(scores)):
-        power = exp2_row_factor(scores[column] * doubled)
-        scores[column] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+    doubled = (cap_scale * Float32(2.0 * math.log2(math.e)),) * 2
+    one, minus_two = (Float32(1.0),) * 2, (Float32(-2.0),) * 2
+    for column in range(0, cute.size(scores), 4):
+        low, high = (
+            _tanh_denominators(
+                cute.arch.mul_packed_f32x2((scores[column + i], scores[column + i + 1]), doubled)
+            )
+            for i in (0, 2)
+        )
+        products = cute.arch.mul_packed_f32x2(low, high)
+        inverse = cute.arch.rcp_approx(products[0] * products[1])
+        # Of each product; then of each factor, which is that times the other factor.
+        inverses = inverse * products[1], inverse * products[0]
+        for i, others in ((0, high), (2, low)):
+            pair = cute.arch.mul_packed_f32x2(inverses, others)
+            pair = cute.arch.fma_packed_f32x2(pair, minus_two, one)
+            scores[column + i], scores[column + i + 1] = pair
+
+
+def _tanh_denominators(exponents: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+    """1 + 2^x of two; where x is too large for a product of four of them, tanh is 1 already."""
+    powers = (
+        exp2_hardware(cute.arch.fmin(x, LARGEST_TANH_EXPONENT, nan=True)) for x in exponents
+    )
+    return cute.arch.add_packed_f32x2(tuple(powers), (Float32(1.0),) * 2)

@@ -6,6 +6,7 @@ __all__ = [
     "ELEMENT_BYTES",
     "FLOAT_BYTES",
     "HEAD_DIM",
+    "SECTOR_BYTES",
     "SMEM_CAPACITY",
     "SWIZZLE_ALIGNMENT",
     "TMA_ALIGNMENT",
@@ -25,6 +26,10 @@ WARP_SIZE = 32
 SMEM_CAPACITY = 232_448
 #: Of a buffer with the 128-byte swizzle: 8 rows of 128 bytes.
 SWIZZLE_ALIGNMENT = 1024
+
+#: The least of a line that L2 takes by itself. Where every lane stores a row of its own, half
+#: sectors leave an H200's SM at 8 bytes a clock, whole ones at 31 (measured).
+SECTOR_BYTES = 32
 
 #: What TMA asks of a tensor in global memory: base address and every stride but the innermost a
 #: multiple of 16 bytes, strides below 2**40 bytes, innermost stride one element (CUDA driver API,

@@ -5,7 +5,8 @@
     lse, dlse     (batch, heads_q, seqlen_q) float32, any strides but 0
     stats         (2, heads_q, padded rows) float32; see `backward_preprocess`
     dq            like q
-    dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1
+    dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
+                  dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
     ds            (tiles, elements of a tile), like k; the architecture's
                   (`kernel_set.BackwardSet`); None where it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
@@ -27,14 +28,13 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.portions import Portion
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_preprocess import PreprocessRows
-from fa4_hd256.kernels.limits import TMA_ALIGNMENT
+from fa4_hd256.kernels.limits import SECTOR_BYTES, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, GradientClass, PreprocessClass
 from fa4_hd256.kernels.sequences import padded_rows
 
 from .arguments import (
     call_scalars,
     dynamic_tensor,
-    row_alignment,
     scalar_types,
     tensor_type,
     vector_type,
@@ -165,7 +165,7 @@ def gradient_compile_arguments(
     operands = tuple(tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(4))
     of_keys = cutlass.Float32 if problem_class.partial else element
     types = (element if name == "dq" else of_keys for name in results)
-    made = tuple(tensor_type(kind, 4, row_alignment(kind.width)) for kind in types)
+    made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, 2, TMA_ALIGNMENT) if has_ds else None
@@ -180,10 +180,7 @@ def gradient_call_arguments(
     return (
         tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
         dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
-        tuple(
-            dynamic_tensor(tensor, row_alignment(8 * tensor.element_size()))
-            for tensor in tensors.results
-        ),
+        tuple(dynamic_tensor(tensor, SECTOR_BYTES) for tensor in tensors.results),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
         call_scalars(problem.forward, gpu, stream, problem.head_parts, problem.kernels.cluster),

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from softmax_emu.exp2 import exp2_polynomial_pair
-from softmax_emu.online import OnlineSoftmax
+from softmax_emu.online import OnlineSoftmax, soft_cap
 from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 ROWS = 128
@@ -24,6 +24,23 @@ def polynomial(x: cute.Tensor, y: cute.Tensor, degree: cutlass.Constexpr):
     """y = 2^x by the polynomial; x and y (n,) float32, n even."""
     blocks = (cute.size(x) // 2 + ROWS - 1) // ROWS
     _polynomial_kernel(x, y, degree).launch(grid=(blocks, 1, 1), block=(ROWS, 1, 1))
+
+
+@cute.kernel
+def _soft_cap_kernel(x: cute.Tensor, y: cute.Tensor, cap_scale: Float32):
+    row = cute.arch.thread_idx()[0]
+    scores = cute.make_rmem_tensor(COLUMNS, Float32)
+    for column in cutlass.range(COLUMNS, unroll_full=True):
+        scores[column] = x[row, column]
+    soft_cap(scores, cap_scale)
+    for column in cutlass.range(COLUMNS, unroll_full=True):
+        y[row, column] = scores[column]
+
+
+@cute.jit
+def capped(x: cute.Tensor, y: cute.Tensor, cap_scale: Float32):
+    """y = tanh(x * cap_scale); x and y (ROWS, COLUMNS) float32."""
+    _soft_cap_kernel(x, y, cap_scale).launch(grid=(1, 1, 1), block=(ROWS, 1, 1))
 
 
 @cute.jit

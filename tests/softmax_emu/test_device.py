@@ -10,7 +10,7 @@ import torch
 from cross_compile import compile_sm100
 from cutlass import Float32
 from cutlass.cute.runtime import from_dlpack
-from softmax_kernels import COLUMNS, ROWS, online_softmax, polynomial
+from softmax_kernels import COLUMNS, ROWS, capped, online_softmax, polynomial
 
 import sm100_sim
 from softmax_emu import HARDWARE_ONLY, POLYNOMIAL_ONLY, Ex2Pattern
@@ -193,3 +193,33 @@ def test_extreme_scales(scale):
     assert not np.isnan(p).any() and not np.isnan(factors).any()
     assert (p[np.isneginf(scores)] == 0).all()
     _check_result(scores, max(scale, 1e-37), (p, factors), (inverse, lse))
+
+
+def _capped(x: np.ndarray, cap_scale: float) -> np.ndarray:
+    x_in, y_out = torch.from_numpy(x), torch.full(x.shape, math.nan)
+    arguments = from_dlpack(x_in), from_dlpack(y_out)
+    compiled = compile_sm100(capped, *arguments, Float32(1))
+    sm100_sim.launch(compiled, *arguments, Float32(cap_scale))
+    return y_out.numpy()
+
+
+@pytest.mark.parametrize("cap_scale", [1.0, 1 / 800])
+def test_the_softcap_is_tanh(cap_scale):
+    """Of every size beside every other: four scores share a reciprocal."""
+    rng = np.random.default_rng(0)
+    shape = ROWS, COLUMNS
+    x = rng.normal(size=shape) * 10.0 ** rng.uniform(-4, 2, shape)
+    extremes = [-np.inf, -3e38, -44, -10.4, 0, 1e-30, 10.4, 44, 3e38, np.inf]
+    x[: ROWS // 4] = rng.choice(extremes, (ROWS // 4, COLUMNS))
+    with np.errstate(over="ignore"):
+        x = (x / cap_scale).astype(np.float32)
+    expected = np.tanh(x.astype(np.float64) * np.float32(cap_scale))
+    np.testing.assert_allclose(_capped(x, cap_scale), expected, rtol=0, atol=2.0**-21)
+
+
+def test_a_nan_passes_the_softcap():
+    """It makes one of its own group of four scores each, and of no other."""
+    x = np.zeros((ROWS, COLUMNS), np.float32)
+    x[:, 5] = math.nan
+    found = np.isnan(_capped(x, 1.0))
+    assert found[:, 4:8].all() and found.sum() == 4 * ROWS

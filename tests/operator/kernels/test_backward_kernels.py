@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -192,6 +193,18 @@ def test_no_spills_and_no_local_memory(result, variant):
     assert usage.stack == usage.local == 0
     assert usage.registers == BackwardWarpPlan().registers.at_launch
     assert "ld.local" not in compiled.ptx and "st.local" not in compiled.ptx
+
+
+@pytest.mark.parametrize("result", ["dq", "dkdv", "dv", "products"])
+def test_rows_of_results_leave_in_whole_sectors(result):
+    """By 256-bit stores: half a sector at a time takes an SM four times as long."""
+    kind = f"backward_{result}"
+    config = BackwardConfig().of_kernel(kind)
+    ptx = compile_kernel(KernelSpec(kind, config, VARIANTS["causal"])).ptx
+    stores = set(re.findall(r"st\.global[.\w]*", ptx))
+    # dS leaves by quads of lanes, 128 bytes in a row.
+    of_rows = stores - {"st.global.b32"} if result == "dv" else stores
+    assert of_rows and of_rows <= {"st.global.v8.b32", "st.global.v4.b64"}
 
 
 def test_shapes_of_the_tiles():

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from fa4_hd256.kernels.backward_common import BackwardTensors
 from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairKernel
 from fa4_hd256.kernels.blackwell.producers import PairProducers
+from fa4_hd256.kernels.limits import SECTOR_BYTES
 from fa4_hd256.kernels.operands import TmaTensor, smem_layout
 from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.scalars import CallScalars
@@ -26,6 +27,7 @@ from .config import GradientConfig
 __all__ = [
     "BackwardKernel",
     "FRAGMENT",
+    "multiply_by",
     "score_gradients",
     "store_row",
     "zeros",
@@ -65,12 +67,12 @@ class BackwardKernel(PairKernel, PairProducers):
         """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
         seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
         results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
-        heads.  Last stride 1, other strides multiples of 16 bytes.  ds: see `backward_ds_tiles`,
-        None where it is not stored.  ragged: a tuple of tensors in the order of
-        `problem_class.ragged`, None if there are none.
+        heads.  Last stride 1, other strides multiples of 16 bytes, of results 32.  ds: see
+        `backward_ds_tiles`, None where it is not stored.  ragged: a tuple of tensors in the order
+        of `problem_class.ragged`, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
-        results = tuple(by_sequence(tensor) for tensor in results)
+        results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
         q, k, _, _ = operands
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
         batch = self.sequence_tensors(ragged).num_batches(q)
@@ -147,8 +149,9 @@ class BackwardKernel(PairKernel, PairProducers):
         if cutlass.const_expr(self.problem_class.softcap):
             slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
             soft_cap(scores, context.scalars.cap_scale)
-            for i in range(0, cute.size(scores)):
-                slopes[i] = 1.0 - scores[i] * scores[i]
+            for i in range(0, cute.size(scores), 2):
+                pair, negated = (scores[i], scores[i + 1]), (-scores[i], -scores[i + 1])
+                slopes[i], slopes[i + 1] = cute.arch.fma_packed_f32x2(negated, pair, (1.0, 1.0))
         if mask[0]:
             self.mask_scores(scores, mask[1:])
         return slopes
@@ -178,6 +181,14 @@ def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) 
             delta = (negative_delta[i], negative_delta[i + 1])
         pair = cute.arch.add_packed_f32x2((dp[i], dp[i + 1]), delta)
         dp[i], dp[i + 1] = cute.arch.mul_packed_f32x2(pair, (factors[i], factors[i + 1]))
+
+
+def multiply_by(values: cute.Tensor, factors: cute.Tensor) -> None:
+    """values *= factors, register tensors of an even number of Float32 (mul.rn.f32x2)."""
+    for i in range(0, cute.size(values), 2):
+        values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
+            (values[i], values[i + 1]), (factors[i], factors[i + 1])
+        )
 
 
 def store_row(values: cute.Tensor, destination: cute.Tensor) -> None:

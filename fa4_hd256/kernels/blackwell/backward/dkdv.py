@@ -45,7 +45,7 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 
-from .common import FRAGMENT, BackwardKernel, score_gradients, store_row, zeros
+from .common import FRAGMENT, BackwardKernel, multiply_by, score_gradients, store_row, zeros
 
 __all__ = ["DkdvKernel"]
 
@@ -208,8 +208,8 @@ class DkdvKernel(KeyTiles, BackwardKernel):
             columns_of(rounded, start, FRAGMENT).store(part.load().to(self.dtype))
         barriers["lse_free"].arrive(states["lse_loaded"])
         states.advance("lse_loaded")
-        if cutlass.const_expr(self.problem_class.softcap):
-            factors.store(factors.load() * slopes.load())
+        if cutlass.const_expr(slopes is not None):
+            multiply_by(factors, slopes)
         return states
 
     @traced("dS")

@@ -47,7 +47,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import TileProblem, section_heads_for
 
-from .common import FRAGMENT, score_gradients
+from .common import FRAGMENT, multiply_by, score_gradients
 from .row_result import RowResult
 
 __all__ = ["DqKernel"]
@@ -193,8 +193,8 @@ class DqKernel(RowResult):
         states.advance("s_done")
         slopes = self.mask_and_cap(context, factors, mask)
         self.exponentiate(context, factors, negative_lse, (0, OWN_KEYS))
-        if cutlass.const_expr(self.problem_class.softcap):
-            factors.store(factors.load() * slopes.load())
+        if cutlass.const_expr(slopes is not None):
+            multiply_by(factors, slopes)
         return states
 
     @traced("dS")

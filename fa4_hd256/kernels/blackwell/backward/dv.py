@@ -56,7 +56,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import WorkTile
 
-from .common import FRAGMENT, score_gradients
+from .common import FRAGMENT, multiply_by, score_gradients
 from .row_result import OWN_COLUMNS, OWN_ROWS, RowResult
 
 __all__ = ["DvKernel"]
@@ -218,14 +218,14 @@ class DvKernel(KeyTiles, RowResult):
     @cute.jit
     def mask_scores(self, scores: cute.Tensor, mask: tuple):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0."""
-        visibility, first_key, index = mask
+        for their dS has to be 0.  mask: (Visibility, first key, step, which `quad_fragment`s)."""
+        visibility, first_key, index, halves = mask
         queries = index * STEP_QUERIES + self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
-        for half in cutlass.range_constexpr(2):
+        for number, half in enumerate(halves):
             for group in cutlass.range_constexpr(2):
                 key = first_key + (16 * half + 8 * group)
                 first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                own = quad_fragment(scores, half)[None, group, None]
+                own = quad_fragment(scores, number)[None, group, None]
                 visibility.apply(own, key, first, COLUMNS)
 
     @traced("P")
@@ -245,16 +245,20 @@ class DvKernel(KeyTiles, RowResult):
         states.advance("s_done")
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
         negative_lse = self._own_stats(context, "lse", states["stats_loaded"].index)
-        slopes = self.mask_and_cap(context, factors, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for half in cutlass.range_constexpr(2):
+            part = columns_of(factors, half * FRAGMENT, FRAGMENT)
+            if cutlass.const_expr(self.problem_class.softcap):
+                # By halves, or the slopes of all take the registers.
+                slopes = self.mask_and_cap(context, part, (*mask, (half,)))
+            elif cutlass.const_expr(half == 0):
+                slopes = self.mask_and_cap(context, factors, (*mask, (0, 1)))
             if cutlass.const_expr(before is not None):
                 self._store_ds(*before, half)
-            part = columns_of(factors, half * FRAGMENT, FRAGMENT)
             self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))
             columns_of(rounded, half * FRAGMENT, FRAGMENT).store(part.load().to(self.dtype))
-        if cutlass.const_expr(self.problem_class.softcap):
-            factors.store(factors.load() * slopes.load())
+            if cutlass.const_expr(slopes is not None):
+                multiply_by(part, slopes)
         return states
 
     @traced("dS")
