@@ -27,18 +27,28 @@ EVERYTHING = replace(
     WINDOW, negative_scale=True, softcap=True, sink=True, packed_heads=8, use_clc=True,
     ragged=("cu_seqlens_q", "cu_seqlens_k"),
 )  # fmt: skip
-CLASSES = {"full": FULL, "window": WINDOW, "everything": EVERYTHING}
+#: Those that a call may get by default, and a cluster that shares its loads.
+LONG, SHORT = ForwardConfig(), ForwardConfig(block_kv=64)
+KERNELS = {
+    "long": (LONG, FULL),
+    "short": (SHORT, FULL),
+    "window": (SHORT, WINDOW),
+    "everything": (SHORT, EVERYTHING),
+    "long, everything": (LONG, EVERYTHING),
+    "pair": (ForwardConfig(ctas=2), WINDOW),
+}
 
 
 def function_of(name: str):
     """(kernel, its only function)."""
-    spec = KernelSpec("forward", ForwardConfig(), CLASSES[name], named("sm_90a"))
+    config, problem_class = KERNELS[name]
+    spec = KernelSpec("forward", config, problem_class, named("sm_90a"))
     kernel = compile_kernel(spec)
     (function,) = disassemble(kernel.cubin).values()
     return kernel, function
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
     kernel, function = function_of(name)
     plan = ForwardConfig().warps.registers
@@ -69,8 +79,8 @@ def hidden_exponentials(code: str) -> list[int]:
     return [between.count("x") for between in STEP.findall(code)]
 
 
-@pytest.mark.parametrize("name, loops", [("full", 2), ("window", 3), ("everything", 3)])
-def test_products_stay_in_flight_and_hide_the_exponentials(name, loops):
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_stay_in_flight_and_hide_the_exponentials(name):
     """ptxas puts a wait behind every product where registers do not suffice, and moves
     exponentials behind the wait for PV; in each of the loops."""
     _, function = function_of(name)
@@ -78,12 +88,22 @@ def test_products_stay_in_flight_and_hide_the_exponentials(name, loops):
         next((letter for start, letter in LETTERS.items() if i.opcode.startswith(start)), "")
         for i in function.instructions
     )
-    most = 0.75 * ForwardConfig().block_kv / 2
+    config, problem_class = KERNELS[name]
+    loops = 3 if problem_class.bounded_left else 2
+    most = 0.75 * config.block_kv / 2
     hidden = hidden_exponentials(code)
     assert len(hidden) == loops and min(hidden) > most, code
     # Such as they would be.
     assert hidden_exponentials(code.replace("SS", "SWS")) == []
     assert max(hidden_exponentials(re.sub("x{10}([xb]*)W", r"W\1", code))) < max(hidden)
+
+
+@pytest.mark.parametrize(
+    "causal, seqlen_k, keys",
+    [(True, 16384, 64), (False, 16384, 80), (False, 1024, 80), (False, 512, 64), (False, 1, 64)],
+)
+def test_the_default_wastes_little_of_the_last_step(causal, seqlen_k, keys):
+    assert ForwardConfig.tuned(causal, seqlen_k, "H200").block_kv == keys
 
 
 def test_a_plan_that_does_not_fit_is_refused():
