@@ -34,6 +34,7 @@ from bench.model.predictor import replayable
 from bench.model.published.flash_attention import FORWARD_256
 from bench.model.published.nvidia import INFERENCE, TRAINING
 from bench.model.published.rows import FIT, TEST
+from bench.processes import add_jobs_option
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
@@ -56,7 +57,7 @@ def search(chosen: list[Case], arguments: argparse.Namespace) -> tuple[Populatio
     """The first lot, then the rounds."""
     judge = Judge(chosen)
     ranges = varying(load(MACHINE_NAME))
-    followed = effects(chosen, ranges) >= FOLLOWED
+    followed = effects(chosen, ranges, arguments.jobs) >= FOLLOWED
     population = Population(ranges, len(chosen), followed)
     generator = np.random.default_rng(arguments.seed)
     for number in range(arguments.rounds + 1):
@@ -64,7 +65,7 @@ def search(chosen: list[Case], arguments: argparse.Namespace) -> tuple[Populatio
             places = population.proposed(judge, arguments.lot, generator)
         else:
             places = spread(arguments.lot, population.ranges, arguments.seed)
-        population.add(places, chosen)
+        population.add(places, chosen, arguments.jobs)
         best = judge.errors(population.seconds).min()
         print(
             f"{len(population.places)} sets replayed; the best error is {best:.2f}",
@@ -168,6 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="keep the sets for all predictions")
     parser.add_argument("--show", action="store_true", help="print what is kept, replay nothing")
+    add_jobs_option(parser)
     add_output_options(parser)
 
 

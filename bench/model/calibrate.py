@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench import suite
+from bench.processes import each
 from bench.suite import FORWARD
 from sm100_sim.timing import Call, Machine, load
 
@@ -110,8 +111,22 @@ def constants_at(places: np.ndarray, ranges: dict[str, tuple[float, float]]) -> 
     return found
 
 
-def log_seconds(chosen: Sequence[Case], sets: Sequence[dict[str, float]]) -> np.ndarray:
-    """float64 (sets, cases): logarithms of seconds at the GPUs' highest clocks, by replays."""
+def log_seconds(
+    chosen: Sequence[Case], sets: Sequence[dict[str, float]], jobs: int = 1
+) -> np.ndarray:
+    """float64 (sets, cases): logarithms of seconds at the GPUs' highest clocks, by replays, on so
+    many processes."""
+    jobs = min(jobs, len(sets))
+    lots = [(chosen, list(sets[n::jobs])) for n in range(jobs)]
+    found = np.empty((len(sets), len(chosen)))
+    for number, lot in enumerate(each(_replayed, lots, jobs)):
+        found[number::jobs] = lot
+    return found
+
+
+def _replayed(lot: tuple[Sequence[Case], Sequence[dict[str, float]]]) -> np.ndarray:
+    """`log_seconds` in this process."""
+    chosen, sets = lot
     found = np.empty((len(sets), len(chosen)))
     calls: dict[int, list[Call]] = {}
     for number, case in enumerate(chosen):
@@ -205,12 +220,14 @@ _STEP, _PLAUSIBLE = 0.2, 1.25
 _TRIED = 4000
 
 
-def effects(chosen: Sequence[Case], ranges: dict[str, tuple[float, float]]) -> np.ndarray:
+def effects(
+    chosen: Sequence[Case], ranges: dict[str, tuple[float, float]], jobs: int = 1
+) -> np.ndarray:
     """float64 (constants,): by how much the row that follows a constant most changes between it and
     the ends of its range, as a logarithm; the others are central."""
     sets: list[dict[str, float]] = [{}]
     sets += [{name: end} for name, ends in ranges.items() for end in ends]
-    found = log_seconds(chosen, sets)
+    found = log_seconds(chosen, sets, jobs)
     return np.abs(found[1:] - found[0]).max(axis=1).reshape(-1, 2).max(axis=1)
 
 
@@ -252,11 +269,11 @@ class Population:
         self.ranges, self.followed = ranges, followed
         self.places, self.seconds = np.zeros((0, len(ranges))), np.zeros((0, cases))
 
-    def add(self, places: np.ndarray, chosen: Sequence[Case]) -> None:
-        """Replay them."""
+    def add(self, places: np.ndarray, chosen: Sequence[Case], jobs: int = 1) -> None:
+        """Replay them on so many processes."""
         sets = [constants_at(one, self.ranges) for one in places]
         self.places = np.vstack([self.places, places])
-        self.seconds = np.vstack([self.seconds, log_seconds(chosen, sets)])
+        self.seconds = np.vstack([self.seconds, log_seconds(chosen, sets, jobs)])
 
     def proposed(self, judge: Judge, count: int, generator: np.random.Generator) -> np.ndarray:
         """Places that the emulator finds nearly as plausible as any, drawn anew from the whole

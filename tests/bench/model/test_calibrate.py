@@ -45,7 +45,7 @@ def chosen(monkeypatch):
     found = [Case(published(v, s), lambda machine: []) for v in "abc" for s in lengths]
     monkeypatch.setattr(
         calibrate, "log_seconds",
-        lambda cases, sets: np.array([
+        lambda cases, sets, jobs=1: np.array([
             [log_clocks(case.row, {**TRUE, **one}) + math.log(1e-15) for case in cases]
             for one in sets
         ]),
@@ -163,3 +163,18 @@ def test_machine_sets_and_too_many_of_them(tmp_path, monkeypatch):
 def test_numbers_that_make_no_search_are_refused(option, capsys):
     assert main(["calibrate", option, "-1"]) == 2
     assert f"{option} -1" in capsys.readouterr().err
+
+
+def test_lots_come_back_in_the_order_of_the_sets(monkeypatch):
+    """Three processes' lots of seven sets, each set's seconds in its own row."""
+    lots = []
+
+    def each(function, items, jobs):
+        lots.extend(items)
+        return [np.array([[one["a"], len(chosen)] for one in sets]) for chosen, sets in items]
+
+    monkeypatch.setattr(calibrate, "each", each)
+    cases = [Case(published("a", 2048), lambda machine: [])] * 2
+    found = calibrate.log_seconds(cases, [{"a": float(n)} for n in range(7)], jobs=3)
+    assert found.tolist() == [[float(n), 2.0] for n in range(7)]
+    assert sorted(len(sets) for _, sets in lots) == [2, 2, 3]
