@@ -35,7 +35,10 @@ PIECE, DEPTH, CLOCKS = 8 << 10, 8, 200_000
 #: Bulk copies of a run of `traffic`: nothing, loads, stores, both.
 COPIES = {"none": 0, "loads": 1, "stores": 2, "both": 3}
 #: What the warps beside them do, and how many there are.
-BESIDE = (("nothing", 0), ("ld.shared", 2), ("ld.shared", 8), ("st.shared", 2), ("st.shared", 8))
+BESIDE = (
+    ("nothing", 0),
+    *((what, warps) for what in ("ld.shared", "st.shared") for warps in (8, 16, 24)),
+)
 
 _HEAD = r"""
 typedef unsigned long long u64;
@@ -144,14 +147,18 @@ extern "C" __global__ void traffic(
     u32 at = plain + (warp - 2) %% 8 * 512 + lane * 16, sum = 0;
     while (end - begin < clocks) {
       #pragma unroll
-      for (u32 i = 0; i < 32; ++i) {
-        u32 a, b, c, d;
-        if (beside == 1) {
-          asm volatile("ld.shared.v4.u32 {%%0, %%1, %%2, %%3}, [%%4];"
-                       : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(at));
-          sum ^= a ^ b ^ c ^ d;
-        } else
-          asm volatile("st.shared.v4.u32 [%%0], {%%1, %%1, %%1, %%1};" :: "r"(at), "r"(sum));
+      for (u32 i = 0; i < 4; ++i) {
+        u32 v[32];
+        #pragma unroll
+        for (u32 j = 0; j < 32; j += 4)
+          if (beside == 1)
+            asm volatile("ld.shared.v4.u32 {%%0, %%1, %%2, %%3}, [%%4];" : "=r"(v[j]),
+                         "=r"(v[j + 1]), "=r"(v[j + 2]), "=r"(v[j + 3]) : "r"(at));
+          else
+            asm volatile("st.shared.v4.u32 [%%0], {%%1, %%1, %%1, %%1};" :: "r"(at), "r"(sum));
+        if (beside == 1)
+          #pragma unroll
+          for (u32 j = 0; j < 32; ++j) sum ^= v[j];
       }
       bytes += 32 * 512;
       end = now();
