@@ -287,7 +287,7 @@ def aims(found: Sequence[Found]) -> Table:
         ("the same, the half of the test alone", _within(test, 0.1, 0.05)),
         ("cuDNN's CuTe DSL forward within 8 %, at the machine's clock", _within(forward_own, 0.08)),
         ("that forward at fitted clocks", _within(forward, 0.08)),
-        ("its backward within 10 %, at the machine's clock", _within(backward, 0.1)),
+        ("its backward within 10 %, at the clock of that GPU", _within(backward, 0.1)),
     )
     names = ("rows", "found", "holds", "worst")
     rows = [{"aim": aim, **dict(zip(names, verdict, strict=True)), **_origin("b200")}

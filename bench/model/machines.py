@@ -1,4 +1,5 @@
-"""Modelled machines as the operator sees them, and kernels that only move bytes on them."""
+"""Modelled machines as the operator sees them, or held at a clock, and kernels that only move bytes
+on them."""
 
 from __future__ import annotations
 
@@ -19,6 +20,14 @@ _DEVICE = "SM100_SIM_DEVICE"
 #: A B200 as the operator sees it, and one with a single CTA pair, for replays.
 B200 = simulated_gpu(device("b200"))
 ONE_PAIR = replace(B200, pairs=1)
+
+#: Of what L2 takes, the share that keeps its nanoseconds where the SMs' clock changes; the rest
+#: keeps its clocks. On an H200 (`bench/measure/clock_domains.py`) a hop through L2 takes 377, 352
+#: and 333 clocks at 1.980, 1.800 and 1.649 GHz: 114 clocks and 132 ns. A byte of all SMs' loads
+#: takes an SM 0.0312 and 0.0294 clocks at 1.979 and 1.814. Shares of 0.70 and 0.69.
+L2_TIME = 0.7
+#: Constants in clocks that L2, or HBM behind it, decides.
+_L2_CLOCKS = ("global_load", "tma_load_l2", "tma_load_hbm", "tma_store", "store_ack")
 
 
 def gpu_of(machine: Machine) -> Gpu:
@@ -70,6 +79,39 @@ def simulating(machine: Machine) -> Iterator[None]:
             del os.environ[_DEVICE]
         else:
             os.environ[_DEVICE] = saved
+
+
+def held_at(machine: Machine, ghz: float) -> Machine:
+    """The same GPU at that clock of its SMs: L2 follows it in part, HBM and launches do not.
+
+    Raises ValueError unless ghz is above 0.
+    """
+    if not ghz > 0:
+        raise ValueError(f"{machine.name} held at {ghz} GHz; accepted is any clock above 0")
+    share = ghz / machine.values().clock_ghz
+    longer = 1 - L2_TIME + L2_TIME * share
+    widest = machine.constants["l2_bytes_per_clock_sm"].high
+
+    def held(name: str, value: float) -> float:
+        if name == "clock_ghz":
+            return ghz
+        if name in _L2_CLOCKS:
+            return value * longer
+        if name == "l2_bytes_per_clock_sm":
+            # An SM's interface has its width whatever L2 delivers.
+            return min(value / longer, widest)
+        return value * share / longer if name == "l2_terabytes" else value
+
+    constants = {
+        name: replace(
+            one, value=held(name, one.value), low=held(name, one.low), high=held(name, one.high)
+        )
+        for name, one in machine.constants.items()
+    }
+    sets = machine.sets and tuple(
+        {name: held(name, value) for name, value in one.items()} for one in machine.sets
+    )
+    return replace(machine, constants=constants, sets=sets)
 
 
 def memory_seconds(nbytes: float, values: Values) -> float:

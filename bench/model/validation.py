@@ -13,6 +13,7 @@ from sm100_sim.timing import Conditions, TileCosts, load
 
 from .backward import Backward
 from .forward import Kernel
+from .machines import held_at
 from .predictor import Provider, replayable
 from .published.rows import BURST, FIT, TEST, Build, Published
 from .replays import Replayed
@@ -26,8 +27,9 @@ DRAWS = 4
 class Found:
     """A published row and what the model says of the very kernel.
 
-    seconds: float64, at the machine's own clock, the central constants first. clock_ghz: of the
-    row's session, fitted; fitted: seconds with the central constants at that clock.
+    seconds: float64, at the machine's own clock or the one that the GPU was held at, the central
+    constants first. clock_ghz: of the row's session, fitted; fitted: seconds with the central
+    constants at that clock.
     """
 
     row: Published
@@ -64,17 +66,20 @@ def _kernel(row: Published, draws: int) -> Kernel | Backward:
     return found.divided(row.parts) if isinstance(found, Kernel) and row.parts > 1 else found
 
 
-#: By provider, direction, variant, machine and draws.
+#: By provider, direction, variant, machine, the clock that it was held at, and draws.
 _kernels: dict[tuple, Kernel | Backward] = {}
 
 
 def _replayed(provider: Provider, row: Published, variant: Hashable, draws: int) -> Any:
-    key = provider.name, row.direction, variant, row.machine, draws
+    key = provider.name, row.direction, variant, row.machine, row.held_ghz, draws
     if key not in _kernels:
         text = f"replaying {provider.name} for {row.gpu}, {row.direction}: {variant}"
         print(text, file=sys.stderr, flush=True)
         make = getattr(provider, row.direction)
-        _kernels[key] = make(variant, load(row.machine), draws)
+        machine = load(row.machine)
+        if row.held_ghz is not None:
+            machine = held_at(machine, row.held_ghz)
+        _kernels[key] = make(variant, machine, draws)
     return _kernels[key]
 
 

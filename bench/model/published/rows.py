@@ -48,10 +48,12 @@ class Build:
 
 @dataclass(frozen=True)
 class Clock:
-    """ghz: None where nothing is known. evidence: who says so."""
+    """ghz: None where nothing is known. evidence: who says so. held: the GPU could not go faster,
+    whatever it did; else it is the highest that was set or seen."""
 
     ghz: float | None
     evidence: str
+    held: bool = False
 
 
 NO_CLOCK = Clock(None, "none")
@@ -174,6 +176,11 @@ class Published:
     def machine(self) -> str:
         """Name of the modelled machine."""
         return self.gpu.lower()
+
+    @property
+    def held_ghz(self) -> float | None:
+        """The clock of a GPU that was held at one, None for one that had its own."""
+        return self.clock.ghz if self.clock.held else None
 
 
 def half_of(seqlen: int) -> str:

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.model import ours
+from bench.model import ours, validation
 from bench.model.calls import Kind
-from bench.model.machines import simulating, target_of
+from bench.model.machines import held_at, simulating, target_of
+from bench.model.published.nvidia import FROST_BACKWARD, TRAINING
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus import family
 from sm100_sim import device
@@ -49,3 +50,57 @@ def test_ours_is_replayed_as_gpus_of_the_machine_compile_it(monkeypatch):
     assert there.replayed(values).clocks < here.replayed(values).clocks
     # Nothing of it is left for other calls.
     assert family.target(ARCHITECTURES[0]) == ARCHITECTURES[0].targets[0]
+
+
+def test_l2_follows_a_held_clock_in_part():
+    """An H200's 377 clocks a hop at 1.98 GHz are 333 at 1.649; what is not L2's keeps its clocks,
+    HBM its rate."""
+    free = load("b200")
+    share = 1.649 / 1.98
+    held = held_at(free, free.values().clock_ghz * share)
+    before, after = free.values(), held.values()
+    assert after.clock_ghz == pytest.approx(before.clock_ghz * share)
+    assert after.tma_load_l2 / before.tma_load_l2 == pytest.approx(333 / 377, rel=0.005)
+    assert after.l2_bytes_per_clock_sm / before.l2_bytes_per_clock_sm == pytest.approx(
+        377 / 333, rel=0.005
+    )
+    # All of L2 in bytes a second: 8.16 TB/s at 1.814 GHz, 8.38 at 1.979.
+    held = held_at(free, before.clock_ghz * 1.8144 / 1.9794).values()
+    assert held.l2_terabytes / before.l2_terabytes == pytest.approx(8.163 / 8.383, rel=0.005)
+    for name in ("hbm_terabytes", "launch_us", "tmem_load", "barrier_wake", "sms"):
+        assert getattr(after, name) == getattr(before, name)
+    assert len(held_at(free, 1.2).sampled(8)) == 9
+    assert {one.clock_ghz for one in held_at(free, 1.2).sampled(8)} == {1.2}
+    assert held_at(free, before.clock_ghz).values() == pytest.approx(before)
+
+
+def test_an_interface_is_no_wider_at_a_lower_clock():
+    widest = load("b200").constants["l2_bytes_per_clock_sm"].high
+    assert held_at(load("b200"), 0.3).values().l2_bytes_per_clock_sm == widest
+
+
+@pytest.mark.parametrize("ghz", (0, -1.0))
+def test_no_clock_below_zero(ghz):
+    with pytest.raises(ValueError, match="accepted is any clock above 0"):
+        held_at(load("b200"), ghz)
+
+
+def test_a_row_of_a_held_gpu_is_replayed_at_its_clock(monkeypatch):
+    """cuDNN's backward at 1155 MHz; other rows of the same GPU at the machine's clock."""
+    asked = []
+
+    class Provider:
+        name = "recorded"
+
+        def backward(self, variant, machine, draws):
+            asked.append(machine.values())
+
+        forward = backward
+
+    monkeypatch.setattr(validation, "_kernels", {})
+    free = next(row for row in TRAINING if row.gpu == "GB200")
+    for row in (FROST_BACKWARD[0], replace(FROST_BACKWARD[0], clock=free.clock), free):
+        validation._replayed(Provider(), row, "variant", 0)
+    free_clocks = [load(name).values().clock_ghz for name in ("b200", "gb200")]
+    assert [one.clock_ghz for one in asked] == [1.155, *free_clocks]
+    assert asked[0].tma_load_l2 == held_at(load("b200"), 1.155).values().tma_load_l2
