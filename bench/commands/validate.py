@@ -199,8 +199,8 @@ def rates(found: Sequence[Found], direction: str) -> Table:
         if one.row.direction == direction
     ]  # fmt: skip
     note = (
-        "Error: of the rate, above 0 the model is too fast; at the machine's own clock, then at "
-        "that of the lab's GPU."
+        "Error: of the rate, above 0 the model is too fast; at the machine's own clock, or the one "
+        "that a GPU was held at, then at that of the lab's GPU."
     )
     plot = Plot(("kernel", "gpu", "case"), ("published", "modelled"))
     title = f"{direction.capitalize()}, the very kernel replayed"
