@@ -139,16 +139,19 @@ class Warpgroup:
         self._submit_complete_groups(warp, instruction)
 
     def _issue(self, warp: Any, item: Product | None) -> None:
-        gone = [one.index for one in self.warps if not one.live]
-        if gone:
-            raise SimulationError(self._incomplete(gone[0]))
-        self._issued[warp.index % WARPS].append(item)
+        mine = self._issued[warp.index % WARPS]
+        mine.append(item)
+        for other, issued in zip(self.warps, self._issued, strict=True):
+            if len(issued) < len(mine) and not other.live:
+                raise SimulationError(self._incomplete(other.index))
 
     def warp_exits(self, warp: Any) -> None:
         """A warp of the CTA has exited. Raises SimulationError if it is one of this warpgroup and
         others of that have executed what it has not."""
-        if warp in self.warps and any(self._issued) and not self._issued[warp.index % WARPS]:
-            raise SimulationError(self._incomplete(warp.index))
+        if warp in self.warps:
+            mine = len(self._issued[warp.index % WARPS])
+            if any(len(issued) > mine for issued in self._issued):
+                raise SimulationError(self._incomplete(warp.index))
 
     def _incomplete(self, absent: int) -> str:
         return (
