@@ -10,6 +10,10 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from fa4_hd256.kernels.backward_common import BackwardTensors
+from fa4_hd256.kernels.blackwell.instructions import (
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+)
 from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairKernel
 from fa4_hd256.kernels.blackwell.producers import PairProducers
 from fa4_hd256.kernels.limits import SECTOR_BYTES
@@ -138,6 +142,20 @@ class BackwardKernel(PairKernel, PairProducers):
     def no_work(self) -> WorkTile:
         """An invalid tile."""
         return WorkTile(Int32(0), Int32(0), Int32(0), Boolean(False))
+
+    def take_scores(self, context: Any, scores: cute.Tensor, load: Any, states: Any) -> Any:
+        """S of one step to registers; its buffer goes back to the MMA warp.
+
+        scores: as many as a thread has columns of its warpgroup.  load: of `blackwell.tmem`.
+        """
+        context.barriers["s_done"].wait(states["s_done"])
+        fence_after_thread_sync()
+        load(self.own_columns(context, "s", cute.size(scores)), scores)
+        cute.arch.fence_view_async_tmem_load()
+        fence_before_thread_sync()
+        context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
+        states.advance("s_done")
+        return states
 
     @cute.jit
     def mask_and_cap(self, context: Any, scores: cute.Tensor, mask: tuple):

@@ -191,13 +191,7 @@ class DkdvKernel(KeyTiles, BackwardKernel):
         """P of one unit.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
         factors, p = results
         barriers = context.barriers
-        barriers["s_done"].wait(states["s_done"])
-        fence_after_thread_sync()
-        tmem_load(self.own_columns(context, "s", OWN_QUERIES), factors)
-        cute.arch.fence_view_async_tmem_load()
-        fence_before_thread_sync()
-        barriers["s_free"].arrive(states["s_done"], is_converged=True)
-        states.advance("s_done")
+        states = self.take_scores(context, factors, tmem_load, states)
         barriers["lse_loaded"].wait(states["lse_loaded"])
         slopes = self.mask_and_cap(context, factors, mask)
         rounded = cute.recast_tensor(p, self.dtype)

@@ -184,13 +184,7 @@ class DqKernel(RowResult):
         self, context: Any, factors: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any
     ):
         """factors := P of one step, times the slope of the softcap."""
-        context.barriers["s_done"].wait(states["s_done"])
-        fence_after_thread_sync()
-        tmem_load(self.own_columns(context, "s", OWN_KEYS), factors)
-        cute.arch.fence_view_async_tmem_load()
-        fence_before_thread_sync()
-        context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
-        states.advance("s_done")
+        states = self.take_scores(context, factors, tmem_load, states)
         slopes = self.mask_and_cap(context, factors, mask)
         self.exponentiate(context, factors, negative_lse, (0, OWN_KEYS))
         if cutlass.const_expr(slopes is not None):

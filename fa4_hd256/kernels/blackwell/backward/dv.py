@@ -236,13 +236,7 @@ class DvKernel(KeyTiles, RowResult):
         """P of one step.  results: (P times the slope of the softcap in float32, P in 16 bits).
         before: (tile, values) of the step before, whose dS leaves meanwhile."""
         factors, p = results
-        context.barriers["s_done"].wait(states["s_done"])
-        fence_after_thread_sync()
-        tmem_load_quads(self.own_columns(context, "s", OWN_QUERIES), factors)
-        cute.arch.fence_view_async_tmem_load()
-        fence_before_thread_sync()
-        context.barriers["s_free"].arrive(states["s_done"], is_converged=True)
-        states.advance("s_done")
+        states = self.take_scores(context, factors, tmem_load_quads, states)
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
         negative_lse = self._own_stats(context, "lse", states["stats_loaded"].index)
         rounded = cute.recast_tensor(p, self.dtype)
