@@ -104,11 +104,13 @@ class TileCosts:
     def _linear(self, tile: Tile) -> float:
         return self.each + self.rate * tile.work + self.mask * tile.masked
 
-    def begin_of(self, tiles: Tiles) -> float:
-        """`begin` of a cluster with such tiles: those in flight at first wait for none before."""
+    def begin_of(self, tiles: Tiles, clusters: int) -> float:
+        """`begin` of each of so many clusters with such tiles: those in flight at first wait for
+        none before."""
         linear: Any = self._linear(tiles)  # type: ignore[arg-type]
         waits = np.maximum(self.least - linear, 0.0)[~tiles.skipped]
-        spared = IN_FLIGHT * float(waits.mean()) if len(waits) else 0.0
+        first = min(IN_FLIGHT, max(1.0, len(waits) / clusters))
+        spared = first * float(waits.mean()) if len(waits) else 0.0
         return self.begin - min(spared, max(self.begin, 0.0))
 
 
@@ -260,7 +262,7 @@ def schedule(
         raise ValueError("a problem without a tile takes no time to predict")
     clusters = int(values.sms) // cluster
     rule = np.zeros(placement.RULES)
-    rule[placement.BEGIN], rule[placement.REUSE] = costs.begin_of(given), values.cta_reuse
+    rule[placement.BEGIN], rule[placement.REUSE] = costs.begin_of(given, clusters), values.cta_reuse
     rule[placement.LINK] = l2_share(values) * cluster
     rule[placement.MEMORY] = values.hbm_terabytes * 1e3 / values.clock_ghz
     rule[placement.GRID] = room.grid or clusters

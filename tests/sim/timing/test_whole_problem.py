@@ -101,6 +101,7 @@ def test_short_tiles_follow_each_other_no_faster_than_their_chain():
         plain = TileCosts(1000.0, 50.0, 1.0)
         return schedule([Tile(w) for w in work], plain, one, 2, "static").clocks
 
+    assert clocks(10.0) == linear(10.0) == 1060
     assert clocks(*[10.0] * 2) == linear(*[10.0] * 2) == 1120
     assert clocks(*[10.0] * 10) == 1120 + 8 * 400
     assert clocks(*[350.0] * 10) == linear(*[350.0] * 10)
