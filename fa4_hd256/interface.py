@@ -221,12 +221,14 @@ def forward(
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = ForwardCall(q, k, v, sink, ragged)
-    problem = call.describe(options, max_seqlen_q, max_seqlen_k)
+    chosen = None
+    if config != named_configs.DEFAULT:
+        kind = kernels_of(architecture_of(q.device)).config("forward")
+        chosen = named_configs.decode(config, kind)
+    problem = call.describe(options, max_seqlen_q, max_seqlen_k, chosen)
     if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
         # How long a tile is, is not known.
         num_splits = 1
-    kind = problem.kernels.config("forward")
-    chosen = named_configs.decode(config, kind) if config else None
     return run_forward(call, problem, num_splits, chosen)
 
 

@@ -14,10 +14,10 @@ import torch
 from bench.suite import BACKWARD, Case
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem, packed_heads
+from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.pair_plan import BLOCK_Q
+from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers.choice import backward_prefers_clc, prefers_clc
 
@@ -45,10 +45,11 @@ def forward_problem(case: Case) -> Problem:
     """A case as the operator describes it, without its tensors; bf16."""
     ragged = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
     queries, _ = _rows(case)
+    tiles, packed = choose_tiles((TILES,), case.heads // case.heads_kv, case.seqlen_q, ragged)
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
-        packed_heads(case.heads // case.heads_kv, ragged, BLOCK_Q),
+        tiles, packed,
     )  # fmt: skip
 
 

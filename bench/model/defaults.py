@@ -20,9 +20,9 @@ from bench.suite import BACKWARD, FORWARD, Case, ragged_lengths
 from bench.tables.comparison import OURS
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.splits import LARGEST, splits_for
-from fa4_hd256.kernels.blackwell.architecture import KERNELS, STORED
+from fa4_hd256.kernels.blackwell.architecture import STORED
 from fa4_hd256.kernels.blackwell.backward.config import DvPlan, ProductsPlan
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 from schedulers.choice import MOST_EMPTY, backward_prefers_clc, prefers_clc
 from sm100_sim.timing import BURST, Late
@@ -182,7 +182,6 @@ def split_cases() -> list[Case]:
 
 
 DEFAULT_SPLITS = "the rule"
-TILES: Any = KERNELS.forward
 SPLIT_RULES = {
     DEFAULT_SPLITS: TILES,
     **{f"{n:g} steps saved": replace(TILES, least_saved=n) for n in (0.0, 2.0, 3.0, 7.0, 10.0)},

@@ -100,7 +100,7 @@ class Problem:
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
-    divides the keys of each query tile (see `splits`).
+    divides the keys of each query tile (see `splits`). tiles: of its kernel.
     """
 
     q_shape: tuple[int, ...]
@@ -112,6 +112,7 @@ class Problem:
     options: Options
     sink: bool
     ragged: tuple[str, ...]
+    tiles: ForwardTiles
     packed_heads: int = 1
     num_splits: int = 1
 
@@ -124,11 +125,13 @@ class Problem:
         ragged: dict[str, torch.Tensor] | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        config: Any = None,
     ) -> Problem:
         """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
         ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
-        with cu_seqlens_k; None for as many as k has rows.
+        with cu_seqlens_k; None for as many as k has rows. config: the forward's, None for the
+        default one.
 
         Raises TypeError for an argument of the wrong kind or dtype, ValueError for a wrong
         shape, head_dim, ratio of heads, device, length or option, and NotImplementedError for an
@@ -139,14 +142,16 @@ class Problem:
         checks.check_options(options.softmax_scale, options.window, options.softcap)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
-        tiles = kernels_of(architecture_of(q.device)).forward_tiles()
+        known = kernels_of(architecture_of(q.device)).forward_tiles(config)
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
         if max_seqlen_k is None:
             max_seqlen_k = max(1, k.shape[1])
+        longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
+        tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
         return cls(
             q_shape=tuple(q.shape),
-            max_seqlen_q=checks.check_max_seqlen("q", q, ragged, max_seqlen_q),
+            max_seqlen_q=longest,
             max_seqlen_k=checks.check_max_seqlen("k", k, ragged, max_seqlen_k),
             sequences=sequences,
             dtype=q.dtype,
@@ -154,7 +159,8 @@ class Problem:
             options=options,
             sink=sink is not None,
             ragged=tuple(name for name in RAGGED if name in ragged),
-            packed_heads=packed_heads(q.shape[2] // k.shape[2], ragged, tiles.cta_rows),
+            tiles=tiles,
+            packed_heads=packed,
         )
 
     @property
@@ -178,11 +184,6 @@ class Problem:
     def kernels(self) -> KernelSet:
         """Those of the architecture that the tensors are on."""
         return kernels_of(architecture_of(self.device))
-
-    @property
-    def tiles(self) -> ForwardTiles:
-        """Of the forward's kernel."""
-        return self.kernels.forward_tiles()
 
     @property
     def tile_queries(self) -> int:
@@ -216,6 +217,18 @@ def packed_heads(group: int, ragged: Any, cta_rows: int) -> int:
     return group if cta_rows % group == 0 and "seqused_q" not in ragged else 1
 
 
+def choose_tiles(
+    known: tuple[ForwardTiles, ...], group: int, longest: int, ragged: Any
+) -> tuple[ForwardTiles, int]:
+    """(tiles, packed heads) of a call: the first of those known that are meant for as many rows, or
+    else the last. longest: queries of a sequence."""
+    for tiles in known:
+        packed = packed_heads(group, ragged, tiles.cta_rows)
+        if tiles.most_rows is None or packed * longest <= tiles.most_rows:
+            break
+    return tiles, packed
+
+
 @dataclass(frozen=True)
 class ForwardCall:
     """The tensors of a forward call, as the user has them.
@@ -231,12 +244,16 @@ class ForwardCall:
     ragged: dict[str, torch.Tensor]
 
     def describe(
-        self, options: Options, max_seqlen_q: int | None, max_seqlen_k: int | None
+        self,
+        options: Options,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        config: Any = None,
     ) -> Problem:
-        """Validate the call; raises as `Problem.describe` does."""
+        """Validate the call; arguments and errors are those of `Problem.describe`."""
         tensors = self.q, *without_expanded_heads(self.k, self.v)
         return Problem.describe(
-            tensors, options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k
+            tensors, options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k, config
         )
 
 

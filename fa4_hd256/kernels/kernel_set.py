@@ -33,7 +33,9 @@ class ForwardTiles:
     cta_rows: query rows of one CTA, which the number of packed heads divides.  rows: of a cluster's
     tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a step, modelled or
     measured.  least_saved: steps that dividing the keys must save, about what the combining kernel
-    takes.  part_steps: what a part of the keys takes beside its steps, in steps.
+    takes.  most_rows: the most query rows of a group of heads that share KV tiles for which the
+    kernel is meant, None for any.  part_steps: what a part of the keys takes beside its steps, in
+    steps.
     """
 
     cta_rows: int
@@ -42,6 +44,7 @@ class ForwardTiles:
     cluster: int
     step_seconds: float
     least_saved: float
+    most_rows: int | None = None
     part_steps: float = 1.0
 
 
@@ -111,15 +114,17 @@ class KernelSet:
 
     classes: kind of kernel -> "module:class" below the folder; a kernel is made as
     `class(config, problem_class)`.  forward_config, backward_config: the same of the configuration
-    of each direction, None where it has none yet.  forward, backward: what the host must know of
-    each; None likewise.  counts_tiles: the dynamic scheduler takes a counter in global memory.
+    of each direction, None where it has none yet.  forwards: what the host must know of the tiles
+    that calls may get of the forward, in the order in which they are preferred; none likewise.
+    backward: the same of the backward, None likewise.  counts_tiles: the dynamic scheduler takes a
+    counter in global memory.
     """
 
     architecture: Architecture
     classes: Mapping[str, str] = field(default_factory=dict)
     forward_config: str | None = None
     backward_config: str | None = None
-    forward: ForwardTiles | None = None
+    forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
     counts_tiles: bool = False
 
@@ -130,16 +135,20 @@ class KernelSet:
     def config(self, direction: str) -> Any:
         """The class of a direction's configurations, "forward" or "backward". Raises as `kernel`.
 
-        That of the forward has `tuned(causal, seqlen_k, gpu)`, the default of a call; that of the
-        backward has `ds_bytes` and `of_kernel(kind)`. Both have `describe()`.
+        That of the forward has `tiles`, and `tuned(causal, seqlen_k, gpu, tiles)`, the default of a
+        call with such tiles; that of the backward has `ds_bytes` and `of_kernel(kind)`. Both have
+        `describe()`.
         """
         return self._class(getattr(self, f"{direction}_config"), direction)
 
-    def forward_tiles(self) -> ForwardTiles:
-        """`forward`. Raises NotImplementedError where there is none."""
-        if self.forward is None:
+    def forward_tiles(self, config: Any = None) -> tuple[ForwardTiles, ...]:
+        """Those of a configuration, or without one `forwards`. Raises NotImplementedError where
+        there is none."""
+        if config is not None:
+            return (config.tiles,)
+        if not self.forwards:
             raise self._missing("forward")
-        return self.forward
+        return self.forwards
 
     def backward_set(self) -> BackwardSet:
         """`backward`. Raises NotImplementedError where there is none."""

@@ -64,7 +64,9 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
     kernels = problem.kernels
     if config is None:
         causal = problem.options.window[1] is not None
-        config = kernels.config("forward").tuned(causal, problem.max_seqlen_k, gpu.tuning_name)
+        config = kernels.config("forward").tuned(
+            causal, problem.max_seqlen_k, gpu.tuning_name, problem.tiles
+        )
     return KernelSpec("forward", config, problem.problem_class, kernels.architecture)
 
 

@@ -12,13 +12,13 @@ from fa4_hd256.kernels.backward_ds_tiles import (
 from fa4_hd256.kernels.kernel_set import (
     BackwardKernel,
     BackwardSet,
-    ForwardTiles,
     KernelSet,
     KeyKernel,
 )
 from fa4_hd256.kernels.sequences import PADDING
 
-from .pair_plan import BLOCK_KV, BLOCK_Q, CTAS, TILE_Q
+from .forward.config import TILES
+from .pair_plan import BLOCK_KV, CTAS
 
 __all__ = ["ANEW", "KERNELS", "STORED"]
 
@@ -36,9 +36,7 @@ KERNELS = KernelSet(
     },
     forward_config="forward.config:ForwardConfig",
     backward_config="backward.config:BackwardConfig",
-    # By the timing model (docs/bench.md): a step, and what the combining kernel costs, two or
-    # three steps, four where a launch takes as long as it may.
-    forward=ForwardTiles(BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=5),
+    forwards=(TILES,),
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

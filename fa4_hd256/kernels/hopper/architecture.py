@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet
+from fa4_hd256.kernels.kernel_set import KernelSet
 
-from .forward.plan import BLOCK_KV, CTAS, TILE_Q, WARPGROUP_ROWS
+from .forward.config import DECODE, ForwardConfig
 
 __all__ = ["KERNELS"]
 
@@ -13,9 +13,6 @@ KERNELS = KernelSet(
     named("sm_90a"),
     {"forward": "forward.kernel:ForwardKernel"},
     forward_config="forward.config:ForwardConfig",
-    # A step of 80 keys: 2 x 1280 clocks of the tensor core, at 1.7 GHz.
-    forward=ForwardTiles(
-        WARPGROUP_ROWS, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.5e-6, least_saved=5
-    ),
+    forwards=(DECODE.tiles, ForwardConfig().tiles),
     counts_tiles=True,
 )

@@ -28,11 +28,11 @@ folder, module, config = (types.ModuleType(f"{kernels.__name__}.{row.folder}{nam
                           for name in ("", ".architecture", ".config"))
 class Config:
     @classmethod
-    def tuned(cls, causal, seqlen_k, gpu):
+    def tuned(cls, causal, seqlen_k, gpu, tiles):
         return f"tuned for {gpu}"
 config.Config = Config
 module.KERNELS = KernelSet(row, {"forward_third": "kernel:Kernel", "forward": "kernel:Kernel"},
-                           "config:Config", forward=ForwardTiles(48, 96, 64, 1, 1e-6, 5))
+                           "config:Config", forwards=(ForwardTiles(48, 96, 64, 1, 1e-6, 5),))
 for one in (folder, module, config):
     sys.modules[one.__name__] = one
 
@@ -79,8 +79,15 @@ def test_kernels_that_are_named_exist(name):
     kernels = kernels_of(named(name))
     for kind in kernels.classes:
         assert callable(kernels.kernel(kind))
-    if kernels.forward is not None:
-        assert {"forward"} <= set(kernels.classes) and kernels.config("forward")()
+    if kernels.forwards:
+        config = kernels.config("forward")
+        assert {"forward"} <= set(kernels.classes) and config().tiles in kernels.forwards
+        for tiles in kernels.forwards:
+            tuned = config.tuned(True, 4096, "", tiles).tiles
+            for name in ("cta_rows", "rows", "cluster", "most_rows"):
+                assert getattr(tuned, name) == getattr(tiles, name)
+        # The last is for calls that no other is meant for.
+        assert kernels.forwards[-1].most_rows is None
     if kernels.backward is not None:
         config = kernels.config("backward")()
         for row in (*kernels.backward.stored, *kernels.backward.anew):

@@ -69,9 +69,10 @@ def test_a_stream_of_each_thread(cuda):
 def test_which_kernels_get_one(monkeypatch, counts, use_clc):
     """Those of an architecture that counts, under the dynamic scheduler: types as values."""
     q = torch.zeros(1, 1, 1, 256).bfloat16()
-    problem = Problem.describe((q, q, q), Options(1.0, use_clc=use_clc))
     tiles = ForwardTiles(128, 128, 64, 1, 1e-6, 5)
-    kernels = KernelSet(problem.kernels.architecture, forward=tiles, counts_tiles=counts)
+    options, config = Options(1.0, use_clc=use_clc), SimpleNamespace(tiles=tiles)
+    problem = Problem.describe((q, q, q), options, config=config)
+    kernels = KernelSet(problem.kernels.architecture, counts_tiles=counts)
     monkeypatch.setattr(Problem, "kernels", kernels)
     tensors = SimpleNamespace(
         q=q, k=q, v=q, out=q, lse=torch.zeros(1, 1, 1), optional=()

@@ -10,11 +10,13 @@ from fa4_hd256.kernels.blackwell.pair_plan import (
     BLOCK_KV,
     BLOCK_Q,
     CTAS,
+    TILE_Q,
     check_plan,
     check_ring,
     common_regions,
 )
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
+from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import (
     SmemPlan,
@@ -30,7 +32,11 @@ from softmax_emu.pattern import Ex2Pattern
 
 from .steps import MMA_K, P_PARTS, forward_steps
 
-__all__ = ["ForwardConfig", "ForwardWarpPlan"]
+__all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
+
+#: By the timing model (docs/bench.md): a step, and what the combining kernel costs, two or three
+#: steps, four where a launch takes as long as it may.
+TILES = ForwardTiles(BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=5)
 
 
 @dataclass(frozen=True)
@@ -123,13 +129,20 @@ class ForwardConfig:
         check_plan("the forward kernel", self)
 
     @classmethod
-    def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
+    def tuned(
+        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles = TILES
+    ) -> ForwardConfig:
         """The default configuration of a call, with the exp2 mix of the tuning table.
 
         causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
-        "B200" or "B300"; see `tuning`.
+        "B200" or "B300"; see `tuning`. tiles: the only ones there are.
         """
         return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu))
+
+    @property
+    def tiles(self) -> ForwardTiles:
+        """What the host must know of its tiles."""
+        return TILES
 
     @property
     def tile_q(self) -> int:

@@ -1,18 +1,25 @@
-"""Configuration of the Hopper forward: tiles, stages, warps, and the plans that follow."""
+"""Configuration of the Hopper forward: tiles, stages, warps, and the plans that follow.
+
+NOTE [decode].  Where all rows that share keys fit into one warpgroup, as those of a few queries and
+all heads of their group do, one is all there is: half of the rows of two would be padding.  HBM
+gives an SM 18 to 20 bytes a clock, so that the products and the softmax of a step, one after the
+other, take less than the loads of the next; its room goes to stages, so that these never wait.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
-from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
+from fa4_hd256.kernels.plans import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
 from schedulers import CounterScheduler
 from softmax_emu.pattern import Ex2Pattern
 
-from .plan import BLOCK_KV, BLOCK_Q, CTAS, SHORT_BLOCK_KV, WARPGROUP_ROWS, WARPGROUPS
+from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
 
-__all__ = ["ForwardConfig", "ForwardWarpPlan"]
+__all__ = ["DECODE", "ForwardConfig", "ForwardWarpPlan"]
 
 SHORT_COST = 1.024  # of a key in a short step, over that in a long one
 
@@ -21,7 +28,7 @@ SHORT_COST = 1.024  # of a key in a short step, over that in a long one
 class ForwardWarpPlan(WarpPlan):
     """Warp indices and register budgets of one CTA.
 
-    Two warpgroups work on 64 query rows each; of the third one warp loads.
+    One or two warpgroups work on 64 query rows each; of the last one warp loads.
     """
 
     consumers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -30,16 +37,22 @@ class ForwardWarpPlan(WarpPlan):
     registers_consumers: int = 240
     registers_other: int = 24
 
-    WARPGROUPS = (
-        ("the first 64 rows", "registers_consumers"),
-        ("the other 64 rows", "registers_consumers"),
-        ("the other roles", "registers_other"),
-    )
     ROLES = (
         ("consumers", "registers_consumers"),
         ("load", "registers_other"),
         ("scheduler", "registers_other"),
     )
+
+    @property
+    def consuming_warpgroups(self) -> int:
+        """Warpgroups that work on rows."""
+        return len(self.consumers) // WARPS_PER_WARPGROUP
+
+    @property
+    def WARPGROUPS(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+        names = ("the first 64 rows", "the other 64 rows")[: self.consuming_warpgroups]
+        rows = tuple((name, "registers_consumers") for name in names)
+        return (*rows, ("the other roles", "registers_other"))
 
     @property
     def scheduled_warps(self) -> int:
@@ -72,9 +85,6 @@ class ForwardConfig:
     skips: bool = True
     q_held: int = 0
 
-    warpgroups = WARPGROUPS
-    block_q = BLOCK_Q
-
     def __post_init__(self) -> None:
         if self.block_kv % 16 or not 16 <= self.block_kv <= 128:
             raise ValueError(
@@ -98,15 +108,43 @@ class ForwardConfig:
         _ = self.smem
 
     @classmethod
-    def tuned(cls, causal: bool, seqlen_k: int, gpu: str) -> ForwardConfig:
+    def tuned(
+        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles | None = None
+    ) -> ForwardConfig:
         """The default configuration of a call.
 
         causal: the mask bounds the keys on the right.  seqlen_k: of the longest key sequence.
+        tiles: those of the call, `DECODE` of a few rows.
         Measured on an H200 (docs/hopper.md): with a mask steps of 64 keys leave out more; without,
         80 keys take 2.4 % less a key than 64, but more of the last step may be waste.
         """
+        if tiles == DECODE.tiles:
+            return DECODE
         long, short = (-(-seqlen_k // keys) * keys for keys in (BLOCK_KV, SHORT_BLOCK_KV))
         return _SHORT if causal or short * SHORT_COST < long else _LONG
+
+    @property
+    def tiles(self) -> ForwardTiles:
+        """What the host must know of its tiles."""
+        keys = self.block_kv
+        if self.warpgroups == 1:
+            return ForwardTiles(
+                WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * DECODE_SECONDS, 5,
+                most_rows=WARPGROUP_ROWS,
+            )  # fmt: skip
+        return ForwardTiles(
+            WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5
+        )
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that work on rows."""
+        return self.warps.consuming_warpgroups
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a CTA."""
+        return self.warpgroups * WARPGROUP_ROWS
 
     @property
     def tile_q(self) -> int:
@@ -174,3 +212,9 @@ class ForwardConfig:
 
 
 _LONG, _SHORT = ForwardConfig(), ForwardConfig(block_kv=SHORT_BLOCK_KV)
+
+#: Of a few rows against many keys, NOTE [decode].
+DECODE = ForwardConfig(
+    block_kv=64, k_stages=3, v_stages=3, ctas=1, skips=False,
+    warps=ForwardWarpPlan(consumers=(0, 1, 2, 3), load=4, scheduler=5),
+)  # fmt: skip

@@ -1,21 +1,22 @@
-"""Sizes of the Hopper forward's tiles that the host must know, too."""
+"""Sizes and rates of the Hopper forward's tiles that the host must know, too."""
 
 from __future__ import annotations
 
 __all__ = [
     "BLOCK_KV",
-    "BLOCK_Q",
     "CTAS",
+    "DECODE_SECONDS",
+    "SECONDS",
     "SHORT_BLOCK_KV",
-    "TILE_Q",
-    "WARPGROUPS",
     "WARPGROUP_ROWS",
 ]
 
 WARPGROUP_ROWS = 64  # query rows of a warpgroup
-WARPGROUPS = 2  # of a CTA that multiply
-BLOCK_Q = WARPGROUPS * WARPGROUP_ROWS  # query rows of a CTA
 BLOCK_KV = 80  # keys of a step
 SHORT_BLOCK_KV = 64  # of a short one
 CTAS = 1  # of a cluster
-TILE_Q = CTAS * BLOCK_Q  # query rows of a cluster
+
+#: Of a key: 2 x 1280 clocks of the tensor core for 80 of them and two warpgroups, at 1.7 GHz; and
+#: 1 KB, K and V, of a SM's share of 4.8 TB/s.
+SECONDS = 1.5e-6 / 80
+DECODE_SECONDS = 1024 * 132 / 4.8e12

@@ -1,0 +1,117 @@
+"""A few queries against many keys on Hopper: one warpgroup's tiles, in one part and in several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.check import reference
+from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
+
+pytestmark = pytest.mark.simulator
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
+
+
+def tensors(queries, keys, heads, batch=2):
+    q = torch.randn(batch, queries, heads[0], 256).bfloat16()
+    return q, *(torch.randn(batch, keys, heads[1], 256).bfloat16() for _ in range(2))
+
+
+def accurate(found, given, **options):
+    comparison = reference.compare(*found, given, **options)
+    assert comparison.max_error <= 2 * comparison.pytorch_max_error
+    assert comparison.lse_max_error < 1e-3
+
+
+# (queries, heads): the rows of a tile, 16 of 64; all of them; 3 heads, each with tiles of its own.
+@pytest.mark.parametrize(
+    ("queries", "heads", "rows"), [(1, (16, 1), 16), (4, (32, 2), 64), (5, (3, 1), 5)], ids=str
+)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_of_one_warpgroup(queries, heads, rows, num_splits):
+    given = tensors(queries, 300, heads)
+    problem = Problem.describe(given, Options(1.0))
+    assert problem.tiles == DECODE.tiles and problem.packed_heads * queries == rows
+    found = flash_attn_func(*given, causal=True, return_lse=True, num_splits=num_splits)
+    accurate(found, given, causal=True)
+    report = sm100_sim.last_reports()[-1 - (num_splits > 1)]
+    assert report.cluster == (1, 1, 1) and report.warps("wgmma.mma_async") > 0
+
+
+def test_calls_of_more_rows_get_the_tiles_of_two():
+    for queries, heads, tiles in ((5, (16, 1), ForwardConfig()), (65, (1, 1), ForwardConfig()),
+                                  (64, (1, 1), DECODE)):  # fmt: skip
+        found = Problem.describe(tensors(queries, 70, heads), Options(1.0))
+        assert found.tiles == tiles.tiles
+
+
+def test_a_configuration_that_is_given_decides():
+    given = tensors(2, 130, (4, 1))
+    problem = Problem.describe(given, Options(1.0), config=ForwardConfig())
+    assert problem.tiles == ForwardConfig().tiles
+    results = [
+        flash_attn_func(*given, config=config, num_splits=2)
+        for config in (None, DECODE, ForwardConfig(ctas=1), ForwardConfig(ctas=2))
+    ]
+    assert torch.equal(results[0], results[1])
+    for result in results[2:]:
+        assert (result.float() - results[0].float()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window_size": (100, 0)}, {"causal": True, "softcap": 20.0}, {"softmax_scale": -0.1}],
+    ids=str,
+)
+def test_options(options):
+    given = tensors(3, 333, (8, 1))
+    sink = torch.randn(8)
+    found = flash_attn_func(*given, return_lse=True, num_splits=2, learnable_sink=sink, **options)
+    accurate(found, given, learnable_sink=sink, **options)
+
+
+def test_lengths_on_the_device():
+    """A cache of which each sequence uses a part, one of them nothing."""
+    q, k, v = tensors(1, 257, (8, 1), batch=4)
+    used = torch.tensor([257, 64, 0, 1], dtype=torch.int32)
+    k[1, 64:], v[1, 64:] = float("nan"), float("nan")
+    out, lse = flash_attn_varlen_func(
+        q, k, v, seqused_k=used, causal=True, return_lse=True, num_splits=3
+    )
+    for i, length in enumerate(used.tolist()):
+        if length:
+            part = q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length]
+            accurate((out[i : i + 1], lse[i : i + 1]), part, causal=True)
+        else:
+            assert not out[i].any() and (lse[i] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
+    monkeypatch.setenv("SM100_SIM_DEVICE", "h200:3")
+    given = tensors(2, 400, (8, 2))
+    results = [
+        flash_attn_func(*given, causal=True, use_clc=use_clc, num_splits=num_splits)
+        for use_clc in (False, True)
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counter"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_findings(use_clc, seed, monkeypatch):
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    given = tensors(2, 500, (8, 1))
+    flash_attn_func(*given, causal=True, num_splits=3, use_clc=use_clc)
+    first, second = sm100_sim.last_reports()[-2:]
+    assert first.findings == second.findings == []
