@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,8 +90,7 @@ class Site:
     write_d: Callable[[Any, int, np.ndarray], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """A wgmma.mma_async with its descriptors read; accumulate: scale-d.
 
     a: 0 if A is in registers.
@@ -125,7 +124,7 @@ class Warpgroup:
         self.completed = 0
         self.latest: list[Product | None] = [None] * WARPS
         self._issued: list[deque[Product | None]] = [deque() for _ in range(WARPS)]
-        self._group: list[Product] = []
+        self._exited = [warp for warp in self.warps if not warp.live]
 
     def issue(self, warp: Any, product: Product) -> None:
         """A warp executes wgmma.mma_async."""
@@ -141,14 +140,15 @@ class Warpgroup:
     def _issue(self, warp: Any, item: Product | None) -> None:
         mine = self._issued[warp.index % WARPS]
         mine.append(item)
-        for other, issued in zip(self.warps, self._issued, strict=True):
-            if len(issued) < len(mine) and not other.live:
+        for other in self._exited:
+            if len(self._issued[other.index % WARPS]) < len(mine):
                 raise SimulationError(self._incomplete(other.index))
 
     def warp_exits(self, warp: Any) -> None:
         """A warp of the CTA has exited. Raises SimulationError if it is one of this warpgroup and
         others of that have executed what it has not."""
         if warp in self.warps:
+            self._exited.append(warp)
             mine = len(self._issued[warp.index % WARPS])
             if any(len(issued) > mine for issued in self._issued):
                 raise SimulationError(self._incomplete(warp.index))

@@ -9,7 +9,9 @@ accumulator is written (`warpgroup`).
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 
 from sm100_sim.errors import SimulationError
 from sm100_sim.state.warp import ALL_LANES, predicate_reader, reader, vector_reader, vector_writer
@@ -87,19 +89,19 @@ def _one_of(instruction, operand, accepted: dict[int, bool], what: str) -> bool:
 def _descriptor(operand) -> Callable:
     """Accessor of a matrix descriptor, which all lanes of a warp must have in common."""
     read = reader(operand, 64)
+    return lambda warp: _uniform(read(warp).tobytes())
 
-    def descriptor(warp) -> int:
-        values = read(warp)
-        first = int(values[0])
-        if (values != first).any():
-            raise SimulationError(
-                f"wgmma: the lanes of warp {warp.index} have different matrix descriptors in "
-                f"{operand.name}"
-            )
-        decode_warpgroup_matrix(first)
-        return first
 
-    return descriptor
+@lru_cache(maxsize=1 << 13)
+def _uniform(lanes: bytes) -> int:
+    """The valid matrix descriptor that 32 lanes have."""
+    first = int.from_bytes(lanes[:8], sys.byteorder)
+    if lanes != 32 * lanes[:8]:
+        raise SimulationError(
+            f"wgmma: lanes of a warp have different matrix descriptors, the first {first:#x}"
+        )
+    decode_warpgroup_matrix(first)
+    return first
 
 
 def _whole_warp(instruction, lanes: int) -> None:
