@@ -12,6 +12,7 @@ function wait for each other (its messages C7510 to C7519): right results, by lu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -164,9 +165,22 @@ def _is(instruction: Any, rule: Rule) -> bool:
     return row_of(instruction).rule is rule
 
 
+#: Translated kernel -> its hazards.
+_known: weakref.WeakKeyDictionary[Any, list[Hazard]] = weakref.WeakKeyDictionary()
+
+
+def hazards_of(compiled: Any, omitted: int = -1) -> list[Hazard]:
+    """`hazards` of a translated kernel, found once."""
+    if omitted >= 0:
+        return hazards(compiled.kernel, omitted)
+    if compiled not in _known:
+        _known[compiled] = hazards(compiled.kernel)
+    return _known[compiled]
+
+
 def hazards(kernel: Any, omitted: int = -1) -> list[Hazard]:
-    """All of a kernel, one for each instruction that touches a register at work, and for each
-    register class of a wgmma without a fence.
+    """All of a kernel: one for each instruction that touches a register at work, and one for each
+    wgmma that no fence stands in front of.
 
     omitted: index of an instruction that is left out.
     """

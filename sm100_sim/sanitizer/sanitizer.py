@@ -29,7 +29,7 @@ from .engine import native_drain
 from .findings import Finding
 from .flags import Flags
 from .global_memory import GlobalWrites
-from .in_flight import hazards
+from .in_flight import hazards_of
 from .launch_control import Responses
 from .shadow import Access, raise_failure, signal_detail
 from .state import ClusterState, CtaState, WarpState
@@ -663,7 +663,7 @@ class Sanitizer:
     def _register_findings(self) -> Iterator[Finding]:
         """What `in_flight` finds of the wgmmas and other instructions that were executed."""
         executed = self.machine.executed_indices()
-        for hazard in hazards(self.machine.compiled.kernel, self.omitted):
+        for hazard in hazards_of(self.machine.compiled, self.omitted):
             where = self.products.get(hazard.product.index)
             if where and (hazard.other is None or hazard.other.index in executed):
                 yield findings.registers(hazard, *where)
