@@ -19,6 +19,7 @@ rescaling of O.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -287,7 +288,7 @@ class OnlineSoftmax:
         return OnlineSoftmax(self._constants, self._settings, state)
 
 
-def soft_cap(scores: cute.Tensor, cap_scale: Float32) -> None:
+def soft_cap(scores: cute.Tensor, cap_scale: Float32, packed: bool = True) -> None:
     """scores := tanh(scores * cap_scale), for a softcap; before any mask.
 
     scores: register tensor of Float32, a multiple of four.  The scale of the softmax is then
@@ -295,29 +296,50 @@ def soft_cap(scores: cute.Tensor, cap_scale: Float32) -> None:
     some 2^-22 the softcap multiplies; tanh.approx, with a relative error of 2^-11, would be seen in
     LSE.  Four denominators share a reciprocal, since its unit is exp2's, which a softcap keeps
     busy as it is.  So a NaN among four scores is one of all of them.
+
+    packed: two scores an instruction (f32x2), which sm_90 does not have; the same bits without.
     """
+    multiply, add = _pairwise(packed)
     doubled = (cap_scale * Float32(2.0 * math.log2(math.e)),) * 2
     one, minus_two = (Float32(1.0),) * 2, (Float32(-2.0),) * 2
     for column in range(0, cute.size(scores), 4):
         low, high = (
-            _tanh_denominators(
-                cute.arch.mul_packed_f32x2((scores[column + i], scores[column + i + 1]), doubled)
-            )
+            _tanh_denominators(multiply((scores[column + i], scores[column + i + 1]), doubled), add)
             for i in (0, 2)
         )
-        products = cute.arch.mul_packed_f32x2(low, high)
+        products = multiply(low, high)
         inverse = cute.arch.rcp_approx(products[0] * products[1])
         # Of each product; then of each factor, which is that times the other factor.
         inverses = inverse * products[1], inverse * products[0]
         for i, others in ((0, high), (2, low)):
-            pair = cute.arch.mul_packed_f32x2(inverses, others)
-            pair = cute.arch.fma_packed_f32x2(pair, minus_two, one)
+            pair = multiply(inverses, others)
+            pair = _fused(pair, minus_two, one, packed)
             scores[column + i], scores[column + i + 1] = pair
 
 
-def _tanh_denominators(exponents: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+_Pair = tuple[Float32, Float32]
+
+
+def _pairwise(packed: bool) -> tuple[Callable[[_Pair, _Pair], _Pair], ...]:
+    """Product and sum of two pairs."""
+    if packed:
+        return cute.arch.mul_packed_f32x2, cute.arch.add_packed_f32x2
+    return (
+        lambda a, b: (a[0] * b[0], a[1] * b[1]),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    )
+
+
+def _fused(a: _Pair, b: _Pair, c: _Pair, packed: bool) -> _Pair:
+    """a b + c of pairs, rounded once."""
+    if packed:
+        return cute.arch.fma_packed_f32x2(a, b, c)
+    return cute.math.fma(a[0], b[0], c[0]), cute.math.fma(a[1], b[1], c[1])
+
+
+def _tanh_denominators(exponents: _Pair, add: Callable[[_Pair, _Pair], _Pair]) -> _Pair:
     """1 + 2^x of two; where x is too large for a product of four of them, tanh is 1 already."""
     powers = (
         exp2_hardware(cute.arch.fmin(x, LARGEST_TANH_EXPONENT, nan=True)) for x in exponents
     )
-    return cute.arch.add_packed_f32x2(tuple(powers), (Float32(1.0),) * 2)
+    return add(tuple(powers), (Float32(1.0),) * 2)

@@ -6,6 +6,10 @@ are worked on one after the other).  A part without a visible key has LSE_i = -i
 nothing, whatever its O_i holds; a row without any has out = 0 and LSE = -inf.
 
 A warp makes one row: each lane the weight of one part, then 8 columns of the row.
+
+NOTE [before the forward ends].  By programmatic dependent launch (PTX ISA 9.7.13.15,
+griddepcontrol) its CTAs may be there while the last ones of the forward end; they wait until all
+that the forward wrote can be seen before they read any of it.
 """
 
 from __future__ import annotations
@@ -31,13 +35,14 @@ LOG2_E = math.log2(math.e)
 @dataclass(frozen=True)
 class CombineConfig:
     """num_warps: warps of a CTA, a row each. parts_at_once: parts whose loads are in flight
-    together.
+    together. starts_early: NOTE [before the forward ends].
 
     Raises ValueError where the parts of a turn do not divide the lanes of a warp.
     """
 
     num_warps: int = 4
     parts_at_once: int = 4
+    starts_early: bool = False
 
     def __post_init__(self) -> None:
         # Parts past the last have a weight as long as they have a lane.
@@ -77,11 +82,14 @@ class CombineKernel:
             grid=((batch * seqlen * heads + num_warps - 1) // num_warps, 1, 1),
             block=(num_warps * WARP_SIZE, 1, 1),
             stream=stream,
+            use_pdl=self.config.starts_early,
         )
 
     @cute.kernel
     def kernel(self, parts: tuple, results: tuple, sizes: tuple[Int32, Int32, Int32, Int32]):
         """A row for each warp; neighbouring rows are neighbouring heads."""
+        if cutlass.const_expr(self.config.starts_early):
+            cute.arch.griddepcontrol_wait()
         seqlen, heads, batch, splits = sizes
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

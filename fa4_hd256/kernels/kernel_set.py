@@ -15,6 +15,8 @@ from typing import Any
 
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
+from .forward_combine import CombineConfig
+
 __all__ = [
     "BackwardKernel",
     "BackwardSet",
@@ -117,7 +119,7 @@ class KernelSet:
     of each direction, None where it has none yet.  forwards: what the host must know of the tiles
     that calls may get of the forward, in the order in which they are preferred; none likewise.
     backward: the same of the backward, None likewise.  counts_tiles: the dynamic scheduler takes a
-    counter in global memory.
+    counter in global memory.  combine: configuration of the kernel that combines parts of the keys.
     """
 
     architecture: Architecture
@@ -127,6 +129,7 @@ class KernelSet:
     forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
     counts_tiles: bool = False
+    combine: CombineConfig = CombineConfig()
 
     def kernel(self, kind: str) -> Any:
         """The class of a kernel. Raises NotImplementedError where it is not written."""

@@ -15,7 +15,6 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
-from fa4_hd256.kernels.forward_combine import CombineConfig
 from fa4_hd256.kernels.kernel_set import KernelSet, kernels_of, kinds
 from fa4_hd256.kernels.problem_class import ProblemClass
 
@@ -72,8 +71,8 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 
 def combine_spec(problem: Problem) -> KernelSpec:
     """The kernel after a forward whose keys are divided."""
-    architecture = problem.kernels.architecture
-    return KernelSpec("forward_combine", CombineConfig(), problem.dtype, architecture)
+    kernels = problem.kernels
+    return KernelSpec("forward_combine", kernels.combine, problem.dtype, kernels.architecture)
 
 
 def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpec]:

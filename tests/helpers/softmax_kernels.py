@@ -27,20 +27,22 @@ def polynomial(x: cute.Tensor, y: cute.Tensor, degree: cutlass.Constexpr):
 
 
 @cute.kernel
-def _soft_cap_kernel(x: cute.Tensor, y: cute.Tensor, cap_scale: Float32):
+def _soft_cap_kernel(
+    x: cute.Tensor, y: cute.Tensor, cap_scale: Float32, packed: cutlass.Constexpr
+):
     row = cute.arch.thread_idx()[0]
     scores = cute.make_rmem_tensor(COLUMNS, Float32)
     for column in cutlass.range(COLUMNS, unroll_full=True):
         scores[column] = x[row, column]
-    soft_cap(scores, cap_scale)
+    soft_cap(scores, cap_scale, packed)
     for column in cutlass.range(COLUMNS, unroll_full=True):
         y[row, column] = scores[column]
 
 
 @cute.jit
-def capped(x: cute.Tensor, y: cute.Tensor, cap_scale: Float32):
+def capped(x: cute.Tensor, y: cute.Tensor, cap_scale: Float32, packed: cutlass.Constexpr):
     """y = tanh(x * cap_scale); x and y (ROWS, COLUMNS) float32."""
-    _soft_cap_kernel(x, y, cap_scale).launch(grid=(1, 1, 1), block=(ROWS, 1, 1))
+    _soft_cap_kernel(x, y, cap_scale, packed).launch(grid=(1, 1, 1), block=(ROWS, 1, 1))
 
 
 @cute.jit

@@ -251,7 +251,7 @@ class ForwardConsumer:
         if cutlass.const_expr(problem.negative_scale):
             scores.store(-scores.load())
         if cutlass.const_expr(problem.softcap):
-            soft_cap(scores, context.scalars.cap_scale)
+            soft_cap(scores, context.scalars.cap_scale, packed=False)
         factors = []
         for number, row in enumerate(rows_of(scores)):
             if cutlass.const_expr(mask is not None):
