@@ -120,7 +120,9 @@ def product_tiles(
     section = max(section, order.parts_at_once(tiling.gpu.pairs))
     for number, head, batch in indices(grid, section, False):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
-        # Q of a part's heads and K are what the tiles share, beside dS.
-        shared = ROW * (lengths[0] * part + lengths[1])
-        found.append(grouped(of(number, query_heads, lengths), batch * heads + head, shared))
+        # Beside dS: those of dK read Q of the part's heads and no K, those of dQ K and no Q.
+        of_keys = order.tile(number)[0]
+        shared = ROW * (lengths[0] * query_heads if of_keys else lengths[1])
+        group = 2 * (batch * heads + head) + of_keys
+        found.append(grouped(of(number, query_heads, lengths), group, shared))
     return found

@@ -29,6 +29,7 @@ from bench.suite import Case, ragged_lengths
 from bench.tables.paths import Paths
 from fa4_hd256.check.reference import visible
 from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing.problem import hbm_bytes
 
 pytest.importorskip("cutlass")
 
@@ -118,6 +119,20 @@ def test_tiles_add_up_to_all_products(order):
         tiles = dkdv_tiles(FULL, order, head_parts)
         assert sum(tile.work for tile in tiles) == DKDV * units
         assert len(tiles) == 2 * 2 * head_parts * (4096 // 128)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [(((1024, 1024),) * 32, 32), (((1280, 97024),), 16), (((2048, 2048),) * 16, 32)],
+)
+def test_products_read_no_more_than_they_ask_for(lengths, heads):
+    """From HBM, in the order in which a GPU's CTA pairs begin them: a tile of dK asks for Q of its
+    heads, one of dQ for K, a step of either for 256 x 128 of dS."""
+    case = Case("test", lengths, heads, 2 if len(lengths) > 1 else 1, True)
+    tiles = product_tiles(case, OURS, 1)
+    asked = sum(t.work / PRODUCT * (DS + 128 * ROW) + t.writes for t in tiles)
+    starts = np.arange(len(tiles)) // OURS.gpu.pairs
+    assert hbm_bytes(tiles, starts, load("b200").values()) < asked
 
 
 def test_where_ds_is_kept_two_products_are_left():
