@@ -61,11 +61,12 @@ class Signal(enum.Enum):
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
     WARPS_PAIR_RELEASE = "the same, releasing shared memory written before"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
-    WARPS_BOTH = "one lane of each producer warp of both CTAs, on both CTAs' barriers"
+    WARPS_BOTH = "one lane of each producer warp of both CTAs, on both CTAs' barriers, releasing"
 
 
 TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA)
 PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
+RELEASING_SIGNALS = (Signal.WARPS_PAIR_RELEASE, Signal.WARPS_BOTH)
 
 
 class RingState:
@@ -274,7 +275,7 @@ class Barrier(SharedByReference):
             cute.arch.sync_warp()
         pointer = self._array.get_barrier(state.index)
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.edge.signal is Signal.WARPS_PAIR_RELEASE):
+            if cutlass.const_expr(self.edge.signal in RELEASING_SIGNALS):
                 nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
             if cutlass.const_expr(self.edge.signal in PAIR_SIGNALS):
                 cute.arch.mbarrier_arrive(

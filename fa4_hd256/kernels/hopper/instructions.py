@@ -96,27 +96,18 @@ class WgmmaShape:
 
 
 def multiply(
-    shape: WgmmaShape,
-    result: cute.Tensor,
-    a: cute.Tensor,
-    b: cute.Tensor,
-    accumulate: Any,
-    slices: range | None = None,
+    shape: WgmmaShape, result: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Any
 ) -> None:
     """Issue result = A B, or result += A B, over all slices of A; by all threads of a warpgroup.
-
-    slices: those of B that A has, and of a descriptor of A; all of A if None.
 
     a, b: of `a_operand` or `a_fragment` and of `b_operand`, without stages.  Between the last
     write to a register that the product reads or changes and this stands `fence`, behind it
     `commit`.
     """
     overwriting, adding = shape.tiled_mma(accumulate), shape.tiled_mma(True)
-    slices = range(cute.size(a, mode=[2])) if slices is None else slices
-    for number, k in enumerate(slices):
-        mma = overwriting if number == 0 else adding
-        of_a = number if shape.a_in_registers else k
-        cute.gemm(mma, result, a[None, None, of_a], b[None, None, k], result)
+    for k in range(cute.size(a, mode=[2])):
+        mma = overwriting if k == 0 else adding
+        cute.gemm(mma, result, a[None, None, k], b[None, None, k], result)
 
 
 def fence() -> None:

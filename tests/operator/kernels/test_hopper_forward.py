@@ -9,7 +9,10 @@ import pytest
 import torch
 from machine_code import beyond
 
+import sm100_sim
+from fa4_hd256 import flash_attn_func
 from fa4_hd256.architectures import named
+from fa4_hd256.kernels.hopper.forward import consumers
 from fa4_hd256.kernels.hopper.forward.config import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
@@ -117,6 +120,35 @@ def test_a_plan_that_does_not_fit_is_refused():
         ForwardConfig(ctas=4)
     with pytest.raises(ValueError, match="rescale_threshold is 16"):
         ForwardConfig(rescale_threshold=16.0)
-    with pytest.raises(ValueError, match="q_held is 16; accepted are 0 to 15"):
-        ForwardConfig(q_held=16)
     assert "k_free" in ForwardConfig().describe()
+
+
+@pytest.fixture
+def sanitized(monkeypatch):
+    """(out, findings) of a causal call on Hopper under the sanitizer."""
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    monkeypatch.setenv("SM100_SIM_DEVICE", "h200:4")
+
+    def findings(config: ForwardConfig, seqlen: int = 330, use_clc: bool = False) -> tuple:
+        q, k, v = (torch.randn(1, seqlen, 2, 256, dtype=torch.bfloat16) for _ in range(3))
+        out = flash_attn_func(q, k, v, causal=True, config=config, use_clc=use_clc)
+        return out, sm100_sim.last_reports()[-1].findings
+
+    return findings
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("config", [LONG, SHORT, ForwardConfig(ctas=2)], ids=repr)
+def test_no_findings(sanitized, config, use_clc):
+    """Several tiles a CTA, steps that a warpgroup leaves out, and loads for a cluster."""
+    out, findings = sanitized(config, 700, use_clc)
+    assert out.isfinite().all() and findings == []
+
+
+def test_products_that_are_not_waited_for_are_found(sanitized, planted):
+    """Scores are read, and K given back, while QK may still run."""
+    original = consumers.wait
+    planted.setattr(consumers, "wait", lambda pending: original(pending + 1))
+    _, findings = sanitized(SHORT)
+    assert any("registers-in-flight" in str(finding) for finding in findings)

@@ -17,6 +17,7 @@ from backward_cases import gradients, inputs
 from gpus import gpu
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
 from fa4_hd256.check import reference
@@ -76,8 +77,13 @@ def test_full(lengths, heads, batch, num_splits, use_clc, device):
 
 
 @pytest.mark.parametrize("num_splits", [2, 7])
-def test_each_part_is_the_attention_over_its_keys(num_splits, combined, device):
-    """Part i of n has the KV tiles from 5 i // n to 5 (i + 1) // n."""
+def test_each_part_is_the_attention_over_its_keys(
+    num_splits, combined, device, forward_config, architecture
+):
+    """Part i of n has the KV tiles from t i // n to t (i + 1) // n of t."""
+    gpu = next(iter(named(architecture).gpus.values()))[0]
+    step = forward_config.tuned(False, 520, gpu).block_kv
+    tiles = -(-520 // step)
     q, k, v = inputs((40, 520), HEADS, device=device)
     check((q, k, v), num_splits)
     ((_, (out, lse)),) = combined
@@ -85,18 +91,18 @@ def test_each_part_is_the_attention_over_its_keys(num_splits, combined, device):
     assert out.dtype == lse.dtype == torch.float32
     counts = []
     for part in range(num_splits):
-        begin, end = (5 * n // num_splits for n in (part, part + 1))
+        begin, end = (tiles * n // num_splits for n in (part, part + 1))
         counts.append(end - begin)
-        keys = slice(begin * 128, end * 128)
+        keys = slice(begin * step, end * step)
         wanted, total = reference.attention(q, k[:, keys], v[:, keys])
         assert torch.equal(lse[part].cpu() == -math.inf, total[0] == -math.inf)
         if end > begin:
-            # P and V in bfloat16: about 2^-9 of a sum of 128 keys or more.
+            # P and V in bfloat16: about 2^-9 of a sum of some 80 keys or more.
             assert (out[part].cpu() - wanted[0]).abs().max() < 2**-8
             assert (lse[part].cpu() - total[0]).abs().max() < LSE_TOLERANCE
         else:
             assert (out[part] == 0).all()
-    assert sum(counts) == 5 and max(counts) - min(counts) <= 1
+    assert sum(counts) == tiles and max(counts) - min(counts) <= 1
 
 
 def test_the_same_bits_again(use_clc, device):

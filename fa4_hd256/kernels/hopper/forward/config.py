@@ -71,7 +71,6 @@ class ForwardConfig:
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
     skips: whether a warpgroup leaves out steps of which its own rows see nothing.
-    q_held: slices of 16 of Q's columns that a warpgroup holds in registers for a whole tile.
     """
 
     block_kv: int = BLOCK_KV
@@ -83,7 +82,6 @@ class ForwardConfig:
     warps: ForwardWarpPlan = field(default_factory=ForwardWarpPlan)
     ordered_tiles: bool = True
     skips: bool = True
-    q_held: int = 0
 
     def __post_init__(self) -> None:
         if self.block_kv % 16 or not 16 <= self.block_kv <= 128:
@@ -96,8 +94,6 @@ class ForwardConfig:
                     f"{name} is {getattr(self, name)}; at least 2 are needed: a tile is read while "
                     "that of the next step arrives"
                 )
-        if not 0 <= self.q_held < HEAD_DIM // 16:
-            raise ValueError(f"q_held is {self.q_held}; accepted are 0 to {HEAD_DIM // 16 - 1}")
         if self.ctas not in (1, 2):
             raise ValueError(f"ctas is {self.ctas}; accepted are 1 and 2")
         if not 0 <= self.rescale_threshold <= 15:

@@ -37,7 +37,6 @@ class Fragments(SharedByReference):
     p, o: P and O in registers.  q, k, v: descriptors of the operands.
     """
 
-    held: Any
     p: cute.Tensor
     o: cute.Tensor
     q: cute.Tensor
@@ -73,8 +72,6 @@ class ForwardConsumer:
                 skipped_first = last_tile + 1 - tiles.end
                 skipped_last = num_steps - own_steps - skipped_first
                 context.barriers["q_loaded"].wait(q_loaded)
-                if cutlass.const_expr(self.config.q_held > 0):
-                    self._hold_q(context, fragments.held, warpgroup)
                 states = self._skip(context, states, skipped_first)
                 if own_steps > 0:
                     softmax, states = self._steps(
@@ -89,31 +86,13 @@ class ForwardConsumer:
 
     def _fragments(self, context: Any, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
-        held = None
-        if cutlass.const_expr(self.config.q_held > 0):
-            held = self.qk_held.a_fragment(16 * self.config.q_held)
         return Fragments(
-            held=held,
             p=pv.a_fragment(self.config.block_kv),
             o=pv.accumulator(),
             q=qk.a_operand(context.smem["q"])[None, None, None, warpgroup],
             k=qk.b_operand(context.smem["k_tiles"]),
             v=pv.b_operand(transposed(context.smem["v_tiles"])),
         )
-
-    def _hold_q(self, context: Any, held: cute.Tensor, warpgroup: Int32) -> None:
-        """The first slices of Q into registers."""
-        q = context.smem["q"][None, None, warpgroup]
-        words = cute.recast_tensor(held, Uint32)
-        lane = cute.arch.thread_idx()[0] % QUAD
-        for number in range(2):
-            row = cute.logical_divide(
-                q[row_of_fragment(number), None], cute.make_layout(2)
-            )
-            for group in range(2 * self.config.q_held):
-                pair = cute.make_rmem_tensor(2, self.dtype)
-                cute.autovec_copy(row[None, group * QUAD + lane], pair)
-                words[2 * group + number] = cute.recast_tensor(pair, Uint32)[0]
 
     def _own_tiles(
         self, visibility: Any, work: Any, first_row: Int32
@@ -229,10 +208,7 @@ class ForwardConsumer:
         """Issue S = Q K^T, a group of its own; S."""
         scores = self.qk.accumulator()
         k = fragments.k[None, None, None, k_loaded.index]
-        held = self.config.q_held
-        multiply(self.qk, scores, fragments.q, k, False, range(held, HEAD_DIM // 16))
-        if cutlass.const_expr(held > 0):
-            multiply(self.qk_held, scores, fragments.held, k, True, range(held))
+        multiply(self.qk, scores, fragments.q, k, False)
         commit()
         return scores
 

@@ -93,7 +93,6 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         self.block_queries = config.block_q // packed
         self.part_queries = WARPGROUP_ROWS // packed
         self.qk = WgmmaShape(self.dtype, config.block_kv)
-        self.qk_held = WgmmaShape(self.dtype, config.block_kv, a_in_registers=True)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
     @cute.jit
