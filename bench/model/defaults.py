@@ -34,7 +34,7 @@ from .forward import Kernel
 from .machines import gpu_of
 from .ours import Variant
 from .predictor import Predictor
-from .tiles import DKDV, STEP_WORK, Order
+from .tiles import DKDV, KEYS, STEP_WORK, Order
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,8 @@ def _scheduler(case: Case, predictor: Predictor, direction: str) -> Decided:
             _by_emptiness(most): prefers_clc(bounded, rows, capacity, most_empty=most)
             for most in (2, 4, MOST_EMPTY, 10)
         }
+        unequal = bounded or rows < capacity
+        picks["bounded or ragged, the same"] = prefers_clc(unequal, rows, capacity)
     return Decided(case, direction, seconds, picks)
 
 
@@ -184,16 +186,17 @@ def split_cases() -> list[Case]:
 DEFAULT_SPLITS = "the rule"
 SPLIT_RULES = {
     DEFAULT_SPLITS: TILES,
-    **{f"{n:g} steps saved": replace(TILES, least_saved=n) for n in (0.0, 2.0, 3.0, 7.0, 10.0)},
+    **{f"{n:g} steps saved": replace(TILES, least_saved=n) for n in (0.0, 2.0, 3.0, 10.0)},
     **{f"a part takes {n:g} beside": replace(TILES, part_steps=n) for n in (0.5, 2.0, 3.0)},
-    "3 saved, a part takes 2 beside": replace(TILES, least_saved=3.0, part_steps=2.0),
 }
 
 
 def _splits(case: Case, predictor: Predictor) -> Decided:
     clc, gpu = defaults_to_clc(case, FORWARD), gpu_of(predictor.machine)
+    # Parts without a step are no alternative.
+    most = max(1, min(LARGEST, -(-case.seqlen_k // KEYS)))
     seconds = {
-        n: predictor.predict_forward(OURS, case, clc, n).seconds for n in range(1, LARGEST + 1)
+        n: predictor.predict_forward(OURS, case, clc, n).seconds for n in range(1, most + 1)
     }
     problem = forward_problem(case)
     picks = {name: splits_for(problem, gpu, rule) for name, rule in SPLIT_RULES.items()}

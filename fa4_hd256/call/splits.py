@@ -46,9 +46,9 @@ def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
 
 
 def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
-    """The number of parts with which a call is done first, the fewest of several; 1 where no
-    cluster would be idle, or less than `least_saved` steps of its tiles are saved. kernel: what is
-    known of the tiles, None for `problem.tiles`.
+    """The number of parts with which a call is done first, the fewest of several; 1 where tiles of
+    several blocks of queries leave no cluster idle, or less than `least_saved` steps are saved.
+    kernel: what is known of the tiles, None for `problem.tiles`.
 
     The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
     hold.
@@ -60,7 +60,8 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
     kernel, tiles = kernel or problem.tiles, problem.num_tiles
     rows_a_step = gpu.hbm_bytes_per_second * kernel.step_seconds / ROW_BYTES
     steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
-    if tiles >= clusters:
+    # With more blocks of queries tiles may differ by the mask, and need no parts to be shared out.
+    if tiles >= clusters and problem.max_seqlen_q > problem.tile_queries:
         return 1
 
     def span(parts: int) -> float:

@@ -345,10 +345,15 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
         ((32, 32768), {"heads": (8, 1), "batch": 4}, 74, 18),
         ((33, 32768), {"heads": (8, 1), "batch": 4}, 74, 9),
         # 37 tiles leave a second pair for each: 17 for 33. 38 do not, but with three parts two
-        # turns of 12 do for one of 33. 74 tiles leave no pair idle.
+        # turns of 12 do for one of 33. 74 tiles leave no pair idle, 90 do in a second turn: 66, or
+        # five turns of 9. But tiles of more than one block of queries may differ.
         ((1, 4096), {"batch": 37}, 74, 2),
         ((1, 4096), {"batch": 38}, 74, 3),
         ((1, 4096), {"batch": 74}, 74, 1),
+        ((1, 4096), {"batch": 90}, 74, 4),
+        ((1, 32768), {"batch": 90}, 74, 4),
+        ((256, 32768), {"batch": 90}, 74, 4),
+        ((257, 32768), {"batch": 90}, 74, 1),
         # Nine parts would be done after 4 turns of 30 steps instead of 129, but 8192 rows of nine
         # parts take 16 steps, of two 4.
         ((512, 32768), {"heads": (16, 2)}, 74, 2),
