@@ -43,8 +43,9 @@ def _plan(_: argparse.Namespace) -> int:
     from .kernels.kernel_set import kernels_of
 
     kernels = kernels_of(environment.architecture())
-    configs = [kernels.config(direction)() for direction in ("forward", "backward")]
-    print("\n\n".join(config.describe() for config in configs))
+    print(kernels.config("forward")().describe())
+    print()
+    print(kernels.config("backward")().describe())
     return 0
 
 

@@ -57,9 +57,8 @@ MODELS = {
 DEFAULT_MODEL = "gemma-3-4b"
 DEFAULT_SEQLEN = 512
 
-#: MMA instructions of one step (256 queries x 128 keys, K = 16 each): QK over 256 columns of the
-#: head, PV over 128 keys.
-MMA_PER_STEP = HEAD_DIM // 16 + 128 // 16
+#: Products of every architecture's tensor core.
+PRODUCTS = ("tcgen05.mma", "wgmma.mma_async")
 
 
 def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         "compile_seconds": compiled.seconds,
         "compiled_before": compiled.from_disk,
         "pattern_share": float(config.ex2_pattern.true_share(config.block_kv)),
-        **_resources(compiled, config.smem.num_bytes, config.tmem.allocated_columns),
+        **_resources(compiled, *_plan_sizes(config)),
         **executed,
         "backward": _run_backward((q, k, v), out, lse, generator),
     }
@@ -152,8 +151,11 @@ def _synchronise(device: str) -> None:
 
 
 def _plan_sizes(plan: Any) -> tuple[int, int]:
-    """(SMEM bytes, TMEM columns); the preprocess kernel has no plan and uses none of either."""
-    return (0, 0) if plan is None else (plan.smem.num_bytes, plan.tmem.allocated_columns)
+    """(SMEM bytes, TMEM columns), 0 where there is none; the preprocess kernel has no plan."""
+    if plan is None:
+        return 0, 0
+    tmem = getattr(plan, "tmem", None)
+    return plan.smem.num_bytes, 0 if tmem is None else tmem.allocated_columns
 
 
 def _heads(model: Model) -> dict[str, int]:
@@ -179,15 +181,15 @@ def _executed(config: Any) -> dict[str, Any]:
     import sm100_sim
 
     report = sm100_sim.last_reports()[-1]
-    mma = report.warps("tcgen05.mma")
-    scores = mma // MMA_PER_STEP * config.tile_q * config.block_kv
+    mma = _products([report])
+    scores = config.score_elements(mma)
     # Scores take the flushing form; softmax_emu uses the other one for once-per-row factors.
     hardware = report.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"]
     return {
         "grid": list(report.grid),
         "cluster": list(report.cluster),
         "clusters": math.prod(report.grid) // math.prod(report.cluster),
-        "tcgen05_mma": mma,
+        "products": mma,
         "mufu_ex2": hardware,
         "score_elements": scores,
         "emulated_share": (scores - hardware) / scores,
@@ -195,6 +197,11 @@ def _executed(config: Any) -> dict[str, Any]:
         "instructions": {name: counts["warps"] for name, counts in report.instructions.items()},
         "translate_seconds": report.translate_seconds,
     }
+
+
+def _products(reports: list[Any]) -> int:
+    """Instructions of the tensor core that warps executed."""
+    return sum(report.warps(name) for report in reports for name in PRODUCTS)
 
 
 def _executed_backward(rounds: int) -> list[dict[str, Any]]:
@@ -205,7 +212,7 @@ def _executed_backward(rounds: int) -> list[dict[str, Any]]:
     return [
         {
             "grid": list(of_kernel[0].grid),
-            "tcgen05_mma": sum(r.warps("tcgen05.mma") for r in of_kernel),
+            "products": _products(of_kernel),
             "mufu_ex2": sum(
                 r.opcodes.get("ex2.approx.ftz.f32", {"lanes": 0})["lanes"] for r in of_kernel
             ),
@@ -265,7 +272,7 @@ def _backward_text(result: dict[str, Any]) -> list[str]:
     for name, kernel in result["kernels"].items():
         if "grid" in kernel:
             lines.append(
-                f"  {name:18} {kernel['grid'][0]} CTAs, {kernel['tcgen05_mma']} tcgen05.mma, "
+                f"  {name:18} {kernel['grid'][0]} CTAs, {kernel['products']} products, "
                 f"{kernel['mufu_ex2']} MUFU ex2, {kernel['tma_bytes']} bytes by TMA"
             )
         registers = "" if kernel["registers"] is None else (
@@ -290,7 +297,7 @@ def _executed_text(result: dict[str, Any]) -> list[str]:
     cluster = " x ".join(map(str, result["cluster"]))
     return [
         f"  grid               {grid} CTAs in {result['clusters']} clusters of {cluster}",
-        f"  tcgen05.mma        {result['tcgen05_mma']} instructions, "
+        f"  products           {result['products']} instructions, "
         f"{result['score_elements']} score elements",
         f"  MUFU ex2           {result['mufu_ex2']} results: {result['emulated_share']:.4%} of "
         f"the score elements emulated; the pattern's share is {result['pattern_share']:.4%}",

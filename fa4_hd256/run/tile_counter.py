@@ -5,7 +5,9 @@ A launch leaves it at 0, as it found it, so nothing is zeroed between launches o
 launches that may run at the same time have one each: every stream its own. A handle of a stream
 that was destroyed may come back as another stream's; like PyTorch's allocator, which keeps memory
 by stream, this relies on the old one's work being done by then. A captured graph may be replayed
-beside anything, so a launch in it gets a counter of the graph's own memory, zeroed by the graph.
+beside anything but itself, so a launch in it gets a counter that no other one ever gets. Counters
+are made `COUNT` at a time, which waits for the device once; where a graph finds none left, it
+zeroes one of its own at every replay.
 """
 
 from __future__ import annotations
@@ -14,12 +16,18 @@ import threading
 
 import torch
 
-__all__ = ["tile_counter"]
+__all__ = ["COUNT", "tile_counter"]
+
+#: Counters that are made at a time, 16 KiB.
+COUNT = 4096
 
 #: cudaStreamPerThread: one handle for a stream of each thread.
 _PER_THREAD = 2
 
 _counters: dict[tuple[int, int, int], torch.Tensor] = {}
+#: Device -> counters that nobody has.
+_free: dict[int, list[torch.Tensor]] = {}
+_lock = threading.Lock()
 
 
 def tile_counter(device: torch.device, stream: int) -> torch.Tensor:
@@ -27,12 +35,28 @@ def tile_counter(device: torch.device, stream: int) -> torch.Tensor:
 
     stream: PyTorch's current one of the device; any number for the CPU.
     """
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        return torch.zeros(1, dtype=torch.int32)
     index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            if _free.get(index):
+                return _free[index].pop()
+        return torch.zeros(1, dtype=torch.int32, device=device)
     thread = threading.get_ident() if stream == _PER_THREAD else 0
     key = (index, stream, thread)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        with _lock:
+            found = _counters[key] = _new(index)
     return found
+
+
+def _new(index: int) -> torch.Tensor:
+    """One that nobody has, on a device; not while a graph is captured."""
+    free = _free.setdefault(index, [])
+    if not free:
+        free += torch.zeros(COUNT, dtype=torch.int32, device=torch.device("cuda", index)).split(1)
+        # They are handed to any stream, and zero from now on.
+        torch.cuda.current_stream(index).synchronize()
+    return free.pop()

@@ -29,7 +29,7 @@ def test_what_the_demo_reports(result):
     assert result["backend"] == "simulator"
     assert result["max_error"] <= 2 * result["pytorch_max_error"]
     assert result["lse_max_error"] < 1e-3 and result["rel_l2"] < 1e-2
-    assert result["tcgen05_mma"] == steps * demo.MMA_PER_STEP
+    assert result["products"] == steps * (256 // 16 + 128 // 16)
     assert result["score_elements"] == steps * 256 * 128
     assert result["emulated_share"] == result["pattern_share"]
     assert result["clusters"] == 4 and result["cluster"] == [2, 1, 1]
@@ -45,9 +45,9 @@ def test_what_the_demo_reports_of_the_backward(result):
         assert errors["rel_l2"] < 1e-2
     # 4 heads: steps of 16 + 16 + 8 and twice of 8 instructions; each has 256 x 128 scores.
     kernels, steps = found["kernels"], 4 * 2
-    assert kernels["preprocess"]["tcgen05_mma"] == 0
-    assert kernels["dv"]["tcgen05_mma"] == steps * 40
-    assert kernels["products"]["tcgen05_mma"] == 2 * steps * 8
+    assert kernels["preprocess"]["products"] == 0
+    assert kernels["dv"]["products"] == steps * 40
+    assert kernels["products"]["products"] == 2 * steps * 8
     assert kernels["dv"]["mufu_ex2"] == steps * 256 * 128
     assert kernels["products"]["mufu_ex2"] == 0
     assert all(k["stack_bytes"] == k["local_bytes"] == 0 for k in kernels.values())
@@ -64,7 +64,7 @@ def test_json_is_one_object(capsys):
 @pytest.mark.simulator
 def test_text_names_every_figure(result):
     shown = demo.text(result)
-    parts = ("max error", "relative L2", "LSE", "tcgen05.mma", "MUFU", "TMA", "registers")
+    parts = ("max error", "relative L2", "LSE", "products", "MUFU", "TMA", "registers")
     kernels = "preprocess", "dv", "products"
     for part in (*parts, "dq, max error", "dk, max error", "dv, max error", *kernels):
         assert part in shown

@@ -19,18 +19,26 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Counters of CUDA devices on the CPU: the number that was made, and whether a graph is being
-    captured."""
-    made = SimpleNamespace(count=0, capturing=False)
+    """Counters of CUDA devices on the CPU: the sizes of what was made, how often a stream was
+    waited for, and whether a graph is being captured."""
+    made = SimpleNamespace(sizes=[], waits=0, capturing=False)
 
-    def zeros(*shape, dtype, device):
-        made.count += 1
-        return torch.full(shape, 0, dtype=dtype)
+    def zeros(size, dtype, device):
+        made.sizes.append(size)
+        return torch.full((size,), 0, dtype=dtype)
+
+    def synchronize():
+        assert not made.capturing
+        made.waits += 1
 
     monkeypatch.setattr(tile_counter.torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tile_counter, "_counters", {})
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=synchronize)
+    )
+    for kept in ("_counters", "_free"):
+        monkeypatch.setattr(tile_counter, kept, {})
     return made
 
 
@@ -42,7 +50,9 @@ def test_launches_of_a_stream_share_one(cuda):
         tile_counter.tile_counter(CUDA, 8),
         tile_counter.tile_counter(torch.device("cuda", 1), 7),
     ]
-    assert len({id(one) for one in (first, *others)}) == 3 == cuda.count
+    assert len({one.data_ptr() for one in (first, *others)}) == 3
+    # One wait for each device, and none in any later call.
+    assert cuda.sizes == [tile_counter.COUNT] * 2 and cuda.waits == 2
 
 
 def test_a_launch_that_is_captured_has_its_own(cuda):
@@ -51,8 +61,25 @@ def test_a_launch_that_is_captured_has_its_own(cuda):
     cuda.capturing = True
     captured = [tile_counter.tile_counter(CUDA, 7) for _ in range(2)]
     cuda.capturing = False
-    assert len({id(one) for one in (eager, *captured)}) == 3
+    assert len({one.data_ptr() for one in (eager, *captured)}) == 3
     assert tile_counter.tile_counter(CUDA, 7) is eager
+    assert tile_counter.tile_counter(CUDA, 8).data_ptr() not in {
+        one.data_ptr() for one in captured
+    }
+    assert cuda.sizes == [tile_counter.COUNT]
+
+
+def test_a_capture_without_any_left_zeroes_its_own(cuda):
+    """Before the first eager launch, or after thousands in graphs: by the graph, at each replay."""
+    cuda.capturing = True
+    tile_counter.tile_counter(CUDA, 7)
+    assert cuda.sizes == [1] and cuda.waits == 0
+    cuda.capturing = False
+    tile_counter.tile_counter(CUDA, 7)
+    cuda.capturing = True
+    found = [tile_counter.tile_counter(CUDA, 7) for _ in range(tile_counter.COUNT)]
+    assert cuda.sizes == [1, tile_counter.COUNT, 1] and cuda.waits == 1
+    assert len({one.data_ptr() for one in found}) == tile_counter.COUNT
 
 
 def test_a_stream_of_each_thread(cuda):

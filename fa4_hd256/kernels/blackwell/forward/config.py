@@ -149,6 +149,11 @@ class ForwardConfig:
         """Query rows of a CTA pair."""
         return CTAS * self.block_q
 
+    def score_elements(self, products: int) -> int:
+        """Elements of S that so many MMA instructions of QK and PV, K = 16 each, stand for."""
+        per_step = HEAD_DIM // MMA_K + self.block_kv // MMA_K
+        return products // per_step * self.tile_q * self.block_kv
+
     @property
     def q_bytes(self) -> int:
         """One CTA's Q (and O) of one tile."""

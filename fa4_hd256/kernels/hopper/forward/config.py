@@ -147,6 +147,11 @@ class ForwardConfig:
         """Query rows of a cluster."""
         return self.ctas * self.block_q
 
+    def score_elements(self, products: int) -> int:
+        """Elements of S that so many wgmma instructions, of all warps, stand for."""
+        per_step = WARPS_PER_WARPGROUP * (HEAD_DIM // 16 + self.block_kv // 16)
+        return products // per_step * WARPGROUP_ROWS * self.block_kv
+
     @property
     def q_bytes(self) -> int:
         """Q of one warpgroup."""
