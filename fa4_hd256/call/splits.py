@@ -64,12 +64,16 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
     if tiles >= clusters and problem.max_seqlen_q > problem.tile_queries:
         return 1
 
+    # Of all tiles from HBM, in steps of one.
+    all_loads = tiles * steps * kernel.step_bytes / (gpu.hbm_bytes_per_second * kernel.step_seconds)
+
     def span(parts: int) -> float:
-        """Steps of the cluster with the most parts, what each of these takes beside, and what the
-        results of all parts take."""
+        """Steps of the cluster with the most parts, what each of these takes beside, or what HBM
+        takes for all; and what the results of all parts take."""
         turns = -(-tiles * parts // clusters)
+        busy = turns * (-(-steps // parts) + kernel.part_steps)
         results = parts * rows / rows_a_step if parts > 1 else 0.0
-        return turns * (-(-steps // parts) + kernel.part_steps) + results
+        return max(busy, all_loads) + results
 
     best = min(range(1, min(steps, LARGEST) + 1), key=span)
     return best if span(1) - span(best) >= kernel.least_saved else 1

@@ -37,7 +37,8 @@ class ForwardTiles:
     measured.  least_saved: steps that dividing the keys must save, about what the combining kernel
     takes.  most_rows: the most query rows of a group of heads that share KV tiles for which the
     kernel is meant, None for any.  part_steps: what a part of the keys takes beside its steps, in
-    steps.
+    steps.  step_bytes: of K and V of a step, where no other tile reads them at the same time: HBM
+    then bounds all clusters together; 0 where tiles share them.
     """
 
     cta_rows: int
@@ -48,6 +49,7 @@ class ForwardTiles:
     least_saved: float
     most_rows: int | None = None
     part_steps: float = 1.0
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)

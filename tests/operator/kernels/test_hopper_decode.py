@@ -8,8 +8,10 @@ import torch
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.splits import splits_for
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
+from fa4_hd256.run.launch import gpu_of
 
 pytestmark = pytest.mark.simulator
 
@@ -115,3 +117,22 @@ def test_no_findings(use_clc, seed, monkeypatch):
     flash_attn_func(*given, causal=True, num_splits=3, use_clc=use_clc)
     first, second = sm100_sim.last_reports()[-2:]
     assert first.findings == second.findings == []
+
+
+# (batch, keys, heads, queries): parts by the rule, and why.
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "queries", "parts"),
+    [
+        # HBM bounds all of them together: uneven turns of tiles cost nothing.
+        (128, 131072, (32, 2), 4, 1), (64, 8192, (32, 2), 1, 1),
+        # As many SMs as take in what HBM gives, and no more.
+        (32, 131072, (32, 2), 1, 2), (8, 8192, (16, 2), 1, 5),
+        # As many as the combining kernel takes.
+        (1, 131072, (32, 2), 1, 32),
+    ],
+)  # fmt: skip
+def test_parts_of_the_keys(batch, keys, heads, queries, parts):
+    one = torch.zeros(1, dtype=torch.bfloat16)
+    q, k = (one.expand(batch, *size, 256) for size in ((queries, heads[0]), (keys, heads[1])))
+    problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))
+    assert splits_for(problem, gpu_of(torch.device("cpu"))) == parts

@@ -126,7 +126,7 @@ class ForwardConfig:
         if self.warpgroups == 1:
             return ForwardTiles(
                 WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * DECODE_SECONDS, 5,
-                most_rows=WARPGROUP_ROWS,
+                most_rows=WARPGROUP_ROWS, step_bytes=2 * self.kv_bytes,
             )  # fmt: skip
         return ForwardTiles(
             WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5
