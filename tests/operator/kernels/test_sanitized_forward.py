@@ -30,7 +30,7 @@ def test_no_findings(seqlen_q, seqlen_k, causal, seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
-def test_no_findings_with_split_keys(use_clc, seed, monkeypatch):
+def test_no_findings_with_split_keys(use_clc, seed, monkeypatch, architecture):
     """Two tiles of 32 queries with 8 heads, 3 KV tiles in 4 parts; each pair takes several."""
     monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
@@ -40,7 +40,8 @@ def test_no_findings_with_split_keys(use_clc, seed, monkeypatch):
     k, v = (torch.randn(1, 300, 1, 256, dtype=torch.bfloat16) for _ in range(2))
     flash_attn_func(q, k, v, num_splits=4, use_clc=use_clc)
     forward, combine = sm100_sim.last_reports()[-2:]
-    assert (forward.clc["stolen"] > 0) == use_clc
+    if architecture == "sm_100a":
+        assert (forward.clc["stolen"] > 0) == use_clc
     assert combine.grid == (37 * 8 // 4, 1, 1)
     for report in (forward, combine):
         assert report.seed == seed and report.findings == []
