@@ -130,6 +130,7 @@ def test_the_longest_key_sequence_need_not_be_given(device):
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.slow
 def test_grids_follow_the_longest_sequence():
@@ -225,6 +226,7 @@ def test_nothing_to_do(device):
         assert torch.allclose(found["sink"], torch.full_like(sink, float(sum(lengths[0]))))
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 @pytest.mark.slow
 def test_schedulers_give_the_same_bits(monkeypatch):
@@ -251,6 +253,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
             assert report.clc == {"try_cancel": tiles, "stolen": stolen, "refused": 0}
 
 
+@pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 def test_each_direction_has_a_scheduler_of_its_own_by_default(monkeypatch):
     """Seven of eight sequences have one row: the forward counts past their blocks, while dQ and

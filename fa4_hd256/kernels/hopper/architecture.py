@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from fa4_hd256.architectures import named
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS, DsTiles
 from fa4_hd256.kernels.forward_combine import CombineConfig
-from fa4_hd256.kernels.kernel_set import KernelSet
+from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
 from .forward.config import DECODE, ForwardConfig
 
 __all__ = ["KERNELS"]
 
+BACKWARD_CTAS = 2  # of a cluster
+STEP_QUERIES = 64
+
+# Steps as measured on an H200 (docs/hopper.md): dV and dS at 600 TFLOPS, a product of dS at 640;
+# dK and dV by themselves at the same rate, with five products.
+STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 2e6, products=0.31)
+ANEW = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 2e6)
+
 KERNELS = KernelSet(
     named("sm_90a"),
-    {"forward": "forward.kernel:ForwardKernel"},
+    {
+        "forward": "forward.kernel:ForwardKernel",
+        "backward_dv": "backward.dv:DvKernel",
+        "backward_products": "backward.products:ProductsKernel",
+        "backward_single_dk": "backward.single:DkKernel",
+        "backward_single_dv": "backward.single:SingleDvKernel",
+        "backward_single_dq": "backward.single:DqKernel",
+    },
     forward_config="forward.config:ForwardConfig",
+    backward_config="backward.config:BackwardConfig",
     forwards=(DECODE.tiles, ForwardConfig().tiles),
+    backward=BackwardSet(
+        stored=(
+            BackwardKernel("dv", ("dv",), has_ds=True),
+            BackwardKernel("products", ("dk", "dq"), has_ds=True),
+        ),
+        anew=(
+            BackwardKernel("single_dk", ("dk",)),
+            BackwardKernel("single_dv", ("dv",)),
+            BackwardKernel("single_dq", ("dq",)),
+        ),
+        stored_keys=STORED,
+        anew_keys=ANEW,
+        ds_tiles=DsTiles,
+        ds_tile_elements=DS_TILE_ELEMENTS,
+        cluster=BACKWARD_CTAS,
+    ),
     counts_tiles=True,
     # A decoding step has few rows, a warp each, which wait for memory once for so many parts.
     combine=CombineConfig(parts_at_once=16),

@@ -1,0 +1,233 @@
+"""What the Hopper kernels that make gradients share: clusters of two CTAs, each with a warpgroup
+that loads and two that multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int16, Int32, Uint32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from fa4_hd256.kernels.backward_common import BackwardTensors
+from fa4_hd256.kernels.context import KernelContext
+from fa4_hd256.kernels.hopper.instructions import QUAD, row_of_fragment, rows_of
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.operands import SharedMemory, TmaTensor, load_tile, smem_layout
+from fa4_hd256.kernels.problem_class import GradientClass
+from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.scheduler_role import SchedulerRole
+from fa4_hd256.kernels.sequences import Sequences, SequenceTensors, clipped_view
+from fa4_hd256.kernels.views import by_sequence
+from schedulers import scheduler_class
+
+from .config import CTAS, GradientConfig
+
+__all__ = ["BOTH_CTAS", "HopperBackward"]
+
+BOTH_CTAS = 0b11
+RUN = 8  # columns of a row of which a quad has two a lane
+
+
+class HopperBackward(SchedulerRole):
+    """Base of these kernels: host code, set-up, dispatch, and how results leave.
+
+    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns,
+    whether both CTAs get it); `problem(...)`, its tiles; `smem(memory)`; and the roles `load` and
+    `gradient`.
+    """
+
+    boxes: dict[str, tuple[int, int, int, bool]]
+
+    def __init__(
+        self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
+    ) -> None:
+        self.plan = config.plan
+        self.problem_class = gradient_class.problem
+        self.dtype = self.problem_class.element_type
+        self.scheduler = scheduler or scheduler_class(
+            self.problem_class.use_clc, CTAS, counts=True
+        )
+        self.warps, self.edges = self.plan.warps, self.plan.edges
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        stats: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        ds: Any,
+        ragged: Any,
+        scalars: CallScalars,
+        stream: Any,
+    ):
+        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
+        results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
+        heads.  Last stride 1, other strides multiples of 16 bytes.  ds: see `backward_ds_tiles`,
+        None where it is not stored.  ragged: a tuple of tensors in the order of
+        `problem_class.ragged`, None if there are none.
+        """
+        operands = tuple(by_sequence(tensor) for tensor in operands)
+        results = tuple(by_sequence(tensor) for tensor in results)
+        q, k, _, _ = operands
+        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
+        batch = self.sequence_tensors(ragged).num_batches(q)
+        problem = self.problem(scalars, (q, k), batch)
+        tensors = BackwardTensors(self.tma_tensors(operands), stats, results, ds, ragged)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sizes = tuple(Int32(size) for size in sizes)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=self.scheduler.grid_shape(problem, scalars.clusters),
+            block=(self.warps.num_threads, 1, 1),
+            cluster=(CTAS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        """From a tuple in the order of the problem class, None if it has none."""
+        return SequenceTensors.given(self.problem_class.ragged, ragged)
+
+    def tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
+        """Those of `boxes`."""
+        tmas = []
+        for operand, rows, columns, is_shared in self.boxes.values():
+            operation = cpasync.CopyBulkTensorTileG2SOp()
+            if is_shared:
+                operation = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            tensor = operands[operand]
+            view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
+            layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
+            info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
+            tmas.append(TmaTensor(info[0], info[1]))
+        return tuple(tmas)
+
+    @cute.kernel
+    def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
+        """Set-up, then each warp runs its role, then tear-down."""
+        warps = self.warps
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == warps.load:
+            for tma in tensors.loads:
+                cpasync.prefetch_descriptor(tma.atom)
+        context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+        if warp < warps.load:
+            cute.arch.setmaxregister_increase(warps.registers_gradient)
+            self.gradient(context)
+        else:
+            cute.arch.setmaxregister_decrease(warps.registers_other)
+            if warp == warps.load:
+                self.load(context)
+            if warp == warps.scheduler:
+                self.schedule(context)
+        # Nobody may leave while the peer still signals it or loads into its memory.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def set_up(
+        self, allocator: SmemAllocator, tensors: Any, sizes: tuple[Int32, ...], scalars: Any,
+        order: Any,
+    ) -> KernelContext:  # fmt: skip
+        """Lay out shared memory as the plan says and initialise the barriers.
+
+        sizes: seqlen_q, seqlen_k, query heads for each KV head.
+        """
+        seqlen_q, seqlen_k, heads_per_kv = sizes
+        memory = SharedMemory(allocator, self.plan.smem, self.dtype)
+        return KernelContext(
+            tensors=tensors,
+            barriers=self.edges.bind(memory.region("barriers", cutlass.Int64, 8)),
+            sequences=Sequences(self.sequence_tensors(tensors.ragged), seqlen_q, seqlen_k),
+            mask=self.problem_class.mask,
+            scalars=scalars,
+            heads_per_kv=heads_per_kv,
+            order=order,
+            channel=self.scheduler.setup(
+                allocator, self.warps.scheduled_warps, scalars.tile_counter
+            ),
+            cta_rank=cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            smem=self.smem(memory),
+        )
+
+    # ------------------------------------------------------------------------------------- load
+
+    def load_box(self, context: Any, box: str, place: tuple, target: tuple) -> None:
+        """One TMA load.  place: see `tma_tile`.  target: (barrier, tensor of SMEM)."""
+        index = list(self.boxes).index(box)
+        (barrier, smem), is_shared = target, self.boxes[box][3]
+        one = cute.make_tensor(smem.iterator, cute.append(smem.layout, cute.make_layout(1)))
+        mask = Int16(BOTH_CTAS) if is_shared else None
+        load_tile(context.tensors.loads[index], one, place, barrier, 0, 1, mask)
+
+    def room(self, context: Any, name: str, states: Any) -> tuple[cute.Pointer, Int32]:
+        """(barrier, buffer) of the ring `name`, once the buffer is free."""
+        state, loaded = states[f"{name}_free"], context.barriers[f"{name}_loaded"]
+        context.barriers[f"{name}_free"].wait(state)
+        loaded.expect_bytes(state)
+        return loaded.pointer(state), state.index
+
+    # ---------------------------------------------------------------------------------- results
+
+    @staticmethod
+    def warpgroup() -> Int32:
+        """0 or 1: which of the two warpgroups that multiply."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+
+    @cute.jit
+    def store(self, sums: cute.Tensor, place: tuple):
+        """The sums of 64 rows x 256 to global memory, in the result's type.
+
+        place: (tensor, `Sequence` of its rows, first row of the warpgroup, head).
+        """
+        result, sequence, first_row, head = place
+        for number in cutlass.range_constexpr(2):
+            row = first_row + row_of_fragment(number)
+            target = result[sequence.offset + row, None, head, sequence.batch]
+            _store_row(rows_of(sums)[number], target, row < sequence.length)
+
+
+@cute.jit
+def _store_row(values: cute.Tensor, target: cute.Tensor, exists: Boolean):
+    """A quad's row of 256, of which each lane has two of every eight columns, to its place.
+
+    The quad exchanges them, so that a lane has all of every fourth run of eight: 16 bytes in a row,
+    or 32 of float32.
+    """
+    lane = cute.arch.lane_idx() % QUAD
+    words = 2 * target.element_type.width // 32  # of a lane's two columns
+    for first in cutlass.range_constexpr(0, HEAD_DIM // RUN, QUAD):
+        rounded = cute.make_rmem_tensor((2, QUAD), target.element_type)
+        part = cute.make_rmem_tensor((2, QUAD), Float32)
+        for i in cutlass.range_constexpr(2 * QUAD):
+            part[i] = values[2 * first + i]
+        rounded.store(part.load().to(target.element_type))
+        bits = cute.recast_tensor(rounded, Uint32)
+        exchanged = cute.make_rmem_tensor((words, QUAD), Uint32)
+        for word in cutlass.range_constexpr(words):
+            column = [bits[word + words * run] for run in range(QUAD)]
+            for i, value in enumerate(_transpose_quad(column, lane)):
+                exchanged[word, i] = value
+        place = (target.iterator + (first + lane) * RUN).align(16)
+        place = cute.recast_ptr(place, dtype=Uint32)
+        if exists:
+            cute.autovec_copy(exchanged, cute.make_tensor(place, exchanged.layout))
+
+
+def _transpose_quad(values: list, lane: Int32) -> list:
+    """Value i of lane t of a quad becomes value t of lane i."""
+    values = list(values)
+    for offset in (1, 2):
+        is_upper = (lane & offset) != 0
+        for i in (i for i in range(QUAD) if not i & offset):
+            low, high = values[i], values[i | offset]
+            sent = cutlass.select_(is_upper, low, high)
+            received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+            values[i] = cutlass.select_(is_upper, received, low)
+            values[i | offset] = cutlass.select_(is_upper, high, received)
+    return values

@@ -1,0 +1,323 @@
+"""The configuration of the Hopper kernels that make gradients: budgets derived and checked here.
+
+docs/hopper.md has the budgets that led to this design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
+from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
+from schedulers.counter import CounterScheduler
+
+__all__ = [
+    "CTAS",
+    "PIECES",
+    "PIECE_ROWS",
+    "BackwardConfig",
+    "BackwardWarpPlan",
+    "DvPlan",
+    "GradientConfig",
+    "ProductsPlan",
+    "SinglePlan",
+]
+
+CTAS = 2  # of a cluster
+ROW_BYTES = HEAD_DIM * ELEMENT_BYTES
+PIECE_ROWS = 64  # of Q or K in a buffer of the products
+PIECES = DS_TILE // PIECE_ROWS
+
+
+@dataclass(frozen=True)
+class BackwardWarpPlan(WarpPlan):
+    """Warp indices and register budgets of one CTA.
+
+    Two warpgroups multiply; of the third one warp loads.
+    """
+
+    gradient: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    load: int = 8
+    scheduler: int = 9
+    registers_gradient: int = 240
+    registers_other: int = 24
+
+    WARPGROUPS = (
+        ("the first gradient warpgroup", "registers_gradient"),
+        ("the second gradient warpgroup", "registers_gradient"),
+        ("the other roles", "registers_other"),
+    )
+    ROLES = (
+        ("gradient", "registers_gradient"),
+        ("load", "registers_other"),
+        ("scheduler", "registers_other"),
+    )
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps of both CTAs that run the tile loop under a scheduler that asks."""
+        return CTAS * (len(self.gradient) + 2)
+
+
+def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
+    """What every kernel has behind its operands."""
+    return (
+        SmemRegion("barriers", edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+        SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
+                   "of the dynamic scheduler; allocated by its set-up"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DvPlan:
+    """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step.
+
+    q_stages, dout_stages: buffers of Q, and of dO.
+    """
+
+    q_stages: int = 1
+    dout_stages: int = 2
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = DS_BLOCK
+    step_columns: ClassVar[int] = 64
+
+    def __post_init__(self) -> None:
+        if self.q_stages < 1 or self.dout_stages < 2:
+            raise ValueError(
+                f"q_stages is {self.q_stages} and dout_stages {self.dout_stages}; at least 1 and 2 "
+                "are needed: dO of a step is multiplied while Q of the next is"
+            )
+        _ = self.smem
+
+    @property
+    def own_rows(self) -> int:
+        """Keys of a CTA."""
+        return self.tile_rows // CTAS
+
+    @property
+    def smem(self) -> SmemPlan:
+        keys, queries = self.own_rows * ROW_BYTES, self.step_columns * ROW_BYTES
+        stats, aligned = self.step_columns * FLOAT_BYTES, SWIZZLE_ALIGNMENT
+        return SmemPlan(
+            (
+                SmemRegion("k", 1, keys, aligned, "128 keys x 256"),
+                SmemRegion("v", 1, keys, aligned, "128 keys x 256"),
+                SmemRegion("q", self.q_stages, queries, aligned, "64 queries x 256"),
+                SmemRegion("dout", self.dout_stages, queries, aligned, "64 queries x 256"),
+                SmemRegion("lse", self.q_stages, stats, 128, "-LSE in log2 units of 64 queries"),
+                SmemRegion("delta", self.dout_stages, stats, 128, "-delta of 64 queries"),
+                *common_regions(self.edges),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient = len(self.warps.gradient)
+        tma, own, both = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_BOTH
+        keys = self.own_rows * ROW_BYTES
+        queries = self.step_columns * (ROW_BYTES + FLOAT_BYTES)
+        return EdgeTable(
+            (
+                Edge("k_loaded", 1, tma, "load", 1, "gradient", "K in SMEM",
+                     transaction_bytes=keys),
+                Edge("k_free", 1, own, "gradient", gradient, "load", "K: all S of the tile done",
+                     True),
+                Edge("v_loaded", 1, tma, "load", 1, "gradient", "V in SMEM",
+                     transaction_bytes=keys),
+                Edge("v_free", 1, own, "gradient", gradient, "load", "V: all dP of the tile done",
+                     True),
+                Edge("q_loaded", self.q_stages, tma, "load", 1, "gradient", "Q and LSE in SMEM",
+                     transaction_bytes=queries),
+                Edge("q_free", self.q_stages, both, "gradient", gradient, "load",
+                     "Q buffer: S is done, LSE read", True),
+                Edge("dout_loaded", self.dout_stages, tma, "load", 1, "gradient",
+                     "dO and delta in SMEM", transaction_bytes=queries),
+                Edge("dout_free", self.dout_stages, both, "gradient", gradient, "load",
+                     "dO buffer: dP and dV are done, delta read", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dV and dS: 256 keys x 64 queries per cluster and step, head_dim 256"
+        return describe_plan(head, self)
+
+
+@dataclass(frozen=True)
+class ProductsPlan:
+    """dK and dQ as plain products of a stored dS: 256 rows of a cluster, 128 of the sum in each
+    step.
+
+    ds_stages: buffers of dS.  rows_stages: of the rows it is multiplied with, two a step.
+    """
+
+    ds_stages: int = 2
+    rows_stages: int = 5
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = DS_BLOCK
+    step_columns: ClassVar[int] = DS_TILE
+
+    def __post_init__(self) -> None:
+        if self.ds_stages < 2 or self.rows_stages < 3:
+            raise ValueError(
+                f"ds_stages is {self.ds_stages} and rows_stages {self.rows_stages}; at least 2 and "
+                "3 are needed: a step's last piece is multiplied while the next step's first is"
+            )
+        _ = self.smem
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(
+            (
+                SmemRegion("ds", self.ds_stages, DS_TILE_BYTES, SWIZZLE_ALIGNMENT,
+                           "128 keys x 128 queries"),
+                SmemRegion("rows", self.rows_stages, PIECE_ROWS * ROW_BYTES, SWIZZLE_ALIGNMENT,
+                           "Q or K: 64 rows x 256"),
+                *common_regions(self.edges),
+            )
+        )  # fmt: skip
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient, tma = len(self.warps.gradient), Signal.TMA_CTA
+        return EdgeTable(
+            (
+                Edge("ds_loaded", self.ds_stages, tma, "load", 1, "gradient", "dS in SMEM",
+                     transaction_bytes=DS_TILE_BYTES),
+                Edge("ds_free", self.ds_stages, Signal.WARPS_CTA, "gradient", gradient, "load",
+                     "dS buffer: its products are done", True),
+                Edge("rows_loaded", self.rows_stages, tma, "load", 1, "gradient",
+                     "Q or K in SMEM", transaction_bytes=PIECE_ROWS * ROW_BYTES),
+                Edge("rows_free", self.rows_stages, Signal.WARPS_BOTH, "gradient", gradient,
+                     "load", "Q or K buffer: its product is done", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = "dK and dQ from stored dS: 256 rows x 128 per cluster and step, head_dim 256"
+        return describe_plan(head, self)
+
+
+@dataclass(frozen=True)
+class SinglePlan:
+    """One gradient by itself: 256 rows of a cluster stay, 64 of the other side pass in each step.
+
+    result: "dq", "dk" or "dv".  x_stages: buffers of what scores and dS, or P, are multiplied with.
+    y_stages: of what gives dP, or dV.
+    """
+
+    result: str
+    x_stages: int = 2
+    y_stages: int = 1
+    warps: BackwardWarpPlan = field(default_factory=BackwardWarpPlan)
+
+    tile_rows: ClassVar[int] = DS_BLOCK
+    step_columns: ClassVar[int] = 64
+
+    def __post_init__(self) -> None:
+        if self.result not in ("dq", "dk", "dv"):
+            raise ValueError(f"result is {self.result!r}; accepted are dq, dk and dv")
+        if self.x_stages < 2 or self.y_stages < 1:
+            raise ValueError(
+                f"x_stages is {self.x_stages} and y_stages {self.y_stages}; at least 2 and 1 are "
+                "needed: the sum of a step runs beside the scores of the next"
+            )
+        _ = self.smem
+
+    @property
+    def stats_pass(self) -> bool:
+        """Whether LSE and delta belong to what passes."""
+        return self.result != "dq"
+
+    @property
+    def smem(self) -> SmemPlan:
+        rows, step = self.tile_rows // CTAS * ROW_BYTES, self.step_columns * ROW_BYTES
+        stats, aligned = self.step_columns * FLOAT_BYTES, SWIZZLE_ALIGNMENT
+        of_step = (
+            SmemRegion("lse", self.x_stages, stats, 128, "-LSE in log2 units of 64 queries"),
+            SmemRegion("delta", self.y_stages, stats, 128, "-delta of 64 queries"),
+        )
+        return SmemPlan(
+            (
+                SmemRegion("a", 1, rows, aligned, "Q or K: 128 rows x 256"),
+                SmemRegion("g", 1, rows, aligned, "dO or V: 128 rows x 256"),
+                SmemRegion("x", self.x_stages, step, aligned, "K or Q: 64 rows x 256"),
+                SmemRegion("y", self.y_stages, step, aligned, "V or dO: 64 rows x 256"),
+                *(of_step if self.stats_pass else ()),
+                *common_regions(self.edges),
+            )
+        )
+
+    @property
+    def edges(self) -> EdgeTable:
+        gradient, tma, both = len(self.warps.gradient), Signal.TMA_CTA, Signal.WARPS_BOTH
+        stays = (1 if self.result == "dv" else 2) * self.tile_rows // CTAS * ROW_BYTES
+        passes = self.step_columns * (ROW_BYTES + FLOAT_BYTES * self.stats_pass)
+        return EdgeTable(
+            (
+                Edge("a_loaded", 1, tma, "load", 1, "gradient", "what stays in SMEM",
+                     transaction_bytes=stays),
+                Edge("a_free", 1, Signal.WARPS_CTA, "gradient", gradient, "load",
+                     "what stays: all scores of the tile done", True),
+                Edge("x_loaded", self.x_stages, tma, "load", 1, "gradient", "K or Q in SMEM",
+                     transaction_bytes=passes),
+                Edge("x_free", self.x_stages, both, "gradient", gradient, "load",
+                     "K or Q buffer: its products are done", True),
+                Edge("y_loaded", self.y_stages, tma, "load", 1, "gradient", "V or dO in SMEM",
+                     transaction_bytes=passes),
+                Edge("y_free", self.y_stages, both, "gradient", gradient, "load",
+                     "V or dO buffer: its product is done", True),
+            )
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        head = f"{self.result} alone: 256 rows x 64 per cluster and step, head_dim 256"
+        return describe_plan(head, self)
+
+
+def describe_plan(head: str, plan: DvPlan | ProductsPlan | SinglePlan) -> str:
+    """Warps, shared memory and barriers as Markdown."""
+    parts = (plan.warps, plan.smem, plan.edges)
+    return "\n\n".join([head, *(part.describe() for part in parts)])
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """What of a `BackwardConfig` is compiled into one kernel."""
+
+    plan: DvPlan | ProductsPlan | SinglePlan
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Everything static about the backward kernels that a user or a tuner may set.
+
+    ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
+        fits (`call.portions`).  With 0 it is not stored: each gradient's kernel computes its own.
+
+    Raises ValueError for a negative ds_bytes.
+    """
+
+    dv: DvPlan = field(default_factory=DvPlan)
+    products: ProductsPlan = field(default_factory=ProductsPlan)
+    single_dq: SinglePlan = SinglePlan("dq")
+    single_dk: SinglePlan = SinglePlan("dk")
+    single_dv: SinglePlan = SinglePlan("dv")
+    ds_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if self.ds_bytes < 0:
+            raise ValueError(f"ds_bytes is {self.ds_bytes}; accepted: 0 (keep no dS) or more")
+
+    def of_kernel(self, kind: str) -> GradientConfig:
+        """That of a kernel, by its kind."""
+        return GradientConfig(getattr(self, kind.removeprefix("backward_")))
+
+    def describe(self) -> str:
+        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
+        plans = self.dv, self.products, self.single_dq, self.single_dk, self.single_dv
+        return "\n\n".join(plan.describe() for plan in plans)

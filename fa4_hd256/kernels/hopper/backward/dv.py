@@ -1,0 +1,395 @@
+"""The kernel of dV and dS: dV = P^T dO at head_dim 256, and dS^T for `products`.
+
+One tile, of a cluster of two, is 256 keys of one KV head: 128 of each CTA, 64 of each of its two
+warpgroups; one step multiplies it with 64 query rows of one of the query heads that share the KV
+head.  Scores are transposed, S^T = K Q^T, so that P^T lies in the registers in which wgmma reads an
+A.
+
+Timeline of one CTA; 0' is the next tile's first step::
+
+    load        Q(1) dO(1) Q(2) dO(2) ..                    | K' Q(0') V' dO(0')
+    warpgroup   S(0)  | dP(0) S(1) dV(0) | dP(1) S(2) dV(1) ..        | dP(n) dV(n)
+                P(0)          dS(0)> P(1)        dS(1)> P(2) ..       dS(n)> dV ->
+
+where > is the write of dS to global memory, straight from registers.  A warpgroup issues three
+products at once; it computes dS of the first while the second runs, P of the second while the third
+does.  Nothing ties the warpgroups together but the buffers.
+
+Both CTAs need the same rows of Q and dO: each loads half of their columns for both.
+
+NOTE [arithmetic before the wait].  ptxas moves arithmetic behind the wait for a product that is
+there to hide it, but not across the loop of an mbarrier wait.  So one for V, which has long been
+there, stands between the two.
+
+NOTE [P in 16 bits].  dS is made of the P that dV is made of, rounded: in float32 P would take 16
+registers more than there are beside dV, S, dP and the P that is being multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from fa4_hd256.kernels.backward_common import Step, heads_of_part
+from fa4_hd256.kernels.backward_ds_tiles import DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
+from fa4_hd256.kernels.backward_key_tiles import KeyTiles
+from fa4_hd256.kernels.hopper.instructions import (
+    QUAD,
+    ROWS,
+    WgmmaShape,
+    commit,
+    fence,
+    fragment_columns,
+    multiply,
+    pack,
+    row_of_fragment,
+    rows_of,
+    transposed,
+    wait,
+)
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.ranges import traced
+from softmax_emu.exp2 import exp2_hardware
+from softmax_emu.online import soft_cap
+from softmax_emu.recompute import scale_for_masking
+
+from .common import HopperBackward
+from .config import DvPlan
+
+__all__ = ["DvKernel"]
+
+TILE_KEYS, STEP_QUERIES = DvPlan.tile_rows, DvPlan.step_columns
+OWN_KEYS = TILE_KEYS // 2
+RUNS = STEP_QUERIES // RUN
+BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
+BEYOND = 1 << 30  # a query that no key sees
+
+
+class DvKernel(KeyTiles, HopperBackward):
+    """The kernel for one configuration; arguments of a call: `HopperBackward.__call__`.
+
+    results: (dv,).  ds: (tiles, elements), see `backward_ds_tiles`.  Tiles: `KeyTiles`.
+    """
+
+    boxes = {
+        "q": (0, STEP_QUERIES, HEAD_DIM // 2, True),
+        "k": (1, OWN_KEYS, HEAD_DIM, False),
+        "v": (2, OWN_KEYS, HEAD_DIM, False),
+        "dout": (3, STEP_QUERIES, HEAD_DIM // 2, True),
+    }
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # With a softcap its slopes take the registers of S beside dP: S follows dS.
+        self.capped = self.problem_class.softcap
+        self.score = WgmmaShape(self.dtype, STEP_QUERIES)
+        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
+
+    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+        stages = {"lse": self.plan.q_stages, "delta": self.plan.dout_stages}
+        return {
+            "k": memory.operand("k", OWN_KEYS, HEAD_DIM, 1),
+            "v": memory.operand("v", OWN_KEYS, HEAD_DIM, 1),
+            "q": memory.operand("q", STEP_QUERIES, HEAD_DIM, self.plan.q_stages),
+            "dout": memory.operand("dout", STEP_QUERIES, HEAD_DIM, self.plan.dout_stages),
+            **{
+                name: cute.make_tensor(
+                    memory.region(name, Float32, 128), cute.make_layout((STEP_QUERIES, count))
+                )
+                for name, count in stages.items()
+            },
+        }
+
+    # Steps come in whole blocks of dS: NOTE [blocks of dS] in backward_ds_tiles.py.
+
+    def num_steps(self, context: Any, work: Any) -> Int32:
+        """Steps of all query heads of the part in which some key of the tile is seen."""
+        blocks = self._by_blocks(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
+        return blocks * BLOCK_STEPS * heads_of_part(context, work.head)[1]
+
+    def first_position(self, context: Any, work: Any) -> Step:
+        """The first step of a tile."""
+        tile = (work.block * TILE_KEYS, TILE_KEYS)
+        blocks = self._by_blocks(context, work).tile_range(tile, tile)
+        span = blocks.begin * BLOCK_STEPS, blocks.end * BLOCK_STEPS
+        return Step(heads_of_part(context, work.head)[0], span[0], span)
+
+    @staticmethod
+    def _by_blocks(context: Any, work: Any) -> Any:
+        return context.visibility(work, TILE_KEYS).transposed(TILE_KEYS)
+
+    # ------------------------------------------------------------------------------------- load
+
+    @cute.jit
+    def load(self, context: Any):
+        """K and V of each tile, Q and dO of each step."""
+        states = self.edges.waiter_states("k_free", "v_free", "q_free", "dout_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.want_next_work()
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                step = self.first_position(context, work)
+                states = self._load_keys(context, work, "k", states)
+                states = self._load_queries(context, (work, step), "q", states)
+                states = self._load_keys(context, work, "v", states)
+                states = self._load_queries(context, (work, step), "dout", states)
+                for _ in cutlass.range(1, num_steps, unroll=1):
+                    step = self.next_position(step)
+                    states = self._load_queries(context, (work, step), "q", states)
+                    states = self._load_queries(context, (work, step), "dout", states)
+            work = scheduler.advance_to_next_work()
+
+    def _load_keys(self, context: Any, work: Any, name: str, states: Any) -> Any:
+        """This CTA's 128 keys of K or V."""
+        barrier, _ = self.room(context, name, states)
+        head = work.head // context.scalars.head_parts
+        first = work.block * TILE_KEYS + context.cta_rank * OWN_KEYS
+        place = context.sequences.key(work.batch), first, 0, head
+        self.load_box(context, name, place, (barrier, context.smem[name][None, None, 0]))
+        states.advance(f"{name}_free")
+        return states
+
+    @traced("load")
+    @cute.jit
+    def _load_queries(self, context: Any, which: tuple, name: str, states: Any):
+        """This CTA's half of the columns of Q or dO of a step, for both, and LSE or delta.  which:
+        (tile, step)."""
+        (work, step), rank = which, context.cta_rank
+        barrier, index = self.room(context, name, states)
+        smem = cute.local_tile(
+            context.smem[name][None, None, index], (STEP_QUERIES, HEAD_DIM // 2), (0, rank)
+        )
+        row = step.index * STEP_QUERIES
+        place = context.sequences.query(work.batch), row, rank, step.head
+        self.load_box(context, name, place, (barrier, smem))
+        stats = "lse" if name == "q" else "delta"
+        self.load_stats(context, stats, which, (barrier, context.smem[stats][None, index]))
+        states.advance(f"{name}_free")
+        return states
+
+    # --------------------------------------------------------------------------------- gradient
+
+    @cute.jit
+    def gradient(self, context: Any):
+        """One warpgroup: its 64 keys of every tile."""
+        states = self.edges.waiter_states("k_loaded", "v_loaded", "q_loaded", "dout_loaded")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        operands, dv = self._operands(context), self.sum.accumulator()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            dv.fill(0.0)
+            if num_steps > 0:
+                states = self._steps(context, (work, num_steps), (operands, dv), states)
+            self._finish(context, work, dv)
+            work = scheduler.advance_to_next_work()
+
+    def _operands(self, context: Any) -> dict[str, cute.Tensor]:
+        """Operands in shared memory: "k", "v" of this warpgroup's keys; "dout_columns" as B of
+        dV."""
+        smem, own = context.smem, (ROWS, HEAD_DIM)
+        place = (self.warpgroup(), 0)
+        return {
+            **{
+                name: self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
+                for name in ("k", "v")
+            },
+            "q": self.score.b_operand(smem["q"]),
+            "dout": self.score.b_operand(smem["dout"]),
+            "dout_columns": self.sum.b_operand(transposed(smem["dout"])),
+        }
+
+    def _first_row(self, context: Any, work: Any) -> Int32:
+        """The first key of this warpgroup."""
+        rank, group = context.cta_rank, self.warpgroup()
+        return work.block * TILE_KEYS + rank * OWN_KEYS + group * ROWS
+
+    @cute.jit
+    def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
+        """dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
+        (work, num_steps), (operands, dv) = which, tensors
+        barriers, step = context.barriers, self.first_position(context, work)
+        mask = self._mask(context, work)
+        # P times the slope of the softcap, which is P where there is none.
+        p = factors = self.sum.a_fragment(STEP_QUERIES)
+        if cutlass.const_expr(self.capped):
+            factors = self.sum.a_fragment(STEP_QUERIES)
+        s = self.score.accumulator()
+        barriers["k_loaded"].wait(states["k_loaded"])
+        self._issue_scores(context, operands, s, states)
+        wait(0)
+        states = self._probabilities(context, (s, factors), (mask, step.index), states)
+        pack(s, p)
+        barriers["v_loaded"].wait(states["v_loaded"])
+        for _ in cutlass.range(1, num_steps, unroll=1):
+            # Registers of their own for every step: a product takes what it overwrites as an
+            # operand, too, which would keep them occupied in between.
+            s, dp = self.score.accumulator(), self.score.accumulator()
+            self._issue_gradient(context, operands, dp, states)
+            if cutlass.const_expr(not self.capped):
+                self._issue_scores(context, operands, s, states)
+            self._issue_sum(operands, (dv, p), states)
+            wait(1 if self.capped else 2)
+            place = self._place_of_ds(context, work, step)
+            self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
+            step = self.next_position(step)
+            barriers["v_loaded"].wait(states["v_loaded"])
+            if cutlass.const_expr(self.capped):
+                self._issue_scores(context, operands, s, states)
+            wait(0 if self.capped else 1)
+            states = self._probabilities(context, (s, factors), (mask, step.index), states)
+            barriers["v_loaded"].wait(states["v_loaded"])
+            wait(0)
+            # The product has read P.
+            pack(s, p)
+            barriers["dout_free"].arrive(states["dout_loaded"])
+            states.advance("dout_loaded")
+        barriers["k_free"].arrive(states["k_loaded"])
+        states.advance("k_loaded")
+        dp = self.score.accumulator()
+        self._issue_gradient(context, operands, dp, states)
+        self._issue_sum(operands, (dv, p), states)
+        wait(1)
+        barriers["v_free"].arrive(states["v_loaded"])
+        states.advance("v_loaded")
+        place = self._place_of_ds(context, work, step)
+        self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
+        wait(0)
+        barriers["dout_free"].arrive(states["dout_loaded"])
+        states.advance("dout_loaded")
+        return states
+
+    def _issue_scores(self, context: Any, operands: dict, s: cute.Tensor, states: Any) -> None:
+        """S^T of a step."""
+        state = states["q_loaded"]
+        context.barriers["q_loaded"].wait(state)
+        fence()
+        q = operands["q"][None, None, None, state.index]
+        multiply(self.score, s, operands["k"], q, False)
+        commit()
+
+    def _issue_gradient(self, context: Any, operands: dict, dp: cute.Tensor, states: Any) -> None:
+        """dP^T of a step."""
+        state = states["dout_loaded"]
+        context.barriers["dout_loaded"].wait(state)
+        fence()
+        dout = operands["dout"][None, None, None, state.index]
+        multiply(self.score, dp, operands["v"], dout, False)
+        commit()
+
+    def _issue_sum(self, operands: dict, registers: tuple, states: Any) -> None:
+        """dV += P^T dO of a step.  registers: (dV, P)."""
+        dv, p = registers
+        columns = operands["dout_columns"][None, None, None, states["dout_loaded"].index]
+        fence()
+        multiply(self.sum, dv, p, columns, True)
+        commit()
+
+    def _mask(self, context: Any, work: Any) -> tuple:
+        """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
+        whether some keys do not exist) of a tile."""
+        first = self._first_row(context, work)
+        visibility = self.transposed(context, work)
+        tile = (work.block * TILE_KEYS, TILE_KEYS)
+        steps = visibility.tile_range(tile, (first, ROWS))
+        unmasked = steps.unmasked_begin, steps.unmasked_end
+        return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
+
+    def _stats(self, context: Any, name: str, stage: Any) -> cute.Tensor:
+        """-LSE or -delta of this thread's queries, in shared memory: (2, runs)."""
+        flat = context.smem[name]
+        layout = cute.make_layout((2, QUAD, RUNS), stride=(1, 2, RUN))
+        by_lane = cute.make_tensor(flat.iterator + stage * STEP_QUERIES, layout)
+        return by_lane[None, cute.arch.lane_idx() % QUAD, None]
+
+    @traced("P")
+    @cute.jit
+    def _probabilities(self, context: Any, results: tuple, where: tuple, states: Any):
+        """P of one step in place of its scores, which are done; gives Q and LSE back.
+
+        results: (scores, with a softcap P times its slope in 16 bits).  where: (mask, step).
+        """
+        s, factors = results
+        negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
+        cute.autovec_copy(self._stats(context, "lse", states["q_loaded"].index), negative_lse)
+        context.barriers["q_free"].arrive(states["q_loaded"])
+        states.advance("q_loaded")
+        if cutlass.const_expr(self.problem_class.negative_scale):
+            s.store(-s.load())
+        if cutlass.const_expr(self.capped):
+            soft_cap(s, context.scalars.cap_scale, packed=False)
+        self._apply_mask(s, where)
+        scale = scale_for_masking(context.scalars.scale_log2)
+        for run in cutlass.range_constexpr(RUNS):
+            sloped = cute.make_rmem_tensor(4, Float32)
+            for i in cutlass.range_constexpr(4):
+                score = s[4 * run + i]
+                p = exp2_hardware(cute.math.fma(score, scale, negative_lse[i % 2, run]))
+                # The slope is 0 where the score is -inf.
+                sloped[i] = p * cute.arch.fmax(1.0 - score * score, 0.0)
+                s[4 * run + i] = p
+            if cutlass.const_expr(self.capped):
+                pack(sloped, _run_of(factors, run))
+        return states
+
+    @cute.jit
+    def _apply_mask(self, s: cute.Tensor, where: tuple):
+        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
+        for their dS has to be 0."""
+        (visibility, first_key, unmasked, has_rest), index = where
+        if (index < unmasked[0]) | (index >= unmasked[1]) | has_rest:
+            queries = index * STEP_QUERIES + cute.arch.lane_idx() % QUAD * 2
+            for row in cutlass.range_constexpr(2):
+                key = first_key + row_of_fragment(row)
+                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                visibility.apply(rows_of(s)[row], key, first, fragment_columns(STEP_QUERIES))
+
+    def _place_of_ds(self, context: Any, work: Any, step: Step) -> cute.Pointer:
+        """Where this thread's first element of dS of a step lies."""
+        scalars, heads = context.scalars, cute.size(context.tensors.stats, mode=[1])
+        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
+        kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
+        steps = DS_TILE // STEP_QUERIES
+        index = tiles.index((work.batch, step.head), kv_tile, step.index // steps)
+        key = self.warpgroup() * ROWS + row_of_fragment(0)
+        own = tile_of(context.tensors.ds, index)[key, step.index % steps * RUNS, None]
+        return (own.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
+
+    @traced("dS")
+    @cute.jit
+    def _store_ds(self, context: Any, values: tuple, stage: Any, place: cute.Pointer):
+        """dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the quads of
+        a warp 128 consecutive ones.  values: (dP, factors)."""
+        dp, factors = values
+        delta = self._stats(context, "delta", stage)
+        for run in cutlass.range_constexpr(RUNS):
+            own, ds = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(delta[None, run], own)
+            # By words: what a product reads as words must not be taken apart.
+            words = cute.make_rmem_tensor(2, Uint32)
+            words.store(cute.recast_tensor(_run_of(factors, run), Uint32).load())
+            weights = cute.recast_tensor(words, self.dtype).load().to(Float32)
+            for i in cutlass.range_constexpr(4):
+                ds[i] = weights[i] * (dp[4 * run + i] + own[i % 2])
+            rounded = cute.make_rmem_tensor((2, 2), self.dtype)
+            pack(ds, rounded)
+            layout = cute.make_layout((2, 2), stride=(1, 8 * RUN))
+            cute.autovec_copy(rounded, cute.make_tensor(place + run * RUN_STRIDE, layout))
+
+    @traced("drain dV")
+    @cute.jit
+    def _finish(self, context: Any, work: Any, dv: cute.Tensor):
+        """The tile's dV to global memory."""
+        sequence = context.sequences.key(work.batch)
+        place = context.tensors.results[0], sequence, self._first_row(context, work), work.head
+        self.store(dv, place)
+
+
+def _run_of(fragment: cute.Tensor, run: int) -> cute.Tensor:
+    """A thread's four elements of a run of eight columns: two columns of two rows."""
+    return cute.make_tensor(fragment.iterator + 4 * run, cute.make_layout(4))

@@ -1,0 +1,225 @@
+"""The products of a stored dS in one launch: dK = softmax_scale dS^T Q, dQ = softmax_scale dS K.
+
+A tile is 256 rows of one result, 128 of each CTA, 64 of each warpgroup: keys of a part of a KV
+head's query heads, or queries of one head.  One step adds the product of 128 x 128 elements of dS
+of each CTA and 128 rows of Q or K, which both CTAs need: each loads half of their columns for both.
+A tile of dS is the same image for both results (`backward_ds_tiles`); its descriptor says which
+side is reduced over.  Which tile is what: `backward_product_tiles`.
+
+Timeline of one CTA; X is Q or K, in two pieces of 64 rows, 0' the next tile's first step::
+
+    load         dS(1) X(1) dS(2) X(2) ..          | dS(0') X(0') ..
+    warpgroups   sum(0) in 2 sum(1) in 2 ..        -> dK or dQ in global memory | sum(0') ..
+
+A warpgroup issues the product of a piece before it waits for that of the piece before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_hd256.kernels.backward_ds_tiles import (
+    DS_BLOCK,
+    DS_TILE,
+    DS_TILE_BYTES,
+    DS_TILE_ELEMENTS,
+    RUN,
+    RUN_STRIDE,
+    DsTiles,
+)
+from fa4_hd256.kernels.backward_product_tiles import BLOCK_TILES, ProductTiles, Walk
+from fa4_hd256.kernels.hopper.instructions import (
+    ROWS,
+    WgmmaShape,
+    commit,
+    fence,
+    multiply,
+    transposed,
+    wait,
+)
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.ranges import traced
+
+from .common import HopperBackward
+from .config import PIECE_ROWS, PIECES
+
+__all__ = ["ProductsKernel"]
+
+SLICES = PIECE_ROWS // 16  # of K = 16
+
+
+class ProductsKernel(ProductTiles, HopperBackward):
+    """Both products for one configuration; arguments of a call: `HopperBackward.__call__`.
+    Tiles: `ProductTiles`."""
+
+    boxes = {
+        "q": (0, PIECE_ROWS, HEAD_DIM // 2, True),
+        "k": (1, PIECE_ROWS, HEAD_DIM // 2, True),
+    }
+
+    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+        plan, ds = self.plan, memory.region("ds", self.dtype, 1024)
+        return {
+            "rows": memory.operand("rows", PIECE_ROWS, HEAD_DIM, plan.rows_stages),
+            "ds": cute.make_tensor(ds, cute.make_layout((DS_TILE_ELEMENTS, plan.ds_stages))),
+        }
+
+    @cute.jit
+    def load(self, context: Any):
+        """dS and the rows of every step."""
+        states = self.edges.waiter_states("ds_free", "rows_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.want_next_work()
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                position = self.first_position(context, work)
+                for _ in cutlass.range(0, num_steps, unroll=1):
+                    self._load_ds(context, work, position, self.room(context, "ds", states))
+                    states.advance("ds_free")
+                    for piece in cutlass.range_constexpr(PIECES):
+                        target = self.room(context, "rows", states)
+                        self._load_rows(context, work, (position, piece), target)
+                        states.advance("rows_free")
+                    position = self.next_position(position)
+            work = scheduler.advance_to_next_work()
+
+    @cute.jit
+    def _load_rows(self, context: Any, work: Any, which: tuple, target: tuple):
+        """This CTA's half of the columns of 64 rows of Q or K, for both.  which: (position,
+        piece)."""
+        (position, piece), (barrier, index), rank = which, target, context.cta_rank
+        smem = cute.local_tile(
+            context.smem["rows"][None, None, index], (PIECE_ROWS, HEAD_DIM // 2), (0, rank)
+        )
+        row = position.column * DS_TILE + piece * PIECE_ROWS
+        if position.tile.of_keys:
+            place = context.sequences.query(work.batch), row, rank, position.head
+            self.load_box(context, "q", place, (barrier, smem))
+        else:
+            head = position.head // context.heads_per_kv
+            place = context.sequences.key(work.batch), row, rank, head
+            self.load_box(context, "k", place, (barrier, smem))
+
+    def _load_ds(self, context: Any, work: Any, position: Walk, target: tuple) -> None:
+        """This CTA's 128 x 128 of dS: 32 KiB as they lie."""
+        tile, (barrier, stage), scalars = position.tile, target, context.scalars
+        own = tile.block * BLOCK_TILES + context.cta_rank
+        kv_tile = cutlass.select_(tile.of_keys, own, position.column)
+        q_tile = cutlass.select_(tile.of_keys, position.column, own)
+        heads = cute.size(context.tensors.stats, mode=[1])
+        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
+        index = tiles.index((work.batch, position.head), kv_tile, q_tile)
+        source = context.tensors.ds[index, None].iterator.align(16)
+        source = cute.make_tensor(source, cute.make_layout(DS_TILE_ELEMENTS))
+        atom = cute.make_copy_atom(
+            cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=8 * DS_TILE_BYTES
+        )
+        with cute.arch.elect_one():
+            cute.copy(atom, source, context.smem["ds"][None, stage], mbar_ptr=barrier)
+
+    # --------------------------------------------------------------------------------- gradient
+
+    @cute.jit
+    def gradient(self, context: Any):
+        """One warpgroup: its 64 rows of every tile."""
+        states = self.edges.waiter_states("ds_loaded", "rows_loaded", "ds_free", "rows_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        dk, dq = context.tensors.results
+        sums = self._shape(True).accumulator()
+        while work.is_valid:
+            tile, num_steps = self.tile(context, work), self.num_steps(context, work)
+            row = tile.block * DS_BLOCK + context.cta_rank * DS_TILE + self.warpgroup() * ROWS
+            if tile.of_keys:
+                states = self._sum(context, num_steps, (sums, True), states)
+                place = dk, context.sequences.key(work.batch), row, tile.head
+                self._finish(context, sums, place)
+            else:
+                states = self._sum(context, num_steps, (sums, False), states)
+                # The last part of a group may have fewer heads than others: of those it has not
+                # there is no dQ.
+                if tile.num_heads > 0:
+                    place = dq, context.sequences.query(work.batch), row, tile.head
+                    self._finish(context, sums, place)
+            work = scheduler.advance_to_next_work()
+
+    def _shape(self, of_keys: bool) -> WgmmaShape:
+        return WgmmaShape(self.dtype, HEAD_DIM, a_mn_major=not of_keys, b_mn_major=True)
+
+    def _operands(self, context: Any, of_keys: bool) -> tuple[cute.Tensor, cute.Tensor]:
+        """dS of this warpgroup's rows, and the rows it is multiplied with."""
+        shape = self._shape(of_keys)
+        # Rows, then what is reduced over.
+        sizes, strides = (ROWS, (RUN, DS_TILE // RUN)), (RUN, (1, RUN_STRIDE))
+        if not of_keys:
+            sizes, strides = ((RUN, ROWS // RUN), DS_TILE), ((1, RUN_STRIDE), RUN)
+        first = self.warpgroup() * (ROWS * RUN if of_keys else ROWS // RUN * RUN_STRIDE)
+        layout = cute.make_layout(
+            (*sizes, self.plan.ds_stages), stride=(*strides, DS_TILE_ELEMENTS)
+        )
+        ds = cute.make_tensor((context.smem["ds"].iterator + first).align(128), layout)
+        return shape.a_operand(ds), shape.b_operand(transposed(context.smem["rows"]))
+
+    @cute.jit
+    def _sum(self, context: Any, num_steps: Int32, result: tuple, states: Any):
+        """The product of a tile.  result: (registers, whether it is of dK)."""
+        sums, of_keys = result
+        operands = (sums, *self._operands(context, of_keys), self._shape(of_keys))
+        if num_steps > 0:
+            states = self._issue(context, operands, 0, states, False)
+            for _ in cutlass.range(1, num_steps, unroll=1):
+                states = self._issue(context, operands, 1, states)
+                wait(1)
+                states = self._release(context, ("rows",), states)
+                states = self._issue(context, operands, 0, states)
+                wait(1)
+                states = self._release(context, ("rows", "ds"), states)
+            states = self._issue(context, operands, 1, states)
+            wait(1)
+            states = self._release(context, ("rows",), states)
+            wait(0)
+            states = self._release(context, ("rows", "ds"), states)
+        else:
+            sums.fill(0.0)
+        return states
+
+    @cute.jit
+    def _issue(
+        self, context: Any, operands: tuple, piece: int, states: Any, accumulate: bool = True
+    ):
+        """The product of a piece, as a group of its own."""
+        sums, ds, rows, shape = operands
+        if cutlass.const_expr(piece == 0):
+            context.barriers["ds_loaded"].wait(states["ds_loaded"])
+        context.barriers["rows_loaded"].wait(states["rows_loaded"])
+        of_ds = ds[None, None, None, states["ds_loaded"].index]
+        own = cute.local_tile(of_ds, (cute.size(of_ds, mode=[0]), 1, SLICES), (0, 0, piece))
+        fence()
+        multiply(shape, sums, own, rows[None, None, None, states["rows_loaded"].index], accumulate)
+        commit()
+        states.advance("rows_loaded")
+        if cutlass.const_expr(piece == PIECES - 1):
+            states.advance("ds_loaded")
+        return states
+
+    @staticmethod
+    def _release(context: Any, names: tuple[str, ...], states: Any) -> Any:
+        """The oldest buffers that this warp holds."""
+        for name in names:
+            context.barriers[f"{name}_free"].arrive(states[f"{name}_free"])
+            states.advance(f"{name}_free")
+        return states
+
+    @traced("drain sum")
+    @cute.jit
+    def _finish(self, context: Any, sums: cute.Tensor, place: tuple):
+        """softmax_scale times the sums to global memory; place: see `store`."""
+        sums.store(sums.load() * context.scalars.softmax_scale)
+        self.store(sums, place)

@@ -1,0 +1,433 @@
+"""One gradient by itself, with scores and dS of its own: dQ = dS K, dK = dS^T Q or dV = P^T dO.
+
+For calls whose dS is not stored, or that ask for some gradients only.  One tile is 256 rows of the
+result, 128 of each CTA, 64 of each of its two warpgroups; one step meets it with 64 rows of the
+other side, of which each CTA loads half of the columns for both.  A of the products, Q and dO or K
+and V, stays (a, g); B, K and V or Q and dO, passes (x, y)::
+
+    dQ   S = Q K^T     dP = dO V^T     sum += dS K       a, g = Q, dO   x, y = K, V
+    dK   S^T = K Q^T   dP^T = V dO^T   sum += dS^T Q     a, g = K, V    x, y = Q, dO
+    dV   S^T = K Q^T                   sum += P^T dO     a = K          x, y = Q, dO
+
+Timeline of one CTA::
+
+    load        x(1) y(1) x(2) y(2) ..
+    warpgroup   S(0) dP(0) | S(1) dP(1) sum(0) | S(2) dP(2) sum(1) ..     | sum(n)
+                     dS(0)                dS(1)                dS(2) ..            result ->
+
+A warpgroup computes the dS of a step while the sum of the step before runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa4_hd256.kernels.backward_ds_tiles import RUN
+from fa4_hd256.kernels.backward_key_tiles import KeyTiles
+from fa4_hd256.kernels.hopper.instructions import (
+    QUAD,
+    ROWS,
+    WgmmaShape,
+    commit,
+    fence,
+    fragment_columns,
+    multiply,
+    pack,
+    row_of_fragment,
+    rows_of,
+    transposed,
+    wait,
+)
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.ranges import traced
+from schedulers import TileProblem, section_heads_for
+from softmax_emu.exp2 import exp2_hardware
+from softmax_emu.online import soft_cap
+from softmax_emu.recompute import scale_for_masking
+
+from .common import HopperBackward
+from .config import CTAS, SinglePlan
+
+__all__ = ["DkKernel", "DqKernel", "SingleDvKernel"]
+
+TILE_ROWS, STEP_COLUMNS = SinglePlan.tile_rows, SinglePlan.step_columns
+OWN_ROWS = TILE_ROWS // CTAS
+RUNS = STEP_COLUMNS // RUN
+BEYOND = 1 << 30  # a query that no key sees
+OPERANDS = ("q", "k", "v", "dout")
+
+
+class SingleKernel(HopperBackward):
+    """Base of the three; a kernel adds its tiles, `places(context, name, work, position)` for an
+    operand, `stats_of(context, work, stage)`, and `mask(context, work)` with `apply_mask`.
+
+    stays, passes: names of a and g, and of x and y.  of_ds: the sum is of dS, else of P.
+    is_scaled: the result is softmax_scale times the sum.
+    """
+
+    stays: tuple[str, ...]
+    passes: tuple[str, str]
+    of_ds = True
+    is_scaled = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.boxes = {
+            **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM, False) for n in self.stays},
+            **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2, True) for n in self.passes},
+        }
+        # With a softcap dP follows P: its slopes take the registers.
+        self.capped = self.problem_class.softcap
+        self.score = WgmmaShape(self.dtype, STEP_COLUMNS)
+        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
+
+    def smem(self, memory: Any) -> dict[str, cute.Tensor]:
+        plan = self.plan
+        found = {
+            "a": memory.operand("a", OWN_ROWS, HEAD_DIM, 1),
+            "g": memory.operand("g", OWN_ROWS, HEAD_DIM, 1),
+            "x": memory.operand("x", STEP_COLUMNS, HEAD_DIM, plan.x_stages),
+            "y": memory.operand("y", STEP_COLUMNS, HEAD_DIM, plan.y_stages),
+        }
+        if plan.stats_pass:
+            for name, stages in (("lse", plan.x_stages), ("delta", plan.y_stages)):
+                layout = cute.make_layout((STEP_COLUMNS, stages))
+                found[name] = cute.make_tensor(memory.region(name, Float32, 128), layout)
+        return found
+
+    # ------------------------------------------------------------------------------------- load
+
+    @cute.jit
+    def load(self, context: Any):
+        """What stays for each tile, what passes for each step."""
+        states = self.edges.waiter_states("a_free", "x_free", "y_free")
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.want_next_work()
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                position = self.first_position(context, work)
+                barrier, _ = self.room(context, "a", states)
+                for name, box in zip("ag", self.stays):
+                    place = self.places(context, box, work, position)
+                    self.load_box(context, box, place, (barrier, context.smem[name][None, None, 0]))
+                states.advance("a_free")
+                for _ in cutlass.range(0, num_steps, unroll=1):
+                    for ring in ("x", "y"):
+                        self._load_step(context, (work, position), ring, states)
+                        states.advance(f"{ring}_free")
+                    position = self.next_position(position)
+            work = scheduler.advance_to_next_work()
+
+    def _load_step(self, context: Any, which: tuple, ring: str, states: Any) -> None:
+        """This CTA's half of the columns of x or y of a step, for both, and LSE or delta.  which:
+        (tile, position)."""
+        barrier, index = self.room(context, ring, states)
+        half = (STEP_COLUMNS, HEAD_DIM // 2), (0, context.cta_rank)
+        smem = cute.local_tile(context.smem[ring][None, None, index], *half)
+        box = self.passes["xy".index(ring)]
+        self.load_box(context, box, self.places(context, box, *which), (barrier, smem))
+        if self.plan.stats_pass:
+            stats = "lse" if ring == "x" else "delta"
+            self.load_stats(context, stats, which, (barrier, context.smem[stats][None, index]))
+
+    # --------------------------------------------------------------------------------- gradient
+
+    @cute.jit
+    def gradient(self, context: Any):
+        """One warpgroup: its 64 rows of every tile."""
+        states = self.edges.waiter_states(
+            "a_loaded", "x_loaded", "y_loaded", "x_free", "y_free"
+        )
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        operands, sums = self._operands(context), self.sum.accumulator()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            sums.fill(0.0)
+            if num_steps > 0:
+                states = self._steps(context, (work, num_steps), (operands, sums), states)
+            self._finish(context, work, sums)
+            work = scheduler.advance_to_next_work()
+
+    def _operands(self, context: Any) -> dict[str, cute.Tensor]:
+        """Operands in shared memory: "a", "g" of this warpgroup's rows; "columns" as B of the
+        sum."""
+        smem, own, place = context.smem, (ROWS, HEAD_DIM), (self.warpgroup(), 0)
+        return {
+            **{
+                name: self.score.a_operand(cute.local_tile(smem[name][None, None, 0], own, place))
+                for name in ("a", "g")
+            },
+            **{name: self.score.b_operand(smem[name]) for name in ("x", "y")},
+            "columns": self.sum.b_operand(transposed(smem["x" if self.of_ds else "y"])),
+        }
+
+    def first_row(self, context: Any, work: Any) -> Int32:
+        """The first row of this warpgroup."""
+        rank, group = context.cta_rank, self.warpgroup()
+        return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
+
+    @cute.jit
+    def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
+        """The sum of one tile.  which: (tile, steps).  tensors: (operands, sum)."""
+        (work, num_steps), (operands, sums) = which, tensors
+        position, mask = self.first_position(context, work), self.mask(context, work)
+        weights = self.sum.a_fragment(STEP_COLUMNS)
+        context.barriers["a_loaded"].wait(states["a_loaded"])
+        where = work, position, mask
+        states = self._scores(context, where, (operands, None, weights), states)
+        for _ in cutlass.range(1, num_steps, unroll=1):
+            position = self.next_position(position)
+            where = work, position, mask
+            states = self._scores(context, where, (operands, sums, weights), states)
+        context.barriers["a_free"].arrive(states["a_loaded"])
+        states.advance("a_loaded")
+        states = self._issue_sum(context, operands, (sums, weights), states)
+        wait(0)
+        return self._release_sum(context, states)
+
+    @cute.jit
+    def _scores(self, context: Any, where: tuple, tensors: tuple, states: Any):
+        """dS, or P, of a step, beside the sum of the step before.
+
+        where: (tile, position, mask).  tensors: (operands, the sum or None before its first step,
+        its A).
+        """
+        operands, sums, weights = tensors
+        # Registers of their own for every step: a product takes what it overwrites as an operand.
+        s, dp = self.score.accumulator(), None
+        stages = states["x_loaded"].index, states["y_loaded"].index
+        states = self._issue(context, ("x", operands["a"], operands["x"], s), states)
+        if cutlass.const_expr(self.of_ds and not self.capped):
+            dp = self.score.accumulator()
+            states = self._issue(context, ("y", operands["g"], operands["y"], dp), states)
+        if cutlass.const_expr(sums is not None):
+            states = self._issue_sum(context, operands, (sums, weights), states)
+        wait(0 if self.capped or sums is None else 1)
+        self._probabilities(context, s, where, stages)
+        if cutlass.const_expr(self.of_ds and self.capped):
+            dp = self.score.accumulator()
+            states = self._issue(context, ("y", operands["g"], operands["y"], dp), states)
+            wait(0)
+        if cutlass.const_expr(self.of_ds):
+            _, negative_delta = self.stats_of(context, where[2], stages)
+            for i in cutlass.range_constexpr(4 * RUNS):
+                s[i] = s[i] * (dp[i] + negative_delta(i))
+        # NOTE [arithmetic before the wait] in dv.py.
+        context.barriers["a_loaded"].wait(states["a_loaded"])
+        # What only the scores needed; the rest is read by the sum.
+        if cutlass.const_expr(self.of_ds):
+            states = self._release(context, "y", states)
+        else:
+            states = self._release(context, "x", states)
+        if cutlass.const_expr(sums is not None):
+            wait(0)
+            states = self._release_sum(context, states)
+        # The sum of the step before has read its own.
+        pack(s, weights)
+        return states
+
+    def _issue(self, context: Any, product: tuple, states: Any) -> Any:
+        """S or dP.  product: (ring of B, A, B, result)."""
+        ring, a, b, result = product
+        state = states[f"{ring}_loaded"]
+        context.barriers[f"{ring}_loaded"].wait(state)
+        fence()
+        multiply(self.score, result, a, b[None, None, None, state.index], False)
+        commit()
+        states.advance(f"{ring}_loaded")
+        return states
+
+    def _issue_sum(self, context: Any, operands: dict, registers: tuple, states: Any) -> Any:
+        """The oldest step's part of the sum.  registers: (sum, its A)."""
+        sums, weights = registers
+        if self.of_ds:
+            index = states["x_free"].index
+        else:
+            context.barriers["y_loaded"].wait(states["y_loaded"])
+            index = states["y_loaded"].index
+            states.advance("y_loaded")
+        fence()
+        multiply(self.sum, sums, weights, operands["columns"][None, None, None, index], True)
+        commit()
+        return states
+
+    def _release_sum(self, context: Any, states: Any) -> Any:
+        return self._release(context, "x" if self.of_ds else "y", states)
+
+    @staticmethod
+    def _release(context: Any, ring: str, states: Any) -> Any:
+        """The oldest buffer of a ring that this warp holds."""
+        context.barriers[f"{ring}_free"].arrive(states[f"{ring}_free"])
+        states.advance(f"{ring}_free")
+        return states
+
+    @traced("P")
+    @cute.jit
+    def _probabilities(self, context: Any, s: cute.Tensor, where: tuple, stages: tuple):
+        """P of one step in place of its scores; for dS, with a softcap, times its slope."""
+        work, position, mask = where
+        if cutlass.const_expr(self.problem_class.negative_scale):
+            s.store(-s.load())
+        if cutlass.const_expr(self.capped):
+            soft_cap(s, context.scalars.cap_scale, packed=False)
+        scale = scale_for_masking(context.scalars.scale_log2)
+        negative_lse, _ = self.stats_of(context, mask, stages)
+        self.apply_mask(s, mask, position)
+        for i in cutlass.range_constexpr(4 * RUNS):
+            p = exp2_hardware(cute.math.fma(s[i], scale, negative_lse(i)))
+            if cutlass.const_expr(self.capped and self.of_ds):
+                # The slope is 0 where the score is -inf.
+                p = p * cute.arch.fmax(1.0 - s[i] * s[i], 0.0)
+            s[i] = p
+
+    @traced("drain")
+    @cute.jit
+    def _finish(self, context: Any, work: Any, sums: cute.Tensor):
+        """The tile's result to global memory."""
+        if cutlass.const_expr(self.is_scaled):
+            sums.store(sums.load() * context.scalars.softmax_scale)
+        rows, first = self.result_rows(context, work), self.first_row(context, work)
+        self.store(sums, (context.tensors.results[0], rows, first, work.head))
+
+
+class KeyGradient(KeyTiles, SingleKernel):
+    """dK or dV: 256 keys of a part of a KV head.  Tiles: `KeyTiles`."""
+
+    stays = ("k", "v")
+    passes = ("q", "dout")
+
+    def result_rows(self, context: Any, work: Any) -> Any:
+        return context.sequences.key(work.batch)
+
+    def places(self, context: Any, name: str, work: Any, step: Any) -> tuple:
+        """See `tma_tile`."""
+        if name in self.stays:
+            first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
+            head = work.head // context.scalars.head_parts
+            return context.sequences.key(work.batch), first, 0, head
+        row = step.index * STEP_COLUMNS
+        return context.sequences.query(work.batch), row, context.cta_rank, step.head
+
+    def mask(self, context: Any, work: Any) -> tuple:
+        """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
+        whether some keys do not exist) of a tile."""
+        first, visibility = self.first_row(context, work), self.transposed(context, work)
+        steps = visibility.tile_range((work.block * TILE_ROWS, TILE_ROWS), (first, ROWS))
+        unmasked = steps.unmasked_begin, steps.unmasked_end
+        return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
+
+    @cute.jit
+    def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
+        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
+        for their dS has to be 0."""
+        visibility, first_key, unmasked, has_rest = mask
+        if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
+            queries = step.index * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
+            for row in cutlass.range_constexpr(2):
+                key = first_key + row_of_fragment(row)
+                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                visibility.apply(rows_of(s)[row], key, first, fragment_columns(STEP_COLUMNS))
+
+    def stats_of(self, context: Any, mask: tuple, stages: tuple) -> tuple:
+        """-LSE and -delta by element of a fragment; both belong to columns."""
+
+        def of(name: str, stage: Any) -> Any:
+            start = context.smem[name].iterator + stage * STEP_COLUMNS
+            layout = cute.make_layout((2, QUAD, RUNS), stride=(1, 2, RUN))
+            own = cute.make_tensor(start, layout)[None, cute.arch.lane_idx() % QUAD, None]
+            return lambda i: own[i % 2, i // 4]
+
+        return of("lse", stages[0]), of("delta", stages[1])
+
+
+class DkKernel(KeyGradient):
+    """results: (dk,)."""
+
+
+class SingleDvKernel(KeyGradient):
+    """results: (dv,)."""
+
+    stays = ("k",)
+    of_ds = False
+    is_scaled = False
+
+
+class DqKernel(SingleKernel):
+    """results: (dq,).  256 queries of one head, which meet the keys from the last one they see."""
+
+    stays = ("q", "dout")
+    passes = ("k", "v")
+
+    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
+        """The tiles: 256 query rows of a head each."""
+        q, k = operands
+        heads = cute.size(q, mode=[2])
+        return TileProblem(
+            (scalars.max_seqlen_q + TILE_ROWS - 1) // TILE_ROWS,
+            heads,
+            batch,
+            section_heads_for(
+                num_heads_per_kv=heads // cute.size(k, mode=[2]),
+                num_pairs=heads * batch,
+                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (4 * HEAD_DIM),
+                l2_bytes=scalars.l2_bytes,
+                unequal_lengths=self.problem_class.has_unequal_tiles,
+            ),
+            later_blocks_first=self.problem_class.bounded_right,
+        )
+
+    def num_steps(self, context: Any, work: Any) -> Int32:
+        """Steps of keys that some row of the tile sees."""
+        return context.visibility(work, STEP_COLUMNS).num_tiles(work.block * TILE_ROWS, TILE_ROWS)
+
+    def first_position(self, context: Any, work: Any) -> Int32:
+        return context.visibility(work, STEP_COLUMNS).last_tile(work.block * TILE_ROWS, TILE_ROWS)
+
+    def next_position(self, position: Int32) -> Int32:
+        return position - 1
+
+    def result_rows(self, context: Any, work: Any) -> Any:
+        return context.sequences.query(work.batch)
+
+    def places(self, context: Any, name: str, work: Any, position: Int32) -> tuple:
+        """See `tma_tile`."""
+        if name in self.stays:
+            first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
+            return context.sequences.query(work.batch), first, 0, work.head
+        row, head = position * STEP_COLUMNS, work.head // context.heads_per_kv
+        return context.sequences.key(work.batch), row, context.cta_rank, head
+
+    def mask(self, context: Any, work: Any) -> tuple:
+        """(which keys a query sees, first query of the warpgroup, steps that need no mask, -LSE and
+        -delta of both rows of this thread) of a tile."""
+        first, visibility = self.first_row(context, work), context.visibility(work, STEP_COLUMNS)
+        steps = visibility.tile_range((work.block * TILE_ROWS, TILE_ROWS), (first, ROWS))
+        unmasked = steps.unmasked_begin, steps.unmasked_end
+        row = context.sequences.padded_query_offset(work.batch) + first
+        stats = [
+            [context.tensors.stats[which, work.head, row + row_of_fragment(i)] for i in range(2)]
+            for which in range(2)
+        ]
+        return visibility, first, unmasked, stats
+
+    @cute.jit
+    def apply_mask(self, s: cute.Tensor, mask: tuple, position: Int32):
+        """Scores of keys that a query does not see := -inf."""
+        visibility, first_query, unmasked, _ = mask
+        if (position < unmasked[0]) | (position >= unmasked[1]):
+            key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
+            for row in cutlass.range_constexpr(2):
+                query = first_query + row_of_fragment(row)
+                visibility.apply(rows_of(s)[row], query, key, fragment_columns(STEP_COLUMNS))
+
+    def stats_of(self, context: Any, mask: tuple, stages: tuple) -> tuple:
+        """-LSE and -delta by element of a fragment; both belong to rows."""
+        lse, delta = mask[3]
+        return lambda i: lse[i // 2 % 2], lambda i: delta[i // 2 % 2]
