@@ -256,6 +256,7 @@ class NativeForm(Enum):
     COMMIT = auto()
     TILE = auto()
     BULK_GROUP = auto()
+    WARPGROUP_MMA = auto()
 
 
 class ByModifier:

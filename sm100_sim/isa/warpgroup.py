@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sm100_sim.errors import SimulationError
+from sm100_sim.native.layout import ProductQueue
 from sm100_sim.state.events import Waiting
 
 from . import tensor_core
@@ -128,14 +129,28 @@ class Warpgroup:
 
     def issue(self, warp: Any, product: Product) -> None:
         """A warp executes wgmma.mma_async."""
+        self._take(warp)
         self.latest[warp.index % WARPS] = product
         self._issue(warp, product)
 
     def commit(self, warp: Any, instruction: Any) -> None:
         """A warp executes wgmma.commit_group; `instruction` is that."""
+        self._take(warp)
         self.committed[warp.index % WARPS] += 1
         self._issue(warp, None)
         self._submit_complete_groups(warp, instruction)
+
+    def _take(self, warp: Any) -> None:
+        """Take over what native code has issued for a warp."""
+        if not warp.context.products:
+            return
+        queue = ProductQueue.from_address(warp.context.products)
+        compiled = warp.compiled
+        for i in range(queue.count):
+            instruction = compiled.block_instruction[queue.block[i]]
+            site = compiled.executors[instruction.index].site
+            self._issue(warp, Product(site, queue.a[i], queue.b[i], queue.accumulate[i] != 0))
+        queue.count = 0
 
     def _issue(self, warp: Any, item: Product | None) -> None:
         mine = self._issued[warp.index % WARPS]
@@ -149,6 +164,8 @@ class Warpgroup:
         others of that have executed what it has not."""
         if warp in self.warps:
             self._exited.append(warp)
+            for one in self.warps:
+                self._take(one)
             mine = len(self._issued[warp.index % WARPS])
             if any(len(issued) > mine for issued in self._issued):
                 raise SimulationError(self._incomplete(warp.index))

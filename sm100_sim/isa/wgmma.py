@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from sm100_sim.errors import SimulationError
 from sm100_sim.state.warp import ALL_LANES, predicate_reader, reader, vector_reader, vector_writer
@@ -113,7 +114,8 @@ def _whole_warp(instruction, lanes: int) -> None:
 
 
 @machine_op("wgmma.mma_async", aligned=True, rule=Rule.WARPGROUP_MMA, trace=Recorded.ENTRY,
-            event=Event.WARPGROUP_MMA, effect=Effect.WARPGROUP_MMA, ties=Ties.NEVER)
+            event=Event.WARPGROUP_MMA, effect=Effect.WARPGROUP_MMA, ties=Ties.NEVER,
+            native=NativeForm.WARPGROUP_MMA)
 def bind_mma(instruction, kernel):
     """wgmma.mma_async.sync.aligned.shape{.satfinite}.dtype.atype.btype d, a|a-desc, b-desc, scale-d
     {, imm-scale-a, imm-scale-b{, imm-trans-a}, imm-trans-b}."""
@@ -148,6 +150,8 @@ def bind_mma(instruction, kernel):
         product = Product(site, a, read_b(warp), accumulate != 0)
         warpgroup_of(warp).issue(warp, product)
 
+    known: Any = execute
+    known.site = site
     return execute
 
 

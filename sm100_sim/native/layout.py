@@ -24,7 +24,8 @@ class Context(ctypes.Structure):
     wait_on, wait_lanes: the mbarrier that native code let lanes wait for; next_waiter: the warp
     that waits for the same barrier behind this one. queued: ready or running. present: lanes that
     barriers still count. chain: null unless asynchronous operations take effect at once. watch: of
-    the sanitizer, as in `Barrier` and `Operation`, 0 without it.
+    the sanitizer, as in `Barrier` and `Operation`, 0 without it. products: wgmmas that native code
+    has issued and Python has not seen.
     """
 
     _fields_ = [
@@ -41,12 +42,13 @@ class Context(ctypes.Structure):
         ("cluster", c_uint64), ("cta", c_uint64), ("index", c_uint32), ("number", c_uint32),
         ("queued", c_uint32), ("present", c_uint32), ("wait_on", c_uint64),
         ("next_waiter", c_uint64), ("wait_lanes", c_uint32), ("chain_length", c_uint32),
-        ("chain", c_uint64), ("watch", c_uint64),
+        ("chain", c_uint64), ("watch", c_uint64), ("products", c_uint64),
     ]  # fmt: skip
     pointers: ClassVar[dict[str, Any]] = {
         "r32": u32, "r64": u64, "preds": u32, "pcs": i32, "specials": u32, "smem": u8,
         "cluster": lambda: Cluster, "cta": lambda: Cta, "wait_on": lambda: Barrier,
         "next_waiter": lambda: Context, "chain": lambda: Chain,
+        "products": lambda: ProductQueue,
     }  # fmt: skip
 
 
@@ -146,6 +148,21 @@ class Chain(ctypes.Structure):
         ("a", c_uint64 * CHAIN_LIMIT), ("b", c_uint64 * CHAIN_LIMIT), ("block", c_uint32),
         ("d", c_uint32), ("descriptor", c_uint32), ("accumulate", c_uint32), ("group", c_uint32),
         ("a_in_tmem", c_uint32),
+    ]  # fmt: skip
+
+
+#: wgmmas that one warp may issue before Python looks.
+PRODUCT_LIMIT = 64
+
+
+class ProductQueue(ctypes.Structure):
+    """wgmma.mma_async that a warp has issued, `count` of them. block: that stands for the
+    instruction. a, b: descriptors, a 0 if A is in registers. accumulate: scale-d."""
+
+    _fields_ = [
+        ("a", c_uint64 * PRODUCT_LIMIT), ("b", c_uint64 * PRODUCT_LIMIT),
+        ("block", c_uint32 * PRODUCT_LIMIT), ("accumulate", c_uint32 * PRODUCT_LIMIT),
+        ("count", c_uint32),
     ]  # fmt: skip
 
 

@@ -101,6 +101,7 @@ class NativeCluster:
         self._barriers = (layout.Barrier * (ctas * NATIVE_BARRIERS))()
         self._free = list(range(len(self._barriers) - 1, -1, -1))
         self._chains = (layout.Chain * warps)()
+        self._products = (layout.ProductQueue * warps)()
         self.ctas = (layout.Cta * ctas)()
         #: [rank, offset / 8]: see `layout.Cta`.
         self.barriers_at = np.zeros((ctas, -(-shared_bytes // MBARRIER_BYTES)), np.uint16)
@@ -127,6 +128,7 @@ class NativeCluster:
             context.cluster = self.address
             context.cta = ctypes.addressof(self.ctas[warp.cta.rank])
             context.table = _address(table)
+            context.products = ctypes.addressof(self._products[number])
             if eager:
                 context.chain = ctypes.addressof(self._chains[number])
 

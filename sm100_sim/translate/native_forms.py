@@ -24,6 +24,7 @@ from sm100_sim.native.layout import DIMENSIONS, Operand, Operation
 from sm100_sim.native.loop import count_operation, run_cluster
 from sm100_sim.native.operands import CONSTANT, LOW32, PREDICATE, REGISTER32, REGISTER64, SYMBOL
 from sm100_sim.native.products import fence_before, tensor_commit, tensor_mma
+from sm100_sim.native.warpgroups import warpgroup_mma
 from sm100_sim.state.warp import SHARED_WINDOW
 
 #: (routine, operands, form): what `Operation` is made of; then what the form has the address of.
@@ -63,7 +64,7 @@ def exported() -> tuple[Native, ...]:
     return (
         run_cluster, count_operation, mbarrier_arrive, mbarrier_wait, tensor_load,
         tensor_store, nothing, tensor_mma, tensor_commit, fence_before, tile_load, tile_store,
-        bulk_group,
+        bulk_group, warpgroup_mma,
     )  # fmt: skip
 
 
@@ -189,6 +190,15 @@ def _mma(instruction: Any) -> Made | None:
     d, a, *rest = instruction.operands
     operands = [value_operand(operand) for operand in (d, a, *rest)]
     return _complete(tensor_mma, operands, [int(group[-1]), int(a.kind == "mem")])
+
+
+@_form(NativeForm.WARPGROUP_MMA)
+def _warpgroup_mma(instruction: Any) -> Made | None:
+    _, a, b, scale = instruction.operands[:4]
+    in_registers = a.kind == "vec"
+    first = Operand(CONSTANT, 0, 0) if in_registers else value_operand(a)
+    operands = [first, value_operand(b), value_operand(scale)]
+    return _complete(warpgroup_mma, operands, [int(in_registers)])
 
 
 @_form(NativeForm.COMMIT)

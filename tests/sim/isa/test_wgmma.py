@@ -119,3 +119,13 @@ def test_lanes_that_stay_away():
     short = replace(edited(named("k"), ".reqntid 128", ".reqntid 64"), block=64)
     with pytest.raises(SimulationError, match="warps 0 to 3, and the CTA has 2 warps"):
         replay(short)
+
+
+def test_more_in_a_group_than_native_code_notes():
+    """Native code issues in a fixed order of warps, up to 64 at a time; with a seed Python does."""
+    product = named("k")
+    last = "wgmma.mma_async" + wgmma.case_of(product).ptx.split("wgmma.mma_async")[-1]
+    many = edited(product, COMMIT, 70 * (last.split(";")[0] + ";\n") + COMMIT)
+    (found,) = replay(many)
+    assert np.array_equal(found, replay(many, seed=1)[0])
+    assert not np.array_equal(found, wgmma.expected(product))
