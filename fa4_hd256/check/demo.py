@@ -21,6 +21,7 @@ from fa4_hd256.run.compile import CompiledKernel, compile_kernel
 from fa4_hd256.run.forward import launch_forward
 from fa4_hd256.run.launch import gpu_of
 from fa4_hd256.run.resources import resource_usage
+from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from . import reference
 
@@ -97,11 +98,17 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
         "run_seconds": seconds,
         "compile_seconds": compiled.seconds,
         "compiled_before": compiled.from_disk,
-        "pattern_share": float(config.ex2_pattern.true_share(config.block_kv)),
+        "pattern_share": _pattern_share(config),
         **_resources(compiled, *_plan_sizes(config)),
         **executed,
         "backward": _run_backward((q, k, v), out, lse, generator),
     }
+
+
+def _pattern_share(config: Any) -> float:
+    """Of the score elements of a row that take the polynomial exp2, in whole fragments."""
+    fragments = -(-config.block_kv // FRAGMENT_COLUMNS)
+    return float(config.ex2_pattern.true_share(fragments * FRAGMENT_COLUMNS))
 
 
 def _options() -> Options:
