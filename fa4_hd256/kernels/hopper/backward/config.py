@@ -229,13 +229,18 @@ class SinglePlan:
         _ = self.smem
 
     @property
+    def own_rows(self) -> int:
+        """Rows of a CTA."""
+        return self.tile_rows // CTAS
+
+    @property
     def stats_pass(self) -> bool:
         """Whether LSE and delta belong to what passes."""
         return self.result != "dq"
 
     @property
     def smem(self) -> SmemPlan:
-        rows, step = self.tile_rows // CTAS * ROW_BYTES, self.step_columns * ROW_BYTES
+        rows, step = self.own_rows * ROW_BYTES, self.step_columns * ROW_BYTES
         stats, aligned = self.step_columns * FLOAT_BYTES, SWIZZLE_ALIGNMENT
         of_step = (
             SmemRegion("lse", self.x_stages, stats, 128, "-LSE in log2 units of 64 queries"),
@@ -255,7 +260,7 @@ class SinglePlan:
     @property
     def edges(self) -> EdgeTable:
         gradient, tma, both = len(self.warps.gradient), Signal.TMA_CTA, Signal.WARPS_BOTH
-        stays = (1 if self.result == "dv" else 2) * self.tile_rows // CTAS * ROW_BYTES
+        stays = (1 if self.result == "dv" else 2) * self.own_rows * ROW_BYTES
         passes = self.step_columns * (ROW_BYTES + FLOAT_BYTES * self.stats_pass)
         return EdgeTable(
             (

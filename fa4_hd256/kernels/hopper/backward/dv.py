@@ -35,18 +35,15 @@ from cutlass import Float32, Int32, Uint32
 
 from fa4_hd256.kernels.backward_common import Step, heads_of_part
 from fa4_hd256.kernels.backward_ds_tiles import DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
-from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
     WgmmaShape,
     commit,
     fence,
-    fragment_columns,
     multiply,
     pack,
     row_of_fragment,
-    rows_of,
     transposed,
     wait,
 )
@@ -57,18 +54,18 @@ from softmax_emu.online import soft_cap
 from softmax_emu.recompute import scale_for_masking
 
 from .common import HopperBackward
-from .config import DvPlan
+from .config import CTAS, DvPlan
+from .key_rows import KeyRows
 
 __all__ = ["DvKernel"]
 
 TILE_KEYS, STEP_QUERIES = DvPlan.tile_rows, DvPlan.step_columns
-OWN_KEYS = TILE_KEYS // 2
+OWN_KEYS = TILE_KEYS // CTAS
 RUNS = STEP_QUERIES // RUN
 BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
-BEYOND = 1 << 30  # a query that no key sees
 
 
-class DvKernel(KeyTiles, HopperBackward):
+class DvKernel(KeyRows, HopperBackward):
     """The kernel for one configuration; arguments of a call: `HopperBackward.__call__`.
 
     results: (dv,).  ds: (tiles, elements), see `backward_ds_tiles`.  Tiles: `KeyTiles`.
@@ -147,9 +144,7 @@ class DvKernel(KeyTiles, HopperBackward):
     def _load_keys(self, context: Any, work: Any, name: str, states: Any) -> Any:
         """This CTA's 128 keys of K or V."""
         barrier, _ = self.room(context, name, states)
-        head = work.head // context.scalars.head_parts
-        first = work.block * TILE_KEYS + context.cta_rank * OWN_KEYS
-        place = context.sequences.key(work.batch), first, 0, head
+        place = self.place_of_keys(context, work)
         self.load_box(context, name, place, (barrier, context.smem[name][None, None, 0]))
         states.advance(f"{name}_free")
         return states
@@ -164,8 +159,7 @@ class DvKernel(KeyTiles, HopperBackward):
         smem = cute.local_tile(
             context.smem[name][None, None, index], (STEP_QUERIES, HEAD_DIM // 2), (0, rank)
         )
-        row = step.index * STEP_QUERIES
-        place = context.sequences.query(work.batch), row, rank, step.head
+        place = self.place_of_queries(context, work, step)
         self.load_box(context, name, place, (barrier, smem))
         stats = "lse" if name == "q" else "delta"
         self.load_stats(context, stats, which, (barrier, context.smem[stats][None, index]))
@@ -204,17 +198,12 @@ class DvKernel(KeyTiles, HopperBackward):
             "dout_columns": self.sum.b_operand(transposed(smem["dout"])),
         }
 
-    def _first_row(self, context: Any, work: Any) -> Int32:
-        """The first key of this warpgroup."""
-        rank, group = context.cta_rank, self.warpgroup()
-        return work.block * TILE_KEYS + rank * OWN_KEYS + group * ROWS
-
     @cute.jit
     def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
         """dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
-        mask = self._mask(context, work)
+        mask = self.mask(context, work)
         # P times the slope of the softcap, which is P where there is none.
         p = factors = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
@@ -223,7 +212,7 @@ class DvKernel(KeyTiles, HopperBackward):
         barriers["k_loaded"].wait(states["k_loaded"])
         self._issue_scores(context, operands, s, states)
         wait(0)
-        states = self._probabilities(context, (s, factors), (mask, step.index), states)
+        states = self._probabilities(context, (s, factors), (mask, step), states)
         pack(s, p)
         barriers["v_loaded"].wait(states["v_loaded"])
         for _ in cutlass.range(1, num_steps, unroll=1):
@@ -242,7 +231,7 @@ class DvKernel(KeyTiles, HopperBackward):
             if cutlass.const_expr(self.capped):
                 self._issue_scores(context, operands, s, states)
             wait(0 if self.capped else 1)
-            states = self._probabilities(context, (s, factors), (mask, step.index), states)
+            states = self._probabilities(context, (s, factors), (mask, step), states)
             barriers["v_loaded"].wait(states["v_loaded"])
             wait(0)
             # The product has read P.
@@ -290,23 +279,6 @@ class DvKernel(KeyTiles, HopperBackward):
         multiply(self.sum, dv, p, columns, True)
         commit()
 
-    def _mask(self, context: Any, work: Any) -> tuple:
-        """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
-        whether some keys do not exist) of a tile."""
-        first = self._first_row(context, work)
-        visibility = self.transposed(context, work)
-        tile = (work.block * TILE_KEYS, TILE_KEYS)
-        steps = visibility.tile_range(tile, (first, ROWS))
-        unmasked = steps.unmasked_begin, steps.unmasked_end
-        return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
-
-    def _stats(self, context: Any, name: str, stage: Any) -> cute.Tensor:
-        """-LSE or -delta of this thread's queries, in shared memory: (2, runs)."""
-        flat = context.smem[name]
-        layout = cute.make_layout((2, QUAD, RUNS), stride=(1, 2, RUN))
-        by_lane = cute.make_tensor(flat.iterator + stage * STEP_QUERIES, layout)
-        return by_lane[None, cute.arch.lane_idx() % QUAD, None]
-
     @traced("P")
     @cute.jit
     def _probabilities(self, context: Any, results: tuple, where: tuple, states: Any):
@@ -316,14 +288,15 @@ class DvKernel(KeyTiles, HopperBackward):
         """
         s, factors = results
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
-        cute.autovec_copy(self._stats(context, "lse", states["q_loaded"].index), negative_lse)
+        stage = states["q_loaded"].index
+        cute.autovec_copy(self.passing_stats(context, "lse", stage), negative_lse)
         context.barriers["q_free"].arrive(states["q_loaded"])
         states.advance("q_loaded")
         if cutlass.const_expr(self.problem_class.negative_scale):
             s.store(-s.load())
         if cutlass.const_expr(self.capped):
             soft_cap(s, context.scalars.cap_scale, packed=False)
-        self._apply_mask(s, where)
+        self.apply_mask(s, *where)
         scale = scale_for_masking(context.scalars.scale_log2)
         for run in cutlass.range_constexpr(RUNS):
             sloped = cute.make_rmem_tensor(4, Float32)
@@ -336,18 +309,6 @@ class DvKernel(KeyTiles, HopperBackward):
             if cutlass.const_expr(self.capped):
                 pack(sloped, _run_of(factors, run))
         return states
-
-    @cute.jit
-    def _apply_mask(self, s: cute.Tensor, where: tuple):
-        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0."""
-        (visibility, first_key, unmasked, has_rest), index = where
-        if (index < unmasked[0]) | (index >= unmasked[1]) | has_rest:
-            queries = index * STEP_QUERIES + cute.arch.lane_idx() % QUAD * 2
-            for row in cutlass.range_constexpr(2):
-                key = first_key + row_of_fragment(row)
-                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                visibility.apply(rows_of(s)[row], key, first, fragment_columns(STEP_QUERIES))
 
     def _place_of_ds(self, context: Any, work: Any, step: Step) -> cute.Pointer:
         """Where this thread's first element of dS of a step lies."""
@@ -366,7 +327,7 @@ class DvKernel(KeyTiles, HopperBackward):
         """dS = factors (dP - delta) in 16 bits, to global memory: a quad has 16 bytes, the quads of
         a warp 128 consecutive ones.  values: (dP, factors)."""
         dp, factors = values
-        delta = self._stats(context, "delta", stage)
+        delta = self.passing_stats(context, "delta", stage)
         for run in cutlass.range_constexpr(RUNS):
             own, ds = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(delta[None, run], own)
@@ -385,8 +346,8 @@ class DvKernel(KeyTiles, HopperBackward):
     @cute.jit
     def _finish(self, context: Any, work: Any, dv: cute.Tensor):
         """The tile's dV to global memory."""
-        sequence = context.sequences.key(work.batch)
-        place = context.tensors.results[0], sequence, self._first_row(context, work), work.head
+        rows, first = self.result_rows(context, work), self.first_row(context, work)
+        place = context.tensors.results[0], rows, first, work.head
         self.store(dv, place)
 
 

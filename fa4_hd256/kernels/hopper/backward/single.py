@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa4_hd256.kernels.backward_ds_tiles import RUN
-from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
@@ -51,13 +50,13 @@ from softmax_emu.recompute import scale_for_masking
 
 from .common import HopperBackward
 from .config import CTAS, SinglePlan
+from .key_rows import KeyRows
 
 __all__ = ["DkKernel", "DqKernel", "SingleDvKernel"]
 
 TILE_ROWS, STEP_COLUMNS = SinglePlan.tile_rows, SinglePlan.step_columns
 OWN_ROWS = TILE_ROWS // CTAS
 RUNS = STEP_COLUMNS // RUN
-BEYOND = 1 << 30  # a query that no key sees
 OPERANDS = ("q", "k", "v", "dout")
 
 
@@ -167,11 +166,6 @@ class SingleKernel(HopperBackward):
             **{name: self.score.b_operand(smem[name]) for name in ("x", "y")},
             "columns": self.sum.b_operand(transposed(smem["x" if self.of_ds else "y"])),
         }
-
-    def first_row(self, context: Any, work: Any) -> Int32:
-        """The first row of this warpgroup."""
-        rank, group = context.cta_rank, self.warpgroup()
-        return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
 
     @cute.jit
     def _steps(self, context: Any, which: tuple, tensors: tuple, states: Any):
@@ -297,54 +291,25 @@ class SingleKernel(HopperBackward):
         self.store(sums, (context.tensors.results[0], rows, first, work.head))
 
 
-class KeyGradient(KeyTiles, SingleKernel):
-    """dK or dV: 256 keys of a part of a KV head.  Tiles: `KeyTiles`."""
+class KeyGradient(KeyRows, SingleKernel):
+    """dK or dV: 256 keys of a part of a KV head."""
 
     stays = ("k", "v")
     passes = ("q", "dout")
 
-    def result_rows(self, context: Any, work: Any) -> Any:
-        return context.sequences.key(work.batch)
-
     def places(self, context: Any, name: str, work: Any, step: Any) -> tuple:
         """See `tma_tile`."""
         if name in self.stays:
-            first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
-            head = work.head // context.scalars.head_parts
-            return context.sequences.key(work.batch), first, 0, head
-        row = step.index * STEP_COLUMNS
-        return context.sequences.query(work.batch), row, context.cta_rank, step.head
-
-    def mask(self, context: Any, work: Any) -> tuple:
-        """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
-        whether some keys do not exist) of a tile."""
-        first, visibility = self.first_row(context, work), self.transposed(context, work)
-        steps = visibility.tile_range((work.block * TILE_ROWS, TILE_ROWS), (first, ROWS))
-        unmasked = steps.unmasked_begin, steps.unmasked_end
-        return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
-
-    @cute.jit
-    def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
-        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0."""
-        visibility, first_key, unmasked, has_rest = mask
-        if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
-            queries = step.index * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
-            for row in cutlass.range_constexpr(2):
-                key = first_key + row_of_fragment(row)
-                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                visibility.apply(rows_of(s)[row], key, first, fragment_columns(STEP_COLUMNS))
+            return self.place_of_keys(context, work)
+        return self.place_of_queries(context, work, step)
 
     def stats_of(self, context: Any, mask: tuple, stages: tuple) -> tuple:
         """-LSE and -delta by element of a fragment; both belong to columns."""
-
-        def of(name: str, stage: Any) -> Any:
-            start = context.smem[name].iterator + stage * STEP_COLUMNS
-            layout = cute.make_layout((2, QUAD, RUNS), stride=(1, 2, RUN))
-            own = cute.make_tensor(start, layout)[None, cute.arch.lane_idx() % QUAD, None]
-            return lambda i: own[i % 2, i // 4]
-
-        return of("lse", stages[0]), of("delta", stages[1])
+        lse, delta = (
+            self.passing_stats(context, name, stage)
+            for name, stage in zip(("lse", "delta"), stages)
+        )
+        return lambda i: lse[i % 2, i // 4], lambda i: delta[i % 2, i // 4]
 
 
 class DkKernel(KeyGradient):
@@ -382,6 +347,11 @@ class DqKernel(SingleKernel):
             ),
             later_blocks_first=self.problem_class.bounded_right,
         )
+
+    def first_row(self, context: Any, work: Any) -> Int32:
+        """The first row of this warpgroup."""
+        rank, group = context.cta_rank, self.warpgroup()
+        return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
 
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Steps of keys that some row of the tile sees."""

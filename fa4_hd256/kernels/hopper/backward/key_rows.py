@@ -1,0 +1,77 @@
+"""Kernels whose rows are keys: where a warpgroup's 64 of them lie, which queries they are seen by,
+and LSE and delta of the queries that pass, which belong to columns here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa4_hd256.kernels.backward_ds_tiles import RUN
+from fa4_hd256.kernels.backward_key_tiles import KeyTiles
+from fa4_hd256.kernels.hopper.instructions import (
+    QUAD,
+    ROWS,
+    fragment_columns,
+    row_of_fragment,
+    rows_of,
+)
+
+__all__ = ["KeyRows"]
+
+BEYOND = 1 << 30  # a query that no key sees
+
+
+class KeyRows(KeyTiles):
+    """Mixed into a kernel, before `HopperBackward`.  Tiles: `KeyTiles`."""
+
+    def first_row(self, context: Any, work: Any) -> Int32:
+        """The first key of this warpgroup."""
+        plan = self.plan
+        first = work.block * plan.tile_rows + context.cta_rank * plan.own_rows
+        return first + self.warpgroup() * ROWS
+
+    def result_rows(self, context: Any, work: Any) -> Any:
+        return context.sequences.key(work.batch)
+
+    def place_of_keys(self, context: Any, work: Any) -> tuple:
+        """Of a CTA's keys of K or V; see `tma_tile`."""
+        first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows
+        head = work.head // context.scalars.head_parts
+        return context.sequences.key(work.batch), first, 0, head
+
+    def place_of_queries(self, context: Any, work: Any, step: Any) -> tuple:
+        """Of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
+        row = step.index * self.plan.step_columns
+        return context.sequences.query(work.batch), row, context.cta_rank, step.head
+
+    def mask(self, context: Any, work: Any) -> tuple:
+        """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
+        whether some keys do not exist) of a tile."""
+        first, visibility = self.first_row(context, work), self.transposed(context, work)
+        rows = self.plan.tile_rows
+        steps = visibility.tile_range((work.block * rows, rows), (first, ROWS))
+        unmasked = steps.unmasked_begin, steps.unmasked_end
+        return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
+
+    @cute.jit
+    def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
+        """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
+        for their dS has to be 0."""
+        visibility, first_key, unmasked, has_rest = mask
+        columns = self.plan.step_columns
+        if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
+            queries = step.index * columns + cute.arch.lane_idx() % QUAD * 2
+            for row in cutlass.range_constexpr(2):
+                key = first_key + row_of_fragment(row)
+                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                visibility.apply(rows_of(s)[row], key, first, fragment_columns(columns))
+
+    def passing_stats(self, context: Any, name: str, stage: Any) -> cute.Tensor:
+        """-LSE ("lse") or -delta of this thread's queries, in shared memory: (2, runs of eight)."""
+        columns = self.plan.step_columns
+        layout = cute.make_layout((2, QUAD, columns // RUN), stride=(1, 2, RUN))
+        by_lane = cute.make_tensor(context.smem[name].iterator + stage * columns, layout)
+        return by_lane[None, cute.arch.lane_idx() % QUAD, None]
