@@ -152,3 +152,18 @@ def test_products_that_are_not_waited_for_are_found(sanitized, planted):
     planted.setattr(consumers, "wait", lambda pending: original(pending + 1))
     _, findings = sanitized(SHORT)
     assert any("registers-in-flight" in str(finding) for finding in findings)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_the_same_bits_under_both_schedulers(num_splits, monkeypatch):
+    """Tiles of several lengths on fewer SMs, in whatever order these come to them."""
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
+    q, k, v = (torch.randn(1, 700, 2, 256, dtype=torch.bfloat16) for _ in range(3))
+    options = {"causal": True, "num_splits": num_splits, "return_lse": True}
+    monkeypatch.setenv("SM100_SIM_DEVICE", "h200:132")
+    expected = flash_attn_func(q, k, v, **options, use_clc=False)
+    for sms in (2, 5):
+        monkeypatch.setenv("SM100_SIM_DEVICE", f"h200:{sms}")
+        for use_clc in (False, True):
+            found = flash_attn_func(q, k, v, **options, use_clc=use_clc)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
