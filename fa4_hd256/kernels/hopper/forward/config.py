@@ -67,7 +67,9 @@ class ForwardConfig:
     block_kv: keys of a step.  k_stages, v_stages: buffers of K and of V.
     ctas: of a cluster, 1 or 2; two work on neighbouring query tiles of a head, and each loads half
         of every K and V tile for both.
-    ex2_pattern: which score elements take the polynomial exp2.
+    ex2_pattern: which score elements take the polynomial exp2.  A thread's own columns of a row, a
+        quarter of block_kv, are its only fragment, so that a pattern which leaves the last one to
+        the hardware leaves all.
     rescale_threshold: in log2 units; O is rescaled only when the row maximum grew by more.
     ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
     skips: whether a warpgroup leaves out steps of which its own rows see nothing.
