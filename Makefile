@@ -17,9 +17,10 @@ DEMO ?=
 TESTS ?= -n 2 --durations 10
 CLC_TESTS ?= -n 2 tests/operator/test_forward.py tests/operator/test_backward.py \
     -k "(lengths or batch or tiles or visible or fp16) and not negative"
+HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check check-tests test test-static test-clc lint types clean
+.PHONY: demo check check-tests test test-static test-clc test-hopper lint types clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m fa4_hd256 demo $(DEMO)
@@ -34,7 +35,7 @@ check-tests: $(STAMP)
 
 # All parts run whatever the first one says; one that fails makes the whole fail.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc types
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-static test-clc test-hopper types
 
 # Everything under the static scheduler, and a part of it under the dynamic one.
 test-static: $(STAMP)
@@ -42,6 +43,10 @@ test-static: $(STAMP)
 
 test-clc: $(STAMP)
 	FA_CLC=1 $(BIN)/python -m pytest $(CLC_TESTS)
+
+# The same part, of Hopper's kernels.
+test-hopper: $(STAMP)
+	$(BIN)/python -m pytest $(HOPPER_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""Attention at head_dim 256 for Blackwell (SM100), in CuTe DSL.
+"""Attention at head_dim 256 for Blackwell (SM100) and Hopper (SM90), in CuTe DSL.
 
 `flash_attn_func` and `flash_attn_varlen_func` are the operators, `ForwardConfig` and
-`BackwardConfig` hold their tuning parameters.
+`BackwardConfig` hold their tuning parameters on Blackwell.
 """
 
 from __future__ import annotations

@@ -11,10 +11,13 @@ from checkout import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
-#: Stands in for the Python of .venv: logs the scheduler it is asked for and fails if told to.
+#: Stands in for the Python of .venv: logs the scheduler, or architecture, that it is asked for and
+#: fails if told to.
 PYTHON = """#!/bin/sh
-echo "$2 ${FA_CLC:-static}" >> "$LOG"
-test "${FA_CLC:-static}" != "$RED"
+part="${FA_CLC:-static}"
+test "$3" = --arch && part="$4"
+echo "$2 $part" >> "$LOG"
+test "$part" != "$RED"
 """
 
 
@@ -31,7 +34,7 @@ def make(tmp_path, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("red", ["none", "static", "1"])
+@pytest.mark.parametrize("red", ["none", "static", "1", "sm_90a"])
 def test_every_part_of_the_tests_runs(tmp_path, red):
     """And `make test` fails if one does."""
     python = tmp_path / "venv" / "bin" / "python"
@@ -42,7 +45,9 @@ def test_every_part_of_the_tests_runs(tmp_path, red):
         (tmp_path / "venv" / stamp).touch()
     log = tmp_path / "log"
     made = make(tmp_path, "test", LOG=str(log), RED=red)
-    assert log.read_text().splitlines() == ["pytest static", "pytest 1", "mypy static"]
+    assert log.read_text().splitlines() == [
+        "pytest static", "pytest 1", "pytest sm_90a", "mypy static"
+    ]
     assert (made.returncode != 0) == (red != "none"), made.stderr
 
 
