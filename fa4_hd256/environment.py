@@ -58,7 +58,7 @@ VARIABLES = (
     Variable(
         "FA_CLC",
         "by mask and lengths",
-        "1 selects the dynamic tile scheduler (cluster launch control; on sm_90a a counter in "
+        "1 selects the dynamic tile scheduler (cluster launch control, or a counter in "
         "memory), 0 the static one; unset: "
         "a rule for each direction, from the timing model (docs/bench.md)",
     ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.suite import BACKWARD, Case
+from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
@@ -49,7 +50,7 @@ def forward_problem(case: Case) -> Problem:
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
-        tiles, packed,
+        ARCHITECTURES[0], tiles, packed,
     )  # fmt: skip
 
 

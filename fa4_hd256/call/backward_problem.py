@@ -76,7 +76,7 @@ class BackwardProblem:
 
     @property
     def kernels(self) -> BackwardSet:
-        """Those of the architecture that the tensors are on."""
+        """Those of the architecture."""
         return self.forward.kernels.backward_set()
 
     def ds_tiles(self, heads: int, max_seqlen_q: int, max_seqlen_k: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.architectures import Architecture
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
@@ -100,7 +101,8 @@ class Problem:
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
-    divides the keys of each query tile (see `splits`). tiles: of its kernel.
+    divides the keys of each query tile (see `splits`). architecture: that
+    the tensors are on. tiles: of its kernel.
     """
 
     q_shape: tuple[int, ...]
@@ -112,6 +114,7 @@ class Problem:
     options: Options
     sink: bool
     ragged: tuple[str, ...]
+    architecture: Architecture
     tiles: ForwardTiles
     packed_heads: int = 1
     num_splits: int = 1
@@ -142,7 +145,8 @@ class Problem:
         checks.check_options(options.softmax_scale, options.window, options.softcap)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
-        known = kernels_of(architecture_of(q.device)).forward_tiles(config)
+        architecture = architecture_of(q.device)
+        known = kernels_of(architecture).forward_tiles(config)
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
         if max_seqlen_k is None:
@@ -159,6 +163,7 @@ class Problem:
             options=options,
             sink=sink is not None,
             ragged=tuple(name for name in RAGGED if name in ragged),
+            architecture=architecture,
             tiles=tiles,
             packed_heads=packed,
         )
@@ -182,8 +187,8 @@ class Problem:
 
     @property
     def kernels(self) -> KernelSet:
-        """Those of the architecture that the tensors are on."""
-        return kernels_of(architecture_of(self.device))
+        """Those of the architecture."""
+        return kernels_of(self.architecture)
 
     @property
     def tile_queries(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
+from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
 from fa4_hd256.gpus.family import architecture_of, in_family, target
 
@@ -31,7 +31,7 @@ def launch(
     if device.type == "cuda":
         with torch.cuda.device(device):
             values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
-            with _every_gpu_can_take_it(architecture_of(device)):
+            with _every_gpu_can_take_it(device):
                 compiled.function(*values)
         return
     with _progress() as report, _simulated_device():
@@ -51,12 +51,13 @@ def simulator() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _every_gpu_can_take_it(architecture: Architecture) -> Iterator[None]:
+def _every_gpu_can_take_it(device: torch.device) -> Iterator[None]:
     """Say so where a launch may have failed for a GPU that it was not for: CuTe DSL loads a kernel
     into every GPU that the process sees."""
     try:
         yield
     except Exception as error:
+        architecture = architecture_of(device)
         seen = {i: _capability(i) for i in range(torch.cuda.device_count())}
         others = [
             f"cuda:{i} ({a}.{b})" for i, (a, b) in seen.items() if (a, b) not in architecture.gpus

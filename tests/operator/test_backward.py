@@ -12,6 +12,7 @@ import torch
 from backward_cases import accurate, check, gradients, inputs
 
 from fa4_hd256 import flash_attn_func
+from fa4_hd256.architectures import named
 from fa4_hd256.run import backward
 from softmax_emu.pattern import Ex2Pattern
 
@@ -63,9 +64,9 @@ def test_parts_of_the_query_heads(clusters, queries, parts, monkeypatch):
 
 
 @pytest.mark.simulator
-def test_more_tiles_than_clusters(monkeypatch):
+def test_more_tiles_than_clusters(monkeypatch, architecture):
     """Three clusters for 24 tiles of dQ and 12 of dK and dV: the next tile's loads overlap."""
-    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:6")
+    monkeypatch.setenv("SM100_SIM_DEVICE", f"{named(architecture).simulated}:6")
     check(inputs((300, 200), (4, 2), batch=3), causal=True)
 
 
