@@ -58,7 +58,7 @@ def test_a_release_without_its_fence_costs_as_much_as_a_relaxed_arrival():
 
 def test_fences_of_our_kernels():
     """All are those of the cluster barrier, once or twice a warp; in a loop they would be many."""
-    compiled, arguments = our_fences.calls(256)["dK and dQ from dS, full"]()
+    compiled, arguments = our_fences.calls(256, load("b200"))["dK and dQ from dS, full"]()
     found = our_fences.row("products", timing.predict(compiled, *arguments, draws=0)[-1])
     assert found["fences"] <= 2 and 0 < found["wait"] <= found["longest"]
     assert found["clocks"] > found["without"] and found["unmatched"] == 0

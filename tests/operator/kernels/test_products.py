@@ -11,9 +11,11 @@ from ds_images import to_tiles
 
 import sm100_sim
 from fa4_hd256 import BackwardConfig
+from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.backward_ds_tiles import DsTiles
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
@@ -22,6 +24,7 @@ from fa4_hd256.run.launch import launch
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
+BLACKWELL = named("sm_100a")
 BF16, FP16 = torch.bfloat16, torch.float16
 FULL, CAUSAL = (None, None), (None, 0)
 
@@ -81,7 +84,7 @@ def describe(case: Case, q: torch.Tensor, k: torch.Tensor, ragged: dict) -> Back
     options = Options(case.scale, case.window, 0.0, case.use_clc)
     forward = Problem(
         tuple(q.shape), *longest, len(case.lengths), case.dtype, q.device, options, False,
-        tuple(ragged),
+        tuple(ragged), BLACKWELL, kernels_of(BLACKWELL).forward_tiles()[0],
     )  # fmt: skip
     return BackwardProblem(forward, tuple(k.shape), False, case.head_parts, keeps_ds=True)
 
