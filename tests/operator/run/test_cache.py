@@ -384,6 +384,7 @@ TYPES = {"BackwardProblem", "Gpu", "Portion", "Problem", "family"}
 
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.
 OF_BOTH = {
+    "fa4_hd256/kernels/kernel_set",
     "fa4_hd256/run/catalogue",
     "fa4_hd256/run/compile",
     "fa4_hd256/kernels/blackwell/architecture",
