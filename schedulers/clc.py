@@ -32,25 +32,20 @@ wanted barrier   in the leader CTA; count 1.  The warp that is to know the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Int128, pipeline
-from cutlass._mlir.dialects import nvvm
 
-from .order import TileOrder, TileProblem
-from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
+from .dynamic import BARRIER_BYTES, LEADER, NUM_STAGES, DynamicScheduler, give_back, want
+from .order import TileProblem
+from .protocol import WorkTile, make_work_tile
 
-__all__ = ["LEADER", "NUM_STAGES", "ClcChannel", "ClcScheduler", "give_back", "want"]
+__all__ = ["ClcChannel", "ClcScheduler"]
 
 # Bytes of one clusterlaunchcontrol response (PTX ISA: a .b128 opaque handle).
 RESPONSE_BYTES = 16
-BARRIER_BYTES = 8
-# One response is read by slow roles while the next is already on its way.
-NUM_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -61,18 +56,6 @@ class ClcChannel:
     pipeline: pipeline.PipelineClcFetchAsync
     wanted: pipeline.MbarrierArray
     responses: cute.Pointer
-
-
-# The CTA of the cluster whose scheduler warp makes the queries.
-LEADER = 0
-
-
-@cute.jit
-def want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
-    """In the leader CTA: one arrival of the warp."""
-    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(wanted.get_barrier(state.index))
 
 
 @cute.jit
@@ -124,35 +107,10 @@ def _wait_for_empty(channel: pipeline.PipelineClcFetchAsync, state: pipeline.Pip
         channel.sync_object_empty.wait(state.index, state.phase)
 
 
-def give_back(empty: Callable[[], cute.Pointer]) -> None:
-    """One arrival of a warp at the leader's empty barrier of a slot that all its lanes read."""
-    with cute.arch.elect_one():
-        # The hand-off crosses CTAs and concerns shared memory alone: a release that left global
-        # memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
-        nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
-        cute.arch.mbarrier_arrive(
-            empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
-        )
-
-
-class ClcScheduler:
+class ClcScheduler(DynamicScheduler):
     """One warp's view of the cluster's sequence of tiles."""
 
-    needs_scheduler_warp: ClassVar[bool] = True
-    cluster_size: ClassVar[int] = CLUSTER_SIZE
     smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + RESPONSE_BYTES) + 16
-
-    def __init__(
-        self,
-        order: TileOrder,
-        channel: ClcChannel,
-        consumer: pipeline.PipelineState,
-        producer: pipeline.PipelineState,
-    ) -> None:
-        self.order = order
-        self.channel = channel
-        self.consumer = consumer
-        self.producer = producer
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
@@ -181,18 +139,6 @@ class ClcScheduler:
             barriers + 2 * NUM_STAGES, NUM_STAGES, (pipeline.PipelineOp.AsyncThread, one)
         )
         return ClcChannel(channel, wanted, responses)
-
-    @classmethod
-    def create(cls, order: TileOrder, channel: ClcChannel) -> ClcScheduler:
-        """The scheduler of one warp; `channel` is what `setup` returned."""
-        consumer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_STAGES)
-        producer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_STAGES)
-        return cls(order, channel, consumer, producer)
-
-    def initial_work(self) -> WorkTile:
-        """The tile of this cluster's own launch."""
-        index, _ = cluster_index(self.cluster_size)
-        return make_work_tile(Int32(index), Boolean(True), self.order)
 
     def want_next_work(self) -> None:
         """In the leader CTA: let the scheduler warp ask for the next tile; elsewhere nothing.
@@ -238,15 +184,3 @@ class ClcScheduler:
 
     def _response(self, state: pipeline.PipelineState) -> cute.Pointer:
         return self.channel.responses + state.index
-
-    def __extract_mlir_values__(self) -> list:
-        return [
-            *cutlass.extract_mlir_values(self.consumer),
-            *cutlass.extract_mlir_values(self.producer),
-        ]
-
-    def __new_from_mlir_values__(self, values: list) -> ClcScheduler:
-        count = len(cutlass.extract_mlir_values(self.consumer))
-        consumer = cutlass.new_from_mlir_values(self.consumer, values[:count])
-        producer = cutlass.new_from_mlir_values(self.producer, values[count:])
-        return type(self)(self.order, self.channel, consumer, producer)

@@ -33,14 +33,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, pipeline
 
-from .clc import LEADER, NUM_STAGES, give_back, want
+from .dynamic import BARRIER_BYTES, LEADER, NUM_STAGES, DynamicScheduler, give_back, want
 from .order import TileOrder, TileProblem
-from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile, of_clusters
+from .protocol import WorkTile, cluster_index, make_work_tile, of_clusters
 from .static import StaticPersistentScheduler
 
 __all__ = ["CounterChannel", "CounterScheduler"]
 
-BARRIER_BYTES = 8
 NUMBER_BYTES = 4
 
 #: Stands in the ring for the end of the tiles.
@@ -122,24 +121,10 @@ def _wait_for_empty(scheduler: Any) -> None:
         scheduler.channel.empty.wait(scheduler.producer.index, scheduler.producer.phase)
 
 
-class CounterScheduler:
+class CounterScheduler(DynamicScheduler):
     """One warp's view of the cluster's sequence of tiles."""
 
-    needs_scheduler_warp: ClassVar[bool] = True
-    cluster_size: ClassVar[int] = CLUSTER_SIZE
     smem_bytes: ClassVar[int] = NUM_STAGES * (3 * BARRIER_BYTES + NUMBER_BYTES)
-
-    def __init__(
-        self,
-        order: TileOrder,
-        channel: CounterChannel,
-        consumer: pipeline.PipelineState,
-        producer: pipeline.PipelineState,
-    ) -> None:
-        self.order = order
-        self.channel = channel
-        self.consumer = consumer
-        self.producer = producer
 
     @classmethod
     def grid_shape(cls, problem: TileProblem, max_active_clusters: Any) -> tuple[Any, int, int]:
@@ -171,18 +156,6 @@ class CounterScheduler:
             cute.make_tensor(numbers, cute.make_layout(NUM_STAGES)),
             counter.iterator.toint(),
         )
-
-    @classmethod
-    def create(cls, order: TileOrder, channel: CounterChannel) -> CounterScheduler:
-        """The scheduler of one warp; `channel` is what `setup` returned."""
-        consumer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_STAGES)
-        producer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_STAGES)
-        return cls(order, channel, consumer, producer)
-
-    def initial_work(self) -> WorkTile:
-        """Tile number `cluster index`."""
-        index, _ = cluster_index(self.cluster_size)
-        return make_work_tile(Int32(index), Boolean(True), self.order)
 
     def want_next_work(self) -> None:
         """In the leader CTA: let the scheduler warp count; elsewhere nothing.
@@ -225,15 +198,3 @@ class CounterScheduler:
             for _ in range(NUM_STAGES):
                 _wait_for_empty(self)
                 self.producer.advance()
-
-    def __extract_mlir_values__(self) -> list:
-        return [
-            *cutlass.extract_mlir_values(self.consumer),
-            *cutlass.extract_mlir_values(self.producer),
-        ]
-
-    def __new_from_mlir_values__(self, values: list) -> Any:
-        count = len(cutlass.extract_mlir_values(self.consumer))
-        consumer = cutlass.new_from_mlir_values(self.consumer, values[:count])
-        producer = cutlass.new_from_mlir_values(self.producer, values[count:])
-        return type(self)(self.order, self.channel, consumer, producer)

@@ -33,6 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from fa4_hd256.kernels.backward_query_tiles import QueryTiles
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
     TmemOperand,
@@ -45,7 +46,6 @@ from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
-from schedulers import TileProblem, section_heads_for
 
 from .common import FRAGMENT, multiply_by, score_gradients
 from .row_result import RowResult
@@ -55,7 +55,7 @@ __all__ = ["DqKernel"]
 OWN_KEYS = BLOCK_KV // 2  # keys of a step that one warpgroup works on, and that a CTA loads for S
 
 
-class DqKernel(RowResult):
+class DqKernel(QueryTiles, RowResult):
     """The dQ kernel for one configuration; arguments of a call: `BackwardKernel.__call__`."""
 
     result = "dQ"
@@ -83,24 +83,6 @@ class DqKernel(RowResult):
         columns = mn_major_operand(BLOCK_KV)
         self.layouts = {"Q": rows, "dO": rows, "K": keys, "V": keys, "Kc": columns, "dS": ds}
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
-        """The tiles: 256 query rows of a head each."""
-        q, k = operands
-        heads = cute.size(q, mode=[2])
-        return TileProblem(
-            (scalars.max_seqlen_q + TILE_Q - 1) // TILE_Q,
-            heads,
-            batch,
-            section_heads_for(
-                num_heads_per_kv=heads // cute.size(k, mode=[2]),
-                num_pairs=heads * batch,
-                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (4 * HEAD_DIM),
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            ),
-            later_blocks_first=self.problem_class.bounded_right,
-        )
-
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = self.plan.ring_stages
         return {
@@ -109,20 +91,6 @@ class DqKernel(RowResult):
             "keys": memory.operand("ring", OWN_KEYS, HEAD_DIM, stages),
             "columns": memory.operand("ring", BLOCK_KV, HEAD_DIM // 2, stages),
         }
-
-    def num_steps(self, context: Any, work: Any) -> Int32:
-        """KV tiles that some row of the tile sees."""
-        return context.visibility(work, BLOCK_KV).num_tiles(work.block * TILE_Q, TILE_Q)
-
-    def result_rows(self, context: Any, work: Any) -> Any:
-        return context.sequences.query(work.batch)
-
-    def first_position(self, context: Any, work: Any) -> Int32:
-        """The KV tile that is worked on first, the last one of those that are seen."""
-        return context.visibility(work, BLOCK_KV).last_tile(work.block * TILE_Q, TILE_Q)
-
-    def next_position(self, kv_tile: Int32) -> Int32:
-        return kv_tile - 1
 
     def places(self, context: Any, content: str, work: Any, kv_tile: Int32) -> tuple:
         """See `tma_tile`: this CTA's rows of Q and dO, its 64 keys of K and V, its half of the

@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa4_hd256.kernels.backward_ds_tiles import RUN
+from fa4_hd256.kernels.backward_query_tiles import QueryTiles
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
@@ -43,7 +44,6 @@ from fa4_hd256.kernels.hopper.instructions import (
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
-from schedulers import TileProblem, section_heads_for
 from softmax_emu.exp2 import exp2_hardware
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import scale_for_masking
@@ -324,47 +324,16 @@ class SingleDvKernel(KeyGradient):
     is_scaled = False
 
 
-class DqKernel(SingleKernel):
+class DqKernel(QueryTiles, SingleKernel):
     """results: (dq,).  256 queries of one head, which meet the keys from the last one they see."""
 
     stays = ("q", "dout")
     passes = ("k", "v")
 
-    def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
-        """The tiles: 256 query rows of a head each."""
-        q, k = operands
-        heads = cute.size(q, mode=[2])
-        return TileProblem(
-            (scalars.max_seqlen_q + TILE_ROWS - 1) // TILE_ROWS,
-            heads,
-            batch,
-            section_heads_for(
-                num_heads_per_kv=heads // cute.size(k, mode=[2]),
-                num_pairs=heads * batch,
-                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (4 * HEAD_DIM),
-                l2_bytes=scalars.l2_bytes,
-                unequal_lengths=self.problem_class.has_unequal_tiles,
-            ),
-            later_blocks_first=self.problem_class.bounded_right,
-        )
-
     def first_row(self, context: Any, work: Any) -> Int32:
         """The first row of this warpgroup."""
         rank, group = context.cta_rank, self.warpgroup()
         return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
-
-    def num_steps(self, context: Any, work: Any) -> Int32:
-        """Steps of keys that some row of the tile sees."""
-        return context.visibility(work, STEP_COLUMNS).num_tiles(work.block * TILE_ROWS, TILE_ROWS)
-
-    def first_position(self, context: Any, work: Any) -> Int32:
-        return context.visibility(work, STEP_COLUMNS).last_tile(work.block * TILE_ROWS, TILE_ROWS)
-
-    def next_position(self, position: Int32) -> Int32:
-        return position - 1
-
-    def result_rows(self, context: Any, work: Any) -> Any:
-        return context.sequences.query(work.batch)
 
     def places(self, context: Any, name: str, work: Any, position: Int32) -> tuple:
         """See `tma_tile`."""

@@ -1,0 +1,90 @@
+"""What the dynamic schedulers share: a ring of answers that one warp of the leader CTA asks for and
+all warps of the cluster read.
+
+Its slots have three barriers each, full, empty and wanted: `clc` and `counter` say who arrives at
+them and who waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, pipeline
+from cutlass._mlir.dialects import nvvm
+
+from .order import TileOrder
+from .protocol import CLUSTER_SIZE, WorkTile, cluster_index, make_work_tile
+
+__all__ = ["BARRIER_BYTES", "LEADER", "NUM_STAGES", "DynamicScheduler", "give_back", "want"]
+
+BARRIER_BYTES = 8
+# One answer is read by slow roles while the next is already on its way.
+NUM_STAGES = 2
+# The CTA of the cluster whose scheduler warp asks.
+LEADER = 0
+
+
+@cute.jit
+def want(wanted: pipeline.MbarrierArray, state: pipeline.PipelineState) -> None:
+    """In the leader CTA: one arrival of the warp."""
+    if cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == LEADER:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(wanted.get_barrier(state.index))
+
+
+def give_back(empty: Callable[[], cute.Pointer]) -> None:
+    """One arrival of a warp at the leader's empty barrier of a slot that all its lanes read."""
+    with cute.arch.elect_one():
+        # The hand-off crosses CTAs and concerns shared memory alone: a release that left global
+        # memory in would wait for the whole GPU to see it (PTX ISA 9.7.13.4).
+        nvvm.fence_sync_restrict(nvvm.MemOrderKind.RELEASE)
+        cute.arch.mbarrier_arrive(
+            empty(), LEADER, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER
+        )
+
+
+class DynamicScheduler:
+    """One warp's view of the cluster's sequence of tiles.  channel: what the roles share, as
+    `setup` of the scheduler returns it."""
+
+    needs_scheduler_warp: ClassVar[bool] = True
+    cluster_size: ClassVar[int] = CLUSTER_SIZE
+
+    def __init__(
+        self,
+        order: TileOrder,
+        channel: Any,
+        consumer: pipeline.PipelineState,
+        producer: pipeline.PipelineState,
+    ) -> None:
+        self.order = order
+        self.channel = channel
+        self.consumer = consumer
+        self.producer = producer
+
+    @classmethod
+    def create(cls, order: TileOrder, channel: Any) -> Any:
+        """The scheduler of one warp; `channel` is what `setup` returned."""
+        consumer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_STAGES)
+        producer = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_STAGES)
+        return cls(order, channel, consumer, producer)
+
+    def initial_work(self) -> WorkTile:
+        """Tile number `cluster index`; where each tile has a cluster, that of its own launch."""
+        index, _ = cluster_index(self.cluster_size)
+        return make_work_tile(Int32(index), Boolean(True), self.order)
+
+    def __extract_mlir_values__(self) -> list:
+        return [
+            *cutlass.extract_mlir_values(self.consumer),
+            *cutlass.extract_mlir_values(self.producer),
+        ]
+
+    def __new_from_mlir_values__(self, values: list) -> Any:
+        count = len(cutlass.extract_mlir_values(self.consumer))
+        consumer = cutlass.new_from_mlir_values(self.consumer, values[:count])
+        producer = cutlass.new_from_mlir_values(self.producer, values[count:])
+        return type(self)(self.order, self.channel, consumer, producer)
