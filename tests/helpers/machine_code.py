@@ -1,7 +1,12 @@
 """What machine code says about the registers of a kernel's roles."""
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from fa4_hd256.kernels.plans import RegisterPlan
+from fa4_hd256.run.resources import resource_usage
+from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import SassFunction
 
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
@@ -27,3 +32,39 @@ def beyond(function: SassFunction, start: int, budget: int) -> list[str]:
                 seen.add(successor)
                 pending.append((successor, function.blocks[successor].start))
     return found
+
+
+def roles_have_their_registers(function: SassFunction, plan: RegisterPlan) -> None:
+    """Assert that behind each setmaxnreg, on every path, no register is named that the budget
+    lacks, and that the budgets are those of the plan."""
+    budgets = []
+    for number, instruction in enumerate(function.instructions):
+        if instruction.base == "USETMAXREG":
+            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
+            assert beyond(function, number, budgets[-1]) == []
+            # The check can fail: no role does with eight.
+            assert beyond(function, number, 8) != []
+    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+
+
+def nothing_is_spilled(kernel: Any, plan: RegisterPlan) -> None:
+    """Assert that a compiled kernel has no stack, and is launched with its plan's registers."""
+    assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
+    usage = resource_usage(kernel.cubin)
+    assert (usage.stack, usage.local) == (0, 0)
+
+
+def letters(instructions: Iterable[Any], letter_of: Mapping[str, str]) -> str:
+    """Those whose opcode begins like a key of `letter_of`, a letter each, in order."""
+    return "".join(
+        next((letter for start, letter in letter_of.items() if i.opcode.startswith(start)), "")
+        for i in instructions
+    )
+
+
+#: Of wgmma kernels: the product into 256 columns and others, their fence and wait, exponentials,
+#: the wait for a barrier.
+WGMMA_LETTERS = {
+    "HGMMA.64x256": "O", "HGMMA": "S", "WARPGROUP.ARRIVE": "F", "WARPGROUP.DEPBAR": "W",
+    "MUFU.EX2": "x", "SYNCS.PHASECHK": "b",
+}  # fmt: skip

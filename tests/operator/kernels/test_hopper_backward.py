@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from backward_cases import accurate, gradients, inputs
-from machine_code import beyond
+from machine_code import (
+    WGMMA_LETTERS,
+    letters,
+    nothing_is_spilled,
+    roles_have_their_registers,
+)
 
 import sm100_sim
 from fa4_hd256.architectures import named
@@ -21,8 +26,6 @@ from fa4_hd256.kernels.hopper.backward.config import (
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
-from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import disassemble
 
 pytestmark = pytest.mark.simulator
@@ -53,24 +56,11 @@ def test_no_register_is_spilled_and_every_role_has_those_it_names(kind, name):
     if kind == "products" and name == "capped":
         pytest.skip("has no scores")
     kernel, function, plan = function_of(kind, name)
-    registers = plan.warps.registers
-    assert set(launch_registers(kernel.cubin).values()) == {registers.at_launch}
-    usage = resource_usage(kernel.cubin)
-    assert (usage.stack, usage.local) == (0, 0)
-    budgets = []
-    for number, instruction in enumerate(function.instructions):
-        if instruction.base == "USETMAXREG":
-            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
-            assert beyond(function, number, budgets[-1]) == []
-            # The check can fail: no role does with eight.
-            assert beyond(function, number, 8) != []
-    assert sorted(set(budgets)) == sorted({budget for _, budget in registers.budgets})
+    nothing_is_spilled(kernel, plan.warps.registers)
+    roles_have_their_registers(function, plan.warps.registers)
 
 
-LETTERS = {
-    "HGMMA.64x256": "O", "HGMMA": "S", "WARPGROUP.ARRIVE": "F", "WARPGROUP.DEPBAR": "W",
-    "MUFU.EX2": "x", "SYNCS.PHASECHK": "b", "STG": "s",
-}  # fmt: skip
+LETTERS = {**WGMMA_LETTERS, "STG": "s"}
 #: A step of the loop: three products in a row; dS to memory before the wait for S, exponentials
 #: before that for dV.
 STEP = re.compile("FS{16}b?FS{16}b?FO{4}W([sb]*)W([xb]*)W")
@@ -78,23 +68,16 @@ STEP = re.compile("FS{16}b?FS{16}b?FO{4}W([sb]*)W([xb]*)W")
 SINGLE_STEP = re.compile("FS{16}b*(?:FS{16}b*)?FO{4}W([xb]*)W")
 
 
-def letters(function) -> str:
-    return "".join(
-        next((letter for start, letter in LETTERS.items() if i.opcode.startswith(start)), "")
-        for i in function.instructions
-    )
-
-
 @pytest.mark.parametrize("name", ["full", "packed"])
 def test_products_stay_in_flight_and_hide_the_arithmetic(name):
     """ptxas puts a wait behind every product where registers do not suffice, and moves arithmetic
     behind the wait for the product that hides it."""
-    code = letters(function_of("dv", name)[1])
+    code = letters(function_of("dv", name)[1].instructions, LETTERS)
     ((stores, exponentials),) = STEP.findall(code)
     assert stores.count("s") == 16 and exponentials.count("x") == 32
     assert STEP.findall(code.replace("SS", "SWS")) == []
     for kind in KINDS[2:]:
-        code = letters(function_of(kind, name)[1])
+        code = letters(function_of(kind, name)[1].instructions, LETTERS)
         (exponentials,) = SINGLE_STEP.findall(code)
         assert exponentials.count("x") == 32, kind
 

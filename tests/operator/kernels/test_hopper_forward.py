@@ -7,7 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from machine_code import beyond
+from machine_code import (
+    WGMMA_LETTERS,
+    letters,
+    nothing_is_spilled,
+    roles_have_their_registers,
+)
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func
@@ -17,8 +22,6 @@ from fa4_hd256.kernels.hopper.forward.config import ForwardConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.resources import resource_usage
-from sm100_sim.host.cubin import launch_registers
 from sm100_sim.timing.sass import disassemble
 
 pytestmark = pytest.mark.simulator
@@ -55,23 +58,10 @@ def function_of(name: str):
 def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
     kernel, function = function_of(name)
     plan = ForwardConfig().warps.registers
-    assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
-    usage = resource_usage(kernel.cubin)
-    assert (usage.stack, usage.local) == (0, 0)
-    budgets = []
-    for number, instruction in enumerate(function.instructions):
-        if instruction.base == "USETMAXREG":
-            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
-            assert beyond(function, number, budgets[-1]) == []
-            # The check can fail: no role does with eight.
-            assert beyond(function, number, 8) != []
-    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+    nothing_is_spilled(kernel, plan)
+    roles_have_their_registers(function, plan)
 
 
-LETTERS = {
-    "HGMMA.64x256": "O", "HGMMA": "S", "WARPGROUP.ARRIVE": "F", "WARPGROUP.DEPBAR": "W",
-    "MUFU.EX2": "x", "SYNCS.PHASECHK": "b",
-}  # fmt: skip
 #: A step: all of QK and of PV in a row, a wait that leaves PV in flight, exponentials and the
 #: barrier of the next V, and only then the wait for PV.
 STEP = re.compile("FS{16}b?F?O+W([xb]*)W")
@@ -87,10 +77,7 @@ def test_products_stay_in_flight_and_hide_the_exponentials(name):
     """ptxas puts a wait behind every product where registers do not suffice, and moves
     exponentials behind the wait for PV; in each of the loops."""
     _, function = function_of(name)
-    code = "".join(
-        next((letter for start, letter in LETTERS.items() if i.opcode.startswith(start)), "")
-        for i in function.instructions
-    )
+    code = letters(function.instructions, WGMMA_LETTERS)
     config, problem_class = KERNELS[name]
     loops = 3 if problem_class.bounded_left else 2
     most = 0.75 * config.block_kv / 2

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backward_cases import gradients, inputs
-from machine_code import beyond
+from machine_code import letters, roles_have_their_registers
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.blackwell.backward.config import (
@@ -63,14 +63,7 @@ def test_no_role_names_a_register_that_its_budget_lacks(kind):
     """Behind each setmaxnreg of the machine code, on every path."""
     kernel, plan = compiled(kind)
     (function,) = disassemble(kernel.cubin).values()
-    budgets = []
-    for number, instruction in enumerate(function.instructions):
-        if instruction.base == "USETMAXREG":
-            budgets.append(int(re.search(r"0x[0-9a-f]+", instruction.operands)[0], 16))
-            assert beyond(function, number, budgets[-1]) == []
-            # The check can fail: no role does with eight.
-            assert beyond(function, number, 8) != []
-    assert sorted(set(budgets)) == sorted({budget for _, budget in plan.budgets})
+    roles_have_their_registers(function, plan)
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
@@ -98,10 +91,7 @@ def test_stores_of_the_first_half_of_p_are_hidden_by_exponentials(use_clc):
     (function,) = disassemble(kernel.cubin).values()
     opcodes = [i.opcode for i in function.instructions]
     end = [n for n, opcode in enumerate(opcodes) if opcode.startswith("USETMAXREG")][1]
-    softmax = "".join(
-        letter for opcode in opcodes[:end] for name, letter in LETTERS.items()
-        if opcode.startswith(name)
-    )  # fmt: skip
+    softmax = letters(function.instructions[:end], LETTERS)
     assert len(STEP.findall(softmax)) == 2, softmax
     # Such as they would be with the wait where the stores are.
     assert not STEP.findall(re.sub("(x+)W", r"W\1", softmax))
