@@ -152,7 +152,7 @@ def _forward(
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else call.q.shape[1]
     grouped = call.q.shape[-2] > call.k.shape[-2]
-    backward_use_clc = options.backward_use_clc(use_clc, bool(call.ragged), grouped)
+    backward_use_clc = options.backward_use_clc(use_clc, len(call.ragged) > 0, grouped)
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     return forward(
         call.q, call.k, call.v, options.softmax_scale, *options.bounds, options.softcap, call.sink,

@@ -3,6 +3,8 @@
 The same tests run in the simulator (default, CPU tensors) and on a real GPU: `pytest --device
 cuda`. The kernels are those of the GPU's architecture, in the simulator of `--arch`; tests that
 know one architecture's kernels carry the mark `architecture("sm_100a")` and are skipped elsewhere.
+Tests of what only a GPU has, such as streams and graphs, carry the mark `cuda`, or `cuda(2)` for
+two GPUs.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: PyTorch finds no CUDA device here")
+    # CPU tensors in a session on a GPU are planned for that GPU's architecture.
     os.environ["FA4_HD256_ARCH"] = config.getoption("--arch")
+    os.environ["FA4_HD256_ARCH"] = tested_architecture(config)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -76,6 +80,17 @@ def pytest_collection_modifyitems(config, items):
         mark = item.get_closest_marker("architecture")
         if mark is not None and name not in mark.args:
             item.add_marker(pytest.mark.skip(reason=f"tests kernels of {', '.join(mark.args)}"))
+        mark = item.get_closest_marker("cuda")
+        if mark is not None and (missing := missing_gpus(on_gpu, *mark.args)):
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def missing_gpus(on_gpu: bool, wanted: int = 1) -> str:
+    """Why a test that needs so many GPUs cannot run; empty where it can."""
+    if not on_gpu:
+        return "needs a real GPU; run with --device cuda"
+    count = torch.cuda.device_count()
+    return f"needs {wanted} GPUs; PyTorch finds {count}" if count < wanted else ""
 
 
 def tested_architecture(config) -> str:

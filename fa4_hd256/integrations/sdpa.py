@@ -74,6 +74,8 @@ def _flash_attn_fwd(
     q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q; k, v likewise.
     out: written to if given. options: other arguments of `flash_attn_varlen_func`; the adapter
     hands over num_splits=1, no division of keys, unless its caller asks for another number.
+    Adapters before PyTorch 2.13 do not say how long packed sequences are: grids then follow the
+    number of rows.
 
     Returns (out, lse); lse: (batch, heads, seqlen_q) or (heads, total_q) float32, None without
     return_lse. Raises as `flash_attn_varlen_func` does.
@@ -82,6 +84,8 @@ def _flash_attn_fwd(
         offsets, longest = (options.get(f"{name}_{side}") for name in ("cu_seqlens", "max_seqlen"))
         if offsets is not None and longest is not None:
             _longest[offsets] = (_version(offsets), longest)
+    if options.get("cu_seqlens_q") is not None and options.get("max_seqlen_q") is None:
+        options["max_seqlen_q"] = q.shape[0]
     window = (window_size_left, window_size_right)
     result, lse = flash_attn_varlen_func(
         q, k, v, window_size=window, return_lse=True, **options

@@ -161,12 +161,11 @@ def _forward(call: Call, target: Target, **more: Any) -> Outcome:
     return Outcome("passed" if right else "failed", text, _finite(values))
 
 
-def _backward(call: Call, target: Target, wanted: dict[str, bool], **config: Any) -> Outcome:
+def _backward(call: Call, target: Target, wanted: dict[str, bool]) -> Outcome:
     """Gradients from the reference's out and lse. wanted: fields of `backward.Wanted`."""
     from fa4_hd256.call.backward_problem import BackwardCall
     from fa4_hd256.call.forward_problem import Options
     from fa4_hd256.check import reference
-    from fa4_hd256.kernels.blackwell.backward.config import BackwardConfig
     from fa4_hd256.run.backward import Wanted, run_backward
 
     q, k, v, dout = tensors(call, target.device)
@@ -179,7 +178,8 @@ def _backward(call: Call, target: Target, wanted: dict[str, bool], **config: Any
         None, chosen.causal, chosen.window_size, chosen.softcap, call.use_clc
     )
     problem = given.describe(options, None, None)
-    results = run_backward(given, problem, Wanted(**wanted), BackwardConfig(**config))
+    config = problem.forward.kernels.config("backward")()
+    results = run_backward(given, problem, Wanted(**wanted), config)
     made = {"q": wanted.get("dq", True)} | dict.fromkeys("kv", wanted.get("dkdv", True))
     found = {name: g for name, g in zip("qkv", results) if made[name]}
     compared = reference.compare_gradients(found, (q, k, v), dout, **call.options)

@@ -23,7 +23,11 @@ TOOL = "compute-sanitizer"
 FOUND = 86
 #: Seconds of one run: the tool slows a kernel down by one to three orders of magnitude.
 LIMIT = 500
-_CHECKS = ("memcheck", "racecheck")
+_CHECKS = ("memcheck", "racecheck", "synccheck")
+#: Beside the smallest shapes: several tiles a CTA under the dynamic scheduler, heads that share
+#: tiles, packed sequences.
+_MORE = ("forward full 600x1100 clc", "backward causal 300x300 heads 8 of 1",
+         "backward full 600x1100 clc", "backward packed causal clc")  # fmt: skip
 
 
 def missing(target: Target) -> str:
@@ -38,6 +42,7 @@ def items(target: Target) -> list[str]:
     able = [] if kernels.missing(target) else [f"smallest {name}" for name in kernels.SMALLEST]
     if not target.is_gpu:
         return [f"simulator {name}" for name in able]
+    able += _MORE if able else ()
     plain = ["memcheck finds a planted fault", "memcheck passes a plain kernel"]
     return [*plain, *(f"{check} {name}" for name in able for check in _CHECKS)]
 

@@ -1,0 +1,95 @@
+"""CUDA graphs: capture once, change the inputs, replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_cases import CASES, differing
+
+pytestmark = pytest.mark.cuda
+
+SCHEDULERS = pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
+
+
+def captured(run):
+    """(graph, its results) of `run`, after a first call outside a graph as PyTorch asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("name", CASES)
+def test_replays_with_changed_inputs(name, use_clc, device):
+    """Forward, and backward where there is one, in one graph: the bits of an eager call."""
+    case = CASES[name]
+    tensors = case.tensors(device)
+    graph, results = captured(lambda: case.run(tensors, use_clc))
+    for seed in (1, 2, 3):
+        for key, tensor in case.tensors(device, seed).items():
+            tensors[key].copy_(tensor)
+        graph.replay()
+        expected = case.run(tensors, use_clc)
+        assert differing(results, expected) == [], f"inputs {seed}"
+
+
+@SCHEDULERS
+def test_other_lengths_than_captured(use_clc, device):
+    """Offsets are read by the kernels: packed sequences may be of other lengths at each replay."""
+    case = CASES["packed"]
+    tensors = case.tensors(device)
+    graph, results = captured(lambda: case.run(tensors, use_clc))
+    sorted_lengths = sorted(case.lengths)
+    for key, side in zip(("cu_q", "cu_k"), zip(*sorted_lengths)):
+        tensors[key][1:] = torch.tensor(side, device=device).cumsum(0)
+    graph.replay()
+    assert differing(results, case.run(tensors, use_clc)) == []
+
+
+@SCHEDULERS
+def test_a_graph_beside_eager_launches(use_clc, device):
+    """Replays on one stream while another one runs the same kernels eagerly."""
+    case = CASES["grouped"]
+    tensors, others = case.tensors(device), case.tensors(device, 1)
+    expected = case.run(tensors, use_clc), case.run(others, use_clc)
+    graph, results = captured(lambda: case.run(tensors, use_clc))
+    side, found = torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            found.append(case.run(others, use_clc))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert differing(results, expected[0]) == []
+    assert all(differing(one, expected[1]) == [] for one in found)
+
+
+@SCHEDULERS
+def test_decoding_steps(use_clc, device):
+    """One graph of a decoding step serves a cache that grows: `seqused_k` says how far it is in
+    use."""
+    from fa4_hd256 import flash_attn_varlen_func
+
+    q = torch.randn(3, 1, 16, 256, device=device).bfloat16()
+    k, v = (torch.randn(3, 4096, 2, 256, device=device).bfloat16() for _ in range(2))
+    used = torch.full((3,), 5, dtype=torch.int32, device=device)
+
+    def step():
+        return flash_attn_varlen_func(q, k, v, seqused_k=used, causal=True, use_clc=use_clc)
+
+    graph, out = captured(step)
+    for seqlen in (6, 128, 129, 4096):
+        used.fill_(seqlen)
+        q.normal_()
+        graph.replay()
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k[:, :seqlen].float()
+                              .repeat_interleave(8, 2)) / 16
+        wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1),
+                              v[:, :seqlen].float().repeat_interleave(8, 2))
+        assert (out.float() - wanted).norm() < 8e-3 * wanted.norm(), seqlen
