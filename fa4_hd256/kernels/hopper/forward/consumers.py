@@ -134,23 +134,31 @@ class ForwardConsumer:
         block = self.config.block_kv
         key = (tiles.end - 1) * block
         masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
-        softmax, states = self._first_step(context, (fragments, softmax, states), (which, key))
+        # Steps behind this one.
+        left = masked + unmasked + tiles.num_masked_last - 1
+        running = fragments, softmax, states
+        softmax, states = self._first_step(context, running, (which, key), (q_loaded, left))
         key -= block
         # Of which kind the first step was.
         was_masked = cutlass.min(masked, 1)
         was_unmasked = (1 - was_masked) * cutlass.min(unmasked, 1)
         was_last = 1 - was_masked - was_unmasked
         for _ in cutlass.range(masked - was_masked, unroll=1):
-            softmax, states = self._step(context, (fragments, softmax, states), (which, key))
+            left -= 1
+            running = fragments, softmax, states
+            softmax, states = self._step(context, running, (which, key), (q_loaded, left))
             key -= block
         for _ in cutlass.range(unmasked - was_unmasked, unroll=1):
-            softmax, states = self._step(context, (fragments, softmax, states), None)
+            left -= 1
+            running = fragments, softmax, states
+            softmax, states = self._step(context, running, None, (q_loaded, left))
         if cutlass.const_expr(self.problem_class.bounded_left):
             key -= (unmasked - was_unmasked) * block
             for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):
-                softmax, states = self._step(context, (fragments, softmax, states), (which, key))
+                left -= 1
+                running = fragments, softmax, states
+                softmax, states = self._step(context, running, (which, key), (q_loaded, left))
                 key -= block
-        context.barriers["q_free"].arrive(q_loaded)
         k_loaded, v_loaded = states
         fence()
         self._multiply_pv(fragments, v_loaded)
@@ -159,9 +167,18 @@ class ForwardConsumer:
         v_loaded.advance()
         return softmax, (k_loaded, v_loaded)
 
+    @cute.jit
+    def _give_back_k(self, context: Any, k_loaded: Any, q: tuple):
+        """QK of a step is done: K is free, and Q with the tile's last.  q: (state of Q, steps
+        left)."""
+        q_loaded, left = q
+        context.barriers["k_free"].arrive(k_loaded)
+        if left == 0:
+            context.barriers["q_free"].arrive(q_loaded)
+
     @traced("first step")
     @cute.jit
-    def _first_step(self, context: Any, running: tuple, mask: tuple):
+    def _first_step(self, context: Any, running: tuple, mask: tuple, q: tuple):
         """QK and softmax of the first step; O is empty yet."""
         fragments, softmax, states = running
         k_loaded, v_loaded = states
@@ -169,7 +186,7 @@ class ForwardConsumer:
         fence()
         scores = self._multiply_qk(fragments, k_loaded)
         wait(0)
-        context.barriers["k_free"].arrive(k_loaded)
+        self._give_back_k(context, k_loaded, q)
         k_loaded.advance()
         self._exponentiate(context, scores, softmax, mask)
         context.barriers["v_loaded"].wait(v_loaded)
@@ -178,10 +195,11 @@ class ForwardConsumer:
 
     @traced("step")
     @cute.jit
-    def _step(self, context: Any, running: tuple, mask: Any):
+    def _step(self, context: Any, running: tuple, mask: Any, q: tuple):
         """QK of a step, PV of the one before, softmax, O rescaled.
 
-        mask: (tile and rows, first key) where some key may be invisible, None in interior steps.
+        q: see `_give_back_k`.  mask: (tile and rows, first key) where some key may be invisible,
+        None in interior steps.
         V of a step is waited for at the end of its softmax: NOTE [exponentials before the wait].
         """
         fragments, softmax, states = running
@@ -191,7 +209,7 @@ class ForwardConsumer:
         scores = self._multiply_qk(fragments, k_loaded)
         self._multiply_pv(fragments, v_loaded)
         wait(1)
-        context.barriers["k_free"].arrive(k_loaded)
+        self._give_back_k(context, k_loaded, q)
         k_loaded.advance()
         factors = self._exponentiate(context, scores, softmax, mask)
         following = v_loaded.copy()

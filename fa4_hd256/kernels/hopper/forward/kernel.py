@@ -6,7 +6,7 @@ on neighbouring rows, and each loads half of the columns of every K and V tile f
 
 Timeline of one CTA; QK(i) makes S(i), PV(i) adds P(i) V(i) to O, 0' is the next tile's first step::
 
-    load          Q K(0) K(1) V(0) K(2) V(1) ..       V(last) Q' K(0') K(1') V(0') ..
+    load          K(0) Q K(1) V(0) K(2) V(1) ..       V(last) K(0') Q' K(1') V(0') ..
     warpgroup 0   QK(0) S(0)->P(0)  QK(1) PV(0)  QK(2) PV(1) ..   PV(last) O -> global  QK(0')
                                           S(1)->P(1)   S(2)->P(2)
     warpgroup 1   the same, for its own rows

@@ -23,7 +23,7 @@ class ForwardProducer:
 
     @cute.jit
     def load(self, context: Any):
-        """Fetch what the products need: Q and K of a tile's first step, then K of a step before V
+        """Fetch what the products need: K and Q of a tile's first step, then K of a step before V
         of the one before it."""
         edges = self.edges
         q_free = RingState(1, Int32(0), Int32(1))
@@ -38,8 +38,9 @@ class ForwardProducer:
             if num_steps > 0:
                 position = visibility.last_tile(*tile)
                 k_free, v_free = states
-                self._load_q(context, work, q_free)
+                # Before Q: its buffer is free while the tile before is still worked on.
                 k_free = self._load_kv(context, "k", (work, position), k_free)
+                self._load_q(context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     self.want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
                     k_free = self._load_kv(context, "k", (work, position - 1), k_free)
