@@ -1,8 +1,8 @@
 """The shapes that are measured and modelled: one suite for every command and both directions.
 
-FLOP by the field's convention: forward 4 Sq Sk D for each head and sequence, half of it if causal;
-with a window 4 D for each pair of a query and a key that it sees; backward 2.5 times the forward,
-whatever a kernel computes.
+FLOP by the field's convention: forward 4 Sq Sk D for each head and sequence, half of it if causal
+and as many queries as keys; with other lengths and with a window 4 D for each pair of a query and a
+key that it sees; backward 2.5 times the forward, whatever a kernel computes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ SEQLENS = tuple(512 << i for i in range(9))
 #: and GLM-5 on one of eight GPUs.
 HEADS = ((32, 2), (16, 2), (24, 4), (16, 16), (8, 8))
 GEMMA_HEADS = (8, 4)
+#: Of what an H200 is measured on.
+H200_TOKENS = 16384
+H200_SEQLENS = tuple(512 << i for i in range(6))
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,18 @@ class Case:
     def __str__(self) -> str:
         return f"{self.group}: {self.shape}, heads {self.heads_text}, {self.mask}"
 
+    @property
+    def kv_elements(self) -> int:
+        """Of K and V of all sequences."""
+        return 2 * HEAD_DIM * self.heads_kv * sum(k for _, k in self.lengths)
+
+    @property
+    def _is_unequal(self) -> bool:
+        return any(q != k for q, k in self.lengths)
+
     def flop(self, direction: str, head_dim: int = HEAD_DIM) -> float:
         """By the convention in the module's docstring."""
-        if self.window == (None, None):
+        if self.window == (None, None) and not (self.causal and self._is_unequal):
             pairs = sum(q * k for q, k in self.lengths) / (2 if self.causal else 1)
         else:
             pairs = sum(_visible_pairs(q, k, *self.bounds) for q, k in self.lengths)
@@ -166,6 +178,48 @@ def _unequal() -> Iterator[Case]:
             yield Case("unequal", _equal(8, *lengths), 16, 2, causal)
 
 
+def _h200_dense() -> Iterator[Case]:
+    for heads, heads_kv in ((16, 16), (16, 2)):
+        for causal in (True, False):
+            for seqlen in H200_SEQLENS:
+                batch = H200_TOKENS // seqlen
+                yield Case("dense", _equal(batch, seqlen), heads, heads_kv, causal)
+
+
+def _h200_window() -> Iterator[Case]:
+    for left, seqlen in ((511, 4096), (1023, 4096), (1023, 16384), (4095, 16384)):
+        for heads_kv in (16, 2):
+            lengths = _equal(H200_TOKENS // seqlen, seqlen)
+            yield Case("window", lengths, 16, heads_kv, True, (left, None))
+
+
+def _h200_varlen() -> Iterator[Case]:
+    for heads_kv in (16, 2):
+        yield Case("varlen", _equal(16, 1024), 16, heads_kv, True, packed=True)
+        for count, longest in ((8, 8192), (64, 4096)):
+            lengths = ragged_lengths(count, longest)
+            yield Case("varlen", lengths, 16, heads_kv, True, packed=True)
+
+
+def _head_groups() -> Iterator[Case]:
+    for heads, heads_kv in ((32, 2), (24, 4), (40, 8), (12, 4), (8, 8)):
+        yield Case("head groups", _equal(4, 4096), heads, heads_kv, True)
+
+
+def _chunked_prefill() -> Iterator[Case]:
+    for heads in (16, 8, 4):
+        yield Case("chunked prefill", _equal(1, 512, 65536), heads, 1, True)
+
+
+def _decode() -> Iterator[Case]:
+    for batch, keys, heads, heads_kv in (
+        (1, 131072, 32, 2), (8, 8192, 16, 2), (1, 8192, 32, 2), (8, 8192, 24, 4),
+        (128, 131072, 32, 2),
+    ):  # fmt: skip
+        for queries in (1, 2, 4):
+            yield Case("decode", _equal(batch, queries, keys), heads, heads_kv, False)
+
+
 GROUPS = {
     "dense": _dense,
     "varlen": _varlen,
@@ -174,20 +228,31 @@ GROUPS = {
     "unequal": _unequal,
 }
 
+#: What docs/hopper.md has of an H200: chosen by name, no parts of the whole suite.
+MEASURED = {
+    "h200 dense": _h200_dense,
+    "h200 window": _h200_window,
+    "h200 varlen": _h200_varlen,
+    "head groups": _head_groups,
+    "chunked prefill": _chunked_prefill,
+    "decode": _decode,
+}
+
 
 def cases(groups: Iterable[str] | None = None) -> list[Case]:
     """The suite, or some of its groups. Raises ValueError for a group that is not known."""
-    names = list(GROUPS) if groups is None else list(groups)
+    names, known = list(GROUPS) if groups is None else list(groups), GROUPS | MEASURED
     for name in names:
-        if name not in GROUPS:
-            raise ValueError(f"group {name!r}; accepted are {', '.join(GROUPS)}")
-    return [case for name in names for case in GROUPS[name]()]
+        if name not in known:
+            raise ValueError(f"group {name!r}; accepted are {', '.join(known)}")
+    return [case for name in names for case in known[name]()]
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that choose cases, as `selected` reads them."""
     group = parser.add_argument_group("cases", "the whole suite, unless chosen here")
-    group.add_argument("--group", action="append", help=f"one of {', '.join(GROUPS)}; repeatable")
+    names = ", ".join(GROUPS | MEASURED)
+    group.add_argument("--group", action="append", help=f"one of {names}; repeatable")
     group.add_argument("--heads", action="append", metavar="Q/KV", help="such as 32/2; repeatable")
     group.add_argument("--max-tokens", type=int, help="leave out cases with more query tokens")
     group.add_argument("--only", metavar="TEXT", help="cases whose description contains TEXT")

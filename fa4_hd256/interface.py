@@ -49,7 +49,7 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
-        1 to 32, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
+        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
         numbers differ by rounding; the parts take num_splits times out in float32.
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward, of
         the architecture's own classes (on Blackwell `ForwardConfig` and `BackwardConfig`); if None

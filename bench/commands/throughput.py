@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench import suite
-from bench.measure.providers import default_providers
+from bench.measure.providers import Provider, default_providers
 from bench.measure.throughput import measured_rows
 from bench.measure.timer import (
     CudaTimer,
@@ -25,11 +25,12 @@ from bench.model.calibrate import ROW_ERROR
 from bench.model.predictor import add_model_options
 from bench.model.throughput import Predictions
 from bench.processes import add_jobs_option
-from bench.suite import DIRECTIONS
+from bench.suite import DIRECTIONS, FORWARD, Case
 from bench.tables.comparison import LIKELY, OURS
 from bench.tables.paths import PATH_COLUMNS, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
 #: Of ours against its peers, in every table that has them.
 STANDING_COLUMNS = (
@@ -38,6 +39,7 @@ STANDING_COLUMNS = (
     Column("ratio_high", format=".2f", title="high"),
     Column("probability", format=".0%"), Column("gain", format="+.0%"),
 )  # fmt: skip
+L2_STATES = COLD, WARM = "cold", "warm"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,6 +61,12 @@ def table(rows: list[dict[str, Any]]) -> Table:
             Column("sustained_probability", format=".0%", title="probability, sustained"),
             *PATH_COLUMNS,
         )
+    else:
+        columns += (
+            Column("us", "us", ".1f", "ours"), Column("peer_us", "us", ".1f", "best peer"),
+            Column("kv_rate", "TB/s", ".2f", "K and V once, ours"),
+            Column("power_watts", "W", ".0f", "power"), Column("l2", title="L2"),
+        )  # fmt: skip
     plot = Plot(("shape", "heads"), tuple(names), panel="panel")
     return Table("throughput", "Throughput at head_dim 256", columns, rows, _notes(rows), plot)
 
@@ -103,6 +111,20 @@ def summary(rows: list[dict[str, Any]]) -> Table | None:
     return Table("throughput", title, columns, found, (note,), plot)
 
 
+def _times(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
+    """Of a measured row: microseconds of ours and of the best peer, the rate at which ours takes in
+    K and V if each is read once, and power; None where it is not known."""
+    details = row["details"]
+    ours, peer = (details.get(name, {}) for name in (OURS, row["peer"]))
+    milliseconds = ours.get("median_ms")
+    rate = None
+    if milliseconds and direction == FORWARD:
+        rate = case.kv_elements * ELEMENT_BYTES / milliseconds / 1e9
+    us = (None if t is None else 1e3 * t for t in (milliseconds, peer.get("median_ms")))
+    names = "us", "peer_us", "kv_rate", "power_watts"
+    return dict(zip(names, (*us, rate, ours.get("power_watts")), strict=True))
+
+
 def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     measured = rows[0][BASIS] == "measured"
     samples = "turns of the interleaved runs" if measured else (
@@ -114,7 +136,8 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         f"\"low\" and a tenth above \"high\"; samples are {samples}. Probability: that ours is "
         "faster than every peer; gain: by how much on average. \"faster\" names who is ahead with "
         f"{LIKELY:.0%}, \"open\" where nobody is. FLOP: 4 Sq Sk D a head, half if causal, visible "
-        "pairs with a window; backward 2.5 times that. Peak: dense bf16 at the clock recorded."
+        "pairs with a window or other lengths; backward 2.5 times that. Peak: dense bf16 at the "
+        "clock recorded."
     ]
     if not measured:
         notes.append(
@@ -140,8 +163,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_jobs_option(parser)
     add_sampling_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
+    parser.add_argument(
+        "--l2", choices=L2_STATES, default=L2_STATES[0], help="before each run of a measurement"
+    )
+    parser.add_argument(
+        "--provider", action="append", metavar="NAME", help="one of a table's; all unless chosen"
+    )
     suite.add_selection(parser)
     add_output_options(parser)
+
+
+def chosen_providers(names: list[str] | None) -> list[Provider]:
+    """Those of these names, None for all. Raises ValueError for a name that none has."""
+    known = {provider.name: provider for provider in default_providers()}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"provider {name!r}; accepted are {', '.join(known)}")
+    return [provider for name, provider in known.items() if not names or name in names]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -150,11 +188,13 @@ def main(arguments: argparse.Namespace) -> int:
     cases = [
         (case, direction) for direction in directions for case in suite.selected(arguments)
     ]
-    providers = default_providers()
+    providers = chosen_providers(arguments.provider)
     if torch.cuda.is_available() and not arguments.modelled:
         sampling = Sampling(arguments.warmup, arguments.runs)
-        timer, dtype = CudaTimer(), DTYPES[arguments.dtype]
+        timer, dtype = CudaTimer(warm=arguments.l2 == WARM), DTYPES[arguments.dtype]
         rows = measured_rows(cases, providers, timer, sampling, dtype)
+        for row, (case, direction) in zip(rows, cases, strict=True):
+            row.update(_times(row, case, direction), l2=arguments.l2)
     else:
         names = tuple(provider.name for provider in providers)
         rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)

@@ -235,7 +235,7 @@ class _FrostAttention(torch.autograd.Function):
 
 
 class PyTorchSdpa:
-    """`scaled_dot_product_attention` with one back end: "CUDNN_ATTENTION" or "MATH"."""
+    """`scaled_dot_product_attention` with one back end, such as "CUDNN_ATTENTION" or "MATH"."""
 
     def __init__(self, name: str, backend: str) -> None:
         self.name, self._backend = name, backend
@@ -288,6 +288,7 @@ def default_providers() -> list[Provider]:
         FlashAttention4Divided(),
         Frost(),
         PyTorchSdpa("cuDNN", "CUDNN_ATTENTION"),
+        PyTorchSdpa("FlashAttention-2", "FLASH_ATTENTION"),
         PyTorchSdpa("PyTorch math", "MATH"),
     ]
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from bench.peaks import FLOP_PER_CLOCK
 
+from .nvml import Nvml, NvmlError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -54,7 +56,7 @@ class Timer(Protocol):
         """Where work is issued whose backward will be prepared."""
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one run, with a cold L2."""
+        """Of one run."""
 
     def state(self) -> State: ...
 
@@ -135,12 +137,19 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=Sampling.runs, help="timed runs of each")
 
 
-class CudaTimer:
-    """Times CUDA graphs by events, after L2 has been overwritten."""
+#: Of a GPU that waits while the host enqueues a graph and two events.
+_PAUSE_CLOCKS = 60_000
 
-    def __init__(self, device: int = 0) -> None:
+
+class CudaTimer:
+    """Times CUDA graphs by events, after L2 has been overwritten or, with `warm`, after a pause
+    that leaves in it what the run before did."""
+
+    def __init__(self, device: int = 0, warm: bool = False) -> None:
         """Raises ValueError if there is no such CUDA device."""
         import torch
+
+        self._warm = warm
 
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device to measure on; without one, figures are modelled")
@@ -191,7 +200,10 @@ class CudaTimer:
         start, end = self._events
         with torch.cuda.stream(self._stream):
             # The GPU is busy with this while the host enqueues the call.
-            self._eraser.zero_()
+            if self._warm:
+                torch.cuda._sleep(_PAUSE_CLOCKS)
+            else:
+                self._eraser.zero_()
             start.record()
             call()
             end.record()
@@ -217,26 +229,15 @@ class _NoSensor:
 
 
 class _Nvml:
-    """Through nvidia-ml-py."""
+    """Through NVML itself, after each run."""
 
     def __init__(self, uuid: str) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._library = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        self.driver = driver if isinstance(driver, str) else driver.decode()
+        self._gpu = Nvml(f"GPU-{uuid}")
+        self.driver = self._gpu.driver_version()
 
     def state(self) -> State:
         """None for what this GPU, or a virtual one, does not report."""
-        library, handle = self._library, self._handle
-        clock = power = None
-        with contextlib.suppress(library.NVMLError):
-            clock = float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))
-        with contextlib.suppress(library.NVMLError):
-            power = library.nvmlDeviceGetPowerUsage(handle) / 1e3
-        return State(clock, power)
+        return State(self._gpu.sm_clock_mhz(), self._gpu.power_watts())
 
 
 class _NvidiaSmi:
@@ -273,11 +274,8 @@ def _reading(text: str) -> float | None:
 
 def _sensor(properties: Any) -> _NoSensor | _Nvml | _NvidiaSmi:
     uuid = str(properties.uuid)
-    try:
+    with contextlib.suppress(OSError, AttributeError, NvmlError):
         return _Nvml(uuid)
-    except Exception:
-        # NVML's errors are defined by the module that may be missing; nvidia-smi is asked next.
-        pass
     try:
         return _NvidiaSmi(uuid)
     except (OSError, subprocess.CalledProcessError):

@@ -15,7 +15,7 @@ from typing import Any
 
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
-from .forward_combine import CombineConfig
+from .forward_combine import CombineRule
 
 __all__ = [
     "BackwardKernel",
@@ -38,7 +38,8 @@ class ForwardTiles:
     takes.  most_rows: the most query rows of a group of heads that share KV tiles for which the
     kernel is meant, None for any.  part_steps: what a part of the keys takes beside its steps, in
     steps.  step_bytes: of K and V of a step, where no other tile reads them at the same time: HBM
-    then bounds all clusters together; 0 where tiles share them.
+    then bounds all clusters together; 0 where tiles share them.  most_parts: into which keys are
+    divided where nobody asks for more.
     """
 
     cta_rows: int
@@ -50,6 +51,7 @@ class ForwardTiles:
     most_rows: int | None = None
     part_steps: float = 1.0
     step_bytes: int = 0
+    most_parts: int = 32
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class KernelSet:
     of each direction, None where it has none yet.  forwards: what the host must know of the tiles
     that calls may get of the forward, in the order in which they are preferred; none likewise.
     backward: the same of the backward, None likewise.  counts_tiles: the dynamic scheduler takes a
-    counter in global memory.  combine: configuration of the kernel that combines parts of the keys.
+    counter in global memory.  combine: which configurations the combining kernel gets.
     """
 
     architecture: Architecture
@@ -131,7 +133,7 @@ class KernelSet:
     forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
     counts_tiles: bool = False
-    combine: CombineConfig = CombineConfig()
+    combine: CombineRule = CombineRule()
 
     def kernel(self, kind: str) -> Any:
         """The class of a kernel. Raises NotImplementedError where it is not written."""

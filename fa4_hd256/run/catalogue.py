@@ -72,7 +72,8 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 def combine_spec(problem: Problem) -> KernelSpec:
     """The kernel after a forward whose keys are divided."""
     kernels = problem.kernels
-    return KernelSpec("forward_combine", kernels.combine, problem.dtype, kernels.architecture)
+    config = kernels.combine.of(problem.num_splits)
+    return KernelSpec("forward_combine", config, problem.dtype, kernels.architecture)
 
 
 def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpec]:

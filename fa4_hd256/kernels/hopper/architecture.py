@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS, DsTiles
-from fa4_hd256.kernels.forward_combine import CombineConfig
+from fa4_hd256.kernels.forward_combine import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
 from .forward.config import DECODE, ForwardConfig
@@ -49,7 +49,6 @@ KERNELS = KernelSet(
         cluster=BACKWARD_CTAS,
     ),
     counts_tiles=True,
-    # A decoding step has few rows, a warp each, which wait for memory once for so many parts.
-    # Measured: docs/hopper.md.
-    combine=CombineConfig(parts_at_once=8, starts_early=True),
+    # A decoding step has few rows, of many parts.
+    combine=CombineRule(CombineConfig(starts_early=True), most_row_warps=16),
 )

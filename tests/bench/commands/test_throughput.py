@@ -76,6 +76,12 @@ def test_measured_rows_hold_rates_and_reasons():
     assert forward["wrong"] is None and "wrong: error 0.5" in forward["details"]["wrong"]["status"]
     assert backward["wrong"] is not None
     assert packed["ours"] is None
+    for row, (case, direction) in zip(rows, jobs, strict=True):
+        row.update(throughput._times(row, case, direction), l2="cold")
+    assert forward["us"] == pytest.approx(1e3 * ours["median_ms"]) and forward["peer_us"] is None
+    assert forward["kv_rate"] == pytest.approx(2 * 2 * 80 * 2 * 256 * 2 / forward["us"] / 1e6)
+    assert forward["power_watts"] == 600.0
+    assert (packed["us"], packed["kv_rate"], backward["kv_rate"]) == (None, None, None)
     text = throughput.table(rows).as_markdown()
     assert "PyTorch math: 1 of 3 not run: takes no packed sequences." in text
 
@@ -167,7 +173,7 @@ def test_gradients_of_keys_that_no_row_sees():
 
 
 def test_providers_say_why_they_do_not_run():
-    ours, theirs, five, divided, frost, cudnn, math = providers.default_providers()
+    ours, theirs, five, divided, frost, cudnn, _, math = providers.default_providers()
     if not torch.cuda.is_available():
         assert {p.name: p.missing() for p in (ours, cudnn)} == {
             "ours": "no CUDA device", "cuDNN": "no CUDA device"
@@ -192,6 +198,14 @@ def test_providers_say_why_they_do_not_run():
     assert reason
 
 
+def test_providers_by_name():
+    names = [provider.name for provider in providers.default_providers()]
+    assert [p.name for p in throughput.chosen_providers(None)] == names
+    assert [p.name for p in throughput.chosen_providers(["cuDNN", "ours"])] == ["ours", "cuDNN"]
+    with pytest.raises(ValueError, match="provider 'cudnn'; accepted are ours, flash-attn-4"):
+        throughput.chosen_providers(["cudnn"])
+
+
 def test_the_suite():
     cases = suite.cases()
     assert len(set(cases)) == len(cases)
@@ -201,6 +215,12 @@ def test_the_suite():
     assert any(c.batch == 8192 and c.seqlen_q == 34 for c in cases)
     with pytest.raises(ValueError, match="group 'sparse'; accepted are dense"):
         suite.cases(["sparse"])
+    asked = suite.cases(suite.MEASURED)
+    assert len(set(asked)) == len(asked) and not any(c.group == "decode" for c in cases)
+    chunk = next(case for case in asked if case.group == "chunked prefill")
+    # All but half of the last 512 keys.
+    assert chunk.flop(FORWARD) == pytest.approx(4 * 512 * (65536 - 255.5) * 256 * 16)
+    assert chunk.kv_elements == 2 * 65536 * 256
     window = Case("window", ((6, 8),), 1, 1, True, (2, None))
     # Level with key r + 2: rows see keys 0..2, 1..3, .., 5..7.
     assert window.flop(FORWARD) == 4 * 256 * 18

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import cutlass.cute as cute
 import pytest
@@ -11,7 +12,7 @@ from cutlass import Float32
 
 from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.forward_combine import CombineConfig
+from fa4_hd256.kernels.forward_combine import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.run import forward as run_of_forward
 from fa4_hd256.run.catalogue import KernelSpec
@@ -23,10 +24,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 ROUNDOFF = 2.0**-24
 
 
-def describe(out):
+def describe(out, splits):
     """The problem whose result is `out`; keys do not matter to this kernel."""
     k = out.new_zeros(out.shape[0], 1, out.shape[2], 256)
-    return Problem.describe((out, k, k), Options(1.0))
+    return replace(Problem.describe((out, k, k), Options(1.0)), num_splits=splits)
 
 
 def random_parts(splits, shape, device, spread=2.0):
@@ -44,7 +45,7 @@ def run(parts, splits, dtype=torch.bfloat16):
     batch, device = entries // splits, parts[0].device
     out = torch.full((batch, seqlen, heads, 256), math.nan, dtype=dtype, device=device)
     lse = torch.full((batch, heads, seqlen), math.nan, device=device)
-    run_of_forward.combine(describe(out), parts, (out, lse))
+    run_of_forward.combine(describe(out, splits), parts, (out, lse))
     return out, lse
 
 
@@ -78,10 +79,10 @@ def check(parts, splits, dtype=torch.bfloat16):
     return out, lse
 
 
-# One part alone; the parts whose loads are in flight together, one less and one more; as many as
-# lanes, and one less.
+# One part alone; the parts whose loads are in flight together, one less and one more, where a
+# second warp may begin, and a third; as many as lanes, one less and one more; all that may be.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 31, 32])
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 9, 31, 32, 33, 64])
 def test_numbers_of_parts(splits, dtype, device):
     check(random_parts(splits, (2, 5, 3), device), splits, dtype)
 
@@ -136,7 +137,7 @@ def test_all_far_from_zero(level, device):
     check((out, lse + level), 3)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 32])
+@pytest.mark.parametrize("splits", [1, 3, 32, 40])
 def test_a_nan_stays_in_its_row(splits, device):
     """An LSE that is NaN makes all of its row NaN, and nothing else; so does +inf."""
     out, lse = random_parts(splits, (2, 6, 3), device)
@@ -175,7 +176,7 @@ def test_any_strides(device):
     rows = torch.full((5, 4, 2, 272), math.nan, dtype=torch.bfloat16, device=device)
     columns = torch.full((4, 2, 7), math.nan, device=device)
     results = rows[..., 8:264].permute(2, 0, 1, 3), columns[..., 1:6].transpose(0, 1)
-    run_of_forward.combine(describe(wanted[0]), (out, lse), results)
+    run_of_forward.combine(describe(wanted[0], 3), (out, lse), results)
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
     # Nothing beside the results is written.
     beside = rows[..., :8], rows[..., 264:], columns[..., :1], columns[..., 6:]
@@ -189,9 +190,9 @@ def test_a_second_run_is_bitwise_equal(device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("splits", [3, 32])
+@pytest.mark.parametrize("splits", [3, 32, 37])
 def test_no_findings(splits, seed, monkeypatch):
-    """The last CTA has fewer rows than warps."""
+    """The last CTA has fewer rows than warps, where a warp makes a row."""
     import sm100_sim
 
     monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
@@ -199,18 +200,37 @@ def test_no_findings(splits, seed, monkeypatch):
         monkeypatch.setenv("SM100_SIM_SEED", str(seed))
     run(random_parts(splits, (2, 3, 3), "cpu"), splits)
     report = sm100_sim.last_reports()[-1]
-    assert report.findings == [] and report.grid == (5, 1, 1)
+    problem = describe(torch.zeros(2, 3, 3, 256).bfloat16(), splits)
+    rows = problem.kernels.combine.of(splits).cta_rows
+    assert report.findings == [] and report.grid == (-(-18 // rows), 1, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "registers"), [("sm_100a", 64), ("sm_90a", 128)])
-def test_resources(dtype, name, registers):
-    """No spill and no local memory; registers few enough for 32, or 16, warps of an SM."""
+@pytest.mark.parametrize("splits", [4, 5, 32, 64])
+@pytest.mark.parametrize("name", ["sm_100a", "sm_90a"])
+def test_resources(dtype, splits, name):
+    """No spill and no local memory; registers few enough for 32 warps of an SM."""
     kernels = kernels_of(named(name))
-    spec = KernelSpec("forward_combine", kernels.combine, dtype, kernels.architecture)
+    config = kernels.combine.of(splits)
+    spec = KernelSpec("forward_combine", config, dtype, kernels.architecture)
     usage = resource_usage(compile_kernel(spec).cubin)
     assert usage.stack == usage.local == 0
-    assert usage.registers <= registers
+    assert usage.registers <= 64
+
+
+def test_warps_of_a_row():
+    """A warp for each four parts where rows are shared, one for any number elsewhere."""
+    shares = CombineRule(most_row_warps=16)
+    numbers = (1, 4, 5, 8, 9, 16, 17, 32, 33, 64)
+    assert [shares.of(n).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert [shares.of(n).cta_rows for n in numbers] == [4, 4] + [1] * 8
+    assert [CombineRule().of(n).row_warps for n in numbers] == [1] * 10
+    assert [shares.of(n).lane_parts for n in (32, 33)] == [1, 2]
+    for parts in (0, 65):
+        with pytest.raises(ValueError, match=f"{parts} parts of the keys; accepted: 1 to 64"):
+            shares.of(parts)
+    with pytest.raises(ValueError, match="row_warps is 2; accepted: 1, or num_warps, which is 4"):
+        CombineConfig(row_warps=2)
 
 
 @pytest.mark.simulator

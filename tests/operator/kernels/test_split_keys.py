@@ -447,8 +447,8 @@ def test_keys_of_unknown_length_are_not_divided_unless_asked(combined):
         (2.0, TypeError, "num_splits must be an int, got 2.0"),
         ("2", TypeError, "num_splits must be an int, got '2'"),
         (None, TypeError, "num_splits must be an int, got None"),
-        (-1, ValueError, r"num_splits is -1; accepted: 1 \(none\) to 32, or 0 to leave"),
-        (33, ValueError, r"num_splits is 33; accepted: 1 \(none\) to 32, or 0"),
+        (-1, ValueError, r"num_splits is -1; accepted: 1 \(none\) to 64, or 0 to leave"),
+        (65, ValueError, r"num_splits is 65; accepted: 1 \(none\) to 64, or 0"),
     ],
 )
 def test_numbers_that_are_not_accepted(function, num_splits, error, message):
@@ -459,7 +459,7 @@ def test_numbers_that_are_not_accepted(function, num_splits, error, message):
 
 
 def test_numbers_that_are_accepted():
-    assert [check_num_splits(n) for n in (0, 1, 32)] == [BY_RULE, 1, LARGEST]
+    assert [check_num_splits(n) for n in (0, 1, 64)] == [BY_RULE, 1, LARGEST]
 
 
 @pytest.mark.architecture("sm_100a")

@@ -128,7 +128,7 @@ class ForwardConfig:
         if self.warpgroups == 1:
             return ForwardTiles(
                 WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * DECODE_SECONDS, 5,
-                most_rows=WARPGROUP_ROWS, step_bytes=2 * self.kv_bytes,
+                most_rows=WARPGROUP_ROWS, step_bytes=2 * self.kv_bytes, most_parts=64,
             )  # fmt: skip
         return ForwardTiles(
             WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5
