@@ -42,6 +42,22 @@ ld.volatile.global.u32 %word, [%at];
 setp.eq.u32 %more, %word, 0;
 @%more bra AGAIN;
 """,
+    # Two warps exchange words through shared memory, and nothing makes one wait for the other.
+    "race": """.shared .align 4 .b32 words[64];
+.reg .b32 %thread, %own, %other, %word;
+.reg .b64 %at;
+mov.u32 %thread, %tid.x;
+mov.u32 %own, words;
+mad.lo.u32 %own, %thread, 4, %own;
+st.shared.u32 [%own], %thread;
+mov.u32 %other, words;
+sub.u32 %thread, 63, %thread;
+mad.lo.u32 %other, %thread, 4, %other;
+ld.shared.u32 %word, [%other];
+ld.param.u64 %at, [p0];
+mad.wide.u32 %at, %thread, 4, %at;
+st.global.u32 [%at], %word;
+""",
     # Nothing is mapped so low.
     "fault": """.reg .b64 %at;
 .reg .b32 %word;
@@ -54,7 +70,11 @@ st.global.u32 [%at], %word;
 
 def _case(name: str) -> Case:
     ptx = f"{HEADER}{declare(0, 1)}\n{{\n{_BODIES[name]}ret;\n}}\n"
-    return Case(f"planted/{name}", "planted", ptx, (), (np.zeros(4, np.uint32),), block=1)
+    threads = 64 if name == "race" else 1
+    return Case(
+        f"planted/{name}", "planted", ptx, (), (np.zeros(max(4, threads), np.uint32),),
+        block=threads,
+    )  # fmt: skip
 
 
 def missing(target: Target) -> str:
@@ -87,6 +107,10 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     if item == "killed":
         note("the process kills itself")
         os.kill(os.getpid(), signal.SIGKILL)
-    note(f"kernel of planted/{item}, 1 CTA of 1 thread")
-    run_case(target, _case(item))
+    case = _case(item)
+    note(f"kernel of {case.name}, 1 CTA of {case.block} threads")
+    run_case(target, case)
+    if item == "race":
+        # For a sanitizer to see: the result is right or wrong by chance.
+        return Outcome("passed", "two warps raced")
     return Outcome("failed", "the planted failure had no effect")

@@ -28,6 +28,12 @@ _CHECKS = ("memcheck", "racecheck", "synccheck")
 #: tiles, packed sequences.
 _MORE = ("forward full 600x1100 clc", "backward causal 300x300 heads 8 of 1",
          "backward full 600x1100 clc", "backward packed causal clc")  # fmt: skip
+_FAULT, _RACE = "finds a planted fault", "finds a planted race"
+#: What a step plants, and in words.
+_PLANTED = {
+    _FAULT: ("fault", "a store to an unmapped address"),
+    _RACE: ("race", "shared memory that two warps exchange without a barrier"),
+}
 
 
 def missing(target: Target) -> str:
@@ -43,7 +49,7 @@ def items(target: Target) -> list[str]:
     if not target.is_gpu:
         return [f"simulator {name}" for name in able]
     able += _MORE if able else ()
-    plain = ["memcheck finds a planted fault", "memcheck passes a plain kernel"]
+    plain = [f"memcheck {_FAULT}", f"racecheck {_RACE}", "memcheck passes a plain kernel"]
     return [*plain, *(f"{check} {name}" for name in able for check in _CHECKS)]
 
 
@@ -53,11 +59,12 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     note(item)
     if tool == "simulator":
         return _simulated(name, target, note)
-    if name == "finds a planted fault":
-        outcome = _under(tool, "planted", "fault", target)
+    if name in _PLANTED:
+        planted, what = _PLANTED[name]
+        outcome = _under(tool, "planted", planted, target)
         seen = outcome.state == "failed"
         return Outcome("passed" if seen else "failed", outcome.text if seen else
-                       "the tool reports no error for a store to an unmapped address")
+                       f"the tool reports no error for {what}")
     if name == "passes a plain kernel":
         return _under(tool, "answers", "triples", target)
     return _under(tool, "kernels", name, target)

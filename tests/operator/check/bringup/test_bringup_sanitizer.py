@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import stat
 from collections import deque
+from functools import partial
 
 import pytest
 from simulated_target import SIMULATOR
 
-from fa4_hd256.check.bringup import sanitizer
+from fa4_hd256.check.bringup import planted, sanitizer
 from fa4_hd256.check.bringup.outcome import Target
-from sm100_sim import report
+from sm100_sim import launcher, report
+from sm100_sim.tools.golden import replay
 
 pytestmark = pytest.mark.simulator
 
@@ -59,11 +61,37 @@ def test_a_wrong_result_counts_where_the_tool_is_content(tool):
     assert sanitizer._under("memcheck", "planted", "wrong", SIMULATOR).state == "failed"
 
 
+GPU = Target("gpu", "a GPU", (9, 0), 132)
+
+
 def test_a_tool_that_finds_nothing_fails_on_the_planted_fault(tool):
     tool("ERROR SUMMARY: 0 errors", 0)
-    gpu = Target("gpu", "a GPU", (9, 0), 132)
-    found = sanitizer.run("memcheck finds a planted fault", gpu, lambda text: None)
+    found = sanitizer.run("memcheck finds a planted fault", GPU, lambda text: None)
     assert found.state == "failed" and "reports no error" in found.text
+
+
+def test_the_planted_race_is_one(monkeypatch):
+    """The simulator's sanitizer says so."""
+    reports = []
+    monkeypatch.setattr(
+        replay, "run_kernel", lambda *call: reports.append(launcher.run_kernel(*call))
+    )
+    replay.replay(planted._case("race"), sanitize=True)
+    (found,) = reports
+    assert "race" in {finding.kind for finding in found.findings}
+
+
+@pytest.mark.parametrize(("hazards", "status", "state"),
+                         [(0, 0, "failed"), (1, sanitizer.FOUND, "passed")])  # fmt: skip
+def test_a_tool_is_asked_for_the_planted_race(tool, hazards, status, state, monkeypatch):
+    tool(f"RACECHECK SUMMARY: {hazards} hazards displayed", status)
+    assert "racecheck finds a planted race" in sanitizer.items(GPU)
+    monkeypatch.setattr(sanitizer, "_under", partial(_on_simulator, sanitizer._under))
+    assert sanitizer.run("racecheck finds a planted race", GPU, print).state == state
+
+
+def _on_simulator(under, tool, rung, step, target):
+    return under(tool, rung, step, SIMULATOR)
 
 
 def test_the_simulators_sanitizer_sees_the_smallest_kernel(monkeypatch):
