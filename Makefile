@@ -17,10 +17,12 @@ DEMO ?=
 TESTS ?= -n 2 --durations 10
 CLC_TESTS ?= -n 2 tests/operator/test_forward.py tests/operator/test_backward.py \
     -k "(lengths or batch or tiles or visible or fp16) and not negative"
+CUDA_TESTS ?= -n 8 tests/operator
 HOPPER_TESTS ?= --arch sm_90a $(CLC_TESTS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check check-tests test test-static test-clc test-hopper lint types clean
+.PHONY: demo check check-tests test test-static test-clc test-hopper lint types clean \
+    test-cuda test-cuda-static test-cuda-clc test-cuda-memory test-cuda-sanitizers
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m fa4_hd256 demo $(DEMO)
@@ -47,6 +49,24 @@ test-clc: $(STAMP)
 # The same part, of Hopper's kernels.
 test-hopper: $(STAMP)
 	$(BIN)/python -m pytest $(HOPPER_TESTS)
+
+# On a GPU: the operator's tests under both schedulers, those of memory again by themselves, where
+# what the driver has left is this process's doing, then compute-sanitizer.
+test-cuda: $(STAMP)
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-cuda-static test-cuda-clc \
+	    test-cuda-memory test-cuda-sanitizers
+
+test-cuda-static: $(STAMP)
+	$(BIN)/python -m pytest --device cuda $(CUDA_TESTS)
+
+test-cuda-clc: $(STAMP)
+	FA_CLC=1 $(BIN)/python -m pytest --device cuda $(CUDA_TESTS)
+
+test-cuda-memory: $(STAMP)
+	$(BIN)/python -m pytest --device cuda tests/operator/cuda/test_cuda_memory.py
+
+test-cuda-sanitizers: $(STAMP)
+	$(BIN)/python -m fa4_hd256 bringup --rungs sanitizer
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

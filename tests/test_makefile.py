@@ -34,9 +34,19 @@ def make(tmp_path, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("red", ["none", "static", "1", "sm_90a"])
-def test_every_part_of_the_tests_runs(tmp_path, red):
-    """And `make test` fails if one does."""
+#: Of each goal, in order: what runs, and under which scheduler or for which architecture.
+PARTS = {
+    "test": ["pytest static", "pytest 1", "pytest sm_90a", "mypy static"],
+    "test-cuda": ["pytest static", "pytest 1", "pytest static", "fa4_hd256 static"],
+}
+
+
+@pytest.mark.parametrize(("goal", "red"), [
+    *(("test", red) for red in ("none", "static", "1", "sm_90a")),
+    *(("test-cuda", red) for red in ("none", "static", "1")),
+])  # fmt: skip
+def test_every_part_of_the_tests_runs(tmp_path, goal, red):
+    """And the goal fails if one does."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
@@ -44,10 +54,8 @@ def test_every_part_of_the_tests_runs(tmp_path, red):
     for stamp in ("installed-demo", "installed"):
         (tmp_path / "venv" / stamp).touch()
     log = tmp_path / "log"
-    made = make(tmp_path, "test", LOG=str(log), RED=red)
-    assert log.read_text().splitlines() == [
-        "pytest static", "pytest 1", "pytest sm_90a", "mypy static"
-    ]
+    made = make(tmp_path, goal, LOG=str(log), RED=red)
+    assert log.read_text().splitlines() == PARTS[goal]
     assert (made.returncode != 0) == (red != "none"), made.stderr
 
 
