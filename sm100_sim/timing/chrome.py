@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .engine import REASONS
 from .prediction import Prediction
 from .resources import Action
+from .state import REASONS
 
 _WAITS = (Action.WAIT, Action.BAR_SYNC, Action.CLUSTER_WAIT, Action.BULK_WAIT)
 #: Gaps between two instructions of a warp from which on they are drawn as a stall, in clocks.

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .engine import REASONS
 from .program import Compiled
 from .replay import Replay
 from .resources import Action
+from .state import REASONS
 
 TENSOR_CORE, DRAIN, TMA, ARRIVAL, BARRIER, START = (
     "tensor core", "MMA completion latency", "TMA latency", "arrival latency", "barrier latency",

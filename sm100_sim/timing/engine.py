@@ -8,144 +8,39 @@ Asynchronous operations are a queue of signals: what reaches an mbarrier, and wh
 the ports of shared and tensor memory and the TMA unit are servers with a time from which they are
 free; see the functions that use them.
 
-Everything lives in a few integer tables (`Model`), whose columns have names here: numba passes
-them from function to function without counting references, and compiles fast.
+Everything lives in a few integer tables (`state.Model`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from . import shared_port
-from .resources import Action, Instructions, Latency, Pipe
+from . import products, shared_port
 from .signals import compiled as _compiled
 from .signals import drop as _drop
 from .signals import signal as _signal
 
-FAR = 1 << 60
-PIPES = len(Pipe)
-BULK_GROUPS = 64
-QUEUE = 4096
-SLOTS = 4
-_NO_PIPE = int(Pipe.NONE)
-#: Bytes that reach shared memory together.
-_CHUNK = 1024
-_NONE, _NOBODY = np.int64(0), np.int64(-1)
-
-#: Why a warp does not issue: a latency class of a scoreboard, or one of these.
-REASONS = (
-    *(latency.name.lower() for latency in Latency),
-    "stall count", "mbarrier", "named barrier", "cluster barrier", "bulk group", "issue slot",
-    "pipe", "store queue",
+# isort: off
+from .state import (
+    BULK_GROUPS, FAR, QUEUE, SLOTS, _BARRIER_TEST, _BLOCKED, _BOARDS, _BULK, _CAUSE, _CHUNK,
+    _CLUSTER, _CLUSTER_ARRIVED, _CLUSTER_BLOCK, _CLUSTER_CLOCK, _CLUSTER_ROUND, _COLUMN_RATE,
+    _COPIED, _C_ACTION, _C_BYTES, _C_FREES, _C_INTERVAL, _C_LATENCY, _C_PIPE, _C_SETS, _C_STALL,
+    _C_WAITS, _C_WAVEFRONTS, _DONE, _DRAINED, _EARLIEST, _FENCED, _FENCE_CTA, _FENCE_GPU,
+    _GLOBAL_LOAD, _GROUPS, _GROUP_DONE, _GROUP_READ, _HEAD, _HELD, _IN_ORDER, _ISSUED,
+    _ISSUE_SLOT, _K_ACK, _K_ARRIVE, _K_BEHIND_LOADS, _K_BRANCH, _K_CLC, _K_CLUSTER, _K_DEPTH,
+    _K_FENCE_SYS, _K_MMA_EXTRA, _K_MMA_ISSUE, _K_MUFU_INTERVAL, _K_NAMED, _K_NAMED_WARP,
+    _K_PREFETCH, _K_REMOTE, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_WAKE, _LAST, _LATEST,
+    _LINK, _LINK_RATE, _LOADED, _LSU, _MBARRIER, _NAMED, _NAMED_BLOCK, _NAMED_UNIT, _NOBODY,
+    _NONE, _NOT, _NO_PIPE, _OPERAND_READ, _PIPE, _PORTS, _POSITION, _PREVIOUS, _PRODUCTS,
+    _PRODUCT_BLOCK, _READY, _REASON, _ROUND, _RUNNING, _SHARED_RATE, _SIGNALLED, _SLOT_OF, _SM,
+    _STALL, _START, _STARTED, _STOP, _STORED, _STORE_QUEUE, _STORE_RATE, _TAIL, _TENSOR, _TMA,
+    _TMA_READS, _TMA_WRITES, _TMEM_LOAD, _TMEM_STORE, _TM_READ, _TM_WRITE, _UP, _USED_PIPE,
+    _USED_UNIT, _WAIT_BAR, _WAIT_BOARD, _WAIT_EVENT, _WAIT_PARITY, _WHYS, _arrive, _bar_arrive,
+    _bar_sync, _bulk_commit, _bulk_wait, _c_arrive, _c_wait, _cancel, _commit, _copy,
+    _copy_arrive, _cta_fence, _fence, _g_load, _g_store, _init, _load, _mma, _nothing, _product,
+    _product_wait, _shared, _store, _tm_load, _tm_store, _tm_store_wait, _wait,
 )  # fmt: skip
-(_STALL, _MBARRIER, _NAMED, _CLUSTER, _BULK, _ISSUE_SLOT, _PIPE,
- _STORE_QUEUE) = range(len(Latency), len(REASONS))  # fmt: skip
-
-#: Resources of an SM whose busy clocks are counted.
-BUSY = ("tensor core", "shared memory port", "TMA unit", "L2 to SM", "tensor memory read",
-        "tensor memory write", "load and store unit", "SM to L2")  # fmt: skip
-_TENSOR, _SHARED, _TMA, _LINK, _TM_READ, _TM_WRITE, _LSU, _UP = range(len(BUSY))
-
-_nothing, _init, _wait, _arrive, _c_arrive, _c_wait, _bar_sync, _bar_arrive = (
-    int(a) for a in (Action.NONE, Action.INIT, Action.WAIT, Action.ARRIVE, Action.CLUSTER_ARRIVE,
-                     Action.CLUSTER_WAIT, Action.BAR_SYNC, Action.BAR_ARRIVE)
-)  # fmt: skip
-_tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
-    int(a) for a in (Action.TMEM_LOAD, Action.TMEM_STORE, Action.TMEM_STORE_WAIT, Action.MMA,
-                     Action.COMMIT, Action.TMA_LOAD, Action.TMA_STORE)
-)  # fmt: skip
-(_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive, _fence, _g_load, _g_store,
- _cta_fence) = (
-    int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL,
-                     Action.COPY, Action.COPY_ARRIVE, Action.FENCE, Action.GLOBAL_LOAD,
-                     Action.GLOBAL_STORE, Action.FENCE_CTA)
-)  # fmt: skip
-_OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_CTA, _FENCE_GPU = (
-    int(kind) for kind in (Latency.OPERAND_READ, Latency.BARRIER_TEST, Latency.TMEM_LOAD,
-                           Latency.TMEM_STORE, Latency.GLOBAL_LOAD, Latency.FENCE_CTA,
-                           Latency.FENCE_GPU)
-)  # fmt: skip
-
-# Columns of Model.code: the fields of `Instructions`.
-(_C_PIPE, _C_INTERVAL, _C_LATENCY, _C_STALL, _, _C_SETS, _C_FREES, _C_WAITS, _C_ACTION,
- _C_WAVEFRONTS, _C_BYTES) = range(len(Instructions._fields))  # fmt: skip
-# Entries of Model.clock: latencies by class, then these.
-(_K_MUFU_INTERVAL, _K_BRANCH, _K_ARRIVE, _K_WAKE, _K_REMOTE, _K_NAMED, _K_CLUSTER, _K_MMA_ISSUE,
- _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
- _K_NAMED_WARP, _K_FENCE_SYS, _K_BEHIND_LOADS, _K_DEPTH, _K_ACK,
- CLOCKS) = range(len(Latency), len(Latency) + 20)  # fmt: skip
-_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, _IN_ORDER, RATES = range(6)
-# Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
-(FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
- _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
- _HELD, _COPIED, _FENCED, _BOARDS) = range(23)  # fmt: skip
-_LAST, _SM, _SLOT_OF = LAST, SM, SLOT_OF
-_WHYS = _BOARDS + 6
-WARP_COLUMNS = _WHYS + 6
-# Columns of Model.slot: clocks from which pipes and the two ports of tensor memory are free.
-_PORTS = PIPES
-USED_PIPE = PIPES + 2
-ISSUED, START, STOP, SLOT_COLUMNS = range(USED_PIPE + PIPES, USED_PIPE + PIPES + 4)
-_USED_PIPE, _ISSUED, _START, _STOP = USED_PIPE, ISSUED, START, STOP
-# Columns of Model.unit: clocks from which it is free, clocks used, the tensor core's queue:
-# operations taken and queued, when the last MMA is done, its event.
-USED_UNIT = len(BUSY)
-# Then from when the unit of named barriers takes another arrival, until when TMA writes and reads,
-# and warps load.
-(_HEAD, _TAIL, _DRAINED, _LATEST, _NAMED_UNIT, _TMA_WRITES, _TMA_READS, _LOADED,
- UNIT_COLUMNS) = range(2 * USED_UNIT, 2 * USED_UNIT + 9)  # fmt: skip
-_USED_UNIT = USED_UNIT
-# Columns of Model.event.
-STARTED, DONE, CAUSE = range(3)
-_STARTED, _DONE, _CAUSE = STARTED, DONE, CAUSE
-# Entries of Model.counts, the first two those of `signals`.
-(_SIGNALLED, _ORDER, _CLUSTER_ARRIVED, _CLUSTER_ROUND, _CLUSTER_CLOCK, RUNNING,
- COUNTS) = range(7)  # fmt: skip
-_RUNNING = RUNNING
-_NOT, _NAMED_BLOCK, _CLUSTER_BLOCK = range(3)
-
-
-class Model(NamedTuple):
-    """All tables, int64 unless noted; rows by columns.
-
-    path: element of the paths by (instruction number, event or -1). code: instruction by the
-    fields of `Instructions`. action, targets: as in `Program`. clock: latencies and other clocks;
-    rate: float64, units a clock. warp, slot, unit: state of warps, issue slots and SMs, the columns
-    FIRST and following. member: warps ordered by slot. barrier: mbarrier by (expected, pending,
-    bytes, phase, event of the completion). signal: heap of (clock, order, barrier, arrivals, bytes,
-    event, CTA written to). port, waiting: see `shared_port`. groups: (warps, BULK_GROUPS, 2), when
-    a bulk group has been read and is done. named: warps arrived by barrier. queue: (SMs, QUEUE, 2),
-    operations of the tensor core: clock from which it may start, event. counts: scalars.
-
-    Results: issued: element of the paths by (clock of its issue, main reason for the clocks before
-    it, as in REASONS). event: clock at which an operation began in its unit, at which it signalled,
-    and the event that released a wait (-1: it did not block).
-    stalls: warp by REASONS, in clocks.
-    """
-
-    path: np.ndarray
-    code: np.ndarray
-    action: np.ndarray
-    targets: np.ndarray
-    clock: np.ndarray
-    rate: np.ndarray
-    warp: np.ndarray
-    slot: np.ndarray
-    unit: np.ndarray
-    member: np.ndarray
-    barrier: np.ndarray
-    signal: np.ndarray
-    port: np.ndarray
-    waiting: np.ndarray
-    groups: np.ndarray
-    named: np.ndarray
-    queue: np.ndarray
-    counts: np.ndarray
-    issued: np.ndarray
-    event: np.ndarray
-    stalls: np.ndarray
+# isort: on
 
 
 @_compiled
@@ -535,10 +430,41 @@ def _bulk_groups(m, warp, now, event):
 
 
 @_compiled
+def _warpgroup_products(m, warp, now, event):
+    """A warp's part of a product, or when a wait for groups of them lets it go on, if that is
+    known; else it blocks."""
+    fields, action = m.warp[warp], m.action[event]
+    if action[0] == _product:
+        products.issue(m, warp, fields[_SM], now, event)
+        return now
+    until = products.done(m, warp, action[1])
+    if until == FAR:
+        fields[_BLOCKED], fields[_WAIT_EVENT] = _PRODUCT_BLOCK, event
+        return now
+    m.event[event, _DONE] = max(now, until)
+    return m.event[event, _DONE]
+
+
+@_compiled
+def _run_products(m, sm, now):
+    """Begin the products that can up to `now`, and wake who waits for a group that they close."""
+    while products.begin(m, sm, now):
+        for warp in range(m.warp.shape[0]):
+            fields = m.warp[warp]
+            if fields[_BLOCKED] != _PRODUCT_BLOCK:
+                continue
+            event = fields[_WAIT_EVENT]
+            until = products.done(m, warp, m.action[event, 1])
+            if until < FAR:
+                fields[_BLOCKED] = _NOT
+                m.event[event, _DONE] = until
+                _set_ready(m, warp, max(fields[_EARLIEST], until), _PRODUCTS)
+
+
+@_compiled
 def _perform(m, warp, now, number, event):
     """What an instruction does beside occupying its pipe; returns when the warp may go on."""
-    action = m.code[number, _C_ACTION]
-    sm, fields = m.warp[warp, _SM], m.warp[warp]
+    action, sm, fields = m.code[number, _C_ACTION], m.warp[warp, _SM], m.warp[warp]
     if action == _g_store:
         _global_store(m, warp, now, number)
         return now
@@ -587,10 +513,11 @@ def _perform(m, warp, now, number, event):
         _named_barrier(m, warp, now, event, action == _bar_sync)
     elif action == _c_arrive or action == _c_wait:
         _cluster_barrier(m, warp, now, event, action == _c_wait)
-        if action == _c_wait:
-            return max(now, fields[_READY])
+        return max(now, fields[_READY])
     elif action == _cancel:
         _send(m, now + m.clock[_K_CLC], event, sm)
+    elif action == _product or action == _product_wait:
+        return _warpgroup_products(m, warp, now, event)
     elif action == _fence:
         m.event[event, _DONE] = _fence_clock(m, warp, now, m.action[event, 1])
         return m.event[event, _DONE]
@@ -632,6 +559,7 @@ def _issue(m, warp, now):
     fields[_PREVIOUS], fields[_EARLIEST] = now, earliest
     action = m.code[number, _C_ACTION]
     reason = _CLUSTER if action == _c_wait else _FENCE_GPU if action == _fence else _BULK
+    reason = _PRODUCTS if action == _product_wait else reason
     _set_ready(m, warp, max(earliest, until), reason)
     if position + 1 == m.warp[warp, _LAST]:
         m.counts[_RUNNING] -= 1
@@ -683,6 +611,7 @@ def run(m, limit):
         following = np.int64(FAR)
         for sm in range(m.unit.shape[0]):
             _run_tensor_core(m, sm, now)
+            _run_products(m, sm, now)
         for slot in range(m.unit.shape[0] * SLOTS):
             warp, other = _pick(m, slot, now)
             following = min(following, other)
@@ -690,7 +619,8 @@ def run(m, limit):
                 _issue(m, warp, now)
                 following = now + 1
         for sm in range(m.unit.shape[0]):
-            following = min(following, max(_tensor_core_start(m, sm), now + 1))
+            first = min(_tensor_core_start(m, sm), products.following(m, sm))
+            following = min(following, max(first, now + 1))
             following = min(following, shared_port.following(m, sm, now))
         if m.counts[_SIGNALLED]:
             following = min(following, max(m.signal[0, 0], now + 1))

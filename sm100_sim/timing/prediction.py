@@ -23,6 +23,7 @@ from .program import Compiled, build
 from .replay import Replay, replay
 from .resources import Action
 from .sass import SassFunction, disassemble
+from .warpgroups import with_products
 
 #: Relative differences below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
@@ -178,7 +179,8 @@ def traced_program(report: Report, ptx: str, function: SassFunction) -> Compiled
     """
     kernel = translated_kernel(ptx, report.kernel, True)
     entries = _longest_cluster(report)
-    return build(function, kernel, entries, report.cluster, report.shared_accesses)
+    compiled = build(function, kernel, entries, report.cluster, report.shared_accesses)
+    return with_products(compiled)
 
 
 def _longest_cluster(report: Report) -> list[TraceEntry]:
@@ -214,7 +216,7 @@ def _levels(compiled: Compiled, runs: list[Replay]) -> list[Level]:
     program = compiled.program
     held = program.event >= 0
     numbers, events = program.numbers[held], program.event[held]
-    chosen = program.action[events, 0] == Action.MMA
+    chosen = np.isin(program.action[events, 0], (Action.MMA, Action.PRODUCT))
     if not chosen.any():
         chosen = program.action[events, 0] == Action.WAIT
     values, counts = np.unique(numbers[chosen], return_counts=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import engine
-from .engine import BUSY, PIPES, REASONS, SLOTS, Model
+from . import engine, products, state
 from .machine_constants import Values, l2_share
 from .program import NAMED_BARRIERS, Compiled
 from .resources import Latency, Pipe
 from .shared_port import PORT_COLUMNS, USED, WAITING, WAITING_COLUMNS
 from .signals import SIGNALS
+from .state import BUSY, PIPES, REASONS, SLOTS, Model
 from .stored import StoredProgram
 
 #: Clocks after which a replay is given up.
@@ -29,7 +29,7 @@ class Replay:
 
     clocks: until the last warp exits. issued, reason: int64, clock of each element of the paths and
     main reason (index in REASONS) for the clocks before it. started, done, cause: int64, by event
-    (see `engine.Model`). stalls: int64 (warps, REASONS), clocks. busy: int64 (SMs, BUSY), clocks.
+    (see `state.Model`). stalls: int64 (warps, REASONS), clocks. busy: int64 (SMs, BUSY), clocks.
     pipes: int64 (SMs * 4, pipes), clocks. slots: int64 (SMs * 4,), instructions issued.
     """
 
@@ -59,7 +59,7 @@ class Replay:
 
 
 def clock_vector(values: Values) -> np.ndarray:
-    """int64 (engine.CLOCKS,): latencies by class and the other clocks of a machine."""
+    """int64 (state.CLOCKS,): latencies by class and the other clocks of a machine."""
     latency = {
         Latency.MUFU: values.mufu_latency,
         Latency.CONSTANT_LOAD: values.constant_load,
@@ -89,7 +89,7 @@ def clock_vector(values: Values) -> np.ndarray:
 
 
 def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
-    """float64 (engine.RATES,): units a clock.
+    """float64 (state.RATES,): units a clock.
 
     sms_running: SMs that load from L2 at the same time, which share its bandwidth; all by default.
     """
@@ -104,6 +104,11 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
     )
 
 
+def _warpgroup(warp: tuple[int, int]) -> tuple[int, int]:
+    """(CTA rank, warpgroup) of a (CTA rank, warp)."""
+    return warp[0], warp[1] // products.WARPS
+
+
 def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
     program, code = compiled.program, compiled.instructions
     warps, sms = len(program.sm), program.sms
@@ -111,14 +116,17 @@ def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
     slot_of = program.sm.astype(np.int64) * SLOTS + slots_of
     member = np.argsort(slot_of, kind="stable").astype(np.int64)
     bounds = np.searchsorted(slot_of[member], np.arange(sms * SLOTS + 1))
-    warp = np.zeros((warps, engine.WARP_COLUMNS), np.int64)
-    warp[:, engine.FIRST], warp[:, engine.LAST] = program.first, program.last
-    warp[:, engine.SM], warp[:, engine.SLOT_OF] = program.sm, slots_of
-    warp[:, engine._POSITION], warp[:, engine._WAIT_BAR] = program.first, -1
-    slot = np.zeros((sms * SLOTS, engine.SLOT_COLUMNS), np.int64)
-    slot[:, engine.START], slot[:, engine.STOP] = bounds[:-1], bounds[1:]
-    counts = np.zeros(engine.COUNTS, np.int64)
-    counts[engine.RUNNING] = warps
+    warp = np.zeros((warps, state.WARP_COLUMNS), np.int64)
+    warp[:, state.FIRST], warp[:, state.LAST] = program.first, program.last
+    warp[:, state.SM], warp[:, state.SLOT_OF] = program.sm, slots_of
+    warp[:, state._POSITION], warp[:, state._WAIT_BAR] = program.first, -1
+    slot = np.zeros((sms * SLOTS, state.SLOT_COLUMNS), np.int64)
+    slot[:, state.START], slot[:, state.STOP] = bounds[:-1], bounds[1:]
+    counts = np.zeros(state.COUNTS, np.int64)
+    counts[state.RUNNING] = warps
+    warpgroups = {name: n for n, name in enumerate(dict.fromkeys(map(_warpgroup, compiled.warps)))}
+    crew = np.zeros((warps, products.CREW_COLUMNS), np.int64)
+    crew[:, products.WARPGROUP] = [warpgroups[_warpgroup(name)] for name in compiled.warps]
     return Model(
         path=np.stack([program.numbers, program.event], axis=1).astype(np.int64),
         code=np.stack(code, axis=1).astype(np.int64),
@@ -128,15 +136,19 @@ def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
         rate=rate_vector(values),
         warp=warp,
         slot=slot,
-        unit=np.zeros((sms, engine.UNIT_COLUMNS), np.int64),
+        unit=np.zeros((sms, state.UNIT_COLUMNS), np.int64),
         member=member,
         barrier=np.zeros((max(program.barriers, 1), 5), np.int64),
         signal=np.zeros((SIGNALS, 7), np.int64),
         port=np.zeros((sms, PORT_COLUMNS), np.int64),
         waiting=np.zeros((sms, WAITING, WAITING_COLUMNS), np.int64),
-        groups=np.zeros((warps, engine.BULK_GROUPS, 2), np.int64),
+        groups=np.zeros((warps, state.BULK_GROUPS, 2), np.int64),
         named=np.zeros(sms * NAMED_BARRIERS, np.int64),
-        queue=np.zeros((sms, engine.QUEUE, 2), np.int64),
+        queue=np.zeros((sms, state.QUEUE, 2), np.int64),
+        crew=crew,
+        warpgroup=np.zeros((len(warpgroups), products.WARPGROUP_COLUMNS), np.int64),
+        lined_up=np.zeros((sms, products.WAITING, products.LINED_UP_COLUMNS), np.int64),
+        taken=np.zeros((sms, products.TAKEN_COLUMNS), np.int64),
         counts=counts,
         issued=np.full((len(program.numbers), 2), -1, np.int64),
         event=np.full((max(len(program.action), 1), 3), -1, np.int64),
@@ -151,14 +163,15 @@ def replay(compiled: Compiled | StoredProgram, values: Values, limit: int = LIMI
     if clocks < 0:
         why = "takes too long" if clocks == -2 else "hangs"
         raise ReplayError(f"the replay {why}; not finished: {'; '.join(_stuck(compiled, model))}")
-    busy = model.unit[:, engine.USED_UNIT : engine.USED_UNIT + len(BUSY)]
+    busy = model.unit[:, state.USED_UNIT : state.USED_UNIT + len(BUSY)]
     busy[:, BUSY.index("shared memory port")] = model.port[:, USED]
-    pipes = slice(engine.USED_PIPE, engine.USED_PIPE + PIPES)
+    busy[:, BUSY.index("tensor core")] += model.taken[:, products.USED]
+    pipes = slice(state.USED_PIPE, state.USED_PIPE + PIPES)
     issued, reason = model.issued.T.copy()
     started, done, cause = model.event.T.copy()
     return Replay(
         int(clocks), issued, reason, started, done, cause, model.stalls, busy,
-        model.slot[:, pipes], model.slot[:, engine.ISSUED],
+        model.slot[:, pipes], model.slot[:, state.ISSUED],
     )  # fmt: skip
 
 
@@ -178,8 +191,8 @@ def clocks_measured(compiled: Compiled, run: Replay) -> int:
 def _stuck(compiled: Compiled | StoredProgram, model: Model) -> list[str]:
     found = []
     for name, row in zip(compiled.warps, model.warp):
-        if row[engine._POSITION] < row[engine.LAST]:
-            number = model.path[row[engine._POSITION], 0]
+        if row[state._POSITION] < row[state.LAST]:
+            number = model.path[row[state._POSITION], 0]
             text = compiled.text_of(number)
             found.append(f"CTA {name[0]} warp {name[1]} at `{text}`")
     return found

@@ -81,6 +81,8 @@ class Action(IntEnum):
     GLOBAL_LOAD = 22
     GLOBAL_STORE = 23
     FENCE_CTA = 24
+    PRODUCT = 25
+    PRODUCT_WAIT = 26
 
 
 ACTIONS = {

@@ -17,7 +17,10 @@ READING = (
     "sources.py", "stored.py",
 )
 #: Those that decide how a traced program is replayed, but not the program.
-REPLAYING = ("engine.py", "machine_constants.py", "prediction.py", "replay.py", "signals.py")
+REPLAYING = (
+    "engine.py", "machine_constants.py", "prediction.py", "products.py", "replay.py",
+    "shared_port.py", "signals.py", "state.py",
+)  # fmt: skip
 
 
 def deciding_sources(root: Path = Path(__file__).parents[1]) -> list[tuple[str, bytes]]:
