@@ -26,7 +26,7 @@ from bench.model.predictor import add_model_options
 from bench.model.throughput import Predictions
 from bench.processes import add_jobs_option
 from bench.suite import DIRECTIONS, FORWARD, Case
-from bench.tables.comparison import LIKELY, OURS
+from bench.tables.comparison import LIKELY, OURS, YARDSTICK
 from bench.tables.paths import PATH_COLUMNS, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
@@ -167,19 +167,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--l2", choices=L2_STATES, default=L2_STATES[0], help="before each run of a measurement"
     )
     parser.add_argument(
-        "--provider", action="append", metavar="NAME", help="one of a table's; all unless chosen"
+        "--provider", action="append", metavar="NAME",
+        help=f"repeatable; all unless chosen, measured without {YARDSTICK}",
     )
     suite.add_selection(parser)
     add_output_options(parser)
 
 
-def chosen_providers(names: list[str] | None) -> list[Provider]:
-    """Those of these names, None for all. Raises ValueError for a name that none has."""
+def chosen_providers(names: list[str] | None, is_measured: bool = False) -> list[Provider]:
+    """Those of these names, None for all, but for the one whose runs take longer than all others'
+    if time is measured. Raises ValueError for a name that none has."""
     known = {provider.name: provider for provider in default_providers()}
     for name in names or ():
         if name not in known:
             raise ValueError(f"provider {name!r}; accepted are {', '.join(known)}")
-    return [provider for name, provider in known.items() if not names or name in names]
+    if not names:
+        return [p for name, p in known.items() if not (is_measured and name == YARDSTICK)]
+    return [provider for name, provider in known.items() if name in names]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -188,8 +192,9 @@ def main(arguments: argparse.Namespace) -> int:
     cases = [
         (case, direction) for direction in directions for case in suite.selected(arguments)
     ]
-    providers = chosen_providers(arguments.provider)
-    if torch.cuda.is_available() and not arguments.modelled:
+    is_measured = torch.cuda.is_available() and not arguments.modelled
+    providers = chosen_providers(arguments.provider, is_measured)
+    if is_measured:
         sampling = Sampling(arguments.warmup, arguments.runs)
         timer, dtype = CudaTimer(warm=arguments.l2 == WARM), DTYPES[arguments.dtype]
         rows = measured_rows(cases, providers, timer, sampling, dtype)

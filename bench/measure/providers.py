@@ -17,6 +17,9 @@ from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 
+#: Compute capability of the GPUs that FROST's kernels are for.
+FROST_MAJOR = 10
+
 
 @dataclass
 class Inputs:
@@ -190,6 +193,9 @@ class Frost:
         self.forward, self.backward = frost.Forward(), frost.Backward()
 
     def missing(self) -> str | None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
+        if capability[0] != FROST_MAJOR:
+            return f"needs compute capability {FROST_MAJOR}.x; this GPU has {capability[0]}.x"
         return frost.unavailable() or Ours().missing()
 
     def refuses(self, case: Case, direction: str) -> str | None:

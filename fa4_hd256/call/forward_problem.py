@@ -11,7 +11,7 @@ from fa4_hd256.architectures import Architecture
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
-from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.sequences import SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
@@ -193,7 +193,7 @@ class Problem:
     @property
     def tile_queries(self) -> int:
         """Queries of a tile of the forward."""
-        return self.tiles.rows // self.packed_heads
+        return self.tiles.rows // query_rows(self.packed_heads)
 
     @property
     def num_tiles(self) -> int:
@@ -212,14 +212,16 @@ class Problem:
         return (batch, heads, seqlen)
 
 
-def packed_heads(group: int, ragged: Any, cta_rows: int) -> int:
+def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> int:
     """How many of the `group` query heads of a KV head share a query tile: all or none.
 
-    All where they divide the `cta_rows` of a CTA: a causal tile then spans fewer queries, so that
-    less of it is masked, and short sequences fill it. None where queries have lengths in
-    use: a descriptor that clips rows of a batch entry has no dimension left for the heads.
+    All where they divide the `cta_rows` of a CTA, or where its tile `pads` and has room: a causal
+    tile then spans fewer queries, so that less of it is masked, and short sequences fill it. None
+    where queries have lengths in use: a descriptor that clips rows of a batch entry has no
+    dimension left for the heads.
     """
-    return group if cta_rows % group == 0 and "seqused_q" not in ragged else 1
+    fits = query_rows(group) <= cta_rows if pads else cta_rows % group == 0
+    return group if fits and "seqused_q" not in ragged else 1
 
 
 def choose_tiles(
@@ -228,8 +230,10 @@ def choose_tiles(
     """(tiles, packed heads) of a call: the first of those known that are meant for as many rows, or
     else the last. longest: queries of a sequence."""
     for tiles in known:
-        packed = packed_heads(group, ragged, tiles.cta_rows)
-        if tiles.most_rows is None or packed * longest <= tiles.most_rows:
+        most = tiles.rows if tiles.most_rows is None else tiles.most_rows
+        pads = tiles.pads and query_rows(group) * longest <= most
+        packed = packed_heads(group, ragged, tiles.cta_rows, pads)
+        if tiles.most_rows is None or query_rows(packed) * longest <= most:
             break
     return tiles, packed
 

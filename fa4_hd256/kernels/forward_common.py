@@ -1,7 +1,8 @@
 """What the forward kernels of all architectures share: their tensors, their tiles, their results.
 
 NOTE [packed heads].  Where a group of query heads divides a CTA's rows, row r of them is query
-r // group of head r % group: they read the same keys.  A causal tile then spans fewer queries, so
+r // group of head r % group: they read the same keys.  Tiles of a few rows take any group, each
+query as many rows as the next power of two.  A causal tile then spans fewer queries, so
 less of it is masked, and a few queries with many heads fill it.  TMA gathers the rows of Q through
 a tensor with one dimension more.
 
@@ -146,9 +147,12 @@ class ForwardCommon:
         layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
         box, is_clipped = (rows, columns), bool(self.problem_class.ragged)
         if packed > 1 and name in "qo":
-            view = by_packed_heads(view, packed)
-            box = ((packed, rows // packed), columns)
+            of_query = self.problem_class.query_rows
+            view = by_packed_heads(view, packed, of_query)
+            box = ((of_query, rows // of_query), columns)
             is_clipped = "cu_seqlens_q" in self.problem_class.ragged
+            # Those of a box that are no padding.
+            rows = rows // of_query * packed
         if is_clipped:
             view = clipped_view(view, rows)
         info = cpasync.make_tiled_tma_atom(operation, view, layout, box)

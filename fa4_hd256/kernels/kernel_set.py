@@ -32,14 +32,15 @@ __all__ = [
 class ForwardTiles:
     """What the host must know of a forward kernel's tiles.
 
-    cta_rows: query rows of one CTA, which the number of packed heads divides.  rows: of a cluster's
-    tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a step, modelled or
-    measured.  least_saved: steps that dividing the keys must save, about what the combining kernel
-    takes.  most_rows: the most query rows of a group of heads that share KV tiles for which the
-    kernel is meant, None for any.  part_steps: what a part of the keys takes beside its steps, in
-    steps.  step_bytes: of K and V of a step, where no other tile reads them at the same time: HBM
-    then bounds all clusters together; 0 where tiles share them.  most_parts: into which keys are
-    divided where nobody asks for more.
+    cta_rows: query rows of one CTA, which the number of packed heads divides unless it `pads`.
+    rows: of a cluster's tile.  keys: of a step.  cluster: CTAs of a cluster.  step_seconds: of a
+    step, modelled or measured.  least_saved: steps that dividing the keys must save, about what the
+    combining kernel takes.  most_rows: the most query rows of a group of heads that share KV tiles
+    for which the kernel is meant, None for any.  part_steps: what a part of the keys takes beside
+    its steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the
+    same time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: into
+    which keys are divided where nobody asks for more.  pads: query heads of any group share tiles,
+    each query with rows of padding up to a power of two.
     """
 
     cta_rows: int
@@ -52,6 +53,7 @@ class ForwardTiles:
     part_steps: float = 1.0
     step_bytes: int = 0
     most_parts: int = 32
+    pads: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,19 @@ import torch
 
 from .masking import MaskKind
 
-__all__ = ["ELEMENT_TYPES", "GradientClass", "PreprocessClass", "ProblemClass"]
+__all__ = ["ELEMENT_TYPES", "GradientClass", "PreprocessClass", "ProblemClass", "query_rows"]
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
 ELEMENT_TYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,
     torch.float16: cutlass.Float16,
 }
+
+
+def query_rows(packed_heads: int) -> int:
+    """Rows of the forward's tile that a query of so many heads takes: a power of two, which divides
+    those of a CTA; those past the heads are padding."""
+    return 1 << (packed_heads - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class ProblemClass:
     softcap * tanh(. / softcap). sink: each head has one. ragged: which fields of
     `sequences.SequenceTensors` are given, in their order. use_clc: the dynamic tile scheduler.
     packed_heads: query heads of a KV head whose rows share the forward's query tiles; 1, or all of
-    them and a divisor of a CTA's rows. split: the forward's keys are divided.
+    them. split: the forward's keys are divided.
     """
 
     dtype: torch.dtype
@@ -51,6 +57,11 @@ class ProblemClass:
     @property
     def mask(self) -> MaskKind:
         return MaskKind(self.bounded_left, self.bounded_right)
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of a tile that a query takes: see `query_rows`."""
+        return query_rows(self.packed_heads)
 
     @property
     def has_unequal_tiles(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from .limits import HEAD_DIM, WARP_SIZE
 
@@ -37,13 +38,18 @@ def by_sequence(tensor: cute.Tensor, alignment: int | None = None) -> cute.Tenso
     return cute.make_tensor(tensor.iterator.align(alignment), layout)
 
 
-def by_packed_heads(tensor: cute.Tensor, packed: int) -> cute.Tensor:
+def by_packed_heads(tensor: cute.Tensor, packed: int, rows: int) -> cute.Tensor:
     """(seqlen, 256, heads, batch) as ((packed, seqlen), 256, heads / packed, batch): the heads of a
-    group change fastest along the rows, then the queries."""
+    group change fastest along the rows, then the queries.
+
+    rows: of a tile that a query takes, `packed` or more: TMA fills those past the heads with zeros.
+    """
     s, d, h, b = tensor.shape
     row, column, head, batch = tensor.stride
+    # A box larger than a static extent is none to CuTe.
+    extent = packed if rows == packed else Int32(packed)
     layout = cute.make_layout(
-        ((packed, s), d, h // packed, b), stride=((head, row), column, head * packed, batch)
+        ((extent, s), d, h // packed, b), stride=((head, row), column, head * packed, batch)
     )
     return cute.make_tensor(tensor.iterator, layout)
 

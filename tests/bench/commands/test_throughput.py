@@ -201,6 +201,8 @@ def test_providers_say_why_they_do_not_run():
 def test_providers_by_name():
     names = [provider.name for provider in providers.default_providers()]
     assert [p.name for p in throughput.chosen_providers(None)] == names
+    assert [p.name for p in throughput.chosen_providers(None, True)] == names[:-1]
+    assert names[-1] == "PyTorch math"
     assert [p.name for p in throughput.chosen_providers(["cuDNN", "ours"])] == ["ours", "cuDNN"]
     with pytest.raises(ValueError, match="provider 'cudnn'; accepted are ours, flash-attn-4"):
         throughput.chosen_providers(["cudnn"])

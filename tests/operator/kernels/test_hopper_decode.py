@@ -32,9 +32,12 @@ def accurate(found, given, **options):
     assert comparison.lse_max_error < 1e-3
 
 
-# (queries, heads): the rows of a tile, 16 of 64; all of them; 3 heads, each with tiles of its own.
+# (queries, heads): the rows of a tile, 16 of 64; all of them; of groups of 3 and 6 heads, padded to
+# 4 and 8, with all rows of a tile taken or not.
 @pytest.mark.parametrize(
-    ("queries", "heads", "rows"), [(1, (16, 1), 16), (4, (32, 2), 64), (5, (3, 1), 5)], ids=str
+    ("queries", "heads", "rows"),
+    [(1, (16, 1), 16), (4, (32, 2), 64), (5, (3, 1), 15), (8, (12, 2), 48), (1, (5, 1), 5)],
+    ids=str,
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_rows_of_one_warpgroup(queries, heads, rows, num_splits):
@@ -52,6 +55,33 @@ def test_calls_of_more_rows_get_the_tiles_of_two():
                                   (64, (1, 1), DECODE)):  # fmt: skip
         found = Problem.describe(tensors(queries, 70, heads), Options(1.0))
         assert found.tiles == tiles.tiles
+
+
+def test_groups_that_do_not_divide_a_tile():
+    """They share one while their padded rows fit; else each head has tiles of its own."""
+    for queries, heads, packed, of_tile in ((8, (12, 2), 6, 8), (9, (12, 2), 1, 64),
+                                            (1, (40, 8), 5, 8), (65, (12, 2), 1, 128)):  # fmt: skip
+        found = Problem.describe(tensors(queries, 70, heads), Options(1.0))
+        assert (found.packed_heads, found.tile_queries) == (packed, of_tile)
+
+
+def test_padding_of_a_group():
+    """Every option whose value is a head's or a query's; each row of the result is its own."""
+    q, k, v = tensors(5, 300, (12, 2))
+    sink = torch.randn(12)
+    found = flash_attn_func(
+        q, k, v, causal=True, window_size=(150, 0), return_lse=True, learnable_sink=sink
+    )
+    accurate(found, (q, k, v), causal=True, window_size=(150, 0), learnable_sink=sink)
+    offsets = [torch.tensor(ends, dtype=torch.int32) for ends in ((0, 3, 3, 8), (0, 100, 250, 600))]
+    packed = flash_attn_varlen_func(
+        q.reshape(-1, 12, 256)[:8], *(t.reshape(-1, 2, 256) for t in (k, v)), *offsets, 5, 350,
+        causal=True, num_splits=2,
+    )  # fmt: skip
+    for first, last, keys in ((0, 3, slice(0, 100)), (3, 8, slice(250, 600))):
+        given = q.reshape(-1, 12, 256)[first:last], *(t.reshape(-1, 2, 256)[keys] for t in (k, v))
+        alone = flash_attn_func(*(t[None] for t in given), causal=True, num_splits=2)
+        assert torch.equal(packed[first:last], alone[0])
 
 
 def test_a_configuration_that_is_given_decides():

@@ -129,6 +129,7 @@ class ForwardConfig:
             return ForwardTiles(
                 WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * DECODE_SECONDS, 5,
                 most_rows=WARPGROUP_ROWS, step_bytes=2 * self.kv_bytes, most_parts=64,
+                pads=True,
             )  # fmt: skip
         return ForwardTiles(
             WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5

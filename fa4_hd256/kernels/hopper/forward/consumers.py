@@ -250,7 +250,7 @@ class ForwardConsumer:
         for number, row in enumerate(rows_of(scores)):
             if cutlass.const_expr(mask is not None):
                 (work, first_row, _), key = mask
-                query = first_row + row_of_fragment(number) // problem.packed_heads
+                query = first_row + row_of_fragment(number) // problem.query_rows
                 first_key = key + cute.arch.thread_idx()[0] % QUAD * 2
                 context.visibility(work, block).apply(
                     row, query, first_key, fragment_columns(block)
@@ -273,16 +273,22 @@ class ForwardConsumer:
         work, first_row = which
         query_rows = context.query(work)
         batch = context.result_batch(work)
-        packed = self.problem_class.packed_heads
+        packed, of_query = self.problem_class.packed_heads, self.problem_class.query_rows
         rows = rows_of(fragments.o)
         for number in cutlass.range_constexpr(2):
             in_part = row_of_fragment(number)
-            row = first_row + in_part // packed
-            head = work.head * packed + in_part % packed
+            row = first_row + in_part // of_query
+            in_group = in_part % of_query
+            if cutlass.const_expr(of_query > packed):
+                # Rows past the heads are padding.
+                in_group = cutlass.min(in_group, packed - 1)
+            head = work.head * packed + in_group
             inverse, lse = softmax[number].finish(self.sink_log2(context, work, head))
             values = rows[number]
             values.store(values.load() * inverse)
             is_row = row < query_rows.length
+            if cutlass.const_expr(of_query > packed):
+                is_row = is_row & (in_part % of_query < packed)
             if is_row:
                 if cute.arch.thread_idx()[0] % QUAD == 0:
                     context.tensors.lse[batch, head, query_rows.offset + row] = lse

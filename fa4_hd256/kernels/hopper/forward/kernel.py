@@ -87,11 +87,11 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
             problem_class.use_clc, config.ctas, counts=True
         )
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
-        packed = problem_class.packed_heads
+        of_query = problem_class.query_rows
         # Queries of a cluster's tile, of a CTA and of a warpgroup.
-        self.tile_queries = config.tile_q // packed
-        self.block_queries = config.block_q // packed
-        self.part_queries = WARPGROUP_ROWS // packed
+        self.tile_queries = config.tile_q // of_query
+        self.block_queries = config.block_q // of_query
+        self.part_queries = WARPGROUP_ROWS // of_query
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
