@@ -11,6 +11,8 @@ import importlib
 import os
 import shlex
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,32 @@ def made(document: Document) -> list[Table]:
         return read_json(target.read_text())
 
 
-def _row(name: str, write: Path | None) -> dict[str, Any]:
+def merged(files: Sequence[Path]) -> list[Table]:
+    """The tables of several results of one command, whose cases were shared out: rows and notes one
+    after the other, columns that any has, - where a row has none.
+
+    Raises ValueError where they are not tables of the same titles.
+    """
+    results = [read_json(path.read_text("utf-8")) for path in files]
+    titles = [[table.title for table in tables] for tables in results]
+    if any(found != titles[0] for found in titles):
+        raise ValueError(f"results of several commands: their tables are {titles}")
+    return [_joined(tables) for tables in zip(*results, strict=True)]
+
+
+def _joined(tables: Sequence[Table]) -> Table:
+    columns = {column.name: column for table in tables for column in table.columns}
+    absent = dict.fromkeys(columns)
+    rows = [absent | row for table in tables for row in table.rows]
+    notes = tuple(dict.fromkeys(note for table in tables for note in table.notes))
+    return replace(tables[0], columns=tuple(columns.values()), rows=rows, notes=notes)
+
+
+def _row(name: str, write: Path | None, results: Sequence[Path]) -> dict[str, Any]:
     document, state = DOCUMENTS[name], "listed"
     if write is not None:
-        (write / f"{name}.md").write_text(document.text(name, made(document)), "utf-8")
+        tables = merged(results) if results else made(document)
+        (write / f"{name}.md").write_text(document.text(name, tables), "utf-8")
         state = "written"
     return {
         "name": name, "command": "python -m bench " + " ".join(document.command),
@@ -50,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write", type=Path, nargs="?", const=FOLDER, metavar="DIR",
         help="run their commands and write the files, by default into docs/tables",
+    )
+    parser.add_argument(
+        "--results", type=Path, nargs="+", default=[], metavar="JSON",
+        help="of the one table's command, run elsewhere, in place of a run here",
     )
     add_output_options(parser)
 
@@ -67,6 +95,8 @@ def main(arguments: argparse.Namespace) -> int:
             )
     if arguments.write and not arguments.names:
         raise ValueError("--write takes names: all commands together run for hours")
-    rows = [_row(name, arguments.write) for name in arguments.names or DOCUMENTS]
+    if arguments.results and (len(arguments.names) != 1 or not arguments.write):
+        raise ValueError("--results are of one command: name its table, and --write")
+    rows = [_row(name, arguments.write, arguments.results) for name in arguments.names or DOCUMENTS]
     emit(Table("tables", "Tables of docs/tables", COLUMNS, rows), arguments)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
+from fa4_hd256.check import reference
 from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -27,6 +28,7 @@ class Inputs:
 
     q, dout: (batch, seqlen_q, heads, 256), k, v: (batch, seqlen_k, heads_kv, 256), or without the
     batch where sequences are packed; cu_seqlens: int32 (sequences + 1,) of queries and keys then.
+    expected: what `checking` compares blocks of rows with, by block, once it has been computed.
     """
 
     case: Case
@@ -35,6 +37,7 @@ class Inputs:
     v: torch.Tensor
     dout: torch.Tensor
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None
+    expected: dict[Any, reference.Expected] = field(default_factory=dict)
 
     @classmethod
     def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:

@@ -240,25 +240,41 @@ class Comparison:
         return 2 * self.pytorch_max_error + 2 * self.rounding
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Expected:
+    """What results of the same inputs are compared with: see `compare`."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    pytorch_max_error: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, inputs: tuple, **options: Any) -> Expected:
+        """inputs: (q, k, v); options: as of `attention`."""
+        out, lse = attention(*inputs, **options)
+        pytorch = same_dtype_pytorch(*inputs, **options)
+        return cls(out, lse, _largest(pytorch.double() - out))
+
+    @torch.no_grad()
+    def compare(self, out: torch.Tensor, lse: torch.Tensor) -> Comparison:
+        """NaN anywhere gives an infinite error. Infinities of lse must be in the same places."""
+        difference = out.cpu().double() - self.out
+        norm = self.out.norm().item()
+        return Comparison(
+            max_error=_largest(difference),
+            pytorch_max_error=self.pytorch_max_error,
+            rounding=_largest(self.out.to(out.dtype).double() - self.out),
+            rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
+            lse_max_error=_lse_error(lse.cpu().double(), self.lse),
+        )
+
+
 def compare(
     out: torch.Tensor, lse: torch.Tensor, inputs: tuple, **options: Any
 ) -> Comparison:
-    """Compare (out, lse) for `inputs` (q, k, v) with the reference; `options` as of `attention`.
-
-    NaN anywhere gives an infinite error. Infinities of lse must be in the same places.
-    """
-    expected, expected_lse = attention(*inputs, **options)
-    pytorch = same_dtype_pytorch(*inputs, **options)
-    difference = out.cpu().double() - expected
-    norm = expected.norm().item()
-    return Comparison(
-        max_error=_largest(difference),
-        pytorch_max_error=_largest(pytorch.double() - expected),
-        rounding=_largest(expected.to(out.dtype).double() - expected),
-        rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
-        lse_max_error=_lse_error(lse.cpu().double(), expected_lse),
-    )
+    """Compare (out, lse) for `inputs` (q, k, v) with the reference; `options` as of `attention`."""
+    return Expected.of(inputs, **options).compare(out, lse)
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from checkout import ROOT
 from bench.__main__ import COMMANDS, main
 from bench.commands import tables as command
 from bench.tables.documents import DOCUMENTS, FOLDER, Document
+from bench.tables.results import json_text
 from bench.tables.table import Column, Table
 
 
@@ -54,6 +55,32 @@ def test_a_file_is_made_by_its_command(tmp_path, monkeypatch, capsys):
     test_a_file_says_what_it_is("contention")
     text = (tmp_path / "contention.md").read_text()
     assert "constants 01234567. commit abc." in text and "|   3 |" in text
+
+
+def test_a_file_is_made_of_results_from_elsewhere(tmp_path, capsys):
+    """Of a command whose cases were shared out; a provider that one of them left out has no rate
+    there."""
+    files = []
+    for number, columns in enumerate((("x", "a"), ("x", "a", "b"))):
+        row = {name: f"{name}{number}" for name in columns} | {"basis": "measured", "machine": "G"}
+        shown = Table("contention", "T", tuple(map(Column, columns)), [row], (f"n{number}", "n"),
+                      environment={"commit": f"c{number}"})  # fmt: skip
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json_text([shown]))
+    (found,) = command.merged(files)
+    assert [column.name for column in found.columns] == ["x", "a", "b"]
+    assert [row["b"] for row in found.rows] == [None, "b1"] and found.notes == ("n0", "n", "n1")
+    write = ["tables", "contention", "--write", str(tmp_path), "--results", *map(str, files)]
+    assert main(write) == 0
+    text = (tmp_path / "contention.md").read_text()
+    assert text.startswith(DOCUMENTS["contention"].header("contention"))
+    assert "Measured: G." in text and text.count("| x") == 3
+    capsys.readouterr()
+    assert main(["tables", "contention", "ladder", *write[2:]]) == 2
+    assert "--results are of one command" in capsys.readouterr().err
+    other = Table("contention", "U", (), [])
+    files[0].write_text(json_text([other]))
+    assert main(write) == 2 and "results of several commands" in capsys.readouterr().err
 
 
 def test_a_command_is_run_with_its_options(monkeypatch):
