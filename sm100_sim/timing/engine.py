@@ -22,7 +22,7 @@ from .signals import signal as _signal
 
 # isort: off
 from .state import (
-    BULK_GROUPS, FAR, QUEUE, SLOTS, _BARRIER_TEST, _BLOCKED, _BOARDS, _BULK, _CAUSE, _CHUNK,
+    BULK_GROUPS, FAR, QUEUE, SLOTS, _BARRIER_TEST, _BLOCKED, _BOARDS, _BULK, _CAUSE,
     _CLUSTER, _CLUSTER_ARRIVED, _CLUSTER_BLOCK, _CLUSTER_CLOCK, _CLUSTER_ROUND, _COLUMN_RATE,
     _COPIED, _C_ACTION, _C_BYTES, _C_FREES, _C_INTERVAL, _C_LATENCY, _C_PIPE, _C_SETS, _C_STALL,
     _C_WAITS, _C_WAVEFRONTS, _DONE, _DRAINED, _EARLIEST, _FENCED, _FENCE_CTA, _FENCE_GPU,
@@ -30,9 +30,9 @@ from .state import (
     _ISSUE_SLOT, _K_ACK, _K_ARRIVE, _K_BEHIND_LOADS, _K_BRANCH, _K_CLC, _K_CLUSTER, _K_DEPTH,
     _K_FENCE_SYS, _K_MMA_EXTRA, _K_MMA_ISSUE, _K_MUFU_INTERVAL, _K_NAMED, _K_NAMED_WARP,
     _K_PREFETCH, _K_REMOTE, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_WAKE, _LAST, _LATEST,
-    _LINK, _LINK_RATE, _LOADED, _LSU, _MBARRIER, _NAMED, _NAMED_BLOCK, _NAMED_UNIT, _NOBODY,
+    _LINK, _LINK_RATE, _LOADED, _LSU, _MBARRIER, _NAMED, _NAMED_BLOCK, _NAMED_UNIT,
     _NONE, _NOT, _NO_PIPE, _OPERAND_READ, _PIPE, _PORTS, _POSITION, _PREVIOUS, _PRODUCTS,
-    _PRODUCT_BLOCK, _READY, _REASON, _ROUND, _RUNNING, _SHARED_RATE, _SIGNALLED, _SLOT_OF, _SM,
+    _PRODUCT_BLOCK, _READY, _REASON, _ROUND, _RUNNING, _SIGNALLED, _SLOT_OF, _SM,
     _STALL, _START, _STARTED, _STOP, _STORED, _STORE_QUEUE, _STORE_RATE, _TAIL, _TENSOR, _TMA,
     _TMA_READS, _TMA_WRITES, _TMEM_LOAD, _TMEM_STORE, _TM_READ, _TM_WRITE, _UP, _USED_PIPE,
     _USED_UNIT, _WAIT_BAR, _WAIT_BOARD, _WAIT_EVENT, _WAIT_PARITY, _WHYS, _arrive, _bar_arrive,
@@ -49,14 +49,7 @@ def _apply_signals(m, now):
     while m.counts[_SIGNALLED] and m.signal[0, 0] <= now:
         clock, barrier = m.signal[0, 0], m.signal[0, 2]
         arrivals, nbytes, event = m.signal[0, 3], m.signal[0, 4], m.signal[0, 5]
-        cta = m.signal[0, 6]
         _drop(m)
-        if cta >= 0:
-            work = int(min(abs(nbytes), _CHUNK) / m.rate[_SHARED_RATE])
-            if not shared_port.move(m, cta, clock, work, barrier, nbytes, event):
-                continue
-        if barrier < 0:
-            continue
         bar = m.barrier[barrier]
         bar[1] -= arrivals
         bar[2] += nbytes
@@ -159,7 +152,7 @@ def _send(m, at, event, sm):
     m.event[event, _DONE] = at
     for target in range(action[1], action[2]):
         barrier, arrivals, nbytes, _, _ = m.targets[target]
-        _signal(m, at, barrier, arrivals, -nbytes, event, _NOBODY)
+        _signal(m, at, barrier, arrivals, -nbytes, event)
 
 
 @_compiled
@@ -177,13 +170,9 @@ def _issue_load(m, sm, now, event):
     m.event[event, _STARTED] = start
     m.event[event, _DONE] = arrives
     for target in range(action[1], action[2]):
-        barrier, _, nbytes, remote, cta = m.targets[target]
+        barrier, _, nbytes, remote, _ = m.targets[target]
         at = arrives + (m.clock[_K_REMOTE] // 2 if remote else 0)
-        chunks = max(1, nbytes // _CHUNK)
-        for chunk in range(1, chunks):
-            reached = arrives - transfer * chunk // chunks
-            _signal(m, reached, _NOBODY, _NONE, -nbytes // chunks, event, cta)
-        _signal(m, at, barrier, _NONE, -nbytes, event, cta)
+        _signal(m, at, barrier, _NONE, -nbytes, event)
 
 
 @_compiled
@@ -200,9 +189,6 @@ def _issue_store(m, warp, sm, now, event):
     begin = max(start, unit[_TMA_WRITES])
     unit[_TMA_WRITES] = begin + writing
     unit[_TMA] = max(unit[_TMA], start + int(m.rate[_IN_ORDER] * (begin + writing - start)))
-    pieces = max(1, nbytes // _CHUNK)
-    for n in range(pieces):
-        _signal(m, begin + writing * n // pieces, _NOBODY, _NONE, nbytes // pieces, event, sm)
     done = begin + writing + m.clock[_K_TMA_STORE]
     m.event[event, _STARTED], m.event[event, _DONE] = start, done
     fields[_GROUP_READ] = fields[_GROUP_DONE] = max(fields[_GROUP_DONE], done)
@@ -273,7 +259,7 @@ def _issue_arrivals(m, now, event):
         if action[3]:
             m.barrier[barrier, 1] += arrivals
         if arrivals:
-            _signal(m, at, barrier, arrivals, _NONE, event, _NOBODY)
+            _signal(m, at, barrier, arrivals, _NONE, event)
 
 
 @_compiled
@@ -605,8 +591,6 @@ def run(m, limit):
     while m.counts[_RUNNING]:
         if now > limit:
             return -2
-        for sm in range(m.unit.shape[0]):
-            shared_port.settle(m, sm, now)
         _apply_signals(m, now)
         following = np.int64(FAR)
         for sm in range(m.unit.shape[0]):
@@ -621,7 +605,6 @@ def run(m, limit):
         for sm in range(m.unit.shape[0]):
             first = min(_tensor_core_start(m, sm), products.following(m, sm))
             following = min(following, max(first, now + 1))
-            following = min(following, shared_port.following(m, sm, now))
         if m.counts[_SIGNALLED]:
             following = min(following, max(m.signal[0, 0], now + 1))
         if following >= FAR:

@@ -10,8 +10,8 @@ from . import engine, products, state
 from .machine_constants import Values, l2_share
 from .program import NAMED_BARRIERS, Compiled
 from .resources import Latency, Pipe
-from .shared_port import PORT_COLUMNS, USED, WAITING, WAITING_COLUMNS
-from .signals import SIGNALS
+from .shared_port import PORT_COLUMNS, USED
+from .signals import SIGNAL_COLUMNS, SIGNALS
 from .state import BUSY, PIPES, REASONS, SLOTS, Model
 from .stored import StoredProgram
 
@@ -95,7 +95,6 @@ def rate_vector(values: Values, sms_running: float | None = None) -> np.ndarray:
     """
     return np.array(
         [
-            values.shared_bytes_per_clock,
             values.tmem_columns_per_clock,
             l2_share(values, sms_running),
             values.store_bytes_per_clock,
@@ -139,9 +138,8 @@ def _tables(compiled: Compiled | StoredProgram, values: Values) -> Model:
         unit=np.zeros((sms, state.UNIT_COLUMNS), np.int64),
         member=member,
         barrier=np.zeros((max(program.barriers, 1), 5), np.int64),
-        signal=np.zeros((SIGNALS, 7), np.int64),
+        signal=np.zeros((SIGNALS, SIGNAL_COLUMNS), np.int64),
         port=np.zeros((sms, PORT_COLUMNS), np.int64),
-        waiting=np.zeros((sms, WAITING, WAITING_COLUMNS), np.int64),
         groups=np.zeros((warps, state.BULK_GROUPS, 2), np.int64),
         named=np.zeros(sms * NAMED_BARRIERS, np.int64),
         queue=np.zeros((sms, state.QUEUE, 2), np.int64),

@@ -1,6 +1,6 @@
-"""The replay's queue of signals: what reaches an mbarrier or shared memory, and when.
+"""The replay's queue of signals: what reaches an mbarrier, and when.
 
-A heap of rows (clock, order, barrier, arrivals, bytes, event, CTA written to) in `Model.signal`;
+A heap of rows (clock, order, barrier, arrivals, bytes, event) in `Model.signal`;
 signals of one clock leave it in the order in which they were queued.
 """
 
@@ -58,6 +58,7 @@ def _version() -> str:
 
 #: Rows of the heap.
 SIGNALS = 1 << 16
+SIGNAL_COLUMNS = 6
 # Entries of Model.counts.
 SIGNALLED, ORDER = range(2)
 
@@ -76,7 +77,7 @@ def push(m):
             heap[above, 0] == heap[here, 0] and heap[above, 1] < heap[here, 1]
         ):
             break
-        for field in range(7):
+        for field in range(SIGNAL_COLUMNS):
             heap[above, field], heap[here, field] = heap[here, field], heap[above, field]
         here = above
 
@@ -87,7 +88,7 @@ def drop(m):
     heap, counts = m.signal, m.counts
     counts[SIGNALLED] -= 1
     size = counts[SIGNALLED]
-    for field in range(7):
+    for field in range(SIGNAL_COLUMNS):
         heap[0, field] = heap[size, field]
     here = 0
     while True:
@@ -100,14 +101,14 @@ def drop(m):
                 least = below
         if least == here:
             return
-        for field in range(7):
+        for field in range(SIGNAL_COLUMNS):
             heap[least, field], heap[here, field] = heap[here, field], heap[least, field]
         here = least
 
 
 @compiled
-def signal(m, clock, barrier, arrivals, nbytes, event, cta):
-    """Queue a signal; cta: whose shared memory the bytes are written to, -1 for none."""
+def signal(m, clock, barrier, arrivals, nbytes, event):
+    """Queue a signal."""
     row = m.signal[m.counts[SIGNALLED]]
-    row[0], row[2], row[3], row[4], row[5], row[6] = clock, barrier, arrivals, nbytes, event, cta
+    row[0], row[2], row[3], row[4], row[5] = clock, barrier, arrivals, nbytes, event
     push(m)

@@ -18,9 +18,7 @@ BULK_GROUPS = 64
 QUEUE = 4096
 SLOTS = 4
 _NO_PIPE = int(Pipe.NONE)
-#: Bytes that reach shared memory together.
-_CHUNK = 1024
-_NONE, _NOBODY = np.int64(0), np.int64(-1)
+_NONE = np.int64(0)
 
 #: Why a warp does not issue: a latency class of a scoreboard, or one of these.
 REASONS = (
@@ -64,7 +62,7 @@ _OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_CTA,
  _K_MMA_EXTRA, _K_PREFETCH, _K_TMA_ISSUE, _K_TMA_LOAD, _K_TMA_STORE, _K_CLC,
  _K_NAMED_WARP, _K_FENCE_SYS, _K_BEHIND_LOADS, _K_DEPTH, _K_ACK,
  CLOCKS) = range(len(Latency), len(Latency) + 20)  # fmt: skip
-_SHARED_RATE, _COLUMN_RATE, _LINK_RATE, _STORE_RATE, _IN_ORDER, RATES = range(6)
+_COLUMN_RATE, _LINK_RATE, _STORE_RATE, _IN_ORDER, RATES = range(5)
 # Columns of Model.warp. Two rows of six scoreboards: clock of release, reason to give for a wait.
 (FIRST, LAST, SM, SLOT_OF, _POSITION, _READY, _REASON, _BLOCKED, _WAIT_BAR, _WAIT_PARITY,
  _WAIT_BOARD, _WAIT_EVENT, _STORED, _GROUP_READ, _GROUP_DONE, _GROUPS, _PREVIOUS, _EARLIEST, _ROUND,
@@ -103,7 +101,7 @@ class Model(NamedTuple):
     rate: float64, units a clock. warp, slot, unit: state of warps, issue slots and SMs, the columns
     FIRST and following. member: warps ordered by slot. barrier: mbarrier by (expected, pending,
     bytes, phase, event of the completion). signal: heap of (clock, order, barrier, arrivals, bytes,
-    event, CTA written to). port, waiting: see `shared_port`. groups: (warps, BULK_GROUPS, 2), when
+    event). port: see `shared_port`. groups: (warps, BULK_GROUPS, 2), when
     a bulk group has been read and is done. named: warps arrived by barrier. queue: (SMs, QUEUE, 2),
     operations of the tensor core: clock from which it may start, event. crew, warpgroup, lined_up,
     taken: see `products`. counts: scalars.
@@ -127,7 +125,6 @@ class Model(NamedTuple):
     barrier: np.ndarray
     signal: np.ndarray
     port: np.ndarray
-    waiting: np.ndarray
     groups: np.ndarray
     named: np.ndarray
     queue: np.ndarray
