@@ -30,7 +30,7 @@ def _addresses(instruction, operand):
     return reader(operand, 32)
 
 
-@machine_op("st.async", rule=Rule.BY_OBJECTS, trace=Recorded.ENTRY, event=Event.STORE_ASYNC,
+@machine_op("st.async", rule=Rule.BY_OBJECTS, trace=Recorded.LANES, event=Event.STORE_ASYNC,
             effect=Effect.STORE, ties=Ties.NEVER)
 def bind_store(instruction, kernel):
     """st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.v2,.v4}.type [a], b, [mbar]

@@ -38,7 +38,7 @@ from .state import (
     _USED_UNIT, _WAIT_BAR, _WAIT_BOARD, _WAIT_EVENT, _WAIT_PARITY, _WHYS, _arrive, _bar_arrive,
     _bar_sync, _bulk_commit, _bulk_wait, _c_arrive, _c_wait, _cancel, _commit, _copy,
     _copy_arrive, _cta_fence, _fence, _g_load, _g_store, _init, _load, _mma, _nothing, _product,
-    _product_wait, _shared, _store, _tm_load, _tm_store, _tm_store_wait, _wait,
+    _product_wait, _shared, _store, _store_async, _tm_load, _tm_store, _tm_store_wait, _wait,
 )  # fmt: skip
 # isort: on
 
@@ -500,8 +500,8 @@ def _perform(m, warp, now, number, event):
     elif action == _c_arrive or action == _c_wait:
         _cluster_barrier(m, warp, now, event, action == _c_wait)
         return max(now, fields[_READY])
-    elif action == _cancel:
-        _send(m, now + m.clock[_K_CLC], event, sm)
+    elif action == _cancel or action == _store_async:
+        _send(m, now + m.clock[_K_CLC if action == _cancel else _K_REMOTE], event, sm)
     elif action == _product or action == _product_wait:
         return _warpgroup_products(m, warp, now, event)
     elif action == _fence:

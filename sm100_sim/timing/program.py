@@ -6,6 +6,7 @@ mbarriers become indices; everything an event does is a row of integers (`Progra
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ SLOTS = 4
 NAMED_BARRIERS = 16
 #: Instructions from a fence to the arrival that it belongs to, at most.
 _RELEASE_WITHIN = 12
+#: Vector and bits of what st.async stores.
+_STORED = re.compile(r"(?:\.v([24]))?\.[bsuf](32|64)$")
 
 
 class Program(NamedTuple):
@@ -268,6 +271,8 @@ class _Builder:
             return self._mma(entry, site)
         if action in (Action.COMMIT, Action.TRY_CANCEL):
             return self._signals(entry, rank, action)
+        if action == Action.STORE_ASYNC:
+            return self._stores(entry, rank)
         if action == Action.TMA_LOAD:
             return self._load(entry, rank)
         if action == Action.TMA_STORE:
@@ -323,6 +328,17 @@ class _Builder:
         for target in ranks:
             barrier = self._barrier(target << 24 | address & 0xFFFFFF)
             self.targets.append((barrier, 1 - bool(nbytes), nbytes, target != rank, target))
+        return begin, len(self.targets)
+
+    def _stores(self, entry: Any, rank: int) -> tuple[int, int]:
+        """st.async: bytes of each lane on the mbarrier of the CTA that it stores to."""
+        begin, (address, _, barrier) = len(self.targets), entry.operands
+        vector, bits = _STORED.search(entry.opcode).groups()  # type: ignore[union-attr]
+        nbytes = int(vector or 1) * int(bits) // 8
+        for target in entry.addresses or (address,):
+            owner = target >> 24
+            signalled = self._barrier(owner << 24 | barrier & 0xFFFFFF)
+            self.targets.append((signalled, 0, nbytes, owner != rank, owner))
         return begin, len(self.targets)
 
     def _load(self, entry: Any, rank: int) -> tuple[int, int, int]:

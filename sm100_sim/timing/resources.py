@@ -83,6 +83,7 @@ class Action(IntEnum):
     FENCE_CTA = 24
     PRODUCT = 25
     PRODUCT_WAIT = 26
+    STORE_ASYNC = 27
 
 
 ACTIONS = {
@@ -110,6 +111,7 @@ ACTIONS = {
     "clc_try_cancel": Action.TRY_CANCEL,
     "copy": Action.COPY,
     "copy_arrive": Action.COPY_ARRIVE,
+    "store_async": Action.STORE_ASYNC,
 }
 
 #: (opcode as a regular expression, pipe, clocks it is occupied, latency); the first that matches.

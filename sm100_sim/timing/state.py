@@ -43,10 +43,11 @@ _tm_load, _tm_store, _tm_store_wait, _mma, _commit, _load, _store = (
                      Action.COMMIT, Action.TMA_LOAD, Action.TMA_STORE)
 )  # fmt: skip
 (_bulk_commit, _bulk_wait, _shared, _cancel, _copy, _copy_arrive, _fence, _g_load, _g_store,
- _cta_fence, _product, _product_wait) = (
+ _cta_fence, _product, _product_wait, _store_async) = (
     int(a) for a in (Action.BULK_COMMIT, Action.BULK_WAIT, Action.SHARED, Action.TRY_CANCEL,
                      Action.COPY, Action.COPY_ARRIVE, Action.FENCE, Action.GLOBAL_LOAD,
-                     Action.GLOBAL_STORE, Action.FENCE_CTA, Action.PRODUCT, Action.PRODUCT_WAIT)
+                     Action.GLOBAL_STORE, Action.FENCE_CTA, Action.PRODUCT, Action.PRODUCT_WAIT,
+                     Action.STORE_ASYNC)
 )  # fmt: skip
 _OPERAND_READ, _BARRIER_TEST, _TMEM_LOAD, _TMEM_STORE, _GLOBAL_LOAD, _FENCE_CTA, _FENCE_GPU = (
     int(kind) for kind in (Latency.OPERAND_READ, Latency.BARRIER_TEST, Latency.TMEM_LOAD,
