@@ -9,7 +9,9 @@ steps and refuses a plan
   reads it expects, so that the orders of loads and products differ, or what nobody has read;
 * in which a barrier can run ahead of who waits for it by more than its parity tells apart, or an
   arrival can fall into the phase before its own;
-* whose last signals may find that their CTA has exited.
+* whose last signals may find that their CTA has exited;
+* that does not give back every buffer as often as it was filled;
+* in which a warpgroup uses the registers of a product of its own that may be under way, or never.
 
 What the generated roles do is taken from their rules, not from what the table means (`programs`): a
 wait for a phase that was waited for before does not block, and buffers are those of the states.
@@ -44,6 +46,8 @@ from .steps import EdgeUse, Product, Ring, StepTable, When
 
 __all__ = ["TILES", "check_drains"]
 
+#: Signals that both CTAs take part in.
+OF_BOTH_CTAS = (Signal.TMA_PAIR, *PAIR_SIGNALS, Signal.TMA_BOTH, Signal.WARPS_BOTH)
 RESPONSES = 2  # of the dynamic scheduler, read or under way
 
 #: Steps of each of a cluster's tiles, for every plan: none, few and many, in every order of two,
@@ -208,6 +212,13 @@ class Run:
         #: What was overwritten before anybody had read it.
         self.unread: list[Held] = []
         self.tensor: int | None = None
+        #: Products that each role has issued for itself; by name the last, if nobody has used it.
+        self.groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.unused: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
+        #: Contents of which each CTA copies a part to both.
+        self.shared = {copy.content for copy in steps.copies if copy.is_shared}
+        #: Part of a role -> the role.
+        self.whole = {name: role.name for role in steps.roles for name in role.names}
         self.wanted, self.fetched = 0, 0
         self.taken = dict.fromkeys(self.programs, 0)
 
@@ -282,8 +293,12 @@ class Run:
         elif kind is Kind.COPY:
             # The copy is under way: what follows in the role need not come after it.
             landed = self._event(by, last)
-            self._use(operation, landed, (role[1],))
-            self._arrive(role, operation, landed, role[1])
+            is_both = self.edges[operation.edge].signal is Signal.TMA_BOTH
+            for cta in CTAS if is_both else (role[1],):
+                self._use(operation, landed, (cta,))
+                self._arrive(role, operation, landed, cta)
+        elif kind in (Kind.GROUP, Kind.DONE, Kind.TOUCH):
+            self._multiply(role, operation)
         elif kind is Kind.PRODUCT:
             self.tensor = self._event(by, last, self.tensor)
             self._use(operation, self.tensor, CTAS)
@@ -292,6 +307,27 @@ class Run:
             for cta in CTAS:
                 self._arrive(role, operation, self.tensor, cta)
         return True
+
+    def _multiply(self, role: tuple[str, int], operation: Operation) -> None:
+        """A role's own products are done some time after their issue, in its order."""
+        last, groups, by = self.last[role], self.groups[role], (role, operation)
+        if operation.kind is Kind.GROUP:
+            event = self._event(by, last, groups[-1] if groups else None)
+            groups.append(event)
+            self.unused[role][operation.edge] = event
+            self._use(operation, event, (role[1],))
+        elif operation.kind is Kind.DONE:
+            done = groups[: len(groups) - operation.number]
+            self.last[role] = self._event(by, last, done[-1] if done else None)
+        else:
+            product = self.unused[role].pop(operation.edge, None)
+            if product is None:
+                raise ValueError(f"{_text(role, operation)}, which it has not issued since")
+            if last is None or not self._precedes(product, last):
+                raise ValueError(
+                    f"{_text(role, operation)}, which may be under way: nothing makes it wait for "
+                    f"this: {self._said(product)}"
+                )
 
     def _wait(self, role: tuple[str, int], operation: Operation) -> bool:
         stage, phase = self._stage(operation, role[1])
@@ -308,13 +344,17 @@ class Run:
     def _arrive_role(self, role: tuple[str, int], operation: Operation) -> None:
         """Of a role's warps.  On the other CTA's barrier it happens some time after the
         instruction; on the own one at once."""
-        edge = self.edges[operation.edge]
-        if edge.producer != role[0]:
+        edge, last = self.edges[operation.edge], self.last[role]
+        if edge.producer != self.whole.get(role[0], role[0]):
             raise ValueError(f"{role[0]} arrives on {edge.name}, whose producer is {edge.producer}")
-        event = self._event((role, operation), self.last[role])
+        event = self._event((role, operation), last)
         if edge.signal not in PAIR_SIGNALS:
             self.last[role] = event
         self._arrive(role, operation, event, role[1])
+        if edge.signal is Signal.WARPS_BOTH:
+            for cta in CTAS:
+                if cta != role[1]:
+                    self._arrive(role, operation, self._event((role, operation), last), cta)
 
     def _arrive(self, role: tuple, operation: Operation, event: int, cta: int) -> None:
         stage, phase = self._stage(operation, cta)
@@ -327,18 +367,25 @@ class Run:
         """The barrier of the n-th wait or arrival, and its phase, counted from 0."""
         edge = self.edges[operation.edge]
         phase, index = divmod(operation.number, edge.stages)
-        if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS):
-            cta = LEADER
+        cta = self._home(edge, cta)
         key = edge.name, cta, index
         if key not in self.stages:
             self.stages[key] = Stage(self._arrivers(edge, cta))
         return self.stages[key], phase
 
+    @staticmethod
+    def _home(edge: Edge, cta: int) -> int:
+        """The CTA whose barriers one CTA's roles use."""
+        return LEADER if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS) else cta
+
     def _arrivers(self, edge: Edge, cta: int) -> tuple[tuple[str, int], ...]:
         name = "load" if edge.signal in TMA_SIGNALS else edge.producer
-        if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS):
-            return tuple((name, each) for each in CTAS)
-        return (("mma", LEADER),) if edge.signal is Signal.COMMIT_PAIR else ((name, cta),)
+        names = [part for part, whole in self.whole.items() if whole == name] or [name]
+        if edge.signal in OF_BOTH_CTAS:
+            return tuple((part, each) for part in names for each in CTAS)
+        if edge.signal is Signal.COMMIT_PAIR:
+            return (("mma", LEADER),)
+        return tuple((part, cta) for part in names)
 
     # What buffers hold, and who may use them when.
 
@@ -349,10 +396,14 @@ class Run:
                 stage = use.position % self.edges[ring.full].stages
                 name = use.content[0] + (f" ({stage})" if ring.parts > 1 else "")
                 buffer = self.buffers[self._root(ring), cta, stage // ring.parts]
-                if use.writes:
+                by = self.events[event][0][1]
+                if not use.writes:
+                    shared = use.content[0] in self.shared
+                    for part in (f"{name} by {each}" for each in CTAS) if shared else (name,):
+                        self._read(buffer.get(part), use, (event, operation), buffer)
+                elif use.is_shared or by == cta or operation.kind is not Kind.COPY:
+                    name += f" by {by}" if use.is_shared else ""
                     self._write(buffer, (name, use), event, operation)
-                else:
-                    self._read(buffer.get(name), use, (event, operation), buffer)
 
     def _root(self, ring: Ring) -> str:
         """The ring that has the memory."""
@@ -382,7 +433,10 @@ class Run:
             return self._are_apart(self.steps.ring(held.ring), self.steps.ring(use.ring))
         results = {p.result.content for p in self.steps.products if p.result.ring == use.ring}
         parts = self.steps.ring(use.ring).parts
-        return held.writer == event or parts > 1 or use.content[0] in results
+        is_same = self.edges[self.steps.ring(use.ring).full].signal is Signal.TMA_BOTH and (
+            held.content[1:] == use.content[1:]
+        )
+        return held.writer == event or parts > 1 or use.content[0] in results or is_same
 
     @staticmethod
     def _are_apart(one: Ring, other: Ring) -> bool:
@@ -441,14 +495,41 @@ class Run:
         for last in self.last.values():
             if last is not None:
                 ends |= self.before[last] | 1 << last
+        for unused in self.unused.values():
+            for product in unused.values():
+                raise ValueError(f"nobody uses the result of a product: {self._said(product)}")
+        self._check_given_back()
         for (edge, cta, _), stage in self.stages.items():
             for events in stage.arrivals.values():
                 for event in events:
-                    if not ends >> event & 1:
+                    # What a thread does before the CTAs meet has been done when they have.
+                    is_met = self.steps.meets and self.events[event][1].kind is Kind.ARRIVE
+                    if not ends >> event & 1 and not is_met:
                         raise ValueError(
                             f"nobody waits for the last signal of {edge}, so CTA {cta} may exit "
                             f"before it: {self._said(event)}"
                         )
+
+
+    def _check_given_back(self) -> None:
+        """Every buffer is given back as often as it was filled."""
+        for ring in self.steps.rings:
+            for cta in CTAS if ring.free else ():
+                filled, given = (self._counts(edge, cta) for edge in (ring.full, ring.freed))
+                if len(filled | given) > 1:
+                    raise ValueError(
+                        f"ring {ring.name} is filled {max(filled)} times, and given back "
+                        f"{min(given)} times"
+                    )
+
+    def _counts(self, edge: str, cta: int) -> set[int]:
+        """How often those who arrive on an edge have done so, on the barriers of a CTA."""
+        cta = self._home(self.edges[edge], cta)
+        counts: dict[tuple, int] = defaultdict(int)
+        for (name, where, _), stage in self.stages.items():
+            for arriver in stage.arrivers if (name, where) == (edge, cta) else ():
+                counts[arriver] += len(stage.arrivals[arriver])
+        return set(counts.values()) or {0}
 
 
 def _text(role: tuple[str, int], operation: Operation) -> str:

@@ -58,13 +58,14 @@ class Signal(enum.Enum):
     TMA_PAIR = "TMA bytes of both CTAs, on the leader's barrier"
     COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
     TMA_CTA = "TMA bytes of the own CTA, on its barrier"
+    TMA_BOTH = "TMA bytes of both CTAs, a part of each, on both CTAs' barriers"
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
     WARPS_PAIR_RELEASE = "the same, releasing shared memory written before"
     WARPS_CTA = "one lane of each producer warp, on the own CTA's barrier"
     WARPS_BOTH = "one lane of each producer warp of both CTAs, on both CTAs' barriers, releasing"
 
 
-TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA)
+TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA, Signal.TMA_BOTH)
 PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
 RELEASING_SIGNALS = (Signal.WARPS_PAIR_RELEASE, Signal.WARPS_BOTH)
 
@@ -236,6 +237,7 @@ class Barrier(SharedByReference):
         operation = {
             Signal.TMA_PAIR: pipeline.PipelineOp.TmaLoad,
             Signal.TMA_CTA: pipeline.PipelineOp.TmaLoad,
+            Signal.TMA_BOTH: pipeline.PipelineOp.TmaLoad,
             Signal.COMMIT_PAIR: pipeline.PipelineOp.TCGen05Mma,
         }.get(edge.signal, pipeline.PipelineOp.AsyncThread)
         group = pipeline.CooperativeGroup(pipeline.Agent.Thread, edge.arrive_count)

@@ -33,23 +33,28 @@ class Kind(enum.Enum):
     ADVANCE = "takes the tile"
     WANT = "wants the tile"
     FETCH = "fetches the tile"
+    GROUP = "issues"
+    DONE = "waits for its products but the latest"
+    TOUCH = "touches the registers of"
 
 
 class Use(NamedTuple):
     """A use of a buffer.  position: turn of its ring; content: what it holds then, or is to; takes:
-    who reads it is one for whom it was made."""
+    who reads it is one for whom it was made; is_shared: `Copy.is_shared`."""
 
     ring: str
     position: int
     content: tuple
     writes: bool
     takes: bool = True
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a role.  number: of the wait for or arrival on an edge, from 0 on, or of the
-    tile; place: where in the steps, for messages."""
+    """One operation of a role.  edge: of GROUP and TOUCH the product.  number: of the wait for or
+    arrival on an edge, from 0 on, or of the tile; of DONE the products that may be under way.
+    place: where in the steps, for messages."""
 
     kind: Kind
     edge: str = ""
@@ -131,12 +136,14 @@ class Programs:
     tiles: tuple[int, ...]
 
     def all(self) -> dict[tuple[str, int], list[Operation]]:
-        """By (role, CTA)."""
-        programs = {("mma", LEADER): list(self._mma())}
+        """By (role, CTA); parts of a role are roles."""
+        programs = {("mma", LEADER): list(self._mma())} if self.steps.products else {}
         for cta in CTAS:
-            programs["load", cta] = list(self._load())
+            if self.steps.products:
+                programs["load", cta] = list(self._load())
             for role in self.steps.roles:
-                programs[role.name, cta] = list(self._written(role))
+                for name in role.names:
+                    programs[name, cta] = list(self._written(role))
         programs["scheduler", LEADER] = [
             operation
             for tile in range(1, len(self.tiles) + 1)
@@ -167,16 +174,22 @@ class Programs:
             yield from self._tail(ring.freed, itertools.count(counters.count("wait", ring.freed)))
 
     def _fill(self, load: Load, issue: Issue, counters: Counters) -> Iterator[Operation]:
+        step = None if load.when is When.FIRST else issue.step
+        yield from self._copies(load, (issue.tile, step), counters, f"for {issue}")
+
+    def _copies(
+        self, load: Load, which: tuple[int, int | None], counters: Counters, place: str
+    ) -> Iterator[Operation]:
+        """The copies of a load.  which: (tile, step)."""
         ring = self.steps.ring(load.ring)
         for piece in range(load.pieces):
-            place = f"for {issue}"
             yield Operation(Kind.WAIT, ring.freed, counters.next("wait", ring.freed), place=place)
             position = counters.next("arrive", ring.full)
-            step = None if load.when is When.FIRST else issue.step
             uses = tuple(
-                Use(ring.name, position, (copy.content, issue.tile, step, piece), True)
+                Use(ring.name, position, (copy.content, *which, piece), True,
+                    is_shared=copy.is_shared)
                 for copy in load.copies
-            )
+            )  # fmt: skip
             yield Operation(Kind.COPY, ring.full, position, uses, place)
 
     def _tail(self, edge: str, numbers: Iterator[int]) -> Iterator[Operation]:
@@ -237,7 +250,7 @@ class Programs:
         """What a product reads, then what it writes, or adds to."""
         uses = []
         for operand, part in ((product.a, 0), (product.b, piece)):
-            step = None if self._is_of_tile(operand.content) else issue.step
+            step = None if self.steps.is_of_tile(operand.content) else issue.step
             content = (operand.content, issue.tile, step, part)
             uses.append(Use(operand.ring, turns.buffer(operand.ring), content, False))
         result = product.result
@@ -251,19 +264,14 @@ class Programs:
         uses.append(Use(result.ring, position, made, True))
         return tuple(uses)
 
-    def _is_of_tile(self, content: str) -> bool:
-        """Whether a content is loaded once a tile."""
-        return any(
-            copy.content == content and load.when is When.FIRST
-            for load in self.steps.loads for copy in load.copies
-        )  # fmt: skip
-
     def _written(self, role: Role) -> Iterator[Operation]:
         """A role written by hand."""
         counters = Counters()
         yield from self._actions(role.begin, (0, 0), counters)
         before = None
         for tile, num_steps in enumerate(self.tiles):
+            if role.claims is not None and num_steps < role.claims:
+                yield Operation(Kind.WANT, number=tile + 1)
             if num_steps:
                 yield from self._tile(role, tile, before, counters)
                 before = tile
@@ -283,6 +291,8 @@ class Programs:
             if act.is_ahead and act.when.applies(True, last == 0):
                 yield from self._actions(act.actions, (tile, 0), counters)
         for step in range(last + 1):
+            if step + (role.claims or 0) == self.tiles[tile]:
+                yield Operation(Kind.WANT, number=tile + 1)
             for act in role.acts:
                 if act.is_ahead:
                     if step < last and act.when.applies(False, step + 1 == last):
@@ -305,18 +315,37 @@ class Programs:
             if verb in (Verb.WAIT, Verb.SKIP):
                 kind = Kind.WAIT if verb is Verb.WAIT else Kind.SKIP
                 yield Operation(kind, name, counters.next("wait", name), place=place)
+            elif verb is Verb.AGAIN:
+                yield Operation(Kind.WAIT, name, counters.count("wait", name) - 1, place=place)
             elif verb is Verb.ARRIVE:
                 yield Operation(Kind.ARRIVE, name, counters.next("arrive", name), place=place)
+            elif action.load is not None:
+                which = tile, None if self.steps.is_of_tile(action.load.copies[0].content) else step
+                yield from self._copies(action.load, which, counters, place)
+            elif verb is Verb.MULTIPLY:
+                uses = tuple(self._buffer(each, where, counters) for each in action.operands)
+                yield Operation(Kind.GROUP, action.content, uses=uses, place=place)
+            elif verb is Verb.DONE:
+                yield Operation(Kind.DONE, number=action.pending, place=place)
+            elif verb is Verb.TOUCH:
+                yield Operation(Kind.TOUCH, action.content, place=place)
             else:
-                full = self.steps.ring(name).full
-                writes = verb is Verb.WRITE
-                turn = counters.count("arrive", full) if writes else (
-                    counters.count("wait", full) - 1
-                )  # fmt: skip
-                is_of_tile = self._is_of_tile(action.content)
-                content = (action.content, tile, None if is_of_tile else step)
-                use = Use(name, turn, content, writes, verb is not Verb.CHANGE)
+                use = self._buffer(action, where, counters)
                 yield Operation(Kind.USE, uses=(use,), place=place)
+
+    def _buffer(self, action: Action, where: tuple[int, int], counters: Counters) -> Use:
+        """What an action uses.  where: (tile, step)."""
+        (tile, step), ring = where, self.steps.ring(action.where)
+        writes = action.verb is Verb.WRITE
+        if writes:
+            turn = counters.count("arrive", ring.full)
+        elif action.is_oldest:
+            turn = counters.count("arrive", ring.freed)
+        else:
+            turn = counters.count("wait", ring.full) - 1
+        is_of_tile = self.steps.is_of_tile(action.content)
+        content = (action.content, tile, None if is_of_tile else step, action.piece)
+        return Use(ring.name, turn, content, writes, action.verb is not Verb.CHANGE)
 
 
 def _advance(tile: int) -> Operation:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from .steps import Ring
+from .steps import Ring, StepTable
 
 __all__ = ["check_memory"]
 
 
-def check_memory(name: str, plan: Any) -> None:
+def check_memory(name: str, plan: Any, steps: StepTable) -> None:
     """Raises ValueError, with the ring, where its buffers are not those of the plans.
 
-    name: of the kernel.  plan: has edges, steps, smem and tmem.
+    name: of the kernel.  plan: has edges, smem and, for rings that are not in it, tmem.
     """
     try:
-        for ring in plan.steps.rings:
-            _check_ring(plan, ring)
+        for ring in steps.rings:
+            _check_ring(plan, steps, ring)
     except ValueError as error:
         raise ValueError(f"{name} cannot work: {error}") from None
 
 
-def _check_ring(plan: Any, ring: Ring) -> None:
+def _check_ring(plan: Any, steps: StepTable, ring: Ring) -> None:
     stages = plan.edges[ring.full].stages
     if ring.over:
-        below = plan.steps.ring(ring.over)
+        below = steps.ring(ring.over)
         room = plan.edges[below.full].stages * ring.parts
         if stages != room:
             raise ValueError(

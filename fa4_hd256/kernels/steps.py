@@ -44,13 +44,19 @@ __all__ = [
     "Verb",
     "Want",
     "When",
+    "again",
     "arrive",
     "change",
+    "done",
     "each",
+    "fill",
     "first",
     "last",
+    "multiply",
     "read",
+    "read_oldest",
     "skip",
+    "touch",
     "wait",
     "write",
 ]
@@ -63,11 +69,13 @@ class When(enum.Enum):
     FIRST = "first step"
     LAST = "last step"
     NOT_LAST = "each step but the last"
+    NOT_FIRST = "each step but the first"
 
     def applies(self, is_first: bool, is_last: bool) -> bool:
         """Whether a step is among them."""
         return {
-            When.EACH: True, When.FIRST: is_first, When.LAST: is_last, When.NOT_LAST: not is_last
+            When.EACH: True, When.FIRST: is_first, When.LAST: is_last, When.NOT_LAST: not is_last,
+            When.NOT_FIRST: not is_first,
         }[self]  # fmt: skip
 
 
@@ -127,12 +135,14 @@ class Copy:
     """One TMA copy of each CTA.
 
     content: what it brings, in the words of the timeline.  box: the kernel's TMA tensor.  memory:
-    the kernel's view of shared memory that it goes to.
+    the kernel's view of shared memory that it goes to.  is_shared: it goes to both CTAs, each of
+    which copies a part.
     """
 
     content: str
     box: str
     memory: str
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,20 +235,36 @@ class Verb(enum.Enum):
     """What a role written by hand does with an edge or with a buffer of a ring."""
 
     WAIT = "waits for"
+    AGAIN = "waits again for"
     SKIP = "passes over"
     ARRIVE = "arrives on"
     READ = "reads"
     CHANGE = "changes"
     WRITE = "writes"
+    FILL = "fills"
+    MULTIPLY = "multiplies"
+    DONE = "waits for products"
+    TOUCH = "touches the registers of"
 
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a role.  where: an edge, or a ring; content: of the ring's buffer."""
+    """One action of a role.  where: an edge, or a ring; content: of the ring's buffer, or the name
+    of a product.
+
+    piece: of a content that takes several buffers.  is_oldest: the buffer is the oldest that the
+    role has not given back, not the latest that it waited for.  load: of FILL.  operands: of
+    MULTIPLY.  pending: of DONE.
+    """
 
     verb: Verb
-    where: str
+    where: str = ""
     content: str = ""
+    piece: int = 0
+    is_oldest: bool = False
+    load: Load | None = None
+    operands: tuple[Action, ...] = ()
+    pending: int = 0
 
 
 def wait(edge: str) -> Action:
@@ -251,14 +277,47 @@ def skip(edge: str) -> Action:
     return Action(Verb.SKIP, edge)
 
 
+def again(edge: str) -> Action:
+    """Wait for the phase of an edge that was waited for last."""
+    return Action(Verb.AGAIN, edge)
+
+
 def arrive(edge: str) -> Action:
     """Signal an edge."""
     return Action(Verb.ARRIVE, edge)
 
 
-def read(ring: str, content: str) -> Action:
+def read(ring: str, content: str, piece: int = 0) -> Action:
     """Read the buffer that was waited for last."""
-    return Action(Verb.READ, ring, content)
+    return Action(Verb.READ, ring, content, piece)
+
+
+def read_oldest(ring: str, content: str) -> Action:
+    """Read the oldest buffer that the role has not given back."""
+    return Action(Verb.READ, ring, content, is_oldest=True)
+
+
+def fill(load: Load) -> Action:
+    """Wait for free buffers and copy into them, one for each piece.  The act says when."""
+    return Action(Verb.FILL, load.ring, load.content, load=load)
+
+
+def multiply(product: str, *operands: Action) -> Action:
+    """Issue a product as a group of its own, which reads its operands until it is done.
+
+    operands: reads of buffers; an operand in registers is none.
+    """
+    return Action(Verb.MULTIPLY, content=product, operands=operands)
+
+
+def done(pending: int) -> Action:
+    """Wait until at most so many of the latest products are not done."""
+    return Action(Verb.DONE, pending=pending)
+
+
+def touch(product: str) -> Action:
+    """Use the registers of the last product of a name: its result, or write what it reads."""
+    return Action(Verb.TOUCH, content=product)
 
 
 def change(ring: str, content: str) -> Action:
@@ -290,12 +349,23 @@ class Role:
     """How a role that is written by hand uses the edges, for the check of the plan.
 
     begin, end: before the first, after the last tile.  In a tile without steps it does nothing.
+    parts: groups of its warps that do so, each by itself.  claims: it lets the scheduler ask for
+    the next tile when so many steps are left of one, at its beginning where it has fewer.
     """
 
     name: str
     acts: tuple[Act, ...]
     begin: tuple[Action, ...] = ()
     end: tuple[Action, ...] = ()
+    parts: int = 1
+    claims: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parts."""
+        if self.parts == 1:
+            return (self.name,)
+        return tuple(f"{self.name} {part}" for part in range(self.parts))
 
 
 @dataclass(frozen=True)
@@ -342,11 +412,55 @@ CLAIM_STEPS = 2
 @dataclass(frozen=True)
 class StepTable:
     """The products of a kernel's step in the order of their issue, the rings they use, and the
-    other roles, as far as they use the same edges."""
+    other roles, as far as they use the same edges.
+
+    meets: before a CTA of a cluster exits, its threads wait for those of the other.
+    """
 
     rings: tuple[Ring, ...]
-    products: tuple[Product, ...]
+    products: tuple[Product, ...] = ()
     roles: tuple[Role, ...] = ()
+    meets: bool = False
+
+    def role(self, name: str) -> Role:
+        """The one of that name, or with a part of that name."""
+        return next(role for role in self.roles if name in (role.name, *role.names))
+
+    @property
+    def fills(self) -> tuple[tuple[Load, When], ...]:
+        """What is loaded, and in which steps."""
+        return (
+            *((load, load.when) for load in self.loads),
+            *(
+                (action.load, act.when)
+                for role in self.roles for act in role.acts for action in act.actions if action.load
+            ),
+        )  # fmt: skip
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """All copies of all loads."""
+        return tuple(copy for load, _ in self.fills for copy in load.copies)
+
+    @property
+    def filled_rings(self) -> tuple[Ring, ...]:
+        """Rings that are filled by copies."""
+        names = {load.ring for load, _ in self.fills}
+        return tuple(ring for ring in self.rings if ring.name in names)
+
+    def loads_of(self, role: str, is_first: bool) -> tuple[Load, ...]:
+        """What a role fills in a tile's first step, or in every later one, in order."""
+        return tuple(
+            action.load for act in self.role(role).acts if act.when.applies(is_first, False)
+            for action in act.actions if action.load
+        )  # fmt: skip
+
+    def is_of_tile(self, content: str) -> bool:
+        """Whether a content is loaded once a tile."""
+        return any(
+            copy.content == content and when is When.FIRST
+            for load, when in self.fills for copy in load.copies
+        )
 
     def ring(self, name: str) -> Ring:
         return next(ring for ring in self.rings if ring.name == name)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .edges import EdgeTable
-from .steps import Act, EdgeUse, Load, Product, Role, StepTable, Verb, When
+from .steps import Act, Action, EdgeUse, Load, Product, Role, StepTable, Verb, When
 
-__all__ = ["describe_steps"]
+__all__ = ["describe_roles", "describe_steps"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,32 @@ def describe_steps(steps: StepTable, edges: EdgeTable) -> str:
     roles = ["| other role | in | waits for | arrives on |", "|" + "---|" * 4]
     roles += [f"| {' | '.join(row)} |" for role in steps.roles for row in _acts(role)]
     return "\n".join(rows) + "\n\n" + "\n".join(roles)
+
+
+def describe_roles(steps: StepTable) -> str:
+    """What the roles of a table without products do in a tile, in their order, as a table.
+
+    (rest n): until at most n of the warpgroup's products are under way.
+    """
+    rows = ["| role | in | does |", "|" + "---|" * 3]
+    for role in steps.roles:
+        for act in role.acts:
+            words = "; ".join(word for action in act.actions for word in _words(action))
+            rows.append(f"| {role.name} | {_when(act)} | {words} |")
+    return "\n".join(rows)
+
+
+def _words(action: Action) -> Iterator[str]:
+    """What an action is to a reader, if anything."""
+    if action.load is not None:
+        suffix = f" in {action.load.pieces}" if action.load.pieces > 1 else ""
+        yield f"fills {action.where}: {action.load.content}{suffix}"
+    elif action.verb is Verb.MULTIPLY:
+        yield action.content
+    elif action.verb is Verb.DONE:
+        yield f"(rest {action.pending})"
+    elif action.verb is not Verb.TOUCH:
+        yield f"{action.verb.value} {action.content or action.where}"
 
 
 def _rows(steps: StepTable) -> Iterator[tuple[str, ...]]:

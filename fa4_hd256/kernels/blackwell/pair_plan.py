@@ -36,7 +36,7 @@ def check_plan(name: str, plan: Any) -> None:
 
     name: of the kernel.  plan: has smem, tmem, edges and steps, which are derived here.
     """
-    check_memory(name, plan)
+    check_memory(name, plan, plan.steps)
     check_drains(name, plan.edges, plan.steps)
 
 

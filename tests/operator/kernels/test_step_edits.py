@@ -9,7 +9,7 @@ import pytest
 import torch
 from cutlass import Float32
 from gpus import gpu
-from test_step_traces import assert_as_declared
+from step_traces import assert_as_declared
 
 import sm100_sim
 from fa4_hd256 import ForwardConfig

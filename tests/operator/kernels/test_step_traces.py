@@ -6,17 +6,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
+from step_traces import assert_as_declared, attend, of_entry, steps_of
 
 import sm100_sim
-from fa4_hd256 import BackwardConfig, ForwardConfig, flash_attn_func
-from fa4_hd256.kernels.programs import Kind, Programs
+from fa4_hd256 import BackwardConfig, ForwardConfig
+from fa4_hd256.kernels.programs import Kind
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 
-ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
-SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
 TILE_Q, TILE_K = 256, 128
 
 
@@ -32,94 +30,6 @@ def reports(monkeypatch):
     monkeypatch.setattr(sm100_sim, "launch", launch)
     monkeypatch.setenv("SM100_SIM_DEVICE", "b200:2")
     return found
-
-
-def happened(report, plan, warp, cta):
-    """(kind, edge, stage, parity of a wait) of a warp's waits, signals, copies and products."""
-    places = [(edge.name, stage) for edge in plan.edges.edges for stage in range(edge.stages)]
-    start = SMEM_START + plan.smem.offsets()["barriers"]
-    found = []
-    for entry in report.trace:
-        if (entry.warp, entry.ctaid[0]) != (warp, cta):
-            continue
-        kind, operand = of_entry(entry.opcode)
-        if kind is Kind.PRODUCT:
-            found.append((kind, "", 0, None))
-        elif kind is not None:
-            index = ((entry.operands[operand] & ADDRESS_BITS) - start) // 8
-            if 0 <= index < len(places):  # else a barrier of the scheduler
-                parity = entry.operands[2] if kind is Kind.WAIT else None
-                found.append((kind, *places[index], parity))
-    # A copy has several boxes, a product several instructions.
-    return [step for step, _ in itertools.groupby(found)]
-
-
-def of_entry(opcode):
-    """(kind of an operation, its operand that is a barrier), (None, 0) for others."""
-    if opcode.startswith("mbarrier.try_wait"):
-        return Kind.WAIT, 1
-    if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:
-        return Kind.ARRIVE, 1
-    if opcode.startswith("cp.async.bulk.tensor") and "mbarrier" in opcode:
-        return Kind.COPY, 2
-    if opcode.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
-        return Kind.COPY, 3
-    if opcode.startswith("tcgen05.commit"):
-        return Kind.COMMIT, 0
-    return (Kind.PRODUCT, 0) if opcode.startswith("tcgen05.mma.") else (None, 0)
-
-
-def declared(plan, tiles):
-    """The same of each (role, CTA), from the table of steps."""
-    found = {}
-    for role, program in Programs(plan.edges, plan.steps, tiles).all().items():
-        found[role] = []
-        for operation in program:
-            if operation.kind is Kind.PRODUCT:
-                found[role].append((operation.kind, "", 0, None))
-            elif operation.kind in (Kind.WAIT, Kind.ARRIVE, Kind.COPY, Kind.COMMIT):
-                edge = plan.edges[operation.edge]
-                phase, stage = divmod(operation.number, edge.stages)
-                parity = (phase - edge.initially_complete) % 2
-                is_wait = operation.kind is Kind.WAIT
-                found[role].append((operation.kind, edge.name, stage, parity if is_wait else None))
-    del found["scheduler", 0]
-    return found
-
-
-def assert_as_declared(report, plan, tiles):
-    for (role, cta), expected in declared(plan, tiles).items():
-        warps = getattr(plan.warps, role)
-        for warp in (warps[0], warps[-1]) if isinstance(warps, tuple) else (warps,):
-            assert happened(report, plan, warp, cta) == expected, (role, cta, warp)
-
-
-def steps_of(seen, rows, columns):
-    """For each block of rows, how many blocks of columns any of them sees."""
-    return tuple(
-        sum(
-            bool(seen[first : first + rows, begin : begin + columns].any())
-            for begin in range(0, seen.shape[1], columns)
-        )
-        for first in range(0, seen.shape[0], rows)
-    )
-
-
-def attend(lengths, causal, backward=None, **options):
-    """Attention of one head, and its gradients where a configuration for them is given; returns
-    which keys each query sees."""
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, length, 1, 256).bfloat16().requires_grad_(backward is not None)
-        for length in (lengths[0], lengths[1], lengths[1])
-    )
-    if backward is not None:
-        options["backward_config"] = backward
-    out = flash_attn_func(q, k, v, causal=causal, num_splits=1, **options)
-    if backward is not None:
-        out.backward(torch.randn_like(out))
-    distance = torch.arange(lengths[1]) - torch.arange(lengths[0])[:, None]
-    return distance <= lengths[1] - lengths[0] if causal else distance < lengths[1]
 
 
 @pytest.mark.parametrize("keys", [128, 1100])

@@ -17,9 +17,11 @@ from fa4_hd256.kernels.hopper.instructions import QUAD, row_of_fragment, rows_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory, TmaTensor, load_tile, smem_layout
 from fa4_hd256.kernels.problem_class import GradientClass
+from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences, SequenceTensors, clipped_view
+from fa4_hd256.kernels.steps import Copy, Load
 from fa4_hd256.kernels.views import by_sequence
 from schedulers import scheduler_class
 
@@ -34,12 +36,12 @@ RUN = 8  # columns of a row of which a quad has two a lane
 class HopperBackward(SchedulerRole):
     """Base of these kernels: host code, set-up, dispatch, and how results leave.
 
-    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns,
-    whether both CTAs get it); `problem(...)`, its tiles; `smem(memory)`; and the roles `load` and
-    `gradient`.
+    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
+    `problem(...)`, its tiles; `smem(memory)`; `places(context, box, work, position)`, where a box
+    comes from (see `tma_tile`); and the role `gradient`.
     """
 
-    boxes: dict[str, tuple[int, int, int, bool]]
+    boxes: dict[str, tuple[int, int, int]]
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
@@ -51,6 +53,7 @@ class HopperBackward(SchedulerRole):
             self.problem_class.use_clc, CTAS, counts=True
         )
         self.warps, self.edges = self.plan.warps, self.plan.edges
+        self.steps = self.plan.steps_of(self.problem_class.softcap)
 
     @cute.jit
     def __call__(
@@ -93,10 +96,10 @@ class HopperBackward(SchedulerRole):
 
     def tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
         """Those of `boxes`."""
-        tmas = []
-        for operand, rows, columns, is_shared in self.boxes.values():
+        tmas, shared = [], self.shared_boxes()
+        for box, (operand, rows, columns) in self.boxes.items():
             operation = cpasync.CopyBulkTensorTileG2SOp()
-            if is_shared:
+            if box in shared:
                 operation = cpasync.CopyBulkTensorTileG2SMulticastOp()
             tensor = operands[operand]
             view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
@@ -104,6 +107,10 @@ class HopperBackward(SchedulerRole):
             info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
             tmas.append(TmaTensor(info[0], info[1]))
         return tuple(tmas)
+
+    def shared_boxes(self) -> set[str]:
+        """Boxes of which each CTA loads half of the columns for both."""
+        return {copy.box for copy in self.steps.copies if copy.is_shared}
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
@@ -157,20 +164,70 @@ class HopperBackward(SchedulerRole):
 
     # ------------------------------------------------------------------------------------- load
 
-    def load_box(self, context: Any, box: str, place: tuple, target: tuple) -> None:
-        """One TMA load.  place: see `tma_tile`.  target: (barrier, tensor of SMEM)."""
-        index = list(self.boxes).index(box)
-        (barrier, smem), is_shared = target, self.boxes[box][3]
-        one = cute.make_tensor(smem.iterator, cute.append(smem.layout, cute.make_layout(1)))
-        mask = Int16(BOTH_CTAS) if is_shared else None
-        load_tile(context.tensors.loads[index], one, place, barrier, 0, 1, mask)
+    @cute.jit
+    def load(self, context: Any):
+        """Fill what the table of steps says, in its order; one warp of each CTA."""
+        first, later = (self.steps.loads_of("load", is_first) for is_first in (True, False))
+        # Where what is loaded once a tile comes before all else, its steps are alike behind that.
+        alike = first[-len(later) :] == later
+        begin = first[: -len(later)] if alike else first
+        states = self.edges.waiter_states(*(ring.freed for ring in self.steps.filled_rings))
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            scheduler.want_next_work()
+            num_steps = self.num_steps(context, work)
+            if num_steps > 0:
+                position = self.first_position(context, work)
+                states = self._fill_all(context, begin, (work, position), states)
+                for _ in cutlass.range(int(not alike), num_steps, unroll=1):
+                    if cutlass.const_expr(not alike):
+                        position = self.next_position(position)
+                    states = self._fill_all(context, later, (work, position), states)
+                    if cutlass.const_expr(alike):
+                        position = self.next_position(position)
+            work = scheduler.advance_to_next_work()
 
-    def room(self, context: Any, name: str, states: Any) -> tuple[cute.Pointer, Int32]:
-        """(barrier, buffer) of the ring `name`, once the buffer is free."""
-        state, loaded = states[f"{name}_free"], context.barriers[f"{name}_loaded"]
-        context.barriers[f"{name}_free"].wait(state)
+    def _fill_all(self, context: Any, loads: tuple[Load, ...], which: tuple, states: Any) -> Any:
+        """which: (tile, position)."""
+        for load in loads:
+            for piece in range(load.pieces):
+                states = traced("load")(self._fill)(context, load, (*which, piece), states)
+        return states
+
+    @cute.jit
+    def _fill(self, context: Any, load: Load, which: tuple, states: Any):
+        """The next buffer of a ring, once it is free.  which: (tile, position, piece)."""
+        ring = self.steps.ring(load.ring)
+        state, loaded = states[ring.freed], context.barriers[ring.full]
+        context.barriers[ring.freed].wait(state)
         loaded.expect_bytes(state)
-        return loaded.pointer(state), state.index
+        buffer = 0 if cutlass.const_expr(loaded.edge.stages == 1) else state.index
+        for copy in load.copies:
+            self.copy(context, copy, which, (loaded.pointer(state), buffer))
+        states.advance(ring.freed)
+        return states
+
+    def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
+        """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
+        (work, position, _), (barrier, buffer), smem = which, target, context.smem[copy.memory]
+        if copy.box in self.boxes:
+            place = self.places(context, copy.box, work, position)
+            self.load_box(context, copy, place, (barrier, smem[None, None, buffer]))
+        else:
+            place = barrier, smem[None, buffer]
+            self.load_stats(context, copy.box, (work, position), place)
+
+    def load_box(self, context: Any, copy: Copy, place: tuple, target: tuple) -> None:
+        """One TMA load, of half of the columns for both CTAs where they share it.  place: see
+        `tma_tile`.  target: (barrier, tensor of SMEM)."""
+        index, (barrier, smem), mask = list(self.boxes).index(copy.box), target, None
+        if copy.is_shared:
+            _, rows, columns = self.boxes[copy.box]
+            smem = cute.local_tile(smem, (rows, columns), (0, context.cta_rank))
+            mask = Int16(BOTH_CTAS)
+        one = cute.make_tensor(smem.iterator, cute.append(smem.layout, cute.make_layout(1)))
+        load_tile(context.tensors.loads[index], one, place, barrier, 0, 1, mask)
 
     # ---------------------------------------------------------------------------------- results
 

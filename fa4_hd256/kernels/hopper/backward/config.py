@@ -10,9 +10,14 @@ from typing import ClassVar
 
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_BYTES
 from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.hopper.checked_plan import check_plan
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
+from fa4_hd256.kernels.steps import StepTable
+from fa4_hd256.kernels.timeline import describe_roles
 from schedulers.counter import CounterScheduler
+
+from .steps import dv_steps, products_steps, single_steps
 
 __all__ = [
     "CTAS",
@@ -71,8 +76,31 @@ def common_regions(edges: EdgeTable) -> tuple[SmemRegion, ...]:
     )  # fmt: skip
 
 
+class StepPlan:
+    """Base of the plans of these kernels: frozen dataclasses with warps, smem and edges.
+
+    Raise ValueError for shared memory that does not fit, and for steps that cannot work.
+    """
+
+    warps: BackwardWarpPlan
+
+    def steps_of(self, capped: bool) -> StepTable:
+        """The table of steps, checked.  capped: of a call with a softcap."""
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> StepTable:
+        """The table of a call without a softcap."""
+        return self.steps_of(False)
+
+    def checked(self, name: str, steps: StepTable) -> StepTable:
+        """A table of the kernel of that name, if it can work."""
+        check_plan(name, self, steps)
+        return steps
+
+
 @dataclass(frozen=True)
-class DvPlan:
+class DvPlan(StepPlan):
     """The kernel of dV and dS: 256 keys of a cluster stay, 64 queries pass in each step.
 
     q_stages, dout_stages: buffers of Q, and of dO.
@@ -91,12 +119,16 @@ class DvPlan:
                 f"q_stages is {self.q_stages} and dout_stages {self.dout_stages}; at least 1 and 2 "
                 "are needed: dO of a step is multiplied while Q of the next is"
             )
-        _ = self.smem
+        _ = self.steps
 
     @property
     def own_rows(self) -> int:
         """Keys of a CTA."""
         return self.tile_rows // CTAS
+
+    def steps_of(self, capped: bool) -> StepTable:
+        """See `StepPlan.steps_of`."""
+        return self.checked("the kernel of dV and dS", dv_steps(capped))
 
     @property
     def smem(self) -> SmemPlan:
@@ -117,7 +149,8 @@ class DvPlan:
     @property
     def edges(self) -> EdgeTable:
         gradient = len(self.warps.gradient)
-        tma, own, both = Signal.TMA_CTA, Signal.WARPS_CTA, Signal.WARPS_BOTH
+        tma, own = Signal.TMA_CTA, Signal.WARPS_CTA
+        shared, both = Signal.TMA_BOTH, Signal.WARPS_BOTH
         keys = self.own_rows * ROW_BYTES
         queries = self.step_columns * (ROW_BYTES + FLOAT_BYTES)
         return EdgeTable(
@@ -130,11 +163,11 @@ class DvPlan:
                      transaction_bytes=keys),
                 Edge("v_free", 1, own, "gradient", gradient, "load", "V: all dP of the tile done",
                      True),
-                Edge("q_loaded", self.q_stages, tma, "load", 1, "gradient", "Q and LSE in SMEM",
+                Edge("q_loaded", self.q_stages, shared, "load", 1, "gradient", "Q and LSE in SMEM",
                      transaction_bytes=queries),
                 Edge("q_free", self.q_stages, both, "gradient", gradient, "load",
                      "Q buffer: S is done, LSE read", True),
-                Edge("dout_loaded", self.dout_stages, tma, "load", 1, "gradient",
+                Edge("dout_loaded", self.dout_stages, shared, "load", 1, "gradient",
                      "dO and delta in SMEM", transaction_bytes=queries),
                 Edge("dout_free", self.dout_stages, both, "gradient", gradient, "load",
                      "dO buffer: dP and dV are done, delta read", True),
@@ -147,7 +180,7 @@ class DvPlan:
 
 
 @dataclass(frozen=True)
-class ProductsPlan:
+class ProductsPlan(StepPlan):
     """dK and dQ as plain products of a stored dS: 256 rows of a cluster, 128 of the sum in each
     step.
 
@@ -161,13 +194,17 @@ class ProductsPlan:
     tile_rows: ClassVar[int] = DS_BLOCK
     step_columns: ClassVar[int] = DS_TILE
 
+    def steps_of(self, capped: bool) -> StepTable:
+        """See `StepPlan.steps_of`; without scores a softcap is the same."""
+        return self.checked("the kernel of dK and dQ from stored dS", products_steps())
+
     def __post_init__(self) -> None:
         if self.ds_stages < 2 or self.rows_stages < 3:
             raise ValueError(
                 f"ds_stages is {self.ds_stages} and rows_stages {self.rows_stages}; at least 2 and "
                 "3 are needed: a step's last piece is multiplied while the next step's first is"
             )
-        _ = self.smem
+        _ = self.steps
 
     @property
     def smem(self) -> SmemPlan:
@@ -190,7 +227,7 @@ class ProductsPlan:
                      transaction_bytes=DS_TILE_BYTES),
                 Edge("ds_free", self.ds_stages, Signal.WARPS_CTA, "gradient", gradient, "load",
                      "dS buffer: its products are done", True),
-                Edge("rows_loaded", self.rows_stages, tma, "load", 1, "gradient",
+                Edge("rows_loaded", self.rows_stages, Signal.TMA_BOTH, "load", 1, "gradient",
                      "Q or K in SMEM", transaction_bytes=PIECE_ROWS * ROW_BYTES),
                 Edge("rows_free", self.rows_stages, Signal.WARPS_BOTH, "gradient", gradient,
                      "load", "Q or K buffer: its product is done", True),
@@ -203,7 +240,7 @@ class ProductsPlan:
 
 
 @dataclass(frozen=True)
-class SinglePlan:
+class SinglePlan(StepPlan):
     """One gradient by itself: 256 rows of a cluster stay, 64 of the other side pass in each step.
 
     result: "dq", "dk" or "dv".  x_stages: buffers of what scores and dS, or P, are multiplied with.
@@ -226,17 +263,23 @@ class SinglePlan:
                 f"x_stages is {self.x_stages} and y_stages {self.y_stages}; at least 2 and 1 are "
                 "needed: the sum of a step runs beside the scores of the next"
             )
-        _ = self.smem
+        _ = self.steps
 
     @property
     def own_rows(self) -> int:
         """Rows of a CTA."""
         return self.tile_rows // CTAS
 
+    def steps_of(self, capped: bool) -> StepTable:
+        """See `StepPlan.steps_of`."""
+        name = f"the kernel of d{self.result[1:].upper()} alone"
+        return self.checked(name, single_steps(self.result, capped))
+
     @property
-    def stats_pass(self) -> bool:
-        """Whether LSE and delta belong to what passes."""
-        return self.result != "dq"
+    def passing_stats(self) -> tuple[str, ...]:
+        """Of "lse" and "delta" those that pass beside x and y; dQ has them by row, and dV takes no
+        delta."""
+        return {"dq": (), "dk": ("lse", "delta"), "dv": ("lse",)}[self.result]
 
     @property
     def smem(self) -> SmemPlan:
@@ -252,7 +295,7 @@ class SinglePlan:
                 SmemRegion("g", 1, rows, aligned, "dO or V: 128 rows x 256"),
                 SmemRegion("x", self.x_stages, step, aligned, "K or Q: 64 rows x 256"),
                 SmemRegion("y", self.y_stages, step, aligned, "V or dO: 64 rows x 256"),
-                *(of_step if self.stats_pass else ()),
+                *(region for region in of_step if region.name in self.passing_stats),
                 *common_regions(self.edges),
             )
         )
@@ -260,20 +303,24 @@ class SinglePlan:
     @property
     def edges(self) -> EdgeTable:
         gradient, tma, both = len(self.warps.gradient), Signal.TMA_CTA, Signal.WARPS_BOTH
+        shared = Signal.TMA_BOTH
         stays = (1 if self.result == "dv" else 2) * self.own_rows * ROW_BYTES
-        passes = self.step_columns * (ROW_BYTES + FLOAT_BYTES * self.stats_pass)
+        x_bytes, y_bytes = (
+            self.step_columns * (ROW_BYTES + FLOAT_BYTES * (name in self.passing_stats))
+            for name in ("lse", "delta")
+        )
         return EdgeTable(
             (
                 Edge("a_loaded", 1, tma, "load", 1, "gradient", "what stays in SMEM",
                      transaction_bytes=stays),
                 Edge("a_free", 1, Signal.WARPS_CTA, "gradient", gradient, "load",
                      "what stays: all scores of the tile done", True),
-                Edge("x_loaded", self.x_stages, tma, "load", 1, "gradient", "K or Q in SMEM",
-                     transaction_bytes=passes),
+                Edge("x_loaded", self.x_stages, shared, "load", 1, "gradient", "K or Q in SMEM",
+                     transaction_bytes=x_bytes),
                 Edge("x_free", self.x_stages, both, "gradient", gradient, "load",
                      "K or Q buffer: its products are done", True),
-                Edge("y_loaded", self.y_stages, tma, "load", 1, "gradient", "V or dO in SMEM",
-                     transaction_bytes=passes),
+                Edge("y_loaded", self.y_stages, shared, "load", 1, "gradient", "V or dO in SMEM",
+                     transaction_bytes=y_bytes),
                 Edge("y_free", self.y_stages, both, "gradient", gradient, "load",
                      "V or dO buffer: its product is done", True),
             )
@@ -285,9 +332,9 @@ class SinglePlan:
 
 
 def describe_plan(head: str, plan: DvPlan | ProductsPlan | SinglePlan) -> str:
-    """Warps, shared memory and barriers as Markdown."""
+    """Warps, shared memory, barriers and steps as Markdown."""
     parts = (plan.warps, plan.smem, plan.edges)
-    return "\n\n".join([head, *(part.describe() for part in parts)])
+    return "\n\n".join([head, *(part.describe() for part in parts), describe_roles(plan.steps)])
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,10 @@ class DvKernel(KeyRows, HopperBackward):
     """
 
     boxes = {
-        "q": (0, STEP_QUERIES, HEAD_DIM // 2, True),
-        "k": (1, OWN_KEYS, HEAD_DIM, False),
-        "v": (2, OWN_KEYS, HEAD_DIM, False),
-        "dout": (3, STEP_QUERIES, HEAD_DIM // 2, True),
+        "q": (0, STEP_QUERIES, HEAD_DIM // 2),
+        "k": (1, OWN_KEYS, HEAD_DIM),
+        "v": (2, OWN_KEYS, HEAD_DIM),
+        "dout": (3, STEP_QUERIES, HEAD_DIM // 2),
     }
 
     def __init__(self, *arguments: Any) -> None:
@@ -117,54 +117,6 @@ class DvKernel(KeyRows, HopperBackward):
     @staticmethod
     def _by_blocks(context: Any, work: Any) -> Any:
         return context.visibility(work, TILE_KEYS).transposed(TILE_KEYS)
-
-    # ------------------------------------------------------------------------------------- load
-
-    @cute.jit
-    def load(self, context: Any):
-        """K and V of each tile, Q and dO of each step."""
-        states = self.edges.waiter_states("k_free", "v_free", "q_free", "dout_free")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            scheduler.want_next_work()
-            num_steps = self.num_steps(context, work)
-            if num_steps > 0:
-                step = self.first_position(context, work)
-                states = self._load_keys(context, work, "k", states)
-                states = self._load_queries(context, (work, step), "q", states)
-                states = self._load_keys(context, work, "v", states)
-                states = self._load_queries(context, (work, step), "dout", states)
-                for _ in cutlass.range(1, num_steps, unroll=1):
-                    step = self.next_position(step)
-                    states = self._load_queries(context, (work, step), "q", states)
-                    states = self._load_queries(context, (work, step), "dout", states)
-            work = scheduler.advance_to_next_work()
-
-    def _load_keys(self, context: Any, work: Any, name: str, states: Any) -> Any:
-        """This CTA's 128 keys of K or V."""
-        barrier, _ = self.room(context, name, states)
-        place = self.place_of_keys(context, work)
-        self.load_box(context, name, place, (barrier, context.smem[name][None, None, 0]))
-        states.advance(f"{name}_free")
-        return states
-
-    @traced("load")
-    @cute.jit
-    def _load_queries(self, context: Any, which: tuple, name: str, states: Any):
-        """This CTA's half of the columns of Q or dO of a step, for both, and LSE or delta.  which:
-        (tile, step)."""
-        (work, step), rank = which, context.cta_rank
-        barrier, index = self.room(context, name, states)
-        smem = cute.local_tile(
-            context.smem[name][None, None, index], (STEP_QUERIES, HEAD_DIM // 2), (0, rank)
-        )
-        place = self.place_of_queries(context, work, step)
-        self.load_box(context, name, place, (barrier, smem))
-        stats = "lse" if name == "q" else "delta"
-        self.load_stats(context, stats, which, (barrier, context.smem[stats][None, index]))
-        states.advance(f"{name}_free")
-        return states
 
     # --------------------------------------------------------------------------------- gradient
 

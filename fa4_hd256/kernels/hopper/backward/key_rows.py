@@ -36,6 +36,12 @@ class KeyRows(KeyTiles):
     def result_rows(self, context: Any, work: Any) -> Any:
         return context.sequences.key(work.batch)
 
+    def places(self, context: Any, box: str, work: Any, step: Any) -> tuple:
+        """See `tma_tile`."""
+        if box in ("k", "v"):
+            return self.place_of_keys(context, work)
+        return self.place_of_queries(context, work, step)
+
     def place_of_keys(self, context: Any, work: Any) -> tuple:
         """Of a CTA's keys of K or V; see `tma_tile`."""
         first = work.block * self.plan.tile_rows + context.cta_rank * self.plan.own_rows

@@ -16,6 +16,7 @@ A warpgroup issues the product of a piece before it waits for that of the piece 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -44,6 +45,7 @@ from fa4_hd256.kernels.hopper.instructions import (
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
+from fa4_hd256.kernels.steps import Copy
 
 from .common import HopperBackward
 from .config import PIECE_ROWS, PIECES
@@ -58,9 +60,13 @@ class ProductsKernel(ProductTiles, HopperBackward):
     Tiles: `ProductTiles`."""
 
     boxes = {
-        "q": (0, PIECE_ROWS, HEAD_DIM // 2, True),
-        "k": (1, PIECE_ROWS, HEAD_DIM // 2, True),
+        "q": (0, PIECE_ROWS, HEAD_DIM // 2),
+        "k": (1, PIECE_ROWS, HEAD_DIM // 2),
     }
+
+    def shared_boxes(self) -> set[str]:
+        """Both: X is one of them."""
+        return set(self.boxes)
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         plan, ds = self.plan, memory.region("ds", self.dtype, 1024)
@@ -69,43 +75,26 @@ class ProductsKernel(ProductTiles, HopperBackward):
             "ds": cute.make_tensor(ds, cute.make_layout((DS_TILE_ELEMENTS, plan.ds_stages))),
         }
 
-    @cute.jit
-    def load(self, context: Any):
-        """dS and the rows of every step."""
-        states = self.edges.waiter_states("ds_free", "rows_free")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            scheduler.want_next_work()
-            num_steps = self.num_steps(context, work)
-            if num_steps > 0:
-                position = self.first_position(context, work)
-                for _ in cutlass.range(0, num_steps, unroll=1):
-                    self._load_ds(context, work, position, self.room(context, "ds", states))
-                    states.advance("ds_free")
-                    for piece in cutlass.range_constexpr(PIECES):
-                        target = self.room(context, "rows", states)
-                        self._load_rows(context, work, (position, piece), target)
-                        states.advance("rows_free")
-                    position = self.next_position(position)
-            work = scheduler.advance_to_next_work()
+    def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
+        """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
+        if copy.box == "ds":
+            self._load_ds(context, which[0], which[1], target)
+        else:
+            self._load_rows(context, copy, which, target)
 
     @cute.jit
-    def _load_rows(self, context: Any, work: Any, which: tuple, target: tuple):
-        """This CTA's half of the columns of 64 rows of Q or K, for both.  which: (position,
-        piece)."""
-        (position, piece), (barrier, index), rank = which, target, context.cta_rank
-        smem = cute.local_tile(
-            context.smem["rows"][None, None, index], (PIECE_ROWS, HEAD_DIM // 2), (0, rank)
-        )
+    def _load_rows(self, context: Any, copy: Copy, which: tuple, target: tuple):
+        """This CTA's half of the columns of 64 rows of Q or K, for both."""
+        (work, position, piece), (barrier, index), rank = which, target, context.cta_rank
+        smem = context.smem["rows"][None, None, index]
         row = position.column * DS_TILE + piece * PIECE_ROWS
         if position.tile.of_keys:
             place = context.sequences.query(work.batch), row, rank, position.head
-            self.load_box(context, "q", place, (barrier, smem))
+            self.load_box(context, replace(copy, box="q"), place, (barrier, smem))
         else:
             head = position.head // context.heads_per_kv
             place = context.sequences.key(work.batch), row, rank, head
-            self.load_box(context, "k", place, (barrier, smem))
+            self.load_box(context, replace(copy, box="k"), place, (barrier, smem))
 
     def _load_ds(self, context: Any, work: Any, position: Walk, target: tuple) -> None:
         """This CTA's 128 x 128 of dS: 32 KiB as they lie."""

@@ -61,8 +61,8 @@ OPERANDS = ("q", "k", "v", "dout")
 
 
 class SingleKernel(HopperBackward):
-    """Base of the three; a kernel adds its tiles, `places(context, name, work, position)` for an
-    operand, `stats_of(context, work, stage)`, and `mask(context, work)` with `apply_mask`.
+    """Base of the three; a kernel adds its tiles, `places`, `stats_of(context, work, stage)`, and
+    `mask(context, work)` with `apply_mask`.
 
     stays, passes: names of a and g, and of x and y.  of_ds: the sum is of dS, else of P.
     is_scaled: the result is softmax_scale times the sum.
@@ -76,8 +76,8 @@ class SingleKernel(HopperBackward):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.boxes = {
-            **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM, False) for n in self.stays},
-            **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2, True) for n in self.passes},
+            **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM) for n in self.stays},
+            **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2) for n in self.passes},
         }
         # With a softcap dP follows P: its slopes take the registers.
         self.capped = self.problem_class.softcap
@@ -92,48 +92,11 @@ class SingleKernel(HopperBackward):
             "x": memory.operand("x", STEP_COLUMNS, HEAD_DIM, plan.x_stages),
             "y": memory.operand("y", STEP_COLUMNS, HEAD_DIM, plan.y_stages),
         }
-        if plan.stats_pass:
-            for name, stages in (("lse", plan.x_stages), ("delta", plan.y_stages)):
+        for name, stages in (("lse", plan.x_stages), ("delta", plan.y_stages)):
+            if name in plan.passing_stats:
                 layout = cute.make_layout((STEP_COLUMNS, stages))
                 found[name] = cute.make_tensor(memory.region(name, Float32, 128), layout)
         return found
-
-    # ------------------------------------------------------------------------------------- load
-
-    @cute.jit
-    def load(self, context: Any):
-        """What stays for each tile, what passes for each step."""
-        states = self.edges.waiter_states("a_free", "x_free", "y_free")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            scheduler.want_next_work()
-            num_steps = self.num_steps(context, work)
-            if num_steps > 0:
-                position = self.first_position(context, work)
-                barrier, _ = self.room(context, "a", states)
-                for name, box in zip("ag", self.stays):
-                    place = self.places(context, box, work, position)
-                    self.load_box(context, box, place, (barrier, context.smem[name][None, None, 0]))
-                states.advance("a_free")
-                for _ in cutlass.range(0, num_steps, unroll=1):
-                    for ring in ("x", "y"):
-                        self._load_step(context, (work, position), ring, states)
-                        states.advance(f"{ring}_free")
-                    position = self.next_position(position)
-            work = scheduler.advance_to_next_work()
-
-    def _load_step(self, context: Any, which: tuple, ring: str, states: Any) -> None:
-        """This CTA's half of the columns of x or y of a step, for both, and LSE or delta.  which:
-        (tile, position)."""
-        barrier, index = self.room(context, ring, states)
-        half = (STEP_COLUMNS, HEAD_DIM // 2), (0, context.cta_rank)
-        smem = cute.local_tile(context.smem[ring][None, None, index], *half)
-        box = self.passes["xy".index(ring)]
-        self.load_box(context, box, self.places(context, box, *which), (barrier, smem))
-        if self.plan.stats_pass:
-            stats = "lse" if ring == "x" else "delta"
-            self.load_stats(context, stats, which, (barrier, context.smem[stats][None, index]))
 
     # --------------------------------------------------------------------------------- gradient
 
@@ -297,19 +260,17 @@ class KeyGradient(KeyRows, SingleKernel):
     stays = ("k", "v")
     passes = ("q", "dout")
 
-    def places(self, context: Any, name: str, work: Any, step: Any) -> tuple:
-        """See `tma_tile`."""
-        if name in self.stays:
-            return self.place_of_keys(context, work)
-        return self.place_of_queries(context, work, step)
-
     def stats_of(self, context: Any, mask: tuple, stages: tuple) -> tuple:
-        """-LSE and -delta by element of a fragment; both belong to columns."""
-        lse, delta = (
-            self.passing_stats(context, name, stage)
-            for name, stage in zip(("lse", "delta"), stages)
-        )
-        return lambda i: lse[i % 2, i // 4], lambda i: delta[i % 2, i // 4]
+        """-LSE and -delta by element of a fragment, None where the kernel has no use of it; both
+        belong to columns."""
+        found = []
+        for name, stage in zip(("lse", "delta"), stages):
+            if name in self.plan.passing_stats:
+                values = self.passing_stats(context, name, stage)
+                found.append(lambda i, values=values: values[i % 2, i // 4])
+            else:
+                found.append(None)
+        return tuple(found)
 
 
 class DkKernel(KeyGradient):
@@ -335,9 +296,9 @@ class DqKernel(QueryTiles, SingleKernel):
         rank, group = context.cta_rank, self.warpgroup()
         return work.block * TILE_ROWS + rank * OWN_ROWS + group * ROWS
 
-    def places(self, context: Any, name: str, work: Any, position: Int32) -> tuple:
+    def places(self, context: Any, box: str, work: Any, position: Int32) -> tuple:
         """See `tma_tile`."""
-        if name in self.stays:
+        if box in self.stays:
             first = work.block * TILE_ROWS + context.cta_rank * OWN_ROWS
             return context.sequences.query(work.batch), first, 0, work.head
         row, head = position * STEP_COLUMNS, work.head // context.heads_per_kv

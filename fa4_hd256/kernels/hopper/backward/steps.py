@@ -1,0 +1,168 @@
+"""The steps of the backward's kernels as data: the loads, which are made from them, and what each
+warpgroup does, for the check of the plan (`drain`).
+
+`tests/operator/kernels/test_hopper_steps.py` holds the kernels to these tables.  A product's A in
+registers is no operand here; `touch` says when its registers are used.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fa4_hd256.kernels.steps import (
+    Act,
+    Action,
+    Copy,
+    Load,
+    Ring,
+    Role,
+    StepTable,
+    When,
+    again,
+    arrive,
+    done,
+    fill,
+    multiply,
+    read,
+    read_oldest,
+    touch,
+    wait,
+)
+
+__all__ = ["dv_steps", "products_steps", "single_steps"]
+
+WARPGROUPS = 2
+
+FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST
+
+
+def _ring(name: str, *regions: str) -> Ring:
+    return Ring(name, f"{name}_loaded", f"{name}_free", regions=regions)
+
+
+def _table(rings: tuple[Ring, ...], loads: tuple[Act, ...], acts: tuple[Act, ...]) -> StepTable:
+    """loads: of the load warp, which asks for the next tile at once.  acts: of a warpgroup."""
+    return StepTable(
+        rings,
+        roles=(
+            Role("load", loads, claims=math.inf),
+            Role("gradient", acts, parts=WARPGROUPS),
+        ),
+        meets=True,
+    )
+
+
+def _ahead(when: When, *actions: Action) -> Act:
+    return Act(actions, when, is_ahead=True)
+
+
+def _here(when: When, *actions: Action) -> Act:
+    return Act(actions, when)
+
+
+def _passing(content: str, ring: str, *stats: str) -> Load:
+    """Rows that pass, half of the columns by each CTA; stats: of the same rows."""
+    copies = (Copy(name, name.lower(), name.lower()) for name in stats)
+    return Load(ring, (Copy(content, _box(content), ring, is_shared=True), *copies))
+
+
+def _box(content: str) -> str:
+    return {"dO": "dout"}.get(content, content.lower())
+
+
+def dv_steps(capped: bool) -> StepTable:
+    """Of dV and dS.  capped: with a softcap S of a step follows dS of the one before."""
+    score = (wait("q_loaded"), multiply("S", read("k", "K"), read("q", "Q")))
+    gradient = wait("dout_loaded"), multiply("dP", read("v", "V"), read("dout", "dO"))
+    total = (multiply("dV", read("dout", "dO")),)
+    weights = touch("S"), read("q", "LSE"), arrive("q_free")
+    # dS, out of dP.
+    store = touch("dP"), read("dout", "delta")
+    beside, pending = ((), score) if capped else (score, ()), 1 if capped else 2
+    return _table(
+        (_ring("k"), _ring("v"), _ring("q", "q", "lse"), _ring("dout", "dout", "delta")),
+        (
+            _here(FIRST, fill(Load.one("K", "k", "k", "k"))),
+            _here(When.EACH, fill(_passing("Q", "q", "LSE"))),
+            _here(FIRST, fill(Load.one("V", "v", "v", "v"))),
+            _here(When.EACH, fill(_passing("dO", "dout", "delta"))),
+        ),
+        (
+            _ahead(FIRST, wait("k_loaded"), *score, done(0), *weights, wait("v_loaded")),
+            _here(NOT_LAST, *gradient),
+            _ahead(NOT_FIRST, *beside[0]),
+            _here(NOT_LAST, *total, done(pending), *store, again("v_loaded")),
+            _ahead(NOT_FIRST, *beside[1], done(pending - 1), *weights),
+            _here(NOT_LAST, again("v_loaded"), done(0), touch("dV"), arrive("dout_free")),
+            _here(
+                LAST, arrive("k_free"), *gradient, *total, done(1), arrive("v_free"), *store,
+                done(0), touch("dV"), arrive("dout_free"),
+            ),
+        ),
+    )  # fmt: skip
+
+
+PIECES = 2  # of Q or K in a step of the products
+
+
+def products_steps() -> StepTable:
+    """Sums of dK and of dQ alike: X is Q or K."""
+    begin, second = (
+        (wait("rows_loaded"), multiply("sum", read("ds", "dS"), read("rows", "X", piece)))
+        for piece in range(PIECES)
+    )
+    first = wait("ds_loaded"), *begin
+    end = arrive("rows_free"), arrive("ds_free")
+    rows = Load("rows", (Copy("X", "rows", "rows", is_shared=True),), pieces=PIECES)
+    return _table(
+        (_ring("ds"), _ring("rows")),
+        (_here(When.EACH, fill(Load.one("dS", "ds", "ds", "ds")), fill(rows)),),
+        (
+            _ahead(FIRST, *first),
+            _here(NOT_LAST, *second, done(1), arrive("rows_free")),
+            _ahead(NOT_FIRST, *first),
+            _here(NOT_LAST, done(1), *end),
+            _here(LAST, *second, done(1), arrive("rows_free"), done(0), *end, touch("sum")),
+        ),
+    )
+
+
+#: What stays of a tile, and what passes, by the result of a kernel.
+STAYS = {"dq": ("Q", "dO"), "dk": ("K", "V"), "dv": ("K",)}
+PASSES = {"dq": ("K", "V"), "dk": ("Q", "dO"), "dv": ("Q", "dO")}
+
+
+def single_steps(result: str, capped: bool) -> StepTable:
+    """Of one gradient by itself, "dq", "dk" or "dv".  capped: with a softcap dP follows P."""
+    x, y = PASSES[result]
+    stays, of_ds = STAYS[result], result != "dv"
+    lse = ("LSE",) if result != "dq" else ()
+    delta = ("delta",) if result == "dk" else ()
+    score = wait("x_loaded"), multiply("S", read("a", stays[0]), read("x", x))
+    gradient: tuple[Action, ...] = ()
+    if of_ds:
+        gradient = wait("y_loaded"), multiply("dP", read("a", stays[1]), read("y", y))
+        total: tuple[Action, ...] = (multiply("sum", read_oldest("x", x)),)
+    else:
+        total = wait("y_loaded"), multiply("sum", read("y", y))
+    probabilities = touch("S"), *(read("x", name) for name in lse)
+    weights = (touch("dP"), *(read("y", name) for name in delta)) if of_ds else ()
+    given, kept = ("y_free", "x_free") if of_ds else ("x_free", "y_free")
+    before, after = (gradient, ()) if not capped else ((), gradient)
+    late = (*after, *((done(0),) if after else ()))
+    end = *weights, again("a_loaded"), arrive(given)
+    return _table(
+        (_ring("a", "a"), _ring("x", "x", *map(str.lower, lse)), _ring("y", "y", *delta)),
+        (
+            _here(FIRST, fill(Load("a", tuple(Copy(c, _box(c), m) for c, m in zip(stays, "ag"))))),
+            _here(When.EACH, fill(_passing(x, "x", *lse)), fill(_passing(y, "y", *delta))),
+        ),
+        (
+            _ahead(FIRST, wait("a_loaded"), *score, *before, done(0), *probabilities, *late, *end),
+            _ahead(NOT_FIRST, *score, *before),
+            _here(NOT_LAST, *total, done(0 if capped else 1)),
+            _ahead(NOT_FIRST, *probabilities, *late, *end),
+            _here(NOT_LAST, done(0), touch("sum"), arrive(kept)),
+            _here(LAST, arrive("a_free"), *total, done(0), touch("sum"), arrive(kept)),
+        ),
+    )  # fmt: skip

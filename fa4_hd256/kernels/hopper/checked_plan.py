@@ -1,0 +1,48 @@
+"""A plan of a Hopper kernel is refused before anything is compiled where its steps cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa4_hd256.kernels.drain import check_drains
+from fa4_hd256.kernels.edges import TMA_SIGNALS
+from fa4_hd256.kernels.ring_memory import check_memory
+from fa4_hd256.kernels.steps import StepTable
+
+__all__ = ["check_plan"]
+
+
+def check_plan(name: str, plan: Any, steps: StepTable) -> None:
+    """Raises ValueError for plans that do not fit, or whose steps cannot work.
+
+    name: of the kernel.  plan: has warps, smem and edges.  steps: one of its tables.
+    """
+    check_memory(name, plan, steps)
+    _check_bytes(name, plan, steps)
+    _check_warps(name, plan)
+    check_drains(name, plan.edges, steps)
+
+
+def _check_bytes(name: str, plan: Any, steps: StepTable) -> None:
+    """A barrier expects the bytes of all copies into a buffer."""
+    regions = {region.name: region.stage_bytes for region in plan.smem.regions}
+    for load, _ in steps.fills:
+        edge = plan.edges[steps.ring(load.ring).full]
+        copied = sum(regions[copy.memory] for copy in load.copies)
+        if copied != edge.transaction_bytes:
+            raise ValueError(
+                f"{name} cannot work: {edge.name} expects {edge.transaction_bytes} bytes, "
+                f"{load.content} is {copied}"
+            )
+
+
+def _check_warps(name: str, plan: Any) -> None:
+    """All warps of a role arrive."""
+    for edge in plan.edges.edges:
+        if edge.signal not in TMA_SIGNALS:
+            warps = len(getattr(plan.warps, edge.producer))
+            if warps != edge.producer_warps:
+                raise ValueError(
+                    f"{name} cannot work: {edge.name} is completed by {edge.producer_warps} warps "
+                    f"of a CTA, {edge.producer} has {warps}"
+                )

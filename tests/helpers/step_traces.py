@@ -1,0 +1,132 @@
+"""What the warps of a kernel wait for and signal: as the simulator traces it, and as the table of
+steps says."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.kernels.programs import Kind, Programs
+
+ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
+SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
+
+
+def happened(report, plan, warp, cta):
+    """(kind, edge, stage, parity of a wait) of a warp's waits, signals, copies and products; of a
+    wait for products, how many may be under way."""
+    places = [(edge.name, stage) for edge in plan.edges.edges for stage in range(edge.stages)]
+    start = SMEM_START + plan.smem.offsets()["barriers"]
+    found = []
+    for entry in report.trace:
+        if (entry.warp, entry.ctaid[0]) != (warp, cta):
+            continue
+        kind, operand = of_entry(entry.opcode)
+        if kind in (Kind.PRODUCT, Kind.GROUP):
+            found.append((kind, "", 0, None))
+        elif kind is Kind.DONE:
+            found.append((kind, "", 0, entry.operands[0]))
+        elif kind is not None:
+            index = ((entry.operands[operand] & ADDRESS_BITS) - start) // 8
+            if 0 <= index < len(places):  # else a barrier of the scheduler
+                parity = entry.operands[2] if kind is Kind.WAIT else None
+                found.append((kind, *places[index], parity))
+    # A copy has several boxes, a product several instructions, an arrival one for each CTA.
+    return [
+        step for step, same in itertools.groupby(found)
+        for _ in range(len(list(same)) if step[0] is Kind.GROUP else 1)
+    ]  # fmt: skip
+
+
+def of_entry(opcode):
+    """(kind of an operation, its operand that is a barrier), (None, 0) for others."""
+    if opcode.startswith("mbarrier.try_wait"):
+        return Kind.WAIT, 1
+    if opcode.startswith("mbarrier.arrive") and "expect_tx" not in opcode:
+        return Kind.ARRIVE, 1
+    if opcode.startswith("cp.async.bulk.tensor") and "mbarrier" in opcode:
+        return Kind.COPY, 2
+    if opcode.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
+        return Kind.COPY, 3
+    if opcode.startswith("wgmma.commit_group"):
+        return Kind.GROUP, 0
+    if opcode.startswith("wgmma.wait_group"):
+        return Kind.DONE, 0
+    if opcode.startswith("tcgen05.commit"):
+        return Kind.COMMIT, 0
+    return (Kind.PRODUCT, 0) if opcode.startswith("tcgen05.mma.") else (None, 0)
+
+
+def declared(edges, steps, tiles):
+    """The same of each (role, CTA), from the table of steps."""
+    found = {}
+    for role, program in Programs(edges, steps, tiles).all().items():
+        found[role] = []
+        for operation in program:
+            if operation.kind in (Kind.PRODUCT, Kind.GROUP):
+                found[role].append((operation.kind, "", 0, None))
+            elif operation.kind is Kind.DONE:
+                found[role].append((operation.kind, "", 0, operation.number))
+            elif operation.kind in (Kind.WAIT, Kind.ARRIVE, Kind.COPY, Kind.COMMIT):
+                edge = edges[operation.edge]
+                phase, stage = divmod(operation.number, edge.stages)
+                parity = (phase - edge.initially_complete) % 2
+                is_wait = operation.kind is Kind.WAIT
+                found[role].append((operation.kind, edge.name, stage, parity if is_wait else None))
+    del found["scheduler", 0]
+    return found
+
+
+def assert_as_declared(report, plan, tiles, steps=None):
+    """steps: a table of the plan, `plan.steps` if none is given."""
+    steps = steps or plan.steps
+    for (role, cta), expected in declared(plan.edges, steps, tiles).items():
+        for warp in first_and_last(warps_of(role, plan, steps)):
+            assert happened(report, plan, warp, cta) == expected, (role, cta, warp)
+
+
+def warps_of(role, plan, steps):
+    """Those of a role, or of a part of one."""
+    for whole in steps.roles:
+        if role in whole.names:
+            warps = getattr(plan.warps, whole.name)
+            if whole.parts == 1:
+                return warps
+            size = len(warps) // whole.parts
+            first = whole.names.index(role) * size
+            return warps[first : first + size]
+    return getattr(plan.warps, role)
+
+
+def first_and_last(warps):
+    return (warps[0], warps[-1]) if isinstance(warps, tuple) else (warps,)
+
+
+def steps_of(seen, rows, columns):
+    """For each block of rows, how many blocks of columns any of them sees."""
+    return tuple(
+        sum(
+            bool(seen[first : first + rows, begin : begin + columns].any())
+            for begin in range(0, seen.shape[1], columns)
+        )
+        for first in range(0, seen.shape[0], rows)
+    )
+
+
+def attend(lengths, causal, backward=None, **options):
+    """Attention of one head, and its gradients where a configuration for them is given; returns
+    which keys each query sees."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, length, 1, 256).bfloat16().requires_grad_(backward is not None)
+        for length in (lengths[0], lengths[1], lengths[1])
+    )
+    if backward is not None:
+        options["backward_config"] = backward
+    out = flash_attn_func(q, k, v, causal=causal, num_splits=1, **options)
+    if backward is not None:
+        out.backward(torch.randn_like(out))
+    distance = torch.arange(lengths[1]) - torch.arange(lengths[0])[:, None]
+    return distance <= lengths[1] - lengths[0] if causal else distance < lengths[1]
