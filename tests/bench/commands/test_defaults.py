@@ -159,6 +159,27 @@ def test_tiles_of_equal_length_have_one_head_at_a_time_unless_asked():
     assert len(forward_tiles(case, ForwardTiling("static", order=Order(equal_too=True)))) == 128
 
 
+def test_one_case_in_so_many_is_replayed_and_said(monkeypatch, capsys):
+    from bench.__main__ import main
+
+    cases = [Case("causal", ((n * 1024, n * 1024),), 32, 2, True) for n in range(1, 8)]
+    asked = []
+
+    def decide(case, predictor):
+        asked.append(case)
+        return decided(one=False)
+
+    one = Choice("order, forward", "one", lambda: cases, decide)
+    monkeypatch.setitem(CHOICES, "order, forward", one)
+    assert main(["defaults", "order, forward", "--every", "3"]) == 0
+    assert asked == cases[::3]
+    assert "one in 3 was replayed" in capsys.readouterr().out
+    assert main(["defaults", "order, forward"]) == 0
+    assert "was replayed" not in capsys.readouterr().out
+    assert main(["defaults", "--every", "0"]) == 2
+    assert "accepted is 1 or more" in capsys.readouterr().err
+
+
 def test_an_unknown_choice_is_refused(capsys):
     from bench.__main__ import main
 
