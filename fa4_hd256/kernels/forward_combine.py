@@ -10,12 +10,14 @@ parts, or of some.
 
 NOTE [warps of a row].  Few rows are far fewer warps than a GPU holds, and a warp that reads all of
 32 parts takes one round trip to L2 for each `parts_at_once`.  So with more parts several warps of a
-CTA share a row: each adds up its own parts, and from shared memory the threads add up the warps'
-sums, in their order.
+CTA share a row: each adds up its own parts, asked for before their weights are known, and from
+shared memory the threads add up the warps' sums, in their order.
 
 NOTE [before the forward ends].  By programmatic dependent launch (PTX ISA 9.7.13.15,
 griddepcontrol) its CTAs may be there while the last ones of the forward end, if all of these have
-said so; they wait until all that the forward wrote can be seen before they read any of it.
+said so; they wait until all that the forward wrote can be seen before they read any of it.  All
+would crowd on the SMs that the forward leaves idle, four of 132: where there are no more than SMs,
+each takes shared memory of which an SM holds one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from cutlass.memory import SmemAllocator
 
 from softmax_emu.exp2 import exp2_row_factor
 
-from .limits import HEAD_DIM, WARP_SIZE
+from .limits import FLOAT_BYTES, HEAD_DIM, WARP_SIZE
 from .views import LANE_COLUMNS, by_sequence, columns_of, lane_columns, load_lane_columns
 
 __all__ = ["MOST_PARTS", "CombineConfig", "CombineKernel", "CombineRule"]
@@ -39,16 +41,21 @@ __all__ = ["MOST_PARTS", "CombineConfig", "CombineKernel", "CombineRule"]
 LOG2_E = math.log2(math.e)
 #: Parts of a row, at most: two for each lane.
 MOST_PARTS = 2 * WARP_SIZE
+#: Of a CTA.
+MOST_WARPS = 16
+#: Of shared memory, more than half of an SM's.
+ALONE_BYTES = 116 << 10
 
 
 @dataclass(frozen=True)
 class CombineConfig:
     """num_warps: warps of a CTA. parts_at_once: parts whose loads a warp has in flight together.
-    starts_early: NOTE [before the forward ends]. row_warps: of a row, 1 or all of a CTA: NOTE
-    [warps of a row]. lane_parts: parts whose weights a lane makes.
+    starts_early: NOTE [before the forward ends]. row_warps: of a row, NOTE [warps of a row]; all
+    parts are then in flight together. lane_parts: parts whose weights a lane makes. alone: an SM
+    holds one CTA.
 
     Raises ValueError where the parts of a turn do not divide the lanes of a warp, or `row_warps`
-    is none of these.
+    does not divide the warps of a CTA, or is no power of two.
     """
 
     num_warps: int = 4
@@ -56,6 +63,7 @@ class CombineConfig:
     starts_early: bool = False
     row_warps: int = 1
     lane_parts: int = 1
+    alone: bool = False
 
     def __post_init__(self) -> None:
         # Parts past the last have a weight as long as they have a lane.
@@ -63,10 +71,10 @@ class CombineConfig:
             raise ValueError(
                 f"parts_at_once is {self.parts_at_once}; accepted: a divisor of {WARP_SIZE}"
             )
-        if self.row_warps not in (1, self.num_warps) or HEAD_DIM % self.num_warps:
+        if self.num_warps % self.row_warps or self.row_warps.bit_count() != 1:
             raise ValueError(
-                f"row_warps is {self.row_warps}; accepted: 1, or num_warps, which is "
-                f"{self.num_warps} and must divide {HEAD_DIM}"
+                f"row_warps is {self.row_warps}; accepted: powers of two that divide num_warps, "
+                f"{self.num_warps}"
             )
 
     @property
@@ -80,23 +88,32 @@ class CombineRule:
     """Which configuration calls get.
 
     config: of parts whose loads one warp has in flight together, or of any number where
-    `most_row_warps` is 1. most_row_warps: a power of two.
+    `most_row_warps` is 1. most_row_warps: a power of two. ctas: as many as a GPU has SMs, about.
     """
 
     config: CombineConfig = field(default_factory=CombineConfig)
     most_row_warps: int = 1
+    ctas: int = 128
 
-    def of(self, parts: int) -> CombineConfig:
-        """A warp of a row for each `parts_at_once`, rounded up to a power of two; a lane for each
-        part, while there are enough. Raises ValueError for more than `MOST_PARTS`."""
+    def of(self, parts: int, rows: int) -> CombineConfig:
+        """A warp of a row for each `parts_at_once`, rounded up to a power of two; of a CTA as many
+        rows as there are for each SM, while it has room. Raises ValueError for more than
+        `MOST_PARTS`."""
         if not 1 <= parts <= MOST_PARTS:
             raise ValueError(f"{parts} parts of the keys; accepted: 1 to {MOST_PARTS}")
         turns = -(-parts // self.config.parts_at_once)
         warps = min(1 << max(turns - 1, 0).bit_length(), self.most_row_warps)
         lane_parts = -(-parts // WARP_SIZE)
-        if warps == 1:
+        if self.most_row_warps == 1:
             return replace(self.config, lane_parts=lane_parts)
-        return replace(self.config, num_warps=warps, row_warps=warps, lane_parts=lane_parts)
+        cta_rows = 1 << (-(-rows // self.ctas) - 1).bit_length()
+        alone = cta_rows * warps <= MOST_WARPS
+        if not alone:
+            cta_rows = max(1, self.config.num_warps // warps)
+        return replace(
+            self.config, num_warps=cta_rows * warps, row_warps=warps, lane_parts=lane_parts,
+            alone=alone,
+        )  # fmt: skip
 
 
 class CombineKernel:
@@ -134,20 +151,30 @@ class CombineKernel:
 
     @cute.kernel
     def kernel(self, parts: tuple, results: tuple, sizes: tuple[Int32, Int32, Int32, Int32]):
-        """A row for each warp, or for all; neighbouring rows are neighbouring heads."""
-        if cutlass.const_expr(self.config.starts_early):
-            cute.arch.griddepcontrol_wait()
+        """A row for each `row_warps`; neighbouring rows are neighbouring heads."""
+        config = self.config
         seqlen, heads, batch, splits = sizes
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if cutlass.const_expr(self.config.row_warps > 1):
-            place = (block // heads % seqlen, block % heads, block // heads // seqlen)
-            self._combine_together(parts, results, place, (warp, splits))
+        index = block * config.cta_rows + warp // config.row_warps
+        is_row = index < batch * seqlen * heads
+        if cutlass.const_expr(config.row_warps > 1):
+            # All warps come to the barrier.
+            index = cutlass.min(index, batch * seqlen * heads - 1)
+        place = (index // heads % seqlen, index % heads, index // heads // seqlen)
+        if cutlass.const_expr(config.starts_early):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(config.row_warps > 1):
+            self._combine_together(parts, results, (*place, is_row), splits)
         else:
-            index = block * self.config.num_warps + warp
-            if index < batch * seqlen * heads:
-                place = (index // heads % seqlen, index % heads, index // heads // seqlen)
+            self._keep_alone()
+            if is_row:
                 self._combine(parts, results, place, splits)
+
+    def _keep_alone(self) -> None:
+        """Shared memory that nobody uses, where one CTA is to have an SM."""
+        if self.config.alone:
+            SmemAllocator().allocate(ALONE_BYTES)
 
     @cute.jit
     def _combine(
@@ -155,9 +182,16 @@ class CombineKernel:
     ):
         """The row at place = (row, head, batch entry) by one warp."""
         row, head, batch = place
+        part_out, part_lse = parts
         out, lse = results
-        lane = cute.arch.lane_idx()
-        sums, total = self._sums(parts, place, (Int32(0), splits))
+        lane, at_once = cute.arch.lane_idx(), self.config.parts_at_once
+        own = self._own_lses(part_lse, place, splits)
+        weights, total = self._weights(own)
+        sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        sums.fill(0.0)
+        for start in cutlass.range(0, splits, at_once, unroll=1):
+            loaded = self._load_turn(part_out, place, (start, splits))
+            self._add_turn(sums, loaded, (weights, own), start)
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         rounded.store(sums.load().to(self.dtype))
         cute.autovec_copy(rounded, lane_columns(out[row, None, head, batch], lane))
@@ -165,77 +199,80 @@ class CombineKernel:
             lse[batch, head, row] = total
 
     @cute.jit
-    def _combine_together(
-        self, parts: tuple, results: tuple, place: tuple[Int32, Int32, Int32], share: tuple
-    ):
-        """The row at place by all warps of the CTA.  share: (this warp, parts in all)."""
-        row, head, batch = place
+    def _combine_together(self, parts: tuple, results: tuple, which: tuple, splits: Int32):
+        """A row by `row_warps`.  which: (row, head, batch entry, whether it is one)."""
+        row, head, batch, is_row = which
+        place = row, head, batch
+        part_out, part_lse = parts
         out, lse = results
-        warps, (warp, _) = self.config.num_warps, share
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        config, lane = self.config, cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        nbytes = config.num_warps * HEAD_DIM * FLOAT_BYTES
+        memory = SmemAllocator().allocate(max(nbytes, ALONE_BYTES if config.alone else 0), 128)
         of_warps = cute.make_tensor(
-            SmemAllocator().allocate_array(Float32, warps * HEAD_DIM, byte_alignment=128),
-            cute.make_layout((HEAD_DIM, warps)),
+            cute.recast_ptr(memory, dtype=Float32), cute.make_layout((HEAD_DIM, config.num_warps))
         )
-        sums, total = self._sums(parts, place, share)
+        start = warp % config.row_warps * config.parts_at_once
+        # What takes longest comes first: O of the parts, then what they weigh.
+        loaded = self._load_turn(part_out, place, (start, splits))
+        own = self._own_lses(part_lse, place, splits)
+        weights, total = self._weights(own)
+        sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        sums.fill(0.0)
+        self._add_turn(sums, loaded, (weights, own), start)
         cute.autovec_copy(sums, lane_columns(of_warps[None, warp], lane))
         cute.arch.sync_threads()
-        columns = max(1, HEAD_DIM // (warps * WARP_SIZE))
-        if thread < HEAD_DIM // columns:
+        columns = max(1, HEAD_DIM // (config.row_warps * WARP_SIZE))
+        thread = cute.arch.thread_idx()[0] % (config.row_warps * WARP_SIZE)
+        first = warp // config.row_warps * config.row_warps
+        if is_row & (thread < HEAD_DIM // columns):
             found = cute.make_rmem_tensor(columns, Float32)
             found.fill(0.0)
-            for other in range(warps):
+            for other in range(config.row_warps):
                 values = cute.make_rmem_tensor(columns, Float32)
-                cute.autovec_copy(
-                    columns_of(of_warps[None, other], thread * columns, columns), values
-                )
+                of_warp = columns_of(of_warps[None, first + other], thread * columns, columns)
+                cute.autovec_copy(of_warp, values)
                 for column in range(columns):
                     found[column] = found[column] + values[column]
             rounded = cute.make_rmem_tensor(columns, self.dtype)
             rounded.store(found.load().to(self.dtype))
-            cute.autovec_copy(
-                rounded, columns_of(out[row, None, head, batch], thread * columns, columns)
-            )
-        if thread == 0:
+            to = columns_of(out[row, None, head, batch], thread * columns, columns)
+            cute.autovec_copy(rounded, to)
+        if is_row & (thread == 0):
             lse[batch, head, row] = total
 
-    @cute.jit
-    def _sums(self, parts: tuple, place: tuple[Int32, Int32, Int32], share: tuple):
-        """(this lane's columns of the sum over the parts of this warp, LSE of all)."""
+    def _load_turn(self, part_out: cute.Tensor, place: tuple, turn: tuple) -> list[cute.Tensor]:
+        """This lane's columns of `parts_at_once` parts.  turn: (the first of them, parts in all).
+
+        A part past the last is replaced by it, with no weight: no branch parts the loads.
+        """
         row, head, batch = place
-        part_out, part_lse = parts
-        warp, splits = share
-        lane, at_once = cute.arch.lane_idx(), self.config.parts_at_once
-        first = batch * splits
-        own = [
-            self._own_lse(part_lse, (first, head, row), splits, number * WARP_SIZE)
-            for number in range(self.config.lane_parts)
+        start, splits = turn
+        lane = cute.arch.lane_idx()
+        return [
+            load_lane_columns(
+                part_out[row, None, head, batch * splits + cutlass.min(start + i, splits - 1)], lane
+            )
+            for i in range(self.config.parts_at_once)
         ]
-        weights, total = self._weights(own)
-        sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
-        sums.fill(0.0)
-        turn = at_once * self.config.row_warps
-        for start in cutlass.range(warp * at_once, splits, turn, unroll=1):
-            # A part past the last is replaced by it, with no weight: no branch parts the loads.
-            loaded = [
-                load_lane_columns(
-                    part_out[row, None, head, first + cutlass.min(start + i, splits - 1)], lane
-                )
-                for i in range(at_once)
-            ]
-            # The parts of a turn are those of neighbouring lanes.
-            weight, lse = self._of_turn(weights, start), self._of_turn(own, start)
-            for i, values in enumerate(loaded):
-                owner = start + i
-                if cutlass.const_expr(self.config.lane_parts > 1):
-                    owner = owner % WARP_SIZE
-                factor = cute.arch.shuffle_sync(weight, owner)
-                # Not where the weight is 0: the row may see a NaN whose weight underflows.
-                is_void = cute.arch.shuffle_sync(lse, owner) == Float32(-math.inf)
-                for column in range(LANE_COLUMNS):
-                    value = cutlass.select_(is_void, Float32(0.0), values[column])
-                    sums[column] = cute.math.fma(factor, value, sums[column])
-        return sums, total
+
+    def _add_turn(
+        self, sums: cute.Tensor, loaded: list, of_lanes: tuple, start: Int32
+    ) -> None:
+        """sums += weight * O of the parts of a turn.  of_lanes: (weights, LSEs) of each lane's
+        parts; past the last they are 0 and -inf."""
+        # The parts of a turn are those of neighbouring lanes.
+        weight, lse = (self._of_turn(values, start) for values in of_lanes)
+        for i, values in enumerate(loaded):
+            owner = start + i
+            if cutlass.const_expr(self.config.lane_parts > 1):
+                owner = owner % WARP_SIZE
+            factor = cute.arch.shuffle_sync(weight, owner)
+            # Not where the weight is 0: the row may see a NaN whose weight underflows.
+            is_void = cute.arch.shuffle_sync(lse, owner) == Float32(-math.inf)
+            for column in range(LANE_COLUMNS):
+                value = cutlass.select_(is_void, Float32(0.0), values[column])
+                sums[column] = cute.math.fma(factor, value, sums[column])
 
     def _of_turn(self, values: list, start: Int32) -> Float32:
         """Of a lane's values, that of the parts from `start` on."""
@@ -243,6 +280,16 @@ class CombineKernel:
         for number in range(1, len(values)):
             found = cutlass.select_(start >= number * WARP_SIZE, values[number], found)
         return found
+
+    def _own_lses(
+        self, part_lse: cute.Tensor, place: tuple[Int32, Int32, Int32], splits: Int32
+    ) -> list[Float32]:
+        """`_own_lse` of each of this lane's parts."""
+        row, head, batch = place
+        return [
+            self._own_lse(part_lse, (batch * splits, head, row), splits, number * WARP_SIZE)
+            for number in range(self.config.lane_parts)
+        ]
 
     def _own_lse(
         self, part_lse: cute.Tensor, place: tuple[Int32, Int32, Int32], splits: Int32, begin: int

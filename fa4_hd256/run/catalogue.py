@@ -6,6 +6,7 @@ without tensor cores serve all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 def combine_spec(problem: Problem) -> KernelSpec:
     """The kernel after a forward whose keys are divided."""
     kernels = problem.kernels
-    config = kernels.combine.of(problem.num_splits)
+    config = kernels.combine.of(problem.num_splits, math.prod(problem.lse_shape))
     return KernelSpec("forward_combine", config, problem.dtype, kernels.architecture)
 
 

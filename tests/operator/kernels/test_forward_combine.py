@@ -87,10 +87,12 @@ def test_numbers_of_parts(splits, dtype, device):
     check(random_parts(splits, (2, 5, 3), device), splits, dtype)
 
 
-# A CTA makes four rows: one row, one less and one more than a CTA's, several.
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 1, 5), (3, 1, 3), (2, 9, 7)], ids=str)
-def test_numbers_of_rows(shape, device):
-    check(random_parts(3, shape, device), 3)
+# A CTA makes four rows, or one, or two of many: one row, one less and one more than four, several,
+# the last of a CTA beyond the end.
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 1, 5), (3, 1, 3), (2, 9, 15)], ids=str)
+@pytest.mark.parametrize("splits", [3, 7])
+def test_numbers_of_rows(shape, splits, device):
+    check(random_parts(splits, shape, device), splits)
 
 
 def test_one_part_is_left_as_it_is(device):
@@ -201,17 +203,17 @@ def test_no_findings(splits, seed, monkeypatch):
     run(random_parts(splits, (2, 3, 3), "cpu"), splits)
     report = sm100_sim.last_reports()[-1]
     problem = describe(torch.zeros(2, 3, 3, 256).bfloat16(), splits)
-    rows = problem.kernels.combine.of(splits).cta_rows
+    rows = problem.kernels.combine.of(splits, 18).cta_rows
     assert report.findings == [] and report.grid == (-(-18 // rows), 1, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("splits", [4, 5, 32, 64])
+@pytest.mark.parametrize(("splits", "rows"), [(4, 32), (5, 512), (32, 32), (64, 4096)])
 @pytest.mark.parametrize("name", ["sm_100a", "sm_90a"])
-def test_resources(dtype, splits, name):
+def test_resources(dtype, splits, rows, name):
     """No spill and no local memory; registers few enough for 32 warps of an SM."""
     kernels = kernels_of(named(name))
-    config = kernels.combine.of(splits)
+    config = kernels.combine.of(splits, rows)
     spec = KernelSpec("forward_combine", config, dtype, kernels.architecture)
     usage = resource_usage(compile_kernel(spec).cubin)
     assert usage.stack == usage.local == 0
@@ -219,18 +221,24 @@ def test_resources(dtype, splits, name):
 
 
 def test_warps_of_a_row():
-    """A warp for each four parts where rows are shared, one for any number elsewhere."""
+    """A warp for each four parts where rows are shared, one for any number elsewhere; of a CTA as
+    many rows as an SM gets, up to sixteen warps."""
     shares = CombineRule(most_row_warps=16)
     numbers = (1, 4, 5, 8, 9, 16, 17, 32, 33, 64)
-    assert [shares.of(n).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
-    assert [shares.of(n).cta_rows for n in numbers] == [4, 4] + [1] * 8
-    assert [CombineRule().of(n).row_warps for n in numbers] == [1] * 10
-    assert [shares.of(n).lane_parts for n in (32, 33)] == [1, 2]
+    assert [shares.of(n, 32).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert {shares.of(n, 128).cta_rows for n in numbers} == {1}
+    found = [shares.of(8, rows) for rows in (128, 129, 512, 1024, 1025, 8192)]
+    assert [(c.cta_rows, c.alone) for c in found] == [
+        (1, True), (2, True), (4, True), (8, True), (2, False), (2, False)
+    ]
+    assert [CombineRule().of(n, 32) for n in numbers[:8]] == [CombineConfig()] * 8
+    assert [shares.of(n, 32).lane_parts for n in (32, 33)] == [1, 2]
     for parts in (0, 65):
         with pytest.raises(ValueError, match=f"{parts} parts of the keys; accepted: 1 to 64"):
-            shares.of(parts)
-    with pytest.raises(ValueError, match="row_warps is 2; accepted: 1, or num_warps, which is 4"):
-        CombineConfig(row_warps=2)
+            shares.of(parts, 32)
+    for warps in (3, 8):
+        with pytest.raises(ValueError, match=f"row_warps is {warps}; accepted: powers of two"):
+            CombineConfig(row_warps=warps)
 
 
 @pytest.mark.simulator
