@@ -25,7 +25,7 @@ from bench.tables.table import BASIS, MACHINE
 from .providers import Inputs, Ours, attempt, backward_call, forward_call
 
 #: Direction -> regular expression of its kernels' names.
-KERNELS = {FORWARD: "ForwardKernel", BACKWARD: "(Preprocess|Products|Dq|Dv|Dkdv)Kernel"}
+KERNELS = {FORWARD: "(Forward|Combine)Kernel", BACKWARD: "(Preprocess|Products|Dq|Dv|Dkdv)Kernel"}
 #: 2^(5 + n) clocks between two samples of a warp scheduler; 0 to 31 are accepted.
 INTERVAL = 3
 BUFFER_BYTES = 512 << 20
@@ -221,7 +221,7 @@ def rows(launches: Iterable[dict[str, tuple[str, str]]]) -> list[dict[str, Any]]
 
 def short_name(kernel: str) -> str:
     """The class that a mangled name ends with, else its begin."""
-    found = re.search(r"(Forward|Preprocess|Products|Dq|Dv|Dkdv)Kernel", kernel)
+    found = re.search(r"(Forward|Combine|Preprocess|Products|Dq|Dv|Dkdv)Kernel", kernel)
     return found[0] if found else kernel[:40]
 
 
