@@ -193,7 +193,7 @@ class Problem:
     @property
     def tile_queries(self) -> int:
         """Queries of a tile of the forward."""
-        return self.tiles.rows // query_rows(self.packed_heads)
+        return self.tiles.rows // query_rows(self.packed_heads, self.tiles.cta_rows)
 
     @property
     def num_tiles(self) -> int:
@@ -220,7 +220,7 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
     where queries have lengths in use: a descriptor that clips rows of a batch entry has no
     dimension left for the heads.
     """
-    fits = query_rows(group) <= cta_rows if pads else cta_rows % group == 0
+    fits = query_rows(group, cta_rows) <= cta_rows if pads else cta_rows % group == 0
     return group if fits and "seqused_q" not in ragged else 1
 
 
@@ -231,9 +231,10 @@ def choose_tiles(
     else the last. longest: queries of a sequence."""
     for tiles in known:
         most = tiles.rows if tiles.most_rows is None else tiles.most_rows
-        pads = tiles.pads and query_rows(group) * longest <= most
+        pads = tiles.pads and query_rows(group, tiles.cta_rows) * longest <= most
         packed = packed_heads(group, ragged, tiles.cta_rows, pads)
-        if tiles.most_rows is None or query_rows(packed) * longest <= most:
+        of_query = query_rows(packed, tiles.cta_rows)
+        if tiles.most_rows is None or of_query * longest <= most:
             break
     return tiles, packed
 

@@ -26,6 +26,7 @@ from schedulers import TileProblem, section_heads_for
 
 from .limits import HEAD_DIM
 from .operands import TmaTensor, smem_layout
+from .problem_class import query_rows
 from .sequences import Sequence, clipped_view
 from .views import by_packed_heads
 
@@ -147,7 +148,7 @@ class ForwardCommon:
         layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
         box, is_clipped = (rows, columns), bool(self.problem_class.ragged)
         if packed > 1 and name in "qo":
-            of_query = self.problem_class.query_rows
+            of_query = query_rows(packed, rows)
             view = by_packed_heads(view, packed, of_query)
             box = ((of_query, rows // of_query), columns)
             is_clipped = "cu_seqlens_q" in self.problem_class.ragged

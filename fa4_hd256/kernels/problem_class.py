@@ -19,10 +19,10 @@ ELEMENT_TYPES: dict[torch.dtype, Any] = {
 }
 
 
-def query_rows(packed_heads: int) -> int:
-    """Rows of the forward's tile that a query of so many heads takes: a power of two, which divides
-    those of a CTA; those past the heads are padding."""
-    return 1 << (packed_heads - 1).bit_length()
+def query_rows(packed_heads: int, rows: int) -> int:
+    """How many of `rows`, of a CTA or of another block of a tile, a query of so many heads takes:
+    as many where they divide them, else the next power of two; those past the heads are padding."""
+    return packed_heads if rows % packed_heads == 0 else 1 << (packed_heads - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class ProblemClass:
     @property
     def mask(self) -> MaskKind:
         return MaskKind(self.bounded_left, self.bounded_right)
-
-    @property
-    def query_rows(self) -> int:
-        """Rows of a tile that a query takes: see `query_rows`."""
-        return query_rows(self.packed_heads)
 
     @property
     def has_unequal_tiles(self) -> bool:

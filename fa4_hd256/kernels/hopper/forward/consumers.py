@@ -250,7 +250,7 @@ class ForwardConsumer:
         for number, row in enumerate(rows_of(scores)):
             if cutlass.const_expr(mask is not None):
                 (work, first_row, _), key = mask
-                query = first_row + row_of_fragment(number) // problem.query_rows
+                query = first_row + row_of_fragment(number) // self.query_rows
                 first_key = key + cute.arch.thread_idx()[0] % QUAD * 2
                 context.visibility(work, block).apply(
                     row, query, first_key, fragment_columns(block)
@@ -273,7 +273,7 @@ class ForwardConsumer:
         work, first_row = which
         query_rows = context.query(work)
         batch = context.result_batch(work)
-        packed, of_query = self.problem_class.packed_heads, self.problem_class.query_rows
+        packed, of_query = self.problem_class.packed_heads, self.query_rows
         rows = rows_of(fragments.o)
         for number in cutlass.range_constexpr(2):
             in_part = row_of_fragment(number)

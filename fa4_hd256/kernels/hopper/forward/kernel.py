@@ -42,7 +42,7 @@ from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, Forw
 from fa4_hd256.kernels.hopper.instructions import WgmmaShape
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory
-from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
 from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
@@ -87,7 +87,8 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
             problem_class.use_clc, config.ctas, counts=True
         )
         self.warps, self.edges, self.smem_plan = config.warps, config.edges, config.smem
-        of_query = problem_class.query_rows
+        # Rows of a query.
+        of_query = self.query_rows = query_rows(problem_class.packed_heads, WARPGROUP_ROWS)
         # Queries of a cluster's tile, of a CTA and of a warpgroup.
         self.tile_queries = config.tile_q // of_query
         self.block_queries = config.block_q // of_query

@@ -67,7 +67,7 @@ class ForwardProducer:
 
     def _load_q(self, context: Any, work: Any, q_free: Any) -> None:
         """The rows of each warpgroup, once its last product with those before is done."""
-        of_query = self.problem_class.query_rows
+        of_query = self.query_rows
         for warpgroup in range(self.config.warpgroups):
             buffer = RingState(1, Int32(warpgroup), q_free.phase)
             context.barriers["q_free"].wait(buffer)
