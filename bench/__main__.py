@@ -24,6 +24,7 @@ COMMANDS = {
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
     "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",
     "pictures": "the pictures of docs/pictures, drawn from the code",
+    "predict": "attention on an H200 by the timing model, beside what was measured",
     "profile": "Nsight Compute on our kernels: its command line, or a summary of its report",
     "report": "one HTML page from the JSON results of the others",
     "roofline": "clocks of each resource for a shape and a configuration",

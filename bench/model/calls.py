@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.suite import BACKWARD, Case
-from fa4_hd256.architectures import ARCHITECTURES
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.blackwell.forward.config import TILES
+from fa4_hd256.gpus.family import of_capability
+from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
 from schedulers.choice import backward_prefers_clc, prefers_clc
 
@@ -42,22 +43,31 @@ class Kind:
         return not (self.window or self.softcap or self.packed)
 
 
-def forward_problem(case: Case) -> Problem:
+def architecture_on(gpu: Gpu) -> Architecture:
+    """That whose kernels run on a GPU; of one that none is for, the first."""
+    return of_capability(gpu.capability) or ARCHITECTURES[0]
+
+
+def forward_problem(case: Case, architecture: Architecture = ARCHITECTURES[0]) -> Problem:
     """A case as the operator describes it, without its tensors; bf16."""
+    known = kernels_of(architecture).forward_tiles()
     ragged = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
     queries, _ = _rows(case)
-    tiles, packed = choose_tiles((TILES,), case.heads // case.heads_kv, case.seqlen_q, ragged)
+    tiles, packed = choose_tiles(known, case.heads // case.heads_kv, case.seqlen_q, ragged)
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
-        ARCHITECTURES[0], tiles, packed,
+        architecture, tiles, packed,
     )  # fmt: skip
 
 
-def backward_problem(case: Case) -> BackwardProblem:
+def backward_problem(
+    case: Case, architecture: Architecture = ARCHITECTURES[0]
+) -> BackwardProblem:
     """The same of its backward, all gradients asked for, nothing split so far."""
     _, keys = _rows(case)
-    return BackwardProblem(forward_problem(case), (*keys, case.heads_kv, HEAD_DIM), False, 1)
+    forward = forward_problem(case, architecture)
+    return BackwardProblem(forward, (*keys, case.heads_kv, HEAD_DIM), False, 1)
 
 
 def _rows(case: Case) -> list[tuple[int, int]]:
@@ -69,7 +79,7 @@ def _rows(case: Case) -> list[tuple[int, int]]:
 
 def default_splits(case: Case, gpu: Gpu) -> int:
     """Parts into which a call of ours divides the keys by default."""
-    return splits_for(forward_problem(case), gpu)
+    return splits_for(forward_problem(case, architecture_on(gpu)), gpu)
 
 
 def defaults_to_clc(case: Case, direction: str) -> bool:
@@ -107,7 +117,7 @@ def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
 
     ds_bytes: memory that dS may take at a time.
     """
-    division = portions.divide(backward_problem(case), ds_bytes, gpu)
+    division = portions.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
     whole = division.problem
     counts = Counter(_case(case, part) for part in division.portions if part.keys)
     return [

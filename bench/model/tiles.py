@@ -68,7 +68,8 @@ class Order:
 class ForwardTiling:
     """How a forward kernel cuts a case into tiles and shares them out.
 
-    head_dim; rows: queries of a cluster's tile; cluster: CTAs. policy: see
+    head_dim; rows: queries of a cluster's tile; cluster: CTAs; keys: of a step. warpgroups: of a
+    CTA that each leave out steps of which their own rows see nothing. policy: see
     `sm100_sim.timing.problem.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
     whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
@@ -84,6 +85,8 @@ class ForwardTiling:
     head_dim: int = HEAD_DIM
     rows: int = ROWS
     cluster: int = 2
+    keys: int = KEYS
+    warpgroups: int = 1
     ordered: bool = True
     packs_heads: bool = False
     exact_grid: bool = False
@@ -231,8 +234,13 @@ def _forward_tile(
     if begin >= lengths[0]:
         return Tile(0.0)
     parts = Parts(part, tiling.num_splits, tiling.equal_parts)
-    steps, masked = key_steps(begin, end, lengths, case.bounds, parts=parts)
-    flop = 4 * tiling.rows * KEYS * tiling.head_dim
+    each = queries // tiling.warpgroups
+    found = [
+        key_steps(first, min(first + each, end), lengths, case.bounds, tiling.keys, parts)
+        for first in range(begin, end, each)
+    ]
+    steps, masked = (sum(counts) / tiling.warpgroups for counts in zip(*found))
+    flop = 4 * tiling.rows * tiling.keys * tiling.head_dim
     step = flop / SM100_FLOP_PER_CLOCK / tiling.cluster
     # Q is read, O written; parts of it in float32. Rows past the last query are neither.
     elements = (end - begin) * (tiling.rows // queries) * tiling.head_dim

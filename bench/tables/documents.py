@@ -119,6 +119,7 @@ DOCUMENTS = {
     "whole_gpu_loads": Document(
         "Clock and power of an H200 under load", ("whole-gpu",), "timing.md", (1,)
     ),
+    "predict_h200": Document("Attention on an H200, predicted", ("predict",), "timing.md"),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
     "mutation": Document("Mutation score of the kernels", ("mutation",), "sanitizer.md"),
 }  # fmt: skip

@@ -1,0 +1,326 @@
+"""Our Hopper kernels and flash-attn-4's SM90 forward on the timing model, on an H200.
+
+Costs of tiles are fitted to replays of a CTA, or of a cluster of our backward, with a few tiles;
+problems are placed on all SMs as Blackwell's are (`forward`, `backward`). Work of a tile is counted
+as there, a clock of a CTA for every 8192 FLOP, of which a Hopper SM does half: `fit`'s rate has it.
+
+The clock follows what the tensor cores do (`busy_ghz`), and what the power budget leaves of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.peaks import FLOP_PER_CLOCK, SM100_FLOP_PER_CLOCK
+from bench.suite import FORWARD, Case
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.splits import divided
+from fa4_hd256.environment import ARCHITECTURE
+from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.steps import CLAIM_STEPS
+from fa4_hd256.run.backward import empty_stats
+from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
+from fa4_hd256.run.catalogue import backward_specs, forward_spec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.forward import empty_results
+from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+from sm100_sim import timing
+from sm100_sim.timing import Call, Late, Machine, TileCosts, load
+
+from . import flash_attn_4_traces as traces
+from .backward import Backward
+from .calls import Kind, architecture_on, defaults_to_clc, forward_problem
+from .forward import Kernel
+from .machines import gpu_of, held_at, simulating
+from .ours import with_least
+from .replays import SEED, Replayed, Traced, digest, fitted, kept
+from .samples import BACKWARD_SAMPLES, Sample, Samples, backward_tiles, parts_of
+from .tiles import ROWS, BackwardTiling, ForwardTiling
+
+#: Clock at which kernels are replayed; L2's part of latencies follows it (`machines.held_at`).
+REPLAYED_GHZ = 1.65
+#: Share of the tensor cores' clocks that is used, and the clock of an SM in first launches: of
+#: cuDNN's attention and of a product of random numbers, as an H200 had them, and what it has as
+#: soon as tensor cores work at all (bench/measure/whole_gpu_measured.json).
+BUSY_GHZ = ((0.69, 1.705), (0.95, 1.60))
+MOST_GHZ = 1.80
+#: Milliseconds of attention on all SMs until the clock gives way: 30 and 45 were seen there.
+LOAD_MS = 38.0
+WORK_FLOP = float(SM100_FLOP_PER_CLOCK)
+#: Over work as it is counted: clocks of a Hopper SM's tensor core.
+_SM_CLOCKS = SM100_FLOP_PER_CLOCK / FLOP_PER_CLOCK[9, 0]
+#: Steps that the load warp is ahead of the products, with two buffers of K and of V.
+_LOADS_AHEAD = 1.5
+
+
+def hopper() -> Machine:
+    """The modelled H200 at the clock of its replays."""
+    return held_at(load("h200"), REPLAYED_GHZ)
+
+
+def busy_ghz(busy: float) -> float:
+    """Clock of an SM in first launches of a kernel that keeps the tensor cores busy for a share of
+    their clocks."""
+    (low, high_ghz), (high, low_ghz) = BUSY_GHZ
+    return min(MOST_GHZ, high_ghz + (busy - low) * (low_ghz - high_ghz) / (high - low))
+
+
+@contextlib.contextmanager
+def on_hopper() -> Iterator[None]:
+    """CPU tensors take the kernels for sm_90a inside."""
+    name = ARCHITECTURE.name
+    saved = os.environ.get(name)
+    os.environ[name] = "sm_90a"
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = saved
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of our kernels: "forward", or "dv" or "products" of the backward. keys: of the forward's
+    step; decodes: whether it has one warpgroup, for a few rows; splits: whether keys are divided.
+    """
+
+    kind: Kind
+    use_clc: bool
+    kernel: str = FORWARD
+    keys: int = 0
+    decodes: bool = False
+    splits: bool = False
+
+    def samples(self) -> Samples:
+        """(queries, heads, left bound, keys) of small calls."""
+        if self.kernel != FORWARD:
+            return BACKWARD_SAMPLES
+        rows, keys = (64, 64) if self.decodes else (128, self.keys)
+        if self.kind.window:
+            return (
+                (512, 1, 256, 512), (1024, 1, 256, 1024), (256, 1, 1024, 2048),
+                (512, 2, 512, 1024),
+            )  # fmt: skip
+        return (
+            (rows, 1, None, 4 * keys), (rows, 1, None, 24 * keys), (rows, 4, None, 12 * keys),
+            (rows, 8, None, 4 * keys),
+        )  # fmt: skip
+
+    def tiling(self, machine: Machine) -> ForwardTiling:
+        """Of the forward."""
+        gpu, late = gpu_of(machine), Late((CLAIM_STEPS + _LOADS_AHEAD) * 16.0 * self.keys)
+        rows = 64 if self.decodes else 128
+        return ForwardTiling(
+            "dynamic" if self.use_clc else "static", rows=rows, cluster=1, keys=self.keys,
+            warpgroups=rows // 64, packs_heads=True, prefetches=True, gpu=gpu,
+            claims=late if self.use_clc else 0,
+        )  # fmt: skip
+
+
+def forward_variant(case: Case, machine: Machine, splits: int = 1) -> Variant:
+    """That which a call takes."""
+    gpu = gpu_of(machine)
+    problem = forward_problem(case, architecture_on(gpu))
+    causal = problem.options.window[1] is not None
+    config: Any = kernels_of(problem.architecture).config("forward").tuned(
+        causal, case.seqlen_k, gpu.tuning_name, problem.tiles
+    )
+    return Variant(
+        Kind.of(case), defaults_to_clc(case, FORWARD), keys=config.block_kv,
+        decodes=problem.tiles.rows == 64, splits=splits > 1,
+    )  # fmt: skip
+
+
+def forward(variant: Variant, machine: Machine, draws: int = 0) -> Kernel:
+    """Our forward with costs of its tiles."""
+    tiling, rows = variant.tiling(machine), replays(variant, machine, draws)
+    return Kernel("fa4_hd256", tiling, machine.sampled(draws), fitted(rows, tiling.policy))
+
+
+def backward(kind: Kind, use_clc: bool, machine: Machine, draws: int = 0) -> Backward:
+    """Our backward with stored dS."""
+    config = kernels_of(architecture_on(gpu_of(machine))).config("backward")()
+
+    @functools.cache
+    def costs(which: str) -> list[TileCosts]:
+        if which not in ("dv", "products"):
+            raise ValueError(f"the model has no replay of the Hopper kernel {which!r}")
+        one = Variant(kind, use_clc, which)
+        return fitted(replays(one, machine, draws), "dynamic" if use_clc else "static")
+
+    policy = "dynamic" if use_clc else "static"
+    tiling = BackwardTiling(
+        policy, True, True, ROWS, claims=Late(CLAIM_STEPS * 3 * 1024.0) if use_clc else 0,
+        gpu=gpu_of(machine),
+    )  # fmt: skip
+    return Backward(
+        "fa4_hd256", tiling, machine.sampled(draws), costs, config.ds_bytes
+    )  # fmt: skip
+
+
+def replays(variant: Variant, machine: Machine, draws: int = 0) -> list[Replayed]:
+    """One CTA, or cluster, on each of the variant's samples."""
+    samples = variant.samples()
+
+    def trace() -> list[Traced]:
+        found = []
+        for sample in samples:
+            compiled, arguments = call(variant, sample)
+            prediction = timing.predict(compiled, *arguments, machine=machine, draws=0)[-1]
+            found.append(Traced.of(prediction, *_tiles_of(variant, sample)))
+        return found
+
+    cubin = call(variant, samples[0])[0].cubin
+    rows = kept((digest(cubin), variant, samples), trace, machine, draws)
+    return [replace(row, work=row.work / _SM_CLOCKS) for row in rows]
+
+
+def _tiles_of(variant: Variant, sample: Sample) -> tuple[int, float]:
+    """(tiles, masked work) of a sample."""
+    if variant.kernel != FORWARD:
+        return backward_tiles(variant.kernel, sample)
+    queries, heads, _, _ = parts_of(sample)
+    return -(-queries // (64 if variant.decodes else 128)) * heads, 0.0
+
+
+def call(variant: Variant, sample: Sample) -> tuple[Any, tuple]:
+    """(compiled kernel, arguments of a call on one CTA, or cluster of two)."""
+    queries, heads, left, keys = parts_of(sample)
+    kind, generator = variant.kind, torch.Generator().manual_seed(SEED)
+    shapes = ((queries, heads), (keys, 1), (keys, 1), (queries, heads))
+    if variant.decodes or variant.kernel == FORWARD:
+        # A KV head each, or the heads would share tiles.
+        shapes = ((queries, heads), (keys, heads), (keys, heads), (queries, heads))
+    tensors: Any = tuple(
+        torch.randn(1, rows, n, HEAD_DIM, generator=generator).bfloat16() for rows, n in shapes
+    )
+    bounds = (left if kind.window else None, None)
+    with on_hopper():
+        options = Options.check(None, kind.causal, bounds, 0.0, variant.use_clc)
+        problem = Problem.describe(tensors[:3], options)
+        alone = replace(gpu_of(load("h200")), sms=1, pairs=1)
+        if variant.kernel != FORWARD:
+            return _backward_call(variant, problem, tensors, alone)
+        if variant.splits:
+            problem = divided(problem, 2, alone)
+        config = kernels_of(problem.architecture).config("forward").tuned(
+            kind.causal, keys, alone.tuning_name, problem.tiles
+        )
+        if config.block_kv != variant.keys:
+            config = replace(config, block_kv=variant.keys)
+        compiled = compile_kernel(forward_spec(problem, alone, config))
+        out, lse = empty_results(problem, parts=problem.num_splits > 1)
+        q, k, v, _ = tensors
+        given = CallTensors(q, k, v, out, lse)
+        return compiled, call_arguments(given, problem, alone, 0)
+
+
+def _backward_call(
+    variant: Variant, forward: Problem, tensors: Any, gpu: Any
+) -> tuple[Any, tuple]:
+    q, k, *_ = tensors
+    problem = BackwardProblem(forward, tuple(k.shape), False, 1, keeps_ds=True)
+    stats = empty_stats(problem)
+    stats.zero_()
+    made = problem.kernels.kernel(f"backward_{variant.kernel}").results
+    results = tuple(torch.empty_like(q if name == "dq" else k) for name in made)
+    config = kernels_of(forward.architecture).config("backward")()
+    ds = torch.zeros(problem.ds_shape, dtype=q.dtype)
+    given = GradientTensors(tensors, stats, results, (), ds)
+    spec = backward_specs(problem, config)[variant.kernel]
+    return compile_kernel(spec), gradient_call_arguments(given, problem, gpu, 0)
+
+
+# ------------------------------------------------------------ flash-attn-4
+
+
+#: Keys of a step of its SM90 forward at head_dim 256; rows of a tile.
+THEIR_KEYS, THEIR_ROWS = {256: 80, 128: 128}, 128
+
+
+def their_forward(
+    causal: bool, machine: Machine, draws: int = 0, head_dim: int = HEAD_DIM
+) -> Kernel:
+    """flash-attn-4's SM90 forward: one tile a CTA, of a causal call the longest first."""
+    keys = THEIR_KEYS[head_dim]
+    samples = tuple((THEIR_ROWS, 1, None, keys * steps) for steps in (4, 12, 24))
+    problems = [
+        traces.Problem(
+            queries, n, (1, 1), head_dim, (("causal", causal), ("num_splits", 1))
+        )
+        for queries, _, _, n in samples
+    ]  # fmt: skip
+
+    def trace() -> list[Traced]:
+        with simulating(machine), _asked_again():
+            return [Traced(program, 1) for program in traces.forward(problems, False)]
+
+    versions = traces.flash_attn_4.versions()
+    rows = kept((versions, "sm_90a", causal, head_dim, samples), trace, machine, draws)
+    rows = [replace(row, work=row.work / _SM_CLOCKS) for row in rows]
+    tiling = ForwardTiling(
+        "single", head_dim, THEIR_ROWS, 1, keys=keys, ordered=causal, packs_heads=True,
+        exact_grid=True, gpu=gpu_of(machine),
+    )  # fmt: skip
+    return Kernel("flash-attn-4", tiling, machine.sampled(draws), fitted(rows, "single"))
+
+
+@contextlib.contextmanager
+def _asked_again() -> Iterator[None]:
+    """flash-attn-4 remembers which device it has asked; inside and behind it asks anew."""
+    from flash_attn.cute import cute_dsl_utils, interface
+
+    asked = interface._get_device_arch, cute_dsl_utils._get_device_arch_and_num_sms
+    for function in asked:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in asked:
+            function.cache_clear()
+
+
+# ------------------------------------------------------------ times
+
+
+@dataclass(frozen=True)
+class Times:
+    """clocks: of the SMs with the most to do, all launches. busy: share of them that the tensor
+    cores work. seconds: of a call of first launches, for_good: when the power budget has told."""
+
+    clocks: float
+    busy: float
+    seconds: float
+    for_good: float
+
+    def after(self, load_seconds: float) -> float:
+        """Seconds of a call with so much load before it."""
+        return self.seconds if load_seconds * 1e3 < LOAD_MS else self.for_good
+
+
+def times(calls: list[Call], machine: Machine) -> Times:
+    """Of the central constants."""
+    one, values = calls[0], machine.values()
+    clocks = sum(count * schedule.clocks for count, schedule in one.schedules)
+    flop = sum(count * schedule.work for count, schedule in one.schedules) * WORK_FLOP
+    busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * clocks)
+    first = busy_ghz(busy) / REPLAYED_GHZ
+    share = min(first, one.clock_share(values))
+    return Times(clocks, busy, one.at(first), one.at(share))
+
+
+__all__ = [
+    "Times", "Variant", "backward", "busy_ghz", "forward", "forward_variant", "hopper", "replays",
+    "their_forward", "times", "with_least",
+]  # fmt: skip

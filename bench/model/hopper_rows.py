@@ -1,0 +1,121 @@
+"""Rows that an H200 is asked for: what the timing model says of each, and what was measured.
+
+Measured rows are medians of docs/hopper.md; `seen` says that they were known before the model
+predicted them. All have 16,384 tokens but for decoding steps and chunks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.suite import BACKWARD, FORWARD, H200_TOKENS, Case
+from fa4_hd256.kernels.limits import HEAD_DIM
+from sm100_sim.timing import Call, Machine
+
+from . import hopper_attention as model
+from .calls import Kind, default_splits, defaults_to_clc
+from .machines import gpu_of
+
+OURS, THEIRS = "fa4_hd256", "flash-attn-4"
+#: What was measured of rows, by `Row.name`: microseconds, and where it stands.
+MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
+#: Of the protocol: warm-up launches and half of the timed ones of three providers in turn.
+_LAUNCHES_BEFORE = 3 * (8 + 16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. seen: whether it had been measured before the model said anything of it."""
+
+    provider: str
+    direction: str
+    case: Case
+    seen: bool
+    head_dim: int = HEAD_DIM
+
+    @property
+    def name(self) -> str:
+        dim = "" if self.head_dim == HEAD_DIM else f", head_dim {self.head_dim}"
+        what = f"{self.case.shape}, {self.case.heads_text}, {self.case.mask}{dim}"
+        return f"{self.provider} {self.direction}: {what}"
+
+    @property
+    def flop(self) -> float:
+        return self.case.flop(self.direction, self.head_dim)
+
+    def calls(self, machine: Machine) -> list[Call]:
+        """As the timing model has them."""
+        case = self.case
+        if self.direction == BACKWARD:
+            use_clc = defaults_to_clc(case, BACKWARD)
+            return model.backward(Kind.of(case), use_clc, machine).calls(case)
+        if self.provider == THEIRS:
+            return model.their_forward(case.causal, machine, head_dim=self.head_dim).calls(case)
+        splits = default_splits(case, gpu_of(machine))
+        kernel = model.forward(model.forward_variant(case, machine, splits), machine)
+        return (kernel.divided(splits) if splits > 1 else kernel).calls(case)
+
+    def times(self, machine: Machine) -> model.Times:
+        return model.times(self.calls(machine), machine)
+
+    def predicted(self, times: model.Times) -> float:
+        """Seconds of the median launch of the protocol."""
+        return times.after(_LAUNCHES_BEFORE * times.seconds)
+
+
+def _dense(seqlen: int, causal: bool, heads: tuple[int, int] = (16, 16), left: int | None = None
+           ) -> Case:
+    lengths = ((seqlen, seqlen),) * max(1, H200_TOKENS // seqlen)
+    return Case("h200", lengths, *heads, causal, (left, None))
+
+
+def _decode(batch: int, queries: int, keys: int, heads: tuple[int, int], causal: bool = True
+            ) -> Case:
+    return Case("h200", ((queries, keys),) * batch, *heads, causal)
+
+
+def rows() -> Iterator[Row]:
+    """All of them."""
+    for causal in (False, True):
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+            yield Row(OURS, FORWARD, _dense(seqlen, causal), True)
+            yield Row(THEIRS, FORWARD, _dense(seqlen, causal), True)
+    yield Row(OURS, FORWARD, _dense(4096, True, left=511), True)
+    for seqlen, causal in ((4096, False), (16384, False), (1024, True), (4096, True),
+                           (16384, True)):  # fmt: skip
+        yield Row(OURS, FORWARD, _dense(seqlen, causal, (16, 2)), True)
+    for causal in (False, True):
+        for seqlen in (1024, 4096, 16384):
+            yield Row(OURS, BACKWARD, _dense(seqlen, causal), True)
+    for queries in (1, 4):
+        yield Row(OURS, FORWARD, _decode(128, queries, 131072, (32, 2)), True)
+        yield Row(OURS, FORWARD, _decode(1, queries, 131072, (32, 2)), True)
+        yield Row(OURS, FORWARD, _decode(8, queries, 8192, (16, 2)), True)
+    yield from _unseen()
+
+
+def _unseen() -> Iterator[Row]:
+    for seqlen, causal in ((3072, False), (6144, False), (3072, True), (6144, True)):
+        yield Row(OURS, FORWARD, _dense(seqlen, causal), False)
+        yield Row(THEIRS, FORWARD, _dense(seqlen, causal), False)
+    for seqlen, causal, heads in ((8192, True, (32, 2)), (2048, True, (24, 4)),
+                                  (2048, False, (8, 8)), (8192, False, (4, 4))):  # fmt: skip
+        yield Row(OURS, FORWARD, _dense(seqlen, causal, heads), False)
+    yield Row(OURS, FORWARD, _dense(16384, True, left=1023), False)
+    for count in (16, 8, 4):
+        yield Row(OURS, FORWARD, _decode(1, 512, 65536, (count, 1)), False)
+    yield Row(OURS, FORWARD, _decode(32, 1, 32768, (16, 2)), False)
+    yield Row(OURS, FORWARD, _decode(4, 1, 65536, (32, 4)), False)
+    for causal in (False, True):
+        for seqlen in (2048, 8192):
+            yield Row(OURS, BACKWARD, _dense(seqlen, causal), False)
+        for seqlen in (1024, 4096, 16384):
+            yield Row(THEIRS, FORWARD, _dense(seqlen, causal), False, 128)
+
+
+def measured() -> dict[str, dict]:
+    """Row's name -> {"us": median, "from": where it stands}."""
+    return json.loads(MEASURED.read_text())["rows"]
