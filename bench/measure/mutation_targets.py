@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest import mock
 
@@ -22,8 +22,11 @@ from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim import Options, attached
 from sm100_sim.tools import mutants
 
-#: Names the GPU that the simulator stands for.
-DEVICE = "SM100_SIM_DEVICE"
+#: Name the GPU that the simulator stands for, and whose kernels CPU tensors take.
+DEVICE, ARCHITECTURE = "SM100_SIM_DEVICE", "FA4_HD256_ARCH"
+#: GPUs of one CTA pair, and of one CTA, which do all tiles of a call.
+BLACKWELL = {DEVICE: "b200:2", ARCHITECTURE: "sm_100a"}
+HOPPER = {DEVICE: "h200:2", ARCHITECTURE: "sm_90a"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class Target:
     """A kernel, or the kernels of one call, to be scored.
 
     run: makes the call of a shape. reading: of the sanitizer, True or "strict". kernels: part of
-    the names of those that are scored; the others only run.
+    the names of those that are scored; the others only run. environment: variables of the run, the
+    GPU among them.
     """
 
     name: str
@@ -102,6 +106,7 @@ class Target:
     shapes: tuple[Shape, ...] = SHAPES
     reading: bool | str = "strict"
     kernels: str = ""
+    environment: Mapping[str, str] = field(default_factory=lambda: BLACKWELL)
 
 
 def _dense(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
@@ -139,7 +144,7 @@ def _flash_attention_4(shape: Shape, causal: bool) -> None:
     """flash-attn-4's public function on a GPU with two SMs, so that its persistent kernel gives one
     CTA pair several tiles. Its correction warps wait for O only to rescale it, so with scores that
     do not grow some phases are waited for by nobody (docs/sanitizer.md)."""
-    with mock.patch.dict(os.environ, {DEVICE: "b200:2"}), attached(), warnings.catch_warnings():
+    with attached(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         q, k, v = inputs(shape, falling)
         flash_attn_4.attention(q, k, v, causal=causal)
@@ -174,10 +179,44 @@ def _targets() -> Iterator[Target]:
             run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
             of_all = tuple(map(_packed_shape, backward))
             yield Target(f"{name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel)
+    yield from _hopper_targets()
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
         run = functools.partial(_flash_attention_4, causal=causal)
         yield Target(name, run, FLASH_ATTN_SHAPES, reading=True)
+
+
+def _hopper_targets() -> Iterator[Target]:
+    packed = (_packed_shape(LENGTHS),)
+    window = {"window_size": (200, 64), "softcap": 30.0, "learnable_sink": torch.ones(1)}
+    for counted in (False, True):
+        scheduler = "dynamic" if counted else "static"
+        for name, call, options, shapes in (
+            ("full", _dense, {}, SHAPES),
+            ("varlen, causal", _packed, {"causal": True}, packed),
+            ("varlen, window, softcap, sink", _packed, window, packed),
+        ):
+            run = functools.partial(_forward, call=call, **options, use_clc=counted)
+            yield Target(
+                f"Hopper forward, {name}, {scheduler}", run, shapes, environment=HOPPER
+            )
+        backward = BACKWARD_LENGTHS, EMPTY_FIRST_LENGTHS
+        of_all = tuple(map(_packed_shape, backward))
+        call = functools.partial(_packed, lengths=backward)
+        for name, kernel, wanted in (
+            ("dV and dS", "DvKernel", "qkv"),
+            ("dK and dQ from dS", "ProductsKernel", "qkv"),
+            ("dK", "DkKernel", "k"),
+            ("dV", "SingleDvKernel", "v"),
+            ("dQ", "DqKernel", "q"),
+        ):
+            run = functools.partial(
+                _backward, call=call, wanted=wanted, causal=True, use_clc=counted
+            )
+            yield Target(
+                f"Hopper {name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel,
+                environment=HOPPER,
+            )
 
 
 def targets() -> dict[str, Target]:
@@ -189,11 +228,11 @@ def measure(
     target: Target, seeds: int = 20, confirm: int = 4, jobs: int = 1,
     write: Callable[[str], None] = lambda line: None,
 ) -> list[mutants.Score]:
-    """Scores of the kernels of a target; one CTA pair does all tiles.
+    """Scores of the kernels of a target; one cluster does all tiles.
 
     Raises RuntimeError if it launched none of them.
     """
-    with mock.patch.dict(os.environ, {DEVICE: "b200:2"}):
+    with mock.patch.dict(os.environ, target.environment):
         found = mutants.scores(
             lambda: [target.run(shape) for shape in target.shapes],
             Options(clusters=1, sanitize=target.reading), seeds, confirm, jobs=jobs,

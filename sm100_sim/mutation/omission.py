@@ -20,8 +20,9 @@ from sm100_sim.errors import SimulationError
 from sm100_sim.isa.columns import Rule
 from sm100_sim.isa.sync import barrier_groups
 from sm100_sim.isa.table import row_of
-from sm100_sim.sanitizer.clocks import BULK, STORE
+from sm100_sim.sanitizer.clocks import BULK, MMA, STORE
 from sm100_sim.sanitizer.findings import Finding
+from sm100_sim.sanitizer.hooks import GROUPS
 from sm100_sim.sanitizer.sanitizer import Sanitizer
 from sm100_sim.sanitizer.shadow import Access
 from sm100_sim.sanitizer.state import WarpState
@@ -115,6 +116,8 @@ class OmittingSanitizer(Sanitizer):
         self._fences: dict[tuple[str, WarpState], str] = {}
         #: By warp: clock of the last load that the omitted wait::ld would have waited for.
         self._loads: dict[WarpState, int] = {}
+        #: By warp: clock of the last wgmma that the omitted wait_group would have waited for.
+        self._products: dict[WarpState, int] = {}
 
     def implied(self) -> str | None:
         """The edges that imply the omitted instruction; "" if one execution lacks one, None if
@@ -247,6 +250,8 @@ class OmittingSanitizer(Sanitizer):
         if state.relaxed:
             ledger.drop("fence", state)
         ledger.settle("fence", state, release)
+        if not (state.relaxed or state.narrow):
+            ledger.settle("shared", state, release)
         if state.relaxed or self.strict:
             # Those who wait are not told of the accesses; a later fence may still do it.
             ledger.move("before", "untold", state)
@@ -264,6 +269,10 @@ class OmittingSanitizer(Sanitizer):
             for kind in ("before", "untold"):
                 self.ledger.settle(kind, state, f"{edge}: it covers the same accesses before "
                                                 "anybody needs them complete")
+        elif what == "shared":
+            self.ledger.settle(
+                "shared", state, f"{edge}: it covers the same accesses before anybody needs them"
+            )
         elif what == "proxy":
             self.ledger.settle(
                 "proxy", state, f"{edge}: no asynchronous access before it needs the fence"
@@ -285,6 +294,11 @@ class OmittingSanitizer(Sanitizer):
         if self._relaxed_waits or not narrow:
             return
         self.ledger.defer("fence", state)
+
+    def _fence_shared(self, state: WarpState, _: Any) -> None:
+        # A relaxed arrival behind it tells nobody of the accesses; that nobody had to know before
+        # the next fence of the warp is what a run without findings says.
+        self.ledger.defer("shared", state)
 
     # ------------------------------------------------------------ tensor memory
 
@@ -345,15 +359,16 @@ class OmittingSanitizer(Sanitizer):
                            f"{_text(state.instruction)} covers the initialisations, too")
         super().fence_inits(state)
 
-    def _commit_group(self, state: WarpState, _: Any) -> None:
-        self.ledger.defer("group", state)
+    def _commit_group(self, state: WarpState, instruction: Any) -> None:
+        self.ledger.defer(f"group {GROUPS[row_of(instruction).rule]}", state)
 
-    def grouping(self, state: WarpState, commits: bool) -> None:
+    def grouping(self, state: WarpState, agent: int, commits: bool) -> None:
         if commits:
-            self.ledger.settle("group", state,
-                               f"its copies join the group of {_text(state.instruction)}")
+            what = "wgmmas" if agent == MMA else "copies"
+            self.ledger.settle(f"group {agent}", state,
+                               f"its {what} join the group of {_text(state.instruction)}")
         else:
-            self.ledger.drop("group", state)
+            self.ledger.drop(f"group {agent}", state)
 
     def _wait_group(self, state: WarpState, instruction: Any) -> None:
         if state.frontier[state.bulk] < state.issued[BULK]:
@@ -362,6 +377,30 @@ class OmittingSanitizer(Sanitizer):
             self.ledger.name("the wait_group before it: it covers the same groups")
         else:
             self.ledger.defer("stored", state)
+
+    # ------------------------------------------------------------ wgmma
+
+    def _fence_products(self, state: WarpState, _: Any) -> None:
+        # `in_flight` looks at all paths through the kernel without the fence: if a register needed
+        # it, that is a finding.
+        self.ledger.name("another wgmma.fence: on no path is a register of the wgmmas behind it "
+                         "touched in between")
+
+    def _wait_products(self, state: WarpState, instruction: Any) -> None:
+        groups = state.groups[MMA]
+        done = len(groups) - instruction.operands[0].value
+        if done <= 0 or groups[done - 1] <= state.frontier[state.mma]:
+            self.ledger.name("the wgmma.wait_group before it: it covers the same groups")
+        else:
+            self._products[state] = max(self._products.get(state, 0), groups[done - 1])
+            self.ledger.defer("products", state)
+
+    def completing(self, state: WarpState, agent: int) -> None:
+        if agent == MMA and state.frontier[state.mma] >= self._products.get(state, 0):
+            self._products.pop(state, None)
+            self.ledger.settle("products", state,
+                               f"{_text(state.instruction)} covers the groups, too, before "
+                               "anything needs them complete")
 
     # ------------------------------------------------------------ exits
 
@@ -447,8 +486,12 @@ _ANALYSES: dict[Rule, Callable[[OmittingSanitizer, WarpState, Any], None]] = {
     Rule.FENCE_PROXY_RELEASE: OmittingSanitizer._fence_proxy,
     Rule.FENCE_INIT: OmittingSanitizer._fence_init,
     Rule.FENCE: OmittingSanitizer._fence,
+    Rule.FENCE_SHARED: OmittingSanitizer._fence_shared,
     Rule.COMMIT_BULK: OmittingSanitizer._commit_group,
+    Rule.COMMIT_WARPGROUP: OmittingSanitizer._commit_group,
     Rule.WAIT_BULK: OmittingSanitizer._wait_group,
+    Rule.WARPGROUP_FENCE: OmittingSanitizer._fence_products,
+    Rule.WAIT_WARPGROUP: OmittingSanitizer._wait_products,
 }
 
 

@@ -244,6 +244,10 @@ def _fence(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executo
 def _orders(sanitizer: Sanitizer, rule: Rule, modifiers: tuple[str, ...]) -> Callable:
     """What a fence does to the state of its warp."""
 
+    def shared(state: WarpState) -> None:
+        sanitizer.ordering(state, "shared")
+        state.fence_shared()
+
     def proxies(state: WarpState) -> None:
         sanitizer.ordering(state, "proxy")
         state.fence_proxy()
@@ -262,7 +266,7 @@ def _orders(sanitizer: Sanitizer, rule: Rule, modifiers: tuple[str, ...]) -> Cal
             state.fence()
 
     special = {
-        Rule.FENCE: threads, Rule.FENCE_SHARED: WarpState.fence_shared, Rule.FENCE_INIT: inits,
+        Rule.FENCE: threads, Rule.FENCE_SHARED: shared, Rule.FENCE_INIT: inits,
         Rule.FENCE_MAP_RELEASE: sanitizer.maps.release,
     }  # fmt: skip
     return special.get(rule, proxies)
@@ -416,34 +420,43 @@ def _wait_store(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
     return run
 
 
-# ---------------------------------------------------------------- bulk groups
+# ---------------------------------------------------------------- groups
+
+#: Of which agent a rule commits, or awaits, a group.
+GROUPS = {
+    Rule.COMMIT_BULK: BULK, Rule.COMMIT_WARPGROUP: MMA, Rule.COMMIT_COPIES: COPY,
+    Rule.WAIT_BULK: BULK, Rule.WAIT_WARPGROUP: MMA,
+}  # fmt: skip
 
 
-@_hook(Rule.COMMIT_BULK)
+@_hook(Rule.COMMIT_BULK, Rule.COMMIT_WARPGROUP, Rule.COMMIT_COPIES)
 def _commit_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
+    agent = GROUPS[row_of(instruction).rule]
+
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
-        sanitizer.grouping(state, True)
-        state.groups.append(state.issued[BULK])
+        sanitizer.grouping(state, agent, True)
+        state.groups[agent].append(state.issued[agent])
         return execute(warp, lanes)
 
     return run
 
 
-@_hook(Rule.WAIT_BULK)
+@_hook(Rule.WAIT_BULK, Rule.WAIT_WARPGROUP)
 def _wait_group(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    allowed = instruction.operands[0].value
+    agent, allowed = GROUPS[row_of(instruction).rule], instruction.operands[0].value
 
     def run(warp: Any, lanes: int) -> Any:
         state = sanitizer.begin(warp, instruction)
         outcome = execute(warp, lanes)
-        sanitizer.grouping(state, False)
-        if outcome is None and len(state.groups) > allowed:
-            done = len(state.groups) - allowed
-            state.frontier[state.bulk] = max(
-                state.frontier[state.bulk], state.groups[done - 1]
-            )
-            del state.groups[: done - 1]
+        sanitizer.grouping(state, agent, False)
+        groups = state.groups[agent]
+        done = len(groups) - allowed
+        if outcome is None and done > 0:
+            entry = state.entry(agent)
+            state.frontier[entry] = max(int(state.frontier[entry]), groups[done - 1])
+            del groups[: done - 1]
+            sanitizer.completing(state, agent)
         return outcome
 
     return run
@@ -466,33 +479,6 @@ def _product(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Execu
         shadow.visit(access)
         for chunks in footprints.warpgroup_operands(product, place):
             shadow.smem.touch(chunks, access, state.frontier)
-        return outcome
-
-    return run
-
-
-@_hook(Rule.COMMIT_WARPGROUP)
-def _commit_products(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    def run(warp: Any, lanes: int) -> Any:
-        state = sanitizer.begin(warp, instruction)
-        state.product_groups.append(state.issued[MMA])
-        return execute(warp, lanes)
-
-    return run
-
-
-@_hook(Rule.WAIT_WARPGROUP)
-def _wait_products(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    allowed = instruction.operands[0].value
-
-    def run(warp: Any, lanes: int) -> Any:
-        state = sanitizer.begin(warp, instruction)
-        outcome = execute(warp, lanes)
-        done = len(state.product_groups) - allowed
-        if outcome is None and done > 0:
-            clock = state.product_groups[done - 1]
-            state.frontier[state.mma] = max(int(state.frontier[state.mma]), clock)
-            del state.product_groups[: done - 1]
         return outcome
 
     return run
@@ -521,16 +507,6 @@ def _copy_async(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Ex
     return run
 
 
-@_hook(Rule.COMMIT_COPIES)
-def _commit_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
-    def run(warp: Any, lanes: int) -> Any:
-        state = sanitizer.begin(warp, instruction)
-        state.copy_groups.append(state.issued[COPY])
-        return execute(warp, lanes)
-
-    return run
-
-
 @_hook(Rule.WAIT_COPIES, Rule.WAIT_ALL_COPIES)
 def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> Executor:
     everything = row_of(instruction).rule is Rule.WAIT_ALL_COPIES
@@ -541,13 +517,14 @@ def _wait_copies(instruction: Any, execute: Executor, sanitizer: Sanitizer) -> E
         outcome = execute(warp, lanes)
         if outcome is not None:
             return outcome
-        done = len(state.copy_groups) - allowed
+        groups = state.groups[COPY]
+        done = len(groups) - allowed
         if everything:
             state.finish_copies(state.issued[COPY])
-            state.copy_groups.clear()
+            groups.clear()
         elif done > 0:
-            state.finish_copies(state.copy_groups[done - 1])
-            del state.copy_groups[:done]
+            state.finish_copies(groups[done - 1])
+            del groups[:done]
         return None
 
     return run

@@ -600,16 +600,20 @@ class Sanitizer:
         """A warp is about to publish what it knows; for `omission` to look at."""
 
     def ordering(self, state: WarpState, what: str) -> None:
-        """A warp waits for loads, or executes a tcgen05.fence or fence.proxy.async; for `omission`.
+        """A warp waits for loads, or executes a tcgen05.fence, a fence.proxy.async or a release
+        fence of shared memory alone; for `omission`.
 
-        what: "loads", "before", "after" or "proxy".
+        what: "loads", "before", "after", "proxy" or "shared".
         """
 
     def completed(self, barrier: WatchedBarrier) -> None:
         """A phase is complete; for `omission`."""
 
-    def grouping(self, state: WarpState, commits: bool) -> None:
-        """A warp commits a bulk group, or waits for one; for `omission` to look at."""
+    def grouping(self, state: WarpState, agent: int, commits: bool) -> None:
+        """A warp commits a group of an agent, or waits for one; for `omission` to look at."""
+
+    def completing(self, state: WarpState, agent: int) -> None:
+        """A warp has waited for groups that are done; for `omission` to look at."""
 
     def flush(self, state: WarpState, run: Any = None) -> None:
         """Record the MMAs of the warp's open chain that have not been recorded."""

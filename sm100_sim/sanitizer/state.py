@@ -75,9 +75,9 @@ class WarpState:
     tcgen05.fence::after_thread_sync (strict reading only). joining: round of a barrier whose result
     is taken in before the warp does anything else. loads: (clock, number of the instruction) of
     tcgen05.ld in flight. uses: flags that native code sets when loaded data are used. recorded:
-    MMAs of the open chain already recorded. groups: clocks of the last bulk store of each committed
-    group; product_groups: the same of wgmma. copies, copy_groups: the same of cp.async, with its
-    accesses in flight. unfenced: generic
+    MMAs of the open chain already recorded. groups: by agent, BULK, MMA (wgmma) or COPY (cp.async),
+    the clock of the last operation of each committed group. copies: accesses of cp.async in flight.
+    unfenced: generic
     accesses were made since the last fence.proxy.async. record: what native code shares, with a
     mask of the ranks of CTAs known to have started.
     flags_read: addresses of relaxed reads since the last fence.
@@ -106,13 +106,15 @@ class WarpState:
         self.loads = Loads(self.record)
         self.uses = np.zeros(max(sanitizer.load_count, 1), np.uint8)
         self.issued = self.record.issued
-        self.groups: list[int] = []
+        self.groups: dict[int, list[int]] = {BULK: [], MMA: [], COPY: []}
         self.copies: list[Access] = []
-        self.copy_groups: list[int] = []
-        self.product_groups: list[int] = []
         self.flags_read: set[int] = set()
         self.unfenced_inits: list[Any] = []
         self.generation = 0
+
+    def entry(self, agent: int) -> int:
+        """Where frontiers have the clock of an asynchronous agent of this warp."""
+        return AGENTS_OF_A_WARP * self.number + agent
 
     clock, recorded, unfenced = map(_recorded, ("clock", "recorded", "unfenced"))
 

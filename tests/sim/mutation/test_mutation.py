@@ -8,7 +8,7 @@ import pytest
 from checkout import HELPERS
 from kernels import run_kernel_text
 from sanitizer_kernels import COPIES, RING, TENSOR, changed
-from sanitizer_kernels_warpgroup import WARPGROUP
+from sanitizer_kernels_warpgroup import IN_REGISTERS, WARPGROUP
 
 from sm100_sim import launcher
 from sm100_sim.launcher import Options
@@ -80,6 +80,45 @@ def test_a_later_fence_may_cover_the_accesses(again):
     (mutant,) = score(text, only=first, block=(128, 1, 1), strict=True).mutants.values()
     assert mutant.outcome == ("redundant" if again else "caught"), mutant
     assert again == ("fence::before_thread_sync" in mutant.why)
+
+
+_FENCE, _COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+_WAIT, _RELEASE = "wgmma.wait_group.sync.aligned 0;", "mbarrier.arrive.shared.b64 _, [smem+8];"
+_SHARED_FENCE = "fence.release.sync_restrict::shared::cta.cluster;"
+_RELAXED = "mbarrier.arrive.relaxed.cluster.shared::cta.b64 _, [smem+8];"
+
+
+@pytest.mark.parametrize(
+    ("tag", "lines", "opcode", "expected"),
+    [
+        ("fence", 2 * _FENCE, "wgmma.fence", {"another wgmma.fence": 2}),
+        ("registers", f"{_COMMIT} {_FENCE} {IN_REGISTERS}", "wgmma.commit", {"join the group": 1}),
+        ("wait", 2 * _WAIT, "wgmma.wait", {"covers the groups, too": 1, "before it": 1}),
+        # The buffer is given back between the two.
+        ("wait", _WAIT + _RELEASE + _WAIT, "wgmma.wait", {"before it": 1}),
+        # The other one is the last of its warp.
+        ("release", 2 * _SHARED_FENCE + _RELAXED, "fence.release", {"before anybody needs": 1}),
+        # The buffer is given back without the first.
+        ("release", _SHARED_FENCE + _RELAXED, "fence.release", {}),
+    ],
+)  # fmt: skip
+def test_what_a_warpgroup_does_twice_is_redundant(tag, lines, opcode, expected):
+    """In place of a line of the kernel; the others of this opcode are needed."""
+    text = changed(WARPGROUP, tag, lines)
+    if lines.count(_RELEASE):
+        text = changed(text, "release", "bar.warp.sync -1;")
+
+    def chosen(found):
+        alike = [i for i in found if i.name.startswith(opcode)]
+        return alike[:1] if lines.startswith(2 * _SHARED_FENCE) else alike
+
+    total = score(text, only=chosen, block=(160, 1, 1))
+    mutants = total.mutants.values()
+    named = [m.why for m in mutants if m.outcome == "redundant"]
+    assert {edge: sum(edge in why for why in named) for edge in expected} == expected
+    assert len(named) == sum(expected.values())
+    assert all(m.outcome == "caught" for m in mutants if m.outcome != "redundant")
+    assert mutants
 
 
 def test_memory_is_restored_and_the_launch_still_runs():
