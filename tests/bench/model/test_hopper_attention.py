@@ -1,0 +1,119 @@
+"""Attention on an H200 as the timing model has it: tiles, clocks, rows, a replay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.model import hopper_attention as model
+from bench.model import hopper_rows
+from bench.model.calls import Kind, default_splits
+from bench.model.machines import gpu_of
+from bench.model.tiles import forward_tiles
+from bench.suite import FORWARD, Case
+from sm100_sim.timing import ALONE, Call, TileCosts
+
+MACHINE = model.hopper()
+
+
+def case(seqlen, causal=False, heads=(16, 16), **others):
+    lengths = ((seqlen, seqlen),) * max(1, 16384 // seqlen)
+    return Case("test", lengths, *heads, causal, **others)
+
+
+def work(case):
+    variant = model.forward_variant(case, MACHINE)
+    return sum(tile.work for tile in forward_tiles(case, variant.tiling(MACHINE)))
+
+
+@pytest.mark.parametrize(("seqlen", "keys"), [(512, 64), (4096, 80), (2560, 80)])
+def test_tiles_of_full_attention_do_its_flop(seqlen, keys):
+    """But for what the last step of a tile has beyond the last key."""
+    variant = model.forward_variant(case(seqlen), MACHINE)
+    assert variant.keys == keys
+    rounded = -(-seqlen // keys) * keys
+    flop = case(seqlen).flop(FORWARD) * rounded / seqlen
+    assert work(case(seqlen)) * model.WORK_FLOP == pytest.approx(flop)
+
+
+def test_a_warpgroup_leaves_out_what_its_own_rows_do_not_see():
+    """Of 128 causal rows and as many keys, in steps of 64, one warpgroup has one step, the other
+    two."""
+    (tile,) = forward_tiles(
+        Case("test", ((128, 128),), 1, 1, True),
+        model.forward_variant(case(512, True), MACHINE).tiling(MACHINE),
+    )
+    step = 4 * 64 * 64 * 256 / model.WORK_FLOP
+    assert tile.work == 3 * step
+    both = replace(model.forward_variant(case(512, True), MACHINE).tiling(MACHINE), warpgroups=1)
+    (tile,) = forward_tiles(Case("test", ((128, 128),), 1, 1, True), both)
+    assert tile.work == 4 * step
+
+
+def test_packed_heads_and_parts_of_decoding_steps():
+    decode = Case("test", ((1, 131072),), 32, 2, False)
+    parts = default_splits(decode, gpu_of(MACHINE))
+    variant = model.forward_variant(decode, MACHINE, parts)
+    assert variant.decodes and variant.splits and parts > 16
+    tiles = forward_tiles(decode, replace(variant.tiling(MACHINE), num_splits=parts))
+    assert len(tiles) == 2 * parts
+
+
+def test_the_clock_of_first_launches():
+    assert model.busy_ghz(0.69) == 1.705 and model.busy_ghz(0.95) == pytest.approx(1.60)
+    assert model.busy_ghz(0.2) == model.MOST_GHZ
+    assert 1.60 < model.busy_ghz(0.9) < 1.705
+
+
+def times_of(rate):
+    """Of 4k, full, whose tiles take `rate` clocks for each of their work."""
+    problem = case(4096)
+    tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
+    costs = TileCosts(0.0, 0.0, rate)
+    kernel = model.Kernel("test", tiling, MACHINE.sampled(0), [costs])
+    return model.times(kernel.calls(problem, ALONE), MACHINE)
+
+
+def test_times_of_a_call():
+    """A Hopper SM takes two clocks for each of work; the power budget lengthens what lasts."""
+    ideal, slower = times_of(2.0), times_of(2.5)
+    assert ideal.busy == pytest.approx(0.98, abs=0.02)
+    assert slower.busy == pytest.approx(ideal.busy * 0.8, rel=0.01)
+    assert ideal.for_good > 1.1 * ideal.seconds
+    # What wastes clocks keeps more of them.
+    assert slower.for_good / slower.seconds < ideal.for_good / ideal.seconds
+    assert ideal.after(0.001) == ideal.seconds and ideal.after(1.0) == ideal.for_good
+
+
+def test_flop_of_a_call_are_those_that_the_power_budget_counts():
+    problem = case(4096)
+    tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
+    kernel = model.Kernel("test", tiling, MACHINE.sampled(0), [TileCosts(0.0, 0.0, 2.0)])
+    call: Call = kernel.calls(problem)[0]
+    assert call.flop == pytest.approx(problem.flop(FORWARD) * 4160 / 4096)
+
+
+def test_rows_have_names_of_their_own_and_every_measured_one_is_a_row():
+    names = [row.name for row in hopper_rows.rows()]
+    assert len(set(names)) == len(names)
+    measured = hopper_rows.measured()
+    assert set(measured) <= set(names)
+    seen = {row.name for row in hopper_rows.rows() if row.seen}
+    assert seen <= set(measured)
+
+
+def test_an_unknown_kernel_of_the_backward_is_refused():
+    found = model.backward(Kind(False), False, MACHINE)
+    with pytest.raises(ValueError, match="no replay of the Hopper kernel 'dq'"):
+        found.costs("dq")
+
+
+@pytest.mark.simulator
+def test_a_step_takes_the_clocks_of_its_products():
+    """80 keys, full attention: 2,560 clocks of the tensor core for two warpgroups, nothing between
+    them; what the replay lacks is said in docs/timing.md."""
+    variant = model.forward_variant(case(4096), MACHINE)
+    (costs,) = model.forward(variant, MACHINE).costs
+    assert costs.rate == pytest.approx(2.0, rel=0.01)
+    assert 1000 < costs.each < 4000
