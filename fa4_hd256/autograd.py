@@ -9,10 +9,11 @@ import torch
 
 from .call import named_configs
 from .call.backward_problem import BackwardCall
-from .call.forward_problem import Options, given_ragged
+from .call.forward_problem import RAGGED, Options, given_ragged
+from .eager import OperatorCalls, is_intercepted
 from .run.backward import Wanted, run_backward
 
-__all__ = ["backward", "gradients", "save_for_backward"]
+__all__ = ["backward", "call_backward", "gradients", "save_for_backward"]
 
 #: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
 Q, K, V, SINK = 0, 1, 2, 7
@@ -78,13 +79,36 @@ def _refuse_second_order(context: Any, *gradients: Any) -> None:
 backward.register_autograd(_refuse_second_order)
 
 
+def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[torch.Tensor, ...]:
+    """The operator; tensors: dout, dlse, q, k, v, out, lse, the sink, ragged ones. scalars: its
+    other arguments, in order."""
+    wanted = list(scalars[-1])
+    return backward(*tensors[:7], *scalars[:4], *tensors[7:], *scalars[4:-1], wanted)
+
+
+backward_calls = OperatorCalls(
+    "fa4_hd256::backward",
+    _operator,
+    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *RAGGED),
+)
+
+
+def call_backward(
+    tensors: Sequence[torch.Tensor | None], scalars: tuple
+) -> tuple[torch.Tensor, ...]:
+    """What `backward` returns; arguments as for `_operator`, scalars hashable."""
+    # With gradients of gradients asked for, the operator refuses them.
+    if torch.is_grad_enabled() or is_intercepted(tensors):
+        return _operator(tensors, scalars)
+    return backward_calls(tensors, scalars)
+
+
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
     q, k, v, *scalars, sink, cu_q, cu_k, used_q, used_k = inputs[:12]
     ctx.save_for_backward(q, k, v, *output, sink, cu_q, cu_k, used_q, used_k)
     max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = inputs[12:]
-    ctx.scalars = scalars
-    ctx.rest = (max_seqlen_q, max_seqlen_k, use_clc, backward_config)
+    ctx.scalars = (*scalars, max_seqlen_q, max_seqlen_k, use_clc, backward_config)
     ctx.num_inputs = len(inputs)
     # A result without a gradient, LSE mostly, has None then, and costs nothing.
     ctx.set_materialize_grads(False)
@@ -96,16 +120,15 @@ def gradients(
     """Gradients of the arguments of `forward`; None for those not asked for."""
     found: list[torch.Tensor | None] = [None] * ctx.num_inputs
     needed = ctx.needs_input_grad
-    wanted = [needed[Q], needed[K] or needed[V], needed[SINK]]
+    wanted = (needed[Q], needed[K] or needed[V], needed[SINK])
     if (dout is None and dlse is None) or not any(wanted):
         return tuple(found)
-    q, k, v, out, lse, *optional = ctx.saved_tensors
+    tensors = ctx.saved_tensors
     if dout is None:
+        out = tensors[3]
         dout = out.new_zeros(()).expand(out.shape)
-    dq, dk, dv, dsink = backward(
-        dout, dlse, q, k, v, out, lse, *ctx.scalars, *optional, *ctx.rest, wanted
-    )
-    for place, gradient in ((Q, dq), (K, dk), (V, dv), (SINK, dsink)):
+    given = call_backward((dout, dlse, *tensors), (*ctx.scalars, wanted))
+    for place, gradient in zip((Q, K, V, SINK), given, strict=True):
         if needed[place]:
             found[place] = gradient
     return tuple(found)

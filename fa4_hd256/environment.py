@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture, named
 
@@ -167,6 +168,36 @@ def compiler_settings() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_DSL_OUTPUT_ONLY)
     }
+
+
+class _Seen:
+    """The environment as it was last looked at, and what of it matters to a call."""
+
+    variables: dict[Any, Any] | None = None
+    switches: tuple[str, ...] = ()
+
+
+_seen = _Seen()
+#: `os.environ` without encoding: compared in less than a microsecond.
+_variables: dict[Any, Any] | None = getattr(os.environ, "_data", None)
+
+
+def switches() -> tuple[str, ...]:
+    """What the environment says that a call depends on, as it is now; equal where nothing of it
+    has changed.
+
+    Read at every call: anything that is kept for calls alike has it in its key.
+    """
+    present = _variables if _variables is not None else dict(os.environ)
+    if present != _seen.variables:
+        kept = dict(present)
+        found = [
+            f"{variable}={os.environ.get(variable)}"
+            for variable in ("FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name)
+        ]
+        found += [f"{name}={value}" for name, value in compiler_settings().items()]
+        _seen.switches, _seen.variables = tuple(found), kept
+    return _seen.switches
 
 
 def iket_requested() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
 from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
 from .call.splits import BY_RULE, check_num_splits
+from .eager import OperatorCalls, is_intercepted
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
 from .run.forward import run_forward
@@ -154,11 +156,48 @@ def _forward(
     grouped = call.q.shape[-2] > call.k.shape[-2]
     backward_use_clc = options.backward_use_clc(use_clc, len(call.ragged) > 0, grouped)
     options = options.scheduled(use_clc, rows, offsets, longest[0])
-    return forward(
-        call.q, call.k, call.v, options.softmax_scale, *options.bounds, options.softcap, call.sink,
-        *(call.ragged.get(name) for name in RAGGED), *longest, options.use_clc, *names, num_splits,
-        backward_use_clc,
+    tensors = (call.q, call.k, call.v, call.sink, *(call.ragged.get(name) for name in RAGGED))
+    scalars = (
+        options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
+        *names, num_splits, backward_use_clc,
     )  # fmt: skip
+    if is_intercepted(tensors):
+        return _operator(tensors, scalars)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+        return _Attention.apply(*_arguments(tensors, scalars))
+    return forward_calls(tensors, scalars)
+
+
+def _arguments(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple:
+    """Of the operator, from its tensors, q, k, v, the sink, ragged ones, and the others."""
+    return (*tensors[:3], *scalars[:4], *tensors[3:], *scalars[4:])
+
+
+def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> Any:
+    return forward(*_arguments(tensors, scalars))
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with its gradients, for calls past the dispatcher; arguments are the
+    operator's."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = (*inputs[:3], *inputs[7:12])
+        out, lse = forward_calls(tensors, (*inputs[3:7], *inputs[12:]))
+        save_for_backward(ctx, inputs, (out, lse))
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return gradients(ctx, dout, dlse)
+
+
+forward_calls = OperatorCalls(
+    "fa4_hd256::forward", _operator, ("q", "k", "v", "sink", *RAGGED)
+)
 
 
 def _longest(

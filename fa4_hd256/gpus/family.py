@@ -23,7 +23,7 @@ from fa4_hd256 import environment
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
 __all__ = [
-    "FAMILY", "architecture_of", "as_if_seen", "describe_family", "in_family", "of_capability",
+    "FAMILY", "architecture_of", "as_if_seen", "as_seen", "describe_family", "in_family", "of_capability",
     "target",
 ]  # fmt: skip
 
@@ -95,6 +95,11 @@ def as_if_seen(*capabilities: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         _as_if.reset(before)
+
+
+def as_seen() -> frozenset[tuple[int, int]] | None:
+    """Compute capabilities that `as_if_seen` gives this thread; None outside of it."""
+    return _as_if.get()
 
 
 def describe_family() -> str:

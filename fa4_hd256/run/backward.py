@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
-from fa4_hd256.call.forward_problem import Problem
-from fa4_hd256.call.layouts import as_kernel_operand, row_operand, without_expanded_heads
+from fa4_hd256.call.forward_problem import RAGGED, Problem
+from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
 from fa4_hd256.kernels.kernel_set import BackwardKernel
 from fa4_hd256.kernels.sequences import padded_rows
@@ -32,6 +33,7 @@ from .backward_arguments import (
 from .catalogue import KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
+from .recording import Tensors, give_up, made_for, operand, row_values
 
 __all__ = [
     "Wanted",
@@ -39,6 +41,10 @@ __all__ = [
     "run_backward",
     "run_preprocess",
 ]
+
+
+#: Places among a call's tensors, which are in the order of the operator's arguments.
+Q, K, V, SINK = 2, 3, 4, 7
 
 
 class Wanted(NamedTuple):
@@ -59,46 +65,80 @@ def run_backward(
     ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
     division = divide(problem, ds_bytes, gpu_of(call.q.device))
     problem = division.problem
+    finish = partial(_finish, problem, wanted)
+    given = call_tensors(call)
+    made = made_for(given, partial(_allocate, division, wanted), finish)
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
-    q, k, v, dout = (
-        as_kernel_operand(t)
-        for t in (call.q, *without_expanded_heads(call.k, call.v), call.dout)
-    )
-    stats = empty_stats(problem)
+    inputs = (call.q, *without_expanded_heads(call.k, call.v), call.dout)
+    q, k, v, dout = map(operand, inputs)
+    if problem.has_no_queries or problem.has_no_keys:
+        give_up()
     if not problem.has_no_queries:
         rows = PreprocessTensors(
-            as_kernel_operand(call.out),
+            operand(call.out),
             dout,
-            row_operand(call.lse),
-            None if call.dlse is None else row_operand(call.dlse),
-            stats,
+            row_values(call.lse),
+            None if call.dlse is None else row_values(call.dlse),
+            made["stats"],
             tuple(call.ragged[name] for name in problem.preprocess_class.ragged),
         )
         run_preprocess(problem, rows)
-    results: dict[str, torch.Tensor] = {}
-    if wanted.dkdv:
-        results |= {name: _empty_dkdv(problem) for name in ("dk", "dv")}
-    if wanted.dq:
-        results["dq"] = _empty_dq(problem)
     if not problem.has_no_queries and not problem.has_no_keys:
-        tensors = GradientTensors((q, k, v, dout), stats, (), ragged)
+        tensors = GradientTensors((q, k, v, dout), made["stats"], (), ragged, made.get("ds"))
+        results = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
         _run_gradients(division, tensors, results, config)
-    dq = results.get("dq", call.q.new_empty(0))
-    dk, dv = (t.new_empty(0) for t in (call.k, call.v))
+    dq, dk, dv, dsink = finish(given, made)
+    return dq, dk, dv, dsink
+
+
+def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a call in the order of the operator's arguments."""
+    ragged = (call.ragged.get(name) for name in RAGGED)
+    return (
+        call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, *ragged
+    )  # fmt: skip
+
+
+def _allocate(
+    division: Division, wanted: Wanted, tensors: Tensors
+) -> dict[str, torch.Tensor]:
+    """What a backward makes beside its arguments, the results in parts among it."""
+    problem = division.problem
+    made = {"stats": empty_stats(problem)}
     if wanted.dkdv:
-        dk, dv = (_sum_of_parts(problem, results[name]) for name in ("dk", "dv"))
-    dsink = q.new_empty(0) if call.sink is None else call.sink.new_empty(0)
-    if wanted.dsink and call.sink is not None:
-        dsink = _sink_gradient(call.sink, stats)
+        made |= {name: _empty_dkdv(problem) for name in ("dk", "dv")}
+    if wanted.dq:
+        made["dq"] = _empty_dq(problem)
+    if problem.keeps_ds:
+        # Room for the largest portion; every portion has a view of its begin.
+        made["ds"] = _room(problem, [p.problem.ds_shape for p in division.portions])
+    return made
+
+
+def _finish(
+    problem: BackwardProblem, wanted: Wanted, tensors: Tensors, made: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv, dsink) from what the kernels wrote."""
+    q, k, v, sink = (tensors[place] for place in (Q, K, V, SINK))
+    dq = made["dq"] if wanted.dq else q.new_empty(0)
+    if wanted.dkdv:
+        dk, dv = (_sum_of_parts(problem, made[name]) for name in ("dk", "dv"))
+    else:
+        dk, dv = k.new_empty(0), v.new_empty(0)
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(0)
+    if wanted.dsink and sink is not None:
+        dsink = _sink_gradient(sink, made["stats"])
     return dq, dk, dv, dsink
 
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
     """Fill `tensors.stats`; see `backward_preprocess`. Rows between sequences stay as they are."""
+    dlse = () if tensors.dlse is None else ("dlse",)
     launch(
         compile_kernel(preprocess_spec(problem)),
         problem.forward.device,
         lambda gpu, stream: preprocess_call_arguments(tensors, problem, stream),
+        ("out", "dout", "lse", *dlse, "stats", *problem.preprocess_class.ragged),
     )
 
 
@@ -111,8 +151,9 @@ def _run_gradients(
     """Fill `results`, by name: "dq", "dk", "dv", those that are in it."""
     whole, portions = division.problem, division.portions
     specs = backward_specs(whole, config)
-    # Room for the largest portion; every portion has a view of its begin.
-    ds = _room(whole, [p.problem.ds_shape for p in portions]) if whole.keeps_ds else None
+    if whole.adds:
+        # What is added between launches is PyTorch's.
+        give_up()
     shapes = [p.problem.dkdv_shape for p in portions]
     parts = [_room(whole, shapes, torch.float32) for _ in range(_key_results(whole))]
     for portion in portions:
@@ -120,12 +161,13 @@ def _run_gradients(
             # Queries that see none: dQ is 0, and there is nothing to add to dK and dV.
             own = replace(tensors, results=(results["dq"],)).of(portion, ("dq",))
             own.results[0].zero_()
+            give_up()
             continue
         for kernel in _kernels(whole):
             made = kernel.results
             if set(made) <= set(results):
                 given = tuple(results[result] for result in made)
-                own = replace(tensors, results=given, ds=ds).of(portion, made)
+                own = replace(tensors, results=given).of(portion, made)
                 _launch_adding((kernel, specs[kernel.name]), portion.problem, own, parts)
 
 
@@ -153,7 +195,11 @@ def _launch_adding(
         if name != "dq" and left:
             given[index] = begin_of(left.pop(), problem.dkdv_shape)
             sums.append((tensors.results[index], given[index]))
-    _launch(spec, problem, replace(tensors, results=tuple(given)))
+    roles = (
+        "q", "k", "v", "dout", "stats", *row.results, *(("ds",) if problem.keeps_ds else ()),
+        *problem.forward.ragged,
+    )  # fmt: skip
+    _launch(spec, problem, replace(tensors, results=tuple(given)), roles)
     for total, own in sums:
         total += _sum_by_head(own, total.shape[2])
 
@@ -197,11 +243,14 @@ def _sum_by_head(parts: torch.Tensor, heads: int) -> torch.Tensor:
     return parts.unflatten(2, (heads, -1)).sum(dim=3)
 
 
-def _launch(spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors) -> None:
+def _launch(
+    spec: KernelSpec, problem: BackwardProblem, tensors: GradientTensors, roles: Sequence[str]
+) -> None:
     launch(
         compile_kernel(spec),
         problem.forward.device,
         lambda gpu, stream: gradient_call_arguments(tensors, problem, gpu, stream),
+        roles,
     )
 
 

@@ -7,20 +7,25 @@ of these. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
-from fa4_hd256.call.layouts import as_kernel_operand, without_expanded_heads
+from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.splits import divided
 
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of, launch
+from .recording import Tensors, give_up, made_for, operand
 
 __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
+
+#: Place of the sink among a call's tensors: q, k, v, the sink, ragged ones.
+SINK = 3
 
 
 def run_forward(
@@ -33,42 +38,64 @@ def run_forward(
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
-    sink = () if call.sink is None else (call.sink.detach().float().contiguous(),)
-    optional = (*sink, *(call.ragged[name] for name in problem.ragged))
+    ragged = tuple(call.ragged[name] for name in problem.ragged)
     inputs = call.q, *without_expanded_heads(call.k, call.v)
-    return launch_forward(compiled, problem, inputs, optional)
+    return launch_forward(compiled, problem, inputs, call.sink, ragged)
 
 
 def launch_forward(
     compiled: CompiledKernel,
     problem: Problem,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    optional: tuple[torch.Tensor, ...] = (),
+    sink: torch.Tensor | None = None,
+    ragged: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors.
 
-    optional: the sink in float32, then the ragged tensors in the problem's order. out has the
-    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
+    ragged: tensors in the problem's order. out has the shape and dtype of q; lse is (batch,
+    heads_q, seqlen_q) float32, natural log.
     """
     is_split = problem.num_splits > 1
-    results = empty_results(problem)
-    parts = empty_results(problem, parts=True) if is_split else results
+    made = made_for((*inputs, sink), partial(_allocate, problem), _results)
+    results = made["out"], made["lse"]
+    parts = (made["out_parts"], made["lse_parts"]) if is_split else results
     if is_split:
         # Both kernels are there before either is launched.
         compile_kernel(combine_spec(problem))
-    q, k, v = (as_kernel_operand(tensor) for tensor in inputs)
+    q, k, v = map(operand, inputs)
     if k.shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
         k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
+        give_up()
+    optional = (() if sink is None else (made["sink_operand"],)) + ragged
     tensors = CallTensors(q, k, v, *parts, optional)
+    roles = ("out_parts", "lse_parts") if is_split else ("out", "lse")
     launch(
         compiled,
         problem.device,
         lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
+        ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.ragged),
     )
     if is_split:
         combine(problem, parts, results)
     return results
+
+
+def _results(
+    tensors: Tensors, made: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return made["out"], made["lse"]
+
+
+def _allocate(problem: Problem, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """What a forward makes beside its arguments; its sink is the fourth of these."""
+    made = dict(zip(("out", "lse"), empty_results(problem), strict=True))
+    if problem.num_splits > 1:
+        made |= zip(("out_parts", "lse_parts"), empty_results(problem, parts=True), strict=True)
+    sink = tensors[SINK]
+    if sink is not None:
+        made["sink_operand"] = sink.detach().float().contiguous()
+    return made
 
 
 def combine(
@@ -81,6 +108,7 @@ def combine(
         compile_kernel(combine_spec(problem)),
         problem.device,
         lambda gpu, stream: combine_call_arguments(parts, results, stream),
+        ("out_parts", "lse_parts", "out", "lse"),
     )
 
 

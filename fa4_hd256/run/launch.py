@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus.devices import Gpu, cuda_gpu
 from fa4_hd256.gpus.family import architecture_of, in_family, target
 
+from . import recording
 from .compile import CompiledKernel
 
 #: Seconds of a simulated run after which the progress bar appears.
@@ -22,20 +23,28 @@ PROGRESS_AFTER = 3.0
 
 
 def launch(
-    compiled: CompiledKernel, device: torch.device, arguments: Callable[[Gpu, int], tuple]
+    compiled: CompiledKernel,
+    device: torch.device,
+    arguments: Callable[[Gpu, int], tuple],
+    roles: Sequence[str] = (),
 ) -> None:
     """Run a kernel on `device`: on PyTorch's current stream, or in the simulator for the CPU.
 
-    arguments: (the GPU, CUDA stream) -> the kernel's arguments.
+    arguments: (the GPU, CUDA stream) -> the kernel's arguments. roles: of the tensors among them,
+    in order; without them the launch cannot be repeated by `recording`.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
             values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
             with _every_gpu_can_take_it(device):
                 compiled.function(*values)
-        return
-    with _progress() as report, _simulated_device():
-        simulator().launch(compiled, *arguments(gpu_of(device), 0), progress=report)
+    else:
+        with _progress() as report, _simulated_device():
+            values = arguments(gpu_of(device), 0)
+            simulator().launch(compiled, *values, progress=report)
+    active = recording.current()
+    if active is not None:
+        active.launched(compiled, device, values, roles)
 
 
 def simulator() -> ModuleType:

@@ -1,0 +1,333 @@
+"""Host time of eager calls: what the host does before a call returns, by part.
+
+A call's time is that between its begin and its return, with the GPU idle before each repetition and
+so few calls in it that no queue fills up. Its parts are timed by themselves, or as the time that
+functions of the package take of a call that was not made before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fa4_hd256 import autograd, flash_attn_func, flash_attn_varlen_func, interface
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.run import launch as launching
+from fa4_hd256.run import packed
+
+__all__ = ["CASES", "HostCase", "microseconds", "parts_of_long_way", "unkept"]
+
+#: Calls of a repetition, few enough for every queue of launches, and repetitions.
+CALLS, REPETITIONS = 20, 40
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """A call of small tensors, whose kernels take less time than the host.
+
+    lengths: (seqlen_q, seqlen_k) of each sequence. packed: for `flash_attn_varlen_func`.
+    """
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (16, 16)
+    causal: bool = True
+    packed: bool = False
+    backward: bool = False
+    grad: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    HostCase("forward, no gradients", ((256, 256),)),
+    HostCase("forward, gradients wanted", ((256, 256),), grad=True),
+    HostCase("backward", ((256, 256),), grad=True, backward=True),
+    HostCase("backward, heads 16/2", ((256, 256),), (16, 2), grad=True, backward=True),
+    HostCase("packed forward", ((128, 128), (256, 256)), packed=True),
+    HostCase("packed backward", ((128, 128), (256, 256)), packed=True, grad=True, backward=True),
+    HostCase("decode", ((1, 1024),) * 4, (16, 2)),
+    HostCase("decode, keys divided", ((1, 4096),), (16, 2), options={"num_splits": 4}),
+)
+
+
+@dataclass
+class Tensors:
+    """Of a case: q, k, v, dout as `bench.measure.providers.Inputs` has them; offsets: cu_seqlens of
+    packed sequences."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    offsets: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def random(cls, case: HostCase, device: torch.device) -> Tensors:
+        """bfloat16, standard normal."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(side: int, heads: int) -> torch.Tensor:
+            lengths = [pair[side] for pair in case.lengths]
+            rows = (sum(lengths),) if case.packed else (len(lengths), lengths[0])
+            shape = (*rows, heads, HEAD_DIM)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+        (heads, heads_kv), offsets = case.heads, None
+        if case.packed:
+            of_q, of_k = (
+                torch.tensor([0, *lengths], device=device).cumsum(0).int()
+                for lengths in zip(*case.lengths, strict=True)
+            )
+            offsets = of_q, of_k
+        q, k, v = normal(0, heads), normal(1, heads_kv), normal(1, heads_kv)
+        found = cls(q, k, v, normal(0, heads), offsets)
+        for tensor in (found.q, found.k, found.v):
+            tensor.requires_grad_(case.grad)
+        return found
+
+
+def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
+    """A forward."""
+    leaves, options = (tensors.q, tensors.k, tensors.v), {"causal": case.causal, **case.options}
+    if tensors.offsets is None:
+        return lambda: flash_attn_func(*leaves, **options)
+    longest = (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
+    return lambda: flash_attn_varlen_func(*leaves, *tensors.offsets, *longest, **options)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def microseconds(
+    case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
+) -> tuple[float, float, float]:
+    """(20th percentile, median, 80th) of a call's host time in microseconds; of its backward alone
+    where the case is one."""
+    leaves, device = (tensors.q, tensors.k, tensors.v), tensors.q.device
+
+    def backward(out: torch.Tensor) -> None:
+        torch.autograd.grad(out, leaves, tensors.dout)
+
+    found = []
+    for repetition in range(REPETITIONS + 3):
+        outs = [call() for _ in range(CALLS)] if case.backward else []
+        _synchronize(device)
+        begin = time.perf_counter()
+        if case.backward:
+            for out in outs:
+                backward(out)
+        else:
+            for _ in range(CALLS):
+                call()
+        seconds = (time.perf_counter() - begin) / CALLS
+        _synchronize(device)
+        if repetition >= 3:
+            found.append(seconds * 1e6)
+    low, middle, high = np.percentile(found, (20, 50, 80))
+    return float(low), float(middle), float(high)
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Inside, calls of CPU tensors launch nothing: an empty C function takes the place of a
+    kernel's host code and of the driver, and nothing that of the simulator. For the parts of a
+    call that need no GPU."""
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
+        ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value or 0
+    )
+    before = packed.stand_in, launching.simulator
+    packed.stand_in = lambda compiled: function
+    empty = _Nothing(before[1]())
+    launching.simulator = lambda: empty  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        packed.stand_in, launching.simulator = before  # type: ignore[assignment]
+
+
+class _Nothing:
+    """The simulator, which launches nothing."""
+
+    def __init__(self, simulator: Any) -> None:
+        self.default_device = simulator.default_device
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def unkept() -> Iterator[None]:
+    """Inside, no call is repeated: each takes the long way through the operator."""
+    before = {module: module.is_intercepted for module in (interface, autograd)}
+    for module in before:
+        module.is_intercepted = lambda tensors: True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, function in before.items():
+            module.is_intercepted = function  # type: ignore[attr-defined]
+
+
+#: Part of a call on the long way -> functions whose time it is, less that of functions of other
+#: parts that they call. What is in none is the dispatcher's, autograd's and Python's own.
+LONG_WAY = {
+    "validation": (
+        "fa4_hd256.call.forward_problem:Problem.describe",
+        "fa4_hd256.call.backward_problem:BackwardCall.describe",
+        "fa4_hd256.interface:check_kinds",
+    ),
+    "plan": (
+        "fa4_hd256.run.forward:divided",
+        "fa4_hd256.run.forward:forward_spec",
+        "fa4_hd256.run.backward:divide",
+        "fa4_hd256.run.backward:backward_specs",
+        "fa4_hd256.run.backward:preprocess_spec",
+        "fa4_hd256.run.forward:combine_spec",
+    ),
+    "compiled kernel": (
+        "fa4_hd256.run.forward:compile_kernel", "fa4_hd256.run.backward:compile_kernel",
+    ),
+    "workspaces": ("fa4_hd256.run.forward:_allocate", "fa4_hd256.run.backward:_allocate"),
+    "arguments": (
+        "fa4_hd256.run.forward:call_arguments",
+        "fa4_hd256.run.forward:combine_call_arguments",
+        "fa4_hd256.run.backward:gradient_call_arguments",
+        "fa4_hd256.run.backward:preprocess_call_arguments",
+    ),
+    "packing and launch": (
+        "cutlass.cutlass_dsl.cuda_jit_executor:CudaDialectJitCompiledFunction.__call__",
+    ),
+    "device, stream": ("fa4_hd256.run.forward:launch", "fa4_hd256.run.backward:launch"),
+}  # fmt: skip
+
+
+class _Clock:
+    """Seconds of each part, without those of parts inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(LONG_WAY, 0.0)
+        self._inner = [0.0]
+
+    def timed(self, part: str, function: Callable) -> Callable:
+        def run(*arguments: Any, **options: Any) -> Any:
+            self._inner.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                seconds = time.perf_counter() - begin
+                self.seconds[part] += seconds - self._inner.pop()
+                self._inner[-1] += seconds
+
+        return run
+
+
+def parts_of_long_way(
+    case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
+) -> dict[str, float]:
+    """Microseconds of each part of a call, or of its backward, that is not repeated, and "the rest"
+    of it; timing itself takes some tenths of a microsecond for each function."""
+    clock, undo = _Clock(), []
+    whole = microseconds(case, tensors, call)[1]
+    # The backward runs in a thread of autograd: one call at a time all the same.
+    out = call() if case.backward else None
+    for part, names in LONG_WAY.items():
+        for name in names:
+            module, _, path = name.partition(":")
+            *outer, last = path.split(".")
+            place: Any = importlib.import_module(module)
+            for attribute in outer:
+                place = getattr(place, attribute)
+            own = place.__dict__[last]
+            function = own.__func__ if isinstance(own, classmethod) else own
+            timed: Any = clock.timed(part, function)
+            setattr(place, last, classmethod(timed) if isinstance(own, classmethod) else timed)
+            undo.append((place, last, own))
+    try:
+        for _ in range(CALLS):
+            if case.backward:
+                assert out is not None
+                torch.autograd.grad(
+                    out, (tensors.q, tensors.k, tensors.v), tensors.dout, retain_graph=True
+                )
+            else:
+                call()
+    finally:
+        for place, last, own in undo:
+            setattr(place, last, own)
+    found = {part: seconds / CALLS * 1e6 for part, seconds in clock.seconds.items()}
+    return found | {"the rest": max(0.0, whole - sum(found.values()))}
+
+
+def _each(function: Callable[[], Any], device: torch.device) -> float:
+    """Median microseconds of a run of `function`."""
+    found = []
+    for _ in range(REPETITIONS):
+        _synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            function()
+        found.append((time.perf_counter() - begin) / CALLS * 1e6)
+    _synchronize(device)
+    return float(np.median(found))
+
+
+def parts_of_repeated(
+    case: HostCase, tensors: Tensors, call: Callable[[], torch.Tensor]
+) -> dict[str, float]:
+    """Microseconds of each part of a call, or of its backward, that came before."""
+    device = tensors.q.device
+    calls = autograd.backward_calls if case.backward else interface.forward_calls
+    seen: list[tuple] = []
+    original = calls._call
+    calls._call = lambda *given: seen.append(given) or original(*given)  # type: ignore
+    try:
+        out = call()
+        if case.backward:
+            torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
+    finally:
+        del calls._call
+    given, scalars = seen[-1]
+    replayed = next(reversed(calls._kept.values()))
+    if replayed is None:
+        raise ValueError(f"{case.name} is not repeated")
+    addresses = [0 if t is None else t.data_ptr() for t in given]
+    stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+    with torch.no_grad():
+        whole = microseconds(case, tensors, call)[1] if not case.backward else 0.0
+        of_calls = _each(lambda: calls(given, scalars), device)
+        of_run = _each(lambda: replayed.run(given, list(addresses)), device)
+        made = replayed._allocate(given)
+        allocation = _each(lambda: replayed._allocate(given), device)
+        finish = _each(lambda: replayed._finish(given, made), device)
+        all_addresses = [*addresses, *(t.data_ptr() for t in made.values())]
+        launches = _each(lambda: replayed._launch(list(all_addresses), stream), device)
+        free = replayed._free[-1]
+
+        def host_code() -> None:
+            for one in free:
+                one._function(one._address)
+
+        code = _each(host_code, device)
+    if case.backward or case.grad:
+        with torch.enable_grad():
+            whole = microseconds(case, tensors, call)[1]
+    return {
+        "options, autograd": whole - of_calls,
+        "key": of_calls - of_run,
+        "allocation": allocation,
+        "addresses": launches - code,
+        "host code, launch": code,
+        "results": finish,
+        "the rest": of_run - allocation - launches - finish,
+    }

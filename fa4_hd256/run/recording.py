@@ -1,0 +1,198 @@
+"""What a call launched, kept for calls like it.
+
+While a `Recording` is active in a thread, `launch.launch` notes each kernel with its packed
+arguments, and forward or backward notes what is allocated and what is done at the end. All that
+depends on the call's key (`fa4_hd256.eager`), so a call with the same key is `Replayed`: allocate,
+write addresses, launch. Where something does not repeat, copies of operands among it, the recording
+is given up and every such call takes the long way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fa4_hd256.call.layouts import as_kernel_operand, row_operand
+
+from .compile import CompiledKernel
+from .packed import COUNTER, LaunchTemplate, PackedLaunch, host_function, tensor_leaves
+from .tile_counter import tile_counter
+
+__all__ = [
+    "Recording", "Replayed", "current", "give_up", "made_for", "operand", "recording",
+    "row_values",
+]  # fmt: skip
+
+#: Tensors of a call by role, in the order of a call's tensors.
+Tensors = Sequence[torch.Tensor | None]
+#: From a call's tensors those that it allocates or makes, by role.
+Allocate = Callable[[Tensors], dict[str, torch.Tensor]]
+#: From a call's tensors and those by role its results.
+Finish = Callable[[Tensors, dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
+
+
+class _Active(threading.local):
+    recording: Recording | None = None
+
+
+_active = _Active()
+
+
+def current() -> Recording | None:
+    """This thread's recording."""
+    return _active.recording
+
+
+def give_up() -> None:
+    """What runs now does not repeat: this thread's recording, if there is one, is of no use."""
+    if _active.recording is not None:
+        _active.recording.repeats = False
+
+
+def operand(tensor: torch.Tensor) -> torch.Tensor:
+    """`as_kernel_operand`; a call that copies one does not repeat."""
+    return _in_place(tensor, as_kernel_operand(tensor))
+
+
+def row_values(tensor: torch.Tensor) -> torch.Tensor:
+    """`row_operand`, likewise."""
+    return _in_place(tensor, row_operand(tensor))
+
+
+def _in_place(given: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    if used.data_ptr() != given.data_ptr():
+        give_up()
+    return used
+
+
+def made_for(tensors: Tensors, allocate: Allocate, finish: Finish) -> dict[str, torch.Tensor]:
+    """What `allocate` makes for a call with these tensors, noted where a recording is active."""
+    active = _active.recording
+    return allocate(tensors) if active is None else active.made(tensors, allocate, finish)
+
+
+@contextlib.contextmanager
+def recording(roles: Sequence[str], tensors: Tensors) -> Iterator[Recording]:
+    """Record what this thread launches inside. roles: of the call's tensors."""
+    before = _active.recording
+    _active.recording = Recording(tuple(roles), tuple(tensors))
+    try:
+        yield _active.recording
+    finally:
+        _active.recording = before
+
+
+@dataclass
+class Recording:
+    """The launches of one call. roles, tensors: of its arguments, None for one not given.
+
+    repeats: whether calls like it launch the same. allocate, finish: what goes before and after.
+    """
+
+    roles: tuple[str, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+    repeats: bool = True
+    allocate: Allocate | None = None
+    finish: Finish | None = None
+    _known: dict[str, int] = field(default_factory=dict)
+    _templates: list[LaunchTemplate] = field(default_factory=list)
+    _made: list[str] = field(default_factory=list)
+    _device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        for role, tensor in zip(self.roles, self.tensors, strict=True):
+            if tensor is not None:
+                self._known[role] = tensor.data_ptr()
+
+    def made(
+        self, tensors: Tensors, allocate: Allocate, finish: Finish
+    ) -> dict[str, torch.Tensor]:
+        """Allocate for this call, and note how it is done."""
+        self.allocate, self.finish = allocate, finish
+        found = allocate(tensors)
+        self._made = list(found)
+        self._known |= {role: tensor.data_ptr() for role, tensor in found.items()}
+        return found
+
+    def launched(
+        self, compiled: CompiledKernel, device: torch.device, values: tuple, roles: Sequence[str]
+    ) -> None:
+        """Note a launch. values: its arguments; roles: of the tensors among them, in order; a
+        counter of tiles behind them needs none."""
+        function = host_function(compiled, device)
+        if function is None or not roles or not self.repeats or self.allocate is None:
+            self.repeats = False
+            return
+        leaves = tensor_leaves(values)
+        if len(leaves) == len(roles) + 1:
+            roles = (*roles, COUNTER)
+        self._device = device
+        numbers = {role: i for i, role in enumerate((*self.roles, *self._made, COUNTER))}
+        bases = [
+            (numbers[role], leaf.data_ptr if role == COUNTER else self._known[role])
+            for role, leaf in zip(roles, leaves, strict=True)
+        ]
+        self._templates.append(LaunchTemplate(compiled, function, values, bases))
+
+    def replayed(self) -> Replayed | None:
+        """For calls like this one; None where they do not repeat it."""
+        if not self.repeats or self.allocate is None or self.finish is None:
+            return None
+        assert self._device is not None
+        counter = len(self.roles) + len(self._made)
+        return Replayed(self._device, self.allocate, self.finish, self._templates, counter)
+
+
+class Replayed:
+    """The launches of a call that was recorded, for others of the same key, of any thread."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        allocate: Allocate,
+        finish: Finish,
+        templates: list[LaunchTemplate],
+        counter: int,
+    ) -> None:
+        """counter: number of the role of the tiles' counter."""
+        self._device, self._allocate, self._finish = device, allocate, finish
+        self._templates = tuple(templates)
+        self._counts = tuple(any(p.role == counter for p in t.places) for t in templates)
+        #: Sets of packed arguments that no thread uses now.
+        self._free: list[tuple[PackedLaunch, ...]] = []
+
+    def run(self, tensors: Tensors, addresses: list[int]) -> tuple[torch.Tensor, ...]:
+        """The results of a call. addresses: of its tensors by role, 0 for one not given."""
+        made = self._allocate(tensors)
+        for tensor in made.values():
+            addresses.append(tensor.data_ptr())
+        if self._device.type == "cuda":
+            index = self._device.index
+            if torch.cuda.current_device() != index:
+                with torch.cuda.device(index):
+                    self._launch(addresses, torch._C._cuda_getCurrentRawStream(index))
+            else:
+                self._launch(addresses, torch._C._cuda_getCurrentRawStream(index))
+        else:
+            self._launch(addresses, 0)
+        return self._finish(tensors, made)
+
+    def _launch(self, addresses: list[int], stream: int) -> None:
+        """addresses: of all roles but the counter."""
+        try:
+            packed = self._free.pop()
+        except IndexError:
+            packed = tuple(PackedLaunch(template) for template in self._templates)
+        addresses.append(0)
+        kept: list[Any] = []  # a counter made for a graph lives until its launch is captured
+        for launch, counts in zip(packed, self._counts):
+            if counts:
+                kept.append(tile_counter(self._device, stream))
+                addresses[-1] = kept[-1].data_ptr()
+            launch.launch(addresses, stream)
+        self._free.append(packed)
