@@ -25,7 +25,7 @@ from .gpus.family import as_seen
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 
-__all__ = ["LARGEST", "OperatorCalls", "is_intercepted"]
+__all__ = ["LARGEST", "OperatorCalls", "Resolved", "is_intercepted"]
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
@@ -127,6 +127,30 @@ class OperatorCalls:
         """Let go of all that is kept."""
         with self._lock:
             self._kept.clear()
+
+
+class Resolved:
+    """What options come to, by what was given: see NOTE [key of a call]."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple, tuple] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, facts: tuple, resolve: Callable[[], tuple]) -> tuple:
+        """What `resolve` returns, or returned for the same facts. facts: all that it depends on
+        beside the environment; where they cannot be hashed it is asked."""
+        key = facts, environment.switches()
+        try:
+            found = self._kept.get(key)
+        except TypeError:
+            return resolve()
+        if found is None:
+            found = resolve()
+            with self._lock:
+                if len(self._kept) >= LARGEST:
+                    self._kept.clear()
+                self._kept[key] = found
+        return found
 
 
 def _repeats(tensors: Tensors) -> bool:

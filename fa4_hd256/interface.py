@@ -12,7 +12,8 @@ from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
 from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
 from .call.splits import BY_RULE, check_num_splits
-from .eager import OperatorCalls, is_intercepted
+from .eager import OperatorCalls, Resolved, is_intercepted
+from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
 from .run.forward import run_forward
@@ -51,7 +52,7 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
-        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
+        1 to 32, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
         numbers differ by rounding; the parts take num_splits times out in float32.
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward, of
         the architecture's own classes (on Blackwell `ForwardConfig` and `BackwardConfig`); if None
@@ -68,11 +69,9 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    options = Options.check(softmax_scale, causal, window_size, softcap)
-    check_kinds({"q": q, "k": k, "v": v, "learnable_sink": learnable_sink}, {}, num_splits)
-    names = _names(q, config, backward_config)
-    call = ForwardCall(q, k, v, learnable_sink, {})
-    out, lse = _forward(call, options, (None, None), names, (use_clc, num_splits))
+    given = softmax_scale, causal, window_size, softcap, use_clc, num_splits
+    tensors = q, k, v, learnable_sink, None, None, None, None
+    out, lse = _attend(tensors, given, (None, None), (config, backward_config))
     return (out, lse) if return_lse else out
 
 
@@ -122,50 +121,95 @@ def flash_attn_varlen_func(
     """
     if page_table is not None:
         raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
-    options = Options.check(softmax_scale, causal, window_size, softcap)
-    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    tensors = {"q": q, "k": k, "v": v}
-    check_kinds({**tensors, "learnable_sink": learnable_sink}, ragged, num_splits)
-    longest = _longest(ragged, max_seqlen_q, max_seqlen_k)
-    packed = {name: f"cu_seqlens_{'q' if name == 'q' else 'k'}" in ragged for name in tensors}
-    q, k, v = (with_batch(name, t) if packed[name] else t for name, t in tensors.items())
-    names = _names(q, config, backward_config)
-    call = ForwardCall(q, k, v, learnable_sink, ragged)
-    out, lse = _forward(call, options, longest, names, (use_clc, num_splits))
-    if packed["q"]:
+    given = softmax_scale, causal, window_size, softcap, use_clc, num_splits
+    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    longest = max_seqlen_q, max_seqlen_k
+    tensors = q, k, v, learnable_sink, *ragged
+    out, lse = _attend(tensors, given, longest, (config, backward_config))
+    if cu_seqlens_q is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
-def _forward(
-    call: ForwardCall,
-    options: Options,
-    longest: tuple[int | None, int | None],
-    names: tuple[str, str],
-    choices: tuple[bool | None, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hand a call to the operator, whose schema takes plain values only.
+#: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
+_OFFSETS_Q, _OFFSETS_K = 4, 5
 
-    longest: (max_seqlen_q, max_seqlen_k); names: of both configurations; choices: (use_clc,
-    num_splits).
+
+def _attend(
+    tensors: tuple[Any, ...],
+    given: tuple[Any, ...],
+    longest: tuple[Any, Any],
+    configs: tuple[Any, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of 4-D queries, packed ones with a batch of 1.
+
+    All as users give it. tensors: q, k, v, the sink, then those of `RAGGED`; given: softmax_scale,
+    causal, window_size, softcap, use_clc, num_splits; longest: max_seqlen_q, max_seqlen_k; configs:
+    of the forward and of the backward.
     """
-    use_clc, num_splits = choices
-    offsets = call.ragged.get("cu_seqlens_q")
-    # Packed queries have a batch of 1.
-    rows = 1 if offsets is None else call.q.shape[1]
-    grouped = call.q.shape[-2] > call.k.shape[-2]
-    backward_use_clc = options.backward_use_clc(use_clc, len(call.ragged) > 0, grouped)
-    options = options.scheduled(use_clc, rows, offsets, longest[0])
-    tensors = (call.q, call.k, call.v, call.sink, *(call.ragged.get(name) for name in RAGGED))
-    scalars = (
-        options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
-        *names, num_splits, backward_use_clc,
-    )  # fmt: skip
-    if is_intercepted(tensors):
+    if intercepted := is_intercepted(tensors):
+        scalars = _resolve(tensors, given, longest, configs)
+    else:
+        q, k, v, _, *ragged = tensors
+        offsets = tensors[_OFFSETS_Q]
+        # Of equal values the types count, too: only some are accepted.
+        facts = (
+            given, *map(type, given), longest, *map(type, longest), configs, q.ndim, k.ndim, v.ndim,
+            q.shape[-2:], k.shape[-2:], *[t is None for t in ragged],
+            () if offsets is None else (q.shape[:1], offsets.shape, tensors[_OFFSETS_K] is offsets),
+            q.get_device(), sms_are_shared(),
+        )  # fmt: skip
+        if type(given[2]) is tuple:
+            facts += tuple(map(type, given[2]))
+        scalars = resolved(facts, lambda: _resolve(tensors, given, longest, configs))
+    if tensors[_OFFSETS_Q] is not None or tensors[_OFFSETS_K] is not None:
+        tensors = _with_batches(tensors)
+    if intercepted:
         return _operator(tensors, scalars)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
         return _Attention.apply(*_arguments(tensors, scalars))
-    return forward_calls(tensors, scalars)
+    out, lse = forward_calls(tensors, scalars)
+    return out, lse
+
+
+def _with_batches(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same; packed sequences with a batch of 1. Raises ValueError for one of another rank."""
+    q, k, v, *others = tensors
+    if tensors[_OFFSETS_Q] is not None:
+        q = with_batch("q", q)
+    if tensors[_OFFSETS_K] is not None:
+        k, v = with_batch("k", k), with_batch("v", v)
+    return (q, k, v, *others)
+
+
+def _resolve(
+    tensors: tuple[Any, ...],
+    given: tuple[Any, ...],
+    longest: tuple[Any, Any],
+    configs: tuple[Any, Any],
+) -> tuple[Any, ...]:
+    """The operator's arguments that are no tensors, in its order; arguments as for `_attend`.
+
+    Checks what its schema, which takes plain values only, cannot carry.
+    """
+    softmax_scale, causal, window_size, softcap, use_clc, num_splits = given
+    options = Options.check(softmax_scale, causal, window_size, softcap)
+    ragged = given_ragged(*tensors[_OFFSETS_Q:])
+    named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
+    check_kinds(named, ragged, num_splits)
+    longest = _longest(ragged, *longest)
+    q, k, *_ = _with_batches(tensors)
+    names = _names(q, *configs)
+    offsets = ragged.get("cu_seqlens_q")
+    # Packed queries have a batch of 1.
+    rows = 1 if offsets is None else q.shape[1]
+    grouped = q.shape[-2] > k.shape[-2]
+    backward_use_clc = options.backward_use_clc(use_clc, bool(ragged), grouped)
+    options = options.scheduled(use_clc, rows, offsets, longest[0])
+    return (
+        options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
+        *names, num_splits, backward_use_clc,
+    )  # fmt: skip
 
 
 def _arguments(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple:
@@ -195,6 +239,7 @@ class _Attention(torch.autograd.Function):
         return gradients(ctx, dout, dlse)
 
 
+resolved = Resolved()
 forward_calls = OperatorCalls(
     "fa4_hd256::forward", _operator, ("q", "k", "v", "sink", *RAGGED)
 )

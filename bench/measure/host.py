@@ -96,11 +96,14 @@ class Tensors:
 
 def our_call(case: HostCase, tensors: Tensors) -> Callable[[], torch.Tensor]:
     """A forward."""
-    leaves, options = (tensors.q, tensors.k, tensors.v), {"causal": case.causal, **case.options}
-    if tensors.offsets is None:
-        return lambda: flash_attn_func(*leaves, **options)
-    longest = (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
-    return lambda: flash_attn_varlen_func(*leaves, *tensors.offsets, *longest, **options)
+    options: dict[str, Any] = {"causal": case.causal, **case.options}
+    function: Callable[..., Any] = flash_attn_func
+    arguments: tuple[Any, ...] = (tensors.q, tensors.k, tensors.v)
+    if tensors.offsets is not None:
+        function = flash_attn_varlen_func
+        longest = (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
+        arguments = (*arguments, *tensors.offsets, *longest)
+    return lambda: function(*arguments, **options)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -148,11 +151,11 @@ def stand_in() -> Iterator[None]:
     before = packed.stand_in, launching.simulator
     packed.stand_in = lambda compiled: function
     empty = _Nothing(before[1]())
-    launching.simulator = lambda: empty  # type: ignore[assignment]
+    launching.simulator = lambda: empty  # type: ignore
     try:
         yield
     finally:
-        packed.stand_in, launching.simulator = before  # type: ignore[assignment]
+        packed.stand_in, launching.simulator = before
 
 
 class _Nothing:

@@ -23,8 +23,8 @@ from fa4_hd256 import environment
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
 __all__ = [
-    "FAMILY", "architecture_of", "as_if_seen", "as_seen", "describe_family", "in_family", "of_capability",
-    "target",
+    "FAMILY", "architecture_of", "as_if_seen", "as_seen", "describe_family", "in_family",
+    "of_capability", "target",
 ]  # fmt: skip
 
 #: Compute capability -> the GPUs that have it, of all architectures.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -85,7 +85,7 @@ def run_backward(
         run_preprocess(problem, rows)
     if not problem.has_no_queries and not problem.has_no_keys:
         tensors = GradientTensors((q, k, v, dout), made["stats"], (), ragged, made.get("ds"))
-        results = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
+        results = {name: tensor for name, tensor in made.items() if name in ("dq", "dk", "dv")}
         _run_gradients(division, tensors, results, config)
     dq, dk, dv, dsink = finish(given, made)
     return dq, dk, dv, dsink
@@ -119,7 +119,8 @@ def _finish(
     problem: BackwardProblem, wanted: Wanted, tensors: Tensors, made: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv, dsink) from what the kernels wrote."""
-    q, k, v, sink = (tensors[place] for place in (Q, K, V, SINK))
+    q, k, v = (cast(torch.Tensor, tensors[place]) for place in (Q, K, V))
+    sink = tensors[SINK]
     dq = made["dq"] if wanted.dq else q.new_empty(0)
     if wanted.dkdv:
         dk, dv = (_sum_of_parts(problem, made[name]) for name in ("dk", "dv"))

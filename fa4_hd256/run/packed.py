@@ -118,8 +118,7 @@ class LaunchTemplate:
         for leaf, address in zip(leaves, addresses, strict=True):
             start, size = len(self.words), _size(leaf)
             self.starts.append(start)
-            where = address.value if isinstance(address, ctypes.c_void_p) else int(address)
-            content = ctypes.string_at(where, size)
+            content = ctypes.string_at(getattr(address, "value", address), size)
             content += bytes(-size % _WORD)
             words = [
                 int.from_bytes(content[i : i + _WORD], "little")
