@@ -10,10 +10,12 @@ import torch
 from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import RAGGED, Options, given_ragged
-from .eager import OperatorCalls, is_intercepted
+from .eager import OperatorCalls, key_of
 from .run.backward import Wanted, run_backward
 
-__all__ = ["backward", "call_backward", "gradients", "save_for_backward"]
+__all__ = [
+    "backward", "call_backward", "gradients", "gradients_of", "save", "save_for_backward",
+]  # fmt: skip
 
 #: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
 Q, K, V, SINK = 0, 1, 2, 7
@@ -79,11 +81,20 @@ def _refuse_second_order(context: Any, *gradients: Any) -> None:
 backward.register_autograd(_refuse_second_order)
 
 
+#: Tensors of the operator, by their places: dout, q and out, k and v; lse and its gradient.
+_ROWS_Q, _ROWS_K, _ROW_VALUES = (0, 2, 5), (3, 4), (1, 6)
+
+
 def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[torch.Tensor, ...]:
-    """The operator; tensors: dout, dlse, q, k, v, out, lse, the sink, ragged ones. scalars: its
-    other arguments, in order."""
+    """The operator; arguments as for `call_backward`."""
+    given, rank = list(tensors), 4
+    for places, dimensions in (((*_ROWS_Q, *_ROWS_K), rank), (_ROW_VALUES, rank - 1)):
+        for place in places:
+            tensor = given[place]
+            if tensor is not None and tensor.ndim < dimensions:
+                given[place] = tensor.unsqueeze(0)
     wanted = list(scalars[-1])
-    return backward(*tensors[:7], *scalars[:4], *tensors[7:], *scalars[4:-1], wanted)
+    return backward(*given[:7], *scalars[:4], *given[7:], *scalars[4:-1], wanted)
 
 
 backward_calls = OperatorCalls(
@@ -96,22 +107,63 @@ backward_calls = OperatorCalls(
 def call_backward(
     tensors: Sequence[torch.Tensor | None], scalars: tuple
 ) -> tuple[torch.Tensor, ...]:
-    """What `backward` returns; arguments as for `_operator`, scalars hashable."""
+    """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch.
+
+    tensors: dout, dlse, q, k, v, out, lse, the sink, ragged ones, packed sequences with or without
+    a batch of 1. scalars: the other arguments of `backward`, in order, hashable.
+    """
     # With gradients of gradients asked for, the operator refuses them.
-    if torch.is_grad_enabled() or is_intercepted(tensors):
-        return _operator(tensors, scalars)
-    return backward_calls(tensors, scalars)
+    found = None if torch.is_grad_enabled() else key_of(tensors, scalars)
+    if found is None:
+        results = _operator(tensors, scalars)
+    else:
+        key, addresses = found
+        results = backward_calls.run(
+            backward_calls.entry(key, lambda: scalars), tensors, addresses
+        )
+    *of_rows, dsink = results
+    return *(
+        made.squeeze(0) if given is not None and given.ndim < made.ndim else made
+        for made, given in zip(of_rows, tensors[2:5], strict=True)
+    ), dsink  # fmt: skip
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
-    q, k, v, *scalars, sink, cu_q, cu_k, used_q, used_k = inputs[:12]
-    ctx.save_for_backward(q, k, v, *output, sink, cu_q, cu_k, used_q, used_k)
-    max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = inputs[12:]
-    ctx.scalars = (*scalars, max_seqlen_q, max_seqlen_k, use_clc, backward_config)
+    tensors = (*inputs[:3], *inputs[7:12])
+    save(ctx, tensors, (*inputs[3:7], *inputs[12:]), output)
     ctx.num_inputs = len(inputs)
+
+
+def save(
+    ctx: Any, tensors: Sequence[torch.Tensor | None], scalars: tuple,
+    output: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Keep what `gradients_of` needs. tensors: of `forward`: q, k, v, the sink, ragged ones;
+    scalars: its other arguments."""
+    q, k, v, *others = tensors
+    ctx.save_for_backward(q, k, v, *output, *others)
+    *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = scalars
+    ctx.scalars = (*options, max_seqlen_q, max_seqlen_k, use_clc, backward_config)
     # A result without a gradient, LSE mostly, has None then, and costs nothing.
     ctx.set_materialize_grads(False)
+
+
+def gradients_of(
+    ctx: Any, needed: Sequence[bool], dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of q, k, v and the sink, None for those not asked for. needed: which are."""
+    wanted = (needed[0], needed[1] or needed[2], needed[3])
+    if (dout is None and dlse is None) or not any(wanted):
+        return (None,) * len(needed)
+    tensors = ctx.saved_tensors
+    if dout is None:
+        out = tensors[3]
+        dout = out.new_zeros(()).expand(out.shape)
+    given = call_backward((dout, dlse, *tensors), (*ctx.scalars, wanted))
+    return tuple(
+        gradient if asked else None for gradient, asked in zip(given, needed, strict=True)
+    )
 
 
 def gradients(
@@ -119,16 +171,8 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the arguments of `forward`; None for those not asked for."""
     found: list[torch.Tensor | None] = [None] * ctx.num_inputs
-    needed = ctx.needs_input_grad
-    wanted = (needed[Q], needed[K] or needed[V], needed[SINK])
-    if (dout is None and dlse is None) or not any(wanted):
-        return tuple(found)
-    tensors = ctx.saved_tensors
-    if dout is None:
-        out = tensors[3]
-        dout = out.new_zeros(()).expand(out.shape)
-    given = call_backward((dout, dlse, *tensors), (*ctx.scalars, wanted))
-    for place, gradient in zip((Q, K, V, SINK), given, strict=True):
-        if needed[place]:
-            found[place] = gradient
+    places = (Q, K, V, SINK)
+    needed = [ctx.needs_input_grad[place] for place in places]
+    for place, gradient in zip(places, gradients_of(ctx, needed, dout, dlse), strict=True):
+        found[place] = gradient
     return tuple(found)

@@ -6,15 +6,16 @@ Wherever something could intercept the operator (torch.compile, tracing, modes, 
 torch.func) it is called as an operator.
 
 NOTE [key of a call].  What a call's checks, its kernels and their arguments depend on: of each
-tensor shape, strides, dtype, device and alignment; the operator's other arguments; the environment
-(`environment.switches`). What a hit leaves out therefore comes out as it did when the key was made.
-Contents of lengths are checked on the CPU alone, where no call is repeated.
+tensor shape, strides, dtype, device and alignment; all other arguments, and their types where equal
+values of some types alone are accepted; the environment (`environment.switches`). What a hit leaves
+out therefore comes out as it did when the key was made. Contents of lengths are checked on the CPU
+alone, where no call is repeated.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .gpus.family import as_seen
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 
-__all__ = ["LARGEST", "OperatorCalls", "Resolved", "is_intercepted"]
+__all__ = ["LARGEST", "Entry", "OperatorCalls", "key_of"]
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
@@ -43,16 +44,15 @@ def _bits(*names: str) -> int:
     return bits
 
 
-#: Dispatch keys of plain dense tensors; any other one has a meaning that a direct call would miss.
-_PLAIN = _bits(
+#: All dispatch keys but those of plain dense tensors: a direct call would miss their meaning.
+_NOT_PLAIN = ~_bits(
     "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"
 )
-_NOT_PLAIN = ~_PLAIN
 
 
-def is_intercepted(tensors: Tensors) -> bool:
-    """Whether a call of an operator on these tensors may mean something else than running it."""
-    if (
+def _is_intercepted() -> bool:
+    """Whether a call of an operator may now mean something else than running it."""
+    return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -60,15 +60,48 @@ def is_intercepted(tensors: Tensors) -> bool:
         or torch._C._get_tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or as_seen() is not None
-    ):
-        return True
+    )
+
+
+def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] | None:
+    """(key, addresses of the tensors) of a call; None where it must go through the dispatcher.
+
+    tensors: None for one not given. facts: all that the call depends on beside these and the
+    environment. NOTE [key of a call].
+    """
+    if _is_intercepted():
+        return None
+    key: list[Any] = [facts, environment.switches()]
+    addresses = []
+    keys_of = torch._C._dispatch_keys
     for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in _KINDS
-            or torch._C._dispatch_keys(tensor).raw_repr() & _NOT_PLAIN
-        ):
-            return True
-    return False
+        if tensor is None:
+            key.append(None)
+            addresses.append(0)
+            continue
+        if type(tensor) not in _KINDS or keys_of(tensor).raw_repr() & _NOT_PLAIN:
+            return None
+        address = tensor.data_ptr()
+        addresses.append(address)
+        key += (
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % _ALIGNMENT,
+        )  # fmt: skip
+    return tuple(key), addresses
+
+
+class Entry:
+    """What is kept of calls with a key.
+
+    scalars: the operator's arguments that are no tensors. replayed: their launches, None where they
+    do not repeat, or until one is recorded.
+    """
+
+    __slots__ = ("recorded", "replayed", "scalars")
+
+    def __init__(self, scalars: tuple) -> None:
+        self.scalars = scalars
+        self.replayed: Replayed | None = None
+        self.recorded = False
 
 
 class OperatorCalls:
@@ -81,76 +114,48 @@ class OperatorCalls:
         """name: as profiles have it. operator: (tensors, scalars) -> its results. roles: of its
         tensors, in order."""
         self._name, self._operator, self._roles = name, operator, tuple(roles)
-        self._kept: dict[tuple, Replayed | None] = {}
+        self._kept: dict[Hashable, Entry] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, tensors: Tensors, scalars: tuple) -> tuple[torch.Tensor, ...]:
-        """The operator's results. tensors: plain, None for one not given; the call is not
-        intercepted. scalars: all other arguments, hashable."""
+    def entry(self, key: tuple, resolve: Callable[[], tuple]) -> Entry:
+        """That of a key; resolve: its scalars, asked where there is none yet. Raises as it does."""
+        try:
+            found = self._kept.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            return Entry(resolve())
+        if found is None:
+            found = Entry(resolve())
+            with self._lock:
+                while len(self._kept) >= LARGEST:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[key] = found
+        return found
+
+    def run(
+        self, entry: Entry, tensors: Tensors, addresses: Sequence[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """The operator's results; addresses: of the tensors, by `key_of`."""
         if torch._C._autograd._profiler_enabled():
             with torch.profiler.record_function(self._name):
-                return self._call(tensors, scalars)
-        return self._call(tensors, scalars)
+                return self._run(entry, tensors, addresses)
+        return self._run(entry, tensors, addresses)
 
-    def _call(self, tensors: Tensors, scalars: tuple) -> tuple[torch.Tensor, ...]:
-        key: list[Any] = [scalars, environment.switches()]
-        addresses = []
-        for tensor in tensors:
-            if tensor is None:
-                key.append(None)
-                addresses.append(0)
-                continue
-            address = tensor.data_ptr()
-            addresses.append(address)
-            key += (
-                tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(),
-                address % _ALIGNMENT,
-            )  # fmt: skip
-        found = tuple(key)
-        replayed = self._kept.get(found)
-        if replayed is not None:
-            return replayed.run(tensors, addresses)
-        if found in self._kept or not _repeats(tensors):
-            return self._operator(tensors, scalars)
+    def _run(
+        self, entry: Entry, tensors: Tensors, addresses: Sequence[int]
+    ) -> tuple[torch.Tensor, ...]:
+        if entry.replayed is not None:
+            return entry.replayed.run(tensors, addresses)
+        if entry.recorded or not _repeats(tensors):
+            return self._operator(tensors, entry.scalars)
         with recording(self._roles, tensors) as recorded:
-            results = self._operator(tensors, scalars)
-        self._keep(found, recorded.replayed())
+            results = self._operator(tensors, entry.scalars)
+        entry.replayed, entry.recorded = recorded.replayed(), True
         return results
-
-    def _keep(self, key: tuple, replayed: Replayed | None) -> None:
-        with self._lock:
-            while len(self._kept) >= LARGEST:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = replayed
 
     def forget(self) -> None:
         """Let go of all that is kept."""
         with self._lock:
             self._kept.clear()
-
-
-class Resolved:
-    """What options come to, by what was given: see NOTE [key of a call]."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple, tuple] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, facts: tuple, resolve: Callable[[], tuple]) -> tuple:
-        """What `resolve` returns, or returned for the same facts. facts: all that it depends on
-        beside the environment; where they cannot be hashed it is asked."""
-        key = facts, environment.switches()
-        try:
-            found = self._kept.get(key)
-        except TypeError:
-            return resolve()
-        if found is None:
-            found = resolve()
-            with self._lock:
-                if len(self._kept) >= LARGEST:
-                    self._kept.clear()
-                self._kept[key] = found
-        return found
 
 
 def _repeats(tensors: Tensors) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .autograd import gradients, save_for_backward
+from .autograd import gradients, gradients_of, save, save_for_backward
 from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
 from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
 from .call.splits import BY_RULE, check_num_splits
-from .eager import OperatorCalls, Resolved, is_intercepted
+from .eager import Entry, OperatorCalls, key_of
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
@@ -126,8 +125,6 @@ def flash_attn_varlen_func(
     longest = max_seqlen_q, max_seqlen_k
     tensors = q, k, v, learnable_sink, *ragged
     out, lse = _attend(tensors, given, longest, (config, backward_config))
-    if cu_seqlens_q is not None:
-        out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
@@ -141,35 +138,38 @@ def _attend(
     longest: tuple[Any, Any],
     configs: tuple[Any, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of 4-D queries, packed ones with a batch of 1.
+    """(out, lse).
 
     All as users give it. tensors: q, k, v, the sink, then those of `RAGGED`; given: softmax_scale,
     causal, window_size, softcap, use_clc, num_splits; longest: max_seqlen_q, max_seqlen_k; configs:
     of the forward and of the backward.
     """
-    if intercepted := is_intercepted(tensors):
-        scalars = _resolve(tensors, given, longest, configs)
-    else:
-        q, k, v, _, *ragged = tensors
-        offsets = tensors[_OFFSETS_Q]
-        # Of equal values the types count, too: only some are accepted.
-        facts = (
-            given, *map(type, given), longest, *map(type, longest), configs, q.ndim, k.ndim, v.ndim,
-            q.shape[-2:], k.shape[-2:], *[t is None for t in ragged],
-            () if offsets is None else (q.shape[:1], offsets.shape, tensors[_OFFSETS_K] is offsets),
-            q.get_device(), sms_are_shared(),
-        )  # fmt: skip
-        if type(given[2]) is tuple:
-            facts += tuple(map(type, given[2]))
-        scalars = resolved(facts, lambda: _resolve(tensors, given, longest, configs))
-    if tensors[_OFFSETS_Q] is not None or tensors[_OFFSETS_K] is not None:
-        tensors = _with_batches(tensors)
-    if intercepted:
-        return _operator(tensors, scalars)
+    # Of equal values the types count, too: only some are accepted.
+    facts = (
+        given, *map(type, given), longest, *map(type, longest), configs,
+        tensors[_OFFSETS_K] is tensors[_OFFSETS_Q], sms_are_shared(),
+    )  # fmt: skip
+    if type(given[2]) is tuple:
+        facts += tuple(map(type, given[2]))
+    found = key_of(tensors, facts)
+    if found is None:
+        out, lse = _operator(tensors, _resolve(tensors, given, longest, configs))
+        return _without_batch(tensors, out, lse)
+    key, addresses = found
+    entry = forward_calls.entry(key, lambda: _resolve(tensors, given, longest, configs))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
-        return _Attention.apply(*_arguments(tensors, scalars))
-    out, lse = forward_calls(tensors, scalars)
-    return out, lse
+        return _Attention.apply((entry, addresses, tensors), *tensors[:4])
+    out, lse = forward_calls.run(entry, tensors, addresses)
+    return _without_batch(tensors, out, lse)
+
+
+def _without_batch(
+    tensors: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results for packed queries lose the batch of 1."""
+    if tensors[_OFFSETS_Q] is None:
+        return out, lse
+    return out.squeeze(0), lse.squeeze(0)
 
 
 def _with_batches(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -212,34 +212,39 @@ def _resolve(
     )  # fmt: skip
 
 
-def _arguments(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple:
-    """Of the operator, from its tensors, q, k, v, the sink, ragged ones, and the others."""
-    return (*tensors[:3], *scalars[:4], *tensors[3:], *scalars[4:])
-
-
-def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> Any:
-    return forward(*_arguments(tensors, scalars))
+def _operator(tensors: tuple[Any, ...], scalars: tuple) -> Any:
+    """The operator. tensors: q, k, v, the sink, ragged ones, as the user has them; scalars: its
+    other arguments."""
+    given = _with_batches(tensors)
+    return forward(*given[:3], *scalars[:4], *given[3:], *scalars[4:])
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with its gradients, for calls past the dispatcher; arguments are the
-    operator's."""
+    """The operator with its gradients, for calls past the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = (*inputs[:3], *inputs[7:12])
-        out, lse = forward_calls(tensors, (*inputs[3:7], *inputs[12:]))
-        save_for_backward(ctx, inputs, (out, lse))
-        return out, lse
+    def forward(
+        ctx: Any,
+        found: tuple[Entry, list[int], tuple[Any, ...]],
+        *differentiable: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
+        those that gradients flow to."""
+        entry, addresses, tensors = found
+        tensors = (*differentiable, *tensors[4:])
+        out, lse = forward_calls.run(entry, tensors, addresses)
+        output = _without_batch(tensors, out, lse)
+        save(ctx, tensors, entry.scalars, output)
+        return output
 
     @staticmethod
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        return gradients(ctx, dout, dlse)
+        needed = ctx.needs_input_grad[1:5]
+        return None, *gradients_of(ctx, needed, dout, dlse)
 
 
-resolved = Resolved()
 forward_calls = OperatorCalls(
     "fa4_hd256::forward", _operator, ("q", "k", "v", "sink", *RAGGED)
 )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fa4_hd256 import autograd, flash_attn_func, flash_attn_varlen_func, interface
+from fa4_hd256 import autograd, eager, flash_attn_func, flash_attn_varlen_func, interface
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run import packed
@@ -171,14 +171,12 @@ class _Nothing:
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
     """Inside, no call is repeated: each takes the long way through the operator."""
-    before = {module: module.is_intercepted for module in (interface, autograd)}
-    for module in before:
-        module.is_intercepted = lambda tensors: True  # type: ignore[attr-defined]
+    before = eager._is_intercepted
+    eager._is_intercepted = lambda: True
     try:
         yield
     finally:
-        for module, function in before.items():
-            module.is_intercepted = function  # type: ignore[attr-defined]
+        eager._is_intercepted = before
 
 
 #: Part of a call on the long way -> functions whose time it is, less that of functions of other
@@ -292,29 +290,29 @@ def parts_of_repeated(
     device = tensors.q.device
     calls = autograd.backward_calls if case.backward else interface.forward_calls
     seen: list[tuple] = []
-    original = calls._call
-    calls._call = lambda *given: seen.append(given) or original(*given)  # type: ignore
+    original = calls._run
+    calls._run = lambda *given: seen.append(given) or original(*given)  # type: ignore
     try:
         out = call()
         if case.backward:
             torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
     finally:
-        del calls._call
-    given, scalars = seen[-1]
-    replayed = next(reversed(calls._kept.values()))
+        del calls._run
+    entry, given, addresses = seen[-1]
+    replayed = entry.replayed
     if replayed is None:
         raise ValueError(f"{case.name} is not repeated")
-    addresses = [0 if t is None else t.data_ptr() for t in given]
+    facts = (1.0, False, (None, None), 0.0, None, 0, float, bool, tuple, float, None, int)
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+    whole = microseconds(case, tensors, call)[1]
     with torch.no_grad():
-        whole = microseconds(case, tensors, call)[1] if not case.backward else 0.0
-        of_calls = _each(lambda: calls(given, scalars), device)
-        of_run = _each(lambda: replayed.run(given, list(addresses)), device)
+        key = _each(lambda: eager.key_of(given, facts), device)
+        run = _each(lambda: replayed.run(given, addresses), device)
         made = replayed._allocate(given)
         allocation = _each(lambda: replayed._allocate(given), device)
         finish = _each(lambda: replayed._finish(given, made), device)
-        all_addresses = [*addresses, *(t.data_ptr() for t in made.values())]
-        launches = _each(lambda: replayed._launch(list(all_addresses), stream), device)
+        all_addresses = [*addresses, *(t.data_ptr() for t in made.values()), 0]
+        launches = _each(lambda: replayed._launch(all_addresses, stream), device)
         free = replayed._free[-1]
 
         def host_code() -> None:
@@ -322,15 +320,12 @@ def parts_of_repeated(
                 one._function(one._address)
 
         code = _each(host_code, device)
-    if case.backward or case.grad:
-        with torch.enable_grad():
-            whole = microseconds(case, tensors, call)[1]
     return {
-        "options, autograd": whole - of_calls,
-        "key": of_calls - of_run,
+        "key": key,
         "allocation": allocation,
         "addresses": launches - code,
         "host code, launch": code,
         "results": finish,
-        "the rest": of_run - allocation - launches - finish,
+        "the rest of the repetition": run - allocation - launches - finish,
+        "options, lookup, autograd": whole - run - key,
     }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fa4_hd256.autograd import backward
+from fa4_hd256.autograd import call_backward
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
@@ -121,21 +121,15 @@ def _flash_attn_bwd(
     )
     if options:
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
-    packed = [tensor.ndim == 3 for tensor in (q, k)]
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
     is_ragged = any(offsets is not None for offsets in ragged)
     use_clc = checked.backward_use_clc(None, is_ragged, q.shape[-2] > k.shape[-2])
-    tensors = (dout, q, k, v, out, lse)
-    is_packed = (packed[0], packed[0], packed[1], packed[1], packed[0], packed[0])
-    padded = [t.unsqueeze(0) if p else t for t, p in zip(tensors, is_packed, strict=True)]
-    *gradients, _ = backward(
-        padded[0], None, *padded[1:], checked.softmax_scale, *checked.bounds, 0.0, None, *ragged,
-        None, None, *longest, use_clc, named_configs.DEFAULT, [True, True, False],
+    tensors = (dout, None, q, k, v, out, lse, None, *ragged, None, None)
+    dq, dk, dv, _ = call_backward(
+        tensors,
+        (checked.softmax_scale, *checked.bounds, 0.0, *longest, use_clc, named_configs.DEFAULT,
+         (True, True, False)),
     )  # fmt: skip
-    dq, dk, dv = (
-        gradient.squeeze(0) if tensor.ndim == 3 else gradient
-        for gradient, tensor in zip(gradients, (q, k, v), strict=True)
-    )
     return dq, dk, dv
 
 

@@ -166,11 +166,10 @@ class Replayed:
         #: Sets of packed arguments that no thread uses now.
         self._free: list[tuple[PackedLaunch, ...]] = []
 
-    def run(self, tensors: Tensors, addresses: list[int]) -> tuple[torch.Tensor, ...]:
+    def run(self, tensors: Tensors, addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The results of a call. addresses: of its tensors by role, 0 for one not given."""
         made = self._allocate(tensors)
-        for tensor in made.values():
-            addresses.append(tensor.data_ptr())
+        addresses = [*addresses, *[tensor.data_ptr() for tensor in made.values()], 0]
         if self._device.type == "cuda":
             index = self._device.index
             if torch.cuda.current_device() != index:
@@ -183,12 +182,11 @@ class Replayed:
         return self._finish(tensors, made)
 
     def _launch(self, addresses: list[int], stream: int) -> None:
-        """addresses: of all roles but the counter."""
+        """addresses: of all roles; of the counter, the last one, whatever it be."""
         try:
             packed = self._free.pop()
         except IndexError:
             packed = tuple(PackedLaunch(template) for template in self._templates)
-        addresses.append(0)
         kept: list[Any] = []  # a counter made for a graph lives until its launch is captured
         for launch, counts in zip(packed, self._counts):
             if counts:
