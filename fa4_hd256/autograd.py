@@ -83,12 +83,14 @@ backward.register_autograd(_refuse_second_order)
 
 #: Tensors of the operator, by their places: dout, q and out, k and v; lse and its gradient.
 _ROWS_Q, _ROWS_K, _ROW_VALUES = (0, 2, 5), (3, 4), (1, 6)
+#: Of q with its batch.
+_RANK = 4
 
 
 def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[torch.Tensor, ...]:
     """The operator; arguments as for `call_backward`."""
-    given, rank = list(tensors), 4
-    for places, dimensions in (((*_ROWS_Q, *_ROWS_K), rank), (_ROW_VALUES, rank - 1)):
+    given = list(tensors)
+    for places, dimensions in (((*_ROWS_Q, *_ROWS_K), _RANK), (_ROW_VALUES, _RANK - 1)):
         for place in places:
             tensor = given[place]
             if tensor is not None and tensor.ndim < dimensions:
@@ -107,7 +109,8 @@ backward_calls = OperatorCalls(
 def call_backward(
     tensors: Sequence[torch.Tensor | None], scalars: tuple
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch.
+    """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch; what
+    is not asked for may be None or anything.
 
     tensors: dout, dlse, q, k, v, out, lse, the sink, ragged ones, packed sequences with or without
     a batch of 1. scalars: the other arguments of `backward`, in order, hashable.
@@ -121,10 +124,13 @@ def call_backward(
         results = backward_calls.run(
             backward_calls.entry(key, lambda: scalars), tensors, addresses
         )
+    packed = [tensor is not None and tensor.ndim < _RANK for tensor in tensors[2:5]]
+    if not any(packed):
+        return results
     *of_rows, dsink = results
     return *(
-        made.squeeze(0) if given is not None and given.ndim < made.ndim else made
-        for made, given in zip(of_rows, tensors[2:5], strict=True)
+        made.squeeze(0) if is_packed and made is not None and made.ndim == _RANK else made
+        for made, is_packed in zip(of_rows, packed, strict=True)
     ), dsink  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 
 from . import environment
 from .gpus.family import as_seen
@@ -34,20 +33,8 @@ LARGEST = 2048
 #: Bytes: the strictest alignment that any kernel's argument has.
 _ALIGNMENT = 32
 
+#: Of plain tensors, which no subclass takes calls of.
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-
-
-def _bits(*names: str) -> int:
-    bits = 0
-    for name in names:
-        bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
-    return bits
-
-
-#: All dispatch keys but those of plain dense tensors: a direct call would miss their meaning.
-_NOT_PLAIN = ~_bits(
-    "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"
-)
 
 
 def _is_intercepted() -> bool:
@@ -73,18 +60,22 @@ def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] 
         return None
     key: list[Any] = [facts, environment.switches()]
     addresses = []
-    keys_of = torch._C._dispatch_keys
     for tensor in tensors:
         if tensor is None:
             key.append(None)
             addresses.append(0)
             continue
-        if type(tensor) not in _KINDS or keys_of(tensor).raw_repr() & _NOT_PLAIN:
+        if (
+            type(tensor) not in _KINDS
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.is_neg()
+        ):
             return None
         address = tensor.data_ptr()
         addresses.append(address)
         key += (
-            tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % _ALIGNMENT,
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % _ALIGNMENT,
         )  # fmt: skip
     return tuple(key), addresses
 

@@ -51,7 +51,7 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     deterministic: accepted for compatibility; result and gradients are deterministic in any case.
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
-        1 to 32, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
+        1 to 64, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
         numbers differ by rounding; the parts take num_splits times out in float32.
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward, of
         the architecture's own classes (on Blackwell `ForwardConfig` and `BackwardConfig`); if None
@@ -204,7 +204,7 @@ def _resolve(
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
     grouped = q.shape[-2] > k.shape[-2]
-    backward_use_clc = options.backward_use_clc(use_clc, bool(ragged), grouped)
+    backward_use_clc = options.backward_use_clc(use_clc, len(ragged) > 0, grouped)
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     return (
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,

@@ -198,7 +198,7 @@ LONG_WAY = {
     "compiled kernel": (
         "fa4_hd256.run.forward:compile_kernel", "fa4_hd256.run.backward:compile_kernel",
     ),
-    "workspaces": ("fa4_hd256.run.forward:_allocate", "fa4_hd256.run.backward:_allocate"),
+    "workspaces": ("fa4_hd256.run.forward:made_for", "fa4_hd256.run.backward:made_for"),
     "arguments": (
         "fa4_hd256.run.forward:call_arguments",
         "fa4_hd256.run.forward:combine_call_arguments",

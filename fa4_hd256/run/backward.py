@@ -9,10 +9,10 @@ over a few rows or parts, is PyTorch's. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from .backward_arguments import (
 from .catalogue import KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
-from .recording import Tensors, give_up, made_for, operand, row_values
+from .recording import Allocate, Tensors, give_up, made_for, operand, row_values
 
 __all__ = [
     "Wanted",
@@ -43,8 +43,12 @@ __all__ = [
 ]
 
 
-#: Places among a call's tensors, which are in the order of the operator's arguments.
-Q, K, V, SINK = 2, 3, 4, 7
+#: Place of the sink among a call's tensors, which are in the order of the operator's arguments.
+SINK = 7
+
+
+#: Makes a tensor, at every call a new one.
+Make = Callable[[], torch.Tensor]
 
 
 class Wanted(NamedTuple):
@@ -65,9 +69,8 @@ def run_backward(
     ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
     division = divide(problem, ds_bytes, gpu_of(call.q.device))
     problem = division.problem
-    finish = partial(_finish, problem, wanted)
-    given = call_tensors(call)
-    made = made_for(given, partial(_allocate, division, wanted), finish)
+    given, finish = call_tensors(call), partial(_finish, problem, wanted)
+    made = made_for(given, _allocation(division, wanted), finish)
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     inputs = (call.q, *without_expanded_heads(call.k, call.v), call.dout)
     q, k, v, dout = map(operand, inputs)
@@ -87,7 +90,12 @@ def run_backward(
         tensors = GradientTensors((q, k, v, dout), made["stats"], (), ragged, made.get("ds"))
         results = {name: tensor for name, tensor in made.items() if name in ("dq", "dk", "dv")}
         _run_gradients(division, tensors, results, config)
-    dq, dk, dv, dsink = finish(given, made)
+    found = finish(given, made)
+    like = call.q, call.k, call.v, call.q if call.sink is None else call.sink
+    dq, dk, dv, dsink = (
+        tensor.new_empty(0) if gradient is None else gradient
+        for tensor, gradient in zip(like, found, strict=True)
+    )
     return dq, dk, dv, dsink
 
 
@@ -99,37 +107,31 @@ def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:
     )  # fmt: skip
 
 
-def _allocate(
-    division: Division, wanted: Wanted, tensors: Tensors
-) -> dict[str, torch.Tensor]:
-    """What a backward makes beside its arguments, the results in parts among it."""
+def _allocation(division: Division, wanted: Wanted) -> Allocate:
+    """What makes all that a backward needs beside its arguments, results in parts among it."""
     problem = division.problem
-    made = {"stats": empty_stats(problem)}
+    made = {"stats": _stats_maker(problem)}
     if wanted.dkdv:
-        made |= {name: _empty_dkdv(problem) for name in ("dk", "dv")}
+        made |= dict.fromkeys(("dk", "dv"), _dkdv_maker(problem))
     if wanted.dq:
-        made["dq"] = _empty_dq(problem)
+        made["dq"] = _dq_maker(problem)
     if problem.keeps_ds:
         # Room for the largest portion; every portion has a view of its begin.
-        made["ds"] = _room(problem, [p.problem.ds_shape for p in division.portions])
-    return made
+        made["ds"] = _room_maker(problem, [p.problem.ds_shape for p in division.portions])
+    return lambda tensors: {role: make() for role, make in made.items()}
 
 
 def _finish(
     problem: BackwardProblem, wanted: Wanted, tensors: Tensors, made: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, dsink) from what the kernels wrote."""
-    q, k, v = (cast(torch.Tensor, tensors[place]) for place in (Q, K, V))
-    sink = tensors[SINK]
-    dq = made["dq"] if wanted.dq else q.new_empty(0)
+) -> tuple[torch.Tensor | None, ...]:
+    """(dq, dk, dv, dsink) from what the kernels wrote; None for those not asked for."""
+    dk = dv = dsink = None
     if wanted.dkdv:
-        dk, dv = (_sum_of_parts(problem, made[name]) for name in ("dk", "dv"))
-    else:
-        dk, dv = k.new_empty(0), v.new_empty(0)
-    dsink = q.new_empty(0) if sink is None else sink.new_empty(0)
+        dk, dv = _sum_of_parts(problem, made["dk"]), _sum_of_parts(problem, made["dv"])
+    sink = tensors[SINK]
     if wanted.dsink and sink is not None:
         dsink = _sink_gradient(sink, made["stats"])
-    return dq, dk, dv, dsink
+    return made.get("dq"), dk, dv, dsink
 
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:
@@ -156,7 +158,8 @@ def _run_gradients(
         # What is added between launches is PyTorch's.
         give_up()
     shapes = [p.problem.dkdv_shape for p in portions]
-    parts = [_room(whole, shapes, torch.float32) for _ in range(_key_results(whole))]
+    room = _room_maker(whole, shapes, torch.float32)
+    parts = [room() for _ in range(_key_results(whole))]
     for portion in portions:
         if not portion.keys:
             # Queries that see none: dQ is 0, and there is nothing to add to dK and dV.
@@ -205,23 +208,23 @@ def _launch_adding(
         total += _sum_by_head(own, total.shape[2])
 
 
-def _room(
+def _room_maker(
     problem: BackwardProblem, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None = None
-) -> torch.Tensor:
+) -> Make:
     """One-dimensional, as large as the largest of the shapes; NaN on the CPU."""
     forward = problem.forward
     size = max(map(math.prod, shapes))
-    return _result(forward, (size,), dtype or forward.dtype, False)
+    return _maker(forward, (size,), dtype or forward.dtype, False)
 
 
-def _empty_dq(problem: BackwardProblem) -> torch.Tensor:
+def _dq_maker(problem: BackwardProblem) -> Make:
     """The gradient of q to write to."""
     forward = problem.forward
     is_zero = problem.has_no_queries or problem.has_no_keys or "seqused_q" in forward.ragged
-    return _result(forward, forward.q_shape, forward.dtype, is_zero)
+    return _maker(forward, forward.q_shape, forward.dtype, is_zero)
 
 
-def _empty_dkdv(problem: BackwardProblem) -> torch.Tensor:
+def _dkdv_maker(problem: BackwardProblem) -> Make:
     """The gradient of k, or of v, to write to, in parts, or to add to."""
     forward = problem.forward
     dtype = torch.float32 if problem.dkdv_class.partial else forward.dtype
@@ -229,7 +232,7 @@ def _empty_dkdv(problem: BackwardProblem) -> torch.Tensor:
     shape = list(problem.dkdv_shape)
     if problem.adds:
         shape[2] = problem.k_shape[2] * problem.copies
-    return _result(forward, tuple(shape), dtype, is_zero)
+    return _maker(forward, tuple(shape), dtype, is_zero)
 
 
 def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:
@@ -255,14 +258,15 @@ def _launch(
     )
 
 
-def _result(
+def _maker(
     forward: Problem, shape: tuple[int, ...], dtype: torch.dtype, is_zero: bool
-) -> torch.Tensor:
-    """A result to write to; NaN on the CPU, so that an element never written shows."""
+) -> Make:
+    """What makes a result to write to; NaN on the CPU, so that an element never written shows."""
+    device = forward.device
     if is_zero:
-        return torch.zeros(shape, dtype=dtype, device=forward.device)
-    result = torch.empty(shape, dtype=dtype, device=forward.device)
-    return result.fill_(math.nan) if forward.device.type == "cpu" else result
+        return partial(torch.zeros, shape, dtype=dtype, device=device)
+    make = partial(torch.empty, shape, dtype=dtype, device=device)
+    return (lambda: make().fill_(math.nan)) if device.type == "cpu" else make
 
 
 def _sink_gradient(sink: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
@@ -280,14 +284,21 @@ def empty_stats(problem: BackwardProblem) -> torch.Tensor:
     a sum over all rows is one over the rows that exist. NaN elsewhere on the CPU, so that an
     element never written shows.
     """
+    return _stats_maker(problem)()
+
+
+def _stats_maker(problem: BackwardProblem) -> Make:
+    """`empty_stats` of a problem, for any number of calls."""
     forward = problem.forward
     _, seqlen, heads, _ = forward.q_shape
     packed = "cu_seqlens_q" in forward.ragged
-    rows = padded_rows(seqlen, forward.sequences, packed)
-    stats = torch.empty(2, heads, rows, dtype=torch.float32, device=forward.device)
-    if forward.ragged:
+    shape = (2, heads, padded_rows(seqlen, forward.sequences, packed))
+    make = _maker(forward, shape, torch.float32, False)
+
+    def padding() -> torch.Tensor:
+        stats = make()
         stats[0].fill_(-math.inf)
         stats[1].zero_()
-    elif forward.device.type == "cpu":
-        stats.fill_(math.nan)
-    return stats
+        return stats
+
+    return padding if forward.ragged else make

@@ -7,7 +7,7 @@ of these. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of, launch
-from .recording import Tensors, give_up, made_for, operand
+from .recording import Allocate, Tensors, give_up, made_for, operand
 
 __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
 
@@ -56,7 +56,7 @@ def launch_forward(
     heads_q, seqlen_q) float32, natural log.
     """
     is_split = problem.num_splits > 1
-    made = made_for((*inputs, sink), partial(_allocate, problem), _results)
+    made = made_for((*inputs, sink), _allocation(problem), _results)
     results = made["out"], made["lse"]
     parts = (made["out_parts"], made["lse_parts"]) if is_split else results
     if is_split:
@@ -87,15 +87,22 @@ def _results(
     return made["out"], made["lse"]
 
 
-def _allocate(problem: Problem, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """What a forward makes beside its arguments; its sink is the fourth of these."""
-    made = dict(zip(("out", "lse"), empty_results(problem), strict=True))
-    if problem.num_splits > 1:
-        made |= zip(("out_parts", "lse_parts"), empty_results(problem, parts=True), strict=True)
-    sink = tensors[SINK]
-    if sink is not None:
-        made["sink_operand"] = sink.detach().float().contiguous()
-    return made
+def _allocation(problem: Problem) -> Allocate:
+    """What makes all that a forward needs beside its arguments; its sink is the fourth of these."""
+    results = _maker(problem)
+    parts = _maker(problem, parts=True) if problem.num_splits > 1 else None
+
+    def allocate(tensors: Tensors) -> dict[str, torch.Tensor]:
+        out, lse = results()
+        made = {"out": out, "lse": lse}
+        if parts is not None:
+            made["out_parts"], made["lse_parts"] = parts()
+        sink = tensors[SINK]
+        if sink is not None:
+            made["sink_operand"] = sink.detach().float().contiguous()
+        return made
+
+    return allocate
 
 
 def combine(
@@ -119,17 +126,30 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
     of the keys, float32, one after the other for each batch entry; the combining kernel then writes
     every row of the results proper, and reads no O of a part with an LSE of -inf.
     """
+    return _maker(problem, parts)()
+
+
+def _maker(
+    problem: Problem, parts: bool = False
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """`empty_results` of a problem, for any number of calls."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
-    dtype = torch.float32 if parts else problem.dtype
+    dtype, device = torch.float32 if parts else problem.dtype, problem.device
     entries = batch * problem.num_splits if parts else batch
-    out = torch.empty((entries, *rows), dtype=dtype, device=problem.device)
-    lse = torch.empty((entries, *lse_rows), dtype=torch.float32, device=problem.device)
-    if problem.device.type == "cpu":
-        out.fill_(math.nan)
-        lse.fill_(math.nan)
-    is_split = problem.num_splits > 1
-    if "seqused_q" in problem.ragged and parts == is_split:
-        lse.fill_(-math.inf)
-        if not is_split:
-            out.zero_()
-    return out, lse
+    out_shape, lse_shape = (entries, *rows), (entries, *lse_rows)
+    is_split, on_cpu = problem.num_splits > 1, device.type == "cpu"
+    is_clipped = "seqused_q" in problem.ragged and parts == is_split
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        if on_cpu:
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+        if is_clipped:
+            lse.fill_(-math.inf)
+            if not is_split:
+                out.zero_()
+        return out, lse
+
+    return make

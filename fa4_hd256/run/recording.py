@@ -24,7 +24,7 @@ from .packed import COUNTER, LaunchTemplate, PackedLaunch, host_function, tensor
 from .tile_counter import tile_counter
 
 __all__ = [
-    "Recording", "Replayed", "current", "give_up", "made_for", "operand", "recording",
+    "Allocate", "Recording", "Replayed", "current", "give_up", "made_for", "operand", "recording",
     "row_values",
 ]  # fmt: skip
 
@@ -33,7 +33,7 @@ Tensors = Sequence[torch.Tensor | None]
 #: From a call's tensors those that it allocates or makes, by role.
 Allocate = Callable[[Tensors], dict[str, torch.Tensor]]
 #: From a call's tensors and those by role its results.
-Finish = Callable[[Tensors, dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
+Finish = Callable[[Tensors, dict[str, torch.Tensor]], tuple[Any, ...]]
 
 
 class _Active(threading.local):
@@ -166,7 +166,7 @@ class Replayed:
         #: Sets of packed arguments that no thread uses now.
         self._free: list[tuple[PackedLaunch, ...]] = []
 
-    def run(self, tensors: Tensors, addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def run(self, tensors: Tensors, addresses: Sequence[int]) -> tuple[Any, ...]:
         """The results of a call. addresses: of its tensors by role, 0 for one not given."""
         made = self._allocate(tensors)
         addresses = [*addresses, *[tensor.data_ptr() for tensor in made.values()], 0]
