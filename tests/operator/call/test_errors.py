@@ -10,6 +10,7 @@ import torch
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func, interface
 from fa4_hd256.call import checks
+from fa4_hd256.call.splits import LARGEST
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.run import compile
 
@@ -187,7 +188,7 @@ def packed(**changes):
         ({"q": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, "accepted: 3"),
         ({"cu_seqlens_q": None, "max_seqlen_q": None}, ValueError, "accepted: 4"),
         ({"page_table": torch.zeros(1)}, NotImplementedError, "page_table"),
-        ({"num_splits": 33}, ValueError, "num_splits is 33; accepted: 1"),
+        ({"num_splits": LARGEST + 1}, ValueError, f"num_splits is {LARGEST + 1}; accepted: 1"),
         ({"num_splits": 2.0}, TypeError, "num_splits must be an int, got 2.0"),
     ],
 )
@@ -207,7 +208,7 @@ OPERATOR = (0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 0, False)
         (1, -2, r"window_size is \(-2, None\); accepted: 0 or more"),
         (3, -1.0, "softcap is -1.0; accepted: 0"),
         (12, "{}x", "names no ForwardConfig"),
-        (14, 33, "num_splits is 33"),
+        (14, LARGEST + 1, f"num_splits is {LARGEST + 1}"),
     ],
 )
 def test_the_operator_by_itself(position, value, message):
