@@ -132,6 +132,9 @@ def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
     once and what a tile costs are not told apart; all of it then counts as the tile's. Masked work
     has a cost of its own if any sample has some. Raises ValueError if there are too few samples or
     two of the costs cannot be told apart.
+
+    Work is clocks of the tensor core, so no rate is below 1, nor is what a tile takes beside below
+    0: samples of short tiles, which overlap, would otherwise make long ones faster than that.
     """
     masked = any(s.masked for s in samples)
     columns = [
@@ -146,6 +149,14 @@ def fit(samples: Sequence[Sample], single: bool) -> TileCosts:
             f"{len(samples)} samples do not determine {matrix.shape[1]} costs; vary the number of "
             "tiles and their work"
         )
+    # Of begin, each, rate and mask; replays decide the others.
+    lowest = np.array([-np.inf, 0.0, 1.0, -np.inf])[int(single) : int(single) + len(solution)]
+    held = np.zeros(len(solution), bool)
+    while (solution < lowest).any():
+        held |= solution < lowest
+        rest = 1.0 - matrix[:, held] @ lowest[held]
+        solution[held] = lowest[held]
+        solution[~held] = np.linalg.lstsq(matrix[:, ~held], rest, rcond=None)[0]
     return TileCosts(*([0.0] if single else []), *map(float, solution))
 
 

@@ -34,6 +34,23 @@ def test_fit_single_counts_everything_as_the_tile():
 
 
 @pytest.mark.parametrize("single", [False, True])
+def test_no_tile_is_faster_than_the_tensor_core(single):
+    """Short tiles that overlap: 8,000 clocks more than their work, 6,000 more if longer."""
+    tiles = (1, 1, 1, 1) if single else (1, 2, 4, 4)
+    works = (2048, 6144, 12288, 20480)
+    samples = [
+        Sample(n, work, work + more)
+        for n, work, more in zip(tiles, works, (8000, 8000, 8000, 6000), strict=True)
+    ]
+    found = fit(samples, single)
+    assert found.rate == 1.0 and found.each >= 0
+    assert found.of(Tile(100000.0)) >= 100000
+    for one in samples:
+        whole = found.begin + one.tiles * found.each + found.rate * one.work
+        assert whole == pytest.approx(one.clocks, rel=0.1)
+
+
+@pytest.mark.parametrize("single", [False, True])
 def test_masked_work_has_a_cost_of_its_own(single):
     true = TileCosts(0.0 if single else 8000.0, 1700.0, 1.05, 0.2)
     samples = [
