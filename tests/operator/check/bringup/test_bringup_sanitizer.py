@@ -5,12 +5,14 @@ from __future__ import annotations
 import stat
 from collections import deque
 from functools import partial
+from pathlib import Path
 
 import pytest
 from simulated_target import SIMULATOR
 
 from fa4_hd256.check.bringup import planted, sanitizer
 from fa4_hd256.check.bringup.outcome import Target
+from fa4_hd256.kernels import backward_key_tiles
 from sm100_sim import launcher, report
 from sm100_sim.tools.golden import replay
 
@@ -88,6 +90,32 @@ def test_a_tool_is_asked_for_the_planted_race(tool, hazards, status, state, monk
     assert "racecheck finds a planted race" in sanitizer.items(GPU)
     monkeypatch.setattr(sanitizer, "_under", partial(_on_simulator, sanitizer._under))
     assert sanitizer.run("racecheck finds a planted race", GPU, print).state == state
+
+
+HAZARD = """========= Error: Race reported between Write access at kernel_0+0x10 in {place}
+=========     and Read access at kernel_0+0x20 in dv.py:292 [64 hazards]"""
+
+
+def line_of(text: str) -> int:
+    """The first line of a kernel's source that holds the text."""
+    path = Path(backward_key_tiles.__file__)
+    lines = path.read_text("utf-8").splitlines()
+    return 1 + next(i for i, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(("texts", "count", "explained"), [
+    (["cute.copy(atom, source"], 1, True),
+    (["cute.copy(atom, source"] * 3, 3, True),
+    # One more than is shown; a write that is no such copy; nothing at all.
+    (["cute.copy(atom, source"], 2, False),
+    (["cute.copy(atom, source", "def num_steps"], 2, False),
+    ([], 0, False),
+])  # fmt: skip
+def test_hazards_of_bulk_copies_alone_are_explained(texts, count, explained):
+    places = [f"backward_key_tiles.py:{line_of(text)}" for text in texts]
+    lines = "\n".join(HAZARD.format(place=place) for place in places).splitlines()
+    summary = f"RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)"
+    assert sanitizer._explained(lines, summary) == explained
 
 
 def _on_simulator(under, tool, rung, step, target):
