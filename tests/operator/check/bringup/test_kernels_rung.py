@@ -14,7 +14,8 @@ import fa4_hd256
 from fa4_hd256.check import reference
 from fa4_hd256.check.bringup import kernels
 from fa4_hd256.check.bringup.kernels import Call
-from fa4_hd256.check.bringup.outcome import Target
+from fa4_hd256.check.bringup.outcome import Target, simulated
+from sm100_sim import device
 
 pytestmark = pytest.mark.simulator
 
@@ -110,3 +111,12 @@ def test_the_ladder_has_both_schedulers_and_directions():
             for mask in ("full 257x255", "causal 257x255", "window 257x255", "packed causal"):
                 assert f"{which} {mask} {scheduler}" in items
     assert set(items) < set(kernels.items(Target("gpu", "a B200", (10, 0), 148)))
+
+
+@pytest.mark.parametrize("name", ["backward_dq", "backward_products"])
+def test_a_gradient_on_another_architecture(name, monkeypatch):
+    """Kernels and configuration are those of the GPU that the rung runs on."""
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
+    monkeypatch.setenv("SM100_SIM_DEVICE", "h200")
+    outcome = kernels.run(f"smallest {name}", simulated(device("h200")), lambda text: None)
+    assert outcome.state == "passed", outcome
