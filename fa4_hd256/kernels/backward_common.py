@@ -14,11 +14,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
+from schedulers import CLUSTER_SIZE
+
+from .limits import SECTOR_BYTES
+from .operands import TmaTensor, smem_layout
+from .problem_class import ProblemClass
 from .scalars import CallScalars
+from .sequences import RaggedKernel, clipped_view
+from .views import by_sequence
 
-__all__ = ["BackwardTensors", "Step", "heads_of_part", "heads_per_part"]
+__all__ = ["BackwardEntry", "BackwardTensors", "Step", "heads_of_part", "heads_per_part"]
 
 class BackwardTensors(NamedTuple):
     """What a kernel reads and writes.
@@ -35,6 +44,73 @@ class BackwardTensors(NamedTuple):
     results: tuple
     ds: Any
     ragged: Any
+
+
+class BackwardEntry(RaggedKernel):
+    """Host code of a kernel that makes gradients, whose clusters have two CTAs; mixed into it.
+
+    A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
+    `copy_operation(box)`, how one is loaded; `problem(scalars, (q, k), batch)`, its tiles; `warps`,
+    `scheduler`, and `kernel(tensors, sizes, scalars, order)`.
+    """
+
+    boxes: dict[str, tuple[int, int, int]]
+    problem_class: ProblemClass
+    scheduler: Any
+    warps: Any
+    problem: Any
+    kernel: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        stats: cute.Tensor,
+        results: tuple[cute.Tensor, ...],
+        ds: Any,
+        ragged: Any,
+        scalars: CallScalars,
+        stream: Any,
+    ):
+        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
+        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
+        results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
+        heads.  Last stride 1, other strides multiples of 16 bytes, of results 32.  ds: see
+        `backward_ds_tiles`, None where it is not stored.  ragged: a tuple of tensors in the order
+        of `problem_class.ragged`, None if there are none.
+        """
+        operands = tuple(by_sequence(tensor) for tensor in operands)
+        results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
+        q, k, _, _ = operands
+        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
+        batch = self.sequence_tensors(ragged).num_batches(q)
+        problem = self.problem(scalars, (q, k), batch)
+        loads = self.tma_tensors(operands, ds)
+        tensors = BackwardTensors(loads, stats, results, ds, ragged)
+        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sizes = tuple(Int32(size) for size in sizes)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=self.scheduler.grid_shape(problem, scalars.clusters),
+            block=(self.warps.num_threads, 1, 1),
+            cluster=(CLUSTER_SIZE, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def copy_operation(self, box: str) -> Any:
+        """The DSL's TMA load of one of `boxes`."""
+        raise NotImplementedError
+
+    def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
+        """Those of `boxes`."""
+        tmas = []
+        for box, (operand, rows, columns) in self.boxes.items():
+            operation, tensor = self.copy_operation(box), operands[operand]
+            view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
+            layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
+            info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
+            tmas.append(TmaTensor(info[0], info[1]))
+        return tuple(tmas)
 
 
 class Step:

@@ -27,8 +27,9 @@ from schedulers import TileProblem, section_heads_for
 from .limits import HEAD_DIM
 from .operands import TmaTensor, smem_layout
 from .problem_class import query_rows
-from .sequences import Sequence, clipped_view
-from .views import by_packed_heads
+from .scalars import CallScalars
+from .sequences import RaggedKernel, Sequence, clipped_view
+from .views import by_packed_heads, by_sequence
 
 __all__ = ["ForwardCommon", "ForwardEntries", "ForwardTensors"]
 
@@ -89,15 +90,56 @@ class ForwardEntries:
         return batch * self.num_splits + self.split(work)[0]
 
 
-class ForwardCommon:
-    """Mixed into a forward kernel, which has `problem_class`, `config`, `scheduler`,
-    `sequence_tensors` and `tile_queries`, the queries of a tile."""
+class ForwardCommon(RaggedKernel):
+    """Host code of a forward kernel; mixed into it.
+
+    A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
+    tile; `kernel_tensors(operands, lse, optional)`; and `kernel(tensors, sizes, scalars, order)`.
+    """
 
     problem_class: Any
     config: Any
     tile_queries: int
     scheduler: Any
-    sequence_tensors: Any
+    warps: Any
+    kernel: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        results: tuple[cute.Tensor, cute.Tensor],
+        optional: Any,
+        scalars: CallScalars,
+        stream: Any,
+    ):
+        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
+        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
+        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
+        keys out is float32, and of each batch entry of q the results have one for each part.
+
+        optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
+        (heads,) float32, then tensors of `SequenceTensors` in its order.
+        """
+        out, lse = results
+        operands = tuple(by_sequence(t) for t in (q, k, v, out))
+        sizes, problem = self.tile_problem(operands, optional, scalars)
+        tensors = self.kernel_tensors(operands, lse, optional)
+        grid = self.scheduler.grid_shape(problem, scalars.clusters)
+        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
+            grid=grid,
+            block=(self.warps.num_threads, 1, 1),
+            cluster=(self.config.tiles.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+        """TMA descriptors and the plain tensors.  operands: q, k, v, out by (seqlen, 256, heads,
+        batch)."""
+        raise NotImplementedError
 
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
         """(sink or None, ragged tensors) from what the problem class asks for."""

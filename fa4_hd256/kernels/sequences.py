@@ -60,6 +60,16 @@ class SequenceTensors(NamedTuple):
         return cute.size(q, mode=[3])
 
 
+class RaggedKernel:
+    """Mixed into a kernel, which has `problem_class`."""
+
+    problem_class: Any
+
+    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
+        """From a tuple in the order of the problem class, None if it has none."""
+        return SequenceTensors.given(self.problem_class.ragged, ragged)
+
+
 @dataclass(frozen=True)
 class Sequence:
     """The rows of one batch entry on one side: [offset, offset + length) of `batch`."""

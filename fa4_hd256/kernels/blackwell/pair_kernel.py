@@ -15,15 +15,10 @@ from fa4_hd256.kernels.context import KernelContext
 from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
-from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
+from fa4_hd256.kernels.sequences import RaggedKernel, Sequences
 from schedulers import scheduler_class
 
-from .pair_plan import CTAS
-
-__all__ = ["CLUSTER", "PairContext", "PairKernel"]
-
-CLUSTER = (CTAS, 1, 1)
-
+__all__ = ["PairContext", "PairKernel"]
 
 @dataclass(frozen=True)
 class PairContext(KernelContext):
@@ -34,7 +29,7 @@ class PairContext(KernelContext):
     own_lanes: Any = None
 
 
-class PairKernel(SchedulerRole):
+class PairKernel(RaggedKernel, SchedulerRole):
     """Base of the kernels.
 
     A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
@@ -51,10 +46,6 @@ class PairKernel(SchedulerRole):
         self.scheduler = scheduler or scheduler_class(problem_class.use_clc)
         self.warps, self.edges, self.steps = plan.warps, plan.edges, plan.steps
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
-
-    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        """From a tuple in the order of the problem class, None if it has none."""
-        return SequenceTensors.given(self.problem_class.ragged, ragged)
 
     def set_up(
         self, allocator: SmemAllocator, tensors: Any, sizes: tuple[Int32, ...], scalars: Any,

@@ -9,19 +9,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from fa4_hd256.kernels.backward_common import BackwardTensors
+from fa4_hd256.kernels.backward_common import BackwardEntry, BackwardTensors
 from fa4_hd256.kernels.blackwell.instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
-from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairKernel
+from fa4_hd256.kernels.blackwell.pair_kernel import PairKernel
 from fa4_hd256.kernels.blackwell.producers import PairProducers
-from fa4_hd256.kernels.limits import SECTOR_BYTES
-from fa4_hd256.kernels.operands import TmaTensor, smem_layout
+from fa4_hd256.kernels.operands import TmaTensor
 from fa4_hd256.kernels.problem_class import GradientClass
-from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.kernels.sequences import clipped_view
-from fa4_hd256.kernels.views import by_sequence
 from schedulers import WorkTile
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
@@ -40,15 +36,12 @@ __all__ = [
 FRAGMENT = 32  # columns that one tensor-memory load moves
 
 
-class BackwardKernel(PairKernel, PairProducers):
+class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
     """Base of these kernels: host code, set-up, dispatch, and P from S.
 
-    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
-    `problem(...)`, its tiles; `smem(memory)`; what `PairProducers` asks for; and the role
-    `gradient`.
+    A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`; what
+    `PairProducers` asks for; and the role `gradient`.
     """
-
-    boxes: dict[str, tuple[int, int, int]]
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
@@ -57,53 +50,9 @@ class BackwardKernel(PairKernel, PairProducers):
         super().__init__(self.plan, gradient_class.problem, scheduler)
         self.ex2_pattern = config.ex2_pattern
 
-    @cute.jit
-    def __call__(
-        self,
-        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
-        stats: cute.Tensor,
-        results: tuple[cute.Tensor, ...],
-        ds: Any,
-        ragged: Any,
-        scalars: CallScalars,
-        stream: Any,
-    ):
-        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
-        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
-        results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
-        heads.  Last stride 1, other strides multiples of 16 bytes, of results 32.  ds: see
-        `backward_ds_tiles`, None where it is not stored.  ragged: a tuple of tensors in the order
-        of `problem_class.ragged`, None if there are none.
-        """
-        operands = tuple(by_sequence(tensor) for tensor in operands)
-        results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
-        q, k, _, _ = operands
-        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
-        batch = self.sequence_tensors(ragged).num_batches(q)
-        problem = self.problem(scalars, (q, k), batch)
-        loads = self.tma_tensors(operands, ds)
-        tensors = BackwardTensors(loads, stats, results, ds, ragged)
-        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
-        sizes = tuple(Int32(size) for size in sizes)
-        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
-            grid=self.scheduler.grid_shape(problem, scalars.clusters),
-            block=(self.warps.num_threads, 1, 1),
-            cluster=CLUSTER,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    def tma_tensors(self, operands: tuple, ds: Any) -> tuple[TmaTensor, ...]:
-        """Those of `boxes`."""
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        tmas = []
-        for operand, rows, columns in self.boxes.values():
-            tensor = operands[operand]
-            view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
-            layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
-            info = cpasync.make_tiled_tma_atom(load, view, layout, (rows, columns))
-            tmas.append(TmaTensor(info[0], info[1]))
-        return tuple(tmas)
+    def copy_operation(self, box: str) -> Any:
+        """The DSL's TMA load of one of `boxes`, whose bytes complete on the leader's barrier."""
+        return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
 
     def descriptors(self, tensors: BackwardTensors) -> tuple[TmaTensor, ...]:
         return tensors.loads

@@ -50,13 +50,12 @@ from cutlass.memory import SmemAllocator
 
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, TmemOperand
 from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
-from fa4_hd256.kernels.blackwell.pair_kernel import CLUSTER, PairContext, PairKernel
+from fa4_hd256.kernels.blackwell.pair_kernel import PairContext, PairKernel
 from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.kernels.views import by_sequence
 from schedulers import TileOrder
 from softmax_emu.online import OnlineSoftmax
 
@@ -108,43 +107,7 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
             "P": TmemOperand.contiguous(config.block_kv),
         }
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        results: tuple[cute.Tensor, cute.Tensor],
-        optional: Any,
-        scalars: CallScalars,
-        stream: Any,
-    ):
-        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
-        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
-        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
-        keys out is float32, and of each batch entry of q the results have one for each part.
-
-        optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
-        (heads,) float32, then tensors of `SequenceTensors` in its order.
-        """
-        config = self.config
-        out, lse = results
-        q, k, v, out = (by_sequence(t) for t in (q, k, v, out))
-        operands = q, k, v, out
-        sizes, problem = self.tile_problem(operands, optional, scalars)
-        tensors = self._kernel_tensors(operands, lse, optional)
-        grid = self.scheduler.grid_shape(problem, scalars.clusters)
-        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
-            grid=grid,
-            block=(config.warps.num_threads, 1, 1),
-            cluster=CLUSTER,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    def _kernel_tensors(
-        self, operands: tuple, lse: cute.Tensor, optional: Any
-    ) -> ForwardTensors:
+    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
         """TMA descriptors of Q, K, V and O, and the plain tensors."""
         config = self.config
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)

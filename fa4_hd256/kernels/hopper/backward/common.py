@@ -11,18 +11,16 @@ from cutlass import Boolean, Float32, Int16, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4_hd256.kernels.backward_common import BackwardTensors
+from fa4_hd256.kernels.backward_common import BackwardEntry
 from fa4_hd256.kernels.context import KernelContext
 from fa4_hd256.kernels.hopper.instructions import QUAD, row_of_fragment, rows_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.operands import SharedMemory, TmaTensor, load_tile, smem_layout
+from fa4_hd256.kernels.operands import SharedMemory, load_tile
 from fa4_hd256.kernels.problem_class import GradientClass
 from fa4_hd256.kernels.ranges import traced
-from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
-from fa4_hd256.kernels.sequences import Sequences, SequenceTensors, clipped_view
+from fa4_hd256.kernels.sequences import Sequences
 from fa4_hd256.kernels.steps import Copy, Load
-from fa4_hd256.kernels.views import by_sequence
 from schedulers import scheduler_class
 
 from .config import CTAS, GradientConfig
@@ -33,15 +31,13 @@ BOTH_CTAS = 0b11
 RUN = 8  # columns of a row of which a quad has two a lane
 
 
-class HopperBackward(SchedulerRole):
+class HopperBackward(BackwardEntry, SchedulerRole):
     """Base of these kernels: host code, set-up, dispatch, and how results leave.
 
-    A kernel adds `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
-    `problem(...)`, its tiles; `smem(memory)`; `places(context, box, work, position)`, where a box
-    comes from (see `tma_tile`); and the role `gradient`.
+    A kernel adds `boxes` and `problem(...)`, see `BackwardEntry`; `smem(memory)`;
+    `places(context, box, work, position)`, where a box comes from (see `tma_tile`); and the role
+    `gradient`.
     """
-
-    boxes: dict[str, tuple[int, int, int]]
 
     def __init__(
         self, config: GradientConfig, gradient_class: GradientClass, scheduler: Any = None
@@ -55,58 +51,12 @@ class HopperBackward(SchedulerRole):
         self.warps, self.edges = self.plan.warps, self.plan.edges
         self.steps = self.plan.steps_of(self.problem_class.softcap)
 
-    @cute.jit
-    def __call__(
-        self,
-        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
-        stats: cute.Tensor,
-        results: tuple[cute.Tensor, ...],
-        ds: Any,
-        ragged: Any,
-        scalars: CallScalars,
-        stream: Any,
-    ):
-        """Launch.  operands: q, k, v, dout; q, dout: (batch, seqlen_q, heads, 256); k, v: (batch,
-        seqlen_k, heads_kv, 256); packed sequences have a batch of 1.  stats: see `BackwardTensors`.
-        results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
-        heads.  Last stride 1, other strides multiples of 16 bytes.  ds: see `backward_ds_tiles`,
-        None where it is not stored.  ragged: a tuple of tensors in the order of
-        `problem_class.ragged`, None if there are none.
-        """
-        operands = tuple(by_sequence(tensor) for tensor in operands)
-        results = tuple(by_sequence(tensor) for tensor in results)
-        q, k, _, _ = operands
-        heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
-        batch = self.sequence_tensors(ragged).num_batches(q)
-        problem = self.problem(scalars, (q, k), batch)
-        tensors = BackwardTensors(self.tma_tensors(operands), stats, results, ds, ragged)
-        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
-        sizes = tuple(Int32(size) for size in sizes)
-        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
-            grid=self.scheduler.grid_shape(problem, scalars.clusters),
-            block=(self.warps.num_threads, 1, 1),
-            cluster=(CTAS, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        """From a tuple in the order of the problem class, None if it has none."""
-        return SequenceTensors.given(self.problem_class.ragged, ragged)
-
-    def tma_tensors(self, operands: tuple) -> tuple[TmaTensor, ...]:
-        """Those of `boxes`."""
-        tmas, shared = [], self.shared_boxes()
-        for box, (operand, rows, columns) in self.boxes.items():
-            operation = cpasync.CopyBulkTensorTileG2SOp()
-            if box in shared:
-                operation = cpasync.CopyBulkTensorTileG2SMulticastOp()
-            tensor = operands[operand]
-            view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
-            layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
-            info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
-            tmas.append(TmaTensor(info[0], info[1]))
-        return tuple(tmas)
+    def copy_operation(self, box: str) -> Any:
+        """The DSL's TMA load of one of `boxes`; of some each CTA loads half of the columns for
+        both."""
+        if box in self.shared_boxes():
+            return cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return cpasync.CopyBulkTensorTileG2SOp()
 
     def shared_boxes(self) -> set[str]:
         """Boxes of which each CTA loads half of the columns for both."""

@@ -45,8 +45,7 @@ from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.scheduler_role import SchedulerRole
-from fa4_hd256.kernels.sequences import Sequences, SequenceTensors
-from fa4_hd256.kernels.views import by_sequence
+from fa4_hd256.kernels.sequences import Sequences
 from schedulers import TileOrder, scheduler_class
 
 from .config import ForwardConfig
@@ -96,43 +95,15 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        results: tuple[cute.Tensor, cute.Tensor],
-        optional: Any,
-        scalars: CallScalars,
-        stream: Any,
-    ):
-        """Launch.  q: (batch, seqlen_q, heads, 256); k, v: (batch, seqlen_k, heads_kv, 256);
-        results: out like q, and lse (batch, heads, seqlen_q) float32; packed sequences have a
-        batch of 1.  Last stride 1, other strides multiples of 16 bytes (lse: any).  With split
-        keys out is float32, and of each batch entry of q the results have one for each part.
-
-        optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
-        (heads,) float32, then tensors of `SequenceTensors` in its order.
-        """
-        out, lse = results
-        operands = tuple(by_sequence(t) for t in (q, k, v, out))
-        sizes, problem = self.tile_problem(operands, optional, scalars)
+    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+        """TMA descriptors of Q, K and V, and the plain tensors."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         boxes = (load, WARPGROUP_ROWS, HEAD_DIM), self.kv_copy(), self.kv_copy()
         tmas = [
             self.tma_tensor(name, view, box)
             for name, view, box in zip("qkv", operands[:3], boxes, strict=True)
         ]
-        tensors = ForwardTensors(*tmas, None, operands[3], lse, optional)
-        grid = self.scheduler.grid_shape(problem, scalars.clusters)
-        self.kernel(tensors, sizes, scalars, problem.device_order()).launch(
-            grid=grid,
-            block=(self.warps.num_threads, 1, 1),
-            cluster=(self.config.ctas, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        return ForwardTensors(*tmas, None, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
@@ -209,10 +180,6 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
             found[name] = memory.operand(name, rows, HEAD_DIM // ctas, stages * ctas)
             found[f"{name}_tiles"] = memory.operand(name, rows, HEAD_DIM, stages)
         return found
-
-    def sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        """From a tuple in the order of the problem class, None if it has none."""
-        return SequenceTensors.given(self.problem_class.ragged, ragged)
 
     def first_row(self, context: Context, work: Any, warpgroup: Any) -> Int32:
         """The first query of a warpgroup's part of a tile."""
