@@ -34,14 +34,13 @@ from fa4_hd256.run.compile import compile_kernel
 from fa4_hd256.run.forward import empty_results
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
-from sm100_sim.timing import Call, Late, Machine, TileCosts, load
+from sm100_sim.timing import Call, Late, Machine, TileCosts, Values, load
 
 from . import flash_attn_4_traces as traces
 from .backward import Backward
 from .calls import Kind, architecture_on, defaults_to_clc, forward_problem
 from .forward import Kernel
 from .machines import gpu_of, held_at, simulating
-from .ours import with_least
 from .replays import SEED, Replayed, Traced, digest, fitted, kept
 from .samples import BACKWARD_SAMPLES, Sample, Samples, backward_tiles, parts_of
 from .tiles import ROWS, BackwardTiling, ForwardTiling
@@ -62,9 +61,9 @@ _SM_CLOCKS = SM100_FLOP_PER_CLOCK / FLOP_PER_CLOCK[9, 0]
 _LOADS_AHEAD = 1.5
 
 
-def hopper() -> Machine:
-    """The modelled H200 at the clock of its replays."""
-    return held_at(load("h200"), REPLAYED_GHZ)
+def hopper(machine: str = "h200") -> Machine:
+    """The modelled H200, or another of its kind, at the clock of its replays."""
+    return held_at(load(machine), REPLAYED_GHZ)
 
 
 def busy_ghz(busy: float) -> float:
@@ -128,8 +127,10 @@ class Variant:
         )  # fmt: skip
 
 
-def forward_variant(case: Case, machine: Machine, splits: int = 1) -> Variant:
-    """That which a call takes."""
+def forward_variant(
+    case: Case, machine: Machine, splits: int = 1, use_clc: bool | None = None
+) -> Variant:
+    """That which a call takes. use_clc: None for its default."""
     gpu = gpu_of(machine)
     problem = forward_problem(case, architecture_on(gpu))
     causal = problem.options.window[1] is not None
@@ -137,7 +138,8 @@ def forward_variant(case: Case, machine: Machine, splits: int = 1) -> Variant:
         causal, case.seqlen_k, gpu.tuning_name, problem.tiles
     )
     return Variant(
-        Kind.of(case), defaults_to_clc(case, FORWARD), keys=config.block_kv,
+        Kind.of(case), defaults_to_clc(case, FORWARD) if use_clc is None else use_clc,
+        keys=config.block_kv,
         decodes=problem.tiles.rows == 64, splits=splits > 1,
     )  # fmt: skip
 
@@ -309,18 +311,15 @@ class Times:
         return self.seconds if load_seconds * 1e3 < LOAD_MS else self.for_good
 
 
-def times(calls: list[Call], machine: Machine) -> Times:
-    """Of the central constants."""
-    one, values = calls[0], machine.values()
-    clocks = sum(count * schedule.clocks for count, schedule in one.schedules)
-    flop = sum(count * schedule.work for count, schedule in one.schedules) * WORK_FLOP
+def times_of(call: Call, values: Values) -> Times:
+    """Of a call on a machine whose clock is `REPLAYED_GHZ`."""
+    clocks = sum(count * schedule.clocks for count, schedule in call.schedules)
+    flop = sum(count * schedule.work for count, schedule in call.schedules) * WORK_FLOP
     busy = flop / (FLOP_PER_CLOCK[9, 0] * values.sms * clocks)
     first = busy_ghz(busy) / REPLAYED_GHZ
-    share = min(first, one.clock_share(values))
-    return Times(clocks, busy, one.at(first), one.at(share))
+    return Times(clocks, busy, call.at(first), call.at(min(first, call.clock_share(values))))
 
 
-__all__ = [
-    "Times", "Variant", "backward", "busy_ghz", "forward", "forward_variant", "hopper", "replays",
-    "their_forward", "times", "with_least",
-]  # fmt: skip
+def times(calls: list[Call], machine: Machine) -> Times:
+    """Of the central constants."""
+    return times_of(calls[0], machine.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
 from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
-from . import flash_attn_4, frost
+from . import flash_attn_4, frost, hopper_providers
 from .backward import Backward
 from .calibrate import ROW_ERROR
 from .flash_attn_4 import FlashAttention4, FlashAttention4Divided
@@ -25,6 +25,7 @@ from .flash_attn_4_five import FlashAttention4FiveProducts
 from .forward import Kernel
 from .frost import Frost
 from .frost_backward import FrostBackward
+from .hopper_attention import hopper
 from .ours import Ours
 from .published.rows import Build, Published
 
@@ -68,6 +69,13 @@ _ALL: tuple[Provider, ...] = (
     Ours(), FlashAttention4(), FlashAttention4FiveProducts(), FlashAttention4Divided(), Frost(),
 )  # fmt: skip
 PROVIDERS = {one.name: one for one in _ALL}
+
+
+def providers_of(machine: Machine) -> Mapping[str, Provider]:
+    """Those with kernels for it."""
+    return hopper_providers.PROVIDERS if machine.architecture == "sm_90a" else PROVIDERS
+
+
 #: Builds that only published rates are of.
 HISTORY: tuple[Provider, ...] = (*flash_attn_4.HISTORY, *frost.HISTORY)
 
@@ -116,18 +124,23 @@ class Predictor:
     note: Callable[[str], None] = lambda text: None
     _kernels: dict = field(default_factory=dict)
 
+    @property
+    def providers(self) -> Mapping[str, Provider]:
+        return providers_of(self.machine)
+
     def refuses(self, provider: str, case: Case, direction: str) -> str | None:
         """Why a case cannot be predicted, None if it can."""
-        if provider not in PROVIDERS:
-            return "the timing model needs its kernels' SASS for sm_100a; measured only"
-        return PROVIDERS[provider].refuses(case, direction)
+        if provider not in self.providers:
+            target = self.machine.architecture
+            return f"the timing model needs its kernels' SASS for {target}; measured only"
+        return self.providers[provider].refuses(case, direction)
 
     def forward(
         self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
     ) -> Kernel:
         """The kernel that a forward takes, replayed at the first call. use_clc: of ours. splits:
         parts of its keys."""
-        variant = PROVIDERS[provider].variant(case, FORWARD, use_clc, splits > 1)
+        variant = self.providers[provider].variant(case, FORWARD, use_clc, splits > 1)
         found = self._replayed(provider, FORWARD, variant)
         return found.divided(splits) if splits > 1 else found
 
@@ -136,13 +149,13 @@ class Predictor:
     ) -> Backward | FrostBackward:
         """The backward that a case takes, each of its kernels replayed where a case first needs
         it."""
-        variant = PROVIDERS[provider].variant(case, BACKWARD, use_clc)
+        variant = self.providers[provider].variant(case, BACKWARD, use_clc)
         return self._replayed(provider, BACKWARD, variant)
 
     def _replayed(self, provider: str, direction: str, variant: Hashable) -> Any:
         key = provider, direction, variant
         if key not in self._kernels:
-            chosen = PROVIDERS[provider]
+            chosen = self.providers[provider]
             self.note(f"replaying {provider} {chosen.version()}, {direction}: {variant}")
             make = getattr(chosen, direction)
             self._kernels[key] = make(variant, self.machine, self.draws)
@@ -154,12 +167,26 @@ class Predictor:
         reason = self.refuses(provider, case, direction)
         if reason:
             raise ValueError(f"{provider}, {case}: {reason}")
-        use_clc, splits = PROVIDERS[provider].default(case, direction, self.machine)
+        use_clc, splits = self.providers[provider].default(case, direction, self.machine)
         if direction == BACKWARD:
             backward = self.backward(provider, case, use_clc)
             calls = backward.calls(case)
-            return Predicted(*_seconds(calls, backward.values), None, backward.paths_of(case))
+            return Predicted(
+                *self._seconds(calls, backward.values), None, backward.paths_of(case)
+            )
         return self.predict_forward(provider, case, use_clc, splits)
+
+    def _seconds(
+        self, calls: Sequence[Call], values: Sequence[Values]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(of a burst, sustained) of a call for each of the drawn machines."""
+        if self.machine.architecture == "sm_90a":
+            return hopper_providers.seconds(calls, values)
+        burst, sustained = (
+            np.array([one.seconds(drawn, conditions) for one, drawn in zip(calls, values)])
+            for conditions in (BURST, SUSTAINED)
+        )
+        return burst, sustained
 
     def predict_forward(
         self, provider: str, case: Case, use_clc: bool = False, splits: int = 1
@@ -169,16 +196,7 @@ class Predictor:
         kernel = self.forward(provider, case, use_clc, splits)
         calls = kernel.calls(case)
         bound = calls[0].schedules[0][1].bound
-        return Predicted(*_seconds(calls, kernel.values), bound, kernel.paths)
-
-
-def _seconds(calls: Sequence[Call], values: Sequence[Values]) -> tuple[np.ndarray, np.ndarray]:
-    """(of a burst, sustained) of a call for each of the drawn machines."""
-    burst, sustained = (
-        np.array([one.seconds(drawn, conditions) for one, drawn in zip(calls, values)])
-        for conditions in (BURST, SUSTAINED)
-    )
-    return burst, sustained
+        return Predicted(*self._seconds(calls, kernel.values), bound, kernel.paths)
 
 
 def printing_predictor(machine: str, draws: int) -> Predictor:
@@ -190,7 +208,10 @@ def printing_predictor(machine: str, draws: int) -> Predictor:
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    return Predictor(load(machine), draws, ROW_ERROR, note)
+    chosen = load(machine)
+    if chosen.architecture == "sm_90a":
+        chosen = hopper(machine)
+    return Predictor(chosen, draws, ROW_ERROR, note)
 
 
 def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
@@ -198,7 +219,7 @@ def add_model_options(parser: argparse.ArgumentParser, draws: int = 4) -> None:
     parser.add_argument("--modelled", action="store_true", help="model, even with a GPU")
     parser.add_argument(
         "--machine", default="b200",
-        help="of the model: b200, b300, or a file such as the report of a bringup",
+        help="of the model: b200, b300, h200, or a file such as the report of a bringup",
     )
     parser.add_argument(
         "--draws", type=int, default=draws, help="draws of its uncertain constants"

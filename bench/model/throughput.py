@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.peaks import B200_TFLOPS, SM100_FLOP_PER_CLOCK
+from bench.peaks import B200_TFLOPS, FLOP_PER_CLOCK
 from bench.processes import each
 from bench.suite import Case
 from bench.tables.comparison import OURS, comparison_row, standing, standing_figures
@@ -16,6 +16,7 @@ from bench.tables.paths import path_figures
 from bench.tables.table import BASIS, MACHINE
 
 from .calls import Kind
+from .machines import gpu_of
 from .predictor import Predicted, Predictor, printing_predictor
 
 
@@ -25,7 +26,7 @@ def modelled_rows(
     """Predict every (case, direction); one row for each."""
     machine = predictor.machine
     values, rows = machine.values(), []
-    peak = values.sms * SM100_FLOP_PER_CLOCK * values.clock_ghz / 1e3
+    peak = values.sms * FLOP_PER_CLOCK[gpu_of(machine).capability] * values.clock_ghz / 1e3
     origin = {BASIS: "modelled", MACHINE: modelled_machine(machine)}
     for case, direction in cases:
         details, predicted = {}, {}

@@ -11,7 +11,7 @@ from bench.model import hopper_rows
 from bench.model.calls import Kind, default_splits
 from bench.model.machines import gpu_of
 from bench.model.tiles import forward_tiles
-from bench.suite import FORWARD, Case
+from bench.suite import BACKWARD, FORWARD, Case
 from sm100_sim.timing import ALONE, Call, TileCosts
 
 MACHINE = model.hopper()
@@ -107,6 +107,20 @@ def test_an_unknown_kernel_of_the_backward_is_refused():
     found = model.backward(Kind(False), False, MACHINE)
     with pytest.raises(ValueError, match="no replay of the Hopper kernel 'dq'"):
         found.costs("dq")
+
+
+def test_who_is_predicted_on_a_hopper_gpu():
+    from bench.model.predictor import PROVIDERS, Predictor
+
+    predictor = Predictor(MACHINE, 0)
+    assert set(predictor.providers) == {"ours", "flash-attn-4"} < set(PROVIDERS)
+    assert predictor.refuses("ours", case(4096), FORWARD) is None
+    assert "softcap" in predictor.refuses("ours", case(4096, softcap=5.0), FORWARD)
+    assert "windows" in predictor.refuses("ours", case(4096, True, window=(511, None)), BACKWARD)
+    assert "SASS for sm_90a" in predictor.refuses("FROST", case(4096), FORWARD)
+    few = Case("test", ((1, 8192),), 16, 2, True)
+    assert "divide keys" in predictor.refuses("flash-attn-4", few, FORWARD)
+    assert "its backward" in predictor.refuses("flash-attn-4", case(4096), BACKWARD)
 
 
 @pytest.mark.simulator

@@ -1,0 +1,115 @@
+"""Who the timing model predicts on a Hopper GPU, as `predictor.Provider`: our kernels for sm_90a
+and flash-attn-4's SM90 forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.peers import flash_attn_4
+from bench.suite import BACKWARD, Case
+from bench.tables.comparison import OURS
+from fa4_hd256.run.compile import versions
+from sm100_sim.timing import Call, Machine, Values
+
+from . import hopper_attention as model
+from .backward import Backward
+from .calls import Kind, default_splits, defaults_to_clc
+from .forward import Kernel
+from .hopper_attention import Variant
+from .machines import gpu_of
+from .published.rows import Build
+
+#: What the replays of neither have.
+_NO_REPLAY = "the timing model has no replay of Hopper's kernels for {}"
+
+
+class HopperOurs:
+    """Our kernels for sm_90a."""
+
+    name = OURS
+
+    def version(self) -> str:
+        return versions()["fa4-hd256"]
+
+    def replays(self, build: Build) -> bool:
+        return False
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if case.packed or case.softcap:
+            return _NO_REPLAY.format("packed sequences" if case.packed else "a softcap")
+        if direction == BACKWARD and case.window != (None, None):
+            return _NO_REPLAY.format("windows, backward")
+        return None
+
+    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
+        splits = 1 if direction == BACKWARD else default_splits(case, gpu_of(machine))
+        return defaults_to_clc(case, direction), splits
+
+    def variant(
+        self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
+    ) -> Variant:
+        if direction == BACKWARD:
+            return Variant(Kind.of(case), use_clc, BACKWARD)
+        return model.forward_variant(case, model.hopper(), 1 + divided, use_clc)
+
+    def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
+        return model.forward(variant, machine, draws)
+
+    def backward(self, variant: Variant, machine: Machine, draws: int) -> Backward:
+        return model.backward(variant.kind, variant.use_clc, machine, draws)
+
+
+class HopperFlashAttention4:
+    """flash-attn-4's SM90 forward, dense attention as long as there are tiles for all SMs."""
+
+    name = flash_attn_4.PACKAGE
+
+    def version(self) -> str:
+        return flash_attn_4.versions()[0]
+
+    def replays(self, build: Build) -> bool:
+        return False
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if flash_attn_4.unavailable():
+            return flash_attn_4.unavailable()
+        if direction == BACKWARD:
+            return _NO_REPLAY.format("its backward")
+        if case.packed or case.softcap or case.window != (None, None):
+            return _NO_REPLAY.format("other than dense attention")
+        if len(forward_tiles_of(case)) < model.hopper().values().sms:
+            return _NO_REPLAY.format("calls that divide keys")
+        return None
+
+    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
+        return False, 1
+
+    def variant(
+        self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
+    ) -> Kind:
+        return Kind.of(case)
+
+    def forward(self, variant: Kind, machine: Machine, draws: int) -> Kernel:
+        return model.their_forward(variant.causal, machine, draws)
+
+    def backward(self, variant: Kind, machine: Machine, draws: int) -> Backward:
+        raise ValueError(_NO_REPLAY.format("its backward"))
+
+
+def forward_tiles_of(case: Case) -> range:
+    """Numbers of flash-attn-4's query tiles."""
+    blocks = -(-case.seqlen_q // model.THEIR_ROWS)
+    return range(blocks * case.heads * case.batch)
+
+
+def seconds(
+    calls: Sequence[Call], values: Sequence[Values]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(of a burst, for good) of a call for each of the drawn machines."""
+    found = [model.times_of(one, drawn) for one, drawn in zip(calls, values)]
+    return np.array([t.seconds for t in found]), np.array([t.for_good for t in found])
+
+
+PROVIDERS = {one.name: one for one in (HopperOurs(), HopperFlashAttention4())}
