@@ -155,10 +155,11 @@ def test_no_findings(use_clc, seed, monkeypatch):
     [
         # HBM bounds all of them together: uneven turns of tiles cost nothing.
         (128, 131072, (32, 2), 4, 1), (64, 8192, (32, 2), 1, 1),
-        # All SMs, though fewer take in what HBM gives: the last of many has less to catch up.
-        (32, 131072, (32, 2), 1, 2), (8, 8192, (16, 2), 1, 8), (1, 131072, (32, 2), 1, 64),
-        # The more rows, the more the results of the parts take.
-        (8, 8192, (16, 2), 4, 5), (1, 131072, (32, 2), 4, 41),
+        # All SMs, though half of them take in what HBM gives; between, pairs of SMs differ.
+        (32, 131072, (32, 2), 1, 2), (8, 8192, (16, 2), 1, 8), (8, 8192, (16, 2), 4, 8),
+        (1, 131072, (32, 2), 1, 64), (1, 131072, (32, 2), 4, 64), (64, 16384, (32, 2), 1, 1),
+        # Short parts: the more rows, the more their results take.
+        (1, 8192, (32, 2), 1, 64), (1, 8192, (32, 2), 4, 32),
     ],
 )  # fmt: skip
 def test_parts_of_the_keys(batch, keys, heads, queries, parts):
