@@ -11,7 +11,9 @@ parts, or of some.
 NOTE [warps of a row].  Few rows are far fewer warps than a GPU holds, and a warp that reads all of
 32 parts takes one round trip to L2 for each `parts_at_once`.  So with more parts several warps of a
 CTA share a row: each adds up its own parts, asked for before their weights are known, and from
-shared memory the threads add up the warps' sums, in their order.
+shared memory the threads add up the warps' sums, in their order.  Where there are fewer rows than
+SMs, several CTAs have some columns of a row each: a warp's lanes then belong to as many parts, of
+which it reads a piece at once.
 
 NOTE [before the forward ends].  By programmatic dependent launch (PTX ISA 9.7.13.15,
 griddepcontrol) its CTAs may be there while the last ones of the forward end, if all of these have
@@ -43,16 +45,18 @@ LOG2_E = math.log2(math.e)
 MOST_PARTS = 2 * WARP_SIZE
 #: Of a CTA.
 MOST_WARPS = 16
+#: CTAs of a row, the most first; a lane has 8 columns of all.
+SLICES = 4, 2, 1
 #: Of shared memory, more than half of an SM's.
 ALONE_BYTES = 116 << 10
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """num_warps: warps of a CTA. parts_at_once: parts whose loads a warp has in flight together.
+    """num_warps: warps of a CTA. parts_at_once: parts whose loads a lane has in flight together.
     starts_early: NOTE [before the forward ends]. row_warps: of a row, NOTE [warps of a row]; all
-    parts are then in flight together. lane_parts: parts whose weights a lane makes. alone: an SM
-    holds one CTA.
+    parts are then in flight together. lane_parts: parts whose weights a lane makes. slices: CTAs
+    that have columns of a row. alone: an SM holds one CTA.
 
     Raises ValueError where the parts of a turn do not divide the lanes of a warp, or `row_warps`
     does not divide the warps of a CTA, or is no power of two.
@@ -63,13 +67,15 @@ class CombineConfig:
     starts_early: bool = False
     row_warps: int = 1
     lane_parts: int = 1
+    slices: int = 1
     alone: bool = False
 
     def __post_init__(self) -> None:
         # Parts past the last have a weight as long as they have a lane.
-        if self.parts_at_once < 1 or WARP_SIZE % self.parts_at_once:
+        if self.parts_at_once < 1 or WARP_SIZE % self.warp_parts:
             raise ValueError(
-                f"parts_at_once is {self.parts_at_once}; accepted: a divisor of {WARP_SIZE}"
+                f"parts_at_once is {self.parts_at_once}, of {self.slices} slices; accepted: what "
+                f"together divides {WARP_SIZE}"
             )
         if self.num_warps % self.row_warps or self.row_warps.bit_count() != 1:
             raise ValueError(
@@ -79,40 +85,56 @@ class CombineConfig:
 
     @property
     def cta_rows(self) -> int:
-        """Rows of a CTA."""
+        """Rows of a CTA, or slices of them."""
         return self.num_warps // self.row_warps
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row is more than one warp's."""
+        return self.row_warps > 1 or self.slices > 1
+
+    @property
+    def warp_parts(self) -> int:
+        """Parts whose loads a warp has in flight together."""
+        return self.parts_at_once * self.slices
+
+    @property
+    def columns(self) -> int:
+        """Of a row, of a CTA."""
+        return HEAD_DIM // self.slices
 
 
 @dataclass(frozen=True)
 class CombineRule:
     """Which configuration calls get.
 
-    config: of parts whose loads one warp has in flight together, or of any number where
-    `most_row_warps` is 1. most_row_warps: a power of two. ctas: as many as a GPU has SMs, about.
+    config: of a warp a row. shares: several warps may share a row, by `of`. ctas: as many as a GPU
+    has SMs, about.
     """
 
     config: CombineConfig = field(default_factory=CombineConfig)
-    most_row_warps: int = 1
+    shares: bool = False
     ctas: int = 128
 
     def of(self, parts: int, rows: int) -> CombineConfig:
-        """A warp of a row for each `parts_at_once`, rounded up to a power of two; of a CTA as many
-        rows as there are for each SM, while it has room. Raises ValueError for more than
-        `MOST_PARTS`."""
+        """While there are fewer rows than CTAs, slices of them; a warp for each `parts_at_once`
+        that it then has, rounded up to a power of two; of a CTA as many rows as there are for each
+        SM, while it has room. Raises ValueError for more than `MOST_PARTS`."""
         if not 1 <= parts <= MOST_PARTS:
             raise ValueError(f"{parts} parts of the keys; accepted: 1 to {MOST_PARTS}")
-        turns = -(-parts // self.config.parts_at_once)
-        warps = min(1 << max(turns - 1, 0).bit_length(), self.most_row_warps)
         lane_parts = -(-parts // WARP_SIZE)
-        if self.most_row_warps == 1:
+        if not self.shares:
             return replace(self.config, lane_parts=lane_parts)
+        slices = next(n for n in SLICES if n == 1 or rows * n <= self.ctas)
+        turns = -(-parts // (self.config.parts_at_once * slices))
+        warps = 1 << (turns - 1).bit_length()
         cta_rows = 1 << (-(-rows // self.ctas) - 1).bit_length()
         alone = cta_rows * warps <= MOST_WARPS
         if not alone:
             cta_rows = max(1, self.config.num_warps // warps)
         return replace(
             self.config, num_warps=cta_rows * warps, row_warps=warps, lane_parts=lane_parts,
-            alone=alone,
+            slices=slices, alone=alone,
         )  # fmt: skip
 
 
@@ -140,10 +162,11 @@ class CombineKernel:
         splits = cute.size(parts[0], mode=[0]) // batch
         sizes = tuple(Int32(size) for size in (seqlen, heads, batch, splits))
         num_warps, rows = self.config.num_warps, self.config.cta_rows
+        count = batch * seqlen * heads * self.config.slices
         self.kernel(
             (by_sequence(parts[0]), parts[1]), (by_sequence(results[0]), results[1]), sizes
         ).launch(
-            grid=((batch * seqlen * heads + rows - 1) // rows, 1, 1),
+            grid=((count + rows - 1) // rows, 1, 1),
             block=(num_warps * WARP_SIZE, 1, 1),
             stream=stream,
             use_pdl=self.config.starts_early,
@@ -151,21 +174,24 @@ class CombineKernel:
 
     @cute.kernel
     def kernel(self, parts: tuple, results: tuple, sizes: tuple[Int32, Int32, Int32, Int32]):
-        """A row for each `row_warps`; neighbouring rows are neighbouring heads."""
+        """A row, or a slice of one, for each `row_warps`; neighbouring rows are neighbouring
+        heads."""
         config = self.config
         seqlen, heads, batch, splits = sizes
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         index = block * config.cta_rows + warp // config.row_warps
-        is_row = index < batch * seqlen * heads
-        if cutlass.const_expr(config.row_warps > 1):
+        is_row = index < batch * seqlen * heads * config.slices
+        part_of_row = Int32(0)
+        if cutlass.const_expr(config.shares_rows):
             # All warps come to the barrier.
-            index = cutlass.min(index, batch * seqlen * heads - 1)
+            index = cutlass.min(index, batch * seqlen * heads * config.slices - 1)
+            part_of_row, index = index % config.slices, index // config.slices
         place = (index // heads % seqlen, index % heads, index // heads // seqlen)
         if cutlass.const_expr(config.starts_early):
             cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(config.row_warps > 1):
-            self._combine_together(parts, results, (*place, is_row), splits)
+        if cutlass.const_expr(config.shares_rows):
+            self._combine_together(parts, results, (*place, part_of_row, is_row), splits)
         else:
             self._keep_alone()
             if is_row:
@@ -200,32 +226,41 @@ class CombineKernel:
 
     @cute.jit
     def _combine_together(self, parts: tuple, results: tuple, which: tuple, splits: Int32):
-        """A row by `row_warps`.  which: (row, head, batch entry, whether it is one)."""
-        row, head, batch, is_row = which
+        """A row, or a slice of it, by `row_warps`.  which: (row, head, batch entry, number of the
+        slice, whether it is one)."""
+        row, head, batch, part_of_row, is_row = which
         place = row, head, batch
         part_out, part_lse = parts
         out, lse = results
         config, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        nbytes = config.num_warps * HEAD_DIM * FLOAT_BYTES
+        nbytes = config.num_warps * config.columns * FLOAT_BYTES
         memory = SmemAllocator().allocate(max(nbytes, ALONE_BYTES if config.alone else 0), 128)
         of_warps = cute.make_tensor(
-            cute.recast_ptr(memory, dtype=Float32), cute.make_layout((HEAD_DIM, config.num_warps))
+            cute.recast_ptr(memory, dtype=Float32),
+            cute.make_layout((config.columns, config.num_warps)),
         )
-        start = warp % config.row_warps * config.parts_at_once
+        # As many lanes have the columns of a part.
+        lanes = WARP_SIZE // config.slices
+        start = warp % config.row_warps * config.warp_parts
         # What takes longest comes first: O of the parts, then what they weigh.
-        loaded = self._load_turn(part_out, place, (start, splits))
+        loaded = self._load_turn(part_out, place, (start, splits), part_of_row)
         own = self._own_lses(part_lse, place, splits)
         weights, total = self._weights(own)
         sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         sums.fill(0.0)
         self._add_turn(sums, loaded, (weights, own), start)
-        cute.autovec_copy(sums, lane_columns(of_warps[None, warp], lane))
+        for column in range(LANE_COLUMNS):
+            for offset in (lanes << n for n in range(config.slices.bit_length() - 1)):
+                other = cute.arch.shuffle_sync_bfly(sums[column], offset)
+                sums[column] = sums[column] + other
+        if lane < lanes:
+            cute.autovec_copy(sums, lane_columns(of_warps[None, warp], lane))
         cute.arch.sync_threads()
-        columns = max(1, HEAD_DIM // (config.row_warps * WARP_SIZE))
+        columns = max(1, config.columns // (config.row_warps * WARP_SIZE))
         thread = cute.arch.thread_idx()[0] % (config.row_warps * WARP_SIZE)
         first = warp // config.row_warps * config.row_warps
-        if is_row & (thread < HEAD_DIM // columns):
+        if is_row & (thread < config.columns // columns):
             found = cute.make_rmem_tensor(columns, Float32)
             found.fill(0.0)
             for other in range(config.row_warps):
@@ -236,25 +271,37 @@ class CombineKernel:
                     found[column] = found[column] + values[column]
             rounded = cute.make_rmem_tensor(columns, self.dtype)
             rounded.store(found.load().to(self.dtype))
-            to = columns_of(out[row, None, head, batch], thread * columns, columns)
-            cute.autovec_copy(rounded, to)
-        if is_row & (thread == 0):
+            begin = part_of_row * config.columns + thread * columns
+            cute.autovec_copy(rounded, columns_of(out[row, None, head, batch], begin, columns))
+        if is_row & (thread == 0) & (part_of_row == 0):
             lse[batch, head, row] = total
 
-    def _load_turn(self, part_out: cute.Tensor, place: tuple, turn: tuple) -> list[cute.Tensor]:
-        """This lane's columns of `parts_at_once` parts.  turn: (the first of them, parts in all).
+    def _load_turn(
+        self, part_out: cute.Tensor, place: tuple, turn: tuple, part_of_row: Any = 0
+    ) -> list[cute.Tensor]:
+        """This lane's columns of `parts_at_once` parts.  turn: (the warp's first part, parts in
+        all).  part_of_row: number of the slice.
 
         A part past the last is replaced by it, with no weight: no branch parts the loads.
         """
         row, head, batch = place
         start, splits = turn
-        lane = cute.arch.lane_idx()
+        lanes = WARP_SIZE // self.config.slices
+        lane = part_of_row * lanes + cute.arch.lane_idx() % lanes
+        first = batch * splits
         return [
             load_lane_columns(
-                part_out[row, None, head, batch * splits + cutlass.min(start + i, splits - 1)], lane
+                part_out[row, None, head, first + cutlass.min(part, splits - 1)], lane
             )
-            for i in range(self.config.parts_at_once)
+            for part in self._parts_of_lane(start)
         ]
+
+    def _parts_of_lane(self, start: Int32) -> list[Int32]:
+        """Numbers of the parts that this lane reads, of a turn that begins with `start`."""
+        slices = self.config.slices
+        if slices > 1:
+            start = start + cute.arch.lane_idx() // (WARP_SIZE // slices)
+        return [start + i * slices for i in range(self.config.parts_at_once)]
 
     def _add_turn(
         self, sums: cute.Tensor, loaded: list, of_lanes: tuple, start: Int32
@@ -263,8 +310,7 @@ class CombineKernel:
         parts; past the last they are 0 and -inf."""
         # The parts of a turn are those of neighbouring lanes.
         weight, lse = (self._of_turn(values, start) for values in of_lanes)
-        for i, values in enumerate(loaded):
-            owner = start + i
+        for owner, values in zip(self._parts_of_lane(start), loaded, strict=True):
             if cutlass.const_expr(self.config.lane_parts > 1):
                 owner = owner % WARP_SIZE
             factor = cute.arch.shuffle_sync(weight, owner)

@@ -50,5 +50,5 @@ KERNELS = KernelSet(
     ),
     counts_tiles=True,
     # A decoding step has few rows, of many parts.
-    combine=CombineRule(CombineConfig(starts_early=True), most_row_warps=16),
+    combine=CombineRule(CombineConfig(starts_early=True), shares=True),
 )

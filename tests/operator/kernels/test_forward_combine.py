@@ -88,9 +88,11 @@ def test_numbers_of_parts(splits, dtype, device):
 
 
 # A CTA makes four rows, or one, or two of many: one row, one less and one more than four, several,
-# the last of a CTA beyond the end.
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 1, 5), (3, 1, 3), (2, 9, 15)], ids=str)
-@pytest.mark.parametrize("splits", [3, 7])
+# the last of a CTA beyond the end; slices of 64, of 128 and of all columns of a row.
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 3, 1), (1, 1, 5), (3, 1, 3), (2, 9, 2), (2, 9, 15)], ids=str
+)
+@pytest.mark.parametrize("splits", [3, 7, 33])
 def test_numbers_of_rows(shape, splits, device):
     check(random_parts(splits, shape, device), splits)
 
@@ -203,12 +205,13 @@ def test_no_findings(splits, seed, monkeypatch):
     run(random_parts(splits, (2, 3, 3), "cpu"), splits)
     report = sm100_sim.last_reports()[-1]
     problem = describe(torch.zeros(2, 3, 3, 256).bfloat16(), splits)
-    rows = problem.kernels.combine.of(splits, 18).cta_rows
-    assert report.findings == [] and report.grid == (-(-18 // rows), 1, 1)
+    config = problem.kernels.combine.of(splits, 18)
+    ctas = -(-18 * config.slices // config.cta_rows)
+    assert report.findings == [] and report.grid == (ctas, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("splits", "rows"), [(4, 32), (5, 512), (32, 32), (64, 4096)])
+@pytest.mark.parametrize(("splits", "rows"), [(4, 32), (5, 512), (32, 32), (64, 64), (64, 4096)])
 @pytest.mark.parametrize("name", ["sm_100a", "sm_90a"])
 def test_resources(dtype, splits, rows, name):
     """No spill and no local memory; registers few enough for 32 warps of an SM."""
@@ -223,10 +226,13 @@ def test_resources(dtype, splits, rows, name):
 def test_warps_of_a_row():
     """A warp for each four parts where rows are shared, one for any number elsewhere; of a CTA as
     many rows as an SM gets, up to sixteen warps."""
-    shares = CombineRule(most_row_warps=16)
+    shares = CombineRule(shares=True)
     numbers = (1, 4, 5, 8, 9, 16, 17, 32, 33, 64)
-    assert [shares.of(n, 32).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert [shares.of(n, 128).row_warps for n in numbers] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
     assert {shares.of(n, 128).cta_rows for n in numbers} == {1}
+    # Fewer rows than SMs: slices of 64 or 128 columns, and a warp has as many times the parts.
+    assert [shares.of(n, 32).row_warps for n in numbers] == [1, 1, 1, 1, 1, 1, 2, 2, 4, 4]
+    assert [shares.of(64, rows).slices for rows in (1, 32, 33, 64, 65, 512)] == [4, 4, 2, 2, 1, 1]
     found = [shares.of(8, rows) for rows in (128, 129, 512, 1024, 1025, 8192)]
     assert [(c.cta_rows, c.alone) for c in found] == [
         (1, True), (2, True), (4, True), (8, True), (2, False), (2, False)
