@@ -11,9 +11,10 @@ parts, or of some.
 NOTE [warps of a row].  Few rows are far fewer warps than a GPU holds, and a warp that reads all of
 32 parts takes one round trip to L2 for each `parts_at_once`.  So with more parts several warps of a
 CTA share a row: each adds up its own parts, asked for before their weights are known, and from
-shared memory the threads add up the warps' sums, in their order.  Where there are fewer rows than
-SMs, several CTAs have some columns of a row each: a warp's lanes then belong to as many parts, of
-which it reads a piece at once.
+shared memory the threads add up the sums, in the parts' order.  Where there are fewer rows than
+SMs, several CTAs have some columns of a row each, and a warp as many times the parts.  However rows
+are shared, the same sums of `parts_at_once` parts are added in the same order: a row's bits do not
+depend on how many there are.
 
 NOTE [before the forward ends].  By programmatic dependent launch (PTX ISA 9.7.13.15,
 griddepcontrol) its CTAs may be there while the last ones of the forward end, if all of these have
@@ -234,11 +235,11 @@ class CombineKernel:
         out, lse = results
         config, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        nbytes = config.num_warps * config.columns * FLOAT_BYTES
+        turns = config.num_warps * config.slices
+        nbytes = turns * config.columns * FLOAT_BYTES
         memory = SmemAllocator().allocate(max(nbytes, ALONE_BYTES if config.alone else 0), 128)
-        of_warps = cute.make_tensor(
-            cute.recast_ptr(memory, dtype=Float32),
-            cute.make_layout((config.columns, config.num_warps)),
+        of_turns = cute.make_tensor(
+            cute.recast_ptr(memory, dtype=Float32), cute.make_layout((config.columns, turns))
         )
         # As many lanes have the columns of a part.
         lanes = WARP_SIZE // config.slices
@@ -250,23 +251,20 @@ class CombineKernel:
         sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         sums.fill(0.0)
         self._add_turn(sums, loaded, (weights, own), start)
-        for column in range(LANE_COLUMNS):
-            for offset in (lanes << n for n in range(config.slices.bit_length() - 1)):
-                other = cute.arch.shuffle_sync_bfly(sums[column], offset)
-                sums[column] = sums[column] + other
-        if lane < lanes:
-            cute.autovec_copy(sums, lane_columns(of_warps[None, warp], lane))
+        turn = warp * config.slices + lane // lanes
+        cute.autovec_copy(sums, lane_columns(of_turns[None, turn], lane % lanes))
         cute.arch.sync_threads()
         columns = max(1, config.columns // (config.row_warps * WARP_SIZE))
         thread = cute.arch.thread_idx()[0] % (config.row_warps * WARP_SIZE)
-        first = warp // config.row_warps * config.row_warps
+        of_row = config.row_warps * config.slices
+        first = warp // config.row_warps * of_row
         if is_row & (thread < config.columns // columns):
             found = cute.make_rmem_tensor(columns, Float32)
             found.fill(0.0)
-            for other in range(config.row_warps):
+            for other in range(of_row):
                 values = cute.make_rmem_tensor(columns, Float32)
-                of_warp = columns_of(of_warps[None, first + other], thread * columns, columns)
-                cute.autovec_copy(of_warp, values)
+                of_turn = columns_of(of_turns[None, first + other], thread * columns, columns)
+                cute.autovec_copy(of_turn, values)
                 for column in range(columns):
                     found[column] = found[column] + values[column]
             rounded = cute.make_rmem_tensor(columns, self.dtype)
@@ -297,11 +295,11 @@ class CombineKernel:
         ]
 
     def _parts_of_lane(self, start: Int32) -> list[Int32]:
-        """Numbers of the parts that this lane reads, of a turn that begins with `start`."""
-        slices = self.config.slices
+        """Numbers of the parts that this lane reads, of a turn; `start`: of its warp's first."""
+        slices, at_once = self.config.slices, self.config.parts_at_once
         if slices > 1:
-            start = start + cute.arch.lane_idx() // (WARP_SIZE // slices)
-        return [start + i * slices for i in range(self.config.parts_at_once)]
+            start = start + cute.arch.lane_idx() // (WARP_SIZE // slices) * at_once
+        return [start + i for i in range(at_once)]
 
     def _add_turn(
         self, sums: cute.Tensor, loaded: list, of_lanes: tuple, start: Int32

@@ -187,6 +187,17 @@ def test_any_strides(device):
     assert all(part.isnan().all() for part in beside)
 
 
+@pytest.mark.parametrize("splits", [2, 4, 9, 32, 61])
+def test_bits_do_not_depend_on_the_number_of_rows(splits, device):
+    """Rows are shared by more warps and CTAs the fewer they are."""
+    parts = random_parts(splits, (1, 150, 8), device)
+    whole = run(parts, splits)
+    for rows in (1, 5, 12, 40):
+        few = run((parts[0][:, :rows], parts[1][..., :rows]), splits)
+        assert torch.equal(few[0], whole[0][:, :rows])
+        assert torch.equal(few[1], whole[1][..., :rows])
+
+
 def test_a_second_run_is_bitwise_equal(device):
     parts = random_parts(5, (2, 9, 3), device)
     assert all(torch.equal(a, b) for a, b in zip(run(parts, 5), run(parts, 5), strict=True))
