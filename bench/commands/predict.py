@@ -20,7 +20,10 @@ from sm100_sim.timing import Machine
 
 COLUMNS = (
     Column("row"), Column("seen", title="measured before"),
-    Column("clocks", "1000", ".0f", "clocks of the SMs"), Column("busy", "", ".0%", "tensor cores"),
+    Column("clocks", "1000", ".0f", "clocks of the SMs"),
+    Column("counted", "1000", ".0f", "counted by ncu"),
+    Column("clock_error", "", "+.1%", "clocks, predicted over counted"),
+    Column("busy", "", ".0%", "tensor cores"),
     Column("burst", "TFLOPS", ".0f", "first launches"), Column("late", "TFLOPS", ".0f", "for good"),
     Column("predicted", "us", ".1f"), Column("rate", "TFLOPS", ".0f", "predicted"),
     Column("measured", "us", ".1f"), Column("error", "", "+.1%", "time, predicted over measured"),
@@ -35,9 +38,13 @@ def predictions(machine: Machine, chosen: str = "") -> Table:
             continue
         print(f"replaying {row.name}", file=sys.stderr, flush=True)
         times = row.times(machine)
-        seconds, measured = row.predicted(times), known.get(row.name, {}).get("us")
+        one = known.get(row.name, {})
+        seconds = row.predicted(times, one.get("launches", hopper_rows.LAUNCHES_BEFORE))
+        measured, counted = one.get("us"), one.get("clocks")
         found.append({
             "row": row.name, "seen": "yes" if row.seen else "no", "clocks": times.clocks / 1e3,
+            "counted": None if counted is None else counted / 1e3,
+            "clock_error": None if counted is None else times.clocks / counted - 1,
             "busy": times.busy, "burst": row.flop / times.seconds / 1e12,
             "late": row.flop / times.for_good / 1e12, "predicted": seconds * 1e6,
             "rate": row.flop / seconds / 1e12, "measured": measured,
@@ -49,15 +56,15 @@ def predictions(machine: Machine, chosen: str = "") -> Table:
         f"cores are, and gives way to the power budget where a row's launches before the median "
         f"one take more than {LOAD_MS:.0f} ms. FLOP by the field's convention.",
     ]
-    for kind in ("yes", "no"):
-        errors = np.array(
-            [r["error"] for r in found if r["error"] is not None and r["seen"] == kind]
-        )
-        if len(errors):
-            notes.append(
-                f"Measured before the prediction: {kind}: {len(errors)} rows, within 10 % "
-                f"{int((np.abs(errors) <= 0.1).sum())}, rms {np.sqrt((errors**2).mean()):.1%}."
-            )
+    for seen in ("yes", "no"):
+        for key, what in (("error", "times"), ("clock_error", "clocks")):
+            errors = np.array([r[key] for r in found if r[key] is not None and r["seen"] == seen])
+            if len(errors):
+                notes.append(
+                    f"Measured before the prediction: {seen}: {what} of {len(errors)} rows, within "
+                    f"10 % {int((np.abs(errors) <= 0.1).sum())}, mean {errors.mean():+.1%}, rms "
+                    f"{np.sqrt((errors**2).mean()):.1%}."
+                )
     title = "Attention on an H200, predicted and measured"
     return Table(
         "predict", title, COLUMNS, found, tuple(notes), Plot("row", ("predicted", "measured"))

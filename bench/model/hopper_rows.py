@@ -20,10 +20,10 @@ from .calls import Kind, default_splits, defaults_to_clc
 from .machines import gpu_of
 
 OURS, THEIRS = "fa4_hd256", "flash-attn-4"
-#: What was measured of rows, by `Row.name`: microseconds, and where it stands.
+#: What was measured of rows, by `Row.name`.
 MEASURED = Path(__file__).parents[1] / "measure" / "hopper_rows.json"
-#: Of the protocol: warm-up launches and half of the timed ones of three providers in turn.
-_LAUNCHES_BEFORE = 3 * (8 + 16)
+#: Launches before the median one: warm-up and half of the timed ones, of three providers in turn.
+LAUNCHES_BEFORE = 3 * (8 + 16)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Row:
     def times(self, machine: Machine) -> model.Times:
         return model.times(self.calls(machine), machine)
 
-    def predicted(self, times: model.Times) -> float:
-        """Seconds of the median launch of the protocol."""
-        return times.after(_LAUNCHES_BEFORE * times.seconds)
+    def predicted(self, times: model.Times, launches: int = LAUNCHES_BEFORE) -> float:
+        """Seconds of the median launch of a protocol with so many launches before it."""
+        return times.after(launches * times.seconds)
 
 
 def _dense(seqlen: int, causal: bool, heads: tuple[int, int] = (16, 16), left: int | None = None
@@ -117,5 +117,6 @@ def _unseen() -> Iterator[Row]:
 
 
 def measured() -> dict[str, dict]:
-    """Row's name -> {"us": median, "from": where it stands}."""
+    """Row's name -> {"us": median, "from": where it stands, "launches": before the median one, if
+    not `LAUNCHES_BEFORE`, "clocks": of the kernels by Nsight Compute, if they were counted}."""
     return json.loads(MEASURED.read_text())["rows"]
