@@ -38,6 +38,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .edges import PAIR_SIGNALS, TMA_SIGNALS, Edge, EdgeTable, Signal
@@ -49,6 +50,9 @@ __all__ = ["TILES", "check_drains"]
 #: Signals that both CTAs take part in.
 OF_BOTH_CTAS = (Signal.TMA_PAIR, *PAIR_SIGNALS, Signal.TMA_BOTH, Signal.WARPS_BOTH)
 RESPONSES = 2  # of the dynamic scheduler, read or under way
+
+#: `Programs.skipped`.
+Skipped = Mapping[str, tuple[tuple[int, int], ...]]
 
 #: Steps of each of a cluster's tiles, for every plan: none, few and many, in every order of two,
 #: and runs of tiles without steps longer than the scheduler looks ahead.
@@ -74,12 +78,27 @@ def _check(name: str, edges: EdgeTable, steps: StepTable) -> None:
     try:
         _check_names(edges, steps)
         for tiles in TILES:
-            try:
-                Run(edges, steps, tiles).check()
-            except ValueError as error:
-                raise ValueError(f"{error} [steps of each tile: {tiles}]") from None
+            for skipped in _skipped(steps, tiles):
+                try:
+                    Run(edges, steps, tiles, skipped).check()
+                except ValueError as error:
+                    less = f"; left out, first and last: {skipped}" if skipped else ""
+                    raise ValueError(f"{error} [steps of each tile: {tiles}{less}]") from None
     except ValueError as error:
         raise ValueError(f"{name} cannot work: {error}") from None
+
+
+def _skipped(steps: StepTable, tiles: tuple[int, ...]) -> list[Skipped]:
+    """Which roles leave out which steps: none; where two may, each some that the other takes part
+    in, and one all."""
+    names = [name for role in steps.roles if role.skip for name in role.names]
+    found: list[Skipped] = [{}]
+    if len(names) > 1 and any(tiles):
+        halves = [n // 2 for n in tiles]
+        begin, end = (tuple((n, 0) for n in halves), tuple((0, n) for n in halves))
+        found.append({names[0]: begin, names[1]: end})
+        found += [{name: tuple((0, n) for n in tiles)} for name in names[:2]]
+    return found
 
 
 def _check_names(edges: EdgeTable, steps: StepTable) -> None:
@@ -197,9 +216,12 @@ class Held:
 class Run:
     """One run of all programs; NOTE [one run is all runs]."""
 
-    def __init__(self, edges: EdgeTable, steps: StepTable, tiles: tuple[int, ...]) -> None:
+    def __init__(
+        self, edges: EdgeTable, steps: StepTable, tiles: tuple[int, ...],
+        skipped: Skipped | None = None,
+    ) -> None:
         self.edges, self.steps = {edge.name: edge for edge in edges.edges}, steps
-        self.programs = Programs(edges, steps, tiles).all()
+        self.programs = Programs(edges, steps, tiles, skipped or {}).all()
         self.next = dict.fromkeys(self.programs, 0)
         #: The last event of each role, None before the first.
         self.last: dict = dict.fromkeys(self.programs)
@@ -218,7 +240,7 @@ class Run:
         #: Contents of which each CTA copies a part to both.
         self.shared = {copy.content for copy in steps.copies if copy.is_shared}
         #: Part of a role -> the role.
-        self.whole = {name: role.name for role in steps.roles for name in role.names}
+        self.whole = {name: role.whole for role in steps.roles for name in role.names}
         self.wanted, self.fetched = 0, 0
         self.taken = dict.fromkeys(self.programs, 0)
 
@@ -345,7 +367,7 @@ class Run:
         """Of a role's warps.  On the other CTA's barrier it happens some time after the
         instruction; on the own one at once."""
         edge, last = self.edges[operation.edge], self.last[role]
-        if edge.producer != self.whole.get(role[0], role[0]):
+        if edge.producer not in (role[0], self.whole.get(role[0])):
             raise ValueError(f"{role[0]} arrives on {edge.name}, whose producer is {edge.producer}")
         event = self._event((role, operation), last)
         if edge.signal not in PAIR_SIGNALS:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .edges import EdgeTable
@@ -129,11 +129,16 @@ class Turns:
 
 @dataclass
 class Programs:
-    """The programs of all roles of both CTAs, for tiles of so many steps each."""
+    """The programs of all roles of both CTAs, for tiles of so many steps each.
+
+    skipped: role -> for each tile how many of its first and of its last steps the role takes no
+    part in; those that are not named take part in all.
+    """
 
     edges: EdgeTable
     steps: StepTable
     tiles: tuple[int, ...]
+    skipped: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def all(self) -> dict[tuple[str, int], list[Operation]]:
         """By (role, CTA); parts of a role are roles."""
@@ -143,7 +148,7 @@ class Programs:
                 programs["load", cta] = list(self._load())
             for role in self.steps.roles:
                 for name in role.names:
-                    programs[name, cta] = list(self._written(role))
+                    programs[name, cta] = list(self._written(role, name))
         programs["scheduler", LEADER] = [
             operation
             for tile in range(1, len(self.tiles) + 1)
@@ -264,16 +269,26 @@ class Programs:
         uses.append(Use(result.ring, position, made, True))
         return tuple(uses)
 
-    def _written(self, role: Role) -> Iterator[Operation]:
-        """A role written by hand."""
-        counters = Counters()
+    def _written(self, role: Role, name: str) -> Iterator[Operation]:
+        """A role written by hand; name: of its part."""
+        counters, skipped = Counters(), self.skipped.get(name)
         yield from self._actions(role.begin, (0, 0), counters)
         before = None
         for tile, num_steps in enumerate(self.tiles):
             if role.claims is not None and num_steps < role.claims:
                 yield Operation(Kind.WANT, number=tile + 1)
             if num_steps:
-                yield from self._tile(role, tile, before, counters)
+                yield from self._actions(role.enter, (tile, 0), counters)
+                first, last = skipped[tile] if skipped else (0, 0)
+                for step in range(first):
+                    yield from self._actions(role.skip, (tile, step), counters)
+                if first + last < num_steps:
+                    own = range(first, num_steps - last)
+                    yield from self._tile(role, (tile, own), before, counters)
+                else:
+                    yield from self._actions(role.idle, (tile, 0), counters)
+                for step in range(num_steps - last, num_steps):
+                    yield from self._actions(role.skip, (tile, step), counters)
                 before = tile
             yield _advance(tile + 1)
         if before is not None:
@@ -284,20 +299,22 @@ class Programs:
         yield from self._actions(role.end, (len(self.tiles), 0), counters)
 
     def _tile(
-        self, role: Role, tile: int, before: int | None, counters: Counters
+        self, role: Role, which: tuple[int, range], before: int | None, counters: Counters
     ) -> Iterator[Operation]:
-        last = self.tiles[tile] - 1
+        """which: (tile, steps)."""
+        tile, steps = which
+        first, last = steps.start, steps.stop - 1
         for act in role.acts:
-            if act.is_ahead and act.when.applies(True, last == 0):
-                yield from self._actions(act.actions, (tile, 0), counters)
-        for step in range(last + 1):
+            if act.is_ahead and act.when.applies(True, last == first):
+                yield from self._actions(act.actions, (tile, first), counters)
+        for step in steps:
             if step + (role.claims or 0) == self.tiles[tile]:
                 yield Operation(Kind.WANT, number=tile + 1)
             for act in role.acts:
                 if act.is_ahead:
                     if step < last and act.when.applies(False, step + 1 == last):
                         yield from self._actions(act.actions, (tile, step + 1), counters)
-                elif not act.when.applies(step == 0, step == last):
+                elif not act.when.applies(step == first, step == last):
                     continue
                 elif not act.of_tile_before:
                     yield from self._actions(act.actions, (tile, step), counters)

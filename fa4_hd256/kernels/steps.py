@@ -52,6 +52,7 @@ __all__ = [
     "fill",
     "first",
     "last",
+    "leave",
     "multiply",
     "read",
     "read_oldest",
@@ -239,6 +240,7 @@ class Verb(enum.Enum):
     SKIP = "passes over"
     ARRIVE = "arrives on"
     READ = "reads"
+    LEAVE = "leaves"
     CHANGE = "changes"
     WRITE = "writes"
     FILL = "fills"
@@ -290,6 +292,11 @@ def arrive(edge: str) -> Action:
 def read(ring: str, content: str, piece: int = 0) -> Action:
     """Read the buffer that was waited for last."""
     return Action(Verb.READ, ring, content, piece)
+
+
+def leave(ring: str, content: str) -> Action:
+    """Do without what is in the buffer that was waited for last."""
+    return Action(Verb.LEAVE, ring, content)
 
 
 def read_oldest(ring: str, content: str) -> Action:
@@ -349,7 +356,10 @@ class Role:
     """How a role that is written by hand uses the edges, for the check of the plan.
 
     begin, end: before the first, after the last tile.  In a tile without steps it does nothing.
-    parts: groups of its warps that do so, each by itself.  claims: it lets the scheduler ask for
+    parts: groups of its warps that do so, each by itself.  of: the role that it is such a group of,
+    where these are not alike.  enter: in a tile with steps, before all else.  skip: instead of a
+    step that it takes no part in, at a tile's beginning or end; idle: in a tile of whose steps it
+    takes part in none, before it skips them.  claims: it lets the scheduler ask for
     the next tile when so many steps are left of one, at its beginning where it has fewer.
     """
 
@@ -358,6 +368,10 @@ class Role:
     begin: tuple[Action, ...] = ()
     end: tuple[Action, ...] = ()
     parts: int = 1
+    of: str = ""
+    enter: tuple[Action, ...] = ()
+    skip: tuple[Action, ...] = ()
+    idle: tuple[Action, ...] = ()
     claims: float | None = None
 
     @property
@@ -366,6 +380,11 @@ class Role:
         if self.parts == 1:
             return (self.name,)
         return tuple(f"{self.name} {part}" for part in range(self.parts))
+
+    @property
+    def whole(self) -> str:
+        """The role that edges name."""
+        return self.of or self.name
 
 
 @dataclass(frozen=True)

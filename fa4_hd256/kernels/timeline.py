@@ -72,13 +72,29 @@ def describe_steps(steps: StepTable, edges: EdgeTable) -> str:
 def describe_roles(steps: StepTable) -> str:
     """What the roles of a table without products do in a tile, in their order, as a table.
 
-    (rest n): until at most n of the warpgroup's products are under way.
+    (rest n): until at most n of the warpgroup's products are under way.  Of roles that are groups
+    of warps of one role the first alone.
     """
-    rows = ["| role | in | does |", "|" + "---|" * 3]
+    rows, seen = ["| role | in | does |", "|" + "---|" * 3], {""}
     for role in steps.roles:
+        if role.of and role.of in seen:
+            continue
+        seen.add(role.of)
+        others = (
+            ("a tile with steps, first of all", role.enter),
+            ("a step that it leaves out", role.skip),
+            ("a tile of which it leaves out all", role.idle),
+        )
+        for when, actions in others:
+            if actions:
+                words = "; ".join(word for action in actions for word in _words(action))
+                rows.append(f"| {role.name} | {when} | {words} |")
         for act in role.acts:
             words = "; ".join(word for action in act.actions for word in _words(action))
             rows.append(f"| {role.name} | {_when(act)} | {words} |")
+        ends = ", ".join(dict.fromkeys(action.where for action in role.end))
+        if ends:
+            rows.append(f"| {role.name} | after the last tile | waits for all of {ends} |")
     return "\n".join(rows)
 
 

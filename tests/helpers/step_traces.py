@@ -59,10 +59,10 @@ def of_entry(opcode):
     return (Kind.PRODUCT, 0) if opcode.startswith("tcgen05.mma.") else (None, 0)
 
 
-def declared(edges, steps, tiles):
-    """The same of each (role, CTA), from the table of steps."""
+def declared(edges, steps, tiles, skipped=None):
+    """The same of each (role, CTA), from the table of steps; skipped: see `Programs`."""
     found = {}
-    for role, program in Programs(edges, steps, tiles).all().items():
+    for role, program in Programs(edges, steps, tiles, skipped or {}).all().items():
         found[role] = []
         for operation in program:
             if operation.kind in (Kind.PRODUCT, Kind.GROUP):
@@ -91,11 +91,12 @@ def warps_of(role, plan, steps):
     """Those of a role, or of a part of one."""
     for whole in steps.roles:
         if role in whole.names:
-            warps = getattr(plan.warps, whole.name)
-            if whole.parts == 1:
+            warps = getattr(plan.warps, whole.whole)
+            alike = [n for r in steps.roles if r.whole == whole.whole for n in r.names]
+            if len(alike) == 1:
                 return warps
-            size = len(warps) // whole.parts
-            first = whole.names.index(role) * size
+            size = len(warps) // len(alike)
+            first = alike.index(role) * size
             return warps[first : first + size]
     return getattr(plan.warps, role)
 

@@ -19,7 +19,7 @@ def check_plan(name: str, plan: Any, steps: StepTable) -> None:
     """
     check_memory(name, plan, steps)
     _check_bytes(name, plan, steps)
-    _check_warps(name, plan)
+    _check_warps(name, plan, steps)
     check_drains(name, plan.edges, steps)
 
 
@@ -36,11 +36,16 @@ def _check_bytes(name: str, plan: Any, steps: StepTable) -> None:
             )
 
 
-def _check_warps(name: str, plan: Any) -> None:
+def _check_warps(name: str, plan: Any, steps: StepTable) -> None:
     """All warps of a role arrive."""
     for edge in plan.edges.edges:
         if edge.signal not in TMA_SIGNALS:
-            warps = len(getattr(plan.warps, edge.producer))
+            named = [role.of for role in steps.roles if role.name == edge.producer]
+            whole = (named and named[0]) or edge.producer
+            groups = [role for role in steps.roles if role.of == whole]
+            warps = len(getattr(plan.warps, whole))
+            if whole != edge.producer:
+                warps //= len(groups)
             if warps != edge.producer_warps:
                 raise ValueError(
                     f"{name} cannot work: {edge.name} is completed by {edge.producer_warps} warps "

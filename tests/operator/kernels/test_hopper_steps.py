@@ -7,7 +7,16 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from step_traces import assert_as_declared, attend, steps_of
+import torch
+from step_traces import (
+    assert_as_declared,
+    attend,
+    declared,
+    first_and_last,
+    happened,
+    steps_of,
+    warps_of,
+)
 
 import sm100_sim
 from fa4_hd256.kernels.drain import check_drains
@@ -18,10 +27,13 @@ from fa4_hd256.kernels.hopper.backward.config import (
     ProductsPlan,
     SinglePlan,
 )
+from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
+from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
 from fa4_hd256.kernels.steps import Verb, When, again, done
 
 STORED, ANEW = BackwardConfig(), BackwardConfig(ds_bytes=0)
 DV, PRODUCTS, DQ = DvPlan(), ProductsPlan(), SinglePlan("dq")
+PAIRS = ForwardConfig(ctas=2)
 #: Every table, with its edges.
 TABLES = {
     f"{name}{', softcap' if capped else ''}": (plan.edges, plan.steps_of(capped))
@@ -29,7 +41,15 @@ TABLES = {
         ("dV and dS", DV), ("dQ", DQ), ("dK", SinglePlan("dk")), ("dV", SinglePlan("dv")),
     )
     for capped in (False, True)
-} | {"products": (PRODUCTS.edges, PRODUCTS.steps)}  # fmt: skip
+} | {
+    "products": (PRODUCTS.edges, PRODUCTS.steps),
+    **{
+        name: (ByWarpgroup(config).edges, config.steps)
+        for name, config in (
+            ("forward", ForwardConfig()), ("decode", DECODE), ("forward, pairs", PAIRS),
+        )
+    },
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- traces
@@ -89,6 +109,70 @@ def test_the_backward_does_what_its_tables_say(lengths, causal, options, config,
             assert_as_declared(report, plan, (*steps, 1), table)
 
 
+def work_of(seen, config, warpgroup, first):
+    """Of a tile whose first row is `first`: its steps, and how many of its first and last ones a
+    warpgroup of a CTA leaves out; warpgroup: its number in the cluster."""
+    def blocks(rows):
+        columns = seen[rows].any(0)
+        seen_in = [
+            number for number in range(-(-seen.shape[1] // config.block_kv))
+            if columns[number * config.block_kv : (number + 1) * config.block_kv].any()
+        ]  # fmt: skip
+        return (seen_in[0], seen_in[-1] + 1) if seen_in else (0, 0)
+
+    begin, end = blocks(slice(first, first + config.tile_q))
+    start = first + 64 * warpgroup
+    own_begin, own_end = blocks(slice(start, start + 64))
+    if own_begin == own_end:
+        return end - begin, (0, end - begin)
+    return end - begin, (end - own_end, own_begin - begin)
+
+
+def assert_forward(report, config, seen, order):
+    """order: 1, or -1 where later tiles come first."""
+    plan, steps = ByWarpgroup(config), config.steps
+    firsts = list(range(0, seen.shape[0], config.tile_q))[::order]
+    left_out = set()
+    for cta in range(2):
+        mine, rank = (firsts, cta) if config.ctas == 2 else (firsts[cta::2], 0)
+        skipped = {}
+        for w in range(config.warpgroups):
+            number = rank * config.warpgroups + w
+            work = [work_of(seen, config, number, first) for first in mine]
+            tiles, skipped[f"consumers {w}"] = zip(*work, strict=True)
+            left_out |= set(skipped[f"consumers {w}"])
+        expected = declared(plan.edges, steps, tiles, skipped)
+        for role in ("load", *skipped):
+            for warp in first_and_last(warps_of(role, plan, steps)):
+                assert happened(report, plan, warp, cta) == expected[role, rank], (role, cta)
+    return left_out
+
+
+# Causal with more queries than keys, or fewer: warpgroups that leave out some steps of their tile,
+# and all of them; a window: first and last ones.
+@pytest.mark.simulator
+@pytest.mark.parametrize("config", [ForwardConfig(), PAIRS], ids=["one", "pairs"])
+@pytest.mark.parametrize(
+    ("lengths", "causal", "options"),
+    [
+        ((600, 300), True, {}),
+        ((300, 600), True, {"use_clc": True}),
+        ((300, 600), False, {"window_size": (100, 40)}),
+        ((300, 150), False, {}),
+    ],
+)
+def test_the_forward_does_what_its_table_says(lengths, causal, options, config, reports):
+    seen = attend(lengths, causal, config=config, **options)
+    if "window_size" in options:
+        distance = torch.arange(lengths[1]) - torch.arange(lengths[0])[:, None]
+        distance -= lengths[1] - lengths[0]
+        seen = (distance >= -100) & (distance <= 40)
+    left_out = assert_forward(reports[0], config, seen, -1 if causal or options else 1)
+    assert (0, 0) in left_out and len(left_out) > 1
+    with pytest.raises(AssertionError):
+        assert_forward(reports[0], config, seen[:, :64], -1 if causal or options else 1)
+
+
 # ------------------------------------------------------------------------------------- mistakes
 
 
@@ -96,16 +180,28 @@ def edits(table, change):
     """(what, the table) with one action changed, of all that `change` makes another one of; it
     returns actions in place of one, or None."""
     for number, role in enumerate(table.roles):
-        for place, act in enumerate(role.acts):
-            for i, action in enumerate(act.actions):
-                others = change(action)
-                if others is not None:
-                    actions = (*act.actions[:i], *others, *act.actions[i + 1 :])
-                    acts = [replace(act, actions=actions) if act is a else a for a in role.acts]
-                    roles = list(table.roles)
-                    roles[number] = replace(role, acts=tuple(acts))
-                    what = f"{role.name}, act {place}, {act.when.value}: {action}"
-                    yield what, replace(table, roles=tuple(roles))
+        for what, edited in edits_of_role(role, change):
+            roles = (*table.roles[:number], edited, *table.roles[number + 1 :])
+            yield f"{role.name}, {what}", replace(table, roles=roles)
+
+
+def edits_of_role(role, change):
+    """Not of its end: what the forward's load warp waits for there is known by then."""
+    for place, act in enumerate(role.acts):
+        for what, actions in edits_of_actions(act.actions, change):
+            acts = list(role.acts)
+            acts[place] = replace(act, actions=actions)
+            yield f"act {place}, {act.when.value}: {what}", replace(role, acts=tuple(acts))
+    for name in ("enter", "skip", "idle"):
+        for what, actions in edits_of_actions(getattr(role, name), change):
+            yield f"{name}: {what}", replace(role, **{name: actions})
+
+
+def edits_of_actions(actions, change):
+    for i, action in enumerate(actions):
+        others = change(action)
+        if others is not None:
+            yield str(action), (*actions[:i], *others, *actions[i + 1 :])
 
 
 def lacking(table, verb):

@@ -11,13 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.hopper.checked_plan import check_plan
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
 from fa4_hd256.kernels.plans import WARPS_PER_WARPGROUP, SmemPlan, SmemRegion, WarpPlan
+from fa4_hd256.kernels.steps import StepTable
+from fa4_hd256.kernels.timeline import describe_roles
 from schedulers import CounterScheduler
 from softmax_emu.pattern import Ex2Pattern
 
 from .plan import BLOCK_KV, CTAS, DECODE_SECONDS, SECONDS, SHORT_BLOCK_KV, WARPGROUP_ROWS
+from .steps import ByWarpgroup, forward_steps
 
 __all__ = ["DECODE", "ForwardConfig", "ForwardWarpPlan"]
 
@@ -103,7 +107,7 @@ class ForwardConfig:
                 f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
                 "(P reaches 2^threshold and must stay finite in float16)"
             )
-        _ = self.smem
+        check_plan("the forward kernel", ByWarpgroup(self), self.steps)
 
     @classmethod
     def tuned(
@@ -185,7 +189,10 @@ class ForwardConfig:
     @property
     def edges(self) -> EdgeTable:
         warps = len(self.warps.consumers)
-        free = Signal.WARPS_CTA if self.ctas == 1 else Signal.WARPS_BOTH
+        loaded, free = (
+            (Signal.TMA_CTA, Signal.WARPS_CTA) if self.ctas == 1
+            else (Signal.TMA_BOTH, Signal.WARPS_BOTH)
+        )  # fmt: skip
         return EdgeTable(
             (
                 Edge("q_loaded", self.warpgroups, Signal.TMA_CTA, "load", 1, "consumers",
@@ -193,16 +200,22 @@ class ForwardConfig:
                 Edge("q_free", self.warpgroups, Signal.WARPS_CTA, "consumers",
                      warps // self.warpgroups, "load", "Q of a warpgroup: its last QK is done",
                      True),
-                Edge("k_loaded", self.k_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                Edge("k_loaded", self.k_stages, loaded, "load", 1, "consumers",
                      "K tile in SMEM", transaction_bytes=self.kv_bytes),
                 Edge("k_free", self.k_stages, free, "consumers", warps, "load",
                      "K buffer: QK is done", True),
-                Edge("v_loaded", self.v_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                Edge("v_loaded", self.v_stages, loaded, "load", 1, "consumers",
                      "V tile in SMEM", transaction_bytes=self.kv_bytes),
                 Edge("v_free", self.v_stages, free, "consumers", warps, "load",
                      "V buffer: PV is done", True),
             )
         )  # fmt: skip
+
+    @property
+    def steps(self) -> StepTable:
+        """With Q of each warpgroup by itself: `ByWarpgroup`."""
+        stages = self.k_stages, self.v_stages
+        return forward_steps(self.warpgroups, self.ctas, stages, self.skips)
 
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
@@ -212,7 +225,8 @@ class ForwardConfig:
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
         parts = (self.warps, self.smem, self.edges)
-        return "\n\n".join([head, *(part.describe() for part in parts)])
+        steps = describe_roles(self.steps)
+        return "\n\n".join([head, *(part.describe() for part in parts), steps])
 
 
 _LONG, _SHORT = ForwardConfig(), ForwardConfig(block_kv=SHORT_BLOCK_KV)

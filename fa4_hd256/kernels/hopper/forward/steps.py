@@ -1,0 +1,125 @@
+"""The steps of the forward as data, for the check of the plan (`drain`).
+
+`tests/operator/kernels/test_hopper_steps.py` holds the kernel to this table.  P is in registers: it
+is no operand here, and `touch` says when its registers, or those of O, are used.
+
+Q of each warpgroup has a buffer and barriers of its own, stage w of the arrays of all: here they
+are rings of their own (`ByWarpgroup`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fa4_hd256.kernels.edges import EdgeTable
+from fa4_hd256.kernels.plans import SmemPlan
+from fa4_hd256.kernels.steps import (
+    CLAIM_STEPS,
+    Act,
+    Copy,
+    Load,
+    Ring,
+    Role,
+    StepTable,
+    When,
+    arrive,
+    done,
+    fill,
+    leave,
+    multiply,
+    read,
+    touch,
+    wait,
+)
+
+__all__ = ["ByWarpgroup", "forward_steps"]
+
+FIRST, LAST, NOT_FIRST, NOT_LAST = When.FIRST, When.LAST, When.NOT_FIRST, When.NOT_LAST
+
+
+@dataclass(frozen=True)
+class ByWarpgroup:
+    """The plans of a configuration with Q's barriers and buffers of each warpgroup named apart."""
+
+    config: Any
+
+    @property
+    def warps(self) -> Any:
+        return self.config.warps
+
+    @property
+    def edges(self) -> EdgeTable:
+        edges = []
+        for edge in self.config.edges.edges:
+            if edge.name not in ("q_loaded", "q_free"):
+                edges.append(edge)
+                continue
+            for w in range(edge.stages):
+                name = edge.name.replace("q", _q(w))
+                by = f"consumers {w}" if edge.producer == "consumers" else edge.producer
+                edges.append(replace(edge, name=name, stages=1, producer=by))
+        return EdgeTable(tuple(edges))
+
+    @property
+    def smem(self) -> SmemPlan:
+        q, *others = self.config.smem.regions
+        return SmemPlan((*(replace(q, name=_q(w), stages=1) for w in range(q.stages)), *others))
+
+
+def _q(warpgroup: int) -> str:
+    return f"q{warpgroup}"
+
+
+def forward_steps(
+    warpgroups: int, ctas: int, stages: tuple[int, int], skips: bool
+) -> StepTable:
+    """ctas: of a cluster; two load each tile of K and V for both.  stages: of K, of V.  skips: a
+    warpgroup leaves out steps of which its rows see nothing."""
+    q_rings = [_q(w) for w in range(warpgroups)]
+    rings = tuple(Ring(name, f"{name}_loaded", f"{name}_free") for name in (*q_rings, "k", "v"))
+    keys, values = (
+        fill(Load(name.lower(), (Copy(name, name.lower(), name.lower(), is_shared=ctas > 1),)))
+        for name in ("K", "V")
+    )
+    queries = tuple(fill(Load.one("Q", "q", name, name)) for name in q_rings)
+    load = Role(
+        "load",
+        (
+            Act((keys,), is_ahead=True),
+            Act(queries, FIRST, is_ahead=True),
+            Act((values,)),
+        ),
+        end=(*stages[0] * (wait("k_free"),), *stages[1] * (wait("v_free"),)),
+        claims=CLAIM_STEPS,
+    )
+    consumers = tuple(_consumer(w, skips) for w in range(warpgroups))
+    return StepTable(rings, roles=(load, *consumers), meets=ctas > 1)
+
+
+def _consumer(warpgroup: int, skips: bool) -> Role:
+    """QK of a step before PV of the one before it."""
+    q = _q(warpgroup)
+    scores = wait("k_loaded"), multiply("QK", read(q, "Q"), read("k", "K"))
+    give_back = arrive("v_free")
+    sum_up = multiply("PV", read("v", "V"))
+    skip = wait("k_loaded"), arrive("k_free"), wait("v_loaded"), arrive("v_free")
+    idle = leave(q, "Q"), arrive(f"{q}_free")
+    return Role(
+        f"consumers {warpgroup}",
+        (
+            Act((*scores, done(0), arrive("k_free")), FIRST, is_ahead=True),
+            Act(scores, NOT_FIRST, is_ahead=True),
+            Act((sum_up, done(1)), NOT_LAST),
+            Act((arrive("k_free"),), NOT_FIRST, is_ahead=True),
+            Act((arrive(f"{q}_free"),), LAST, is_ahead=True),
+            # P of the step, and the V that it is multiplied with.
+            Act((touch("QK"), wait("v_loaded")), is_ahead=True),
+            Act((done(0), touch("PV"), give_back), NOT_LAST),
+            Act((sum_up, done(0), touch("PV"), give_back), LAST),
+        ),
+        of="consumers",
+        enter=(wait(f"{q}_loaded"),),
+        skip=skip if skips else (),
+        idle=idle if skips else (),
+    )
