@@ -10,6 +10,11 @@ tensor shape, strides, dtype, device and alignment; all other arguments, and the
 values of some types alone are accepted; the environment (`environment.switches`). What a hit leaves
 out therefore comes out as it did when the key was made. Contents of lengths are checked on the CPU
 alone, where no call is repeated.
+
+NOTE [guards].  To make a key takes longer than to launch. So each that came before has a guard,
+PyTorch's own of compiled code: one call in C++ that says whether tensors have the classes, dispatch
+keys, dtypes, devices, sizes, strides and requires_grad of those that it was made of. They are found
+by the other arguments and two shapes. Where a PyTorch has none, keys are made.
 """
 
 from __future__ import annotations
@@ -25,19 +30,24 @@ from .gpus.family import as_seen
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 
-__all__ = ["LARGEST", "Entry", "OperatorCalls", "key_of"]
+__all__ = [
+    "ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "are_aligned", "is_intercepted", "key_of",
+]
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
 
+#: Guards of the same facts that are tried.
+MOST_GUARDS = 8
+
 #: Bytes: the strictest alignment that any kernel's argument has.
-_ALIGNMENT = 32
+ALIGNMENT = 32
 
 #: Of plain tensors, which no subclass takes calls of.
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_intercepted() -> bool:
+def is_intercepted() -> bool:
     """Whether a call of an operator may now mean something else than running it."""
     return bool(
         torch.compiler.is_compiling()
@@ -56,7 +66,7 @@ def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] 
     tensors: None for one not given. facts: all that the call depends on beside these and the
     environment. NOTE [key of a call].
     """
-    if _is_intercepted():
+    if is_intercepted():
         return None
     key: list[Any] = [facts, environment.switches()]
     addresses = []
@@ -75,9 +85,32 @@ def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] 
         address = tensor.data_ptr()
         addresses.append(address)
         key += (
-            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % _ALIGNMENT,
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNMENT,
         )  # fmt: skip
     return tuple(key), addresses
+
+
+def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """(tensors) -> whether they are like these; None where this PyTorch offers no such guard."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: list[Any] = [list(t.shape) for t in tensors]
+        strides: list[Any] = [list(t.stride()) for t in tensors]
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if guard.check(*tensors) and not guard.check(*[t.unsqueeze(0) for t in tensors]):
+            return guard.check
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return None
+
+
+def are_aligned(addresses: Sequence[int]) -> bool:
+    """Whether all of them are multiples of `ALIGNMENT`."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return not bits % ALIGNMENT
 
 
 class Entry:
@@ -106,6 +139,7 @@ class OperatorCalls:
         tensors, in order."""
         self._name, self._operator, self._roles = name, operator, tuple(roles)
         self._kept: dict[Hashable, Entry] = {}
+        self._guarded: dict[Hashable, list[tuple[Callable[..., bool], Entry]]] = {}
         self._lock = threading.Lock()
 
     def entry(self, key: tuple, resolve: Callable[[], tuple]) -> Entry:
@@ -121,6 +155,26 @@ class OperatorCalls:
                     del self._kept[next(iter(self._kept))]
                 self._kept[key] = found
         return found
+
+    def guarded(self, facts: Hashable, tensors: Sequence[torch.Tensor]) -> Entry | None:
+        """The entry of calls with these facts whose tensors are like these, if a guard is kept.
+        facts: as for `key_of`, and the environment's switches. NOTE [guards]."""
+        for check, entry in self._guarded.get(facts, ()):
+            if check(*tensors):
+                return entry
+        return None
+
+    def guard(self, facts: Hashable, tensors: Sequence[torch.Tensor], entry: Entry) -> None:
+        """Let `guarded` find an entry whose calls repeat; the tensors' alignment is the largest."""
+        check = _guard_of(tensors)
+        if check is None:
+            return
+        with self._lock:
+            if len(self._guarded) >= LARGEST:
+                self._guarded.clear()
+            kept = self._guarded.setdefault(facts, [])
+            # Found first where calls alternate little; others of old layouts go.
+            self._guarded[facts] = [(check, entry), *kept[: MOST_GUARDS - 1]]
 
     def run(
         self, entry: Entry, tensors: Tensors, addresses: Sequence[int]
@@ -147,6 +201,7 @@ class OperatorCalls:
         """Let go of all that is kept."""
         with self._lock:
             self._kept.clear()
+            self._guarded.clear()
 
 
 def _repeats(tensors: Tensors) -> bool:

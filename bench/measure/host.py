@@ -171,12 +171,12 @@ class _Nothing:
 @contextlib.contextmanager
 def unkept() -> Iterator[None]:
     """Inside, no call is repeated: each takes the long way through the operator."""
-    before = eager._is_intercepted
-    eager._is_intercepted = lambda: True
+    before = eager.is_intercepted
+    eager.is_intercepted = lambda: True
     try:
         yield
     finally:
-        eager._is_intercepted = before
+        eager.is_intercepted = before
 
 
 #: Part of a call on the long way -> functions whose time it is, less that of functions of other
@@ -308,10 +308,10 @@ def parts_of_repeated(
     with torch.no_grad():
         key = _each(lambda: eager.key_of(given, facts), device)
         run = _each(lambda: replayed.run(given, addresses), device)
-        made = replayed._allocate(given)
-        allocation = _each(lambda: replayed._allocate(given), device)
+        made = replayed._make(given)
+        allocation = _each(lambda: replayed._make(given), device)
         finish = _each(lambda: replayed._finish(given, made), device)
-        all_addresses = [*addresses, *(t.data_ptr() for t in made.values()), 0]
+        all_addresses = [*addresses, *(t.data_ptr() for t in made), 0]
         launches = _each(lambda: replayed._launch(all_addresses, stream), device)
         free = replayed._free[-1]
 

@@ -19,6 +19,9 @@ from .family import FAMILY, of_capability
 
 __all__ = ["Gpu", "cuda_gpu", "sms_are_shared"]
 
+#: Whether this PyTorch has torch.distributed.
+_IS_DISTRIBUTED = torch.distributed.is_available()
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -112,7 +115,7 @@ def sms_are_shared() -> bool:
     are left to them (RESERVED_SMS). It selects a scheduler, never a result."""
     group = torch.distributed
     return (
-        group.is_available()
+        _IS_DISTRIBUTED
         and group.is_initialized()
         and group.get_world_size() > 1
         and not environment.reserved_sms()

@@ -69,8 +69,9 @@ def run_backward(
     ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
     division = divide(problem, ds_bytes, gpu_of(call.q.device))
     problem = division.problem
-    given, finish = call_tensors(call), partial(_finish, problem, wanted)
-    made = made_for(given, _allocation(division, wanted), finish)
+    given, allocate = call_tensors(call), _allocation(division, wanted)
+    finish = partial(_finish, problem, wanted, allocate.roles)
+    made = made_for(given, allocate, finish)
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     inputs = (call.q, *without_expanded_heads(call.k, call.v), call.dout)
     q, k, v, dout = map(operand, inputs)
@@ -90,7 +91,7 @@ def run_backward(
         tensors = GradientTensors((q, k, v, dout), made["stats"], (), ragged, made.get("ds"))
         results = {name: tensor for name, tensor in made.items() if name in ("dq", "dk", "dv")}
         _run_gradients(division, tensors, results, config)
-    found = finish(given, made)
+    found = finish(given, tuple(made.values()))
     like = call.q, call.k, call.v, call.q if call.sink is None else call.sink
     dq, dk, dv, dsink = (
         tensor.new_empty(0) if gradient is None else gradient
@@ -118,20 +119,26 @@ def _allocation(division: Division, wanted: Wanted) -> Allocate:
     if problem.keeps_ds:
         # Room for the largest portion; every portion has a view of its begin.
         made["ds"] = _room_maker(problem, [p.problem.ds_shape for p in division.portions])
-    return lambda tensors: {role: make() for role, make in made.items()}
+    makers = tuple(made.values())
+    return Allocate(tuple(made), lambda tensors: tuple([make() for make in makers]))
 
 
 def _finish(
-    problem: BackwardProblem, wanted: Wanted, tensors: Tensors, made: dict[str, torch.Tensor]
+    problem: BackwardProblem,
+    wanted: Wanted,
+    roles: tuple[str, ...],
+    tensors: Tensors,
+    made: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv, dsink) from what the kernels wrote; None for those not asked for."""
+    found = dict(zip(roles, made))
     dk = dv = dsink = None
     if wanted.dkdv:
-        dk, dv = _sum_of_parts(problem, made["dk"]), _sum_of_parts(problem, made["dv"])
+        dk, dv = _sum_of_parts(problem, found["dk"]), _sum_of_parts(problem, found["dv"])
     sink = tensors[SINK]
     if wanted.dsink and sink is not None:
-        dsink = _sink_gradient(sink, made["stats"])
-    return made.get("dq"), dk, dv, dsink
+        dsink = _sink_gradient(sink, found["stats"])
+    return found.get("dq"), dk, dv, dsink
 
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:

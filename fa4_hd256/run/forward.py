@@ -82,27 +82,33 @@ def launch_forward(
 
 
 def _results(
-    tensors: Tensors, made: dict[str, torch.Tensor]
+    tensors: Tensors, made: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return made["out"], made["lse"]
+    out, lse, *_ = made
+    return out, lse
 
 
 def _allocation(problem: Problem) -> Allocate:
-    """What makes all that a forward needs beside its arguments; its sink is the fourth of these."""
+    """All that a forward makes beside its arguments, whose fourth is the sink."""
+    roles: tuple[str, ...] = ("out", "lse")
     results = _maker(problem)
-    parts = _maker(problem, parts=True) if problem.num_splits > 1 else None
+    make: Callable[[Tensors], tuple[torch.Tensor, ...]] = results
+    if problem.num_splits > 1:
+        roles, parts = (*roles, "out_parts", "lse_parts"), _maker(problem, parts=True)
 
-    def allocate(tensors: Tensors) -> dict[str, torch.Tensor]:
-        out, lse = results()
-        made = {"out": out, "lse": lse}
-        if parts is not None:
-            made["out_parts"], made["lse_parts"] = parts()
+        def with_parts(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+            return (*results(tensors), *parts(tensors))
+
+        make = with_parts
+    if not problem.sink:
+        return Allocate(roles, make)
+
+    def with_sink(tensors: Tensors) -> tuple[torch.Tensor, ...]:
         sink = tensors[SINK]
-        if sink is not None:
-            made["sink_operand"] = sink.detach().float().contiguous()
-        return made
+        assert sink is not None
+        return (*make(tensors), sink.detach().float().contiguous())
 
-    return allocate
+    return Allocate((*roles, "sink_operand"), with_sink)
 
 
 def combine(
@@ -126,24 +132,30 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
     of the keys, float32, one after the other for each batch entry; the combining kernel then writes
     every row of the results proper, and reads no O of a part with an LSE of -inf.
     """
-    return _maker(problem, parts)()
+    return _maker(problem, parts)(())
 
 
 def _maker(
     problem: Problem, parts: bool = False
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """`empty_results` of a problem, for any number of calls."""
+) -> Callable[[Tensors], tuple[torch.Tensor, torch.Tensor]]:
+    """`empty_results` of a problem, for any number of calls, whatever their tensors."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     dtype, device = torch.float32 if parts else problem.dtype, problem.device
     entries = batch * problem.num_splits if parts else batch
     out_shape, lse_shape = (entries, *rows), (entries, *lse_rows)
-    is_split, on_cpu = problem.num_splits > 1, device.type == "cpu"
-    is_clipped = "seqused_q" in problem.ragged and parts == is_split
+    is_split = problem.num_splits > 1
 
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
+    def make(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty(out_shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
-        if on_cpu:
+        return out, torch.empty(lse_shape, dtype=torch.float32, device=device)
+
+    is_clipped = "seqused_q" in problem.ragged and parts == is_split
+    if device.type != "cpu" and not is_clipped:
+        return make
+
+    def make_filled(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = make(tensors)
+        if device.type == "cpu":
             out.fill_(math.nan)
             lse.fill_(math.nan)
         if is_clipped:
@@ -152,4 +164,4 @@ def _maker(
                 out.zero_()
         return out, lse
 
-    return make
+    return make_filled

@@ -148,11 +148,13 @@ class PackedLaunch:
     def __init__(self, template: LaunchTemplate) -> None:
         # The status that the host code returns lies behind the arguments.
         self._status = len(template.words)
-        self._words = (ctypes.c_uint64 * (self._status + 1))(*template.words)
-        self._begin = ctypes.addressof(self._words)
+        self._memory = (ctypes.c_uint64 * (self._status + 1))(*template.words)
+        # Written faster than the array itself.
+        self._words = memoryview(self._memory).cast("B").cast("Q")
+        begin = ctypes.addressof(self._memory)
         starts = (*template.starts, self._status)
         self._packed = (ctypes.c_void_p * len(starts))(
-            *(self._begin + _WORD * start for start in starts)
+            *(begin + _WORD * start for start in starts)
         )
         self._address = ctypes.addressof(self._packed)
         self._function, self._template = template.function, template

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,16 @@ __all__ = [
 
 #: Tensors of a call by role, in the order of a call's tensors.
 Tensors = Sequence[torch.Tensor | None]
-#: From a call's tensors those that it allocates or makes, by role.
-Allocate = Callable[[Tensors], dict[str, torch.Tensor]]
-#: From a call's tensors and those by role its results.
-Finish = Callable[[Tensors, dict[str, torch.Tensor]], tuple[Any, ...]]
+#: From a call's tensors and those that were made, in the order of their roles, its results.
+Finish = Callable[[Tensors, tuple[torch.Tensor, ...]], tuple[Any, ...]]
+
+
+class Allocate(NamedTuple):
+    """What a call allocates or makes. roles: of it; make: from the call's tensors, in that
+    order."""
+
+    roles: tuple[str, ...]
+    make: Callable[[Tensors], tuple[torch.Tensor, ...]]
 
 
 class _Active(threading.local):
@@ -73,7 +79,10 @@ def _in_place(given: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
 def made_for(tensors: Tensors, allocate: Allocate, finish: Finish) -> dict[str, torch.Tensor]:
     """What `allocate` makes for a call with these tensors, noted where a recording is active."""
     active = _active.recording
-    return allocate(tensors) if active is None else active.made(tensors, allocate, finish)
+    made = allocate.make(tensors)
+    if active is not None:
+        active.made(allocate, finish, made)
+    return dict(zip(allocate.roles, made, strict=True))
 
 
 @contextlib.contextmanager
@@ -101,7 +110,6 @@ class Recording:
     finish: Finish | None = None
     _known: dict[str, int] = field(default_factory=dict)
     _templates: list[LaunchTemplate] = field(default_factory=list)
-    _made: list[str] = field(default_factory=list)
     _device: torch.device | None = None
 
     def __post_init__(self) -> None:
@@ -109,15 +117,11 @@ class Recording:
             if tensor is not None:
                 self._known[role] = tensor.data_ptr()
 
-    def made(
-        self, tensors: Tensors, allocate: Allocate, finish: Finish
-    ) -> dict[str, torch.Tensor]:
-        """Allocate for this call, and note how it is done."""
+    def made(self, allocate: Allocate, finish: Finish, made: tuple[torch.Tensor, ...]) -> None:
+        """Note what was made for this call, and how."""
         self.allocate, self.finish = allocate, finish
-        found = allocate(tensors)
-        self._made = list(found)
-        self._known |= {role: tensor.data_ptr() for role, tensor in found.items()}
-        return found
+        known = zip(allocate.roles, (tensor.data_ptr() for tensor in made), strict=True)
+        self._known |= dict(known)
 
     def launched(
         self, compiled: CompiledKernel, device: torch.device, values: tuple, roles: Sequence[str]
@@ -132,7 +136,7 @@ class Recording:
         if len(leaves) == len(roles) + 1:
             roles = (*roles, COUNTER)
         self._device = device
-        numbers = {role: i for i, role in enumerate((*self.roles, *self._made, COUNTER))}
+        numbers = {role: i for i, role in enumerate((*self.roles, *self.allocate.roles, COUNTER))}
         bases = [
             (numbers[role], leaf.data_ptr if role == COUNTER else self._known[role])
             for role, leaf in zip(roles, leaves, strict=True)
@@ -144,7 +148,7 @@ class Recording:
         if not self.repeats or self.allocate is None or self.finish is None:
             return None
         assert self._device is not None
-        counter = len(self.roles) + len(self._made)
+        counter = len(self.roles) + len(self.allocate.roles)
         return Replayed(self._device, self.allocate, self.finish, self._templates, counter)
 
 
@@ -160,7 +164,8 @@ class Replayed:
         counter: int,
     ) -> None:
         """counter: number of the role of the tiles' counter."""
-        self._device, self._allocate, self._finish = device, allocate, finish
+        self._device, self._make, self._finish = device, allocate.make, finish
+        self._index = device.index if device.type == "cuda" else None
         self._templates = tuple(templates)
         self._counts = tuple(any(p.role == counter for p in t.places) for t in templates)
         #: Sets of packed arguments that no thread uses now.
@@ -168,17 +173,16 @@ class Replayed:
 
     def run(self, tensors: Tensors, addresses: Sequence[int]) -> tuple[Any, ...]:
         """The results of a call. addresses: of its tensors by role, 0 for one not given."""
-        made = self._allocate(tensors)
-        addresses = [*addresses, *[tensor.data_ptr() for tensor in made.values()], 0]
-        if self._device.type == "cuda":
-            index = self._device.index
-            if torch.cuda.current_device() != index:
-                with torch.cuda.device(index):
-                    self._launch(addresses, torch._C._cuda_getCurrentRawStream(index))
-            else:
-                self._launch(addresses, torch._C._cuda_getCurrentRawStream(index))
+        made = self._make(tensors)
+        where = [*addresses, *[tensor.data_ptr() for tensor in made], 0]
+        index = self._index
+        if index is None:
+            self._launch(where, 0)
+        elif torch._C._cuda_getDevice() == index:
+            self._launch(where, torch._C._cuda_getCurrentRawStream(index))
         else:
-            self._launch(addresses, 0)
+            with torch.cuda.device(index):
+                self._launch(where, torch._C._cuda_getCurrentRawStream(index))
         return self._finish(tensors, made)
 
     def _launch(self, addresses: list[int], stream: int) -> None:
