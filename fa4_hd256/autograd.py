@@ -10,7 +10,7 @@ import torch
 from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import RAGGED, Options, given_ragged
-from .eager import OperatorCalls, key_of
+from .eager import OperatorCalls, is_intercepted
 from .run.backward import Wanted, run_backward
 
 __all__ = [
@@ -116,14 +116,13 @@ def call_backward(
     a batch of 1. scalars: the other arguments of `backward`, in order, hashable.
     """
     # With gradients of gradients asked for, the operator refuses them.
-    found = None if torch.is_grad_enabled() else key_of(tensors, scalars)
-    if found is None:
-        results = _operator(tensors, scalars)
-    else:
-        key, addresses = found
-        results = backward_calls.run(
-            backward_calls.entry(key, lambda: scalars), tensors, addresses
-        )
+    found = None
+    if not torch.is_grad_enabled() and not is_intercepted():
+        facts = (*scalars, *[tensor is None for tensor in tensors])
+        found = backward_calls.find(facts, tensors, lambda: scalars)
+    results = _operator(tensors, scalars) if found is None else backward_calls.run(
+        found[0], tensors, found[1]
+    )
     packed = [tensor is not None and tensor.ndim < _RANK for tensor in tensors[2:5]]
     if not any(packed):
         return results

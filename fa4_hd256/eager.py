@@ -24,15 +24,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import environment
 from .gpus.family import as_seen
 from .run import packed
 from .run.recording import Replayed, Tensors, recording
 
-__all__ = [
-    "ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "are_aligned", "is_intercepted", "key_of",
-]
+__all__ = ["ALIGNMENT", "LARGEST", "Entry", "OperatorCalls", "is_intercepted", "key_of"]
 
 #: Keys of an operator that are kept; beyond, the oldest goes.
 LARGEST = 2048
@@ -47,21 +46,30 @@ ALIGNMENT = 32
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
+# Bound once: a call asks all of them.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracer = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
 def is_intercepted() -> bool:
     """Whether a call of an operator may now mean something else than running it."""
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _tracer() is not None
+        or forward_ad._current_level >= 0
         or as_seen() is not None
     )
 
 
 def key_of(tensors: Tensors, facts: tuple[Any, ...]) -> tuple[tuple, list[int]] | None:
-    """(key, addresses of the tensors) of a call; None where it must go through the dispatcher.
+    """(key, addresses of the tensors) of a call that nothing intercepts; None where a tensor is
+    no plain one.
 
     tensors: None for one not given. facts: all that the call depends on beside these and the
     environment. NOTE [key of a call].
@@ -142,8 +150,37 @@ class OperatorCalls:
         self._guarded: dict[Hashable, list[tuple[Callable[..., bool], Entry]]] = {}
         self._lock = threading.Lock()
 
-    def entry(self, key: tuple, resolve: Callable[[], tuple]) -> Entry:
-        """That of a key; resolve: its scalars, asked where there is none yet. Raises as it does."""
+    def find(
+        self, facts: tuple[Any, ...], tensors: Tensors, resolve: Callable[[], tuple]
+    ) -> tuple[Entry, list[int]] | None:
+        """(entry, addresses of the tensors) of a call that nothing intercepts; None where it must
+        go through the dispatcher all the same.
+
+        facts: all that the call depends on beside its tensors and the environment, and which
+        tensors are given. resolve: the operator's scalars, asked where no such call came before;
+        raises as it does.
+        """
+        present = [tensor for tensor in tensors if tensor is not None]
+        place = None
+        try:
+            place = facts, present[0].shape, present[1].shape, environment.switches()
+            for check, entry in self._guarded.get(place, ()):
+                if check(*present):
+                    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+                    if are_aligned(addresses):
+                        return entry, addresses
+        except (AttributeError, TypeError):  # no tensor, or an argument that cannot be hashed
+            pass
+        found = key_of(tensors, facts)
+        if found is None:
+            return None
+        key, addresses = found
+        entry = self._entry(key, resolve)
+        if place is not None and entry.replayed is not None and are_aligned(addresses):
+            self._guard(place, present, entry)
+        return entry, addresses
+
+    def _entry(self, key: tuple, resolve: Callable[[], tuple]) -> Entry:
         try:
             found = self._kept.get(key)
         except TypeError:  # an argument that cannot be hashed
@@ -156,40 +193,36 @@ class OperatorCalls:
                 self._kept[key] = found
         return found
 
-    def guarded(self, facts: Hashable, tensors: Sequence[torch.Tensor]) -> Entry | None:
-        """The entry of calls with these facts whose tensors are like these, if a guard is kept.
-        facts: as for `key_of`, and the environment's switches. NOTE [guards]."""
-        for check, entry in self._guarded.get(facts, ()):
-            if check(*tensors):
-                return entry
-        return None
-
-    def guard(self, facts: Hashable, tensors: Sequence[torch.Tensor], entry: Entry) -> None:
-        """Let `guarded` find an entry whose calls repeat; the tensors' alignment is the largest."""
+    def _guard(self, place: Hashable, tensors: Sequence[torch.Tensor], entry: Entry) -> None:
+        """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
         check = _guard_of(tensors)
         if check is None:
             return
         with self._lock:
             if len(self._guarded) >= LARGEST:
                 self._guarded.clear()
-            kept = self._guarded.setdefault(facts, [])
-            # Found first where calls alternate little; others of old layouts go.
-            self._guarded[facts] = [(check, entry), *kept[: MOST_GUARDS - 1]]
+            # The last one first; of many layouts the oldest go.
+            kept = self._guarded.get(place, [])
+            self._guarded[place] = [(check, entry), *kept[: MOST_GUARDS - 1]]
 
     def run(
-        self, entry: Entry, tensors: Tensors, addresses: Sequence[int]
+        self, entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """The operator's results; addresses: of the tensors, by `key_of`."""
-        if torch._C._autograd._profiler_enabled():
+        """The operator's results; addresses: of the tensors, by `key_of`; first: the first result
+        alone is read, others may be anything."""
+        if _is_profiled():
             with torch.profiler.record_function(self._name):
-                return self._run(entry, tensors, addresses)
-        return self._run(entry, tensors, addresses)
+                return self._run(entry, tensors, addresses, first)
+        replayed = entry.replayed
+        if replayed is not None:
+            return replayed.run(tensors, addresses, first)
+        return self._run(entry, tensors, addresses, first)
 
     def _run(
-        self, entry: Entry, tensors: Tensors, addresses: Sequence[int]
+        self, entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool
     ) -> tuple[torch.Tensor, ...]:
         if entry.replayed is not None:
-            return entry.replayed.run(tensors, addresses)
+            return entry.replayed.run(tensors, addresses, first)
         if entry.recorded or not _repeats(tensors):
             return self._operator(tensors, entry.scalars)
         with recording(self._roles, tensors) as recorded:

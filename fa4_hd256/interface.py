@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from . import environment
 from .autograd import gradients, gradients_of, save, save_for_backward
 from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
 from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
 from .call.splits import BY_RULE, check_num_splits
-from .eager import Entry, OperatorCalls, are_aligned, is_intercepted, key_of
+from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
@@ -73,7 +72,8 @@ def flash_attn_func(
     given = softmax_scale, causal, window_size, softcap, use_clc, num_splits
     tensors = q, k, v, learnable_sink, None, None, None, None
     form = learnable_sink is None
-    out, lse = _attend(tensors, given, _NO_LENGTHS, (config, backward_config), form)
+    configs = config, backward_config
+    out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -127,8 +127,9 @@ def flash_attn_varlen_func(
     ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     longest = max_seqlen_q, max_seqlen_k
     tensors = q, k, v, learnable_sink, *ragged
-    form = *(t is None for t in tensors), cu_seqlens_k is cu_seqlens_q
-    out, lse = _attend(tensors, given, longest, (config, backward_config), form)
+    form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
+    configs = config, backward_config
+    out, lse = _attend(tensors, given, longest, configs, form, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -144,8 +145,9 @@ def _attend(
     longest: tuple[Any, Any],
     configs: tuple[Any, Any],
     form: Hashable,
+    wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse).
+    """(out, lse), the latter anything where it is not wanted.
 
     All as users give it. tensors: q, k, v, the sink, then those of `RAGGED`; given: softmax_scale,
     causal, window_size, softcap, use_clc, num_splits; longest: max_seqlen_q, max_seqlen_k; configs:
@@ -162,48 +164,16 @@ def _attend(
     )  # fmt: skip
     if longest is not _NO_LENGTHS:
         facts += longest, *map(type, longest)
-    found = _guarded_call(facts, tensors)
-    if found is None:
-        found = _keyed_call(facts, tensors, lambda: _resolve(tensors, given, longest, configs))
+    found = forward_calls.find(
+        facts, tensors, lambda: _resolve(tensors, given, longest, configs)
+    )
     if found is None:
         return _through_dispatcher(tensors, given, longest, configs)
     entry, addresses = found
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
         return _apply((entry, addresses, tensors), *tensors[:4])
-    out, lse = forward_calls.run(entry, tensors, addresses)
-    return (out, lse) if tensors[_OFFSETS_Q] is None else (out.squeeze(0), lse.squeeze(0))
-
-
-def _guarded_call(
-    facts: tuple[Any, ...], tensors: tuple[Any, ...]
-) -> tuple[Entry, list[int]] | None:
-    """(entry, addresses of the tensors) of a call that came before, None where no guard says so."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    try:
-        place = facts, tensors[0].shape, tensors[1].shape, environment.switches()
-        entry = forward_calls.guarded(place, present)
-    except (AttributeError, TypeError):  # no tensor, or an argument that cannot be hashed
-        return None
-    if entry is None:
-        return None
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return (entry, addresses) if are_aligned(addresses) else None
-
-
-def _keyed_call(
-    facts: tuple[Any, ...], tensors: tuple[Any, ...], resolve: Callable[[], tuple]
-) -> tuple[Entry, list[int]] | None:
-    """The same by the call's key; None where it must go through the dispatcher."""
-    found = key_of(tensors, facts)
-    if found is None:
-        return None
-    key, addresses = found
-    entry = forward_calls.entry(key, resolve)
-    if entry.replayed is not None and are_aligned(addresses):
-        q, k, *_ = tensors
-        place = facts, q.shape, k.shape, environment.switches()
-        forward_calls.guard(place, [t for t in tensors if t is not None], entry)
-    return entry, addresses
+    out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
+    return _without_batch(tensors, out, lse)
 
 
 def _through_dispatcher(

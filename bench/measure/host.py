@@ -172,11 +172,13 @@ class _Nothing:
 def unkept() -> Iterator[None]:
     """Inside, no call is repeated: each takes the long way through the operator."""
     before = eager.is_intercepted
-    eager.is_intercepted = lambda: True
+    for module in (interface, autograd):
+        module.is_intercepted = lambda: True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        eager.is_intercepted = before
+        for module in (interface, autograd):
+            module.is_intercepted = before  # type: ignore[attr-defined]
 
 
 #: Part of a call on the long way -> functions whose time it is, less that of functions of other
@@ -289,27 +291,36 @@ def parts_of_repeated(
     """Microseconds of each part of a call, or of its backward, that came before."""
     device = tensors.q.device
     calls = autograd.backward_calls if case.backward else interface.forward_calls
-    seen: list[tuple] = []
-    original = calls._run
-    calls._run = lambda *given: seen.append(given) or original(*given)  # type: ignore
+    ran, asked = [], []
+    run, find = calls.run, calls.find
+
+    def note_run(*given: Any) -> Any:
+        ran.append(given)
+        return run(*given)
+
+    def note_find(*given: Any) -> Any:
+        asked.append(given)
+        return find(*given)
+
+    calls.run, calls.find = note_run, note_find  # type: ignore
     try:
         out = call()
         if case.backward:
             torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v), tensors.dout)
     finally:
-        del calls._run
-    entry, given, addresses = seen[-1]
+        del calls.run, calls.find
+    entry, given, addresses, *first = ran[-1]
     replayed = entry.replayed
     if replayed is None:
         raise ValueError(f"{case.name} is not repeated")
-    facts = (1.0, False, (None, None), 0.0, None, 0, float, bool, tuple, float, None, int)
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
     whole = microseconds(case, tensors, call)[1]
     with torch.no_grad():
-        key = _each(lambda: eager.key_of(given, facts), device)
-        run = _each(lambda: replayed.run(given, addresses), device)
-        made = replayed._make(given)
-        allocation = _each(lambda: replayed._make(given), device)
+        key = _each(lambda: find(*asked[-1]), device)
+        repetition = _each(lambda: replayed.run(given, addresses, *first), device)
+        make = replayed._make_first if any(first) else replayed._make
+        made = make(given)
+        allocation = _each(lambda: make(given), device)
         finish = _each(lambda: replayed._finish(given, made), device)
         all_addresses = [*addresses, *(t.data_ptr() for t in made), 0]
         launches = _each(lambda: replayed._launch(all_addresses, stream), device)
@@ -326,6 +337,6 @@ def parts_of_repeated(
         "addresses": launches - code,
         "host code, launch": code,
         "results": finish,
-        "the rest of the repetition": run - allocation - launches - finish,
-        "options, lookup, autograd": whole - run - key,
+        "the rest of the repetition": repetition - allocation - launches - finish,
+        "options, lookup, autograd": whole - repetition - key,
     }

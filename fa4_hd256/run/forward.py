@@ -7,7 +7,6 @@ of these. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of, launch
-from .recording import Allocate, Tensors, give_up, made_for, operand
+from .recording import Allocate, Make, Tensors, give_up, made_for, operand
 
 __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
 
@@ -89,26 +88,66 @@ def _results(
 
 
 def _allocation(problem: Problem) -> Allocate:
-    """All that a forward makes beside its arguments, whose fourth is the sink."""
+    """All that a forward makes beside its arguments, of which q is the first, the sink the
+    fourth."""
     roles: tuple[str, ...] = ("out", "lse")
-    results = _maker(problem)
-    make: Callable[[Tensors], tuple[torch.Tensor, ...]] = results
     if problem.num_splits > 1:
-        roles, parts = (*roles, "out_parts", "lse_parts"), _maker(problem, parts=True)
-
-        def with_parts(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-            return (*results(tensors), *parts(tensors))
-
-        make = with_parts
-    if not problem.sink:
+        roles = (*roles, "out_parts", "lse_parts")
+    if problem.sink:
+        roles = (*roles, "sink_operand")
+    unread = _unread(problem)
+    make = _all_of(problem, _maker(problem))
+    if unread is None:
         return Allocate(roles, make)
+    q_shape, dtype, device = problem.q_shape, problem.dtype, problem.device
 
-    def with_sink(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        sink = tensors[SINK]
-        assert sink is not None
-        return (*make(tensors), sink.detach().float().contiguous())
+    def out_alone(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        q = tensors[0]
+        if q is not None and q.ndim == len(q_shape):
+            return torch.empty_like(q, memory_format=torch.contiguous_format), unread
+        return torch.empty(q_shape, dtype=dtype, device=device), unread
 
-    return Allocate((*roles, "sink_operand"), with_sink)
+    return Allocate(roles, make, _all_of(problem, out_alone))
+
+
+def _all_of(problem: Problem, results: Make) -> Make:
+    """What makes the results and all else of a forward."""
+    makers = [results]
+    if problem.num_splits > 1:
+        makers.append(_maker(problem, parts=True))
+    if problem.sink:
+        makers.append(_sink_operand)
+    if len(makers) == 1:
+        return results
+    return lambda tensors: tuple(made for make in makers for made in make(tensors))
+
+
+def _sink_operand(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    sink = tensors[SINK]
+    assert sink is not None
+    return (sink.detach().float().contiguous(),)
+
+
+def _unread(problem: Problem) -> torch.Tensor | None:
+    """Where a call of this problem may write an LSE that nobody reads, in place of memory of its
+    own; None where that is too small, or must not be made now.
+
+    Kernels of any stream write to it at any time, and none reads it.
+    """
+    device = problem.device
+    rows = math.prod(problem.lse_shape)
+    if device.type != "cuda" or rows > UNREAD_ROWS or "seqused_q" in problem.ragged:
+        return None
+    if device.index not in _unread_rows:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _unread_rows[device.index] = torch.empty(UNREAD_ROWS, dtype=torch.float32, device=device)
+    return _unread_rows[device.index]
+
+
+#: Rows of that memory, 1 MiB, and it by device.
+UNREAD_ROWS = 1 << 18
+_unread_rows: dict[int, torch.Tensor] = {}
 
 
 def combine(
@@ -132,12 +171,11 @@ def empty_results(problem: Problem, parts: bool = False) -> tuple[torch.Tensor, 
     of the keys, float32, one after the other for each batch entry; the combining kernel then writes
     every row of the results proper, and reads no O of a part with an LSE of -inf.
     """
-    return _maker(problem, parts)(())
+    out, lse = _maker(problem, parts)(())
+    return out, lse
 
 
-def _maker(
-    problem: Problem, parts: bool = False
-) -> Callable[[Tensors], tuple[torch.Tensor, torch.Tensor]]:
+def _maker(problem: Problem, parts: bool = False) -> Make:
     """`empty_results` of a problem, for any number of calls, whatever their tensors."""
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     dtype, device = torch.float32 if parts else problem.dtype, problem.device
@@ -153,7 +191,7 @@ def _maker(
     if device.type != "cpu" and not is_clipped:
         return make
 
-    def make_filled(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def filled(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = make(tensors)
         if device.type == "cpu":
             out.fill_(math.nan)
@@ -164,4 +202,4 @@ def _maker(
                 out.zero_()
         return out, lse
 
-    return make_filled
+    return filled

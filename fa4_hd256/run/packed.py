@@ -97,9 +97,10 @@ class LaunchTemplate:
         function: Callable[[int], Any],
         values: tuple,
         bases: Sequence[tuple[int, int]],
+        counts: bool = False,
     ) -> None:
         """values: the arguments of a call. bases: for each tensor among them the number of its
-        role, and the address of what has it.
+        role, and the address of what has it. counts: the last is the scheduler's counter.
 
         Raises RuntimeError if CuTe DSL packs them in another way than this module knows.
         """
@@ -110,7 +111,7 @@ class LaunchTemplate:
                 f"CuTe DSL packs {len(leaves)} arguments into {len(addresses)}; its calling "
                 "convention is not that of the version that this package is made for"
             )
-        self.compiled, self.function = compiled, function
+        self.compiled, self.function, self.counts = compiled, function, counts
         self.words: list[int] = []
         self.starts: list[int] = []
         places, remaining = [], list(bases)
@@ -157,8 +158,10 @@ class PackedLaunch:
             *(begin + _WORD * start for start in starts)
         )
         self._address = ctypes.addressof(self._packed)
-        self._function, self._template = template.function, template
+        self._function, self.counts = template.function, template.counts
         self._places, self._stream = template.places, template.stream
+        # Kept alive: the code belongs to it.
+        self._compiled = template.compiled
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on a stream of the current device. addresses: of the roles' tensors, by number.

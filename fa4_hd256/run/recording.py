@@ -24,8 +24,8 @@ from .packed import COUNTER, LaunchTemplate, PackedLaunch, host_function, tensor
 from .tile_counter import tile_counter
 
 __all__ = [
-    "Allocate", "Recording", "Replayed", "current", "give_up", "made_for", "operand", "recording",
-    "row_values",
+    "Allocate", "Make", "Recording", "Replayed", "current", "give_up", "made_for", "operand",
+    "recording", "row_values",
 ]  # fmt: skip
 
 #: Tensors of a call by role, in the order of a call's tensors.
@@ -34,12 +34,17 @@ Tensors = Sequence[torch.Tensor | None]
 Finish = Callable[[Tensors, tuple[torch.Tensor, ...]], tuple[Any, ...]]
 
 
+#: Makes tensors, new ones at every call, from a call's tensors.
+Make = Callable[[Tensors], tuple[torch.Tensor, ...]]
+
+
 class Allocate(NamedTuple):
-    """What a call allocates or makes. roles: of it; make: from the call's tensors, in that
-    order."""
+    """What a call allocates or makes. roles: of it; make: it, in that order. make_first: the same
+    for calls of which the first result alone is read, None where that is no other."""
 
     roles: tuple[str, ...]
-    make: Callable[[Tensors], tuple[torch.Tensor, ...]]
+    make: Make
+    make_first: Make | None = None
 
 
 class _Active(threading.local):
@@ -141,15 +146,15 @@ class Recording:
             (numbers[role], leaf.data_ptr if role == COUNTER else self._known[role])
             for role, leaf in zip(roles, leaves, strict=True)
         ]
-        self._templates.append(LaunchTemplate(compiled, function, values, bases))
+        counts = COUNTER in roles
+        self._templates.append(LaunchTemplate(compiled, function, values, bases, counts))
 
     def replayed(self) -> Replayed | None:
         """For calls like this one; None where they do not repeat it."""
         if not self.repeats or self.allocate is None or self.finish is None:
             return None
         assert self._device is not None
-        counter = len(self.roles) + len(self.allocate.roles)
-        return Replayed(self._device, self.allocate, self.finish, self._templates, counter)
+        return Replayed(self._device, self.allocate, self.finish, self._templates)
 
 
 class Replayed:
@@ -161,19 +166,20 @@ class Replayed:
         allocate: Allocate,
         finish: Finish,
         templates: list[LaunchTemplate],
-        counter: int,
     ) -> None:
-        """counter: number of the role of the tiles' counter."""
         self._device, self._make, self._finish = device, allocate.make, finish
+        self._make_first = allocate.make_first or allocate.make
         self._index = device.index if device.type == "cuda" else None
         self._templates = tuple(templates)
-        self._counts = tuple(any(p.role == counter for p in t.places) for t in templates)
         #: Sets of packed arguments that no thread uses now.
         self._free: list[tuple[PackedLaunch, ...]] = []
 
-    def run(self, tensors: Tensors, addresses: Sequence[int]) -> tuple[Any, ...]:
-        """The results of a call. addresses: of its tensors by role, 0 for one not given."""
-        made = self._make(tensors)
+    def run(
+        self, tensors: Tensors, addresses: Sequence[int], first: bool = False
+    ) -> tuple[Any, ...]:
+        """The results of a call. addresses: of its tensors by role, 0 for one not given. first:
+        only the first result is read."""
+        made = self._make_first(tensors) if first else self._make(tensors)
         where = [*addresses, *[tensor.data_ptr() for tensor in made], 0]
         index = self._index
         if index is None:
@@ -190,11 +196,11 @@ class Replayed:
         try:
             packed = self._free.pop()
         except IndexError:
-            packed = tuple(PackedLaunch(template) for template in self._templates)
-        kept: list[Any] = []  # a counter made for a graph lives until its launch is captured
-        for launch, counts in zip(packed, self._counts):
-            if counts:
-                kept.append(tile_counter(self._device, stream))
-                addresses[-1] = kept[-1].data_ptr()
+            packed = tuple([PackedLaunch(template) for template in self._templates])
+        kept = None  # a counter made for a graph lives until its launch is captured
+        for launch in packed:
+            if launch.counts:
+                kept = tile_counter(self._device, stream)
+                addresses[-1] = kept.data_ptr()
             launch.launch(addresses, stream)
         self._free.append(packed)
