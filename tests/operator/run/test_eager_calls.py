@@ -112,3 +112,248 @@ def test_a_repeated_backward_equals_one_that_was_not(case, with_lse, launched):
     assert len(launched) == count
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+# ---------------------------------------------------------------- what a key has
+
+
+
+
+@pytest.fixture
+def long_way(monkeypatch):
+    """Calls that take the long way, by a function in place of the operator; those that came before
+    are repeated by nothing. Yields the list of long ways taken."""
+    taken = []
+
+    def operator(tensors, scalars):
+        taken.append(scalars)
+        out = torch.zeros_like(tensors[0])
+        return out, torch.zeros(out.shape[:-1])
+
+    class Repeated:
+        def run(self, tensors, addresses, first=False):
+            out = torch.ones_like(tensors[0])
+            return out, torch.ones(out.shape[:-1])
+
+    class Recorded:
+        def replayed(self):
+            return Repeated()
+
+    class Recording:
+        def __init__(self, *given):
+            pass
+
+        def __enter__(self):
+            return Recorded()
+
+        def __exit__(self, *given):
+            return False
+
+    from fa4_hd256 import eager, interface
+
+    monkeypatch.setattr(eager, "recording", Recording)
+    monkeypatch.setattr(eager, "_repeats", lambda tensors: True)
+    monkeypatch.setattr(interface.forward_calls, "_operator", operator)
+    forget()
+    yield taken
+    forget()
+
+
+def repeats(function, *tensors, **options):
+    """Whether a call was repeated; the stand-ins return ones then."""
+    return bool((function(*tensors, **options) == 1).all())
+
+
+def strided(*shape):
+    """Values of a transposed layout."""
+    batch, rows, heads, columns = shape
+    return torch.randn(batch, heads, rows, columns).bfloat16().transpose(1, 2)
+
+
+def like(tensor):
+    return torch.randn(tensor.shape).to(tensor.dtype)
+
+
+#: What is changed -> the call's tensors and options after it; before it (q, k, v), causal.
+CHANGES = {
+    "length of q": lambda q, k, v: ((like(q)[:, :5].contiguous(), k, v), {}),
+    "length of k and v": lambda q, k, v: ((q, k[:, :5].contiguous(), v[:, :5].contiguous()), {}),
+    "batch": lambda q, k, v: (tuple(torch.cat([t, t]) for t in (q, k, v)), {}),
+    "heads": lambda q, k, v: ((torch.cat([q, q], 2), k, v), {}),
+    "strides of q": lambda q, k, v: ((strided(*q.shape), k, v), {}),
+    "strides of k": lambda q, k, v: ((q, strided(*k.shape), v), {}),
+    "strides of v": lambda q, k, v: ((q, k, strided(*v.shape)), {}),
+    "dtype": lambda q, k, v: (tuple(t.half() for t in (q, k, v)), {}),
+    "alignment": lambda q, k, v: ((shifted(q), k, v), {}),
+    "causal": lambda q, k, v: ((q, k, v), {"causal": False}),
+    "scale": lambda q, k, v: ((q, k, v), {"softmax_scale": 0.1}),
+    "window": lambda q, k, v: ((q, k, v), {"window_size": (3, None)}),
+    "softcap": lambda q, k, v: ((q, k, v), {"softcap": 2.0}),
+    "splits": lambda q, k, v: ((q, k, v), {"num_splits": 2}),
+    "scheduler": lambda q, k, v: ((q, k, v), {"use_clc": True}),
+    "sink": lambda q, k, v: ((q, k, v), {"learnable_sink": torch.randn(q.shape[2])}),
+}  # fmt: skip
+
+
+def shifted(tensor):
+    """The same values, one element past an aligned address."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
+    return room.view(tensor.shape).copy_(tensor)
+
+
+def small():
+    return tensors((1, 9, 2, 256), (1, 20, 2, 256), (1, 20, 2, 256))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_key_tells_calls_apart(change, long_way):
+    """Neither the key nor a guard takes one call for another."""
+    first = small()
+    assert not repeats(flash_attn_func, *first, causal=True)
+    for _ in range(3):
+        assert repeats(flash_attn_func, *small(), causal=True)
+    changed, options = change(*small())
+    assert not repeats(flash_attn_func, *changed, **({"causal": True} | options))
+    assert repeats(flash_attn_func, *changed, **({"causal": True} | options))
+    assert repeats(flash_attn_func, *small(), causal=True)
+
+
+@pytest.mark.parametrize("variable, value", [
+    ("FA_CLC", "1"), ("FA4_HD256_RESERVED_SMS", "2"), ("CUTE_DSL_SOMETHING", "1"),
+    ("FA4_HD256_ARCH", "sm_90a"),
+])  # fmt: skip
+def test_the_key_has_the_environment(variable, value, long_way, monkeypatch):
+    monkeypatch.delenv("FA_CLC", raising=False)
+    monkeypatch.delenv("FA4_HD256_ARCH", raising=False)
+    for _ in range(3):
+        flash_attn_func(*small(), causal=True)
+    count = len(long_way)
+    monkeypatch.setenv(variable, value)
+    assert not repeats(flash_attn_func, *small(), causal=True)
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    assert repeats(flash_attn_func, *small(), causal=True)
+    monkeypatch.delenv(variable)
+    assert repeats(flash_attn_func, *small(), causal=True) and len(long_way) == count + 1
+
+
+def test_packed_lengths_are_in_the_key(long_way):
+    def call(longest=25, offsets=(0, 15, 40), total=40, used=None):
+        shapes = ((total, 2, 256), (total, 1, 256), (total, 1, 256))
+        cu = int32(*offsets)
+        return repeats(
+            flash_attn_varlen_func, *tensors(*shapes), cu, cu, longest, longest, seqused_k=used
+        )
+
+    assert not call() and call() and call()
+    # Other contents of the same shape are no other call.
+    assert call(offsets=(0, 20, 40))
+    assert not call(longest=26) and not call(offsets=(0, 5, 15, 40)) and not call(total=41)
+    assert not call(used=int32(3, 4)) and call(used=int32(4, 5)) and call()
+
+
+WRONG = [
+    {"causal": 1}, {"num_splits": True}, {"use_clc": 1}, {"window_size": (True, None)},
+    {"softmax_scale": True}, {"softcap": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
+    """Beside calls with the accepted value, which is equal to it."""
+    accepted = {
+        "causal": True, "num_splits": 1, "use_clc": True, "window_size": (1, None),
+        "softmax_scale": 1.0, "softcap": 1.0,
+    }  # fmt: skip
+    (name,) = wrong
+    for _ in range(3):
+        flash_attn_func(*small(), **{name: accepted[name]})
+    with pytest.raises(TypeError):
+        flash_attn_func(*small(), **wrong)
+
+
+def test_gradients_are_kept_apart(long_way):
+    """Calls that want gradients and calls that do not find the same entry, and have what they
+    want."""
+    q, k, v = small()
+    for _ in range(3):
+        assert not flash_attn_func(q, k, v).requires_grad
+    wanted = q.clone().requires_grad_()
+    for _ in range(3):
+        assert flash_attn_func(wanted, k, v).requires_grad
+        with torch.no_grad():
+            assert not flash_attn_func(wanted, k, v).requires_grad
+        with torch.inference_mode():
+            assert flash_attn_func(wanted, k, v).is_inference()
+
+
+def test_what_may_be_intercepted_goes_through_the_operator(long_way, monkeypatch):
+    """Subclasses, modes and transforms see the operator."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fa4_hd256 import interface
+
+    seen = []
+
+    def forward(*given):
+        seen.append(type(given[0]))
+        return torch.zeros_like(given[0]), torch.zeros(given[0].shape[:-1])
+
+    for _ in range(3):
+        flash_attn_func(*small())
+    monkeypatch.setattr(interface, "_operator", lambda tensors, scalars: forward(*tensors[:3]))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    given = small()
+    for mode in (Dispatch, Function):
+        with mode():
+            flash_attn_func(*given)
+    flash_attn_func(given[0].as_subclass(Subclass), *given[1:])
+    torch.vmap(lambda q: flash_attn_func(q, *given[1:]))(given[0][None])
+    with torch.autograd.forward_ad.dual_level():
+        flash_attn_func(*given)
+    assert len(seen) == 5
+    assert repeats(flash_attn_func, *given)
+
+
+def test_without_guards_calls_are_found_by_their_key(long_way, monkeypatch):
+    from fa4_hd256 import eager
+
+    monkeypatch.setattr(eager, "_guard_of", lambda tensors: None)
+    assert not repeats(flash_attn_func, *small())
+    assert repeats(flash_attn_func, *small()) and repeats(flash_attn_func, *small())
+
+
+def test_a_planted_key_without_strides_is_found_out(long_way, monkeypatch):
+    """The test above fails where the key lacks something."""
+    from fa4_hd256 import eager
+
+    def without_strides(tensors, facts):
+        shapes = tuple(None if t is None else t.shape for t in tensors)
+        return (facts, shapes), [0 if t is None else t.data_ptr() for t in tensors]
+
+    monkeypatch.setattr(eager, "key_of", without_strides)
+    monkeypatch.setattr(eager, "_guard_of", lambda tensors: None)
+    with pytest.raises(AssertionError):
+        test_the_key_tells_calls_apart(CHANGES["strides of k"], long_way)
+
+
+def test_few_keys_are_kept(long_way, monkeypatch):
+    from fa4_hd256 import eager, interface
+
+    monkeypatch.setattr(eager, "LARGEST", 4)
+    for rows in range(1, 8):
+        for _ in range(3):
+            flash_attn_func(*tensors(*[(1, rows, 1, 256)] * 3))
+    assert len(interface.forward_calls._kept) == 4
+    assert len(interface.forward_calls._guarded) <= 4
