@@ -19,6 +19,7 @@ COMMANDS = {
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "fences": "clocks that fences of GPU scope cost our kernels, by the timing model",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
+    "host": "what the host does before an eager call returns, by part, beside others",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",

@@ -1,0 +1,111 @@
+"""`python -m bench host`: what the host does before an eager call returns, by part.
+
+On a GPU: calls that came before and calls on the long way through the operator, beside PyTorch's
+SDPA with cuDNN and flash-attn-4. Without one: all but the launch, in whose place an empty C
+function stands (`bench.measure.host.stand_in`), on a few rows, since results on the CPU are filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.measure import host
+from bench.peers import flash_attn_4
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+
+COLUMNS = (
+    Column("call"),
+    Column("how"),
+    Column("median", "us", ".1f"),
+    Column("low", "us", ".1f", "20 %"),
+    Column("high", "us", ".1f", "80 %"),
+    Column("parts", "us"),
+)
+
+#: Rows of a sequence where there is no GPU.
+FEW_ROWS = 2
+
+
+def measure(chosen: str = "", peers: bool = True) -> Table:
+    """Host time of every case with `chosen` in its name. peers: beside others, on a GPU."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, launches by a stand-in"
+    rows = []
+    with contextlib.nullcontext() if on_gpu else host.stand_in():
+        for case in host.CASES:
+            if chosen not in case.name:
+                continue
+            if not on_gpu:
+                lengths = tuple((min(q, FEW_ROWS), min(k, FEW_ROWS)) for q, k in case.lengths)
+                case = replace(case, lengths=lengths, options={})
+            tensors = host.Tensors.random(case, device)
+            for how, times, parts in _times(case, tensors, on_gpu and peers):
+                low, median, high = times
+                rows.append({
+                    "call": case.name, "how": how, "median": median, "low": low, "high": high,
+                    "parts": ", ".join(f"{name} {time:.1f}" for name, time in parts.items())
+                    or None,
+                    BASIS: "measured", MACHINE: machine,
+                })  # fmt: skip
+    notes = (
+        "Parts are timed by themselves, one after the other; those of the long way by clocks "
+        "around functions of the package.",
+    )
+    return Table("host", "Host time of an eager call", COLUMNS, rows, notes)
+
+
+def _times(
+    case: host.HostCase, tensors: host.Tensors, peers: bool
+) -> Iterator[tuple[str, tuple[float, float, float], dict[str, float]]]:
+    """(how, its times, its parts)."""
+    call = host.our_call(case, tensors)
+    call()
+    times = host.microseconds(case, tensors, call)
+    yield "came before", times, host.parts_of_repeated(case, tensors, call)
+    with host.unkept():
+        times = host.microseconds(case, tensors, call)
+        yield "long way", times, host.parts_of_long_way(case, tensors, call)
+    if peers and not case.packed:
+        for name, run in _peers(case, tensors).items():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                yield name, host.microseconds(case, tensors, run), {}
+
+
+def _peers(
+    case: host.HostCase, tensors: host.Tensors
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Others' calls of a dense case, those that are installed and offer it."""
+    (seqlen_q, seqlen_k), (heads, heads_kv) = case.lengths[0], case.heads
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    if seqlen_q == seqlen_k or not case.causal:
+        q, k, v = (t.transpose(1, 2) for t in (tensors.q, tensors.k, tensors.v))
+        options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": heads != heads_kv}
+        found["SDPA, cuDNN"] = lambda: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, **options
+        ).transpose(1, 2)
+    if not flash_attn_4.unavailable():
+        leaves = tensors.q, tensors.k, tensors.v
+        found[flash_attn_4.PACKAGE] = lambda: flash_attn_4.attention(*leaves, causal=case.causal)
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name has TEXT")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    emit(measure(arguments.only, not arguments.no_peers), arguments)
+    return 0

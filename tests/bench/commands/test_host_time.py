@@ -1,0 +1,38 @@
+"""`bench host` without a GPU: all but the launch."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.commands import host as command
+from bench.measure import host
+
+pytestmark = pytest.mark.simulator
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Few repetitions."""
+    monkeypatch.setattr(host, "REPETITIONS", 3)
+    monkeypatch.setattr(host, "CALLS", 4)
+
+
+@pytest.mark.parametrize("name", ["forward, no gradients", "packed forward"])
+def test_rows(name, quick):
+    """A call that came before takes less than one on the long way, and launches nothing real."""
+    table = command.measure(name)
+    found = {row["how"]: row for row in table.rows}
+    assert set(found) == {"came before", "long way"}
+    assert found["came before"]["median"] < found["long way"]["median"] / 2
+    assert "allocation" in found["came before"]["parts"]
+    assert "validation" in found["long way"]["parts"]
+    assert "stand-in" in found["came before"]["machine"]
+
+
+def test_the_stand_in_is_taken_away_again(quick):
+    from fa4_hd256.run import launch, packed
+
+    before = packed.stand_in, launch.simulator
+    with host.stand_in():
+        assert packed.stand_in is not None
+    assert (packed.stand_in, launch.simulator) == before
