@@ -10,7 +10,14 @@ import torch
 from .autograd import gradients, gradients_of, save, save_for_backward
 from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
-from .call.forward_problem import RAGGED, ForwardCall, Options, check_call, given_ragged
+from .call.forward_problem import (
+    RAGGED,
+    ForwardCall,
+    Options,
+    check_call,
+    given_ragged,
+    uneven_gradients,
+)
 from .call.splits import BY_RULE, check_num_splits
 from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
@@ -227,8 +234,8 @@ def _resolve(
     offsets = ragged.get("cu_seqlens_q")
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
-    grouped = q.shape[-2] > k.shape[-2]
-    backward_use_clc = options.backward_use_clc(use_clc, len(ragged) > 0, grouped)
+    uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
+    backward_use_clc = options.backward_use_clc(use_clc, len(ragged) > 0, uneven)
     options = options.scheduled(use_clc, rows, offsets, longest[0])
     return (
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,

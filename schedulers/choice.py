@@ -36,17 +36,17 @@ def prefers_clc(
 
 
 def backward_prefers_clc(
-    bounded: bool, ragged: bool, shared: bool = False, grouped: bool = False
+    bounded: bool, ragged: bool, shared: bool = False, uneven: bool = False
 ) -> bool:
     """The default of the backward: the dynamic scheduler where tiles may differ in length, and
     wherever SMs are shared.
 
     bounded, shared: as for `prefers_clc`. ragged: whether sequences have lengths of their own.
-    grouped: whether query heads share a KV head, whose tiles of dK then are longer than those of
-    dQ in the same launch. A launch has few tiles for each CTA pair: a bad order costs more than
-    asking for empty ones. By the same model.
+    uneven: whether tiles of dK differ in length from those of dQ in the same launch: query heads
+    share a KV head, or the call goes in ranges of queries. A launch has few tiles for each CTA
+    pair: a bad order costs more than asking for empty ones. By the same model.
     """
-    return shared or bounded or ragged or grouped
+    return shared or bounded or ragged or uneven
 
 
 def clc_requested(

@@ -15,7 +15,7 @@ from bench.suite import BACKWARD, Case
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.call import portions
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles, uneven_gradients
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
@@ -86,7 +86,8 @@ def defaults_to_clc(case: Case, direction: str) -> bool:
     """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
     bounded = case.bounds != (None, None)
     if direction == BACKWARD:
-        return backward_prefers_clc(bounded, case.packed, grouped=case.heads > case.heads_kv)
+        uneven = uneven_gradients(case.seqlen_q, case.heads, case.seqlen_k, case.heads_kv)
+        return backward_prefers_clc(bounded, case.packed, uneven=uneven)
     rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
     return prefers_clc(bounded, rows, capacity)
 

@@ -108,6 +108,7 @@ def all_cases() -> list[Case]:
             for b, s in ((16, 1024), (4, 4096), (1, 16384))
         ),
         Case("full", _equal(1, 4352), *QWEN, False),
+        Case("ranges of queries", _equal(1, 65536), *MANY, False),
         *(
             Case("varlen", _equal(b, s), *QWEN, True, packed=True)
             for b, s in ((16, 1024), (4, 4096), (2048, 34))
@@ -140,18 +141,21 @@ def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
     return Decided(case, direction, seconds, {name: name for name in ORDERS})
 
 
+DEFAULT_BACKWARD = "bounded, ragged or uneven"
+
+
 def _scheduler(case: Case, predictor: Predictor, direction: str) -> Decided:
     predict = predictor.forward if direction == FORWARD else predictor.backward
     seconds = {clc: predict(OURS, case, clc).seconds(case) for clc in (False, True)}
     bounded = case.bounds != (None, None)
     picks = {"static": False, "CLC": True, "CLC where the mask is bounded": bounded}
     if direction == BACKWARD:
-        grouped = case.heads > case.heads_kv
         picks |= {
             "bounded or ragged": backward_prefers_clc(bounded, case.packed),
             "bounded, ragged or grouped": backward_prefers_clc(
-                bounded, case.packed, grouped=grouped
+                bounded, case.packed, uneven=case.heads > case.heads_kv
             ),
+            DEFAULT_BACKWARD: defaults_to_clc(case, direction),
         }
     else:
         rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
@@ -327,7 +331,7 @@ def choices() -> Iterator[Choice]:
     yield Choice("order, backward", DEFAULT_ORDER, all_cases, backward(_order))
     yield Choice("scheduler, forward", _by_emptiness(MOST_EMPTY), all_cases, forward(_scheduler))
     yield Choice(
-        "scheduler, backward", "bounded, ragged or grouped", all_cases, backward(_scheduler)
+        "scheduler, backward", DEFAULT_BACKWARD, all_cases, backward(_scheduler)
     )
     yield Choice("claims, forward", DEFAULT_CLAIM, unequal_cases, forward(_claims))
     yield Choice("claims, backward", DEFAULT_CLAIM, unequal_cases, backward(_claims))

@@ -84,15 +84,26 @@ class Options:
         default = prefers_clc(self.window != (None, None), *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))
 
-    def backward_use_clc(self, use_clc: bool | None, ragged: bool, grouped: bool) -> bool:
+    def backward_use_clc(self, use_clc: bool | None, ragged: bool, uneven: bool) -> bool:
         """Whether the backward of a user who passes `use_clc` takes the dynamic tile scheduler.
 
-        ragged: whether sequences have lengths of their own. grouped: whether query heads share a
-        key/value head. Raises as `clc_requested` does.
+        ragged: whether sequences have lengths of their own. uneven: see `uneven_gradients`. Raises
+        as `clc_requested` does.
         """
         bounded = self.window != (None, None)
-        default = backward_prefers_clc(bounded, ragged, sms_are_shared(), grouped)
+        default = backward_prefers_clc(bounded, ragged, sms_are_shared(), uneven)
         return clc_requested(use_clc, default)
+
+
+#: Pairs of a query and a key of a head from which on its dS, of two bytes each, is more than
+#: `BackwardConfig.ds_bytes` allows by default: then portions of a call are ranges of queries.
+MOST_PAIRS = 1 << 31
+
+
+def uneven_gradients(queries: int, heads: int, keys: int, heads_kv: int) -> bool:
+    """Whether tiles of dK and of dQ of one launch differ in length. queries, keys: rows of a
+    sequence."""
+    return heads > heads_kv or queries * keys > MOST_PAIRS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fa4_hd256.autograd import call_backward
 from fa4_hd256.call import named_configs
-from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.forward_problem import Options, uneven_gradients
 from fa4_hd256.interface import flash_attn_varlen_func
 
 NAME = "fa4_hd256"
@@ -123,7 +123,8 @@ def _flash_attn_bwd(
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
     is_ragged = any(offsets is not None for offsets in ragged)
-    use_clc = checked.backward_use_clc(None, is_ragged, q.shape[-2] > k.shape[-2])
+    uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
+    use_clc = checked.backward_use_clc(None, is_ragged, uneven)
     tensors = (dout, None, q, k, v, out, lse, None, *ragged, None, None)
     dq, dk, dv, _ = call_backward(
         tensors,

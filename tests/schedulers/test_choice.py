@@ -65,7 +65,7 @@ def test_shared_sms_are_the_dynamic_schedulers(bounded):
     """Many empty tiles cost less than a static grid that does not fit."""
     assert prefers_clc(bounded, 1, 100, shared=True)
     assert backward_prefers_clc(bounded, False, shared=True)
-    assert backward_prefers_clc(bounded, False, grouped=True)
+    assert backward_prefers_clc(bounded, False, uneven=True)
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch):

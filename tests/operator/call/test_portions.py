@@ -10,9 +10,10 @@ import torch
 from backward_cases import check, gradients, inputs
 from gpus import gpu
 
+from fa4_hd256 import BackwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
-from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.forward_problem import Options, Problem, uneven_gradients
 from fa4_hd256.call.portions import Portion, divide
 from fa4_hd256.kernels.kernel_set import kernels_of
 
@@ -119,6 +120,16 @@ def test_ranges_without_a_mask_are_equal():
 
 
 @pytest.mark.architecture("sm_100a")
+@pytest.mark.parametrize("length", [32768, 46080, 46592, 65536])
+def test_ranges_of_queries_are_what_the_scheduler_is_chosen_for(length):
+    """Of bf16 and the default configuration; tiles of the last ranges are shorter."""
+    whole = problem((length, length), (2, 2), 1)
+    portions = divide(whole, BackwardConfig().ds_bytes, GPU).portions
+    ranges = any(len(one.queries) < length for one in portions)
+    assert uneven_gradients(length, 2, length, 2) is ranges
+    assert uneven_gradients(length, 4, 1, 2) and not uneven_gradients(length, 2, 1, 2)
+
+
 def test_portions_are_as_large_as_fits():
     whole = problem((512, 512), (8, 4), 6)
     of_head = whole.ds_bytes_of_head
