@@ -184,7 +184,9 @@ class OperatorCalls:
         try:
             found = self._kept.get(key)
         except TypeError:  # an argument that cannot be hashed
-            return Entry(resolve())
+            found = Entry(resolve())
+            found.recorded = True  # nobody would find it
+            return found
         if found is None:
             found = Entry(resolve())
             with self._lock:

@@ -348,6 +348,13 @@ def test_a_planted_key_without_strides_is_found_out(long_way, monkeypatch):
         test_the_key_tells_calls_apart(CHANGES["strides of k"], long_way)
 
 
+def test_what_cannot_be_hashed_is_not_recorded(long_way):
+    """A window as a list is accepted, and looked up nowhere."""
+    for _ in range(3):
+        assert not repeats(flash_attn_func, *small(), window_size=[3, None])
+    assert len(long_way) == 3
+
+
 def test_few_keys_are_kept(long_way, monkeypatch):
     from fa4_hd256 import eager, interface
 
