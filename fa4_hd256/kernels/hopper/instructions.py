@@ -36,6 +36,7 @@ __all__ = [
     "pack",
     "row_of_fragment",
     "rows_of",
+    "transpose_quad",
     "transposed",
     "wait",
 ]
@@ -166,3 +167,18 @@ def row_of_fragment(number: int) -> Int32:
     """Which of the warpgroup's 64 rows row `number` (0 or 1) of this thread's fragment is."""
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     return thread // 32 * 16 + thread % 32 // QUAD + number * 8
+
+
+def transpose_quad(values: list, lane: Int32) -> list:
+    """Value i of lane t of a quad becomes value t of lane i.  values: as many as lanes.  lane: of
+    the quad."""
+    values = list(values)
+    for offset in (1, 2):
+        is_upper = (lane & offset) != 0
+        for i in (i for i in range(QUAD) if not i & offset):
+            low, high = values[i], values[i | offset]
+            sent = cutlass.select_(is_upper, low, high)
+            received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+            values[i] = cutlass.select_(is_upper, received, low)
+            values[i | offset] = cutlass.select_(is_upper, high, received)
+    return values

@@ -13,7 +13,13 @@ from cutlass.memory import SmemAllocator
 
 from fa4_hd256.kernels.backward_common import BackwardEntry
 from fa4_hd256.kernels.context import KernelContext
-from fa4_hd256.kernels.hopper.instructions import QUAD, row_of_fragment, rows_of
+from fa4_hd256.kernels.hopper.instructions import (
+    QUAD,
+    WgmmaShape,
+    row_of_fragment,
+    rows_of,
+    transpose_quad,
+)
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.operands import SharedMemory, load_tile
 from fa4_hd256.kernels.problem_class import GradientClass
@@ -25,7 +31,7 @@ from schedulers import scheduler_class
 
 from .config import CTAS, GradientConfig
 
-__all__ = ["BOTH_CTAS", "HopperBackward"]
+__all__ = ["BOTH_CTAS", "HopperBackward", "ScoreGradient"]
 
 BOTH_CTAS = 0b11
 RUN = 8  # columns of a row of which a quad has two a lane
@@ -199,6 +205,39 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             _store_row(rows_of(sums)[number], target, row < sequence.length)
 
 
+class ScoreGradient(HopperBackward):
+    """Base of those that compute scores, and one sum of a tile in registers.
+
+    A kernel adds `_operands(context)`, `_steps(context, which, tensors, states)`, the sum of one
+    tile, and `_finish(context, work, sums)`.  holds: edges whose oldest buffer it keeps count of.
+    """
+
+    holds: tuple[str, ...] = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # With a softcap its slopes take registers, and the products follow one another.
+        self.capped = self.problem_class.softcap
+        self.score = WgmmaShape(self.dtype, self.plan.step_columns)
+        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
+
+    @cute.jit
+    def gradient(self, context: Any):
+        """One warpgroup: its 64 rows of every tile."""
+        waited = (ring.full for ring in self.steps.rings)
+        states = self.edges.waiter_states(*waited, *self.holds)
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        operands, sums = self._operands(context), self.sum.accumulator()
+        while work.is_valid:
+            num_steps = self.num_steps(context, work)
+            sums.fill(0.0)
+            if num_steps > 0:
+                states = self._steps(context, (work, num_steps), (operands, sums), states)
+            self._finish(context, work, sums)
+            work = scheduler.advance_to_next_work()
+
+
 @cute.jit
 def _store_row(values: cute.Tensor, target: cute.Tensor, exists: Boolean):
     """A quad's row of 256, of which each lane has two of every eight columns, to its place.
@@ -218,23 +257,9 @@ def _store_row(values: cute.Tensor, target: cute.Tensor, exists: Boolean):
         exchanged = cute.make_rmem_tensor((words, QUAD), Uint32)
         for word in cutlass.range_constexpr(words):
             column = [bits[word + words * run] for run in range(QUAD)]
-            for i, value in enumerate(_transpose_quad(column, lane)):
+            for i, value in enumerate(transpose_quad(column, lane)):
                 exchanged[word, i] = value
         place = (target.iterator + (first + lane) * RUN).align(16)
         place = cute.recast_ptr(place, dtype=Uint32)
         if exists:
             cute.autovec_copy(exchanged, cute.make_tensor(place, exchanged.layout))
-
-
-def _transpose_quad(values: list, lane: Int32) -> list:
-    """Value i of lane t of a quad becomes value t of lane i."""
-    values = list(values)
-    for offset in (1, 2):
-        is_upper = (lane & offset) != 0
-        for i in (i for i in range(QUAD) if not i & offset):
-            low, high = values[i], values[i | offset]
-            sent = cutlass.select_(is_upper, low, high)
-            received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
-            values[i] = cutlass.select_(is_upper, received, low)
-            values[i | offset] = cutlass.select_(is_upper, high, received)
-    return values

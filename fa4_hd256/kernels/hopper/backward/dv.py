@@ -38,7 +38,6 @@ from fa4_hd256.kernels.backward_ds_tiles import DS_TILE, RUN, RUN_STRIDE, DsTile
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
-    WgmmaShape,
     commit,
     fence,
     multiply,
@@ -53,7 +52,7 @@ from softmax_emu.exp2 import exp2_hardware
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import scale_for_masking
 
-from .common import HopperBackward
+from .common import ScoreGradient
 from .config import CTAS, DvPlan
 from .key_rows import KeyRows
 
@@ -65,8 +64,8 @@ RUNS = STEP_QUERIES // RUN
 BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
 
 
-class DvKernel(KeyRows, HopperBackward):
-    """The kernel for one configuration; arguments of a call: `HopperBackward.__call__`.
+class DvKernel(KeyRows, ScoreGradient):
+    """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
     results: (dv,).  ds: (tiles, elements), see `backward_ds_tiles`.  Tiles: `KeyTiles`.
     """
@@ -77,13 +76,6 @@ class DvKernel(KeyRows, HopperBackward):
         "v": (2, OWN_KEYS, HEAD_DIM),
         "dout": (3, STEP_QUERIES, HEAD_DIM // 2),
     }
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        # With a softcap its slopes take the registers of S beside dP: S follows dS.
-        self.capped = self.problem_class.softcap
-        self.score = WgmmaShape(self.dtype, STEP_QUERIES)
-        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         stages = {"lse": self.plan.q_stages, "delta": self.plan.dout_stages}
@@ -119,21 +111,6 @@ class DvKernel(KeyRows, HopperBackward):
         return context.visibility(work, TILE_KEYS).transposed(TILE_KEYS)
 
     # --------------------------------------------------------------------------------- gradient
-
-    @cute.jit
-    def gradient(self, context: Any):
-        """One warpgroup: its 64 keys of every tile."""
-        states = self.edges.waiter_states("k_loaded", "v_loaded", "q_loaded", "dout_loaded")
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        operands, dv = self._operands(context), self.sum.accumulator()
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            dv.fill(0.0)
-            if num_steps > 0:
-                states = self._steps(context, (work, num_steps), (operands, dv), states)
-            self._finish(context, work, dv)
-            work = scheduler.advance_to_next_work()
 
     def _operands(self, context: Any) -> dict[str, cute.Tensor]:
         """Operands in shared memory: "k", "v" of this warpgroup's keys; "dout_columns" as B of

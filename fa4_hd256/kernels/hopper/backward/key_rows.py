@@ -25,7 +25,7 @@ BEYOND = 1 << 30  # a query that no key sees
 
 
 class KeyRows(KeyTiles):
-    """Mixed into a kernel, before `HopperBackward`.  Tiles: `KeyTiles`."""
+    """Mixed into a kernel, before its base.  Tiles: `KeyTiles`."""
 
     def first_row(self, context: Any, work: Any) -> Int32:
         """The first key of this warpgroup."""

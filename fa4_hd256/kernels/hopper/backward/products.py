@@ -56,7 +56,7 @@ SLICES = PIECE_ROWS // 16  # of K = 16
 
 
 class ProductsKernel(ProductTiles, HopperBackward):
-    """Both products for one configuration; arguments of a call: `HopperBackward.__call__`.
+    """Both products for one configuration; arguments of a call: `BackwardEntry.__call__`.
     Tiles: `ProductTiles`."""
 
     boxes = {

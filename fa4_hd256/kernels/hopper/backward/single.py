@@ -31,7 +31,6 @@ from fa4_hd256.kernels.backward_query_tiles import QueryTiles
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
-    WgmmaShape,
     commit,
     fence,
     fragment_columns,
@@ -48,7 +47,7 @@ from softmax_emu.exp2 import exp2_hardware
 from softmax_emu.online import soft_cap
 from softmax_emu.recompute import scale_for_masking
 
-from .common import HopperBackward
+from .common import ScoreGradient
 from .config import CTAS, SinglePlan
 from .key_rows import KeyRows
 
@@ -60,7 +59,7 @@ RUNS = STEP_COLUMNS // RUN
 OPERANDS = ("q", "k", "v", "dout")
 
 
-class SingleKernel(HopperBackward):
+class SingleKernel(ScoreGradient):
     """Base of the three; a kernel adds its tiles, `places`, `stats_of(context, work, stage)`, and
     `mask(context, work)` with `apply_mask`.
 
@@ -70,6 +69,7 @@ class SingleKernel(HopperBackward):
 
     stays: tuple[str, ...]
     passes: tuple[str, str]
+    holds = ("x_free", "y_free")
     of_ds = True
     is_scaled = True
 
@@ -79,10 +79,6 @@ class SingleKernel(HopperBackward):
             **{n: (OPERANDS.index(n), OWN_ROWS, HEAD_DIM) for n in self.stays},
             **{n: (OPERANDS.index(n), STEP_COLUMNS, HEAD_DIM // 2) for n in self.passes},
         }
-        # With a softcap dP follows P: its slopes take the registers.
-        self.capped = self.problem_class.softcap
-        self.score = WgmmaShape(self.dtype, STEP_COLUMNS)
-        self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 
     def smem(self, memory: Any) -> dict[str, cute.Tensor]:
         plan = self.plan
@@ -99,23 +95,6 @@ class SingleKernel(HopperBackward):
         return found
 
     # --------------------------------------------------------------------------------- gradient
-
-    @cute.jit
-    def gradient(self, context: Any):
-        """One warpgroup: its 64 rows of every tile."""
-        states = self.edges.waiter_states(
-            "a_loaded", "x_loaded", "y_loaded", "x_free", "y_free"
-        )
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        operands, sums = self._operands(context), self.sum.accumulator()
-        while work.is_valid:
-            num_steps = self.num_steps(context, work)
-            sums.fill(0.0)
-            if num_steps > 0:
-                states = self._steps(context, (work, num_steps), (operands, sums), states)
-            self._finish(context, work, sums)
-            work = scheduler.advance_to_next_work()
 
     def _operands(self, context: Any) -> dict[str, cute.Tensor]:
         """Operands in shared memory: "a", "g" of this warpgroup's rows; "columns" as B of the

@@ -19,6 +19,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     pack,
     row_of_fragment,
     rows_of,
+    transpose_quad,
     transposed,
     wait,
 )
@@ -318,22 +319,12 @@ class ForwardConsumer:
         rounded = cute.make_rmem_tensor(cute.size(values), self.dtype)
         rounded.store(values.load().to(self.dtype))
         words = cute.recast_tensor(rounded, Uint32)
-        lane = cute.arch.thread_idx()[0] % QUAD
-        is_odd, is_upper = lane % 2 == 1, lane >= 2
-        found = []
+        lane, found = cute.arch.thread_idx()[0] % QUAD, []
         for start in range(0, HEAD_DIM // 8, QUAD):
-            pairs = []
-            for first in (start, start + 2):
-                even, odd = words[first], words[first + 1]
-                got = cute.arch.shuffle_sync_bfly(cutlass.select_(is_odd, even, odd), 1)
-                low = cutlass.select_(is_odd, got, even)
-                pairs.append((low, cutlass.select_(is_odd, odd, got)))
             group = cute.make_rmem_tensor(QUAD, Uint32)
-            for i in range(2):
-                low, high = pairs[0][i], pairs[1][i]
-                got = cute.arch.shuffle_sync_bfly(cutlass.select_(is_upper, low, high), 2)
-                group[i] = cutlass.select_(is_upper, got, low)
-                group[2 + i] = cutlass.select_(is_upper, high, got)
+            exchanged = transpose_quad([words[start + i] for i in range(QUAD)], lane)
+            for i, word in enumerate(exchanged):
+                group[i] = word
             found.append(group)
         return found
 
