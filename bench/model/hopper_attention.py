@@ -120,9 +120,10 @@ class Variant:
         """Of the forward."""
         gpu, late = gpu_of(machine), Late((CLAIM_STEPS + _LOADS_AHEAD) * 16.0 * self.keys)
         rows = 64 if self.decodes else 128
+        # Q has one buffer, which is free with a tile's last QK.
         return ForwardTiling(
             "dynamic" if self.use_clc else "static", rows=rows, cluster=1, keys=self.keys,
-            warpgroups=rows // 64, packs_heads=True, prefetches=True, gpu=gpu,
+            warpgroups=rows // 64, packs_heads=True, prefetches=False, gpu=gpu,
             claims=late if self.use_clc else 0,
         )  # fmt: skip
 

@@ -106,7 +106,7 @@ def _unseen() -> Iterator[Row]:
         yield Row(OURS, FORWARD, _dense(seqlen, causal, heads), False)
     yield Row(OURS, FORWARD, _dense(16384, True, left=1023), False)
     for count in (16, 8, 4):
-        yield Row(OURS, FORWARD, _decode(1, 512, 65536, (count, 1)), False)
+        yield Row(OURS, FORWARD, _decode(1, 512, 65536, (count, 1)), True)
     yield Row(OURS, FORWARD, _decode(32, 1, 32768, (16, 2)), False)
     yield Row(OURS, FORWARD, _decode(4, 1, 65536, (32, 4)), False)
     for causal in (False, True):

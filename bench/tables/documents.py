@@ -122,6 +122,9 @@ DOCUMENTS = {
     "whole_gpu_loads": Document(
         "Clock and power of an H200 under load", ("whole-gpu",), "timing.md", (1,)
     ),
+    "predict_h200_first": Document(
+        "Attention on an H200, as first predicted", ("predict",), "timing.md", of_before=True
+    ),
     "predict_h200": Document("Attention on an H200, predicted", ("predict",), "timing.md"),
     "ladder": Document("The optimisation ladder", ("ladder", "--modelled"), "timing.md"),
     "mutation": Document("Mutation score of the kernels", ("mutation",), "sanitizer.md"),

@@ -86,6 +86,20 @@ def test_times_of_a_call():
     assert ideal.after(0.001) == ideal.seconds and ideal.after(1.0) == ideal.for_good
 
 
+def test_q_of_the_next_tile_has_no_buffer_of_its_own():
+    """Planted: asked for a tile ahead, as on Blackwell, it costs a tile a thousand clocks less."""
+    problem, costs = case(512), [TileCosts(5000.0, 2000.0, 2.0)]
+    tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
+    clocks = []
+    for ahead in (tiling.prefetches, True):
+        kernel = model.Kernel(
+            "test", replace(tiling, prefetches=ahead), MACHINE.sampled(0), costs
+        )
+        clocks.append(model.times(kernel.calls(problem), MACHINE).clocks)
+    tiles = 32 * 16 * 4 / 132
+    assert (clocks[0] - clocks[1]) / tiles > 1000
+
+
 def test_flop_of_a_call_are_those_that_the_power_budget_counts():
     problem = case(4096)
     tiling = model.forward_variant(problem, MACHINE).tiling(MACHINE)
