@@ -190,7 +190,8 @@ def split_cases() -> list[Case]:
 DEFAULT_SPLITS = "the rule"
 SPLIT_RULES = {
     DEFAULT_SPLITS: TILES,
-    **{f"{n:g} steps saved": replace(TILES, least_saved=n) for n in (0.0, 2.0, 3.0, 10.0)},
+    **{f"{n:g} steps saved": replace(TILES, least_saved=n) for n in (0.0, 1.0, 3.0, 5.0)},
+    "at most 32 parts": replace(TILES, most_parts=32),
     **{f"a part takes {n:g} beside": replace(TILES, part_steps=n) for n in (0.5, 2.0, 3.0)},
 }
 

@@ -336,9 +336,10 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
     [
         # 16 tiles, so 4 of 74 pairs for each: 16 steps become 4.
         ((1, 2048), {"heads": (16, 2), "batch": 8}, 74, 4),
-        # 37 for each of 2 tiles, but no more than the steps, nor than 32.
+        # 37 for each of 2 tiles, but no more than the steps, nor than 64.
         ((1, 2048), {"heads": (16, 2)}, 74, 16),
-        ((1, 32768), {"heads": (16, 2)}, 74, 32),
+        ((1, 32768), {"heads": (16, 2)}, 74, 37),
+        ((1, 32768), {"heads": (8, 1)}, 74, 64),
         # 7 for each of 10 tiles; the longest of 7 has 3 of 16 steps, of which 6 are enough.
         ((1, 2048), {"batch": 10}, 74, 6),
         # A group of 3 shares nothing: 12 tiles. 32 queries of 8 heads are one tile, 33 are two.
@@ -363,18 +364,18 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
         ((4096, 4096), {"heads": (16, 16)}, 74, 1),
         ((1, 4096), {"batch": 37}, 66, 3),
         ((1, 4096), {}, 1, 1),
-        # Just not shorter by 5 steps, and shorter by 6: in parts of one step; in two parts.
-        ((1, 6 * 128), {}, 74, 1),
-        ((1, 6 * 128 + 1), {}, 74, 7),
-        ((1, 11 * 128), {"batch": 37}, 74, 1),
-        ((1, 12 * 128), {"batch": 37}, 74, 2),
+        # Shorter by one step, and by two: in parts of one step; in two parts.
+        ((1, 3 * 128), {}, 74, 1),
+        ((1, 3 * 128 + 1), {}, 74, 4),
+        ((1, 5 * 128), {"batch": 37}, 74, 1),
+        ((1, 5 * 128 + 1), {"batch": 37}, 74, 2),
         ((1, 1), {}, 74, 1),
         # One query sees 1023 + 1 keys: 8 steps; bounded on one side, all of them.
         ((1, 100_000), {"window": (1023, 0)}, 74, 8),
         ((32, 100_000), {"window": (1023, 0)}, 74, 9),
         ((1, 100_000), {"window": (100, 100)}, 74, 1),
-        ((1, 100_000), {"window": (1023, None)}, 74, 32),
-        ((1, 100_000), {"window": (None, 0)}, 74, 32),
+        ((1, 100_000), {"window": (1023, None)}, 74, 61),
+        ((1, 100_000), {"window": (None, 0)}, 74, 61),
     ],
 )  # fmt: skip
 def test_the_rule(lengths, options, clusters, splits):
