@@ -111,7 +111,7 @@ def summary(rows: list[dict[str, Any]]) -> Table | None:
     return Table("throughput", title, columns, found, (note,), plot)
 
 
-def _times(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
+def times_of(row: dict[str, Any], case: Case, direction: str) -> dict[str, Any]:
     """Of a measured row: microseconds of ours and of the best peer, the rate at which ours takes in
     K and V if each is read once, and power; None where it is not known."""
     details = row["details"]
@@ -199,7 +199,7 @@ def main(arguments: argparse.Namespace) -> int:
         timer, dtype = CudaTimer(warm=arguments.l2 == WARM), DTYPES[arguments.dtype]
         rows = measured_rows(cases, providers, timer, sampling, dtype)
         for row, (case, direction) in zip(rows, cases, strict=True):
-            row.update(_times(row, case, direction), l2=arguments.l2)
+            row.update(times_of(row, case, direction), l2=arguments.l2)
     else:
         names = tuple(provider.name for provider in providers)
         rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)

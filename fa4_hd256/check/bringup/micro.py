@@ -15,6 +15,7 @@ import numpy as np
 
 from . import micro_basic, micro_memory, micro_rates, micro_tensor
 from .gpu import gpu, head
+from .machine_file import like
 from .micro_table import LAUNCHES, Micro
 from .outcome import Outcome, Target
 from .timed import ENTRY, RESULTS, Timed
@@ -53,7 +54,15 @@ def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
         else:
             series.append(loaded.seconds() if micro.seconds else loaded.clocks())
         loaded.free()
-    return _figure(micro, np.array([micro.figure(*values) for values in zip(*series)]))
+    wake = _wake(like(target)) if micro.wakes else 0.0
+    return _figure(micro, np.array([micro.figure(*values, wake=wake) for values in zip(*series)]))
+
+
+def _wake(machine: str) -> float:
+    """Clocks from a barrier's phase to the warp that waits, of a machine of the timing model."""
+    from sm100_sim import timing
+
+    return timing.load(machine).values().barrier_wake
 
 
 def _figure(micro: Micro, values: np.ndarray, state: str = "measured") -> Outcome:
@@ -156,6 +165,7 @@ def _modelled(micro: Micro, note: Callable[[str], None]) -> Outcome:
         series.append(clocks)
     if why:
         return Outcome("not measured", f"ran without an error; no time: {why}")
-    figure = _figure(micro, np.array([micro.figure(*series)]))
+    wake = _wake(modelled.MACHINE) if micro.wakes else 0.0
+    figure = _figure(micro, np.array([micro.figure(*series, wake=wake)]))
     return Outcome("measured", f"modelled: {figure.text}", {**figure.values, "modelled": True})
 

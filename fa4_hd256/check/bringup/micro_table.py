@@ -15,8 +15,9 @@ class Micro:
     constant: the constant of the timing model that it sets, or "". what: one line for a reader.
     tcgen05: whether it needs a GPU of compute capability 10.x. seconds: `value` gets the seconds of
     a launch, by the driver's events around a graph of `LAUNCHES`, in place of clocks of a round.
-    around: what the model counts in such a round beside the constant, taken off the value; the
-    tests compute it by replaying the kernels.
+    around: what the model counts in such a round beside the constant, taken off the value; wakes:
+    how often a warp is woken by a barrier beside that. The tests compute them by replaying the
+    kernels.
     """
 
     name: str
@@ -28,10 +29,12 @@ class Micro:
     tcgen05: bool = False
     seconds: bool = False
     around: float = 0.0
+    wakes: int = 0
 
-    def figure(self, *series: float) -> float:
-        """The value less what is around it, from one number for each kernel."""
-        return self.value(*series) - self.around
+    def figure(self, *series: float, wake: float = 0.0) -> float:
+        """The value less what is around it, from one number for each kernel. wake: clocks of the
+        GPU's `barrier_wake`."""
+        return self.value(*series) - self.around - self.wakes * wake
 
 
 #: Launches of a kernel whose seconds are taken.

@@ -186,7 +186,7 @@ def table(sms: int) -> tuple[Micro, ...]:
               lambda a: 4 * 4 * 32 * 32 * 4 / a, "", "four loads of 32 columns, four warps", True),
         Micro("TMEM store", "clocks before the first column", stores,
               lambda a, b: a - 8 * (b - a) / 56, "tmem_store", "a store and its wait, one warp",
-              True, around=7.5),
+              True, around=8.5),
         Micro("TMEM store rate", "columns a clock and issue slot", stores,
               lambda a, b: 56 / (b - a), "", "what 64 columns take longer than 8", True),
         *(micro for shape in _SHAPES for micro in _mma(*shape)),

@@ -37,6 +37,8 @@ def test_the_model_gives_its_own_constant_back(name):
         pytest.skip(modelled.missing())
     outcome = micro.run(name, SIMULATOR, lambda text: None)
     wanted = getattr(load(modelled.MACHINE).values(), TABLE[name].constant)
+    if TABLE[name].unit.startswith("clocks"):
+        wanted = np.rint(wanted)  # the replay counts whole ones
     assert outcome.state == "measured" and outcome.text.startswith("modelled: ")
     assert outcome.values["value"] == pytest.approx(wanted, abs=FOLLOWED[name])
 
