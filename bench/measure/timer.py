@@ -91,7 +91,7 @@ def interleave(
 ) -> dict[str, Samples]:
     """Time calls by turns, so that a change of clock or temperature meets all of them alike.
 
-    Each round begins with another call: none always follows the same one.
+    Each round begins with another call, and the order turns round: none always follows the same.
     """
     ready = {name: timer.prepare(call) for name, call in calls.items()}
     return interleave_prepared(timer, ready, sampling)
@@ -105,8 +105,8 @@ def interleave_prepared(
     found = {name: Samples(launch) for name, (_, launch) in ready.items()}
     names = list(prepared)
     for turn in range(sampling.warmup + sampling.runs):
-        shift = turn % max(len(names), 1)
-        for name in names[shift:] + names[:shift]:
+        backwards, shift = divmod(turn, max(len(names), 1))
+        for name in (names[shift:] + names[:shift])[:: -1 if backwards % 2 else 1]:
             seconds = timer.seconds(prepared[name])
             if turn >= sampling.warmup:
                 found[name].seconds.append(seconds)

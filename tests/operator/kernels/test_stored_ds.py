@@ -25,8 +25,8 @@ def stored(monkeypatch):
     """(problem, dS) of the launches that follow.  On the CPU its memory is NaN before."""
     found, plain = [], backward._launch
 
-    def launch(spec, problem, tensors):
-        plain(spec, problem, tensors)
+    def launch(spec, problem, tensors, roles):
+        plain(spec, problem, tensors, roles)
         if spec.kind == "backward_dv":
             found.append((problem, tensors.ds.clone()))
 
