@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.forward_combine import MOST_PARTS
+from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
-from .forward_combine import CombineRule
+from .combine_config import CombineRule
 
 __all__ = [
     "BackwardKernel",

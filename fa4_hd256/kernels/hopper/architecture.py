@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fa4_hd256.architectures import named
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS, DsTiles
-from fa4_hd256.kernels.forward_combine import CombineConfig, CombineRule
+from fa4_hd256.kernels.combine_config import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
 from .forward.config import DECODE, ForwardConfig

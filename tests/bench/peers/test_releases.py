@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import json
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -211,3 +212,19 @@ def test_a_prepared_release_is_followed_whole(commit):
             assert one.program.unmatched == 0 and one.program.work >= 2 * 2048
     else:
         assert all(one.program.work for one in model.backward_traced(Kind(False), found))
+
+
+#: `cutlass.memory` came after the oldest of the releases.
+LOADED = """
+import pathlib, sys
+import bench.model.flash_attn_4, bench.model.frost
+ours = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] in ("fa4_hd256", "bench")]
+assert len(ours) > 20
+print([f for f in ours if "from cutlass.memory" in pathlib.Path(f).read_text("utf-8")])
+"""
+
+
+def test_the_process_of_a_release_loads_no_kernel_of_ours():
+    """They may ask for what its CuTe DSL does not have."""
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -13,7 +13,7 @@ from fa4_hd256 import ForwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.gpus import family
-from fa4_hd256.kernels.forward_combine import CombineConfig
+from fa4_hd256.kernels.combine_config import CombineConfig
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.run import compile
 from fa4_hd256.run.catalogue import KernelSpec
