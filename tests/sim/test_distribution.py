@@ -90,7 +90,7 @@ def test_the_wheel_holds_every_file(site):
 
 
 def alone(site: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-I", "-c", ALONE + code, str(site), *arguments]
+    command = [sys.executable, "-I", "-B", "-c", ALONE + code, str(site), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
