@@ -30,7 +30,8 @@ def test_what_the_simulator_counts(ds_bytes):
     config, keeps_ds = BackwardConfig(ds_bytes=ds_bytes), ds_bytes > 0
     q, k, v = (torch.randn(1, s, h, 256).bfloat16() for s, h in ((300, 2), (400, 1), (400, 1)))
     tensors = [t.requires_grad_() for t in (q, k, v)]
-    flash_attn_func(*tensors, causal=True, backward_config=config).sum().backward()
+    options = {"causal": True, "num_splits": 1, "backward_config": config}
+    flash_attn_func(*tensors, **options).sum().backward()
     kernels = ("backwarddv", "products") if keeps_ds else ("dkdv", "backwarddq")
     reports = {
         name: next(r for r in reversed(sm100_sim.last_reports()) if name in r.kernel.lower())

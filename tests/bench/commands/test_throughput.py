@@ -77,7 +77,7 @@ def test_measured_rows_hold_rates_and_reasons():
     assert backward["wrong"] is not None
     assert packed["ours"] is None
     for row, (case, direction) in zip(rows, jobs, strict=True):
-        row.update(throughput._times(row, case, direction), l2="cold")
+        row.update(throughput.times_of(row, case, direction), l2="cold")
     assert forward["us"] == pytest.approx(1e3 * ours["median_ms"]) and forward["peer_us"] is None
     assert forward["kv_rate"] == pytest.approx(2 * 2 * 80 * 2 * 256 * 2 / forward["us"] / 1e6)
     assert forward["power_watts"] == 600.0
