@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+#: Where tests run from: beside `tests`, its rooms would be found in place of the packages.
+ROOT = Path(__file__).resolve().parents[1]
 #: Products on the CPU compared bit for bit, or within bounds of float64.
 SELECTION = (
-    "operator/check/test_reference.py::test_rows_in_parts",
-    "operator/check/test_reference.py::test_rows_without_a_visible_key_have_no_gradient",
-    "sim/isa/test_tcgen05.py::test_mma_types",
-    "sim/isa/test_tcgen05.py::test_mma_with_a_in_tmem",
-    "sim/native/test_native_routines.py::test_products_are_the_same_bits",
+    "tests/operator/check/test_reference.py::test_rows_in_parts",
+    "tests/operator/check/test_reference.py::test_rows_without_a_visible_key_have_no_gradient",
+    "tests/sim/isa/test_tcgen05.py::test_mma_types",
+    "tests/sim/isa/test_tcgen05.py::test_mma_with_a_in_tmem",
+    "tests/sim/native/test_native_routines.py::test_products_are_the_same_bits",
 )
 
 SETTINGS = {
@@ -42,6 +43,6 @@ def test_products(settings):
     environment = {**os.environ, **settings}
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *SELECTION],
-        cwd=TESTS, env=environment, capture_output=True, text=True,
+        cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -73,19 +74,9 @@ def busy_ghz(busy: float) -> float:
     return min(MOST_GHZ, high_ghz + (busy - low) * (low_ghz - high_ghz) / (high - low))
 
 
-@contextlib.contextmanager
-def on_hopper() -> Iterator[None]:
+def on_hopper() -> contextlib.AbstractContextManager[Any]:
     """CPU tensors take the kernels for sm_90a inside."""
-    name = ARCHITECTURE.name
-    saved = os.environ.get(name)
-    os.environ[name] = "sm_90a"
-    try:
-        yield
-    finally:
-        if saved is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = saved
+    return mock.patch.dict(os.environ, {ARCHITECTURE.name: "sm_90a"})
 
 
 @dataclass(frozen=True)

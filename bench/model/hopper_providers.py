@@ -9,32 +9,22 @@ import numpy as np
 
 from bench.peers import flash_attn_4
 from bench.suite import BACKWARD, Case
-from bench.tables.comparison import OURS
-from fa4_hd256.run.compile import versions
 from sm100_sim.timing import Call, Machine, Values
 
 from . import hopper_attention as model
 from .backward import Backward
-from .calls import Kind, default_splits, defaults_to_clc
+from .calls import Kind
 from .forward import Kernel
 from .hopper_attention import Variant
-from .machines import gpu_of
+from .ours import OurProvider
 from .published.rows import Build
 
 #: What the replays of neither have.
 _NO_REPLAY = "the timing model has no replay of Hopper's kernels for {}"
 
 
-class HopperOurs:
+class HopperOurs(OurProvider):
     """Our kernels for sm_90a."""
-
-    name = OURS
-
-    def version(self) -> str:
-        return versions()["fa4-hd256"]
-
-    def replays(self, build: Build) -> bool:
-        return False
 
     def refuses(self, case: Case, direction: str) -> str | None:
         if case.packed or case.softcap:
@@ -42,10 +32,6 @@ class HopperOurs:
         if direction == BACKWARD and case.window != (None, None):
             return _NO_REPLAY.format("windows, backward")
         return None
-
-    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
-        splits = 1 if direction == BACKWARD else default_splits(case, gpu_of(machine))
-        return defaults_to_clc(case, direction), splits
 
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False

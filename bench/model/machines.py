@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import as_if_seen
@@ -67,18 +68,9 @@ def compiling_ours(machine: Machine) -> contextlib.AbstractContextManager[None]:
     return as_if_seen(_device_of(machine).capability)
 
 
-@contextlib.contextmanager
-def simulating(machine: Machine) -> Iterator[None]:
+def simulating(machine: Machine) -> contextlib.AbstractContextManager[Any]:
     """The simulator passes for the machine's GPU, so that what is compiled is for that one."""
-    saved = os.environ.get(_DEVICE)
-    os.environ[_DEVICE] = _device_of(machine).name
-    try:
-        yield
-    finally:
-        if saved is None:
-            del os.environ[_DEVICE]
-        else:
-            os.environ[_DEVICE] = saved
+    return mock.patch.dict(os.environ, {_DEVICE: _device_of(machine).name})
 
 
 def held_at(machine: Machine, ghz: float) -> Machine:

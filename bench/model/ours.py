@@ -125,8 +125,8 @@ class Variant:
         return len(work) * self.num_splits(sample), sum(masked for _, masked in work)
 
 
-class Ours:
-    """This project's kernels, as `predictor.Provider`."""
+class OurProvider:
+    """What this project's kernels of all architectures share as `predictor.Provider`."""
 
     name = OURS
 
@@ -136,13 +136,17 @@ class Ours:
     def replays(self, build: Build) -> bool:
         return False
 
-    def refuses(self, case: Case, direction: str) -> str | None:
-        return None
-
     def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
         """(whether a call takes CLC, parts of its keys) if it asks for neither."""
         splits = 1 if direction == BACKWARD else default_splits(case, gpu_of(machine))
         return defaults_to_clc(case, direction), splits
+
+
+class Ours(OurProvider):
+    """Our kernels for Blackwell."""
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return None
 
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False

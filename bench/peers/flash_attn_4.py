@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -88,18 +89,9 @@ def backward_refusal(window: bool, softcap: bool) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def five_products() -> Iterator[None]:
+def five_products() -> contextlib.AbstractContextManager[Any]:
     """Its backward at head_dim 256 is the one with five products, for the body only."""
-    saved = os.environ.get(_FIVE_PRODUCTS_VARIABLE)
-    os.environ[_FIVE_PRODUCTS_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if saved is None:
-            del os.environ[_FIVE_PRODUCTS_VARIABLE]
-        else:
-            os.environ[_FIVE_PRODUCTS_VARIABLE] = saved
+    return mock.patch.dict(os.environ, {_FIVE_PRODUCTS_VARIABLE: "1"})
 
 
 def versions() -> tuple[str, ...]:

@@ -7,11 +7,26 @@ import itertools
 
 import torch
 
+import sm100_sim
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.kernels.programs import Kind, Programs
 
 ADDRESS_BITS = 0xFFFFFF  # of an address in the cluster: the rest is the CTA
 SMEM_START = 1024  # the first 1 KiB of shared memory is the system's
+
+
+def traced_launches(monkeypatch, device):
+    """A list that gets the report, with a trace, of each launch that follows on a simulated
+    device."""
+    found, plain = [], sm100_sim.launch
+
+    def launch(compiled, *arguments, **options):
+        found.append(plain(compiled, *arguments, **{**options, "trace": True}))
+        return found[-1]
+
+    monkeypatch.setattr(sm100_sim, "launch", launch)
+    monkeypatch.setenv("SM100_SIM_DEVICE", device)
+    return found
 
 
 def happened(report, plan, warp, cta):

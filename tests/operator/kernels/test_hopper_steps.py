@@ -15,10 +15,10 @@ from step_traces import (
     first_and_last,
     happened,
     steps_of,
+    traced_launches,
     warps_of,
 )
 
-import sm100_sim
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import EdgeTable, Signal
 from fa4_hd256.kernels.hopper.backward.config import (
@@ -58,16 +58,8 @@ TABLES = {
 @pytest.fixture
 def reports(monkeypatch):
     """Reports, with traces, of the launches that follow, on one cluster."""
-    found, plain = [], sm100_sim.launch
-
-    def launch(compiled, *arguments, **options):
-        found.append(plain(compiled, *arguments, **{**options, "trace": True}))
-        return found[-1]
-
-    monkeypatch.setattr(sm100_sim, "launch", launch)
-    monkeypatch.setenv("SM100_SIM_DEVICE", "h200:2")
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
-    return found
+    return traced_launches(monkeypatch, "h200:2")
 
 
 # Causal with more queries than keys, or fewer: tiles of none, of one and of more steps. Both

@@ -6,9 +6,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from step_traces import assert_as_declared, attend, of_entry, steps_of
+from step_traces import assert_as_declared, attend, of_entry, steps_of, traced_launches
 
-import sm100_sim
 from fa4_hd256 import BackwardConfig, ForwardConfig
 from fa4_hd256.kernels.programs import Kind
 from fa4_hd256.kernels.steps import CLAIM_STEPS
@@ -21,15 +20,7 @@ TILE_Q, TILE_K = 256, 128
 @pytest.fixture
 def reports(monkeypatch):
     """Reports, with traces, of the launches that follow, on one CTA pair."""
-    found, plain = [], sm100_sim.launch
-
-    def launch(compiled, *arguments, **options):
-        found.append(plain(compiled, *arguments, **{**options, "trace": True}))
-        return found[-1]
-
-    monkeypatch.setattr(sm100_sim, "launch", launch)
-    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:2")
-    return found
+    return traced_launches(monkeypatch, "b200:2")
 
 
 @pytest.mark.parametrize("keys", [128, 1100])
