@@ -18,7 +18,7 @@ from .call.forward_problem import (
     given_ragged,
     uneven_gradients,
 )
-from .call.splits import BY_RULE, check_num_splits
+from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_num_splits
 from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
@@ -39,6 +39,7 @@ def flash_attn_func(
     return_lse: bool = False,
     *,
     num_splits: int = BY_RULE,
+    batch_invariant: bool = False,
     config: Any = None,
     backward_config: Any = None,
     use_clc: bool | None = None,
@@ -61,6 +62,8 @@ def flash_attn_func(
     num_splits: parts into which the keys of each query tile are divided, for calls of few tiles;
         1 to 64, or 0 for the operator's choice (`call.splits.splits_for`). Results for different
         numbers differ by rounding; the parts take num_splits times out in float32.
+    batch_invariant: out and lse of a sequence have the same bits in every batch of the same
+        seqlen_q and seqlen_k (of packed sequences max_seqlen_q and max_seqlen_k).
     config, backward_config: tile shapes, stages, exp2 mix of the forward and of the backward, of
         the architecture's own classes (on Blackwell `ForwardConfig` and `BackwardConfig`); if None
         the default one, whose exp2 mix in the forward is that of the tuning table.
@@ -76,7 +79,8 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    given = softmax_scale, causal, window_size, softcap, use_clc, num_splits
+    splits = asked_splits(num_splits, batch_invariant)
+    given = softmax_scale, causal, window_size, softcap, use_clc, splits
     tensors = q, k, v, learnable_sink, None, None, None, None
     form = learnable_sink is None
     configs = config, backward_config
@@ -104,6 +108,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    batch_invariant: bool = False,
     config: Any = None,
     backward_config: Any = None,
     use_clc: bool | None = None,
@@ -130,7 +135,8 @@ def flash_attn_varlen_func(
     """
     if page_table is not None:
         raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
-    given = softmax_scale, causal, window_size, softcap, use_clc, num_splits
+    splits = asked_splits(num_splits, batch_invariant)
+    given = softmax_scale, causal, window_size, softcap, use_clc, splits
     ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     longest = max_seqlen_q, max_seqlen_k
     tensors = q, k, v, learnable_sink, *ragged
@@ -229,6 +235,11 @@ def _resolve(
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
     check_kinds(named, ragged, num_splits)
     longest = _longest(ragged, *longest)
+    if num_splits == FIXED_PARTS and "cu_seqlens_k" in ragged and longest[1] is None:
+        raise ValueError(
+            "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
+            "the same for all batches, since keys are divided by it"
+        )
     q, k, *_ = _with_batches(tensors)
     names = _names(q, *configs)
     offsets = ragged.get("cu_seqlens_q")

@@ -112,8 +112,8 @@ class Problem:
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
-    divides the keys of each query tile (see `splits`). architecture: that
-    the tensors are on. tiles: of its kernel.
+    divides the keys of each query tile (see `splits`); part_keys: of each part, None where parts
+    are equal. architecture: that the tensors are on. tiles: of its kernel.
     """
 
     q_shape: tuple[int, ...]
@@ -129,6 +129,7 @@ class Problem:
     tiles: ForwardTiles
     packed_heads: int = 1
     num_splits: int = 1
+    part_keys: int | None = None
 
     @classmethod
     def describe(
@@ -194,6 +195,7 @@ class Problem:
             options.use_clc,
             self.packed_heads,
             self.num_splits > 1,
+            self.part_keys is not None,
         )
 
     @property

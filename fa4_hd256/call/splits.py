@@ -3,12 +3,17 @@
 Where a call has fewer query tiles than the device holds clusters, as a decoding step with few
 sequences has, the others stand idle. Divided, each part of a tile's keys is a tile of its own, and
 a second kernel makes one result of the parts (`forward_combine`).
+
+NOTE [fixed parts].  How many parts are best follows from all tiles of a call, so that a sequence's
+bits depend on the batch that it is in.  Where they must not, each part has as many keys as follow
+from max_seqlen_k and the window alone, and a sequence fills as many parts as it can.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.combine_config import MOST_PARTS
@@ -17,10 +22,24 @@ from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM
 
 from .forward_problem import Problem
 
-__all__ = ["BY_RULE", "LARGEST", "check_num_splits", "divided", "splits_for"]
+__all__ = [
+    "BY_RULE",
+    "FIXED_PARTS",
+    "LARGEST",
+    "asked_splits",
+    "check_num_splits",
+    "divided",
+    "splits_for",
+]
 
 #: What a caller passes who leaves the choice to `splits_for`.
 BY_RULE = 0
+#: What the operator gets in place of a number of parts for NOTE [fixed parts].
+FIXED_PARTS = -1
+#: The fewest keys of a fixed part: of less, the combining kernel takes longer than the part.
+FEWEST_KEYS = 512
+#: Of which a fixed part's keys are a multiple: of the keys of most steps.
+PART_MULTIPLE = 128
 #: The most parts of a tile that can be asked for.
 LARGEST = MOST_PARTS
 #: That HBM takes in and gives back for a row of a part, in float32.
@@ -29,23 +48,70 @@ ROW_BYTES = 2 * FLOAT_BYTES * HEAD_DIM
 SHARPNESS = 8
 
 
-def check_num_splits(num_splits: int) -> int:
-    """The number as it was given; ValueError if it is not accepted."""
-    if not 0 <= num_splits <= LARGEST:
-        raise ValueError(
-            f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "
-            "the choice to the operator"
-        )
+def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
+    """What the operator gets for these two arguments of a user: `FIXED_PARTS`, or num_splits as it
+    was given.
+
+    Raises TypeError for a batch_invariant that is no bool, and ValueError for a number of parts
+    beside it.
+    """
+    if batch_invariant is True:
+        if type(num_splits) is not int or num_splits != BY_RULE:
+            raise ValueError(
+                f"num_splits is {num_splits!r} with batch_invariant=True, which divides keys by "
+                f"itself; accepted: {BY_RULE}. Results of a given number of parts do not depend on "
+                "the batch in any case"
+            )
+        return FIXED_PARTS
+    if batch_invariant is not False:
+        raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
+    if type(num_splits) is int and num_splits == FIXED_PARTS:
+        raise _refusal(num_splits)
     return num_splits
 
 
+def check_num_splits(num_splits: int) -> int:
+    """The operator's number as it was given; ValueError if it is not accepted."""
+    if not 0 <= num_splits <= LARGEST and num_splits != FIXED_PARTS:
+        raise _refusal(num_splits)
+    return num_splits
+
+
+def _refusal(num_splits: int) -> ValueError:
+    return ValueError(
+        f"num_splits is {num_splits}; accepted: 1 (none) to {LARGEST}, or {BY_RULE} to leave "
+        "the choice to the operator"
+    )
+
+
 def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
-    """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`.
+    """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`, or
+    where it is `FIXED_PARTS` with such.
 
     Raises as `check_num_splits` does.
     """
+    if num_splits == FIXED_PARTS:
+        return _in_fixed_parts(problem)
     chosen = check_num_splits(num_splits) or splits_for(problem, gpu)
     return replace(problem, num_splits=chosen)
+
+
+def _in_fixed_parts(problem: Problem) -> Problem:
+    """NOTE [fixed parts]; undivided where queries have several tiles, which fill a GPU sooner."""
+    if problem.max_seqlen_q > problem.tile_queries:
+        return problem
+    keys = _longest_row(problem)
+    part = max(FEWEST_KEYS, -(-keys // (LARGEST * PART_MULTIPLE)) * PART_MULTIPLE)
+    count = -(-keys // part)
+    return replace(problem, num_splits=count, part_keys=part if count > 1 else None)
+
+
+def _longest_row(problem: Problem) -> int:
+    """Keys that the queries of a tile see at most."""
+    keys, (left, right) = problem.max_seqlen_k, problem.options.window
+    if left is not None and right is not None:
+        keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
+    return keys
 
 
 def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
@@ -56,9 +122,7 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
     The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
     hold.
     """
-    keys, (left, right) = problem.max_seqlen_k, problem.options.window
-    if left is not None and right is not None:
-        keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
+    keys = _longest_row(problem)
     rows = math.prod(problem.lse_shape)
     kernel, tiles = kernel or problem.tiles, problem.num_tiles
     rows_a_step = gpu.hbm_bytes_per_second * kernel.step_seconds / ROW_BYTES

@@ -35,7 +35,8 @@ class KernelContext(SharedByReference):
         return work.batch
 
     def split(self, work: Any) -> Any:
-        """(number, of how many) of a tile's parts, None where its KV tiles are not divided."""
+        """Which part of its KV tiles a tile has, as `Visibility` takes it; None where they are not
+        divided."""
         return None
 
     def visibility(self, work: Any, block_kv: int) -> Visibility:

@@ -63,6 +63,7 @@ class ForwardEntries:
 
     num_splits: Any
     sequences: Any
+    scalars: Any
 
     def batch(self, work: Any) -> Int32:
         if cutlass.const_expr(self.num_splits is None):
@@ -72,7 +73,7 @@ class ForwardEntries:
     def split(self, work: Any) -> Any:
         if cutlass.const_expr(self.num_splits is None):
             return None
-        return work.batch % self.num_splits, self.num_splits
+        return work.batch % self.num_splits, self.num_splits, self.scalars.part_keys
 
     def query(self, work: Any) -> Sequence:
         """The query rows of a tile's batch entry."""

@@ -57,8 +57,10 @@ class Visibility:
     seqlen_q, seqlen_k: Int32 lengths.  The mask is aligned to the bottom right corner: row r is
     level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right
     as far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
-    block_kv: keys of one KV tile.  split: (number, of how many) Int32 where the KV tiles of a query
-    tile are divided; the KV tiles are then those of this part, the visible keys stay all of them.
+    block_kv: keys of one KV tile.  split: (number, of how many, keys of each) Int32 where the KV
+    tiles of a query tile are divided; the KV tiles are then those of this part, the visible keys
+    stay all of them.  Parts are equal where their keys are None; else each has as many, rounded up
+    to KV tiles, as far as there are any, and the last one all that are left.
     """
 
     seqlen_q: Int32
@@ -113,10 +115,19 @@ class Visibility:
         end = self._end(first_row, num_rows)
         begin = self.first(first_row) // self.block_kv
         if cutlass.const_expr(self.split is not None):
-            number, count = self.split
-            tiles = cutlass.max(end - begin, 0)
-            begin, end = (begin + tiles * n // count for n in (number, number + 1))
+            begin, end = self._bounds_of_part(begin, end)
         return begin, end
+
+    def _bounds_of_part(self, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+        number, count, keys = self.split
+        tiles = cutlass.max(end - begin, 0)
+        if cutlass.const_expr(keys is None):
+            begin, end = (begin + tiles * n // count for n in (number, number + 1))
+            return begin, end
+        of_part = (keys + self.block_kv - 1) // self.block_kv
+        before = cutlass.min(number * of_part, tiles)
+        ends = cutlass.select_(number + 1 == count, tiles, cutlass.min(before + of_part, tiles))
+        return begin + before, begin + ends
 
     def _end(self, first_row: Int32, num_rows: int) -> Int32:
         last_row = self._last_row(first_row, num_rows)

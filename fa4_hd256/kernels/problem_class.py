@@ -35,7 +35,8 @@ class ProblemClass:
     softcap * tanh(. / softcap). sink: each head has one. ragged: which fields of
     `sequences.SequenceTensors` are given, in their order. use_clc: the dynamic tile scheduler.
     packed_heads: query heads of a KV head whose rows share the forward's query tiles; 1, or all of
-    them. split: the forward's keys are divided.
+    them. split: the forward's keys are divided. fixed_parts: into parts of so many keys, of which a
+    sequence fills as many as it can, instead of so many equal parts.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,7 @@ class ProblemClass:
     use_clc: bool = False
     packed_heads: int = 1
     split: bool = False
+    fixed_parts: bool = False
 
     @property
     def element_type(self) -> Any:

@@ -20,6 +20,7 @@ class CallScalars(NamedTuple):
     a section share.
 
     softmax_scale, max_seqlen_k and head_parts are the backward's, and None in the forward.
+    part_keys: of each part of a sequence's keys, where parts are fixed; None for others.
     tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
     """
 
@@ -33,4 +34,5 @@ class CallScalars(NamedTuple):
     head_parts: Int32 | None
     clusters: Int32
     l2_bytes: Int32
+    part_keys: Int32 | None = None
     tile_counter: Any = None

@@ -61,14 +61,18 @@ def row_alignment(bits: int) -> int:
     return bits
 
 
-def scalar_types(backward: bool = False, counter: bool = False) -> CallScalars:
+def scalar_types(
+    backward: bool = False, counter: bool = False, fixed_parts: bool = False
+) -> CallScalars:
     """The scalars by type only; backward: with those that are None in the forward; counter: with
-    that of the tiles."""
+    that of the tiles; fixed_parts: with the keys of a part."""
     types: dict[str, Any] = {
         name: cutlass.Float32(1) if "scale" in name else cutlass.Int32(1)
         for name in CallScalars._fields
     }
     types["tile_counter"] = vector_type(cutlass.Int32) if counter else None
+    if not fixed_parts:
+        types["part_keys"] = None
     if not backward:
         types |= dict.fromkeys(("softmax_scale", "max_seqlen_k", "head_parts"))
     return CallScalars(**types)
@@ -103,5 +107,6 @@ def call_scalars(
         head_parts=cutlass.Int32(head_parts) if backward else None,
         clusters=cutlass.Int32(gpu.grid_clusters(cluster or problem.tiles.cluster)),
         l2_bytes=cutlass.Int32(gpu.l2_bytes_for_tiles),
+        part_keys=None if problem.part_keys is None else cutlass.Int32(problem.part_keys),
         tile_counter=counter,
     )

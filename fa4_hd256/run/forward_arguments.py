@@ -44,7 +44,7 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += [vector_type(cutlass.Int32) for _ in problem_class.ragged]
-    scalars = scalar_types(counter=counter)
+    scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
 

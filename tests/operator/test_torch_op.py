@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.splits import LARGEST
+from fa4_hd256.call.splits import FIXED_PARTS, LARGEST
 
 #: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations, the
 #: division of keys that the rule chooses.
@@ -31,7 +31,7 @@ def test_opcheck_of_split_keys(device, combined):
     assert {problem.num_splits for problem, _ in combined} == {2}
 
 
-@pytest.mark.parametrize("num_splits", [-1, LARGEST + 1])
+@pytest.mark.parametrize("num_splits", [FIXED_PARTS - 1, LARGEST + 1])
 def test_the_operator_refuses_a_number_of_splits(num_splits, device):
     with pytest.raises(ValueError, match=f"num_splits is {num_splits}; accepted"):
         torch.ops.fa4_hd256.forward(
