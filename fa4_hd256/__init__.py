@@ -1,7 +1,8 @@
 """Attention at head_dim 256 for Blackwell (SM100) and Hopper (SM90), in CuTe DSL.
 
-`flash_attn_func` and `flash_attn_varlen_func` are the operators, `ForwardConfig` and
-`BackwardConfig` hold their tuning parameters on Blackwell.
+`flash_attn_func` and `flash_attn_varlen_func` are the operators, `flash_attn_with_kvcache` writes
+new keys and values to a cache first, `ForwardConfig` and `BackwardConfig` hold their tuning
+parameters on Blackwell.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ if TYPE_CHECKING:
     from .interface import flash_attn_func, flash_attn_varlen_func
     from .kernels.blackwell.backward.config import BackwardConfig
     from .kernels.blackwell.forward.config import ForwardConfig
+    from .kv_cache import flash_attn_with_kvcache
 
-__all__ = ["BackwardConfig", "ForwardConfig", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["BackwardConfig", "ForwardConfig", "flash_attn_func", "flash_attn_varlen_func",
+           "flash_attn_with_kvcache"]  # fmt: skip
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
 _HOMES = {"BackwardConfig": "kernels.blackwell.backward.config",
           "ForwardConfig": "kernels.blackwell.forward.config",
-          "flash_attn_func": "interface", "flash_attn_varlen_func": "interface"}  # fmt: skip
+          "flash_attn_func": "interface", "flash_attn_varlen_func": "interface",
+          "flash_attn_with_kvcache": "kv_cache"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

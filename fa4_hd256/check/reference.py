@@ -90,6 +90,86 @@ def attention(
     return out, torch.stack(lses).unflatten(0, (batch, heads))
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding of new rows, as `flash_attn_with_kvcache` takes it.
+
+    cos, sin: (positions, rotary_dim / 2). first: of each sequence, the position of its first new
+    row; None for the rows in use.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = True
+    first: list[int] | None = None
+
+    def turned(self, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        """rows (length, heads, dim) in float64, each as complex numbers times e^(i angle)."""
+        pairs = self.cos.shape[1]
+        result = rows.cpu().double().clone()
+        one, two = (slice(0, pairs), slice(pairs, 2 * pairs))
+        if self.interleaved:
+            one, two = (slice(start, 2 * pairs, 2) for start in (0, 1))
+        for row, position in enumerate(positions):
+            turn = torch.complex(self.cos[position].double(), self.sin[position].double()).cpu()
+            number = torch.complex(result[row, :, one], result[row, :, two]) * turn
+            result[row, :, one], result[row, :, two] = number.real, number.imag
+        return result
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """A cache of keys and values. k, v: (batch, rows, heads_kv, dim), or (pages, page_size,
+    heads_kv, dim) with table, of each sequence the numbers of its pages. lengths: rows in use of
+    each sequence."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: list[int]
+    table: list[list[int]] | None = None
+
+    def place(self, sequence: int, row: int) -> tuple[int, int]:
+        """Where a row of a sequence is."""
+        if self.table is None:
+            return sequence, row
+        page, row = divmod(row, self.k.shape[1])
+        return self.table[sequence][page], row
+
+    def appended(
+        self,
+        queries: list[torch.Tensor],
+        new: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        rotary: Rotary | None = None,
+        ordered: bool = True,
+    ) -> tuple[KvCache, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """The cache after new rows, and of each sequence q, k, v whose attention is asked for, all
+        in float64.
+
+        queries: of each sequence (seqlen_q, heads, dim); new: of each sequence k and v
+        (seqlen_new, heads_kv, dim). ordered: whether queries have positions one after the other
+        (causal, or a window), else all that of the first new row.
+        """
+        k, v = (tensor.cpu().double().clone() for tensor in (self.k, self.v))
+        after, rows = list(self.lengths), []
+        for b, q in enumerate(queries):
+            q, start = q.cpu().double(), self.lengths[b]
+            keys, values = (k[:0, 0], v[:0, 0]) if new is None else new[b]
+            if rotary is not None:
+                first = start if rotary.first is None else rotary.first[b]
+                q = rotary.turned(q, [first + i * ordered for i in range(len(q))])
+                keys = rotary.turned(keys, [first + i for i in range(len(keys))])
+            for i in range(len(keys)):
+                place = self.place(b, start + i)
+                k[place], v[place] = keys[i].cpu().double(), values[i].cpu().double()
+            after[b] += len(keys)
+            places = [self.place(b, row) for row in range(after[b])]
+            keys, values = (
+                torch.stack([t[place] for place in places]) if places else t[:0, 0] for t in (k, v)
+            )
+            rows.append((q, keys, values))
+        return KvCache(k, v, after, self.table), rows
+
+
 def _one_head(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: AttentionOptions, head: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

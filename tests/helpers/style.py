@@ -23,11 +23,18 @@ MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 15,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 22,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 28,
     # A torch operator's schema is flat: tensors and plain values only.
     ("fa4_hd256/interface.py", "forward"): 19,
     ("fa4_hd256/interface.py", "_"): 19,
     ("fa4_hd256/autograd.py", "backward"): 21,
     ("fa4_hd256/autograd.py", "_"): 21,
+}
+
+# Likewise -> lines.
+MORE_LINES = {
+    # The same: 28 parameters, a line each, and what each of them means.
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 110,
 }
 
 _LIBRARIES = ("schedulers", "softmax_emu")
@@ -154,6 +161,7 @@ def sizes(root: Path) -> list[str]:
             where = f"{source}:{function.lineno}: {function.name}"
             length = function.end_lineno - function.lineno + 1
             limit = MAX_ROLE_LINES if is_role else MAX_FUNCTION_LINES
+            limit = MORE_LINES.get((source, function.name), limit)
             if length > limit:
                 found.append(f"{where} has {length} lines, at most {limit}")
             parameters = function.args

@@ -1,0 +1,174 @@
+"""What a user of a KV cache can get wrong, found before anything is written; as `checks` otherwise.
+
+Lengths, page numbers and positions lie on the device. On the CPU they are checked; on a GPU an
+index past the end is one of PyTorch's device-side assertions, and a negative one counts from the
+end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256.kernels.limits import HEAD_DIM
+
+from . import checks
+
+#: Arguments of the field's function that are not offered, and why or what serves instead.
+NOT_OFFERED = {
+    "qv": "the second part of a query (MLA): queries, keys and values have head_dim 256 alike",
+    "cache_leftpad": "padding before the first row: let page_table begin with the first page in "
+    "use, or move the rows to the front",
+}
+
+#: Rotary dimensions come in multiples of this, as in the field.
+ROTARY_MULTIPLE = 16
+
+
+def check_offered(given: dict[str, Any]) -> None:
+    """Raise NotImplementedError for an argument of `NOT_OFFERED` that is not None."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is given; accepted: None. Not offered: {NOT_OFFERED[name]}"
+            )
+
+
+def check_no_gradients(tensors: dict[str, Any]) -> None:
+    """Raise NotImplementedError where gradients of the call would be recorded."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires gradients, and flash_attn_with_kvcache has none; accepted: a "
+                "call under torch.no_grad(), or flash_attn_varlen_func"
+            )
+
+
+def lengths_of(
+    cache_seqlens: Any, batch: int, capacity: int, device: torch.device
+) -> torch.Tensor:
+    """(batch,) int32 rows in use. cache_seqlens: that, or an int for all; capacity: rows that a
+    sequence of the cache has."""
+    if isinstance(cache_seqlens, torch.Tensor):
+        return of_batch("cache_seqlens", cache_seqlens, batch, device)
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int):
+        raise TypeError(
+            f"cache_seqlens must be an int or a (batch,) int32 tensor, got {cache_seqlens!r}"
+        )
+    if not 0 <= cache_seqlens <= capacity:
+        raise ValueError(
+            f"cache_seqlens is {cache_seqlens}; accepted: 0 to {capacity}, the rows of the cache"
+        )
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+
+
+def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.Tensor:
+    """The same, a (batch,) int32 tensor."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a (batch,) int32 tensor, got {kind}")
+    if tuple(tensor.shape) != (batch,) or tensor.device != device:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; accepted: ({batch},), one "
+            f"number a sequence, on {device} like q"
+        )
+    return tensor
+
+
+def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: Any) -> None:
+    """Kinds and dimensions that what follows relies on. offsets: cu_seqlens_q."""
+    for name, cache in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(cache, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(cache).__name__}")
+        if name != "q" and cache.ndim != 4:
+            raise ValueError(
+                f"{name} has {cache.ndim} dimensions, shape {tuple(cache.shape)}; accepted: 4, "
+                f"(batch, rows, heads_kv, {HEAD_DIM}), or (pages, page_size, heads_kv, {HEAD_DIM}) "
+                "with page_table"
+            )
+    if page_table is not None and getattr(page_table, "ndim", None) != 2:
+        raise ValueError("page_table must be a (batch, pages of a sequence) int32 tensor")
+    if offsets is not None and getattr(offsets, "ndim", None) != 1:
+        raise ValueError("cu_seqlens_q must be a (batch + 1,) int32 tensor")
+
+
+def check_new_rows(
+    new: dict[str, Any], cache: torch.Tensor, offsets: torch.Tensor | None, batch: int
+) -> None:
+    """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new."""
+    for name, tensor in new.items():
+        if not isinstance(tensor, torch.Tensor):
+            kind = "None" if tensor is None else type(tensor).__name__
+            raise TypeError(f"{name} is {kind}; accepted: k and v, both tensors or both None")
+    wanted: tuple[int | None, ...] = (batch, None)
+    if offsets is not None:
+        wanted = (None,)
+        if not isinstance(offsets, torch.Tensor):
+            raise TypeError("cu_seqlens_k_new must be an int32 tensor")
+        checks.check_ragged(cache, {"cu_seqlens_k_new": offsets})
+        if offsets.numel() != batch + 1:
+            raise ValueError(
+                f"cu_seqlens_k_new has {offsets.numel()} entries; accepted: {batch + 1}, offsets "
+                f"of {batch} sequences and the total"
+            )
+    wanted = (*wanted, *cache.shape[2:])
+    for name, tensor in new.items():
+        shape = tuple(tensor.shape)
+        fits = len(shape) == len(wanted) and all(
+            most is None or size == most for size, most in zip(shape, wanted)
+        )
+        if not fits or shape != tuple(new["k"].shape):
+            form = ", ".join("any" if size is None else str(size) for size in wanted)
+            raise ValueError(
+                f"{name} has shape {shape}; accepted: ({form}), heads like the cache's, k and v of "
+                "one shape (packed with cu_seqlens_k_new, else with a batch)"
+            )
+        if (tensor.dtype, tensor.device) != (cache.dtype, cache.device):
+            raise TypeError(
+                f"{name} is {tensor.dtype} on {tensor.device}; accepted: {cache.dtype} on "
+                f"{cache.device}, like the cache"
+            )
+
+
+def check_rotary(cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, appends: bool) -> None:
+    """Tables of rotary embedding, which goes with new rows only."""
+    if not appends:
+        raise ValueError(
+            "rotary_cos and rotary_sin are given without k and v; accepted: with them (queries "
+            "alone can be rotated before the call)"
+        )
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(table, torch.Tensor):
+            kind = "None" if table is None else type(table).__name__
+            raise TypeError(f"{name} is {kind}; accepted: both tables, or neither")
+        if table.dtype not in (q.dtype, torch.float32):
+            raise TypeError(f"{name} has dtype {table.dtype}; accepted: {q.dtype} or torch.float32")
+        if table.device != q.device:
+            raise ValueError(f"{name} is on {table.device}; accepted: {q.device}, like q")
+    rotated = 2 * cos.shape[-1] if cos.ndim == 2 else 0
+    if cos.shape != sin.shape or not 0 < rotated <= HEAD_DIM or rotated % ROTARY_MULTIPLE:
+        raise ValueError(
+            f"rotary_cos has shape {tuple(cos.shape)}, rotary_sin {tuple(sin.shape)}; accepted: "
+            f"(positions, rotary_dim / 2) both, rotary_dim a multiple of {ROTARY_MULTIPLE} up to "
+            f"{HEAD_DIM}"
+        )
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"rotary_interleaved must be True or False, got {interleaved!r}")
+
+
+def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
+    """Offsets ascend from 0 to total. Waits for the device."""
+    if offsets[0] != 0 or offsets[-1] != total or (offsets.diff() < 0).any():
+        raise ValueError(
+            f"{name} is {offsets.tolist()}; accepted: offsets that ascend from 0 to {total}"
+        )
+
+
+def check_within(what: str, found: torch.Tensor, most: int, of: str) -> None:
+    """All of found are in [0, most). Waits for the device."""
+    wrong = found[(found < 0) | (found >= most)]
+    if wrong.numel():
+        raise ValueError(f"{what} {int(wrong[0])}; accepted: 0 to {most - 1}, {of}")

@@ -1,0 +1,270 @@
+"""`flash_attn_with_kvcache`: attention over a cache of keys and values, with new rows of them
+written to it first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from .call import cache_checks, checks
+from .call.forward_problem import ForwardCall, Options, check_call
+from .call.new_rows import NewRows, Rotary, cache_places
+from .call.splits import BY_RULE, asked_splits, check_num_splits
+from .eager import is_intercepted
+from .interface import flash_attn_varlen_func
+
+__all__ = ["flash_attn_with_kvcache"]
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    num_splits: int = BY_RULE,
+    return_lse: bool = False,
+    *,
+    max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
+    config: Any = None,
+    use_clc: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q over a cache, after k and v, if given, were written to it in place.
+
+    q: (batch, seqlen_q, heads, 256), or (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q.
+    k_cache, v_cache: (batch, rows, heads_kv, 256), or with page_table (pages, page_size, heads_kv,
+        256), page_size a multiple of 16; any strides that `flash_attn_func` reads in place.
+    k, v: (batch, seqlen_new, heads_kv, 256), or (total_new, heads_kv, 256) with cu_seqlens_k_new:
+        rows written behind those in use, of which the attention is then, too. The cache must have
+        room for them, and no two sequences may be given the same rows. cache_seqlens stays as it
+        is.
+    cache_seqlens: rows in use before the call: an int, or (batch,) int32; None for all, which k, v
+        and page_table do not allow.
+    cache_batch_idx: (batch,) int32, the entry of the cache that a sequence has; the cache then has
+        any batch, and a number of rows that is a multiple of 16.
+    page_table: (batch, pages) int32 numbers of the pages of each sequence.
+    cu_seqlens_k_new: (batch + 1,) int32 offsets of packed k and v; nothing without these.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2), typed like q or float32: rotary embedding
+        of the first rotary_dim elements of k, at the positions cache_seqlens + i, and of q: at
+        cache_seqlens + i if causal or with a window, else at cache_seqlens. Only with k and v.
+    rotary_interleaved: whether elements 2i and 2i + 1 are a pair, or i and i + rotary_dim / 2.
+    rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
+    max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
+        num_splits; None for as many as a row of page_table holds.
+    qv, cache_leftpad: not offered; None.
+    The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
+
+    Nothing waits for the device, so that CUDA graphs can hold calls; an index out of range is
+    found by PyTorch's device-side assertions, on the CPU by a ValueError.
+
+    Returns out like q, or (out, lse); lse: (batch, heads, seqlen_q), or (heads, total_q) with
+    cu_seqlens_q, float32. There are no gradients.
+
+    Raises TypeError or ValueError as `flash_attn_varlen_func` does, NotImplementedError for what
+    is not offered; the cache is then as it was.
+    """
+    cache_checks.check_offered({"qv": qv, "cache_leftpad": cache_leftpad})
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    if page_table is not None or cache_batch_idx is not None:
+        raise NotImplementedError("page_table and cache_batch_idx are not implemented yet")
+    cache_checks.check_no_gradients({**tensors, "learnable_sink": learnable_sink})
+    cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
+    places = _Places(
+        q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k
+    )
+    places = places.in_use(cache_seqlens, cache_batch_idx)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+        "softcap": softcap,
+    }  # fmt: skip
+    others: dict[str, Any] = {"learnable_sink": learnable_sink, "num_splits": num_splits}
+    others["batch_invariant"] = batch_invariant
+    new_rows = _NewRows(
+        k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+    )
+    if new_rows.check(places):
+        places = new_rows.append(places, options, others)
+    return flash_attn_varlen_func(
+        places.q, k_cache, v_cache, **places.ragged(), **places.longest(), **options, **others,
+        return_lse=return_lse, config=config, use_clc=use_clc,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Queries, and where the keys of each sequence are; lengths: (batch,) int32 rows in use, None
+    for all; the others as users give them."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    page_table: torch.Tensor | None
+    lengths: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence can have."""
+        rows = self.k_cache.shape[1]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+    @property
+    def read_back(self) -> bool:
+        """Whether contents are checked: on the CPU, where that waits for nothing."""
+        return self.q.device.type == "cpu" and not is_intercepted()
+
+    def in_use(self, cache_seqlens: Any, cache_batch_idx: Any) -> _Places:
+        """The same with lengths. An entry of a cache of (batch, rows, ...) is a page of all its
+        rows where cache_batch_idx says which one."""
+        device, places = self.q.device, self
+        if cache_batch_idx is not None:
+            if self.page_table is not None:
+                raise ValueError(
+                    "cache_batch_idx and page_table are both given; accepted: one of them (a "
+                    "page_table already says where the rows of a sequence are)"
+                )
+            entries = cache_checks.of_batch("cache_batch_idx", cache_batch_idx, self.batch, device)
+            places = replace(self, page_table=entries[:, None])
+            if cache_seqlens is None:
+                cache_seqlens = places.capacity
+        if cache_seqlens is None:
+            return places
+        found = cache_checks.lengths_of(cache_seqlens, self.batch, places.capacity, device)
+        return replace(places, lengths=found)
+
+    def ragged(self) -> dict[str, Any]:
+        """Tensors of `flash_attn_varlen_func` that say where rows are."""
+        given = {
+            "cu_seqlens_q": self.cu_seqlens_q, "seqused_k": self.lengths,
+            "page_table": self.page_table,
+        }  # fmt: skip
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def longest(self) -> dict[str, Any]:
+        return {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_k": self.max_seqlen_k}
+
+    def check(self, options: dict[str, Any], others: dict[str, Any]) -> None:
+        """Raise what the attention would, so that nothing is written before."""
+        ragged, sink, q = self.ragged(), others["learnable_sink"], self.q
+        splits = asked_splits(others["num_splits"], others["batch_invariant"])
+        checks.check_kinds({"learnable_sink": sink}, ragged, splits)
+        check_num_splits(splits)
+        checked = Options.check(**options)
+        if self.cu_seqlens_q is not None:
+            checks.check_longest("q", self.max_seqlen_q)
+            q = checks.with_batch("q", q)
+        if is_intercepted():
+            check_call(q, self.k_cache, self.v_cache, sink, ragged)
+            return
+        call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
+        call.describe(checked, **self.longest())
+
+
+@dataclass(frozen=True)
+class _NewRows:
+    """Rows to be written, and their rotary embedding; as users give them."""
+
+    k: Any
+    v: Any
+    cu_seqlens: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    interleaved: Any
+    rotary_seqlens: Any
+
+    def check(self, places: _Places) -> bool:
+        """Whether there are any. Raises TypeError or ValueError for what is not accepted."""
+        given = self.k is not None or self.v is not None
+        if self.rotary_cos is not None or self.rotary_sin is not None:
+            cache_checks.check_rotary(
+                self.rotary_cos, self.rotary_sin, self.interleaved, places.q, given
+            )
+        if not given:
+            return False
+        if places.lengths is None:
+            raise ValueError(
+                "cache_seqlens is None; accepted with k and v, which are written behind the rows "
+                "in use: an int or a (batch,) int32 tensor"
+            )
+        cache_checks.check_new_rows(
+            {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch
+        )
+        if self.cu_seqlens is not None and places.read_back:
+            cache_checks.check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
+        return True
+
+    def append(
+        self, places: _Places, options: dict[str, Any], others: dict[str, Any]
+    ) -> _Places:
+        """Write them; the attention of which they are part, its queries rotated."""
+        lengths = cast(torch.Tensor, places.lengths)
+        rows = NewRows.of(self.k, self.cu_seqlens)
+        added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
+        after = replace(places, lengths=lengths + added)
+        after.check(options, others)
+        positions = rows.positions(lengths)
+        if places.read_back:
+            cache_checks.check_within(
+                "a new row would be row", positions, places.capacity, "the rows of the cache"
+            )
+        into = cache_places(rows, positions, places.page_table, places.k_cache.shape[1])
+        if places.read_back:
+            cache_checks.check_within(
+                "a new row belongs to page or batch entry", into[0], len(places.k_cache),
+                "those of the cache",
+            )  # fmt: skip
+        k, q = self.k, places.q
+        if self.rotary_cos is not None:
+            k, q = self._rotated(rows, places, lengths, options)
+        for cache, new in ((places.k_cache, k), (places.v_cache, self.v)):
+            cache.index_put_(into, new)
+        return replace(after, q=q)
+
+    def _rotated(
+        self, rows: NewRows, places: _Places, first: torch.Tensor, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and q. first: rows in use."""
+        if self.rotary_seqlens is not None:
+            first = cache_checks.of_batch(
+                "rotary_seqlens", self.rotary_seqlens, places.batch, places.q.device
+            )
+        rotary = Rotary(self.rotary_cos, self.rotary_sin, self.interleaved)
+        queries = NewRows.of(places.q, places.cu_seqlens_q)
+        window = Options.check(**options).window
+        if window == (None, None):
+            # Without an order among queries the field has all of them where the new rows begin.
+            queries = replace(queries, index=torch.zeros_like(queries.index))
+        of_k, of_q = rows.positions(first), queries.positions(first)
+        if places.read_back:
+            for positions in (of_k, of_q):
+                cache_checks.check_within(
+                    "a row to be rotated is at position", positions, len(self.rotary_cos),
+                    "the positions of rotary_cos",
+                )  # fmt: skip
+        return rotary(self.k, of_k), rotary(places.q, of_q)

@@ -1,0 +1,234 @@
+"""`flash_attn_with_kvcache` against the float64 reference: what is written, and the attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa4_hd256.check import reference
+
+LSE_TOLERANCE = 1e-3
+#: Rows in use: none, a few, all but the new ones.
+LENGTHS = [0, 21, 59]
+ROWS, NEW = 64, 5
+
+
+def randn(*shape, device="cpu", dtype=torch.bfloat16):
+    return torch.randn(*shape).to(device, dtype)
+
+
+def int32(numbers, device):
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def dense_cache(device, batch=3, rows=ROWS, heads_kv=1):
+    return tuple(randn(batch, rows, heads_kv, 256, device=device) for _ in "kv")
+
+
+def tables(device, rotary_dim=64, positions=ROWS, dtype=torch.bfloat16):
+    angles = torch.randn(positions, rotary_dim // 2)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def split(rows, counts):
+    """Of each sequence its rows of a padded or a packed tensor."""
+    return list(rows) if counts is None else list(rows.split(counts))
+
+
+def accurate(got, lse, rows, **options):
+    """got (seqlen_q, heads, 256), lse (heads, seqlen_q) of q, k, v of a sequence, rounded once."""
+    tensors = [t[None].to(got.dtype) for t in rows]
+    found = reference.compare(got[None], lse[None], tensors, **options)
+    assert found.max_error <= found.tolerance, found
+    assert found.lse_max_error <= LSE_TOLERANCE, found
+
+
+def check(q, caches, lengths, new=None, counts=(None, None), rotary=None, table=None, **options):
+    """One call against the reference: results, caches, and what the call left alone.
+
+    new: (k, v); counts: rows of each sequence of q and of k, None where padded; rotary: of the
+    reference; options: of the attention.
+    """
+    before = reference.KvCache(*(t.clone() for t in caches), lengths, table)
+    ordered = options.get("causal", False) or options.get("window_size", (None, None)) != (
+        None, None
+    )  # fmt: skip
+    per_sequence = None if new is None else list(zip(*(split(t, counts[1]) for t in new)))
+    after, rows = before.appended(split(q, counts[0]), per_sequence, rotary, ordered)
+    given, device = {"cache_seqlens": int32(lengths, q.device)}, q.device
+    if table is not None:
+        given["page_table"] = int32(table, device)
+    for name, count in (("cu_seqlens_q", counts[0]), ("cu_seqlens_k_new", counts[1])):
+        if count is not None:
+            given[name] = int32([0, *count], device).cumsum(0).int()
+    if counts[0] is not None:
+        given["max_seqlen_q"] = max(counts[0])
+    if rotary is not None:
+        given |= {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin,
+                  "rotary_interleaved": rotary.interleaved}  # fmt: skip
+        if rotary.first is not None:
+            given["rotary_seqlens"] = int32(rotary.first, device)
+    unchanged = q.clone(), given["cache_seqlens"].clone()
+    out, lse = flash_attn_with_kvcache(
+        q, *caches, *(new or ()), **given, **options, return_lse=True
+    )
+    assert torch.equal(q, unchanged[0]) and torch.equal(given["cache_seqlens"], unchanged[1])
+    for cache, exact in zip(caches, (after.k, after.v)):
+        # A row that was turned is rounded once, after float32; all others are the same bits.
+        error = (cache.cpu().double() - exact).abs()
+        assert (error <= (2**-8 if rotary is not None else 0) * exact.abs() + 2**-20).all()
+    lse_rows = lse if counts[0] is None else lse.split(counts[0], dim=1)
+    for got, got_lse, exact in zip(split(out, counts[0]), lse_rows, rows):
+        accurate(got, got_lse, exact, **options)
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (9, 2), "softcap": 8.0},
+        {"causal": True, "window_size": (11, None), "softmax_scale": 0.03},
+        {},
+    ],
+    ids=["causal", "window", "sliding", "full"],
+)
+def test_new_rows_of_a_dense_cache(device, options):
+    """Four query heads share one of keys; a sequence without rows before, one that fills up."""
+    q = randn(3, NEW, 4, 256, device=device)
+    new = tuple(randn(3, NEW, 1, 256, device=device) for _ in "kv")
+    check(q, dense_cache(device), LENGTHS, new, **options)
+
+
+def test_a_sink(device):
+    q, sink = randn(3, 1, 2, 256, device=device), torch.randn(2).to(device)
+    new = tuple(randn(3, 1, 1, 256, device=device) for _ in "kv")
+    check(q, dense_cache(device), LENGTHS, new, causal=True, learnable_sink=sink)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, (3, 1)), (False, None)])
+def test_rotary_embedding(device, interleaved, causal, window):
+    """Positions of keys count from the rows in use; those of queries only where they have an order.
+
+    A part of the head, all of it, tables in float32, positions of their own: each once.
+    """
+    rotary_dim, dtype = (256, torch.float32) if interleaved else (64, torch.bfloat16)
+    first = [3, 17, 40] if causal else None
+    rotary = reference.Rotary(*tables(device, rotary_dim, dtype=dtype), interleaved, first)
+    q = randn(3, NEW, 2, 256, device=device)
+    new = tuple(randn(3, NEW, 1, 256, device=device) for _ in "kv")
+    window = {} if window is None else {"window_size": window}
+    check(q, dense_cache(device), LENGTHS, new, rotary=rotary, causal=causal, **window)
+
+
+def test_packed_queries_and_new_rows(device):
+    """Sequences of any number of each, none among them."""
+    counts = [4, 0, 3], [2, 5, 0]
+    q = randn(sum(counts[0]), 2, 256, device=device)
+    new = tuple(randn(sum(counts[1]), 1, 256, device=device) for _ in "kv")
+    rotary = reference.Rotary(*tables(device))
+    check(q, dense_cache(device), LENGTHS, new, counts, rotary, causal=True)
+
+
+def test_without_new_rows(device):
+    """Lengths as a tensor, as a number for all, and all rows; offsets of new rows mean nothing."""
+    q, caches = randn(3, 2, 2, 256, device=device), dense_cache(device)
+    check(q, caches, LENGTHS, causal=True)
+    lengths = int32([21] * 3, device)
+    expected = flash_attn_varlen_func(q, *caches, seqused_k=lengths, causal=True)
+    offsets = int32([0, 1, 2, 3], device)
+    got = flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=21, causal=True, cu_seqlens_k_new=offsets
+    )
+    assert torch.equal(got, expected)
+    whole = flash_attn_with_kvcache(q, *caches, causal=True)
+    assert torch.equal(whole, flash_attn_varlen_func(q, *caches, causal=True))
+
+
+def test_steps_one_after_the_other_are_one_call(device):
+    """A prompt at once, or in pieces: the same cache, and rows as accurate."""
+    q = randn(1, 7, 2, 256, device=device)
+    new = tuple(randn(1, 7, 1, 256, device=device) for _ in "kv")
+    at_once, in_steps = dense_cache(device, 1), dense_cache(device, 1)
+    flash_attn_with_kvcache(q, *at_once, *new, cache_seqlens=0, causal=True)
+    for first, last in ((0, 4), (4, 5), (5, 7)):
+        step = slice(first, last)
+        check(q[:, step], in_steps, [first], tuple(t[:, step] for t in new), causal=True)
+    for one, other in zip(at_once, in_steps):
+        assert torch.equal(one[:, :7], other[:, :7])
+
+
+def test_a_cache_of_any_layout(device):
+    """Heads before rows, keys and values of one tensor: written and read in place."""
+    both = randn(3, 2, ROWS, 512, device=device)
+    caches = both.transpose(1, 2).split(256, dim=-1)
+    q = randn(3, 1, 4, 256, device=device)
+    new = tuple(randn(3, 1, 2, 256, device=device) for _ in "kv")
+    check(q, caches, LENGTHS, new, causal=True)
+
+
+def call(device, **changed):
+    q = randn(2, 1, 2, 256, device=device)
+    arguments = {
+        "q": q, "k_cache": randn(2, 16, 1, 256, device=device),
+        "v_cache": randn(2, 16, 1, 256, device=device), "k": randn(2, 1, 1, 256, device=device),
+        "v": randn(2, 1, 1, 256, device=device), "cache_seqlens": int32([3, 4], device),
+    }  # fmt: skip
+    return arguments | changed
+
+
+WRONG = {
+    "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
+    "lengths of int64": ({"cache_seqlens": torch.tensor([3, 4])}, TypeError, "int64"),
+    "a bool": ({"cache_seqlens": True}, TypeError, "an int or"),
+    "too many rows": ({"cache_seqlens": 17}, ValueError, "accepted: 0 to 16"),
+    "no room": ({"cache_seqlens": 16}, ValueError, "new row would be row 16; accepted: 0 to 15"),
+    "k alone": ({"v": None}, TypeError, "v is None"),
+    "another batch": ({"k": randn(1, 1, 1, 256)}, ValueError, r"\(2, any, 1, 256\)"),
+    "another dtype": ({"v": randn(2, 1, 1, 256, dtype=torch.float16)}, TypeError, "float16"),
+    "latent queries": ({"qv": randn(2, 1, 2, 256)}, NotImplementedError, "qv is given"),
+    "left padding": ({"cache_leftpad": int32([0, 1], "cpu")}, NotImplementedError, "leftpad"),
+    "sin alone": ({"rotary_sin": randn(16, 8)}, TypeError, "rotary_cos is None"),
+    "an odd part": (
+        {"rotary_cos": randn(16, 9), "rotary_sin": randn(16, 9)}, ValueError, "multiple of 16"
+    ),
+    "few positions": (
+        {"rotary_cos": randn(4, 8), "rotary_sin": randn(4, 8)}, ValueError, "accepted: 0 to 3"
+    ),
+    "rotary without rows": (
+        {"rotary_cos": randn(16, 8), "rotary_sin": randn(16, 8), "k": None, "v": None},
+        ValueError, "without k and v",
+    ),
+    "offsets past the end": (
+        {"cu_seqlens_k_new": int32([0, 1, 3], "cpu"), "k": randn(2, 1, 256),
+         "v": randn(2, 1, 256)}, ValueError, r"\[0, 1, 3\]",
+    ),
+    # What the attention alone would refuse comes before anything is written.
+    "a window": ({"window_size": (-2, 0)}, ValueError, "window_size"),
+    "causal": ({"causal": 1}, TypeError, "causal"),
+    "parts": ({"num_splits": 1.0}, TypeError, "num_splits"),
+    "heads": ({"q": randn(2, 1, 3, 128)}, ValueError, "head_dim 128"),
+}  # fmt: skip
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_errors_leave_the_cache_as_it_was(wrong):
+    changed, error, message = wrong
+    given = call("cpu", **changed)
+    before = [given[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**given)
+    for cache, name in zip(before, ("k_cache", "v_cache")):
+        assert torch.equal(cache, given[name])
+
+
+def test_no_gradients(device):
+    given = call(device)
+    given["q"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="q requires gradients"):
+        flash_attn_with_kvcache(**given)
+    with torch.no_grad():
+        assert not flash_attn_with_kvcache(**given).requires_grad
