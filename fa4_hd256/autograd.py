@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .call import named_configs
 from .call.backward_problem import BackwardCall
-from .call.forward_problem import RAGGED, Options, given_ragged
+from .call.forward_problem import LENGTHS, Options, given_ragged
 from .eager import OperatorCalls, is_intercepted
 from .run.backward import Wanted, run_backward
 
 __all__ = [
-    "backward", "call_backward", "gradients", "gradients_of", "save", "save_for_backward",
+    "backward", "call_backward", "gradients", "gradients_of", "refuse_gradients", "save",
+    "save_for_backward",
 ]  # fmt: skip
 
 #: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
@@ -102,7 +103,7 @@ def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[t
 backward_calls = OperatorCalls(
     "fa4_hd256::backward",
     _operator,
-    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *RAGGED),
+    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *LENGTHS),
 )
 
 
@@ -135,9 +136,20 @@ def call_backward(
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
-    tensors = (*inputs[:3], *inputs[7:12])
-    save(ctx, tensors, (*inputs[3:7], *inputs[12:]), output)
+    *others, page_table = inputs
+    if page_table is not None:
+        refuse_gradients()
+    tensors = (*others[:3], *others[7:12])
+    save(ctx, tensors, (*others[3:7], *others[12:]), output)
     ctx.num_inputs = len(inputs)
+
+
+def refuse_gradients() -> NoReturn:
+    """What a call with page_table comes to whose gradients are asked for."""
+    raise NotImplementedError(
+        "page_table: no gradients flow through paged keys and values; accepted: tensors that do "
+        "not require gradients, or a call under torch.no_grad()"
+    )
 
 
 def save(
@@ -145,7 +157,7 @@ def save(
     output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Keep what `gradients_of` needs. tensors: of `forward`: q, k, v, the sink, ragged ones;
-    scalars: its other arguments."""
+    scalars: its other arguments. tensors end with those of `LENGTHS`."""
     q, k, v, *others = tensors
     ctx.save_for_backward(q, k, v, *output, *others)
     *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = scalars

@@ -42,6 +42,12 @@ RESERVED_SMS = Variable(
     "0",
     "SMs that grids of the static tile scheduler leave to other kernels (NCCL's, say); same bits",
 )
+CHECK_PAGES = Variable(
+    "FA4_HD256_CHECK_PAGES",
+    "0",
+    "1: page numbers out of range are an error on a GPU, too, at the cost of waiting for it at "
+    "every call with page_table; for CPU tensors they always are",
+)
 
 ARCHITECTURE = Variable(
     "FA4_HD256_ARCH",
@@ -54,6 +60,7 @@ ARCHITECTURE = Variable(
 VARIABLES = (
     ARCHITECTURE,
     CACHE_DIR,
+    CHECK_PAGES,
     PROGRESS,
     RESERVED_SMS,
     Variable(
@@ -145,6 +152,14 @@ def reserved_sms() -> int:
     return int(given)
 
 
+def checks_pages() -> bool:
+    """Whether page numbers on a GPU are checked. Raises ValueError for anything but 0 and 1."""
+    given = os.environ.get(CHECK_PAGES.name) or "0"
+    if given not in ("0", "1"):
+        raise ValueError(f"{CHECK_PAGES.name} is {given!r}; accepted: 0 or 1")
+    return given == "1"
+
+
 def architecture() -> Architecture:
     """That whose kernels run for CPU tensors. Raises ValueError for one that does not exist."""
     given = os.environ.get(ARCHITECTURE.name) or ARCHITECTURE.default
@@ -193,7 +208,7 @@ def switches() -> tuple[str, ...]:
         kept = dict(present)
         found = [
             f"{variable}={os.environ.get(variable)}"
-            for variable in ("FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name)
+            for variable in ("FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK_PAGES.name)
         ]
         found += [f"{name}={value}" for name, value in compiler_settings().items()]
         _seen.switches, _seen.variables = tuple(found), kept

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .autograd import gradients, gradients_of, save, save_for_backward
+from .autograd import gradients, gradients_of, refuse_gradients, save, save_for_backward
 from .call import named_configs
 from .call.checks import check_kinds, check_longest, with_batch
 from .call.forward_problem import (
@@ -81,7 +81,7 @@ def flash_attn_func(
     """
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
-    tensors = q, k, v, learnable_sink, None, None, None, None
+    tensors = q, k, v, learnable_sink, *_NO_RAGGED
     form = learnable_sink is None
     configs = config, backward_config
     out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
@@ -116,28 +116,33 @@ def flash_attn_varlen_func(
     """`flash_attn_func` for sequences of different lengths.
 
     q: (total_q, heads, 256) with cu_seqlens_q, else (batch, seqlen_q, heads, 256); k, v likewise
-    with cu_seqlens_k.
+    with cu_seqlens_k, or with page_table (pages, page_size, heads_kv, 256).
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of packed sequences; lengths may be 0.
     max_seqlen_q: the longest query sequence, an int; required with cu_seqlens_q, since the grid
         follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
         if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k, and the
-        operator's own choice is then not to divide keys.
+        operator's own choice is then not to divide keys. With page_table if None the rows of all
+        pages of a row of it.
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf.
+    page_table: (batch, pages) int32 numbers of the pages of k and v in which the keys of each
+        sequence lie, in order; any row stride. seqused_k is required with it, cu_seqlens_k refused.
+        page_size: any multiple of 16. Pages may have any strides that TMA takes, as for
+        `flash_attn_func`; nothing is copied. Pages and entries that no query sees, left of a window
+        or past seqused_k, are not read. No gradients.
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
     seqlen_q).
 
-    Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for
-    page_table.
+    Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for gradients
+    with page_table. Page numbers out of range are a ValueError for CPU tensors, and for CUDA
+    tensors where FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
-    if page_table is not None:
-        raise NotImplementedError("page_table (paged KV) is not implemented; accepted: None")
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
-    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
     longest = max_seqlen_q, max_seqlen_k
     tensors = q, k, v, learnable_sink, *ragged
     form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
@@ -147,7 +152,8 @@ def flash_attn_varlen_func(
 
 
 #: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
-_OFFSETS_Q, _OFFSETS_K = 4, 5
+_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE = 4, 5, 8
+_NO_RAGGED = (None,) * len(RAGGED)
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_LENGTHS = None, None
 
@@ -184,6 +190,8 @@ def _attend(
         return _through_dispatcher(tensors, given, longest, configs)
     entry, addresses = found
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+        if tensors[_PAGE_TABLE] is not None:
+            refuse_gradients()
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
     return _without_batch(tensors, out, lse)
@@ -210,11 +218,12 @@ def _without_batch(
 
 
 def _with_batches(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same; packed sequences with a batch of 1. Raises ValueError for one of another rank."""
+    """The same; packed sequences with a batch of 1, keys in pages as they are. Raises ValueError
+    for one of another rank."""
     q, k, v, *others = tensors
     if tensors[_OFFSETS_Q] is not None:
         q = with_batch("q", q)
-    if tensors[_OFFSETS_K] is not None:
+    if tensors[_OFFSETS_K] is not None and tensors[_PAGE_TABLE] is None:
         k, v = with_batch("k", k), with_batch("v", v)
     return (q, k, v, *others)
 
@@ -258,7 +267,8 @@ def _operator(tensors: tuple[Any, ...], scalars: tuple) -> Any:
     """The operator. tensors: q, k, v, the sink, ragged ones, as the user has them; scalars: its
     other arguments."""
     given = _with_batches(tensors)
-    return forward(*given[:3], *scalars[:4], *given[3:], *scalars[4:])
+    *others, page_table = given
+    return forward(*others[:3], *scalars[:4], *others[3:], *scalars[4:], page_table)
 
 
 class _Attention(torch.autograd.Function):
@@ -276,7 +286,7 @@ class _Attention(torch.autograd.Function):
         tensors = (*differentiable, *tensors[4:])
         out, lse = forward_calls.run(entry, tensors, addresses)
         output = _without_batch(tensors, out, lse)
-        save(ctx, tensors, entry.scalars, output)
+        save(ctx, tensors[:_PAGE_TABLE], entry.scalars, output)
         return output
 
     @staticmethod
@@ -298,17 +308,18 @@ forward_calls = OperatorCalls(
 def _longest(
     ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
-    """(max_seqlen_q, max_seqlen_k) of packed sequences; None where they are not packed."""
+    """(max_seqlen_q, max_seqlen_k) of packed sequences, the latter of keys in pages, too; None
+    where they are not packed."""
     offsets_q, offsets_k = (ragged.get(f"cu_seqlens_{side}") for side in "qk")
     if offsets_q is None:
         max_seqlen_q = None
     else:
         check_longest("q", max_seqlen_q)
-    if offsets_k is None:
+    if offsets_k is None and "page_table" not in ragged:
         max_seqlen_k = None
     elif max_seqlen_k is not None:
         check_longest("k", max_seqlen_k)
-    elif offsets_k is offsets_q:
+    elif offsets_k is not None and offsets_k is offsets_q:
         max_seqlen_k = max_seqlen_q
     return max_seqlen_q, max_seqlen_k
 
@@ -346,6 +357,7 @@ def forward(
     backward_config: str,
     num_splits: int,
     backward_use_clc: bool,
+    page_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
@@ -353,7 +365,7 @@ def forward(
     is the backward's is used by autograd alone.
     """
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
-    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     call = ForwardCall(q, k, v, sink, ragged)
     chosen = None
     if config != named_configs.DEFAULT:
@@ -369,8 +381,9 @@ def forward(
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      backward_config, num_splits, backward_use_clc):  # fmt: skip
-    check_call(q, k, v, sink, given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+      backward_config, num_splits, backward_use_clc, page_table=None):  # fmt: skip
+    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    check_call(q, k, v, sink, ragged)
     check_num_splits(num_splits)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse

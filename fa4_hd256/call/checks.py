@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
 
+from .layouts import tma_can_take
+
 DTYPES = tuple(ELEMENT_TYPES)
+#: Of the tensors of ragged sequences that of keys in pages.
+PAGE_TABLE = "page_table"
 
 
 def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any) -> None:
@@ -135,13 +139,16 @@ def _check_equal(what: str, values: dict[str, object], error: type[Exception]) -
 
 
 def check_shapes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], packed_q: bool, packed_k: bool
-) -> None:
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], packed_q: bool, packed_k: bool,
+    paged: bool = False,
+) -> None:  # fmt: skip
     """Batch, lengths and heads of three shapes (b, s, h, 256). A batch of 0 is an empty result,
-    and so are packed sequences without any row."""
+    and so are packed sequences without any row. paged: k and v are (pages, page_size, h, 256)."""
     if tuple(k) != tuple(v):
         raise ValueError(f"k and v must have the same shape; got k {tuple(k)}, v {tuple(v)}")
-    if q[0] != k[0] and packed_q == packed_k:
+    if paged:
+        _check_pages(k)
+    elif q[0] != k[0] and packed_q == packed_k:
         raise ValueError(f"q, k and v must have the same batch; got q {q[0]}, k and v {k[0]}")
     for name, shape, packed in (("q", q, packed_q), ("k", k, packed_k)):
         if shape[1] < 1 and not packed:
@@ -153,6 +160,30 @@ def check_shapes(
             f"{q[2]} query heads over {k[2]} key/value heads; accepted: a number of query heads "
             "that is a multiple of the number of key/value heads"
         )
+
+
+def _check_pages(k: Sequence[int]) -> None:
+    """There are pages, of an accepted size."""
+    pages, page_size = k[:2]
+    if pages < 1:
+        raise ValueError(f"k and v have no pages, shape {tuple(k)}; accepted: 1 or more")
+    if page_size < 1 or page_size % PAGE_MULTIPLE:
+        raise ValueError(
+            f"k and v have pages of {page_size} rows, shape {tuple(k)}; accepted with page_table: "
+            f"(pages, page_size, heads_kv, {HEAD_DIM}) with a page_size that is a multiple of "
+            f"{PAGE_MULTIPLE}"
+        )
+
+
+def check_pages_in_place(tensors: dict[str, torch.Tensor]) -> None:
+    """Pages are read where they lie: TMA must be able to."""
+    for name, tensor in tensors.items():
+        if not tma_can_take(tensor):
+            raise ValueError(
+                f"{name} has strides {tensor.stride()} and begins at {tensor.data_ptr():#x}; "
+                "accepted with page_table, where nothing is copied: a last stride of 1, the other "
+                f"strides and the address positive multiples of {TMA_ALIGNMENT} bytes"
+            )
 
 
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
@@ -179,25 +210,44 @@ def check_longest(side: str, longest: Any) -> None:
 
 
 def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
-    """Dtypes, dimensions and devices."""
+    """Dtypes, dimensions and devices, and which go together."""
     for name, tensor in ragged.items():
         if tensor.dtype != torch.int32:
             raise TypeError(_NOT_INT32.format(name))
-        if tensor.ndim != 1 or tensor.stride(0) != 1:
+        if name == PAGE_TABLE:
+            _check_page_table(tensor)
+        elif tensor.ndim != 1 or tensor.stride(0) != 1:
             raise ValueError(f"{name} must be one-dimensional and contiguous")
         _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
+    if PAGE_TABLE not in ragged:
+        return
+    if "seqused_k" not in ragged or "cu_seqlens_k" in ragged:
+        given = ", ".join(ragged)
+        raise ValueError(
+            f"page_table is given with {given}; accepted: seqused_k, the keys in use of each "
+            "sequence, which is required, and no cu_seqlens_k: keys in pages have no offsets"
+        )
+
+
+def _check_page_table(table: torch.Tensor) -> None:
+    rows = table.ndim == 2 and table.shape[1] > 0
+    if not rows or (table.shape[1] > 1 and table.stride(1) != 1):
+        raise ValueError(
+            f"page_table has shape {tuple(table.shape)} and strides {table.stride()}; accepted: "
+            "(batch, pages of the longest sequence), at least one, with a last stride of 1"
+        )
 
 
 def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
     """The batch size. Raises ValueError where that of the tensors differs."""
-    sizes = {name: t.numel() - name.startswith("cu_") for name, t in ragged.items()}
+    sizes = {name: t.shape[0] - name.startswith("cu_") for name, t in ragged.items()}
     for side, tensor in (("q", q), ("k", k)):
-        if f"cu_seqlens_{side}" not in ragged:
+        if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):
             sizes[side] = tensor.shape[0]
     if len(set(sizes.values())) > 1 or min(sizes.values()) < 0:
         raise ValueError(
             f"the batch sizes disagree: {sizes} (cu_seqlens hold batch + 1 offsets, seqused batch "
-            "lengths)"
+            "lengths, page_table batch rows)"
         )
     return next(iter(sizes.values()))
 
@@ -219,17 +269,64 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Ten
             raise ValueError(f"seqused_{side} is {used.tolist()}; accepted: 0 or more")
 
 
+def check_page_numbers(
+    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], left: int | None
+) -> None:
+    """Lengths in use fit into the pages of a row, and all entries that are read number a page.
+
+    left: of the window. Those read are of pages with a key that some query sees. Waits for the
+    device.
+    """
+    table, used = ragged[PAGE_TABLE], ragged["seqused_k"].long()
+    (pages, page_size), columns = k.shape[:2], table.shape[1]
+    if (used > columns * page_size).any():
+        raise ValueError(
+            f"seqused_k is {used.tolist()}; accepted: up to {columns * page_size}, the {columns} "
+            f"pages of a row of page_table of {page_size} rows each"
+        )
+    queries = _query_lengths(q, ragged)
+    first = torch.zeros_like(used) if left is None else (used - queries - left).clamp(min=0)
+    # A row that no query has reads nothing.
+    last = torch.where(queries > 0, used, 0)
+    starts = torch.arange(columns, device=table.device) * page_size
+    is_read = (starts + page_size > first[:, None]) & (starts < last[:, None])
+    wrong = is_read & ((table < 0) | (table >= pages))
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table[{row}, {column}] is {int(table[row, column])}; accepted: 0 to "
+            f"{pages - 1}, the pages of k and v (entries of pages that no query sees may be "
+            "anything)"
+        )
+
+
+def _query_lengths(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(batch,) int64 rows in use of each sequence."""
+    offsets, used = ragged.get("cu_seqlens_q"), ragged.get("seqused_q")
+    if offsets is None:
+        lengths = torch.full((q.shape[0],), q.shape[1], device=q.device)
+    else:
+        lengths = offsets.long().diff()
+    return lengths if used is None else torch.minimum(lengths, used.long())
+
+
 def check_max_seqlen(
     side: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor], longest: int | None
 ) -> int:
-    """The longest sequence of a side, "q" or "k"; given by the caller for packed sequences."""
-    offsets = ragged.get(f"cu_seqlens_{side}")
-    if offsets is None:
+    """The longest sequence of a side, "q" or "k"; given by the caller for packed sequences, and for
+    keys in pages if not all of a row of page_table may be in use."""
+    offsets, lengths = ragged.get(f"cu_seqlens_{side}"), tensor.new_empty(0)
+    if side == "k" and PAGE_TABLE in ragged:
+        lengths, most = ragged["seqused_k"], ragged[PAGE_TABLE].shape[1] * tensor.shape[1]
+        longest = most if longest is None else min(longest, most)
+    elif offsets is None:
         return tensor.shape[1]
     if longest is None or longest < 1:
         raise ValueError(f"max_seqlen_{side} is {longest}; accepted: 1 or more")
-    if tensor.device.type == "cpu" and offsets.numel() > 1:
-        found = int(offsets.diff().max())
+    if tensor.device.type == "cpu":
+        if offsets is not None:
+            lengths = offsets.diff()
+        found = int(lengths.max()) if lengths.numel() else 0
         if found > longest:
             rows = {"q": "query", "k": "key"}[side]
             raise ValueError(

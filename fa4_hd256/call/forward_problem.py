@@ -20,6 +20,8 @@ from .layouts import without_expanded_heads
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
+#: Those of them that calls with gradients may have.
+LENGTHS = tuple(name for name in RAGGED if name != checks.PAGE_TABLE)
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -113,7 +115,8 @@ class Problem:
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
     divides the keys of each query tile (see `splits`); part_keys: of each part, None where parts
-    are equal. architecture: that the tensors are on. tiles: of its kernel.
+    are equal. architecture: that the tensors are on. tiles: of its kernel. page_size: rows of a
+    page where k and v are (pages, page_size, heads_kv, 256), else None.
     """
 
     q_shape: tuple[int, ...]
@@ -130,6 +133,7 @@ class Problem:
     packed_heads: int = 1
     num_splits: int = 1
     part_keys: int | None = None
+    page_size: int | None = None
 
     @classmethod
     def describe(
@@ -145,8 +149,8 @@ class Problem:
         """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
         ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
-        with cu_seqlens_k; None for as many as k has rows. config: the forward's, None for the
-        default one.
+        with cu_seqlens_k or page_table; None for as many as k, or a row of pages, has rows. config:
+        the forward's, None for the default one.
 
         Raises TypeError for an argument of the wrong kind or dtype, ValueError for a wrong
         shape, head_dim, ratio of heads, device, length or option, and NotImplementedError for an
@@ -159,9 +163,14 @@ class Problem:
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
         known = kernels_of(architecture).forward_tiles(config)
+        paged = checks.PAGE_TABLE in ragged
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
-        if max_seqlen_k is None:
+        if paged:
+            checks.check_pages_in_place({"k": k, "v": v})
+            if q.device.type == "cpu":
+                checks.check_page_numbers(q, k, ragged, options.window[0])
+        elif max_seqlen_k is None:
             max_seqlen_k = max(1, k.shape[1])
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
         tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
@@ -178,6 +187,7 @@ class Problem:
             architecture=architecture,
             tiles=tiles,
             packed_heads=packed,
+            page_size=k.shape[1] if paged else None,
         )
 
     @property
@@ -196,6 +206,7 @@ class Problem:
             self.packed_heads,
             self.num_splits > 1,
             self.part_keys is not None,
+            self.page_size,
         )
 
     @property
@@ -257,7 +268,8 @@ class ForwardCall:
     """The tensors of a forward call, as the user has them.
 
     q: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); sink: (heads_q,) or
-    None; packed sequences have a batch of 1. ragged: those of `RAGGED` that are given.
+    None; packed sequences have a batch of 1. ragged: those of `RAGGED` that are given; with
+    page_table k and v are (pages, page_size, heads_kv, 256).
     """
 
     q: torch.Tensor
@@ -291,12 +303,14 @@ def check_call(
     packed_q, packed_k = "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged
     packed = {"q": packed_q, "k": packed_k, "v": packed_k}
     checks.check_tensors({"q": q, "k": k, "v": v}, packed)
-    checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k)
+    paged = checks.PAGE_TABLE in ragged
+    checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k, paged)
     if sink is not None:
         checks.check_sink(sink, q)
     checks.check_ragged(q, ragged)
 
 
 def given_ragged(*tensors: Any) -> dict[str, Any]:
-    """Those of the four tensors of `RAGGED`, given in its order, that are not None, by name."""
-    return {name: t for name, t in zip(RAGGED, tensors, strict=True) if t is not None}
+    """Those of the tensors of `RAGGED`, or of `LENGTHS`, given in order, that are not None, by
+    name."""
+    return {name: t for name, t in zip(RAGGED, tensors) if t is not None}

@@ -6,7 +6,9 @@ import torch
 
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT, TMA_STRIDE_LIMIT
 
-__all__ = ["as_kernel_operand", "row_operand", "tma_can_take", "without_expanded_heads"]
+__all__ = [
+    "as_kernel_operand", "row_operand", "table_operand", "tma_can_take", "without_expanded_heads",
+]  # fmt: skip
 
 
 def tma_can_take(tensor: torch.Tensor) -> bool:
@@ -44,6 +46,11 @@ def as_kernel_operand(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tma_can_take(tensor):
         return tensor.clone(memory_format=torch.contiguous_format)
+    return _without_loose_strides(tensor)
+
+
+def _without_loose_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory; dimensions of size 1 have strides as in a contiguous tensor."""
     strides, below = [], 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
         strides.append(stride if size > 1 else below)
@@ -57,3 +64,9 @@ def row_operand(tensor: torch.Tensor) -> torch.Tensor:
     if 0 in tensor.stride():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def table_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """A table with a last stride of 1 as the kernel may read it: itself, or a copy where its rows
+    are one expanded row."""
+    return _without_loose_strides(row_operand(tensor))

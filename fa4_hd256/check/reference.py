@@ -215,6 +215,16 @@ def _with_sink(scores: torch.Tensor, sink: torch.Tensor | None, head: int) -> to
     return torch.cat((scores, column), dim=1)
 
 
+def gathered(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """(length, heads_kv, dim): the keys, or the values, of one sequence in pages.
+
+    cache: (pages, page_size, heads_kv, dim), of any dtype, device and strides; pages: (most pages)
+    int, a row of page_table, of whose entries only those of its pages are read.
+    """
+    count = -(-length // cache.shape[1])
+    return cache[pages[:count].long()].flatten(0, 1)[:length]
+
+
 def same_dtype_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:

@@ -25,7 +25,8 @@ from cutlass.cute.nvgpu import cpasync
 from schedulers import TileProblem, section_heads_for
 
 from .limits import HEAD_DIM
-from .operands import TmaTensor, smem_layout
+from .operands import TmaTensor, load_tile, smem_layout
+from .pages import PagedKeys, box_rows, load_pages
 from .problem_class import query_rows
 from .scalars import CallScalars
 from .sequences import RaggedKernel, Sequence, clipped_view
@@ -95,12 +96,14 @@ class ForwardCommon(RaggedKernel):
     """Host code of a forward kernel; mixed into it.
 
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
-    tile; `kernel_tensors(operands, lse, optional)`; and `kernel(tensors, sizes, scalars, order)`.
+    tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands, lse,
+    optional)`; and `kernel(tensors, sizes, scalars, order)`.
     """
 
     problem_class: Any
     config: Any
     tile_queries: int
+    load_keys: int
     scheduler: Any
     warps: Any
     kernel: Any
@@ -163,8 +166,12 @@ class ForwardCommon(RaggedKernel):
         heads = cute.size(q, mode=[2]) // self.problem_class.packed_heads
         heads_per_kv = heads // cute.size(k, mode=[2])
         _, ragged = self.sink_and_ragged(optional)
-        batch = self.sequence_tensors(ragged).num_batches(q)
-        sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
+        sequence_tensors = self.sequence_tensors(ragged)
+        batch = sequence_tensors.num_batches(q)
+        seqlen_k = cute.size(k, mode=[0])
+        if cutlass.const_expr(self.is_paged):
+            seqlen_k *= cute.size(sequence_tensors.page_table, mode=[1])
+        sizes = (cute.size(q, mode=[0]), seqlen_k, heads_per_kv)
         if cutlass.const_expr(self.problem_class.split):
             num_splits = cute.size(out, mode=[3]) // cute.size(q, mode=[3])
             batch, sizes = batch * num_splits, (*sizes, num_splits)
@@ -174,7 +181,7 @@ class ForwardCommon(RaggedKernel):
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
-                kv_bytes_per_head=cutlass.min(cute.size(k, mode=[0]), 1 << 20) * (2 * HEAD_DIM * 2),
+                kv_bytes_per_head=cutlass.min(seqlen_k, 1 << 20) * (2 * HEAD_DIM * 2),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=self.problem_class.has_unequal_tiles,
             )
@@ -188,6 +195,8 @@ class ForwardCommon(RaggedKernel):
         box."""
         operation, rows, columns = copy
         packed = self.problem_class.packed_heads
+        if self.is_paged and name in "kv":
+            rows = self.page_box
         layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
         box, is_clipped = (rows, columns), bool(self.problem_class.ragged)
         if packed > 1 and name in "qo":
@@ -201,6 +210,49 @@ class ForwardCommon(RaggedKernel):
             view = clipped_view(view, rows)
         info = cpasync.make_tiled_tma_atom(operation, view, layout, box)
         return TmaTensor(info[0], info[1])
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys and values lie in pages."""
+        return self.problem_class.page_size is not None
+
+    @property
+    def page_box(self) -> int:
+        """Rows of a box of K or V in pages."""
+        return box_rows(self.problem_class.page_size, self.load_keys)
+
+    def first_kv_tile(self, context: Any, work: Any, visibility: Any, first_row: Any) -> Any:
+        """The KV tile that is worked on first, the last one of those that are seen: its number, or
+        a `PagedTile`.  first_row: the tile's first query."""
+        last = visibility.last_tile(first_row, self.tile_queries)
+        if not self.is_paged:
+            return last
+        table = context.sequences.tensors.page_table[context.batch(work), None]
+        sizes = self.problem_class.page_size, self.page_box, self.config.block_kv
+        return PagedKeys(table, visibility.seqlen_k, visibility.first(first_row), sizes).at(last)
+
+    def next_kv_tile(self, kv_tile: Any) -> Any:
+        """The one that is worked on next."""
+        return kv_tile.next() if self.is_paged else kv_tile - 1
+
+    def first_key(self, kv_tile: Any) -> Any:
+        """Where a KV tile begins in its `keys`."""
+        return 0 if self.is_paged else kv_tile * self.config.block_kv
+
+    def keys(self, context: Any, work: Any, kv_tile: Any) -> Any:
+        """What the rows of a KV tile are of: a `PagedTile`, or the sequence."""
+        return kv_tile if self.is_paged else context.key(work)
+
+    def load_kv(
+        self, source: TmaTensor, smem: cute.Tensor, place: tuple, target: tuple,
+        multicast: Any = None,
+    ) -> None:  # fmt: skip
+        """One load of K or V.  place: (`keys`, first row in them, column block, head); target:
+        (barrier, buffer); multicast: see `load_tile`."""
+        if self.is_paged:
+            load_pages(source, smem, place, target, multicast)
+        else:
+            load_tile(source, smem, place, *target, 1, multicast)
 
     def sink_log2(self, context: Any, work: Any, head: Int32) -> Any:
         """The head's sink logit in the exponent of 2, None without a sink; of a tile's parts only

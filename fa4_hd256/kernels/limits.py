@@ -6,6 +6,7 @@ __all__ = [
     "ELEMENT_BYTES",
     "FLOAT_BYTES",
     "HEAD_DIM",
+    "PAGE_MULTIPLE",
     "SECTOR_BYTES",
     "SMEM_CAPACITY",
     "SWIZZLE_ALIGNMENT",
@@ -18,6 +19,9 @@ __all__ = [
 HEAD_DIM = 256
 ELEMENT_BYTES = 2  # of bfloat16 and float16
 FLOAT_BYTES = 4
+
+#: Of the rows of a page: whole atoms of the 128-byte swizzle (8 rows), and few boxes a tile.
+PAGE_MULTIPLE = 16
 
 WARP_SIZE = 32
 

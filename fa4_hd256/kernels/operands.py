@@ -16,7 +16,8 @@ from cutlass.memory import SmemAllocator
 from .limits import SWIZZLE_ALIGNMENT
 from .sequences import tma_tile
 
-__all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_tile", "smem_layout"]
+__all__ = ["BLOCK_COLUMNS", "ROW_BYTES", "SharedMemory", "TmaTensor", "load_box", "load_tile",
+           "smem_layout"]
 
 BLOCK_COLUMNS = 64
 ROW_BYTES = 128  # of a block: 64 16-bit elements
@@ -73,6 +74,14 @@ def load_tile(
     """
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     tile = tma_tile(source.tensor, shape, place, packed, least=1)
+    load_box(source, smem, tile, barrier, stage, multicast)
+
+
+def load_box(
+    source: TmaTensor, smem: cute.Tensor, tile: cute.Tensor, barrier: cute.Pointer, stage: Any,
+    multicast: Any = None,
+) -> None:
+    """As `load_tile`, of a tile's coordinates."""
     to_smem, from_global = cpasync.tma_partition(
         source.atom, 0, cute.make_layout(1),
         cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2),

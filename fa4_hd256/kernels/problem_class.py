@@ -36,7 +36,8 @@ class ProblemClass:
     `sequences.SequenceTensors` are given, in their order. use_clc: the dynamic tile scheduler.
     packed_heads: query heads of a KV head whose rows share the forward's query tiles; 1, or all of
     them. split: the forward's keys are divided. fixed_parts: into parts of so many keys, of which a
-    sequence fills as many as it can, instead of so many equal parts.
+    sequence fills as many as it can, instead of so many equal parts. page_size: rows of a page of
+    keys and values; None where they lie in no pages.
     """
 
     dtype: torch.dtype
@@ -50,6 +51,7 @@ class ProblemClass:
     packed_heads: int = 1
     split: bool = False
     fixed_parts: bool = False
+    page_size: int | None = None
 
     @property
     def element_type(self) -> Any:

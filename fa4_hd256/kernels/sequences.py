@@ -25,6 +25,8 @@ __all__ = [
     "Sequence",
     "SequenceTensors",
     "Sequences",
+    "clip",
+    "clipped_box",
     "clipped_view",
     "padded_rows",
     "tma_tile",
@@ -40,12 +42,14 @@ class SequenceTensors(NamedTuple):
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
     seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length.
+    page_table: (batch, most pages of a sequence) numbers of the pages of keys (`pages`).
     """
 
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_q: Any = None
     seqused_k: Any = None
+    page_table: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:
@@ -81,7 +85,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Sequences(SharedByReference):
-    """All batch entries.  seqlen_q, seqlen_k: Int32 lengths of dense or padded tensors."""
+    """All batch entries.  seqlen_q, seqlen_k: Int32 lengths of dense or padded tensors; seqlen_k
+    of keys in pages: of all pages that a sequence may have."""
 
     tensors: SequenceTensors
     seqlen_q: Int32
@@ -174,13 +179,31 @@ def tma_tile(
     if cutlass.const_expr(cute.rank(tensor) == 4):
         plane, start = tensor[None, None, head, sequence.batch], first_row
     else:
-        count = cutlass.max(cutlass.min(sequence.length - first_row, rows), least)
-        end = sequence.offset + first_row + count
-        if cutlass.const_expr(least > 0):
-            last = sequence.offset + cutlass.min(first_row + count, sequence.length)
-            end = cutlass.max(last, 1)
-        plane, start = tensor[None, None, end, head, sequence.batch], rows - count
+        end, start = clip(sequence, first_row, rows, least)
+        plane = tensor[None, None, end, head, sequence.batch]
     if cutlass.const_expr(packed > 1):
         moved = cute.domain_offset(((0, start), 0), plane)
         return cute.local_tile(moved, ((packed, rows), columns), (0, column_block))
+    return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))
+
+
+def clip(sequence: Sequence, first_row: Any, rows: int, least: int = 0) -> tuple[Any, Any]:
+    """(end, start) of a tile of `rows` in a `clipped_view`: its coordinates in the third and first
+    dimension, those of the row behind its last one and of how many rows of it are left out.
+
+    first_row: in the sequence; least: see `tma_tile`.
+    """
+    count = cutlass.max(cutlass.min(sequence.length - first_row, rows), least)
+    end = sequence.offset + first_row + count
+    if cutlass.const_expr(least > 0):
+        last = sequence.offset + cutlass.min(first_row + count, sequence.length)
+        end = cutlass.max(last, 1)
+    return end, rows - count
+
+
+def clipped_box(tensor: cute.Tensor, shape: tuple[int, int], place: tuple) -> cute.Tensor:
+    """The coordinate tensor of a tile of a `clipped_view`.  place: (start, column block, end, head,
+    batch), start and end by `clip`."""
+    start, column_block, end, head, batch = place
+    plane = tensor[None, None, end, head, batch]
     return cute.local_tile(cute.domain_offset((start, 0), plane), shape, (0, column_block))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
-from fa4_hd256.call.forward_problem import RAGGED, Problem
+from fa4_hd256.call.forward_problem import LENGTHS, Problem
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
 from fa4_hd256.kernels.kernel_set import BackwardKernel
@@ -102,7 +102,7 @@ def run_backward(
 
 def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a call in the order of the operator's arguments."""
-    ragged = (call.ragged.get(name) for name in RAGGED)
+    ragged = (call.ragged.get(name) for name in LENGTHS)
     return (
         call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, *ragged
     )  # fmt: skip

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fa4_hd256 import environment
+from fa4_hd256.call.checks import PAGE_TABLE, check_page_numbers
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.splits import divided
@@ -19,7 +21,7 @@ from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of, launch
-from .recording import Allocate, Make, Tensors, give_up, made_for, operand
+from .recording import Allocate, Make, Tensors, give_up, made_for, operand, table
 
 __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
 
@@ -37,9 +39,27 @@ def run_forward(
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
+    if PAGE_TABLE in call.ragged and environment.checks_pages():
+        _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.ragged)
     inputs = call.q, *without_expanded_heads(call.k, call.v)
     return launch_forward(compiled, problem, inputs, call.sink, ragged)
+
+
+def _check_pages(call: ForwardCall, problem: Problem) -> None:
+    """Page numbers on a GPU, at every call: none is repeated without.
+
+    Raises ValueError as `check_page_numbers` does, and RuntimeError while a graph is captured.
+    """
+    if problem.device.type == "cpu":
+        return  # they were checked with all else
+    give_up()
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{environment.CHECK_PAGES.name} is set: page numbers are read on the host, which a "
+            "CUDA graph cannot capture; accepted: capture without it"
+        )
+    check_page_numbers(call.q, call.k, call.ragged, problem.options.window[0])
 
 
 def launch_forward(
@@ -66,6 +86,7 @@ def launch_forward(
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
         k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
         give_up()
+    ragged = tuple(table(t) if t.ndim > 1 else t for t in ragged)
     optional = (() if sink is None else (made["sink_operand"],)) + ragged
     tensors = CallTensors(q, k, v, *parts, optional)
     roles = ("out_parts", "lse_parts") if is_split else ("out", "lse")

@@ -1,10 +1,11 @@
 """The calling conventions of the forward's kernels: each one list of arguments, in two forms.
 
     q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
-    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..)
     results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
-                  the ragged sequences; None if that is nothing
+                  the ragged sequences, vectors but for page_table (batch, pages); None if that is
+                  nothing
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
@@ -22,6 +23,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
+from fa4_hd256.call.checks import PAGE_TABLE
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
@@ -43,7 +45,10 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
-    optional += [vector_type(cutlass.Int32) for _ in problem_class.ragged]
+    optional += [
+        tensor_type(cutlass.Int32, 2, 4) if name == PAGE_TABLE else vector_type(cutlass.Int32)
+        for name in problem_class.ragged
+    ]
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 

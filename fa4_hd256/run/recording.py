@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4_hd256.call.layouts import as_kernel_operand, row_operand
+from fa4_hd256.call.layouts import as_kernel_operand, row_operand, table_operand
 
 from .compile import CompiledKernel
 from .packed import COUNTER, LaunchTemplate, PackedLaunch, host_function, tensor_leaves
@@ -25,7 +25,7 @@ from .tile_counter import tile_counter
 
 __all__ = [
     "Allocate", "Make", "Recording", "Replayed", "current", "give_up", "made_for", "operand",
-    "recording", "row_values",
+    "recording", "row_values", "table",
 ]  # fmt: skip
 
 #: Tensors of a call by role, in the order of a call's tensors.
@@ -73,6 +73,11 @@ def operand(tensor: torch.Tensor) -> torch.Tensor:
 def row_values(tensor: torch.Tensor) -> torch.Tensor:
     """`row_operand`, likewise."""
     return _in_place(tensor, row_operand(tensor))
+
+
+def table(tensor: torch.Tensor) -> torch.Tensor:
+    """`table_operand`, likewise."""
+    return _in_place(tensor, table_operand(tensor))
 
 
 def _in_place(given: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

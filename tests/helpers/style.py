@@ -25,8 +25,8 @@ MORE_PARAMETERS = {
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 22,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 28,
     # A torch operator's schema is flat: tensors and plain values only.
-    ("fa4_hd256/interface.py", "forward"): 19,
-    ("fa4_hd256/interface.py", "_"): 19,
+    ("fa4_hd256/interface.py", "forward"): 20,
+    ("fa4_hd256/interface.py", "_"): 20,
     ("fa4_hd256/autograd.py", "backward"): 21,
     ("fa4_hd256/autograd.py", "_"): 21,
 }

@@ -187,7 +187,6 @@ def packed(**changes):
         ({"seqused_k": torch.tensor([1, -1], dtype=torch.int32)}, ValueError, "0 or more"),
         ({"q": torch.zeros(1, 8, 2, 256).bfloat16()}, ValueError, "accepted: 3"),
         ({"cu_seqlens_q": None, "max_seqlen_q": None}, ValueError, "accepted: 4"),
-        ({"page_table": torch.zeros(1)}, NotImplementedError, "page_table"),
         ({"num_splits": LARGEST + 1}, ValueError, f"num_splits is {LARGEST + 1}; accepted: 1"),
         ({"num_splits": 2.0}, TypeError, "num_splits must be an int, got 2.0"),
     ],
@@ -195,6 +194,77 @@ def packed(**changes):
 def test_varlen(changes, error, message):
     with pytest.raises(error, match=message):
         flash_attn_varlen_func(**packed(**changes))
+
+
+def paged(pages=4, page_size=16, **changes):
+    """Arguments of a call on keys in pages that would be accepted, with changes."""
+    q, k = torch.zeros(2, 3, 2, 256).bfloat16(), torch.zeros(pages, page_size, 1, 256).bfloat16()
+    used = torch.tensor([20, 5], dtype=torch.int32)
+    table = torch.tensor([[0, 3, 9], [2, -1, 9]], dtype=torch.int32)
+    return {"q": q, "k": k, "v": k, "seqused_k": used, "page_table": table, **changes}
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ODD_PAGES = torch.zeros(4, 16, 1, 260).bfloat16()[..., :256]
+FEW_ENTRIES = ints((0,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        *(
+            ({"page_size": n}, ValueError, f"pages of {n} rows, .* a multiple of 16")
+            for n in (0, 1, 8, 24, 100)
+        ),
+        ({"pages": 0}, ValueError, r"k and v have no pages, shape \(0, 16, 1, 256\)"),
+        ({"page_table": ints((0, 3, 9))}, ValueError, "batch sizes disagree"),
+        ({"page_table": ints(0, 3, 9)}, ValueError, r"page_table has shape \(3,\)"),
+        ({"page_table": ints((), ())}, ValueError, r"page_table has shape \(2, 0\)"),
+        ({"page_table": ints((0, 2), (1, 3)).T}, ValueError, "a last stride of 1"),
+        ({"page_table": torch.zeros(2, 3)}, TypeError, "page_table must be an int32 tensor"),
+        ({"seqused_k": None}, ValueError, "seqused_k, .* which is required"),
+        ({"cu_seqlens_k": ints(0, 20, 25)}, ValueError, "no cu_seqlens_k"),
+        ({"seqused_k": ints(20, 49)}, ValueError, r"seqused_k is \[20, 49\]; accepted: up to 48"),
+        ({"seqused_k": ints(20, -1)}, ValueError, "0 or more"),
+        ({"seqused_k": ints(20, 17)}, ValueError, r"page_table\[1, 1\] is -1; accepted: 0 to 3"),
+        ({"seqused_k": ints(33, 5)}, ValueError, r"page_table\[0, 2\] is 9; accepted: 0 to 3"),
+        ({"max_seqlen_k": 19}, ValueError, "max_seqlen_k is 19, but a sequence has 20 key rows"),
+        ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0"),
+        ({"max_seqlen_k": 20.0}, TypeError, "max_seqlen_k must be an int"),
+        ({"k": ODD_PAGES, "v": ODD_PAGES}, ValueError, "k has strides .* nothing is copied"),
+        ({"v": ODD_PAGES}, ValueError, "v has strides .* nothing is copied"),
+        ({"v": torch.zeros(4, 32, 1, 256).bfloat16()}, ValueError, "must have the same shape"),
+        ({"q": torch.zeros(2, 3, 3, 256).bfloat16()[:1]}, ValueError, "batch sizes disagree"),
+        (
+            {"q": torch.zeros(2, 3, 2, 256).bfloat16().requires_grad_()},
+            NotImplementedError,
+            r"page_table: no gradients .* torch.no_grad\(\)",
+        ),
+    ],
+)
+def test_pages(changes, error, message):
+    with pytest.raises(error, match=message):
+        flash_attn_varlen_func(**paged(**changes))
+
+
+def test_entries_that_no_query_sees_may_be_anything():
+    """Left of a window, past the lengths in use, and of a sequence without queries."""
+    call = paged(q=torch.zeros(1, 3, 2, 256), page_table=ints((-1, 3, 9), (7, 7, 7)))
+    ragged = {
+        "cu_seqlens_q": ints(0, 3, 3), "seqused_k": ints(20, 40), "page_table": call["page_table"]
+    }  # fmt: skip
+    # The first query is level with key 17.
+    checks.check_page_numbers(call["q"], call["k"], ragged, 1)
+    for left in (2, None):
+        with pytest.raises(ValueError, match=r"page_table\[0, 0\] is -1"):
+            checks.check_page_numbers(call["q"], call["k"], ragged, left)
+    with pytest.raises(ValueError, match=r"page_table\[1, 2\] is 7"):
+        checks.check_page_numbers(call["q"], call["k"], ragged | {"cu_seqlens_q": ints(0, 2, 3)}, 0)
+    unused = {"seqused_q": ints(0, 0), "cu_seqlens_q": ints(0, 2, 3)}
+    checks.check_page_numbers(call["q"], call["k"], ragged | unused, None)
 
 
 #: Arguments of the operator behind q, k and v; see `interface.forward`.
@@ -253,8 +323,9 @@ def test_every_check_comes_once(monkeypatch):
     flash_attn_varlen_func(**{**call, "k": k, "v": k, "learnable_sink": sink, "softcap": 1.0})
     # The longest sequence: of the queries, and of the keys.
     assert seen.pop("check_max_seqlen") == 2
-    # Those of gradients and of other kinds of GPU are not on this way.
-    assert set(names) - set(seen) == {"check_gradients", "check_max_seqlen"}
+    # Those of gradients, of pages and of other kinds of GPU are not on this way.
+    others = {"check_gradients", "check_max_seqlen", "check_page_numbers", "check_pages_in_place"}
+    assert set(names) - set(seen) == others
     assert set(seen.values()) == {1}
 
 

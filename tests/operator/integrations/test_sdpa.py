@@ -145,7 +145,7 @@ def test_what_is_not_offered(device, adapted):
     q, k, v = inputs(device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     dense = (*(x.transpose(1, 2) for x in (q, k, v)), None, None, 9, 9, 0.0, False, False)
-    with pytest.raises(NotImplementedError, match="page_table"):
+    with pytest.raises(ValueError, match="pages of 9 rows"):
         adapted._fa4_flash_attention_forward_impl(*dense, block_table=table)
     with pytest.raises(ValueError, match=f"num_splits is {LARGEST + 1}"):
         adapted._fa4_flash_attention_forward_impl(*dense, num_splits=LARGEST + 1)

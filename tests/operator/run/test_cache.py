@@ -223,6 +223,7 @@ def test_what_the_key_covers(monkeypatch):
         key(problem_class=ProblemClass(torch.bfloat16, use_clc=True)),
         key(problem_class=ProblemClass(torch.bfloat16, packed_heads=2)),
         key(problem_class=ProblemClass(torch.bfloat16, split=True)),
+        key(problem_class=ProblemClass(torch.bfloat16, page_size=16)),
         key(kind="backward_preprocess"),
         key(kind="forward_combine"),
     }
@@ -235,7 +236,7 @@ def test_what_the_key_covers(monkeypatch):
     monkeypatch.setattr(compile, "_cpu_features", lambda: ["avx2"])
     others.add(key())
     others.add(compile.cache_key(replace(SPEC, architecture=named("sm_90a"))))
-    assert len(others) == 18 and first not in others
+    assert len(others) == 19 and first not in others
 
 
 def test_features_of_the_cpu():

@@ -52,6 +52,15 @@ FORWARDS = {
         lambda: dense(30, 50, batch=2),
         {"seqused_q": lambda: int32(30, 11), "seqused_k": lambda: int32(17, 50)},
     ),
+    "pages, split": (
+        flash_attn_varlen_func,
+        lambda: tensors((2, 3, 2, 256), (6, 16, 1, 256), (6, 16, 1, 256)),
+        {
+            "seqused_k": lambda: int32(17, 50), "num_splits": 2,
+            # Another table, whose rows are those of a wider one.
+            "page_table": lambda: torch.stack([torch.randperm(6)] * 3).int()[:2, :5],
+        },
+    ),
 }  # fmt: skip
 
 

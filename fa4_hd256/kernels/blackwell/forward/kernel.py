@@ -95,6 +95,8 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
         # Queries of a tile and of a CTA's half of it.
         self.tile_queries = config.tile_q // problem_class.packed_heads
         self.block_queries = config.block_q // problem_class.packed_heads
+        # Each CTA loads half of the keys of K's tile.
+        self.load_keys = config.block_kv // 2
         negate, is_bf16 = problem_class.negative_scale, self.is_bf16
         self.shapes = {
             "S": MmaShape(config.tile_q, config.block_kv, is_bf16, negate_a=negate),

@@ -92,6 +92,7 @@ class ForwardKernel(ForwardCommon, SchedulerRole, ForwardProducer, ForwardConsum
         self.tile_queries = config.tile_q // of_query
         self.block_queries = config.block_q // of_query
         self.part_queries = WARPGROUP_ROWS // of_query
+        self.load_keys = config.block_kv
         self.qk = WgmmaShape(self.dtype, config.block_kv)
         self.pv = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
 

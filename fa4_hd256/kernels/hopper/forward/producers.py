@@ -36,16 +36,17 @@ class ForwardProducer:
             num_steps = visibility.num_tiles(*tile)
             self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = visibility.last_tile(*tile)
+                position = self.first_kv_tile(context, work, visibility, tile[0])
                 k_free, v_free = states
                 # Before Q: its buffer is free while the tile before is still worked on.
                 k_free = self._load_kv(context, "k", (work, position), k_free)
                 self._load_q(context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     self.want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
-                    k_free = self._load_kv(context, "k", (work, position - 1), k_free)
+                    following = self.next_kv_tile(position)
+                    k_free = self._load_kv(context, "k", (work, following), k_free)
                     v_free = self._load_kv(context, "v", (work, position), v_free)
-                    position -= 1
+                    position = following
                 v_free = self._load_kv(context, "v", (work, position), v_free)
                 q_free.advance()
                 states = k_free, v_free
@@ -91,11 +92,13 @@ class ForwardProducer:
         loaded.expect_bytes(state)
         head = work.head // context.heads_per_kv
         source = getattr(context.tensors, name)
-        place = context.key(work), position * self.config.block_kv, context.cta_rank, head
+        keys, row = self.keys(context, work, position), self.first_key(position)
+        place = keys, row, context.cta_rank, head
         buffer, mask = state.index, None
         if cutlass.const_expr(self.config.ctas > 1):
             buffer, mask = buffer * 2 + context.cta_rank, Int16(0b11)
-        load_tile(source, context.smem[name], place, loaded.pointer(state), buffer, 1, mask)
+        target = loaded.pointer(state), buffer
+        self.load_kv(source, context.smem[name], place, target, mask)
         state.advance()
         return state
 

@@ -1,0 +1,112 @@
+"""Keys and values in pages, under both schedulers, against the float64 reference.
+
+A page size is compiled in, and so are the mask and the kind of the scores: each size comes with
+another set of features, all sizes with ragged lengths, zero among them, and rows, pages and entries
+of the table in every cache that must not be read.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import Paged, attend, check
+
+from fa4_hd256 import flash_attn_varlen_func
+
+SIZES = (16, 32, 48, 64, 128, 256, 784)
+
+
+@pytest.fixture(params=[False, True], ids=["static", "clc"])
+def use_clc(request):
+    return request.param
+
+
+def queries(*shape, device="cpu", dtype=torch.bfloat16):
+    return torch.randn(*shape, 256).to(device, dtype)
+
+
+# Packed queries, two heads of which share tiles; sequences without queries, without keys, that end
+# with a page, inside one, and behind their first tile of keys.
+@pytest.mark.parametrize("page_size", SIZES)
+def test_page_sizes(page_size, device):
+    paged = Paged.of((300, 40, 0, 128, 16), page_size, device=device)
+    lengths = (3, 0, 5, 1, 20)
+    out, lse = check(queries(29, 2, device=device), paged, lengths, causal=True, use_clc=False)
+    assert (out[3:8] == 0).all() and (lse[:, 3:8] == -torch.inf).all()
+
+
+def test_dynamic_scheduler(device):
+    paged = Paged.of((300, 40, 0, 128, 16), 16, device=device)
+    tensors = queries(29, 2, device=device), paged, (3, 0, 5, 1, 20)
+    found = check(*tensors, causal=True, use_clc=True)
+    assert same(found, attend(*tensors, causal=True, use_clc=False))
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Heads before rows; K and V of a page behind each other; K and V of a row behind each other.
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("hnd", 48), ("pages of both", 16), ("rows of both", 128)]
+)
+def test_layouts(layout, page_size, device):
+    """Several KV heads, decoding in parts; rows of a tile of which some are of no query."""
+    paged = Paged.of((500, 0, 130), page_size, 2, layout, device)
+    check(queries(3, 2, 6, device=device), paged, num_splits=3, use_clc=True)
+
+
+# The same bits as without pages, where the kernel has the same steps: prefill of a second chunk of
+# several tiles; decoding in parts; a window.
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads", "page_size", "options"),
+    [
+        (200, (3, 1), 16, {"causal": True}),
+        (1, (8, 2), 784, {"causal": True, "num_splits": 3}),
+        (150, (2, 1), 64, {"window_size": (60, 10)}),
+    ],
+)
+def test_the_bits_of_keys_in_no_pages(seqlen_q, heads, page_size, options, device):
+    paged = Paged.of((470, 300), page_size, heads[1], device=device)
+    q = queries(2, seqlen_q, heads[0], device=device)
+    options = {**options, "use_clc": False}
+    dense = flash_attn_varlen_func(
+        q, *paged.padded(), seqused_k=paged.used, return_lse=True, **options
+    )
+    assert same(check(q, paged, **options), dense)
+
+
+#: Arguments of the operator between q, k, v and the page table (`interface.forward`), but for
+#: seqused_k.
+BEFORE, BEHIND = (0.0625, -1, 0, 0.0, None, None, None, None), (
+    None, None, False, "", "", 1, False,
+)  # fmt: skip
+
+
+def test_opcheck(device):
+    paged = Paged.of((40, 0), 16, device=device)
+    arguments = queries(2, 3, 2, device=device), paged.k, paged.v, *BEFORE, paged.used, *BEHIND
+    operator = torch.ops.fa4_hd256.forward.default
+    torch.library.opcheck(operator, (*arguments, paged.table))
+
+
+def test_the_operator_by_itself_refuses_gradients(device):
+    paged = Paged.of((40, 0), 16, device=device)
+    q = queries(2, 3, 2, device=device).requires_grad_()
+    arguments = q, paged.k, paged.v, *BEFORE, paged.used, *BEHIND, paged.table
+    with pytest.raises(NotImplementedError, match="page_table: no gradients"):
+        torch.ops.fa4_hd256.forward(*arguments)
+    with torch.no_grad():
+        torch.ops.fa4_hd256.forward(*arguments)
+
+
+def test_compiled_graph(device):
+    """torch.compile keeps the operator whole, and gives the same bits."""
+    paged = Paged.of((300, 40), 16, device=device)
+    q = queries(2, 3, 2, device=device)
+
+    def layer(q):
+        return attend(q * 2, paged, causal=True, use_clc=False)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert same(compiled(q), layer(q))
