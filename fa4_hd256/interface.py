@@ -126,19 +126,17 @@ def flash_attn_varlen_func(
         pages of a row of it.
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf.
-    page_table: (batch, pages) int32 numbers of the pages of k and v in which the keys of each
-        sequence lie, in order; any row stride. seqused_k is required with it, cu_seqlens_k refused.
-        page_size: any multiple of 16. Pages may have any strides that TMA takes, as for
-        `flash_attn_func`; nothing is copied. Pages and entries that no query sees, left of a window
-        or past seqused_k, are not read. No gradients.
+    page_table: (batch, pages) int32, any row stride: the pages of k and v that hold each sequence's
+        keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
+        of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
     seqlen_q).
 
     Raises TypeError or ValueError as `flash_attn_func` does, and NotImplementedError for gradients
-    with page_table. Page numbers out of range are a ValueError for CPU tensors, and for CUDA
-    tensors where FA4_HD256_CHECK_PAGES is 1; else undefined.
+    with page_table. Page numbers out of range: ValueError for CPU tensors, or where
+    FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits

@@ -65,8 +65,9 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
     if config is None:
         causal = problem.options.window[1] is not None
         config = kernels.config("forward").tuned(
-            causal, problem.max_seqlen_k, gpu.tuning_name, problem.tiles
-        )
+            causal, problem.max_seqlen_k, gpu.tuning_name, problem.tiles,
+            paged=problem.page_size is not None,
+        )  # fmt: skip
     return KernelSpec("forward", config, problem.problem_class, kernels.architecture)
 
 

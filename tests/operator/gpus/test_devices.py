@@ -129,14 +129,15 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     assert all(entry["gpu"] in ("B200", "B300") for entry in listed)
     asked = []
 
-    def tuned(causal, seqlen_k, name, tiles):
+    def tuned(causal, seqlen_k, name, tiles, paged):
         asked.append(name)
         return ForwardConfig()
 
     monkeypatch.setattr(ForwardConfig, "tuned", tuned)
     options = SimpleNamespace(window=(None, 0))
     problem = SimpleNamespace(
-        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS, tiles=None
+        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS, tiles=None,
+        page_size=None,
     )
     for name in ("b200", "gb200", "b300", "gb300"):
         forward_spec(problem, gpu(name=name), None)

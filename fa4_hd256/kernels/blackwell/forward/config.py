@@ -132,12 +132,13 @@ class ForwardConfig:
 
     @classmethod
     def tuned(
-        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles = TILES
-    ) -> ForwardConfig:
+        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles = TILES,
+        paged: bool = False,
+    ) -> ForwardConfig:  # fmt: skip
         """The default configuration of a call, with the exp2 mix of the tuning table.
 
         causal: the mask bounds the keys on the right. seqlen_k: of the longest key sequence. gpu:
-        "B200" or "B300"; see `tuning`. tiles: the only ones there are.
+        "B200" or "B300"; see `tuning`. tiles: the only ones there are. paged: as without.
         """
         return _with_pattern(tuning.pattern_for(causal, seqlen_k, gpu))
 
