@@ -23,16 +23,17 @@ def prefers_clc(
     """The default: the dynamic scheduler where tiles differ in length and most of them are there,
     and wherever SMs are shared.
 
-    bounded: whether the mask bounds the keys on either side, so that tiles differ. rows, capacity:
-    query rows of all sequences, and of as many sequences of the longest one's length: the grid
-    follows that, a static scheduler counts past empty tiles, and the dynamic one asks for each.
+    bounded: whether the mask bounds the keys on either side, so that tiles differ; so they do where
+    sequences have fewer rows than the longest one. rows, capacity: query rows of all sequences, and
+    of as many sequences of the longest one's length: the grid follows that, a static scheduler
+    counts past empty tiles, and the dynamic one asks for each.
     shared: kernels of other streams may hold SMs meanwhile. Of a static grid the clusters that then
     find no place start when others have done all their tiles, which takes up to twice as long; the
     dynamic scheduler gives their tiles to those that run. most_empty: tiles of the grid for each
     one that holds rows, up to which the dynamic scheduler is preferred.
     By the timing model for a B200 (docs/bench.md); nobody has measured it.
     """
-    return shared or (bounded and rows * most_empty >= capacity)
+    return shared or ((bounded or rows < capacity) and rows * most_empty >= capacity)
 
 
 def backward_prefers_clc(

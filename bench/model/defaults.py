@@ -91,8 +91,10 @@ def unequal_cases() -> list[Case]:
         Case("window", _equal(8, 4096), *GEMMA, True, (512, None)),
         Case("window", _equal(1, 65536), *GEMMA, True, (1023, None)),
         *(
-            Case("ragged", ragged_lengths(count, longest), *QWEN, causal, packed=True)
-            for count, longest in ((4, 16384), (8, 8192), (64, 4096))
+            Case("ragged", ragged_lengths(count, longest, seed), *QWEN, causal, packed=True)
+            for count, longest, seed in (
+                (4, 16384, 0), (8, 8192, 0), (8, 8192, 1), (16, 8192, 1), (64, 4096, 0),
+            )
             for causal in (True, False)
         ),
     ]
@@ -129,16 +131,23 @@ ORDERS = {
 }
 
 
+#: Of the forward alone.
+FORWARD_ORDERS = ORDERS | {
+    f"half of L2, 1 of {n} blocks, the shortest, last": Order(short_last=1 / n) for n in (8, 16)
+}
+
+
 def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
     """By the scheduler that the call takes."""
     clc, seconds = defaults_to_clc(case, direction), {}
-    for name, order in ORDERS.items():
+    orders = FORWARD_ORDERS if direction == FORWARD else ORDERS
+    for name, order in orders.items():
         kernel: Any = (
             predictor.forward(OURS, case, clc) if direction == FORWARD
             else predictor.backward(OURS, case, clc)
         )
         seconds[name] = replace(kernel, tiling=replace(kernel.tiling, order=order)).seconds(case)
-    return Decided(case, direction, seconds, {name: name for name in ORDERS})
+    return Decided(case, direction, seconds, {name: name for name in orders})
 
 
 DEFAULT_BACKWARD = "bounded, ragged or uneven"
@@ -163,13 +172,12 @@ def _scheduler(case: Case, predictor: Predictor, direction: str) -> Decided:
             _by_emptiness(most): prefers_clc(bounded, rows, capacity, most_empty=most)
             for most in (2, 4, MOST_EMPTY, 10)
         }
-        unequal = bounded or rows < capacity
-        picks["bounded or ragged, the same"] = prefers_clc(unequal, rows, capacity)
+        picks["bounded, the same"] = bounded and prefers_clc(bounded, rows, capacity)
     return Decided(case, direction, seconds, picks)
 
 
 def _by_emptiness(most: int) -> str:
-    return f"bounded, 1 of {most} rows exists"
+    return f"bounded or ragged, 1 of {most} rows exists"
 
 
 def split_cases() -> list[Case]:
@@ -276,7 +284,7 @@ def _claims(case: Case, predictor: Predictor, direction: str) -> Decided:
 
 def grouped_cases() -> list[Case]:
     """Few KV heads, few and many sequences."""
-    heads = ((16, 1), (16, 2), (32, 2), (24, 4))
+    heads = ((16, 1), (16, 2), (32, 2), (24, 4), (12, 4), (16, 4), (8, 4))
     shapes = [
         (1, 1024, True), (1, 2048, True), (1, 4096, True), (1, 8192, True), (1, 2048, False),
         (1, 8192, False), (4, 2048, True), (8, 1024, True),
@@ -293,7 +301,8 @@ ESTIMATES = {
     DEFAULT_PARTS: STORED,
     **{f"a tile takes {n:g} steps beside": replace(STORED, overhead=n) for n in (0.5, 2.0, 4.0)},
     **{
-        f"a part of {n:g} MB": replace(STORED, part_bytes=n * 1e6) for n in (0.5, 1.0, 4.0, 8.0)
+        f"a part of {n:g} MB": replace(STORED, part_bytes=n * 1e6)
+        for n in (0.5, 1.0, 1.2, 1.4, 1.6, 2.0, 4.0)
     },
     **{f"products {n:g} of a step": replace(STORED, products=n) for n in (0.0, 0.7, 1.0)},
 }
@@ -321,6 +330,33 @@ def _head_parts(case: Case, predictor: Predictor) -> Decided:
     return Decided(case, BACKWARD, seconds, {"not divided": 1, "by query head": group, **picks})
 
 
+def memory_cases() -> list[Case]:
+    """dS of which is more than the smaller candidates."""
+    shapes = ((2, 16384), (1, 32768), (1, 65536), (1, 131072))
+    return [
+        *(
+            Case("dense", _equal(b, s), *MANY, causal)
+            for causal in (False, True)
+            for b, s in shapes
+        ),
+        *(Case("few KV heads", _equal(1, s), 32, 2, True) for s in (16384, 32768)),
+        *(Case("full", _equal(1, 32768), *heads, False) for heads in (QWEN, (24, 4), (16, 16))),
+        Case("full", _equal(1, 49152), *MANY, False),
+    ]
+
+
+DEFAULT_MEMORY = "8 GiB"
+MEMORY = {f"{n} GiB": n << 30 for n in (1, 2, 4, 8, 16)}
+
+
+def _memory(case: Case, predictor: Predictor) -> Decided:
+    """By the scheduler that the call takes."""
+    assert MEMORY[DEFAULT_MEMORY] == BackwardConfig().ds_bytes
+    kernel: Any = predictor.backward(OURS, case, defaults_to_clc(case, BACKWARD))
+    seconds = {name: replace(kernel, ds_bytes=most).seconds(case) for name, most in MEMORY.items()}
+    return Decided(case, BACKWARD, seconds, {name: name for name in MEMORY})
+
+
 def _directed(decide: Callable, direction: str) -> Callable[[Case, Predictor], Decided]:
     return functools.partial(decide, direction=direction)
 
@@ -338,6 +374,7 @@ def choices() -> Iterator[Choice]:
     yield Choice("claims, backward", DEFAULT_CLAIM, unequal_cases, backward(_claims))
     yield Choice("splits", DEFAULT_SPLITS, split_cases, _splits)
     yield Choice("parts of a group", DEFAULT_PARTS, grouped_cases, _head_parts)
+    yield Choice("memory for dS", DEFAULT_MEMORY, memory_cases, _memory)
     yield Choice("stages, forward", DEFAULT_STAGES, stage_cases, forward(_stages))
     yield Choice("stages, backward", DEFAULT_STAGES, stage_cases, backward(_stages))
 

@@ -33,6 +33,8 @@ DQ, DKDV = 3 * 1024.0, 4 * 1024.0
 ROW, PARTIAL_ROW = 2.0 * HEAD_DIM, 4.0 * HEAD_DIM
 
 Bounds = tuple[int | None, int | None]
+#: (block, head, batch) of a tile.
+Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class Order:
     l2_share: of the L2 that `section_heads_for` counts on, what K and V of the heads that take
     turns may fill: 0 for one KV head at a time, infinity for all heads. equal_too: heads take turns
     also where tiles are of equal length. later_first: whether later blocks come first, None: as
-    the mask says.
+    the mask says. short_last: where they do, the share of a forward's blocks, the first and
+    shortest, that come behind those of all other heads.
     """
 
     l2_share: float = 1.0
     equal_too: bool = False
     later_first: bool | None = None
+    short_last: float = 0.0
 
     def section(self, case: Case, gpu: Gpu, heads: int, pairs: int, nbytes: float) -> int:
         """Pairs of head and batch, of so many, that take turns. heads: of a KV head; nbytes: of
@@ -58,6 +62,11 @@ class Order:
             l2_bytes=int(l2),
             unequal_lengths=self.equal_too or case.packed or case.bounds != (None, None),
         )  # fmt: skip
+
+    def behind(self, places: list[Place], order: TileOrder) -> list[Place]:
+        """The same with the shortest blocks last, the longest of them first."""
+        limit = int(self.short_last * order.num_blocks) if order.later_blocks_first else 0
+        return sorted(places, key=lambda place: max(0, limit - place[0]))
 
     def later(self, bounded: bool) -> bool:
         """bounded: whether the mask says so."""
@@ -108,11 +117,12 @@ class ForwardTiling:
             return self.rows // ratio, heads_kv
         return self.rows, heads
 
-    def places(self, case: Case) -> Iterator[tuple[int, int, int]]:
+    def places(self, case: Case) -> Iterator[Place]:
         """(block of queries, head, batch and part of the keys) of each tile in order; this order is
         ours, another kernel's class has its own."""
         order = _forward_order(case, self)
-        return (tile_coordinates(index, order) for index in range(order.num_tiles))
+        places = [tile_coordinates(index, order) for index in range(order.num_tiles)]
+        return iter(self.order.behind(places, order))
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,9 @@ class Options:
         return clc_requested(use_clc, default)
 
 
-#: Pairs of a query and a key of a head from which on its dS, of two bytes each, is more than
-#: `BackwardConfig.ds_bytes` allows by default: then portions of a call are ranges of queries.
+#: Pairs of a query and a key of a head from which on its dS, of two bytes each, may be more than
+#: `BackwardConfig.ds_bytes` allows by default: beyond 4 GiB on Hopper. Then portions of a call are
+#: ranges of queries. Blackwell keeps twice as much; where it needs none, either scheduler does.
 MOST_PAIRS = 1 << 31
 
 

@@ -6,12 +6,13 @@ Every kind of kernel is compiled here once; what can share one kind does.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from backward_cases import accurate, check, gradients, inputs
 
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.architectures import named
 from fa4_hd256.run import backward
 from softmax_emu.pattern import Ex2Pattern
@@ -279,6 +280,36 @@ def test_offsets_beyond_32_bits(device, dimension):
     assert torch.equal(flash_attn_func(*tensors, **options), expected[1])
     found = gradients(tensors, dout, **options)
     assert all(torch.equal(found[name], expected[0][name]) for name in "qkv")
+
+
+@pytest.mark.architecture("sm_100a")
+@pytest.mark.simulator
+def test_ds_beyond_32_bits(monkeypatch, backward_config):
+    """Packed sequences said to be long: the dS of the last plane begins beyond 2^31 elements, which
+    less than half of the default memory has room for."""
+    longest, heads, offsets = 27000, 2, torch.tensor([0, 300, 500], dtype=torch.int32)
+    q, k, v = (tensor[0] for tensor in inputs((500, 500), (heads, heads)))
+    dout, made = torch.randn_like(q), []
+
+    def untouched(forward, shape, dtype, is_zero):
+        """Only the pages of a large tensor that a kernel writes are ever touched."""
+        made.append(math.prod(shape))
+        result = partial(torch.empty, shape, dtype=dtype)
+        return result if math.prod(shape) > 1 << 28 else original(forward, shape, dtype, is_zero)
+
+    original = backward._maker
+    monkeypatch.setattr(backward, "_maker", untouched)
+    found = []
+    for said in (300, longest):
+        tensors = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        out = flash_attn_varlen_func(
+            *tensors, offsets, offsets, said, said, causal=True,
+            backward_config=backward_config(ds_bytes=6 << 30),
+        )  # fmt: skip
+        out.backward(dout)
+        found.append([tensor.grad for tensor in tensors])
+    assert max(made) * 3 // 4 > 1 << 31
+    assert all(map(torch.equal, *found))
 
 
 def test_a_sum_of_everything(device):

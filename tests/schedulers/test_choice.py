@@ -44,7 +44,9 @@ def test_variable_before_default(default):
         (True, 1, 1, True),
         (True, 6528, 8 * 3732, True),
         (True, 30044, 64 * 4002, False),  # most tiles lie past the end of a sequence
-        (False, 6528, 8 * 3732, False),
+        (False, 6528, 8 * 3732, True),
+        (False, 30044, 64 * 4002, False),
+        (False, 4096, 4 * 1024, False),  # packed, of equal length
     ],
 )
 def test_the_default(bounded, rows, capacity, expected):

@@ -105,6 +105,7 @@ CASES = {
     "claims, backward": Case("ragged", ((4096, 4096), (300, 300)) * 8, 16, 2, True, packed=True),
     "splits": Case("decoding", ((1, 8192),) * 8, 16, 2, True),
     "parts of a group": CAUSAL,
+    "memory for dS": Case("full", ((32768, 32768),), 8, 8, False),
 }
 
 
@@ -117,7 +118,7 @@ def test_the_default_is_what_a_call_takes(name):
     assert {len(one) for one in found.seconds.values()} == {2}
     assert len({round(float(one[0]) * 1e9, 2) for one in found.seconds.values()}) > 1
     assert all(min(loss) >= 0 for loss in found.losses().values())
-    if name.startswith(("order", "parts")):
+    if name.startswith(("order", "parts", "memory")):
         clc = case.causal
         predict = predictor.backward if found.direction == BACKWARD else predictor.forward
         assert np.array_equal(taken, predict("ours", case, clc).seconds(case))
@@ -147,6 +148,20 @@ def test_heads_that_take_turns_follow_the_share_of_l2(order, section):
     assert places[0][0] == 63 and sorted(places) == sorted(ForwardTiling("static").places(case))
     upwards = replace(tiling, order=replace(order, later_first=False))
     assert next(iter(upwards.places(case)))[0] == 0
+
+
+def test_the_shortest_blocks_of_all_heads_come_last_if_asked():
+    """16 blocks of a head, heads one behind another; two of them held back, the longer one first.
+    Without a mask tiles are of one length."""
+    case = Case("causal", ((4096, 4096),), 3, 3, True)
+    tiling = ForwardTiling("static", order=Order(0.0, short_last=1 / 8))
+    places = [(block, head) for block, head, _ in tiling.places(case)]
+    assert places == [
+        *((block, head) for head in range(3) for block in range(15, 1, -1)),
+        *((block, head) for block in (1, 0) for head in range(3)),
+    ]
+    full = replace(case, causal=False)
+    assert list(tiling.places(full)) == list(ForwardTiling("static").places(full))
 
 
 def test_tiles_of_equal_length_have_one_head_at_a_time_unless_asked():

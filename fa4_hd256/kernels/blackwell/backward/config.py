@@ -460,7 +460,8 @@ class BackwardConfig:
     ex2_pattern: which elements of P take the polynomial exp2, as in the forward pass; a thread
         holds 64 columns, so fragments 0 and 1 exist.
     ds_bytes: global memory that dS may take at a time, 0 or more; the call is divided so that it
-        fits (`call.portions`).  With 0 it is not stored: dK/dV and dQ each compute it.
+        fits (`call.portions`).  With 0 it is not stored: dK/dV and dQ each compute it.  Fewer and
+        larger portions leave fewer CTA pairs idle at their ends (docs/bench.md).
 
     Raises ValueError for a negative ds_bytes.
     """
@@ -470,7 +471,7 @@ class BackwardConfig:
     dkdv: DkdvPlan = field(default_factory=DkdvPlan)
     dv: DvPlan = field(default_factory=DvPlan)
     products: ProductsPlan = field(default_factory=ProductsPlan)
-    ds_bytes: int = 4 << 30
+    ds_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
         if self.ds_bytes < 0:
