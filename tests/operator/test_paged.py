@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import Paged, attend, check
+from paged_cases import Paged, accurate, attend, check, int32
 
 from fa4_hd256 import flash_attn_varlen_func
 
@@ -110,3 +110,69 @@ def test_compiled_graph(device):
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert same(compiled(q), layer(q))
+
+
+# A window of Gemma's kind, whose pages to the left are gone: of a chunk of two tiles, whose rows
+# see different pages, in parts; of a decoding step inside a page.
+@pytest.mark.parametrize(
+    ("lengths_q", "page_size", "options"),
+    [
+        ((300, 5), 32, {"window_size": (100, 0), "num_splits": 2}),
+        ((1, 3), 48, {"window_size": (37, 5)}),
+    ],
+)
+def test_pages_left_of_a_window_are_never_read(lengths_q, page_size, options, use_clc, device):
+    lengths = (640, 300)
+    paged = Paged.of(lengths, page_size, device=device)
+    before = paged.copy()
+    for row, (n, m) in enumerate(zip(lengths_q, lengths, strict=True)):
+        paged.forget(row, m - n - options["window_size"][0])
+    q = queries(sum(lengths_q), 3, device=device)
+    check(q, paged, lengths_q, before, use_clc=use_clc, **options)
+
+
+def test_every_feature(use_clc, device):
+    """Window, softcap, a sink, a negative scale, fp16, parts, and heads of several KV heads."""
+    paged = Paged.of((260, 0, 77), 16, 2, "hnd", device, torch.float16)
+    options = {
+        "window_size": (200, 3), "softcap": 20.0, "softmax_scale": -0.1, "num_splits": 2,
+        "learnable_sink": torch.randn(4, device=device),
+    }  # fmt: skip
+    q = queries(9, 4, device=device, dtype=torch.float16)
+    check(q, paged, (5, 3, 1), use_clc=use_clc, **options)
+
+
+def test_rows_of_padded_queries(device):
+    """seqused_q: rows past it are 0 with an LSE of -inf."""
+    paged = Paged.of((300, 40), 64, device=device)
+    q, used = queries(2, 20, 2, device=device), (20, 3)
+    q[1, 3:] = torch.nan
+    out, lse = attend(q, paged, seqused_q=int32(used, device), causal=True, use_clc=False)
+    for row, n in enumerate(used):
+        part = (q[row : row + 1, :n], *paged.keys(row))
+        accurate(out[row : row + 1, :n], lse[row : row + 1, :, :n], part, causal=True)
+        assert (out[row, n:] == 0).all() and (lse[row, :, n:] == -torch.inf).all()
+
+
+def test_a_shared_prefix(device):
+    """Pages of one sequence in the rows of another; a table whose rows are one expanded row."""
+    paged = Paged.of((200, 190), 32, device=device)
+    paged.table[1, :5] = paged.table[0, :5]
+    q = queries(2, 4, 2, device=device)
+    found = check(q, paged, causal=True, use_clc=False)
+    both = Paged(paged.k, paged.v, paged.table[:1].expand(2, -1), (200, 160))
+    check(q, both, causal=True, use_clc=False)
+    # A single entry may have any stride.
+    one = Paged(paged.k, paged.v, paged.table.T[:1, :].T, (32, 5))
+    check(q, one, causal=True, use_clc=False)
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_batch_invariant(device):
+    """A sequence alone and among others, with as many parts as its own keys fill."""
+    paged = Paged.of((700, 1100), 16, device=device)
+    q = queries(2, 1, 2, device=device)
+    options = {"batch_invariant": True, "causal": True, "use_clc": False, "max_seqlen_k": 1100}
+    found = check(q, paged, **options)
+    alone = Paged(paged.k, paged.v, paged.table[:1], (700,))
+    assert same(attend(q[:1], alone, **options), [t[:1] for t in found])
