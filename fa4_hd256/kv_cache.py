@@ -85,8 +85,6 @@ def flash_attn_with_kvcache(
     """
     cache_checks.check_offered({"qv": qv, "cache_leftpad": cache_leftpad})
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    if page_table is not None or cache_batch_idx is not None:
-        raise NotImplementedError("page_table and cache_batch_idx are not implemented yet")
     cache_checks.check_no_gradients({**tensors, "learnable_sink": learnable_sink})
     cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
     places = _Places(

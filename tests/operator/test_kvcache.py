@@ -169,6 +169,65 @@ def test_a_cache_of_any_layout(device):
     check(q, caches, LENGTHS, new, causal=True)
 
 
+def pages(device, page_size, counts, heads_kv=1, heads_first=False):
+    """(caches, table): of each sequence so many pages, in no order; one page nobody has."""
+    numbers = torch.randperm(sum(counts) + 1).tolist()
+    table = [[numbers.pop() for _ in range(count)] for count in counts]
+    shape = sum(counts) + 1, page_size, heads_kv, 256
+    if heads_first:
+        shape = shape[0], heads_kv, page_size, 256
+    caches = tuple(randn(*shape, device=device) for _ in "kv")
+    return tuple(t.transpose(1, 2) for t in caches) if heads_first else caches, table
+
+
+@pytest.mark.parametrize(
+    ("page_size", "options"),
+    [
+        (16, {"causal": True}),
+        (48, {"causal": True, "window_size": (9, None)}),
+        (16, {"softcap": 8.0, "window_size": (30, 1)}),
+    ],
+)
+def test_new_rows_of_a_cache_in_pages(device, page_size, options):
+    """Rows that begin a page, fill one, and lie in two."""
+    lengths = [0, page_size - 2, 2 * page_size - NEW]
+    caches, table = pages(device, page_size, [2, 2, 2])
+    q = randn(3, NEW, 4, 256, device=device)
+    new = tuple(randn(3, NEW, 1, 256, device=device) for _ in "kv")
+    check(q, caches, lengths, new, table=table, **options)
+
+
+def test_pages_packed_and_turned(device):
+    """All at once: several KV heads, heads before rows, packed rows, rotary embedding."""
+    counts = [3, 1, 0], [3, 1, 2]
+    caches, table = pages(device, 16, [2, 2, 2], 2, heads_first=True)
+    q = randn(sum(counts[0]), 4, 256, device=device)
+    new = tuple(randn(sum(counts[1]), 2, 256, device=device) for _ in "kv")
+    rotary = reference.Rotary(*tables(device), interleaved=False)
+    check(q, caches, [14, 31, 0], new, counts, rotary, table, causal=True)
+
+
+def test_entries_of_a_larger_cache(device):
+    """cache_batch_idx: an entry is a page of all its rows."""
+    caches = dense_cache(device, batch=5)
+    before = reference.KvCache(*(t.clone() for t in caches), LENGTHS, [[4], [0], [2]])
+    q = randn(3, NEW, 2, 256, device=device)
+    new = tuple(randn(3, NEW, 1, 256, device=device) for _ in "kv")
+    given = {"cache_batch_idx": int32([4, 0, 2], device), "causal": True}
+    out, lse = flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=int32(LENGTHS, device), **given, return_lse=True
+    )
+    after, rows = before.appended(list(q), list(zip(*new)))
+    for cache, exact in zip(caches, (after.k, after.v)):
+        assert torch.equal(cache.cpu().double(), exact)
+    for results in zip(out, lse, rows):
+        accurate(*results, causal=True)
+    whole = flash_attn_with_kvcache(q, *caches, **given)
+    chosen = [t[[4, 0, 2]] for t in caches]
+    expected = flash_attn_with_kvcache(q, *chosen, causal=True)
+    assert (whole.float() - expected.float()).abs().max() <= 2**-7 * expected.abs().max()
+
+
 def call(device, **changed):
     q = randn(2, 1, 2, 256, device=device)
     arguments = {
@@ -200,6 +259,18 @@ WRONG = {
     "rotary without rows": (
         {"rotary_cos": randn(16, 8), "rotary_sin": randn(16, 8), "k": None, "v": None},
         ValueError, "without k and v",
+    ),
+    "two tables": (
+        {"cache_batch_idx": int32([0, 1], "cpu"), "page_table": int32([[0], [1]], "cpu")},
+        ValueError, "both given",
+    ),
+    "no such page": (
+        {"page_table": int32([[0], [2]], "cpu"), "window_size": (0, 0), "causal": True},
+        ValueError, "2; accepted: 0 to 1",
+    ),
+    "pages of 8": (
+        {"k_cache": randn(4, 8, 1, 256), "v_cache": randn(4, 8, 1, 256),
+         "page_table": int32([[0, 1], [2, 3]], "cpu")}, ValueError, "multiple of 16",
     ),
     "offsets past the end": (
         {"cu_seqlens_k_new": int32([0, 1, 3], "cpu"), "k": randn(2, 1, 256),

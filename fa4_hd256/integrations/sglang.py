@@ -1,0 +1,114 @@
+"""The functions that SGLang's flash-attention backend calls.
+
+    import sglang.srt.layers.attention.flashattention_backend as backend
+    from fa4_hd256.integrations import sglang
+    backend.flash_attn_with_kvcache = sglang.flash_attn_with_kvcache
+    backend.flash_attn_varlen_func = sglang.flash_attn_varlen_func
+
+before models are loaded, for models all of whose layers have head_dim 256. The call sites are those
+of that module in SGLang 0.5.23; its embeddings without a cache call an attribute of the backend's
+object instead. SGLang writes its cache itself, before the call; pages of one row (speculative
+decoding with several drafts a step) are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256 import interface, kv_cache
+
+from .engine_options import EngineOptions, finished
+
+__all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+_SCALES = "scales float8 elements, which are refused: all tensors are bfloat16 or float16"
+_CODE = "changes of scores or masks given as code"
+_MX = "block-scaled float8"
+
+OPTIONS = EngineOptions(
+    "SGLang's attention",
+    honoured={
+        "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
+        "softcap": "softcap", "num_splits": "num_splits", "sinks": "learnable_sink",
+    },
+    unused={
+        "ver": "chooses among SGLang's own kernels",
+        "scheduler_metadata": "a plan of another kernel's work; ours comes from the lengths",
+        "pack_gqa": "a choice of another kernel's tiles",
+        "q_descale": _SCALES, "k_descale": _SCALES, "v_descale": _SCALES,
+    },
+    neutral={
+        "qv": ((None,), "the second part of a query (MLA)"),
+        "only_qv": ((False,), "the second part of a query (MLA)"),
+        "attention_chunk": ((0, None), "attention in chunks"),
+        "sm_margin": ((0,), "SMs left to others in a single call; FA4_HD256_RESERVED_SMS does it"),
+        "score_mod": ((None,), _CODE),
+        "mask_mod": ((None,), _CODE),
+        "aux_tensors": ((None,), _CODE),
+        "rel_bias": ((None,), "a bias of relative positions"),
+        "rel_bias_prep_cache": ((None,), "a bias of relative positions"),
+        "sfq": ((None,), _MX),
+        "sfk": ((None,), _MX),
+        "sfv": ((None,), _MX),
+    },
+)  # fmt: skip
+
+#: Of `flash_attn_with_kvcache` beside `OPTIONS`, under the same names there.
+CACHE_OPTIONS = (
+    "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad",
+    "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "max_seqlen_k",
+    "rotary_seqlens", "rotary_interleaved",
+)  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over pages of SGLang's cache.
+
+    q: (total_q, heads, 256) with cu_seqlens_q and max_seqlen_q. k_cache, v_cache: (pages,
+    page_size, heads_kv, 256) with page_table and cache_seqlens. options: out (written to, like q),
+    return_softmax_lse, those of `CACHE_OPTIONS` and of `OPTIONS`.
+
+    Returns out, or (out, lse), lse (heads, total_q) float32. Raises NotImplementedError for an
+    option that asks for what is not offered, TypeError for an unknown one, else as
+    `fa4_hd256.flash_attn_with_kvcache` does.
+    """
+    out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
+    places = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
+    ours = OPTIONS.translated(options)
+    result = kv_cache.flash_attn_with_kvcache(
+        q, k_cache, v_cache, **places, return_lse=wants_lse, **ours
+    )
+    return finished(result, out, wants_lse)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over packed keys.
+
+    q: (total_q, heads, 256); k, v: (total_k, heads_kv, 256). options: seqused_q, seqused_k,
+    page_table, out (written to, like q), return_softmax_lse, and those of `OPTIONS`.
+
+    Returns out, or (out, lse), lse (heads, total_q) float32. Raises as `flash_attn_with_kvcache`.
+    """
+    out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
+    others = ("seqused_q", "seqused_k", "page_table")
+    places = {name: options.pop(name) for name in others if name in options}
+    # SGLang's own default is not to divide keys.
+    ours = {"num_splits": 1, **OPTIONS.translated(options)}
+    result = interface.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **places,
+        return_lse=wants_lse, **ours,
+    )  # fmt: skip
+    return finished(result, out, wants_lse)

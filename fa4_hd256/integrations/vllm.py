@@ -1,0 +1,93 @@
+"""The function that vLLM's flash-attention backend calls.
+
+    import vllm.v1.attention.backends.flash_attn as backend
+    from fa4_hd256.integrations.vllm import flash_attn_varlen_func
+    backend.flash_attn_varlen_func = flash_attn_varlen_func
+
+before models are loaded, for models all of whose layers have head_dim 256. The call sites are those
+of that module in vLLM 0.33.0. vLLM writes its cache itself, before the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256 import interface
+
+from .engine_options import EngineOptions, finished
+
+__all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
+
+_SCALES = "scales float8 elements, which are refused: all tensors are bfloat16 or float16"
+_MASKS = "masks given as code"
+
+OPTIONS = EngineOptions(
+    "vLLM's flash_attn_varlen_func",
+    honoured={
+        "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
+        "softcap": "softcap", "num_splits": "num_splits", "s_aux": "learnable_sink",
+        "block_table": "page_table", "deterministic": "deterministic",
+    },
+    unused={
+        "fa_version": "chooses among vLLM's own kernels",
+        "scheduler_metadata": "a plan of another kernel's work; ours comes from the lengths",
+        "q_descale": _SCALES, "k_descale": _SCALES, "v_descale": _SCALES,
+    },
+    neutral={
+        "q_v": ((None,), "the second part of a query (MLA)"),
+        "dropout_p": ((0.0,), "dropout"),
+        "alibi_slopes": ((None,), "ALiBi"),
+        "return_attn_probs": ((False,), "probabilities"),
+        "output_scale": ((None,), "float8 results"),
+        "cp_world_size": ((1,), "masks of keys dealt out to ranks one by one"),
+        "cp_rank": ((0,), "masks of keys dealt out to ranks one by one"),
+        "cp_tot_seqused_k": ((None,), "masks of keys dealt out to ranks one by one"),
+        "mask_mod": ((None,), _MASKS),
+        "block_sparse_tensors": ((None,), _MASKS),
+        "aux_tensors": ((None,), _MASKS),
+        "aux_tensor_leading_dims": ((None,), _MASKS),
+        "dynamic_causal": ((None,), "causality that each sequence chooses"),
+        "gather_kv_indices": ((None,), "keys chosen one by one"),
+        "gather_kv_valid_length": ((None,), "keys chosen one by one"),
+    },
+)  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over pages of vLLM's cache, or over packed keys.
+
+    q: (total_q, heads, 256). k, v: (blocks, block_size, heads_kv, 256) with block_table and
+    seqused_k, in any strides that `flash_attn_varlen_func` reads in place; else (total_k, heads_kv,
+    256) with cu_seqlens_k. options: seqused_k, out (written to, like q), return_softmax_lse, and
+    those of `OPTIONS`.
+
+    Returns out, or (out, lse), lse (heads, total_q) float32. Raises NotImplementedError for an
+    option that asks for what is not offered, TypeError for an unknown one, else as
+    `fa4_hd256.flash_attn_varlen_func` does.
+    """
+    seqused_k, out = options.pop("seqused_k", None), options.pop("out", None)
+    wants_lse = options.pop("return_softmax_lse", False)
+    ours = OPTIONS.translated(options)
+    if ours.get("window_size", ()) is None:
+        del ours["window_size"]
+    result = interface.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k,
+        return_lse=wants_lse, **ours,
+    )  # fmt: skip
+    return finished(result, out, wants_lse)
+
+
+def get_scheduler_metadata(*args: Any, **options: Any) -> None:
+    """None: nothing is planned ahead of a call."""
+    return None
