@@ -1,5 +1,6 @@
 """The files of docs/tables: in the catalogue, headed by their command, linked from their page."""
 
+import functools
 import json
 import re
 
@@ -8,9 +9,12 @@ from checkout import ROOT
 
 from bench.__main__ import COMMANDS, main
 from bench.commands import tables as command
+from bench.model import hopper_attention
 from bench.tables.documents import DOCUMENTS, FOLDER, Document
+from bench.tables.origin import modelled_machine
 from bench.tables.results import json_text
 from bench.tables.table import Column, Table
+from sm100_sim.timing import load
 
 
 def test_every_file_is_in_the_catalogue_and_the_other_way_round():
@@ -29,6 +33,31 @@ def test_a_file_says_what_it_is(name):
     assert "modelled" not in bases or re.search(r"constants [0-9a-z]{5,}", origin), origin
     page = ROOT / "docs" / document.page
     assert f"(tables/{name}.md)" in page.read_text("utf-8")
+
+
+@functools.cache
+def todays_constants() -> frozenset[str]:
+    """The digests of every machine of the model, and of an H200 as attention is predicted on it."""
+    machines = [load(name) for name in ("b200", "gb200", "b300", "gb300", "h200")]
+    printed = map(modelled_machine, [*machines, hopper_attention.hopper("h200")])
+    return frozenset(text.rsplit(maxsplit=1)[-1] for text in printed)
+
+
+@pytest.mark.parametrize("name", [n for n, one in DOCUMENTS.items() if not one.of_before])
+def test_a_modelled_file_is_of_todays_constants(name):
+    text = (FOLDER / f"{name}.md").read_text("utf-8")
+    found = set(re.findall(r"(?i)modelled[^.|]*?constants[^.|]*?([0-9a-f]{8})", text))
+    assert found <= todays_constants(), f"python -m bench tables {name} --write"
+    assert found or "odelled:" not in text
+
+
+def test_a_file_of_other_constants_is_seen(tmp_path, monkeypatch):
+    text = (FOLDER / "contention.md").read_text("utf-8")
+    digests = re.findall(r"constants ([0-9a-f]{8})", text)
+    (tmp_path / "contention.md").write_text(text.replace(digests[-1], "4098d5b3"))
+    monkeypatch.setattr(f"{__name__}.FOLDER", tmp_path)
+    with pytest.raises(AssertionError, match="bench tables contention --write"):
+        test_a_modelled_file_is_of_todays_constants("contention")
 
 
 @pytest.mark.parametrize("planted", ["no command", "no constants"])
