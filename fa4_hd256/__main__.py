@@ -43,9 +43,8 @@ def _plan(_: argparse.Namespace) -> int:
     from .kernels.kernel_set import kernels_of
 
     kernels = kernels_of(environment.architecture())
-    print(kernels.config("forward")().describe())
-    print()
-    print(kernels.config("backward")().describe())
+    configs = *kernels.configs("forward"), *kernels.configs("backward")
+    print("\n\n".join(config().describe() for config in configs))
     return 0
 
 

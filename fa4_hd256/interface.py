@@ -328,8 +328,8 @@ def _names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str
     def name(given: Any, direction: str) -> str:
         if given is None:
             return named_configs.DEFAULT
-        kind = kernels_of(architecture_of(q.device)).config(direction)
-        return named_configs.encode(given, kind)
+        kinds = kernels_of(architecture_of(q.device)).configs(direction)
+        return named_configs.encode(given, *kinds)
 
     return name(config, "forward"), name(backward_config, "backward")
 
@@ -367,8 +367,8 @@ def forward(
     call = ForwardCall(q, k, v, sink, ragged)
     chosen = None
     if config != named_configs.DEFAULT:
-        kind = kernels_of(architecture_of(q.device)).config("forward")
-        chosen = named_configs.decode(config, kind)
+        kinds = kernels_of(architecture_of(q.device)).configs("forward")
+        chosen = named_configs.decode(config, *kinds)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k, chosen)
     if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
         # How long a tile is, is not known.

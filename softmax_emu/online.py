@@ -121,7 +121,7 @@ class OnlineSoftmax:
     def reset(self) -> None:
         """Empty state, for the next row."""
         self.row_max, self.row_sum = self.lowest_max, Float32(0.0)
-        self.offset = self._offset(self.lowest_max)
+        self.offset = self.offset_of(self.lowest_max)
 
     def update_max(self, scores: cute.Tensor) -> Float32:
         """Take a tile's scores into the maximum; return the factor for O (and apply it to l).
@@ -136,7 +136,7 @@ class OnlineSoftmax:
             keep = (new - old) * self.scale_log2 <= self.rescale_threshold
             new = cutlass.select_(keep, old, new)
         # The same rounded offsets as in `exponentiate`, so the factor is consistent with p.
-        offset = self._offset(new)
+        offset = self.offset_of(new)
         factor = exp2_row_factor(offset - self.offset)
         self.row_max, self.offset = new, offset
         self.row_sum = self.row_sum * factor
@@ -258,7 +258,7 @@ class OnlineSoftmax:
             return cute.arch.warp_reduction(value, operation, threads_in_group=self.lanes)
         return value
 
-    def _offset(self, row_max: Float32) -> Float32:
+    def offset_of(self, row_max: Float32) -> Float32:
         """-c * m, the addend of the folded scale, rounded; finite for the lowest maximum too.
 
         So a fully masked row gives p = 2^-inf = 0 and not NaN.  The packed multiplication

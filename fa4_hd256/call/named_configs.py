@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import asdict, is_dataclass
+from dataclasses import fields as fields_of
 from typing import Any, get_type_hints
 
 __all__ = ["DEFAULT", "decode", "encode"]
@@ -18,18 +19,18 @@ __all__ = ["DEFAULT", "decode", "encode"]
 DEFAULT = ""
 
 
-def encode(config: Any, kind: type) -> str:
-    """The name of `config`, an instance of `kind` or None for the default one.
+def encode(config: Any, *kinds: type) -> str:
+    """The name of `config`, an instance of one of `kinds` or None for the default one.
 
     Raises TypeError for anything else.
     """
     if config is None:
         return DEFAULT
-    if not isinstance(config, kind):
-        wanted, found = kind.__name__, type(config).__name__
-        if wanted == found:
-            wanted, found = (f"{t.__module__}.{t.__name__}" for t in (kind, type(config)))
-        raise TypeError(f"config must be a {wanted} or None, got {found}")
+    if not isinstance(config, kinds):
+        wanted, found = [kind.__name__ for kind in kinds], type(config).__name__
+        if found in wanted:
+            *wanted, found = (f"{t.__module__}.{t.__name__}" for t in (*kinds, type(config)))
+        raise TypeError(f"config must be a {', a '.join(wanted)} or None, got {found}")
     return _encode(config)
 
 
@@ -39,19 +40,27 @@ def _encode(config: Any) -> str:
 
 
 @functools.lru_cache
-def decode(name: str, kind: type) -> Any:
-    """The configuration of that kind and name; equal to the one that was encoded.
+def decode(name: str, *kinds: type) -> Any:
+    """The configuration of that name and one of the kinds, which differ in their fields; equal to
+    the one that was encoded.
 
-    Raises ValueError for a name that `encode` does not give for this kind.
+    Raises ValueError for a name that `encode` does not give for these kinds.
     """
     if not name:
-        return kind()
+        return kinds[0]()
     try:
-        return _from_fields(kind, json.loads(name))
+        fields = json.loads(name)
+        kind = next((k for k in kinds if is_dataclass(k) and _names(k) == set(fields)), kinds[0])
+        return _from_fields(kind, fields)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
+        named = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(
-            f"{name!r} names no {kind.__name__}; accepted: the JSON of one's fields, or ''"
+            f"{name!r} names no {named}; accepted: the JSON of one's fields, or ''"
         ) from error
+
+
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in fields_of(kind)}
 
 
 def _from_fields(kind: type, fields: dict[str, Any]) -> Any:

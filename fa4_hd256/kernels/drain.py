@@ -233,7 +233,8 @@ class Run:
         self.buffers: dict[tuple, dict[str, Held]] = defaultdict(dict)
         #: What was overwritten before anybody had read it.
         self.unread: list[Held] = []
-        self.tensor: int | None = None
+        #: The last of each tensor core, by the CTA that issues.
+        self.tensor: dict[int, int | None] = dict.fromkeys(CTAS)
         #: Products that each role has issued for itself; by name the last, if nobody has used it.
         self.groups: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.unused: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
@@ -322,13 +323,18 @@ class Run:
         elif kind in (Kind.GROUP, Kind.DONE, Kind.TOUCH):
             self._multiply(role, operation)
         elif kind is Kind.PRODUCT:
-            self.tensor = self._event(by, last, self.tensor)
-            self._use(operation, self.tensor, CTAS)
+            event = self.tensor[role[1]] = self._event(by, last, self.tensor[role[1]])
+            self._use(operation, event, self._multiplying(role))
         elif kind is Kind.COMMIT:
-            self.tensor = self._event(by, last, self.tensor)
-            for cta in CTAS:
-                self._arrive(role, operation, self.tensor, cta)
+            event = self.tensor[role[1]] = self._event(by, last, self.tensor[role[1]])
+            for cta in self._multiplying(role):
+                self._arrive(role, operation, event, cta)
         return True
+
+    def _multiplying(self, role: tuple[str, int]) -> tuple[int, ...]:
+        """The CTAs whose memory the products take that an MMA warp issues, and whose barriers its
+        commits signal."""
+        return (role[1],) if ("mma", CTAS[-1]) in self.programs else CTAS
 
     def _multiply(self, role: tuple[str, int], operation: Operation) -> None:
         """A role's own products are done some time after their issue, in its order."""
@@ -407,6 +413,8 @@ class Run:
             return tuple((part, each) for part in names for each in CTAS)
         if edge.signal is Signal.COMMIT_PAIR:
             return (("mma", LEADER),)
+        if edge.signal is Signal.COMMIT_CTA:
+            return (("mma", cta),)
         return tuple((part, cta) for part in names)
 
     # What buffers hold, and who may use them when.

@@ -57,6 +57,7 @@ class Signal(enum.Enum):
 
     TMA_PAIR = "TMA bytes of both CTAs, on the leader's barrier"
     COMMIT_PAIR = "tcgen05.commit by the leader, on both CTAs' barriers"
+    COMMIT_CTA = "tcgen05.commit by a CTA that multiplies alone, on its barrier"
     TMA_CTA = "TMA bytes of the own CTA, on its barrier"
     TMA_BOTH = "TMA bytes of both CTAs, a part of each, on both CTAs' barriers"
     WARPS_PAIR = "one lane of each producer warp of both CTAs, on the leader's barrier"
@@ -66,6 +67,7 @@ class Signal(enum.Enum):
 
 
 TMA_SIGNALS = (Signal.TMA_PAIR, Signal.TMA_CTA, Signal.TMA_BOTH)
+COMMIT_SIGNALS = (Signal.COMMIT_PAIR, Signal.COMMIT_CTA)
 PAIR_SIGNALS = (Signal.WARPS_PAIR, Signal.WARPS_PAIR_RELEASE)
 RELEASING_SIGNALS = (Signal.WARPS_PAIR_RELEASE, Signal.WARPS_BOTH)
 
@@ -162,7 +164,7 @@ class Edge(SharedByReference):
     @property
     def arrive_count(self) -> int:
         """Arrivals that complete a phase."""
-        if self.signal in (*TMA_SIGNALS, Signal.COMMIT_PAIR):
+        if self.signal in (*TMA_SIGNALS, *COMMIT_SIGNALS):
             return 1
         ctas = 2 if self.signal in (*PAIR_SIGNALS, Signal.WARPS_BOTH) else 1
         return ctas * self.producer_warps
@@ -195,6 +197,11 @@ class EdgeTable(SharedByReference):
 
     def __getitem__(self, name: str) -> Edge:
         return next(edge for edge in self.edges if edge.name == name)
+
+    @property
+    def multiplies_alone(self) -> bool:
+        """Whether each CTA has products of its own; else pairs of CTAs have them together."""
+        return any(edge.signal is Signal.COMMIT_CTA for edge in self.edges)
 
     def waiter_states(self, *names: str) -> RingStates:
         """The states of a role that waits on these edges."""
@@ -239,6 +246,7 @@ class Barrier(SharedByReference):
             Signal.TMA_CTA: pipeline.PipelineOp.TmaLoad,
             Signal.TMA_BOTH: pipeline.PipelineOp.TmaLoad,
             Signal.COMMIT_PAIR: pipeline.PipelineOp.TCGen05Mma,
+            Signal.COMMIT_CTA: pipeline.PipelineOp.TCGen05Mma,
         }.get(edge.signal, pipeline.PipelineOp.AsyncThread)
         group = pipeline.CooperativeGroup(pipeline.Agent.Thread, edge.arrive_count)
         self.edge = edge
@@ -259,8 +267,12 @@ class Barrier(SharedByReference):
         self._array.arrive_and_expect_tx(state.index, self.edge.transaction_bytes)
 
     def commit(self, state: Any) -> None:
-        """Signal both CTAs when all tensor-core work issued so far is done; by the MMA warp."""
-        self._array.arrive(state.index, BOTH_CTAS_MASK, tcgen05.CtaGroup.TWO)
+        """Signal all CTAs that multiply together when all tensor-core work issued so far is done;
+        by the MMA warp."""
+        if self.edge.signal is Signal.COMMIT_CTA:
+            self._array.arrive(state.index, None, tcgen05.CtaGroup.ONE)
+        else:
+            self._array.arrive(state.index, BOTH_CTAS_MASK, tcgen05.CtaGroup.TWO)
 
     def arrive(self, state: Any, is_converged: bool = False) -> None:
         """One arrival of this warp, called by all its lanes.

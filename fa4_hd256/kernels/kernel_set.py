@@ -122,16 +122,19 @@ class KernelSet:
 
     classes: kind of kernel -> "module:class" below the folder; a kernel is made as
     `class(config, problem_class)`.  forward_config, backward_config: the same of the configuration
-    of each direction, None where it has none yet.  forwards: what the host must know of the tiles
-    that calls may get of the forward, in the order in which they are preferred; none likewise.
-    backward: the same of the backward, None likewise.  counts_tiles: the dynamic scheduler takes a
-    counter in global memory.  combine: which configurations the combining kernel gets.
+    of each direction, None where it has none yet.  decode_config: the same of a further forward
+    kernel for a few query rows, None where there is none.  forwards: what the host must know of the
+    tiles that calls may get of the forward, in the order in which they are preferred; none
+    likewise.  backward: the same of the backward, None likewise.  counts_tiles: the dynamic
+    scheduler takes a counter in global memory.  combine: which configurations the combining kernel
+    gets.
     """
 
     architecture: Architecture
     classes: Mapping[str, str] = field(default_factory=dict)
     forward_config: str | None = None
     backward_config: str | None = None
+    decode_config: str | None = None
     forwards: tuple[ForwardTiles, ...] = ()
     backward: BackwardSet | None = None
     counts_tiles: bool = False
@@ -144,11 +147,18 @@ class KernelSet:
     def config(self, direction: str) -> Any:
         """The class of a direction's configurations, "forward" or "backward". Raises as `kernel`.
 
-        That of the forward has `tiles`, and `tuned(causal, seqlen_k, gpu, tiles)`, the default of a
-        call with such tiles; that of the backward has `ds_bytes` and `of_kernel(kind)`. Both have
-        `describe()`.
+        That of the forward has `kind`, of its kernel, `tiles`, and `tuned(causal, seqlen_k, gpu,
+        tiles)`, the default of a call with such tiles; that of the backward has `ds_bytes` and
+        `of_kernel(kind)`. Both have `describe()`.
         """
         return self._class(getattr(self, f"{direction}_config"), direction)
+
+    def configs(self, direction: str) -> tuple[Any, ...]:
+        """All classes of a direction's configurations, first that of `config`."""
+        own = (self.config(direction),)
+        if direction == "forward" and self.decode_config is not None:
+            return (*own, self._class(self.decode_config, direction))
+        return own
 
     def forward_tiles(self, config: Any = None) -> tuple[ForwardTiles, ...]:
         """Those of a configuration, or without one `forwards`. Raises NotImplementedError where

@@ -142,7 +142,10 @@ class Programs:
 
     def all(self) -> dict[tuple[str, int], list[Operation]]:
         """By (role, CTA); parts of a role are roles."""
-        programs = {("mma", LEADER): list(self._mma())} if self.steps.products else {}
+        programs = {}
+        for cta in CTAS:
+            if self.steps.products and (cta == LEADER or self.edges.multiplies_alone):
+                programs["mma", cta] = list(self._mma())
         for cta in CTAS:
             if self.steps.products:
                 programs["load", cta] = list(self._load())

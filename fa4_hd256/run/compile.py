@@ -55,6 +55,7 @@ COMPILED_IN = (
     "fa4_hd256/run/compile.py",
     "fa4_hd256/run/forward_arguments.py",
     "schedulers",
+    "softmax_emu/by_key.py",
     "softmax_emu/coefficients.py",
     "softmax_emu/exp2.py",
     "softmax_emu/online.py",

@@ -30,12 +30,14 @@ KERNELS = KernelSet(
     named("sm_100a"),
     {
         "forward": "forward.kernel:ForwardKernel",
+        "forward_decode": "decode.kernel:DecodeKernel",
         "backward_dv": "backward.dv:DvKernel",
         "backward_products": "backward.products:ProductsKernel",
         "backward_dkdv": "backward.dkdv:DkdvKernel",
         "backward_dq": "backward.dq:DqKernel",
     },
     forward_config="forward.config:ForwardConfig",
+    decode_config="decode.config:DecodeConfig",
     backward_config="backward.config:BackwardConfig",
     forwards=(TILES,),
     backward=BackwardSet(

@@ -93,8 +93,8 @@ class TmemOperand:
 class MmaShape:
     """The instruction descriptor of kind::f16 with float32 accumulation (9.7.16.4.2).
 
-    m, n: of the CTA pair's product.  a_mn_major, b_mn_major: A is stored with M, B with N
-    contiguous.  negate_a: the product of -A and B.
+    m, n: of the product.  a_mn_major, b_mn_major: A is stored with M, B with N contiguous.
+    negate_a: the product of -A and B.  ctas: that have it together, 2 or 1.
     """
 
     m: int
@@ -103,6 +103,7 @@ class MmaShape:
     a_mn_major: bool = False
     b_mn_major: bool = False
     negate_a: bool = False
+    ctas: int = 2
 
     @property
     def instruction_descriptor(self) -> int:
@@ -119,7 +120,9 @@ class MmaShape:
         )
 
 
-def _chain_ptx(a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout) -> str:
+def _chain_ptx(
+    a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout, ctas: int
+) -> str:
     """The text of `mma_chain`: r0 accumulator, r1 and r2 A and B, r3 accumulate, r4 shape."""
     lines = [
         "{",
@@ -143,7 +146,7 @@ def _chain_ptx(a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout) -
             lines.append(f"mov.b64 a_desc, {{a_low, {a_layout.upper_word:#x}}};")
             operand = "a_desc"
         lines.append(
-            "@elected tcgen05.mma.cta_group::2.kind::f16 "
+            f"@elected tcgen05.mma.cta_group::{ctas}.kind::f16 "
             f"[{{$r0}}], {operand}, b_desc, {{$r4}}, {'add' if step == 0 else '1'};"
         )
     lines.append("}")
@@ -161,13 +164,13 @@ def mma_chain(
     loc=None,
     ip=None,
 ) -> None:
-    """tcgen05.mma.cta_group::2.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of a tile pair.
+    """tcgen05.mma.cta_group.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of two tiles.
 
     accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or address
     and layout of A in TMEM.  b: lower descriptor word and layout of B.  accumulate: whether the
     first slice adds to D.
 
-    Called by all lanes of one warp of the leader CTA.  The chain stays in convergent code and
+    Called by all lanes of one warp, of a pair's leader CTA.  The chain stays in convergent code and
     one elected lane's predicate guards each instruction, so that the descriptors are computed
     once in uniform registers and an MMA costs one issue slot.  They depend on the elected lane's
     number, which ptxas does not know to be small: it would otherwise keep the descriptors of
@@ -176,7 +179,7 @@ def mma_chain(
     a_word, a_layout = a
     b_word, b_layout = b
     cute.arch.inline_ptx(
-        _chain_ptx(a_layout, b_layout),
+        _chain_ptx(a_layout, b_layout, shape.ctas),
         read_only_args=[
             Int32(accumulator),
             Int32(a_word),

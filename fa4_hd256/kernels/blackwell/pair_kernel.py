@@ -1,4 +1,5 @@
-"""What every kernel of a CTA pair shares: set-up, the dispatch of warps to roles, tear-down."""
+"""What every kernel of a CTA pair, or of a CTA alone, shares: set-up, the dispatch of warps to
+roles, tear-down."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from fa4_hd256.kernels.blackwell.pair_plan import CTAS
 from fa4_hd256.kernels.context import KernelContext
 from fa4_hd256.kernels.operands import SharedMemory
 from fa4_hd256.kernels.problem_class import ProblemClass
@@ -34,8 +36,10 @@ class PairKernel(RaggedKernel, SchedulerRole):
 
     A kernel has the methods `descriptors(tensors)`, the TMA tensors; `smem(memory)`, its operands
     in shared memory; `run_role(context, warp)`; and `num_steps(context, work)`, the steps of a
-    tile, the same in both CTAs and all roles.
+    tile, the same in both CTAs and all roles.  ctas: that share a tile and its products, 2 or 1.
     """
+
+    ctas = CTAS
 
     def __init__(self, plan: Any, problem_class: ProblemClass, scheduler: Any = None) -> None:
         """plan: has warps, smem, tmem, edges and steps.  scheduler: a class of the `schedulers`
@@ -43,7 +47,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
         self.problem_class = problem_class
         self.dtype = problem_class.element_type
         self.is_bf16 = self.dtype is cutlass.BFloat16
-        self.scheduler = scheduler or scheduler_class(problem_class.use_clc)
+        self.scheduler = scheduler or scheduler_class(problem_class.use_clc, self.ctas)
         self.warps, self.edges, self.steps = plan.warps, plan.edges, plan.steps
         self.smem_plan, self.tmem_plan = plan.smem, plan.tmem
 
@@ -79,7 +83,7 @@ class PairKernel(RaggedKernel, SchedulerRole):
 
     @property
     def scheduled_warps(self) -> int:
-        """Warps of both CTAs that run the tile loop."""
+        """Warps of all CTAs of a cluster that run the tile loop."""
         return self.warps.scheduled_warps
 
     @cute.kernel
@@ -93,13 +97,13 @@ class PairKernel(RaggedKernel, SchedulerRole):
         # Barriers must be initialised in both CTAs before either allocates tensor memory for the
         # pair or signals the other (PTX ISA 9.7.16.7.1).
         cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
-        columns = self.tmem_plan.allocated_columns
+        if cutlass.const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        columns, is_pair = self.tmem_plan.allocated_columns, self.ctas > 1
         if warp == self.warps.mma:
-            cute.arch.alloc_tmem(columns, context.tmem_address, is_two_cta=True)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+            cute.arch.alloc_tmem(columns, context.tmem_address, is_two_cta=is_pair)
+        self._meet()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, context.tmem_address)
         # A warp reaches the 32 lanes of its place in the warpgroup (PTX ISA 9.7.16.2.3.1).
         own_lanes = tmem + warp % 4 * (32 << 16)
@@ -108,11 +112,18 @@ class PairKernel(RaggedKernel, SchedulerRole):
         self.run_role(context, warp)
 
         # Nobody may leave while the peer still signals it or its tensor memory is in use.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        self._meet()
         if warp == self.warps.mma:
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
-            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=is_pair)
+            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=is_pair)
+
+    def _meet(self) -> None:
+        """All threads of the CTAs that share a tile."""
+        if self.ctas > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     @cute.jit
     def next_with_steps(self, context: Any, role: Any, scheduler: Any, work: Any):

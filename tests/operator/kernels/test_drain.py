@@ -8,6 +8,7 @@ import pytest
 
 from fa4_hd256.kernels import drain, programs
 from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DvPlan, ProductsPlan
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
@@ -40,6 +41,8 @@ PLANS = {
     "dK/dV, ring of 3": DkdvPlan(ring_stages=3),
     "dV and dS": DvPlan(),
     "dK and dQ from dS": ProductsPlan(),
+    "decode": DECODE[0],
+    "decode, fewest buffers": DecodeConfig(half_stages=3, q_stages=1),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from step_traces import assert_as_declared, attend, of_entry, steps_of, traced_launches
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
+from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
 from fa4_hd256.kernels.programs import Kind
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 
@@ -62,6 +63,19 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc,
         tiles = tiles[::-1]
     assert not causal or {0, 1, 3} <= set(tiles)
     assert_as_declared(reports[0], config, tiles)
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
+def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, use_clc, monkeypatch):
+    """Tiles of none to three steps, all of them on one CTA, or every other one of them."""
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
+    reports = traced_launches(monkeypatch, "b200:2")
+    config = DecodeConfig(q_stages=q_stages, ordered_tiles=False)
+    seen = attend(lengths, True, config=config, use_clc=use_clc)
+    tiles = steps_of(seen, config.rows, TILE_K)
+    assert set(tiles) == ({2, 3} if lengths[1] > TILE_K else {0, 1})
+    assert_as_declared(reports[0], config, tiles if use_clc else tiles[::2], ctas=(0,))
 
 
 @pytest.mark.parametrize("ds_bytes", [0, BackwardConfig().ds_bytes], ids=["anew", "stored"])

@@ -1,0 +1,1 @@
+"""The forward of a few query rows against many keys."""

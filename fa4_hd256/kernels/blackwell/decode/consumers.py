@@ -1,0 +1,272 @@
+"""The decode kernel's role that follows the tensor core: softmax, rescaling of O, results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from fa4_hd256.kernels.blackwell.instructions import (
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+)
+from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
+from fa4_hd256.kernels.edges import RingState
+from fa4_hd256.kernels.limits import WARP_SIZE
+from fa4_hd256.kernels.masking import Visibility
+from fa4_hd256.kernels.ranges import traced
+from softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
+from softmax_emu.online import soft_cap
+
+from .config import BLOCK_KV, HALF
+from .steps import HALVES
+
+__all__ = ["DecodeConsumers"]
+
+THREADS = BLOCK_KV  # of the softmax, a key each
+BARRIER = 1  # their named barrier
+VECTOR = 4  # floats that a thread reads of shared memory at once
+
+
+def any_of_softmax(value: Boolean) -> Boolean:
+    """Whether it holds in some thread of the softmax; barrier.cta.red (PTX ISA 9.7.13.1)."""
+    found = cute.arch.inline_ptx(
+        "{.reg .pred own, any;\n"
+        "setp.ne.b32 own, {$r0}, 0;\n"
+        f"barrier.cta.red.or.pred any, {BARRIER}, {THREADS}, own;\n"
+        "selp.b32 {$w0}, 1, 0, any;}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(value)],
+    )
+    return found != 0
+
+
+def synchronise() -> None:
+    """All threads of the softmax."""
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+
+
+class DecodeConsumers:
+    """Mixed into DecodeKernel; the shared state is its `Context`."""
+
+    @cute.jit
+    def softmax(self, context: Any):
+        """S -> P, a key a thread; O and LSE at the tile's end."""
+        # The product before this step, of this tile or of the one before; none before the first.
+        states = self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
+        softmax = KeySoftmax.create(
+            context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
+            self.dtype, self.config.rows,
+        )  # fmt: skip
+        thread = cute.arch.thread_idx()[0]
+        scheduler = self.scheduler.create(context.order, context.channel)
+        work = scheduler.initial_work()
+        while work.is_valid:
+            visibility = context.visibility(work, BLOCK_KV)
+            num_steps = self.num_steps(context, work)
+            tile = self.queries(work)
+            tiles = visibility.tile_range(tile, tile)
+            softmax.reset()
+            if num_steps > 0:
+                step = Int32(0)
+                key = (tiles.end - 1) * BLOCK_KV + thread
+                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                    states = self._step(context, (softmax, states, step), (work, key))
+                    step += 1
+                    key -= BLOCK_KV
+                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                    states = self._step(context, (softmax, states, step), None)
+                    step += 1
+                if cutlass.const_expr(self.problem_class.bounded_left):
+                    key -= tiles.num_unmasked * BLOCK_KV
+                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                        states = self._step(context, (softmax, states, step), (work, key))
+                        step += 1
+                        key -= BLOCK_KV
+            inverses = self._finish(context, softmax, work)
+            if num_steps > 0:
+                context.barriers["o_done"].wait(states[1])
+                fence_after_thread_sync()
+                self._store(context, work, inverses)
+            else:
+                self._store_zeros(context, work)
+            work = scheduler.advance_to_next_work()
+
+    @traced("softmax")
+    @cute.jit
+    def _step(self, context: Any, running: tuple, mask: Any):
+        """One score tile: mask, maxima where they move, exp2, P to shared memory, sums.
+
+        running: (softmax, states of S and of O, number of the step).  mask: (tile, this thread's
+        key) where some key may be invisible, None in interior steps.
+        """
+        softmax, (s_done, o_done), step = running
+        rows = self.config.rows
+        context.barriers["s_done"].wait(s_done)
+        fence_after_thread_sync()
+        scores = cute.make_rmem_tensor(rows, Float32)
+        tmem_load(self._scores(context, s_done.index), scores, rows)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(self.problem_class.softcap):
+            soft_cap(scores, context.scalars.cap_scale)
+        if cutlass.const_expr(mask is not None):
+            self._mask(context.visibility(mask[0], BLOCK_KV), scores, *mask)
+        # P and O are this step's from here on.
+        context.barriers["o_done"].wait(o_done)
+        if any_of_softmax(softmax.exceeds(scores)):
+            self._raise_maxima(context, softmax, scores, step)
+        probabilities = cute.make_rmem_tensor(rows, self.dtype)
+        softmax.exponentiate(scores, probabilities)
+        own = context.smem["p"][None, cute.arch.thread_idx()[0], 0]
+        cute.autovec_copy(probabilities, own)
+        # The tensor core reads through the async proxy what was written here.
+        cute.arch.fence_view_async_shared()
+        fence_before_thread_sync()
+        context.barriers["p_done"].arrive(o_done)
+        s_done.advance()
+        o_done.advance()
+        return s_done, o_done
+
+    def _scores(self, context: Any, buffer: Int32) -> Any:
+        """This warp's lanes of S."""
+        start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
+        return context.own_lanes + (start + buffer * distance)
+
+    def _mask(self, visibility: Visibility, scores: cute.Tensor, work: Any, key: Int32) -> None:
+        """The scores of rows that do not see this thread's key, -inf."""
+        first_query, queries = self.queries(work)
+        for query in range(queries):
+            row = first_query + query
+            is_visible = (key >= visibility.first(row)) & (key < visibility.limit(row))
+            for number in range(query * self.of_query, (query + 1) * self.of_query):
+                scores[number] = cutlass.select_(is_visible, scores[number], Float32(-math.inf))
+
+    @traced("maxima")
+    @cute.jit
+    def _raise_maxima(self, context: Any, softmax: Any, scores: cute.Tensor, step: Int32):
+        """Maxima over all keys of the step; O, if there is any, and sums rescaled."""
+        self._share(context, "maxima", scores, cute.arch.fmax)
+        maxima = self._combined(context, "maxima", cute.arch.fmax)
+        factors = cute.make_rmem_tensor(self.config.rows, Float32)
+        softmax.raise_maxima(maxima, factors)
+        if step > 0:
+            self._rescale(context, factors)
+
+    @traced("rescale O")
+    def _rescale(self, context: Any, factors: cute.Tensor) -> None:
+        """O *= factor, a row a column of tensor memory."""
+        rows = self.config.rows
+        fence_after_thread_sync()
+        for half in HALVES:
+            address = context.own_lanes + self.tmem_plan[f"o{half}"].start
+            values = cute.make_rmem_tensor(rows, Float32)
+            tmem_load(address, values, rows)
+            cute.arch.fence_view_async_tmem_load()
+            self._multiply(values, factors)
+            tmem_store(values, address)
+        cute.arch.fence_view_async_tmem_store()
+
+    @staticmethod
+    def _multiply(values: cute.Tensor, factors: cute.Tensor) -> None:
+        """values *= factors, row by row, two at a time (mul.rn.f32x2)."""
+        for row in range(0, cute.size(values), 2):
+            values[row], values[row + 1] = cute.arch.mul_packed_f32x2(
+                (values[row], values[row + 1]), (factors[row], factors[row + 1])
+            )
+
+    def _share(
+        self, context: Any, name: str, values: cute.Tensor,
+        operation: Callable[[Float32, Float32], Float32],
+    ) -> None:  # fmt: skip
+        """Each warp's values, combined over its lanes, to shared memory, for all threads."""
+        found = reduce_over_lanes(values, operation)
+        row = first_row_of_lane(self.config.rows)
+        warp = cute.arch.thread_idx()[0] // WARP_SIZE
+        for number, value in enumerate(found):
+            # Neighbours that have the same row write the same.
+            context.smem[name][row + number, warp] = value
+        synchronise()
+
+    def _combined(
+        self, context: Any, name: str, operation: Callable[[Float32, Float32], Float32]
+    ) -> cute.Tensor:
+        """The values that the warps have shared, combined in their order."""
+        shared = context.smem[name]
+        found = self._read(shared, 0)
+        for warp in range(1, len(self.config.warps.softmax)):
+            others = self._read(shared, warp)
+            for row in range(self.config.rows):
+                found[row] = operation(found[row], others[row])
+        return found
+
+    def _read(self, shared: cute.Tensor, column: int) -> cute.Tensor:
+        """A value of each row."""
+        found = cute.make_rmem_tensor(self.config.rows, Float32)
+        cute.autovec_copy(shared[None, column], found)
+        return found
+
+    @traced("sums")
+    @cute.jit
+    def _finish(self, context: Any, softmax: Any, work: Any):
+        """LSE of each row to global memory; 1/sum of all rows."""
+        rows = self.config.rows
+        self._share(context, "sums", softmax.sums, lambda a, b: a + b)
+        row = cute.arch.thread_idx()[0]
+        if row < rows:
+            total = Float32(0.0)
+            for warp in range(len(self.config.warps.softmax)):
+                total = total + context.smem["sums"][row, warp]
+            query, in_group = self.queries(work)[0] + row // self.of_query, row % self.of_query
+            packed = self.problem_class.packed_heads
+            is_row = query < context.query(work).length
+            if cutlass.const_expr(self.of_query > packed):
+                # Rows past the heads are padding.
+                is_row = is_row & (in_group < packed)
+                in_group = cutlass.min(in_group, packed - 1)
+            head = work.head * packed + in_group
+            inverse, lse = softmax.finish(
+                total, softmax.offset_in(row), self.sink_log2(context, work, head)
+            )
+            context.smem["inverses"][row, 0] = inverse
+            if is_row:
+                place = context.query(work).offset + query
+                context.tensors.lse[context.result_batch(work), head, place] = lse
+        synchronise()
+        return self._read(context.smem["inverses"], 0)
+
+    @traced("store O")
+    @cute.jit
+    def _store(self, context: Any, work: Any, inverses: cute.Tensor):
+        """O / sum to global memory, in the type of `out`."""
+        rows = self.config.rows
+        for half in cutlass.range_constexpr(len(HALVES)):
+            values = cute.make_rmem_tensor(rows, Float32)
+            tmem_load(context.own_lanes + self.tmem_plan[f"o{half}"].start, values, rows)
+            cute.arch.fence_view_async_tmem_load()
+            self._multiply(values, inverses)
+            self._store_half(context, work, values, half)
+
+    @cute.jit
+    def _store_half(self, context: Any, work: Any, values: cute.Tensor, half: int):
+        """A half of the columns of all rows, this lane's of each."""
+        column = half * HALF + cute.arch.thread_idx()[0]
+        first_query, queries = self.queries(work)
+        packed, length = self.problem_class.packed_heads, context.query(work).length
+        for query in cutlass.range_constexpr(queries):
+            if first_query + query < length:
+                for number in cutlass.range_constexpr(packed):
+                    head = work.head * packed + number
+                    out = self.result_row(context, work, first_query + query, head)
+                    out[column] = values[query * self.of_query + number].to(out.element_type)
+
+    @cute.jit
+    def _store_zeros(self, context: Any, work: Any):
+        """out = 0 for the rows of a tile that sees no key."""
+        zeros = cute.make_rmem_tensor(self.config.rows, Float32)
+        zeros.fill(0.0)
+        for half in cutlass.range_constexpr(len(HALVES)):
+            self._store_half(context, work, zeros, half)

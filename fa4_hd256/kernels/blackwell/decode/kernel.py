@@ -1,0 +1,171 @@
+"""The decode kernel: the forward of a few query rows against many keys, by one CTA a tile.
+
+One tile is 16, 32 or 64 query rows, those of all heads that share a KV head, of a few queries; one
+step multiplies 128 keys with it, S^T = K Q^T and O^T += V^T P^T.  Why so: `config` NOTE [keys as
+M].
+
+Timeline of a CTA; QK(i) makes S(i) from two halves of K, PV(i) adds to both halves of O, last is
+the tile's last step, 0' the next tile's first::
+
+    load     K(1) V(0) K(2) V(1) ..   | Q' K(0')  V(last) K(1')  V(0') ..
+    mma      QK(1) PV(0) QK(2) PV(1)..| QK(0') PV(last)   QK(1') PV(0') ..
+    softmax     S(1)->P(1)  S(2)->P(2)|          O -> global, S(0')->P(0') ..
+
+The tables of roles, barriers, SMEM and TMEM: `python -m fa4_hd256 plan`; docs/forward.md.
+
+NOTE [one group for all].  A row's maximum and sum go over all keys of a step, so over all threads
+of the softmax; each knows every row's offset.  So the same warps rescale O, whose lanes are columns
+of the head, and store it: o_done says that they may, and P that they have.
+
+NOTE [O leaves from registers].  A lane has one of the head's columns, a warp 32 of them in a row:
+stores of a row by a warp are whole sectors without an exchange.
+
+NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from fa4_hd256.kernels.blackwell.instructions import MmaShape, OperandLayout
+from fa4_hd256.kernels.blackwell.operands import k_major_operand, mn_major_operand
+from fa4_hd256.kernels.blackwell.pair_kernel import PairContext, PairKernel
+from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
+from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.operands import SharedMemory, TmaTensor
+from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
+from fa4_hd256.kernels.scalars import CallScalars
+from schedulers import TileOrder
+
+from .config import BLOCK_KV, HALF, DecodeConfig
+from .consumers import DecodeConsumers
+from .producers import DecodeProducers
+from .steps import HALVES, MMA_K
+
+__all__ = ["DecodeKernel"]
+
+# P^T lies by core matrices of 8 keys x 8 rows, 16 bytes a key: those of neighbouring keys first.
+GROUP = 8
+CORE_BYTES = 128
+GROUP_BYTES = BLOCK_KV // GROUP * CORE_BYTES
+
+
+@dataclass(frozen=True)
+class Context(ForwardEntries, PairContext):
+    """What every warp role of one CTA shares.
+
+    sink: (heads,) or None.  smem: "q" and "kv" with their stages, "p", "maxima", "sums",
+    "inverses".  num_splits: see `ForwardEntries`.
+    """
+
+    sink: Any = None
+    num_splits: Any = None
+
+
+class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
+    """The decode kernel for one configuration.
+
+    config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
+    scheduler: a class of the `schedulers` protocol for clusters of one CTA; None for that of the
+    problem class.
+
+    Called under `cute.compile`; see `ForwardCommon.__call__` for the arguments at run time.
+    """
+
+    ctas = 1
+
+    def __init__(
+        self, config: DecodeConfig, problem_class: ProblemClass, scheduler: Any = None
+    ) -> None:
+        super().__init__(config, problem_class, scheduler)
+        self.config = config
+        # Rows of a query, those of padding among them, and queries of a tile.
+        self.of_query = query_rows(problem_class.packed_heads, config.rows)
+        self.tile_queries = config.rows // self.of_query
+        self.load_keys = BLOCK_KV
+        rows, is_bf16 = config.rows, self.is_bf16
+        scores = MmaShape(
+            BLOCK_KV, rows, is_bf16, negate_a=problem_class.negative_scale, ctas=self.ctas
+        )
+        sums = MmaShape(HALF, rows, is_bf16, a_mn_major=True, b_mn_major=True, ctas=self.ctas)
+        self.shapes = {"S": scores} | {f"O{half}": sums for half in HALVES}
+        slices = tuple(k * MMA_K // GROUP * CORE_BYTES for k in range(BLOCK_KV // MMA_K))
+        self.layouts = {
+            "Q": k_major_operand(rows),
+            "P": OperandLayout(CORE_BYTES, GROUP_BYTES, slices, is_swizzled=False),
+        }
+        self.layouts |= {f"K{half}": k_major_operand(BLOCK_KV, HALF) for half in HALVES}
+        self.layouts |= {f"V{half}": mn_major_operand(BLOCK_KV) for half in HALVES}
+
+    def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
+        """TMA descriptors of Q, K and V, and the plain tensors."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        keys = load, BLOCK_KV, HALF
+        boxes = {"q": (load, self.config.rows, HEAD_DIM), "k": keys, "v": keys}
+        tmas = [
+            self.tma_tensor(name, view, boxes[name])
+            for name, view in zip("qkv", operands[:3], strict=True)
+        ]
+        return ForwardTensors(*tmas, None, operands[3], lse, optional)
+
+    def descriptors(self, tensors: ForwardTensors) -> tuple[TmaTensor, ...]:
+        return tensors.q, tensors.k, tensors.v
+
+    @cute.jit
+    def run_role(self, context: Any, warp: Int32):
+        """The role of this warp."""
+        warps = self.config.warps
+        if warp < warps.mma:
+            self.softmax(context)
+        else:
+            if warp == warps.mma:
+                self.mma(context)
+            if warp == warps.load:
+                self.load(context)
+            if warp == warps.scheduler:
+                self.schedule(context)
+
+    def smem(self, memory: SharedMemory) -> dict[str, cute.Tensor]:
+        config = self.config
+        rows, groups = config.rows, config.rows // GROUP
+        p_layout = cute.make_layout(
+            ((GROUP, groups), BLOCK_KV, 1),
+            stride=((1, GROUP * BLOCK_KV), GROUP, rows * BLOCK_KV),
+        )
+        shapes = {"maxima": (rows, 4), "sums": (rows, 4), "inverses": (rows, 1)}
+        return {
+            "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
+            "kv": memory.operand("kv", BLOCK_KV, HALF, config.half_stages),
+            "p": cute.make_tensor(memory.region("p", self.dtype, 128), p_layout),
+        } | {
+            name: cute.make_tensor(memory.region(name, Float32, 16), cute.make_layout(shape))
+            for name, shape in shapes.items()
+        }
+
+    def set_up(
+        self,
+        allocator: SmemAllocator,
+        tensors: ForwardTensors,
+        sizes: tuple[Int32, ...],
+        scalars: CallScalars,
+        order: TileOrder,
+    ) -> Context:
+        """`PairKernel.set_up`; with split keys their number is the last of the sizes."""
+        common = super().set_up(allocator, tensors, sizes, scalars, order)
+        sink, _ = self.sink_and_ragged(tensors.optional)
+        num_splits = sizes[3] if self.problem_class.split else None
+        return Context(**vars(common), sink=sink, num_splits=num_splits)
+
+    def queries(self, work: Any) -> tuple[Int32, int]:
+        """(first query, their number) of a tile."""
+        return work.block * self.tile_queries, self.tile_queries
+
+    def num_steps(self, context: Context, work: Any) -> Int32:
+        """Steps of a tile; the same in all roles."""
+        return context.visibility(work, BLOCK_KV).num_tiles(*self.queries(work))

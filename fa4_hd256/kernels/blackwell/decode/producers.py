@@ -1,0 +1,42 @@
+"""Where the decode kernel's loads come from; the roles are those of `PairProducers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa4_hd256.kernels.blackwell.producers import PairProducers
+from fa4_hd256.kernels.operands import load_tile
+
+from .config import BLOCK_KV
+
+__all__ = ["DecodeProducers"]
+
+
+class DecodeProducers(PairProducers):
+    """Mixed into DecodeKernel; the shared state is its `Context`.
+
+    The position of a step is its KV tile.
+    """
+
+    def first_position(self, context: Any, work: Any) -> Any:
+        visibility = context.visibility(work, BLOCK_KV)
+        return self.first_kv_tile(context, work, visibility, self.queries(work)[0])
+
+    def next_position(self, position: Any) -> Any:
+        return self.next_kv_tile(position)
+
+    def places(self, context: Any, content: str, work: Any, kv_tile: Any) -> tuple:
+        """See `tma_tile`: the rows of Q; a half of the columns of K or V, see `load_kv`."""
+        if content == "Q":
+            return (((context.query(work), self.queries(work)[0], 0, work.head),),)
+        head = work.head // context.heads_per_kv
+        keys, first_key = self.keys(context, work, kv_tile), self.first_key(kv_tile)
+        return (((keys, first_key, int(content[1:]), head),),)
+
+    def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
+        """One load.  place: see `places`.  target: (barrier, buffer)."""
+        source, smem = getattr(context.tensors, copy.box[0]), context.smem[copy.memory]
+        if copy.content == "Q":
+            load_tile(source, smem, place, *target, self.of_query)
+        else:
+            self.load_kv(source, smem, place, target)

@@ -1,0 +1,169 @@
+"""Online softmax where each thread holds one key of a transposed score tile, for all of its rows.
+
+Tensor memory delivers S^T = K Q^T with a key a lane and a query row a column.  So a thread has one
+score of every row, all threads need every row's offset, and a row's maximum and sum go over lanes
+and warps.  The definitions are those of `online`: p = 2^(c s - c m), and m moves, for a row by
+itself, only where c * (true maximum - m) exceeds the threshold.  Whether any does is asked without
+the maxima: by the largest exponent that a thread has.  The maxima themselves are taken where the
+answer is yes, which most tiles do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from .exp2 import exp2_hardware, exp2_polynomial_pair, exp2_row_factor, maximum3
+from .online import OnlineSoftmax
+from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
+
+__all__ = ["KeySoftmax", "first_row_of_lane", "reduce_over_lanes"]
+
+WARP_SIZE = 32
+
+
+class KeySoftmax:
+    """State of all rows in one thread: their offsets, alike in all threads, and the sums of this
+    thread's keys; both register tensors of Float32 that live across dynamic loops.
+
+    For each tile: `exceeds`; where that holds in any thread `raise_maxima` in all; then
+    `exponentiate`.  After the last `sums` are added up over the threads, and `finish` makes the
+    reciprocal and LSE of a row.
+    """
+
+    def __init__(self, row: OnlineSoftmax, rows: int) -> None:
+        """Use `create`."""
+        self.row, self.rows = row, rows
+        self.offsets = cute.make_rmem_tensor(rows, Float32)
+        self.sums = cute.make_rmem_tensor(rows, Float32)
+
+    @classmethod
+    def create(
+        cls, scale_log2: Float32, pattern: Ex2Pattern, rescale_threshold: float, dtype: Any,
+        rows: int,
+    ) -> KeySoftmax:  # fmt: skip
+        """A softmax with empty state.  rows: an even number; the others as of
+        `OnlineSoftmax.create`."""
+        softmax = cls(OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype), rows)
+        softmax.reset()
+        return softmax
+
+    def reset(self) -> None:
+        """Empty state, for the next rows."""
+        self.row.reset()
+        for row in range(self.rows):
+            self.offsets[row], self.sums[row] = self.row.offset, Float32(0.0)
+
+    def exceeds(self, scores: cute.Tensor) -> Boolean:
+        """Whether some row's maximum must move for a score of this thread's key.
+
+        scores: register tensor of Float32, one of each row; masked ones -inf.
+        """
+        pairs = [self._exponents(scores, row) for row in range(0, self.rows, 2)]
+        largest = pairs[0][0]
+        for first, second in pairs:
+            largest = maximum3(largest, first, second)
+        return largest > Float32(self.row.rescale_threshold)
+
+    def raise_maxima(self, maxima: cute.Tensor, factors: cute.Tensor) -> None:
+        """Take a tile's maxima into the state; factors: filled with what O is to be multiplied
+        with, exactly 1 where a maximum was kept.
+
+        maxima, factors: register tensors of Float32, one of each row; maxima alike in all threads.
+        """
+        scale = self.row.scale_log2
+        for row in range(self.rows):
+            old = self.offsets[row]
+            # As in `exceeds`: rounding is monotone, so that this is the largest of its exponents.
+            exponent = cute.math.fma(maxima[row], scale, old)
+            moves = exponent > Float32(self.row.rescale_threshold)
+            new = cutlass.select_(moves, self.row.offset_of(maxima[row]), old)
+            factor = exp2_row_factor(new - old)
+            self.offsets[row], factors[row] = new, factor
+            self.sums[row] = self.sums[row] * factor
+
+    def exponentiate(self, scores: cute.Tensor, probabilities: cute.Tensor) -> None:
+        """p of this thread's key: float32 into the sums, and rounded into `probabilities`.
+
+        probabilities: register tensor of `dtype`, one of each row.
+        """
+        pattern, fragments = self.row.pattern, -(-self.rows // FRAGMENT_COLUMNS)
+        for row in range(0, self.rows, 2):
+            x0, x1 = self._exponents(scores, row)
+            fragment, column = divmod(row, FRAGMENT_COLUMNS)
+            if pattern.is_emulated(fragment, column, fragments):
+                p0, p1 = exp2_polynomial_pair(x0, x1, pattern.degree)
+            else:
+                p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
+            self.sums[row], self.sums[row + 1] = cute.arch.add_packed_f32x2(
+                (self.sums[row], self.sums[row + 1]), (p0, p1)
+            )
+            scores[row], scores[row + 1] = p0, p1
+        probabilities.store(scores.load().to(self.row.dtype))
+
+    def offset_in(self, row: Int32) -> Float32:
+        """The offset of a row whose number is known at run time."""
+        found = self.offsets[0]
+        for number in range(1, self.rows):
+            found = cutlass.select_(row == number, self.offsets[number], found)
+        return found
+
+    def finish(
+        self, total: Float32, offset: Float32, sink_log2: Float32 | None
+    ) -> tuple[Float32, Float32]:
+        """(1 / l, LSE) of a row; total: its sum over all keys; sink_log2: as of
+        `OnlineSoftmax.finish`."""
+        self.row.row_sum, self.row.offset = total, offset
+        return self.row.finish(sink_log2)
+
+    def _exponents(self, scores: cute.Tensor, row: int) -> tuple[Float32, Float32]:
+        """c * s - c * m of two rows."""
+        scale = self.row.scale_log2
+        return cute.arch.fma_packed_f32x2(
+            (scores[row], scores[row + 1]), (scale, scale),
+            (self.offsets[row], self.offsets[row + 1]),
+        )  # fmt: skip
+
+    def __extract_mlir_values__(self) -> list:
+        """None: what lives across loops is memory, and stays where it is."""
+        return []
+
+    def __new_from_mlir_values__(self, values: list) -> KeySoftmax:
+        return self
+
+
+def reduce_over_lanes(
+    values: cute.Tensor, operation: Callable[[Float32, Float32], Float32]
+) -> list[Float32]:
+    """The values of all lanes of a warp combined, row by row; each lane gets some of the rows.
+
+    values: register tensor of Float32, one of each row, whose number is a power of two.  Of these
+    a lane gets rows / 32, from `first_row_of_lane` on; of fewer rows than lanes neighbours get the
+    same.  Each exchange halves what is left, so that all take about as many shuffles as rows.
+    """
+    left = [values[row] for row in range(cute.size(values))]
+    lane = cute.arch.lane_idx()
+    distance = WARP_SIZE // 2
+    while distance:
+        half = len(left) // 2
+        if half:
+            is_upper = (lane & distance) != 0
+            sent = [cutlass.select_(is_upper, left[i], left[i + half]) for i in range(half)]
+            kept = [cutlass.select_(is_upper, left[i + half], left[i]) for i in range(half)]
+        else:
+            sent = kept = left
+        left = [
+            operation(own, cute.arch.shuffle_sync_bfly(other, offset=distance))
+            for own, other in zip(kept, sent, strict=True)
+        ]
+        distance //= 2
+    return left
+
+
+def first_row_of_lane(rows: int) -> Int32:
+    """The first of the rows that this lane gets of `reduce_over_lanes`."""
+    return cute.arch.lane_idx() * rows // WARP_SIZE
