@@ -40,7 +40,7 @@ class ForwardTiles:
     its steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the
     same time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: into
     which keys are divided where nobody asks for more.  pads: query heads of any group share tiles,
-    each query with rows of padding up to a power of two.
+    each query with rows of padding up to a power of two.  kind: of the kernel.
     """
 
     cta_rows: int
@@ -54,6 +54,7 @@ class ForwardTiles:
     step_bytes: int = 0
     most_parts: int = 32
     pads: bool = False
+    kind: str = "forward"
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class KernelSet:
     def config(self, direction: str) -> Any:
         """The class of a direction's configurations, "forward" or "backward". Raises as `kernel`.
 
-        That of the forward has `kind`, of its kernel, `tiles`, and `tuned(causal, seqlen_k, gpu,
-        tiles)`, the default of a call with such tiles; that of the backward has `ds_bytes` and
+        That of the forward has `tiles`, and `tuned(causal, seqlen_k, gpu, tiles, paged)`, the
+        default of a call with such tiles; that of the backward has `ds_bytes` and
         `of_kernel(kind)`. Both have `describe()`.
         """
         return self._class(getattr(self, f"{direction}_config"), direction)

@@ -68,7 +68,7 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
             causal, problem.max_seqlen_k, gpu.tuning_name, problem.tiles,
             paged=problem.page_size is not None,
         )  # fmt: skip
-    return KernelSpec(config.kind, config, problem.problem_class, kernels.architecture)
+    return KernelSpec(problem.tiles.kind, config, problem.problem_class, kernels.architecture)
 
 
 def combine_spec(problem: Problem) -> KernelSpec:

@@ -63,8 +63,8 @@ COMPILED_IN = (
     "softmax_emu/recompute.py",
 )
 
-#: First word of a kernel's kind -> first word of folders and modules that it has nothing of.
-OTHER = {"forward": "backward", "backward": "forward"}
+#: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
+OTHER = {"forward": ("backward",), "backward": ("forward", "decode")}
 
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20
@@ -197,7 +197,7 @@ def compiled_sources(
 ) -> list[tuple[str, bytes]]:
     """(path below `root`, content) of the sources in `COMPILED_IN` that kernels of a direction,
     the first word of their kind, and an architecture are made of."""
-    other = OTHER.get(direction, "/")
+    other = OTHER.get(direction, ())
     folders = tuple(
         f"fa4_hd256/kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture
     )

@@ -8,6 +8,8 @@ from dataclasses import replace
 import cutlass.cute as cute
 import pytest
 import torch
+from paged_cases import Paged
+from paged_cases import check as check_pages
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
@@ -266,3 +268,18 @@ def test_plans_that_cannot_work_are_refused(mistake, message):
 def test_configurations_that_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         DecodeConfig(**fields)
+
+
+# Boxes of a part of a page, of a page, of several; pages that divide no tile. Parts of a number, or
+# of a length.
+@pytest.mark.parametrize(
+    ("page_size", "options"),
+    [(16, {"num_splits": 2}), (48, {"causal": True}), (256, {"window_size": (90, 0)}),
+     (64, {"batch_invariant": True})],
+    ids=str,
+)  # fmt: skip
+def test_keys_in_pages(page_size, options):
+    paged = Paged.of((700, 0, 130, 1), page_size, 2)
+    q = torch.randn(4, 2, 16, 256).bfloat16()
+    check_pages(q, paged, config=DECODE[0], use_clc=page_size == 16, **options)
+    assert sm100_sim.last_reports()[-1].cluster == (1, 1, 1)

@@ -28,7 +28,7 @@ folder, module, config = (types.ModuleType(f"{kernels.__name__}.{row.folder}{nam
                           for name in ("", ".architecture", ".config"))
 class Config:
     @classmethod
-    def tuned(cls, causal, seqlen_k, gpu, tiles):
+    def tuned(cls, causal, seqlen_k, gpu, tiles, paged=False):
         return f"tuned for {gpu}"
 config.Config = Config
 module.KERNELS = KernelSet(row, {"forward_third": "kernel:Kernel", "forward": "kernel:Kernel"},

@@ -100,7 +100,6 @@ class DecodeConfig:
     warps: DecodeWarpPlan = field(default_factory=DecodeWarpPlan)
     ordered_tiles: bool = True
 
-    kind = "forward_decode"
     block_kv = BLOCK_KV
     s_stages = 2
 
@@ -124,7 +123,7 @@ class DecodeConfig:
         return ForwardTiles(
             self.rows, self.rows, BLOCK_KV, 1, step_seconds=1e-6, least_saved=4,
             most_rows=self.rows, step_bytes=2 * BLOCK_KV * HEAD_DIM * ELEMENT_BYTES, most_parts=64,
-            pads=True,
+            pads=True, kind="forward_decode",
         )  # fmt: skip
 
     @property

@@ -101,9 +101,6 @@ class ForwardConfig:
     arithmetic: str = "packed"
     ordered_tiles: bool = True
 
-    # Of its kernel, for `kernel_set`.
-    kind = "forward"
-
     # The shape the kernel is built for; derived sizes below follow from it.
     block_q = BLOCK_Q
     block_kv = BLOCK_KV

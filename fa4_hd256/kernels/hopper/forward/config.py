@@ -89,9 +89,6 @@ class ForwardConfig:
     ordered_tiles: bool = True
     skips: bool = True
 
-    # Of its kernel, for `kernel_set`.
-    kind = "forward"
-
     def __post_init__(self) -> None:
         if self.block_kv % 16 or not 16 <= self.block_kv <= 128:
             raise ValueError(
