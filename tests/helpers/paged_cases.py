@@ -118,7 +118,7 @@ def attend(q, paged, lengths_q=None, **options):
 
 
 #: Options of a call that the reference does not know.
-NOT_OF_MATHS = ("num_splits", "batch_invariant", "use_clc", "max_seqlen_k")
+NOT_OF_MATHS = ("num_splits", "batch_invariant", "use_clc", "config", "max_seqlen_k")
 
 
 def accurate(out, lse, tensors, **options):
