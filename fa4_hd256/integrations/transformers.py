@@ -24,6 +24,8 @@ from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 
 #: Without "flash" in it: transformers treats such names as releases of flash-attn.
 NAME = "fa4_hd256"
+#: With it: continuous batching takes no other names but those of its own two.
+BATCHING_NAME = "fa4_hd256_flash"
 
 #: transformers versions whose mask interface this file speaks: from, and before.
 VERSIONS = ((5, 20), (6, 0))
@@ -32,15 +34,15 @@ VERSIONS = ((5, 20), (6, 0))
 REFUSED = {
     "dropout": "attention dropout; set config.attention_dropout to 0 or call model.eval()",
     "output_attentions": "attention weights; load the model with attn_implementation='eager'",
-    "cache": "a paged KV cache (continuous batching)",
-    "block_table": "a paged KV cache (continuous batching)",
-    "cu_seq_lens_q": "packed sequences; pass padded ones with an attention_mask",
-    "cu_seq_lens_k": "packed sequences; pass padded ones with an attention_mask",
+    "block_table": "block tables, which transformers keeps for flash-attn's own releases",
     "position_bias": "a position bias",
     "score_mod": "a score modification",
 }
 
-#: Columns of the tensor that `mask` hands to `attention`.
+#: What describes packed sequences among the options of `attention`: all of them, or none.
+PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+
+#: Columns of the tensor that `mask` hands to `attention` where there is padding.
 KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
 
 
@@ -62,6 +64,24 @@ def register(name: str = NAME) -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
+
+
+def use_in_continuous_batching(model: Any) -> str:
+    """Make this attention that of `model` in continuous batching (`model.generate_batch`), and in
+    nothing else until another one is set. Returns its name, `BATCHING_NAME`.
+
+    Written into the model's configuration: `set_attn_implementation` looks for names with "flash"
+    among releases of flash-attn. Under this name transformers builds no masks, which continuous
+    batching does not need; any other use of the model is refused by `batched_attention`.
+
+    Raises ImportError as `register` does.
+    """
+    check_version()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(BATCHING_NAME, batched_attention)
+    model.config._attn_implementation = BATCHING_NAME
+    return BATCHING_NAME
 
 
 def check_version() -> None:
@@ -103,8 +123,10 @@ def attention(
     query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256), with the
     cached keys before the new ones. attention_mask: what `mask` returned.
     options: scaling, sliding_window (keys visible to a query, itself included), softcap, s_aux
-    (a sink logit per head), is_causal (the module's own, if it has one, else True); others say
-    nothing that matters here, except those in `REFUSED`.
+    (a sink logit per head), is_causal (the module's own, if it has one, else True); `PACKED`:
+    offsets and longest sequence of the rows of all batch entries together, which are then packed
+    sequences; cache: that of continuous batching, which has the cached keys and says where the
+    sequences are. Others say nothing that matters here, except those in `REFUSED`.
 
     Returns (out, None), out: (batch, seqlen_q, heads, 256); rows of padding are 0.
 
@@ -127,10 +149,92 @@ def attention(
         "softcap": options.get("softcap") or 0.0,
         "learnable_sink": options.get("s_aux"),
     }
+    if options.get("cache") is not None:
+        key, value = _updated(module, key, value, options)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    lengths = _packed_lengths(attention_mask, options)
+    if lengths is not None:
+        return _packed(q, k, v, lengths, arguments), None
     if attention_mask is None:
         return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
     return _padded(q, k, v, attention_mask, arguments), None
+
+
+def batched_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attention` of continuous batching: options have its cache. Raises ValueError where they
+    have none, since then masks, of which this name has none, would be missing."""
+    if options.get("cache") is None:
+        raise ValueError(
+            f"the model's attention is {BATCHING_NAME!r}, that of continuous batching "
+            f"(generate_batch); for all else call model.set_attn_implementation({NAME!r})"
+        )
+    return attention(module, query, key, value, attention_mask, **options)
+
+
+def _updated(
+    module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """key and value with the cached ones, which options then describe: continuous batching."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    cache = options["cache"]
+    if not isinstance(cache, PagedAttentionCache):
+        raise NotImplementedError(
+            f"cache is a {type(cache).__name__}; accepted: the PagedAttentionCache of continuous "
+            "batching"
+        )
+    return cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
+    )
+
+
+def _packed_lengths(
+    attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Arguments of `flash_attn_varlen_func` for packed sequences; None where they are not."""
+    of_mask = _offsets_of(attention_mask)
+    given: list[Any] = [options.get(name) for name in PACKED]
+    if all(value is None for value in given):
+        if of_mask is None:
+            return None
+        offsets, longest = of_mask
+        given = [offsets, offsets, longest, longest]
+    elif any(value is None for value in given):
+        missing = ", ".join(name for name, value in zip(PACKED, given) if value is None)
+        raise ValueError(f"{missing} is missing; accepted: {', '.join(PACKED)} all, or none")
+    elif attention_mask is not None and of_mask is None:
+        raise ValueError(
+            f"attention_mask describes padding and {PACKED[0]} packed sequences; accepted: one of "
+            "them"
+        )
+    offsets_q, offsets_k, longest_q, longest_k = given
+    # The same tensor stays the same: lengths of keys are then those of queries.
+    packed_q = offsets_q.int()
+    packed_k = packed_q if offsets_k is offsets_q else offsets_k.int()
+    return {
+        "cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k, "max_seqlen_q": int(longest_q),
+        "max_seqlen_k": int(longest_k),
+    }  # fmt: skip
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: dict[str, Any],
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of packed sequences, the rows of all batch entries one after the other."""
+    rows_q, rows_k, rows_v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out = flash_attn_varlen_func(rows_q, rows_k, rows_v, **lengths, **arguments)
+    return cast(torch.Tensor, out).view(q.shape)
 
 
 def _padded(
@@ -185,18 +289,22 @@ def mask(
     (batch, positions) bool, False for padding, or None.
 
     Returns None where every row is in use, else (batch, 1, 1, 4) int32: the first key in use, the
-    end of the keys, the first query, the end of the queries. Four dimensions, because transformers
-    hands masks of that form on as they are.
+    end of the keys, the first query, the end of the queries. Of packed sequences, which
+    transformers finds where position_ids begin anew: `_packed_mask`. Four dimensions, because
+    transformers hands masks of that form on as they are.
 
     Raises ValueError for other patterns and for padding in the middle of a sequence.
     """
     device, window = options.get("device", "cpu"), options.get("local_size")
     tracing = torch.compiler.is_compiling()
+    mask_function, sequences = _without_packing(mask_function)
     # A static cache counts on the device; reading it once per pass tells whether it is full.
     if isinstance(q_offset, torch.Tensor) and not tracing:
         q_offset = int(q_offset)
     lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
     is_full = _check_pattern(mask_function, window, lengths, {**options, "device": device})
+    if sequences is not None:
+        return _packed_mask(sequences)
     # Cross-attention: keys are another sequence, so their padding says nothing about queries.
     unaligned = is_full and window is None
     used = kv_length if unaligned else q_offset + q_length - kv_offset
@@ -220,6 +328,58 @@ def mask(
     if not tracing:
         _check_contiguous(in_use, ranges)
     return ranges[:, None, None]
+
+
+def _without_packing(
+    mask_function: Callable | None,
+) -> tuple[Callable | None, torch.Tensor | None]:
+    """(the pattern of each sequence, of each row which sequence it is of) where transformers has
+    found packed sequences, else (mask_function, None)."""
+    from transformers import masking_utils as known
+
+    try:
+        same_sequence, remapped = _captured(mask_function)["mask_functions"]
+        sequences = _captured(same_sequence)["packed_sequence_mask"]
+        inner, positions = (_captured(remapped)[n] for n in ("mask_function", "position_ids"))
+        wanted = known.packed_sequence_compatibility_function(inner, positions, sequences)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return mask_function, None
+    if not _same(mask_function, wanted):
+        return mask_function, None
+    return inner, sequences
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    """Values that a function has of the one around it, by name."""
+    cells = function.__closure__ or ()
+    return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, cells)}
+
+
+def _packed_mask(sequences: torch.Tensor) -> torch.Tensor:
+    """Offsets of packed sequences, (1, 1, longest, sequences + 1) int32: the rows are one row
+    repeated, as many times as the longest sequence is long, and twice at least. So the length,
+    which grids follow, is known without waiting for the device in each layer. sequences: (batch,
+    rows), numbers that never descend."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "position_ids may hold packed sequences, which cannot be counted while tracing; "
+            f"accepted under torch.compile: {', '.join(PACKED)}, or an attention_mask"
+        )
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences.diff(dim=1) != 0
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat((starts, starts.new_tensor([sequences.numel()]))).int()
+    longest = max(2, int(offsets.diff().max()))
+    return offsets.expand(1, 1, longest, -1)
+
+
+def _offsets_of(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
+    """(offsets, longest) of what `_packed_mask` returned; None of anything else."""
+    if attention_mask is None or attention_mask.ndim != 4 or attention_mask.dtype != torch.int32:
+        return None
+    if attention_mask.shape[2] < 2:
+        return None
+    return attention_mask[0, 0, 0], attention_mask.shape[2]
 
 
 def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tensor:
@@ -300,7 +460,8 @@ def _unknown_pattern(mask_function: Callable) -> str:
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     return (
         f"the model asks for a mask that {NAME} does not offer ({name}); accepted: full, causal, "
-        "sliding window, each with padding. Packed sequences, blocks of images and chunks are not"
+        "sliding window, each with padding or of packed sequences. Blocks of images and chunks are "
+        "not"
     )
 
 

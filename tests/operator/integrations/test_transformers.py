@@ -186,7 +186,7 @@ def test_softcap_sink_and_no_scale(device):
 def test_refusals(device):
     q, k, v = (torch.zeros(1, 1, 5, 256, dtype=torch.bfloat16, device=device) for _ in range(3))
     module = torch.nn.Module()
-    for option in ({"dropout": 0.1}, {"output_attentions": True}, {"cu_seq_lens_q": q}):
+    for option in ({"dropout": 0.1}, {"output_attentions": True}, {"block_table": q}, {"cache": q}):
         with pytest.raises(NotImplementedError, match=next(iter(option))):
             integration.attention(module, q, k, v, None, **option)
     with pytest.raises(ValueError, match="four dimensions"):
@@ -200,9 +200,6 @@ def test_masks_not_offered(device):
     model, _ = gemma(device)
     model.set_attn_implementation(integration.NAME)
     ids = tokens(1, 6, device)
-    packed = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
-    with pytest.raises(ValueError, match="accepted: full, causal"):
-        model(ids, position_ids=packed, use_cache=False)
     holes = torch.tensor([[1, 1, 0, 1, 1, 1]], device=device)
     with pytest.raises(ValueError, match="padding between"):
         model(ids, attention_mask=holes)
@@ -213,6 +210,114 @@ def test_masks_not_offered(device):
         create(model.config, embeddings, None, None, **blocks)
     blocks["block_sequence_ids"].fill_(-1)
     assert create(model.config, embeddings, None, None, **blocks) is None
+
+
+#: Positions of packed sequences: three of one batch entry; two entries of a batch, one whole.
+SEQUENCES = {
+    "three": [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 0]],
+    "two entries": [[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]],
+}
+
+
+@pytest.mark.parametrize("positions", SEQUENCES.values(), ids=SEQUENCES)
+def test_packed_sequences(device, positions):
+    """Padding-free batches, as collators make them: positions that begin anew; some longer than
+    the window. Each sequence is as it is alone."""
+    positions = torch.tensor(positions, device=device)
+    models, ids = gemma(device), tokens(*positions.shape, device)
+    got, _, exact = compared(models, ids, position_ids=positions, use_cache=False)
+    one = logits(models[1], "eager", ids, use_cache=False)
+    assert (one - exact).abs().max() > 4 * (got - exact).abs().max()
+    alone = logits(models[0], integration.NAME, ids[:1, :3], use_cache=False)
+    whole = logits(models[1], "eager", ids[:1, :3], use_cache=False)
+    assert_as_good(alone, logits(models[0], "eager", ids[:1, :3], use_cache=False), whole)
+
+
+def test_packed_sequences_by_their_offsets(device):
+    """The arguments that transformers gives its flash-attention, with and without positions."""
+    positions = torch.tensor(SEQUENCES["three"], device=device)
+    models, ids = gemma(device), tokens(1, 15, device)
+    offsets = torch.tensor([0, 11, 14, 15], device=device)
+    packed = dict(zip(integration.PACKED, (offsets, offsets, 11, torch.tensor(11))))
+    model = models[0]
+    got = logits(model, integration.NAME, ids, position_ids=positions, use_cache=False)
+    for more in ({"position_ids": positions}, {"position_ids": positions, **packed}):
+        assert torch.equal(logits(model, integration.NAME, ids, use_cache=False, **more), got)
+    q, k, v = (torch.randn(1, 1, 15, 256).to(device, torch.bfloat16) for _ in range(3))
+    module = torch.nn.Module()
+    alone, _ = integration.attention(module, q, k, v, None, **packed)
+    rows = slice(11, 14)
+    expected, _ = integration.attention(module, *(t[:, :, rows] for t in (q, k, v)), None)
+    assert (alone[:, rows].float() - expected.float()).abs().max() <= 2**-7 * expected.abs().max()
+    with pytest.raises(ValueError, match="max_length_k is missing"):
+        integration.attention(module, q, k, v, None, **packed | {"max_length_k": None})
+    padding = torch.tensor([[[[0, 15, 0, 15]]]], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="one of them"):
+        integration.attention(module, q, k, v, padding, **packed)
+
+
+def test_training_on_packed_sequences(device):
+    """Gradients flow through packed sequences: those of the sequences one by one."""
+    model, _ = gemma(device)
+    model.set_attn_implementation(integration.NAME)
+    positions = torch.tensor(SEQUENCES["three"], device=device)
+    ids, weight = tokens(1, 15, device), model.model.layers[0].self_attn.k_proj.weight
+    weights = torch.randn(1, 15, VOCABULARY).to(device)
+
+    def gradient(*parts):
+        weight.grad = None
+        for rows in parts:
+            found = model(ids[:, rows], position_ids=positions[:, rows], use_cache=False).logits
+            (found.float() * weights[:, rows]).sum().backward()
+        return weight.grad.float()
+
+    together, apart = gradient(slice(0, 15)), gradient(slice(0, 11), slice(11, 14), slice(14, 15))
+    assert (together - apart).norm() <= 2**-6 * apart.norm()
+
+
+def test_continuous_batching(device, monkeypatch):
+    """Requests of several lengths, more than fit one pass, in a paged cache; prompts in parts."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model, exact = gemma(device)
+    prompts = [tokens(1, count, "cpu")[0].tolist() for count in (5, 19, 3)]
+    options = GenerationConfig(
+        max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    batching = ContinuousBatchingConfig(
+        max_batch_tokens=16, num_blocks=16, page_size=16, return_logprobs=True,
+        use_cuda_graph=False,
+    )  # fmt: skip
+
+    def logprobs():
+        results = model.generate_batch(
+            prompts, generation_config=options, continuous_batching_config=batching,
+            progress_bar=False,
+        )  # fmt: skip
+        return [(r.generated_tokens, torch.tensor(r.logprobs)) for _, r in sorted(results.items())]
+
+    model.set_attn_implementation("sdpa")
+    peers = logprobs()
+    assert integration.use_in_continuous_batching(model) == integration.BATCHING_NAME
+    calls, attend = [], integration.flash_attn_varlen_func
+    monkeypatch.setattr(
+        integration, "flash_attn_varlen_func",
+        lambda *args, **options: calls.append(options) or attend(*args, **options),
+    )  # fmt: skip
+    found = logprobs()
+    # Several requests in a pass, and one whose prompt has a part in an earlier one.
+    assert max(options["cu_seqlens_q"].numel() for options in calls) > 2
+    assert any(1 < o["max_seqlen_q"] < o["max_seqlen_k"] for o in calls)
+    for prompt, (chosen, got), (_, peer) in zip(prompts, found, peers):
+        ids = torch.tensor([prompt + chosen], device=device)
+        wanted = logits(exact, "eager", ids)[0, len(prompt) - 1 : -1].log_softmax(-1).cpu()
+        wanted = wanted[range(len(chosen)), chosen]
+        error, peer_error = ((x - wanted).abs().max().item() for x in (got, peer))
+        assert error <= 2 * peer_error + 2**-8 * wanted.abs().max().item()
+    # Both models have one configuration, which `logits` has changed.
+    integration.use_in_continuous_batching(model)
+    with pytest.raises(ValueError, match="that of continuous batching"):
+        model(torch.tensor([prompts[0]], device=device))
 
 
 def test_versions(monkeypatch):
