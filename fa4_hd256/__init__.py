@@ -2,7 +2,8 @@
 
 `flash_attn_func` and `flash_attn_varlen_func` are the operators, `flash_attn_with_kvcache` writes
 new keys and values to a cache first, `ForwardConfig` and `BackwardConfig` hold their tuning
-parameters on Blackwell.
+parameters on Blackwell. `warm_up` compiles what a model needs before its first call
+(`AttentionModel`, `Mask`), `use_prebuilt` takes kernels that `python -m fa4_hd256 build` made.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ if TYPE_CHECKING:
     from .kernels.blackwell.backward.config import BackwardConfig
     from .kernels.blackwell.forward.config import ForwardConfig
     from .kv_cache import flash_attn_with_kvcache
+    from .models import AttentionModel, Mask
+    from .run.prebuilt import use_prebuilt
+    from .warm import warm_up
 
-__all__ = ["BackwardConfig", "ForwardConfig", "flash_attn_func", "flash_attn_varlen_func",
-           "flash_attn_with_kvcache"]  # fmt: skip
+__all__ = [
+    "AttentionModel", "BackwardConfig", "ForwardConfig", "Mask", "flash_attn_func",
+    "flash_attn_varlen_func", "flash_attn_with_kvcache", "use_prebuilt", "warm_up",
+]  # fmt: skip
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
-_HOMES = {"BackwardConfig": "kernels.blackwell.backward.config",
+_HOMES = {"AttentionModel": "models", "Mask": "models", "use_prebuilt": "run.prebuilt",
+          "warm_up": "warm", "BackwardConfig": "kernels.blackwell.backward.config",
           "ForwardConfig": "kernels.blackwell.forward.config",
           "flash_attn_func": "interface", "flash_attn_varlen_func": "interface",
           "flash_attn_with_kvcache": "kv_cache"}  # fmt: skip

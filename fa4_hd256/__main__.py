@@ -1,4 +1,4 @@
-"""`python -m fa4_hd256 demo | plan | env | bringup`."""
+"""`python -m fa4_hd256 demo | plan | env | build | bringup`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import argparse
 import sys
 
 from . import environment
+from .models import MODELS
 
 
 def _parser() -> argparse.ArgumentParser:
+    from . import warm
     from .check import demo
 
     parser = argparse.ArgumentParser(prog="python -m fa4_hd256", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("demo", help="causal attention in the shape of a real model")
-    run.add_argument("--model", choices=sorted(demo.MODELS), default=demo.DEFAULT_MODEL)
+    run.add_argument("--model", choices=sorted(MODELS), default=demo.DEFAULT_MODEL)
     run.add_argument("--seqlen", type=int, default=demo.DEFAULT_SEQLEN, help="tokens (default 512)")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulator")
     run.add_argument("--json", action="store_true", help="print one JSON object")
@@ -23,6 +25,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(main=_plan)
     settings = commands.add_parser("env", help="environment variables, caches and versions")
     settings.set_defaults(main=_env)
+    ahead = commands.add_parser("build", help="a directory of kernels that a container ships")
+    warm.add_arguments(ahead)
+    ahead.set_defaults(main=warm.main)
     commands.add_parser("bringup", help="the first hour on a GPU: one command, one report")
     return parser
 
@@ -49,7 +54,8 @@ def _plan(_: argparse.Namespace) -> int:
 
 
 def _env(_: argparse.Namespace) -> int:
-    from .run.compile import disk_cache, versions
+    from .run.compile import versions
+    from .run.keys import disk_cache
     from .run.launch import describe_gpus, simulator_state
 
     print(environment.describe())
@@ -58,10 +64,23 @@ def _env(_: argparse.Namespace) -> int:
     print()
     cache = disk_cache()
     print(f"{cache.contents} in {cache.directory}: {cache.state()}")
+    print(_prebuilt_state())
     print(simulator_state())
     print()
     print("\n".join(f"{name} {version}" for name, version in versions().items()))
     return 0
+
+
+def _prebuilt_state() -> str:
+    from .run import prebuilt
+
+    try:
+        place = prebuilt.active()
+    except ValueError as error:
+        return f"prebuilt kernels: {error}"
+    if place is None:
+        return "no prebuilt kernels in use"
+    return f"{place.directory}: {place.describe()}"
 
 
 def main(arguments: list[str] | None = None) -> int:

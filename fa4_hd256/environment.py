@@ -49,6 +49,17 @@ CHECK_PAGES = Variable(
     "every call with page_table; for CPU tensors they always are",
 )
 
+PREBUILT = Variable(
+    "FA4_HD256_PREBUILT",
+    "unset",
+    "directory of kernels built ahead of time by python -m fa4_hd256 build; read, never written",
+)
+JIT = Variable(
+    "FA4_HD256_JIT",
+    "1",
+    "0: nothing is compiled; a kernel that is in no cache is an error that says how to build it",
+)
+
 ARCHITECTURE = Variable(
     "FA4_HD256_ARCH",
     ARCHITECTURES[0].name,
@@ -61,6 +72,8 @@ VARIABLES = (
     ARCHITECTURE,
     CACHE_DIR,
     CHECK_PAGES,
+    JIT,
+    PREBUILT,
     PROGRESS,
     RESERVED_SMS,
     Variable(
@@ -129,17 +142,31 @@ def cache_directory() -> Path:
         return Path(tempfile.gettempdir(), f"fa4_hd256-{os.geteuid()}")
 
 
+def prebuilt_directory() -> str | None:
+    """Where prebuilt kernels are, None where nothing is said."""
+    return os.environ.get(PREBUILT.name) or None
+
+
+def jit_allowed() -> bool:
+    """Whether kernels may be compiled. Raises ValueError for a value other than 0 and 1."""
+    return _switch(JIT, True)
+
+
+def _switch(variable: Variable, default: bool) -> bool:
+    given = os.environ.get(variable.name)
+    if given is None:
+        return default
+    if given not in ("0", "1"):
+        raise ValueError(f"{variable.name} is {given!r}; accepted: 0 or 1")
+    return given == "1"
+
+
 def progress_wanted() -> bool:
     """Whether a long simulated run may draw a progress bar on stderr.
 
     Raises ValueError for a value other than 0 and 1.
     """
-    given = os.environ.get(PROGRESS.name)
-    if given is None:
-        return sys.stderr.isatty()
-    if given not in ("0", "1"):
-        raise ValueError(f"{PROGRESS.name} is {given!r}; accepted: 0 or 1")
-    return given == "1"
+    return _switch(PROGRESS, sys.stderr.isatty())
 
 
 def reserved_sms() -> int:

@@ -17,7 +17,7 @@ from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepPTX
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 
-from fa4_hd256.run.compile import targeting
+from fa4_hd256.run.tracing import targeting
 
 CONSUMERS, STAGES = 128, 3
 SCORES = 64

@@ -227,7 +227,7 @@ def compile_forward(causal: bool, mix: Ex2Pattern) -> Any:
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
     # Imported here: the rest of this module runs with earlier releases of CuTe DSL, too.
-    from fa4_hd256.run.compile import targeting
+    from fa4_hd256.run.tracing import targeting
 
     with (
         targeting(ARCHITECTURE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.portions import divide
 from fa4_hd256.gpus.family import target
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.models import AttentionModel, model_named
 from fa4_hd256.run.backward import Wanted, run_backward
 from fa4_hd256.run.catalogue import backward_specs, forward_spec
 from fa4_hd256.run.compile import CompiledKernel, compile_kernel
@@ -25,36 +26,6 @@ from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from . import reference
 
-
-@dataclass(frozen=True)
-class Model:
-    """Attention heads of one published model with head_dim 256."""
-
-    name: str
-    heads_q: int
-    heads_kv: int
-
-
-#: --model -> heads. One attention head shape serves every model that shares it.
-MODELS = {
-    "gemma-1-2b": Model("Gemma 1 2B", 8, 1),
-    "gemma-1-7b": Model("Gemma 1 7B", 16, 16),
-    "gemma-2-2b": Model("Gemma 2 2B", 8, 4),
-    "gemma-2-9b": Model("Gemma 2 9B", 16, 8),
-    "embeddinggemma": Model("EmbeddingGemma", 3, 1),
-    "gemma-3-1b": Model("Gemma 3 270M and 1B", 4, 1),
-    "gemma-3-4b": Model("Gemma 3 4B", 8, 4),
-    "gemma-3-12b": Model("Gemma 3 12B", 16, 8),
-    "gemma-4-e2b": Model("Gemma 4 E2B", 8, 1),
-    "gemma-4-e4b": Model("Gemma 4 E4B", 8, 2),
-    "gemma-4-26b-a4b": Model("Gemma 4 26B-A4B", 16, 8),
-    "gemma-4-31b": Model("Gemma 4 31B", 32, 16),
-    "qwen3-next-80b-a3b": Model("Qwen3-Next-80B-A3B", 16, 2),
-    "qwen3.5-397b-a17b": Model("Qwen3.5-397B-A17B", 32, 2),
-    "qwen3.8-27b": Model("Qwen3.8-27B", 24, 4),
-    "qwen3.8-flash-next": Model("Qwen3.8-Flash-Next", 24, 2),
-    "glm-5-tp8": Model("GLM-5 MLA prefill, one rank of TP8", 8, 8),
-}
 DEFAULT_MODEL = "gemma-3-4b"
 DEFAULT_SEQLEN = 512
 
@@ -67,11 +38,9 @@ def run(model: str, seqlen: int, device: str = "cpu", seed: int = 0) -> dict[str
 
     Raises ValueError for an unknown model or a length below 1.
     """
-    if model not in MODELS:
-        raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}")
+    heads = model_named(model)
     if seqlen < 1:
         raise ValueError(f"seqlen is {seqlen}; accepted: 1 or more")
-    heads = MODELS[model]
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, seqlen, n, HEAD_DIM, generator=generator).to(device, torch.bfloat16)
@@ -165,7 +134,7 @@ def _plan_sizes(plan: Any) -> tuple[int, int]:
     return plan.smem.num_bytes, 0 if tmem is None else tmem.allocated_columns
 
 
-def _heads(model: Model) -> dict[str, int]:
+def _heads(model: AttentionModel) -> dict[str, int]:
     return {"heads": model.heads_q, "heads_kv": model.heads_kv}
 
 

@@ -1,70 +1,47 @@
 """Compile kernels for their architecture's target, each once per configuration: in memory and on
-disk.
+disk, or take those that were built ahead of time (`prebuilt`).
 
 Compiling needs no GPU. What is kept is all that either backend needs, so that another process
 loads it without tracing or compiling anything: the relocatable host object (it holds the cubin,
-the kernel's name and its signature), the PTX text and the cubin by itself. The key covers which
-kernel it is, what it is specialised for, its configuration, the meaning of the sources that are
-compiled in or build what is (`COMPILED_IN`), the versions of the compiler and the CPU, for which
-the host object is made; so an entry never goes stale. Comments and docstrings have no part in it:
-the line numbers that PTX carries for error reports and profilers are those of the sources as they
-were when the kernel was compiled. An entry is read once: deleting the directory is always safe
-(`native_cache` has the rules of the files).
+the kernel's name and its signature), the PTX text and the cubin by itself. The line numbers that
+PTX carries for error reports and profilers are those of the sources as they were when the kernel
+was compiled. An entry is read once: deleting the directory is always safe (`native_cache` has the
+rules of the files, `keys` what an entry is known by).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
-import json
-import platform
+import shlex
 import shutil
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from fa4_hd256 import environment
-from fa4_hd256.architectures import ARCHITECTURES, Architecture
 from fa4_hd256.gpus import family
 
-from .catalogue import KernelSpec, build
-from .native_cache import NativeCache
+from . import prebuilt
+from .catalogue import KernelSpec
+from .kernel_names import described, name_of
+from .keys import cache_key, disk_cache, prebuilt_key
+from .tracing import trace_and_compile
 
-#: Raised whenever the files of an entry or their meaning change.
-FORMAT = 3
-
-#: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
-#: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
-#: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
-#: counts whose path names the other (`OTHER`), nor for one of an architecture the folders of
-#: others: neither imports anything of the other's.
-COMPILED_IN = (
-    "fa4_hd256/kernels",
-    "fa4_hd256/run/arguments.py",
-    "fa4_hd256/run/backward_arguments.py",
-    "fa4_hd256/run/catalogue.py",
-    "fa4_hd256/run/compile.py",
-    "fa4_hd256/run/forward_arguments.py",
-    "schedulers",
-    "softmax_emu/by_key.py",
-    "softmax_emu/coefficients.py",
-    "softmax_emu/exp2.py",
-    "softmax_emu/online.py",
-    "softmax_emu/pattern.py",
-    "softmax_emu/recompute.py",
-)
-
-#: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
-OTHER = {"forward": ("backward",), "backward": ("forward", "decode")}
+__all__ = [
+    "CompiledKernel", "MissingKernelError", "compile_kernel", "counters", "forget",
+    "jit_entry", "room_for_files", "versions",
+]  # fmt: skip
 
 #: Room for what the compiler writes, several times what any kernel takes.
 _SCRATCH_BYTES = 16 << 20
@@ -109,6 +86,17 @@ class CompiledKernel:
             module = cute.runtime.load_module(file.name)
         return module[self.object_prefix]
 
+    def load(self) -> None:
+        """Load it into the process's GPUs."""
+        self.function.to(None)
+        self.__dict__["is_loaded"] = True
+
+    def refuse_to_load_in_a_graph(self) -> None:
+        """Raise RuntimeError where a graph is captured and the kernel has not been loaded."""
+        if "is_loaded" not in self.__dict__:
+            _refuse_capture(self.function_name)
+            self.__dict__["is_loaded"] = True
+
     @property
     def execution_args(self) -> Any:
         """Packs call arguments for the host code."""
@@ -134,7 +122,9 @@ class CompiledKernel:
 def compile_kernel(spec: KernelSpec) -> CompiledKernel:
     """The kernel that `spec` describes, compiled at most once.
 
-    Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else.
+    Raises RuntimeError if CuTe DSL is set up, by its environment variables, for something else, or
+    while a CUDA graph is captured that needs a kernel which this process has not loaded, and
+    `MissingKernelError` where nothing may be compiled.
     """
     settings = tuple(environment.compiler_settings().items())
     asked = spec, family.target(spec.architecture), settings
@@ -143,7 +133,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
         with _lock:
             found = _memory.get(asked)
             if found is None:
-                found = _memory[asked] = _obtain(cache_key(spec), spec)
+                found = _memory[asked] = _obtain(spec)
                 return found
     counters["memory"] += 1
     return found
@@ -155,79 +145,40 @@ def forget() -> None:
         _memory.clear()
 
 
-def cache_key(spec: KernelSpec) -> str:
-    """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
-    parts = {
-        "format": FORMAT,
-        "architecture": family.target(spec.architecture),
-        "kind": spec.kind,
-        "problem": repr(spec.problem_class),
-        "config": repr(spec.config),
-        "sources": _source_digest(spec.kind.partition("_")[0], spec.architecture),
-        "compiler": importlib.metadata.version("nvidia-cutlass-dsl"),
-        "compiler_settings": environment.compiler_settings(),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpu": _cpu_features(),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+class MissingKernelError(RuntimeError):
+    """A kernel is in no cache, and nothing may be compiled. spec: which; command: builds it."""
+
+    def __init__(self, spec: KernelSpec, command: str, where: str | None) -> None:
+        self.spec, self.command = spec, command
+        place = "no prebuilt directory is in use" if where is None else f"{where} lacks it"
+        super().__init__(
+            f"nothing may be compiled, and a call needs {described(spec)}, which is not in "
+            f"{disk_cache().directory}; {place}. Build it:\n{command}\nor allow compiling "
+            f"({environment.JIT.name}=1, or use_prebuilt(..., jit=True))"
+        )
 
 
-@functools.cache
-def _cpu_features() -> list[str]:
-    """Features of the CPU: CuTe DSL makes host code for the CPU that it runs on.
-
-    As Linux names them; no two CPUs are told apart where it names none.
-    """
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return sorted(value.split())
-    return []
+def build_command(spec: KernelSpec) -> str:
+    """What adds a kernel to the prebuilt directory in use."""
+    place = prebuilt.active()
+    words = ["python", "-m", "fa4_hd256", "build", "--kernel", name_of(spec)]
+    words += ["--arch", family.target(spec.architecture)]
+    words += ["--out", "DIR" if place is None else str(place.directory)]
+    return shlex.join(words)
 
 
-@functools.cache
-def _source_digest(direction: str, architecture: Architecture) -> str:
-    return disk_cache().meaning(compiled_sources(direction, architecture))
-
-
-def compiled_sources(
-    direction: str, architecture: Architecture, root: Path = Path(__file__).parents[2]
-) -> list[tuple[str, bytes]]:
-    """(path below `root`, content) of the sources in `COMPILED_IN` that kernels of a direction,
-    the first word of their kind, and an architecture are made of."""
-    other = OTHER.get(direction, ())
-    folders = tuple(
-        f"fa4_hd256/kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture
-    )
-    paths: list[Path] = []
-    for place in (root / part for part in COMPILED_IN):
-        paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    names = {path.relative_to(root).as_posix(): path for path in paths}
-    return [
-        (name, path.read_bytes())
-        for name, path in names.items()
-        if not any(part.startswith(other) for part in name.split("/"))
-        and not name.startswith(folders)
-    ]
-
-
-def disk_cache() -> NativeCache:
-    """The kernels on disk."""
-    return NativeCache(
-        environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
-    )
-
-
-def _obtain(key: str, spec: KernelSpec) -> CompiledKernel:
-    """Load the entry from disk, else compile it; other processes wait meanwhile."""
+def _obtain(spec: KernelSpec) -> CompiledKernel:
+    """Take the prebuilt kernel, or load the entry from disk, else compile it; other processes wait
+    meanwhile."""
+    _refuse_capture(described(spec))
     start = time.perf_counter()
-    header, parts, from_disk = disk_cache().obtain(
-        f"{key}.kernel", lambda: _compile_entry(key, spec)
-    )
-    counters["disk" if from_disk else "compiled"] += 1
-    host_object, ptx, cubin = parts
+    key, found = _prebuilt_entry(spec)
+    how = "prebuilt"
+    if found is None:
+        key = cache_key(spec)
+        found, how = _jit_entry(key, spec)
+    counters[how] += 1
+    header, (host_object, ptx, cubin) = found
     return CompiledKernel(
         key=key,
         host_object=host_object,
@@ -235,9 +186,74 @@ def _obtain(key: str, spec: KernelSpec) -> CompiledKernel:
         function_name=header["function_name"],
         object_prefix=header["object_prefix"],
         compile_seconds=header["compile_seconds"],
-        from_disk=from_disk,
+        from_disk=how != "compiled",
         seconds=time.perf_counter() - start,
     )
+
+
+def is_capturing() -> bool:
+    """Whether this thread's calls go into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_capture(kernel: str) -> None:
+    """Loading a kernel, let alone compiling it, would break a graph that is being captured."""
+    if is_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a call in it needs a kernel that this process "
+            f"has not loaded: {kernel}. Make such a call before capturing, or call "
+            "fa4_hd256.warm_up"
+        )
+
+
+_Entry = tuple[dict[str, Any], list[bytes]]
+
+
+def _prebuilt_entry(spec: KernelSpec) -> tuple[str, _Entry | None]:
+    """(key, entry) of a prebuilt kernel; None for an entry that nobody built.
+
+    Raises as `prebuilt.active` and `Prebuilt.read`, and ValueError where a directory is in use that
+    has no kernel at all for the target.
+    """
+    place = prebuilt.active()
+    if place is None:
+        return "", None
+    target = family.target(spec.architecture)
+    if target not in place.targets:
+        raise ValueError(
+            f"the kernels in {place.directory} are compiled for {', '.join(place.targets)}, but "
+            f"this process needs some for {target}; add them: python -m fa4_hd256 build --model "
+            f"NAME --arch {target} --out {place.directory}"
+        )
+    key = prebuilt_key(spec)
+    return key, place.read(key)
+
+
+def jit_entry(spec: KernelSpec) -> _Entry:
+    """(header, parts) of a kernel, compiled if it is not in the cache, whatever is prebuilt."""
+    key = cache_key(spec)
+    header, parts, _ = disk_cache().obtain(f"{key}.kernel", lambda: _compile_entry(key, spec))
+    return header, parts
+
+
+def _jit_entry(key: str, spec: KernelSpec) -> tuple[_Entry, str]:
+    """(entry, "disk" or "compiled"); `MissingKernelError` where nothing may be compiled."""
+    name, place = f"{key}.kernel", prebuilt.active()
+    if not prebuilt.jit_allowed():
+        found = disk_cache().read(name)
+        if found is None:
+            where = None if place is None else str(place.directory)
+            raise MissingKernelError(spec, build_command(spec), where)
+        return found, "disk"
+    if place is not None:
+        warnings.warn(
+            f"{place.directory} lacks a kernel that a call needs, which is compiled now: "
+            f"{described(spec)}. Add it: {build_command(spec)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    header, parts, from_disk = disk_cache().obtain(name, lambda: _compile_entry(key, spec))
+    return (header, parts), "disk" if from_disk else "compiled"
 
 
 def _compile_entry(key: str, spec: KernelSpec) -> tuple[dict[str, Any], list[bytes]]:
@@ -297,59 +313,6 @@ def _room_for_files() -> Iterator[None]:
 
 def _as_bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode()
-
-
-def trace_and_compile(spec: KernelSpec) -> Any:
-    """Trace and compile, past every cache; returns what `cute.compile` returned.
-
-    Line information is kept, so that the simulator and profilers can name the Python line.
-    """
-    import cutlass.cute as cute
-    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
-
-    kernel, arguments = build(spec)
-    target = family.target(spec.architecture)
-    with targeting(target), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
-        options = (
-            GPUArch(target), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
-            DumpDir(scratch),
-        )  # fmt: skip
-        compiled = cute.compile[options](kernel, *arguments)
-        # Read while the files are there: the object may refer to them lazily.
-        if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
-            raise RuntimeError(
-                f"CuTe DSL {importlib.metadata.version('nvidia-cutlass-dsl')} returned no PTX or "
-                "no cubin; unset CUTE_DSL_DRYRUN and CUTE_DSL_NO_CACHE if they are set"
-            )
-    return compiled
-
-
-@contextlib.contextmanager
-def targeting(target: str) -> Iterator[None]:
-    """Make CuTe DSL trace for a target, whatever GPU is there, for the body only.
-
-    Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
-    """
-    from cutlass.cutlass_dsl import CuTeDSL
-
-    requested = environment.requested_architecture()
-    accepted = next((a.targets for a in ARCHITECTURES if target in a.targets), (target,))
-    if requested not in (None, *accepted):
-        raise RuntimeError(
-            f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {target}; "
-            f"unset CUTE_DSL_ARCH, or set it to one of {', '.join(accepted)}"
-        )
-    settings = CuTeDSL._get_dsl().envar
-    if settings.enable_tvm_ffi:
-        raise RuntimeError(
-            "CUTE_DSL_ENABLE_TVM_FFI is set, but these kernels are called through CuTe DSL's own "
-            "convention; unset CUTE_DSL_ENABLE_TVM_FFI"
-        )
-    settings.arch = target
-    try:
-        yield
-    finally:
-        del settings.arch
 
 
 def versions() -> dict[str, str]:

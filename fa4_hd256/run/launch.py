@@ -17,6 +17,7 @@ from fa4_hd256.gpus.family import architecture_of, in_family, target
 
 from . import recording
 from .compile import CompiledKernel
+from .tile_counter import tile_counter
 
 #: Seconds of a simulated run after which the progress bar appears.
 PROGRESS_AFTER = 3.0
@@ -37,6 +38,7 @@ def launch(
         with torch.cuda.device(device):
             values = arguments(gpu_of(device), torch.cuda.current_stream().cuda_stream)
             with _every_gpu_can_take_it(device):
+                compiled.refuse_to_load_in_a_graph()
                 compiled.function(*values)
     else:
         with _progress() as report, _simulated_device():
@@ -45,6 +47,16 @@ def launch(
     active = recording.current()
     if active is not None:
         active.launched(compiled, device, values, roles)
+
+
+def prepare(compiled: CompiledKernel, device: torch.device) -> None:
+    """Load a kernel into the process's GPUs, and make what launches on this device need beside it:
+    nothing of that is then left for a call in a captured graph. Nothing for the CPU."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            with _every_gpu_can_take_it(device):
+                compiled.load()
+            tile_counter(device, torch.cuda.current_stream().cuda_stream)
 
 
 def simulator() -> ModuleType:

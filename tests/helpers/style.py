@@ -24,6 +24,8 @@ MORE_PARAMETERS = {
     ("fa4_hd256/interface.py", "flash_attn_func"): 15,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 22,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 28,
+    # What calls may be like, by the names of those calls' own arguments.
+    ("fa4_hd256/warm.py", "warm_up"): 9,
     # A torch operator's schema is flat: tensors and plain values only.
     ("fa4_hd256/interface.py", "forward"): 20,
     ("fa4_hd256/interface.py", "_"): 20,
@@ -42,7 +44,7 @@ _SETTINGS = ("fa4_hd256/architectures", "fa4_hd256/environment")
 _KERNELS = (*_SETTINGS, *_LIBRARIES)
 _SHARED = ("fa4_hd256/kernels", *_KERNELS)
 _CALL = ("fa4_hd256/gpus", *_SHARED)
-_RUN = ("fa4_hd256/call", *_CALL)
+_RUN = ("fa4_hd256/call", "fa4_hd256/models", *_CALL)
 _OPERATOR = ("fa4_hd256/run", "fa4_hd256/run/launch", *_RUN)
 _FOLDERS = ("blackwell", "hopper")
 _OWN = tuple(
@@ -65,6 +67,7 @@ ROOMS = {
     "sm100_sim": (),
     "fa4_hd256/architectures": (),
     "fa4_hd256/environment": ("fa4_hd256/architectures",),
+    "fa4_hd256/models": (),
     "fa4_hd256/gpus": _SETTINGS,
     # What kernels of all architectures share knows none of them, and the forward not the backward.
     "fa4_hd256/kernels": _KERNELS,

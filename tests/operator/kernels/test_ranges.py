@@ -20,7 +20,8 @@ from fa4_hd256.kernels.blackwell import producers
 from fa4_hd256.kernels.blackwell.backward.dq import DqKernel
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel, trace_and_compile
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.tracing import trace_and_compile
 
 pytestmark = pytest.mark.architecture("sm_100a")
 

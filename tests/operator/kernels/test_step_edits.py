@@ -19,8 +19,8 @@ from fa4_hd256.kernels.edges import EdgeTable
 from fa4_hd256.kernels.plans import SmemPlan
 from fa4_hd256.kernels.steps import Operand, Ring, StepTable, arrive, each, write
 from fa4_hd256.run import catalogue
-from fa4_hd256.run.compile import trace_and_compile
 from fa4_hd256.run.forward_arguments import CallTensors, call_arguments, compile_arguments
+from fa4_hd256.run.tracing import trace_and_compile
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
 

@@ -29,7 +29,7 @@ from fa4_hd256.kernels.blackwell.backward.config import (
     ProductsPlan,
 )
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.run import compile, native_cache
+from fa4_hd256.run import compile, keys, native_cache
 from fa4_hd256.run.catalogue import KINDS, KernelSpec
 from softmax_emu.pattern import Ex2Pattern
 
@@ -67,7 +67,7 @@ def cache(tmp_path, monkeypatch):
     parts = [kept.host_object, kept.ptx.encode(), kept.cubin]
     names = ("function_name", "object_prefix", "compile_seconds")
     header = {name: getattr(kept, name) for name in names}
-    compile.disk_cache().write(f"{kept.key}.kernel", header, parts)
+    keys.disk_cache().write(f"{kept.key}.kernel", header, parts)
     compile.forget()
     compile.counters.clear()
     yield tmp_path
@@ -154,7 +154,7 @@ def stand_in(monkeypatch, cache):
 
 
 def test_a_damaged_entry_is_compiled_again(cache, stand_in):
-    entry = cache / f"{compile.cache_key(SPEC)}.kernel"
+    entry = cache / f"{keys.cache_key(SPEC)}.kernel"
     entry.write_bytes(entry.read_bytes()[:-100])
     for _ in range(2):
         found = compile.compile_kernel(SPEC)
@@ -207,7 +207,7 @@ def test_a_full_temporary_directory(tmp_path, monkeypatch, full):
 
 def test_what_the_key_covers(monkeypatch):
     def key(config=None, problem_class=CLASS, kind="forward"):
-        return compile.cache_key(KernelSpec(kind, config or ForwardConfig(), problem_class))
+        return keys.cache_key(KernelSpec(kind, config or ForwardConfig(), problem_class))
 
     first = key()
     others = {
@@ -231,25 +231,25 @@ def test_what_the_key_covers(monkeypatch):
     others.add(key())
     monkeypatch.delenv("CUTE_DSL_ENABLE_ASSERTIONS")
     with monkeypatch.context() as patch:
-        patch.setattr(compile, "_source_digest", lambda *asked: "another source")
+        patch.setattr(keys, "_source_digest", lambda *asked: "another source")
         others.add(key())
-    monkeypatch.setattr(compile, "_cpu_features", lambda: ["avx2"])
+    monkeypatch.setattr(keys, "cpu_features", lambda: ["avx2"])
     others.add(key())
-    others.add(compile.cache_key(replace(SPEC, architecture=named("sm_90a"))))
+    others.add(keys.cache_key(replace(SPEC, architecture=named("sm_90a"))))
     assert len(others) == 19 and first not in others
 
 
 def test_features_of_the_cpu():
     """Code for one CPU is not loaded on another that shares the directory."""
-    found = compile._cpu_features()
+    found = keys.cpu_features()
     if platform.machine() == "x86_64" and sys.platform == "linux":
         assert {"sse2", "fxsr"} <= set(found)
 
 
 def test_what_the_key_does_not_cover(monkeypatch):
-    first = compile.cache_key(SPEC)
+    first = keys.cache_key(SPEC)
     monkeypatch.setenv("CUTE_DSL_KEEP", "ptx")
-    assert compile.cache_key(SPEC) == first
+    assert keys.cache_key(SPEC) == first
 
 
 @pytest.mark.parametrize("kind", ["backward_dkdv", "backward_dq", "backward_products"])
@@ -292,11 +292,11 @@ def copy(tmp_path):
         path.write_text(text.replace(before, after, 1))
 
     def digest(direction="forward", architecture=ARCHITECTURES[0]):
-        sources = compile.compiled_sources(direction, architecture, tmp_path)
+        sources = keys.compiled_sources(direction, architecture, tmp_path)
         return native_cache.meaning_of(sources)
-    for direction in compile.OTHER:
+    for direction in keys.OTHER:
         for architecture in ARCHITECTURES:
-            here = compile.compiled_sources(direction, architecture)
+            here = keys.compiled_sources(direction, architecture)
             assert digest(direction, architecture) == native_cache.meaning_of(here)
     return edit, digest
 
@@ -350,9 +350,9 @@ def test_edits_that_do(copy, name, before, after):
 )
 def test_edits_that_one_direction_minds(copy, name, before, after, directions):
     edit, digest = copy
-    first = {direction: digest(direction) for direction in compile.OTHER}
+    first = {direction: digest(direction) for direction in keys.OTHER}
     edit(name, before, after)
-    assert sorted(d for d in compile.OTHER if digest(d) != first[d]) == directions
+    assert sorted(d for d in keys.OTHER if digest(d) != first[d]) == directions
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
@@ -379,26 +379,27 @@ BESIDES = {
     # Names alone.
     "softmax_emu",
 }  # fmt: skip
-#: What they import of `call` and `gpus`: types of calls, and the target, which is in the key.
-TYPES = {"BackwardProblem", "Gpu", "Portion", "Problem", "family"}
+#: What they import of `call` and `gpus`: types of calls, a name of a tensor that problem classes
+#: have, and the target, which is in the key.
+TYPES = {"BackwardProblem", "Gpu", "PAGE_TABLE", "Portion", "Problem", "family"}
 
 
 #: Modules that name every kernel, of either direction; what they say of one is in its own modules.
 OF_BOTH = {
     "fa4_hd256/kernels/kernel_set",
     "fa4_hd256/run/catalogue",
-    "fa4_hd256/run/compile",
+    "fa4_hd256/run/tracing",
     "fa4_hd256/kernels/blackwell/architecture",
     "fa4_hd256/kernels/hopper/architecture",
 }
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
-@pytest.mark.parametrize("direction", compile.OTHER)
+@pytest.mark.parametrize("direction", keys.OTHER)
 def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
     """A module that is compiled in and not among the sources would leave stale kernels."""
     graph = style.import_graph(ROOT)
-    sources = dict(compile.compiled_sources(direction, architecture))
+    sources = dict(keys.compiled_sources(direction, architecture))
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in sources}
     others = {
         f"fa4_hd256/kernels/{a.folder}/architecture" for a in ARCHITECTURES if a is not architecture
@@ -413,4 +414,4 @@ def test_what_is_compiled_in_imports_nothing_else(direction, architecture):
 
 
 def test_every_kind_of_kernel_has_a_direction():
-    assert {kind.partition("_")[0] for kind in KINDS} == compile.OTHER.keys()
+    assert {kind.partition("_")[0] for kind in KINDS} == keys.OTHER.keys()

@@ -1,0 +1,184 @@
+"""Make a directory of prebuilt kernels: compile, write, and say in the manifest what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
+from fa4_hd256.gpus import family
+
+from .catalogue import KernelSpec
+from .compile import jit_entry
+from .kernel_names import kernel_named, name_of
+from .keys import cpu_features, direction_of, prebuilt_key
+from .prebuilt import (
+    MANIFEST,
+    Prebuilt,
+    identity,
+    instruction_sets,
+    read_manifest,
+    sources_of,
+    storage,
+)
+
+__all__ = ["TARGETS", "Build", "BuildTarget", "build"]
+
+
+@dataclass(frozen=True)
+class BuildTarget:
+    """What `--arch` names: an architecture, and the compute capability of the GPUs of a process."""
+
+    architecture: Architecture
+    capability: tuple[int, int]
+
+    @property
+    def gpu(self) -> str:
+        """Rows of the tuning table."""
+        return self.architecture.gpus[self.capability][0]
+
+
+def _targets() -> dict[str, BuildTarget]:
+    found = {}
+    for architecture in ARCHITECTURES:
+        for capability in architecture.gpus:
+            own = architecture.own_targets.get(capability)
+            if own is not None:
+                found[own] = BuildTarget(architecture, capability)
+        first = next(c for c in architecture.gpus if c not in architecture.own_targets)
+        for name in (architecture.targets[0], architecture.name):
+            found[name] = BuildTarget(architecture, first)
+    return found
+
+
+#: By name: architectures, and what their kernels are compiled for.
+TARGETS = _targets()
+
+
+@dataclass(frozen=True)
+class Build:
+    """What `build` did. kernels: in the directory; added: of them, by this call; nbytes: files'."""
+
+    directory: Path
+    kernels: int
+    added: int
+    nbytes: int
+
+
+def build(
+    specs: Mapping[str, Sequence[KernelSpec]],
+    directory: str | os.PathLike,
+    jobs: int = 1,
+    progress: Callable[[int, int, KernelSpec], None] = lambda done, total, spec: None,
+) -> Build:
+    """Put kernels into a prebuilt directory, which is made if it is not there.
+
+    specs: name in `TARGETS` -> kernels. What the directory has stays where it was made by the same
+    versions and sources, and goes otherwise. jobs: processes that compile. progress: called after
+    each kernel.
+
+    Raises ValueError for a directory that others may write, RuntimeError where it cannot be
+    written, and what the compiler raises.
+    """
+    place = Path(directory).expanduser()
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    read_manifest(place)  # refuses a directory that must not be used
+    cache, described, done = storage(place), {}, 0
+    total = sum(map(len, specs.values()))
+    for target, wanted in specs.items():
+        capability = TARGETS[target].capability
+        with family.as_if_seen(capability):
+            for spec, (header, parts) in zip(wanted, _entries(wanted, capability, jobs)):
+                key = prebuilt_key(spec)
+                cache.write(f"{key}.kernel", header, parts)
+                described[key] = {
+                    "kind": spec.kind, "target": family.target(spec.architecture),
+                    "sources": f"{direction_of(spec)} {spec.architecture.name}",
+                    "kernel": name_of(spec), "bytes": sum(map(len, parts)),
+                }  # fmt: skip
+                done += 1
+                progress(done, total, spec)
+    return _finish(place, described)
+
+
+def _finish(place: Path, described: dict[str, Any]) -> Build:
+    """Write the manifest, and check that what it names can be read."""
+    cache = storage(place)
+    with cache.exclusive(MANIFEST):
+        kernels = _kept(place, described) | described
+        manifest = identity() | {
+            "cpu": instruction_sets(cpu_features()),
+            "sources": {
+                name: sources_of(name)
+                for name in sorted({kernel["sources"] for kernel in kernels.values()})
+            },
+            "kernels": kernels,
+        }
+        cache.write(MANIFEST, manifest, [])
+    with contextlib.suppress(OSError):
+        (place / f"{MANIFEST}.lock").unlink()
+    # Whoever runs the container reads them.
+    nbytes = 0
+    for path in (place / MANIFEST, *(place / f"{key}.kernel" for key in kernels)):
+        try:
+            path.chmod(0o644)
+            nbytes += path.stat().st_size
+        except OSError as error:
+            raise RuntimeError(f"{path} could not be written: {error.strerror}") from error
+    place.chmod(0o755)
+    opened = Prebuilt.open(place)
+    for key in described:
+        opened.read(key)
+    return Build(place, len(kernels), len(described), nbytes)
+
+
+def _kept(place: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernels of an earlier build that still fit; the files of others go, but for those that were
+    just written."""
+    before = read_manifest(place)
+    if before is None:
+        return {}
+    try:
+        return dict(Prebuilt.open(place).kernels)
+    except ValueError:
+        for key in set(before.get("kernels", ())) - set(described):
+            with contextlib.suppress(OSError):
+                (place / f"{key}.kernel").unlink()
+        return {}
+
+
+def _entries(
+    specs: Sequence[KernelSpec], capability: tuple[int, int], jobs: int
+) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    """Each kernel's entry, in order, compiled by so many processes."""
+    if jobs == 1 or len(specs) < 2:
+        yield from map(jit_entry, specs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(specs)), mp_context=context) as pool:
+        yield from pool.map(_entry_named, map(name_of, specs), [capability] * len(specs))
+
+
+def _entry_named(name: str, capability: tuple[int, int]) -> tuple[dict[str, Any], list[bytes]]:
+    """`jit_entry` in a process of its own."""
+    with family.as_if_seen(capability):
+        return jit_entry(kernel_named(name))
+
+
+def report(done: int, total: int, spec: KernelSpec) -> None:
+    """A line on stderr for each kernel."""
+    if environment.progress_wanted():
+        print(f"{done}/{total} {spec.kind}", file=sys.stderr)
+
+
+def unique(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Each once, in order."""
+    return list(dict.fromkeys(specs))

@@ -1,0 +1,104 @@
+"""Kernels in text, so that one that is missing can be asked for on a command line.
+
+The text is JSON: kind, architecture, and the two dataclasses of a `KernelSpec`, each as its class
+and those of its fields that are no defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from typing import Any
+
+import torch
+
+from fa4_hd256.architectures import named
+
+from .catalogue import KernelSpec
+
+__all__ = ["described", "kernel_named", "name_of"]
+
+#: Packages whose classes a name may have.
+_PACKAGES = ("fa4_hd256.", "softmax_emu.")
+_CLASS = "class"
+
+
+def name_of(spec: KernelSpec) -> str:
+    """The text of a kernel."""
+    return json.dumps({
+        "kind": spec.kind,
+        "architecture": spec.architecture.name,
+        "problem": _plain(spec.problem_class),
+        "config": _plain(spec.config),
+    })  # fmt: skip
+
+
+def kernel_named(name: str) -> KernelSpec:
+    """The kernel of a text that `name_of` gave. Raises ValueError for any other."""
+    try:
+        read = json.loads(name)
+        if set(read) != {"kind", "architecture", "problem", "config"}:
+            raise ValueError("it has other parts")
+        return KernelSpec(
+            read["kind"], _value(read["config"]), _value(read["problem"]),
+            named(read["architecture"]),
+        )  # fmt: skip
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} names no kernel: {error}; accepted: the text of an error that misses one"
+        ) from error
+
+
+def described(spec: KernelSpec) -> str:
+    """A kernel for people: its kind, and what of a call is compiled in."""
+    return f"{spec.kind} of {spec.problem_class} with {spec.config}"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        found = {_CLASS: f"{kind.__module__}:{kind.__qualname__}"}
+        for field in dataclasses.fields(value):
+            own = getattr(value, field.name)
+            if field.init and own != _default(field):
+                found[field.name] = _plain(own)
+        return found
+    if isinstance(value, torch.dtype):
+        return {_CLASS: str(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{value!r} of a kernel has no text")
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """Of a field; the field itself, which equals no value, where it has none."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple(_value(part) for part in plain)
+    if not isinstance(plain, dict):
+        return plain
+    fields = dict(plain)
+    name = fields.pop(_CLASS)
+    if name.startswith("torch."):
+        found = getattr(torch, name.removeprefix("torch."))
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{name} is no dtype")
+        return found
+    module, _, path = name.partition(":")
+    if not module.startswith(_PACKAGES):
+        raise ValueError(f"{name} is no class of this package")
+    kind = getattr(importlib.import_module(module), path)
+    make: Any = kind
+    if not dataclasses.is_dataclass(kind):
+        raise ValueError(f"{name} is no configuration")
+    return make(**{field: _value(own) for field, own in fields.items()})

@@ -1,0 +1,160 @@
+"""What kernels are known by: the key covers everything that is compiled in.
+
+Which kernel it is, what it is specialised for, its configuration, the meaning of the sources that
+are compiled in or build what is (`COMPILED_IN`), the versions of the compiler and the CPU, for
+which the host object is made; so an entry never goes stale. Comments and docstrings have no part in
+it.
+
+NOTE [keys of prebuilt kernels].  The machine that builds is not the one that runs: neither the
+version of Python nor the exact CPU is in these keys, and sources count by their bytes. The manifest
+of the directory names the instruction sets that the building CPU offers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES, Architecture
+from fa4_hd256.gpus import family
+
+from .catalogue import KernelSpec
+from .native_cache import NativeCache
+
+__all__ = [
+    "COMPILED_IN", "COMPILER", "OTHER", "cache_key", "compiled_sources", "content_digest",
+    "cpu_features", "direction_of", "disk_cache", "prebuilt_key",
+]  # fmt: skip
+
+#: The distribution that compiles.
+COMPILER = "nvidia-cutlass-dsl"
+
+#: Raised whenever the files of an entry or their meaning change.
+FORMAT = 3
+
+#: Folders and modules that are compiled in, or say what is compiled: device code, what it imports,
+#: and the types of a kernel's arguments. What they import besides is not compiled in, or is in the
+#: key itself: architecture and settings of the compiler. For a kernel of one direction nothing
+#: counts whose path names the other (`OTHER`), nor for one of an architecture the folders of
+#: others: neither imports anything of the other's.
+COMPILED_IN = (
+    "fa4_hd256/kernels",
+    "fa4_hd256/run/arguments.py",
+    "fa4_hd256/run/backward_arguments.py",
+    "fa4_hd256/run/catalogue.py",
+    "fa4_hd256/run/forward_arguments.py",
+    "fa4_hd256/run/tracing.py",
+    "schedulers",
+    "softmax_emu/by_key.py",
+    "softmax_emu/coefficients.py",
+    "softmax_emu/exp2.py",
+    "softmax_emu/online.py",
+    "softmax_emu/pattern.py",
+    "softmax_emu/recompute.py",
+)
+
+#: First word of a kernel's kind -> first words of folders and modules that it has nothing of.
+OTHER = {"forward": ("backward",), "backward": ("forward", "decode")}
+
+def cache_key(spec: KernelSpec) -> str:
+    """Hexadecimal key. No length, batch or number of KV heads is in it: those are dynamic."""
+    return _digest(
+        _common(spec)
+        | {
+            "sources": _source_digest(direction_of(spec), spec.architecture),
+            "python": platform.python_version(),
+            "cpu": cpu_features(),
+        }
+    )
+
+
+def prebuilt_key(spec: KernelSpec) -> str:
+    """Hexadecimal key in a prebuilt directory, NOTE [keys of prebuilt kernels]."""
+    return _digest(
+        _common(spec) | {"contents": content_digest(direction_of(spec), spec.architecture)}
+    )
+
+
+def direction_of(spec: KernelSpec) -> str:
+    """Whose sources a kernel is made of: "forward" or "backward"."""
+    return spec.kind.partition("_")[0]
+
+
+def _common(spec: KernelSpec) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "architecture": family.target(spec.architecture),
+        "kind": spec.kind,
+        "problem": repr(spec.problem_class),
+        "config": repr(spec.config),
+        "compiler": importlib.metadata.version(COMPILER),
+        "compiler_settings": environment.compiler_settings(),
+        "machine": platform.machine(),
+    }
+
+
+def _digest(parts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def cpu_features() -> list[str]:
+    """Features of the CPU: CuTe DSL makes host code for the CPU that it runs on.
+
+    As Linux names them; no two CPUs are told apart where it names none.
+    """
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return sorted(value.split())
+    return []
+
+
+@functools.cache
+def _source_digest(direction: str, architecture: Architecture) -> str:
+    return disk_cache().meaning(compiled_sources(direction, architecture))
+
+
+@functools.cache
+def content_digest(direction: str, architecture: Architecture) -> str:
+    """Of the bytes of the sources that kernels of a direction and an architecture are made of."""
+    digest = hashlib.sha256()
+    for name, content in compiled_sources(direction, architecture):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def compiled_sources(
+    direction: str, architecture: Architecture, root: Path = Path(__file__).parents[2]
+) -> list[tuple[str, bytes]]:
+    """(path below `root`, content) of the sources in `COMPILED_IN` that kernels of a direction,
+    the first word of their kind, and an architecture are made of."""
+    other = OTHER.get(direction, ())
+    folders = tuple(
+        f"fa4_hd256/kernels/{a.folder}/" for a in ARCHITECTURES if a is not architecture
+    )
+    paths: list[Path] = []
+    for place in (root / part for part in COMPILED_IN):
+        paths += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    names = {path.relative_to(root).as_posix(): path for path in paths}
+    return [
+        (name, path.read_bytes())
+        for name, path in names.items()
+        if not any(part.startswith(other) for part in name.split("/"))
+        and not name.startswith(folders)
+    ]
+
+
+def disk_cache() -> NativeCache:
+    """The kernels on disk."""
+    return NativeCache(
+        environment.cache_directory(), "compiled kernels", environment.CACHE_DIR.name
+    )

@@ -1,0 +1,190 @@
+"""Which kernels the calls of a model take, of any batch and any lengths.
+
+What a call compiles follows from its problem class and configuration, so all that it can be is
+counted up here from the very rules that calls go by: tiles by the longest queries, configurations
+by the keys, both schedulers, keys divided or not. More may be counted up than a model ever takes
+(keys divided where they never are), never less.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fa4_hd256.architectures import Architecture
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.checks import PAGE_TABLE
+from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.kernels.combine_config import MOST_PARTS
+from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from fa4_hd256.models import AttentionModel, Mask
+
+from .catalogue import KernelSpec, backward_specs, forward_spec
+
+__all__ = ["FORMS", "USES", "Needs", "specs_of"]
+
+#: How sequences are given: name -> the ragged tensors of such calls.
+FORMS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "packed": ("cu_seqlens_q", "cu_seqlens_k"),
+    "cache": ("seqused_k",),
+    "packed-cache": ("cu_seqlens_q", "seqused_k"),
+    "paged": ("seqused_k", "page_table"),
+    "packed-paged": ("cu_seqlens_q", "seqused_k", "page_table"),
+}
+
+#: What a model is used for: name -> the most queries of a sequence, None for any number. Training
+#: takes the backward, too.
+USES: dict[str, int | None] = {"decode": 16, "prefill": None, "training": None}
+TRAINING = "training"
+
+#: No rule asks for longer sequences than this, nor tells lengths apart that all of these are on
+#: one side of: powers of two, one more, and every length below a few steps.
+_LONGEST = 1 << 22
+_LENGTHS = sorted(
+    {1 << i for i in range(_LONGEST.bit_length())}
+    | {(1 << i) + 1 for i in range(_LONGEST.bit_length())}
+    | set(range(1, 1025))
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What kernels are asked for beside a model.
+
+    uses: of `USES`. forms: of `FORMS`. dtypes: of q, k and v. schedulers: values of use_clc.
+    batch_invariant: also those of calls that ask for that. page_sizes: of calls with a page table.
+    """
+
+    uses: tuple[str, ...] = ("prefill", "decode")
+    forms: tuple[str, ...] = ("dense", "packed", "cache")
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    schedulers: tuple[bool, ...] = (False, True)
+    batch_invariant: bool = False
+    page_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
+            for name in given:
+                if name not in known:
+                    raise ValueError(f"{what} is {name!r}; accepted: {', '.join(known)}")
+        paged = any(PAGE_TABLE in FORMS[form] for form in self.forms)
+        if paged != bool(self.page_sizes):
+            raise ValueError(
+                f"forms are {self.forms} with page sizes {self.page_sizes}; accepted: a form with "
+                "pages, and the sizes of these, or neither"
+            )
+        for size in self.page_sizes:
+            if size < 1 or size % PAGE_MULTIPLE:
+                raise ValueError(f"page size is {size}; accepted: multiples of {PAGE_MULTIPLE}")
+        if not (self.uses and self.forms and self.dtypes and self.schedulers):
+            raise ValueError(f"nothing is asked for: {self}")
+
+
+def specs_of(
+    model: AttentionModel, needs: Needs, architecture: Architecture, gpu: str
+) -> list[KernelSpec]:
+    """Every kernel that calls of a model take, each once, those that all calls take first.
+
+    gpu: its rows of the tuning table (`Gpu.tuning_name`).
+    """
+    if model.heads_q % model.heads_kv:
+        raise ValueError(
+            f"{model.heads_q} query heads over {model.heads_kv} key/value heads; accepted: a "
+            "number of query heads that is a multiple of the number of key/value heads"
+        )
+    found: dict[KernelSpec, None] = {}
+    for problem in _problems(model, needs, architecture):
+        found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
+    for dtype in needs.dtypes:
+        found |= dict.fromkeys(_combines(dtype, architecture))
+    if TRAINING in needs.uses:
+        forms = tuple(form for form in needs.forms if PAGE_TABLE not in FORMS[form])
+        own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=())
+        for problem in _problems(model, own, architecture):
+            found |= dict.fromkeys(_backwards(problem, model))
+    return list(found)
+
+
+def _problems(
+    model: AttentionModel, needs: Needs, architecture: Architecture
+) -> Iterator[Problem]:
+    """One of each kind of forward."""
+    most = [USES[use] for use in needs.uses]
+    longest = _LONGEST if None in most else max(m for m in most if m is not None)
+    queries = [length for length in _LENGTHS if length <= longest]
+    known, group = kernels_of(architecture).forward_tiles(), model.heads_q // model.heads_kv
+    for form in needs.forms:
+        ragged = FORMS[form]
+        pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
+        tilings: dict[Any, int] = {}
+        for length in queries:
+            tilings.setdefault(choose_tiles(known, group, length, ragged), length)
+        for (tiles, packed), length in tilings.items():
+            for dtype in needs.dtypes:
+                for mask in model.masks:
+                    for use_clc, page_size in itertools.product(needs.schedulers, pages):
+                        yield Problem(
+                            q_shape=(1, length, model.heads_q, HEAD_DIM),
+                            max_seqlen_q=length,
+                            max_seqlen_k=_LONGEST,
+                            sequences=1,
+                            dtype=dtype,
+                            device=torch.device("cpu"),
+                            options=_options(model, mask, use_clc),
+                            sink=model.sink,
+                            ragged=ragged,
+                            architecture=architecture,
+                            tiles=tiles,
+                            packed_heads=packed,
+                            page_size=page_size,
+                        )
+
+
+def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:
+    return Options.check(
+        model.softmax_scale, mask.causal, mask.window_size, model.softcap, use_clc
+    )
+
+
+def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
+    """Undivided and divided, also into `fixed` parts, in each configuration that a number of keys
+    gets."""
+    where: Any = _Tuned(gpu)
+    for parts, part_keys in ((1, None), (2, None), *([(2, 1)] if fixed else [])):
+        divided = replace(problem, num_splits=parts, part_keys=part_keys)
+        for keys in _LENGTHS:
+            yield forward_spec(replace(divided, max_seqlen_k=keys), where)
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """All that `forward_spec` asks of a GPU."""
+
+    tuning_name: str
+
+
+def _combines(dtype: torch.dtype, architecture: Architecture) -> Iterator[KernelSpec]:
+    """Of any number of parts and rows."""
+    rule = kernels_of(architecture).combine
+    bounds = sorted({max(1, (rule.ctas << i) // n + one)
+                     for i in range(6) for n in (1, 2, 4) for one in (0, 1)} | {1})  # fmt: skip
+    rows = [*bounds, bounds[-1] << 8]
+    configs = {rule.of(parts, n): None for parts in range(2, MOST_PARTS + 1) for n in rows}
+    for config in configs:
+        yield KernelSpec("forward_combine", config, dtype, architecture)
+
+
+def _backwards(forward: Problem, model: AttentionModel) -> Iterator[KernelSpec]:
+    """With a stored dS and without, dK and dV in parts and not, the LSE's gradient given or not."""
+    k_shape = (1, forward.max_seqlen_k, model.heads_kv, HEAD_DIM)
+    config = forward.kernels.config("backward")()
+    choices = itertools.product((True, False), (1, 2), (False, True))
+    for keeps_ds, head_parts, lse_gradient in choices:
+        problem = BackwardProblem(forward, k_shape, lse_gradient, head_parts, keeps_ds=keeps_ds)
+        yield from backward_specs(problem, config).values()

@@ -1,0 +1,242 @@
+"""Kernels built ahead of time, in a directory that only is read (`python -m fa4_hd256 build`).
+
+A prebuilt directory has one entry a kernel, as `native_cache` keeps them, and a manifest, an entry
+without parts: what the kernels were made of and for, and the name of each. It is checked as a whole
+when it is opened, and each file when it is read. Whatever does not fit is an error, never a reason
+to compile in silence: who ships a directory wants its kernels to be used.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fa4_hd256 import environment
+from fa4_hd256.architectures import named
+
+from .keys import COMPILER, content_digest, cpu_features
+from .native_cache import NativeCache, writable_by_others
+
+__all__ = [
+    "MANIFEST", "Prebuilt", "active", "forget", "identity", "instruction_sets", "jit_allowed",
+    "read_manifest", "sources_of", "storage", "use_prebuilt",
+]  # fmt: skip
+
+#: Raised whenever the manifest or an entry changes its meaning.
+FORMAT = 1
+
+#: Name of the manifest's entry.
+MANIFEST = "manifest"
+
+_PACKAGE = "fa4-hd256"
+
+#: What of a CPU's features, as Linux names them, a compiler may use in host code; the others tell
+#: of the kernel, of power and of virtual machines.
+_INSTRUCTION_SETS = re.compile(
+    r"(s?sse\d?(_\d)?|avx.*|fma4?|f16c|bmi[12]|abm|popcnt|movbe|adx|aes|vaes|pclmulqdq|vpclmulqdq|"
+    r"gfni|sha_ni|cx16|asimd.*|sve.*|atomics|fphp|fp|crc32)"
+)
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """A directory of prebuilt kernels that fits this process. kernels: key -> what is told of it:
+    its kind, target and so on; manifest: all of what was written beside them."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike) -> Prebuilt:
+        """Raises ValueError, with what to do, for a directory that is none, may be written by
+        others, is damaged, or is of another version, compiler or CPU."""
+        place = Path(directory).expanduser()
+        found = read_manifest(place)
+        if found is None:
+            raise ValueError(
+                f"{place} holds no prebuilt kernels: it has no manifest; accepted: a directory "
+                f"that `{_BUILD} --out {place}` made"
+            )
+        _check_identity(place, found)
+        return cls(place, found)
+
+    @property
+    def kernels(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.manifest["kernels"]
+
+    @property
+    def targets(self) -> list[str]:
+        """What the kernels are compiled for."""
+        return sorted({kernel["target"] for kernel in self.kernels.values()})
+
+    def read(self, key: str) -> tuple[dict[str, Any], list[bytes]] | None:
+        """The entry of a kernel; None for one that was not built. Raises RuntimeError for a file
+        that is missing or damaged, or that others may write."""
+        if key not in self.kernels:
+            return None
+        found = storage(self.directory).read(f"{key}.kernel")
+        if found is None:
+            path = self.directory / f"{key}.kernel"
+            raise RuntimeError(
+                f"{path}, a prebuilt {self.kernels[key]['kind']}, {_why_unreadable(path)}. Build "
+                "the directory again (`python -m fa4_hd256 build`), or copy it again"
+            )
+        return found
+
+    def describe(self) -> str:
+        """One line, for a bug report."""
+        return f"{len(self.kernels)} prebuilt kernels for {', '.join(self.targets)}"
+
+
+def storage(directory: Path) -> NativeCache:
+    """The entries of a directory."""
+    return NativeCache(directory, "prebuilt kernels", environment.PREBUILT.name)
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of a directory, None where it has none. Raises ValueError for a directory that
+    is not there, may be written by others, or has a damaged one."""
+    try:
+        status = os.stat(directory)
+    except OSError as error:
+        raise ValueError(
+            f"{directory} holds no prebuilt kernels: {error.strerror}; accepted: a directory that "
+            f"`{_BUILD} --out {directory}` made"
+        ) from error
+    reason = writable_by_others(status)
+    if reason is not None:
+        raise ValueError(
+            f"{directory} is not used: {reason}, and native code would be loaded from it. Let root "
+            "or this user own it, and nobody else write it (chmod go-w)"
+        )
+    path = directory / MANIFEST
+    if not path.exists():
+        return None
+    found = storage(directory).read(MANIFEST)
+    if found is None:
+        raise ValueError(
+            f"{path} {_why_unreadable(path)}. Build the directory again (`python -m fa4_hd256 "
+            "build`), or copy it again"
+        )
+    return found[0]
+
+
+def _why_unreadable(path: Path) -> str:
+    """Of a file that is no entry."""
+    try:
+        reason = writable_by_others(path.stat())
+        with path.open("rb"):
+            return f"is not used: {reason}" if reason else "is damaged"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def identity() -> dict[str, Any]:
+    """What all kernels of a directory have in common with the process that uses them."""
+    return {
+        "format": FORMAT,
+        _PACKAGE: importlib.metadata.version(_PACKAGE),
+        COMPILER: importlib.metadata.version(COMPILER),
+        "machine": platform.machine(),
+    }
+
+
+#: First words of the command that makes a directory.
+_BUILD = "python -m fa4_hd256 build --model NAME"
+
+
+def _check_identity(place: Path, manifest: Mapping[str, Any]) -> None:
+    for name, here in identity().items():
+        built = manifest.get(name)
+        if built != here:
+            raise ValueError(
+                f"the kernels in {place} were built with {name} {built}, but {name} is {here} "
+                f"here; build them again: {_BUILD} --out {place}"
+            )
+    for name, built in manifest["sources"].items():
+        if built != sources_of(name):
+            raise ValueError(
+                f"the kernels in {place} were built from other sources of {_PACKAGE} ({name}) than "
+                f"are installed here; build them again: {_BUILD} --out {place}"
+            )
+    lacking = sorted(set(manifest["cpu"]) - set(cpu_features()))
+    if lacking:
+        raise ValueError(
+            f"the kernels in {place} were built on a CPU that has {', '.join(lacking)}, which this "
+            "one lacks; build them on a machine like this one"
+        )
+
+
+def sources_of(name: str) -> str | None:
+    """Digest of the sources "forward sm_100a", say; None for what this package does not have."""
+    direction, _, architecture = name.partition(" ")
+    try:
+        return content_digest(direction, named(architecture))
+    except ValueError:
+        return None
+
+
+def instruction_sets(features: Iterable[str]) -> list[str]:
+    """Those of a CPU's features that host code may use."""
+    return [name for name in features if _INSTRUCTION_SETS.fullmatch(name)]
+
+
+# ---------------------------------------------------------------- the one in use
+
+
+class _Chosen:
+    """What `use_prebuilt` was given, over the environment."""
+
+    directory: str | os.PathLike | None = None
+    jit: bool | None = None
+
+
+_lock = threading.Lock()
+_opened: dict[str, Prebuilt] = {}
+
+
+def use_prebuilt(directory: str | os.PathLike | None, jit: bool | None = None) -> None:
+    """Take kernels from a directory that `python -m fa4_hd256 build` made, from now on.
+
+    directory: read-only is enough; None for the one of the environment (FA4_HD256_PREBUILT), if it
+    names one. jit: whether a kernel that is neither there nor in the cache may be compiled; None:
+    what FA4_HD256_JIT says. Kernels that this process has loaded stay.
+
+    Raises ValueError for a directory that does not fit this process; what does not fit says the
+    message.
+    """
+    if directory is not None:
+        _open(os.fspath(directory))
+    _Chosen.directory, _Chosen.jit = directory, jit
+
+
+def active() -> Prebuilt | None:
+    """The directory in use, checked once. Raises ValueError as `Prebuilt.open`."""
+    directory = _Chosen.directory or environment.prebuilt_directory()
+    return None if directory is None else _open(os.fspath(directory))
+
+
+def jit_allowed() -> bool:
+    """Whether a kernel that is in no cache is compiled."""
+    return environment.jit_allowed() if _Chosen.jit is None else _Chosen.jit
+
+
+def _open(directory: str) -> Prebuilt:
+    with _lock:
+        found = _opened.get(directory)
+        if found is None:
+            found = _opened[directory] = Prebuilt.open(directory)
+        return found
+
+
+def forget() -> None:
+    """Read directories again where they are asked for."""
+    with _lock:
+        _opened.clear()

@@ -1,0 +1,70 @@
+"""A kernel traced and compiled for its target, past every cache."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from fa4_hd256 import environment
+from fa4_hd256.architectures import ARCHITECTURES
+from fa4_hd256.gpus import family
+
+from .catalogue import KernelSpec, build
+
+__all__ = ["targeting", "trace_and_compile"]
+
+
+def trace_and_compile(spec: KernelSpec) -> Any:
+    """Trace and compile, past every cache; returns what `cute.compile` returned.
+
+    Line information is kept, so that the simulator and profilers can name the Python line.
+    """
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
+
+    kernel, arguments = build(spec)
+    target = family.target(spec.architecture)
+    with targeting(target), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:
+        options = (
+            GPUArch(target), GenerateLineInfo(True), KeepPTX(), KeepCUBIN(),
+            DumpDir(scratch),
+        )  # fmt: skip
+        compiled = cute.compile[options](kernel, *arguments)
+        # Read while the files are there: the object may refer to them lazily.
+        if not compiled.artifacts.PTX or not compiled.artifacts.CUBIN:
+            raise RuntimeError(
+                f"CuTe DSL {importlib.metadata.version('nvidia-cutlass-dsl')} returned no PTX or "
+                "no cubin; unset CUTE_DSL_DRYRUN and CUTE_DSL_NO_CACHE if they are set"
+            )
+    return compiled
+
+
+@contextlib.contextmanager
+def targeting(target: str) -> Iterator[None]:
+    """Make CuTe DSL trace for a target, whatever GPU is there, for the body only.
+
+    Raises RuntimeError where the user's settings for CuTe DSL ask for something else.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    requested = environment.requested_architecture()
+    accepted = next((a.targets for a in ARCHITECTURES if target in a.targets), (target,))
+    if requested not in (None, *accepted):
+        raise RuntimeError(
+            f"CUTE_DSL_ARCH is {requested}, but these kernels are compiled for {target}; "
+            f"unset CUTE_DSL_ARCH, or set it to one of {', '.join(accepted)}"
+        )
+    settings = CuTeDSL._get_dsl().envar
+    if settings.enable_tvm_ffi:
+        raise RuntimeError(
+            "CUTE_DSL_ENABLE_TVM_FFI is set, but these kernels are called through CuTe DSL's own "
+            "convention; unset CUTE_DSL_ENABLE_TVM_FFI"
+        )
+    settings.arch = target
+    try:
+        yield
+    finally:
+        del settings.arch

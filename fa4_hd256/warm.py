@@ -1,0 +1,200 @@
+"""Kernels of a model compiled before its first call: `warm_up`, and the command `build`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .gpus.family import architecture_of
+from .models import MODELS, AttentionModel, Mask, model_named
+from .run.build import TARGETS, build, report, unique
+from .run.catalogue import KernelSpec
+from .run.compile import compile_kernel, counters
+from .run.kernel_names import kernel_named
+from .run.launch import gpu_of, prepare
+from .run.needs import FORMS, USES, Needs, specs_of
+
+__all__ = ["WarmUp", "add_arguments", "main", "warm_up"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What `warm_up` did. kernels: that calls of the model may take, all loaded now; compiled: of
+    them in this process, the others were in a cache; seconds: what it took."""
+
+    kernels: int
+    compiled: int
+    seconds: float
+
+
+def warm_up(
+    model: str | AttentionModel,
+    *,
+    uses: Sequence[str] = ("prefill", "decode"),
+    forms: Sequence[str] = ("dense", "packed", "cache"),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    use_clc: bool | None = None,
+    batch_invariant: bool = False,
+    page_sizes: Sequence[int] = (),
+    tensor_parallel: int = 1,
+    device: torch.device | str | None = None,
+) -> WarmUp:
+    """Compile and load every kernel that calls of a model take, of any batch and any lengths: no
+    such call compiles anything afterwards, and a CUDA graph can be captured at the first.
+
+    model: a name in `fa4_hd256.models.MODELS`, or an `AttentionModel`: heads, masks of its layers,
+    softcap, sink.
+    uses: "prefill" (any number of queries), "decode" (1 to 16), "training" (with the backward).
+    forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "cache" (seqused_k, a
+    static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a
+    page_table).
+    dtypes: of q, k and v. use_clc: the tile scheduler that calls ask for; None for both.
+    batch_invariant: whether calls ask for that, too. page_sizes: of the paged forms.
+    tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
+    for the current one, or for the simulator where there is none.
+
+    Where torch.distributed is initialised, every rank begins with a kernel of its own, so that
+    ranks that start together share the work: each kernel is compiled once (docs/serving.md).
+
+    Raises ValueError for what is not accepted, and as calls do where kernels cannot be compiled.
+    """
+    begin, before = time.perf_counter(), counters["compiled"]
+    place = _device(device)
+    needs = _needs((uses, forms, dtypes), use_clc, batch_invariant, page_sizes)
+    sharded = _model(model).sharded(tensor_parallel)
+    specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
+    for spec in _own_first(specs):
+        prepare(compile_kernel(spec), place)
+    compiled = counters["compiled"] - before
+    return WarmUp(len(specs), compiled, time.perf_counter() - begin)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _model(model: str | AttentionModel) -> AttentionModel:
+    if isinstance(model, AttentionModel):
+        return model
+    if not isinstance(model, str):
+        raise TypeError(f"model must be a name or an AttentionModel, got {type(model).__name__}")
+    return model_named(model)
+
+
+def _needs(
+    asked: tuple[Iterable[str], Iterable[str], Iterable[torch.dtype]],
+    use_clc: bool | None,
+    batch_invariant: bool,
+    page_sizes: Sequence[int],
+) -> Needs:
+    """asked: uses, forms, dtypes."""
+    uses, forms, dtypes = asked
+    schedulers = (False, True) if use_clc is None else (use_clc,)
+    return Needs(
+        tuple(uses), tuple(forms), tuple(dtypes), schedulers, batch_invariant, tuple(page_sizes)
+    )
+
+
+def _own_first(specs: list[KernelSpec]) -> list[KernelSpec]:
+    """In an order that differs from rank to rank."""
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()):
+        return specs
+    begin = group.get_rank() * len(specs) // group.get_world_size()
+    return specs[begin:] + specs[:begin]
+
+
+# ---------------------------------------------------------------- python -m fa4_hd256 build
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    what = parser.add_argument_group("what is built; at least one")
+    what.add_argument("--model", action="append", default=[], choices=sorted(MODELS))
+    what.add_argument("--heads", metavar="Q/KV", help="attention of another model")
+    what.add_argument("--kernel", action="append", default=[], metavar="TEXT",
+                      help="one kernel, as an error that misses it names it")  # fmt: skip
+    own = parser.add_argument_group("of --heads")
+    own.add_argument("--full", action="store_true", help="no causal mask")
+    own.add_argument("--window", action="append", default=[], type=int, metavar="KEYS",
+                     help="layers whose queries see so many keys, beside those that see all")
+    own.add_argument("--softcap", type=float, default=0.0)
+    own.add_argument("--sink", action="store_true")
+    parser.add_argument("--arch", action="append", required=True, choices=sorted(TARGETS))
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--use", action="append", choices=sorted(USES),
+                        help="default: prefill and decode")  # fmt: skip
+    parser.add_argument("--form", action="append", choices=sorted(FORMS),
+                        help="default: dense, packed and cache")  # fmt: skip
+    parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES),
+                        help="default: bfloat16")  # fmt: skip
+    parser.add_argument("--scheduler", choices=("static", "dynamic", "both"), default="both")
+    parser.add_argument("--page-size", action="append", default=[], type=int, metavar="ROWS",
+                        help="of the paged forms")  # fmt: skip
+    parser.add_argument("--batch-invariant", action="store_true",
+                        help="also kernels of calls that ask for that")  # fmt: skip
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Raises ValueError for what is not accepted."""
+    models = [model_named(name) for name in arguments.model]
+    if arguments.heads:
+        models.append(_given_model(arguments))
+    named = [kernel_named(text) for text in arguments.kernel]
+    if not models and not named:
+        raise ValueError("nothing to build; accepted: --model, --heads or --kernel")
+    use_clc = {"static": False, "dynamic": True, "both": None}[arguments.scheduler]
+    asked = (
+        arguments.use or Needs.uses, arguments.form or Needs.forms,
+        [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
+    )  # fmt: skip
+    needs = _needs(asked, use_clc, arguments.batch_invariant, arguments.page_size)
+    models = [model.sharded(arguments.tensor_parallel) for model in models]
+    specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}
+    made = build(specs, arguments.out, arguments.jobs, report)
+    print(
+        f"{made.added} kernels built, {made.kernels} in {made.directory}, "
+        f"{made.nbytes / 1e6:.1f} MB; use them by FA4_HD256_PREBUILT={made.directory} or "
+        "fa4_hd256.use_prebuilt"
+    )
+    return 0
+
+
+def _of_target(
+    name: str, models: Sequence[AttentionModel], needs: Needs, named: Sequence[KernelSpec]
+) -> list[KernelSpec]:
+    target = TARGETS[name]
+    architecture = target.architecture
+    found = [spec for spec in named if spec.architecture is architecture]
+    for model in models:
+        found += specs_of(model, needs, architecture, target.gpu)
+    if not found:
+        raise ValueError(f"--arch {name}: none of the kernels given is {architecture.name}'s")
+    return unique(found)
+
+
+def _given_model(arguments: argparse.Namespace) -> AttentionModel:
+    heads = arguments.heads.split("/")
+    if len(heads) != 2 or not all(part.isdecimal() and int(part) for part in heads):
+        raise ValueError(f"--heads is {arguments.heads!r}; accepted: Q/KV, 16/2 for instance")
+    masks = [Mask(not arguments.full)]
+    for keys in arguments.window:
+        if keys < 1:
+            raise ValueError(f"--window is {keys}; accepted: 1 or more keys")
+        masks.append(Mask(not arguments.full, (keys - 1, keys - 1 if arguments.full else None)))
+    return AttentionModel(
+        arguments.heads, int(heads[0]), int(heads[1]), tuple(masks), arguments.softcap,
+        sink=arguments.sink,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""What a model needs is counted up whole: after `warm_up` none of its calls compiles anything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpus import gpu
+
+from fa4_hd256 import AttentionModel, Mask, flash_attn_func, flash_attn_varlen_func, warm, warm_up
+from fa4_hd256.architectures import ARCHITECTURES
+from fa4_hd256.call import splits
+from fa4_hd256.call.backward_problem import BackwardProblem
+from fa4_hd256.call.forward_problem import Problem, choose_tiles
+from fa4_hd256.call.portions import divide
+from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.models import MODELS
+from fa4_hd256.run import compile, launch
+from fa4_hd256.run.build import TARGETS
+from fa4_hd256.run.catalogue import backward_specs, combine_spec, forward_spec
+from fa4_hd256.run.kernel_names import kernel_named, name_of
+from fa4_hd256.run.needs import FORMS, Needs, _options, specs_of
+
+pytestmark = pytest.mark.simulator
+
+TRAINING = Needs(
+    ("training", "decode"), tuple(FORMS), (torch.bfloat16, torch.float16), batch_invariant=True,
+    page_sizes=(16, 128),
+)
+#: SMs of a GPU, and of slices of one.
+GPUS = {"sm_100a": ((74, "b200"), (9, "b200")), "sm_90a": ((66, "h200"), (7, "h200"))}
+
+
+def calls(model, architecture, generator, count):
+    """Random calls of a model as they are described: (problem, GPU)."""
+    known, group = kernels_of(architecture).forward_tiles(), model.heads_q // model.heads_kv
+    for _ in range(count):
+        pick = generator.choice
+        batch, queries = pick((1, 2, 7, 64, 300)), pick((1, 2, 3, 16, 17, 200, 777, 4096, 70000))
+        keys = queries if pick((True, False)) else pick((1, 80, 1000, 2049, 9999, 131072, 1 << 20))
+        ragged, mask = FORMS[pick(list(FORMS))], pick(model.masks)
+        tiles, packed = choose_tiles(known, group, queries, ragged)
+        is_packed = "cu_seqlens_q" in ragged
+        shape = (1, batch * queries) if is_packed else (batch, queries)
+        size = pick((16, 128)) if "page_table" in ragged else None
+        yield Problem(
+            (*shape, model.heads_q, 256), queries, keys, batch, pick(TRAINING.dtypes),
+            torch.device("cpu"), _options(model, mask, pick((True, False))), model.sink, ragged,
+            architecture, tiles, packed, page_size=size,
+        ), gpu(*pick(GPUS[architecture.name]))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gemma-3-4b", "embeddinggemma", "qwen3.8-27b", "glm-5-tp8"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+def test_no_call_of_a_model_takes_another_kernel(name, arch):
+    """Random calls, planned by what plans real ones: split, combined, divided for the backward."""
+    target, model = TARGETS[arch], MODELS[name]
+    known = set(specs_of(model, TRAINING, target.architecture, target.gpu))
+    found, pick = set(), random.Random(7)
+    for problem, where in calls(model, target.architecture, random.Random(name), 120):
+        chosen = splits.divided(problem, pick.choice((0, 0, 64, splits.FIXED_PARTS)), where)
+        found.add(forward_spec(chosen, where))
+        if chosen.num_splits > 1:
+            found.add(combine_spec(chosen))
+        if problem.page_size is not None:
+            continue
+        k_shape = (problem.q_shape[0], problem.max_seqlen_k, model.heads_kv, 256)
+        config = problem.kernels.config("backward")()
+        asked = BackwardProblem(problem, k_shape, False, 1)
+        for ds_bytes in (0, config.ds_bytes):
+            divided = divide(asked, ds_bytes, where).problem
+            found |= set(backward_specs(divided, config).values())
+    assert len({spec.kind for spec in found}) >= 6
+    assert found <= known
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_every_combining_kernel(architecture):
+    """Of any number of parts and rows."""
+    rule = kernels_of(architecture).combine
+    needs = Needs(("decode",), ("dense",))
+    specs = specs_of(MODELS["glm-5-tp8"], needs, architecture, "B200")
+    known = {spec.config for spec in specs if spec.kind == "forward_combine"}
+    found = {rule.of(parts, rows) for parts in range(2, 65) for rows in range(1, 5000)}
+    assert found == known
+
+
+@pytest.mark.parametrize("arch", sorted(TARGETS))
+def test_kernels_have_texts(arch):
+    """Each comes back from its text as it was."""
+    target = TARGETS[arch]
+    for model in ("gemma-2-9b", "embeddinggemma"):
+        specs = specs_of(MODELS[model], TRAINING, target.architecture, target.gpu)
+        assert len(specs) > 100
+        assert all(kernel_named(name_of(spec)) == spec for spec in specs)
+
+
+def test_needs_that_are_none():
+    with pytest.raises(ValueError, match="use is 'inference'; accepted: decode, prefill, training"):
+        Needs(uses=("inference",))
+    with pytest.raises(ValueError, match="form is 'pages'; accepted: dense, packed"):
+        Needs(forms=("pages",))
+    for given in ({"forms": ("paged",)}, {"page_sizes": (16,)}):
+        with pytest.raises(ValueError, match="accepted: a form with pages, and the sizes of these"):
+            Needs(**given)
+    with pytest.raises(ValueError, match="page size is 24; accepted: multiples of 16"):
+        Needs(forms=("paged",), page_sizes=(24,))
+    with pytest.raises(ValueError, match="nothing is asked for"):
+        Needs(dtypes=())
+    with pytest.raises(ValueError, match="model is 'gemma'; accepted: gemma-1-2b"):
+        warm_up("gemma")
+    with pytest.raises(TypeError, match="model must be a name or an AttentionModel, got int"):
+        warm_up(3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [(1, (16, 2)), (2, (8, 1)), (4, (4, 1)), (8, (2, 1)), (3, None), (0, None)]
+)
+def test_heads_of_ranks(ranks, heads):
+    model = MODELS["qwen3-next-80b-a3b"]
+    if heads is None:
+        with pytest.raises(ValueError, match=f"{ranks} ranks for 16 query and 2 key/value heads"):
+            model.sharded(ranks)
+    else:
+        found = model.sharded(ranks)
+        assert (found.heads_q, found.heads_kv) == heads
+
+
+def test_ranks_begin_with_kernels_of_their_own(monkeypatch):
+    specs = list(range(10))
+    assert warm._own_first(specs) == specs
+    group = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 4
+    )
+    monkeypatch.setattr(warm.torch, "distributed", group)
+    orders = []
+    for rank in range(4):
+        group.get_rank = lambda rank=rank: rank
+        orders.append(warm._own_first(specs))
+    assert [order[0] for order in orders] == [0, 2, 5, 7]
+    assert all(sorted(order) == specs for order in orders)
+
+
+@pytest.fixture
+def warm_model(monkeypatch):
+    """A small model that is warm; from then on nothing compiles."""
+    model = AttentionModel("of this test", 2, 1, (Mask(True), Mask(True, (63, None))))
+    compile.forget()
+    loaded = []
+    monkeypatch.setattr(warm, "prepare", lambda compiled, device: loaded.append(compiled))
+    done = warm_up(model, forms=("dense", "packed"), use_clc=False)
+    assert done.kernels == len(loaded) == len({one.key for one in loaded}) > 4
+    assert done.compiled <= done.kernels and done.seconds > 0
+
+    def refuse(spec):
+        raise AssertionError(f"a call needs {spec}")
+
+    monkeypatch.setattr(compile, "_obtain", refuse)
+    yield model
+    compile.forget()
+
+
+def test_a_warm_model_compiles_nothing(warm_model):
+    """Prefill and decode, with a window and without, undivided and in parts."""
+    for mask, (queries, keys), parts in itertools.product(
+        warm_model.masks, ((1, 200), (70, 70)), (1, 3)
+    ):
+        q = torch.randn(1, queries, 2, 256).bfloat16()
+        k = torch.randn(1, keys, 1, 256).bfloat16()
+        flash_attn_func(
+            q, k, k, causal=mask.causal, window_size=mask.window_size, num_splits=parts
+        )
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    q, k = torch.randn(70, 2, 256).bfloat16(), torch.randn(70, 1, 256).bfloat16()
+    flash_attn_varlen_func(q, k, k, offsets, offsets, 40, 40, causal=True)
+    with pytest.raises(AssertionError, match="a call needs KernelSpec.*float16"):
+        flash_attn_varlen_func(q.half(), k.half(), k.half(), offsets, offsets, 40, 40, causal=True)
+
+
+def test_what_launches_need_is_made_before(monkeypatch):
+    """On a GPU: the kernel is loaded, and the scheduler has its counters."""
+    done = []
+    stream = SimpleNamespace(cuda_stream=5)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: launch.contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(launch, "tile_counter", lambda device, stream: done.append(stream))
+    launch.prepare(SimpleNamespace(load=lambda: done.append("loaded")), torch.device("cuda", 0))
+    assert done == ["loaded", 5]
+    launch.prepare(None, torch.device("cpu"))
