@@ -130,6 +130,26 @@ def test_a_timeline(plain, tmp_path):
     assert all(event["dur"] > 0 for event in events if event["ph"] == "X")
 
 
+def test_decoding_over_pages(plain, monkeypatch):
+    """The same results as SDPA, times that say whose they are; a difference is an error."""
+    torch = pytest.importorskip("torch")
+    options = ("--steps", 1, "--batch", 2, "--page-size", 32)
+    head, pages, sdpa, error = plain("decode.py", *options).splitlines()
+    assert head.startswith("2 sequences of 30 to 40 rows, pages of 32")
+    for line in (pages, sdpa):
+        rate = re.search(r"(\S+) tokens a second  \(time of the simulator", line)
+        assert rate and float(rate[1]) > 0
+    assert error.startswith("largest difference")
+    functional = torch.nn.functional
+    exact = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention",
+        lambda q, k, v, **more: exact(q, k, v.flip(0), **more),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="the results differ"):
+        plain("decode.py", *options)
+
+
 def test_every_command_of_the_pages_names_a_script():
     for page in ("docs/findings.md", "examples/README.md", "sm100_sim/README.md"):
         commands = re.findall(r"(?<![\w/])examples/\w+\.py", (ROOT / page).read_text())
