@@ -303,3 +303,43 @@ def test_no_gradients(device):
         flash_attn_with_kvcache(**given)
     with torch.no_grad():
         assert not flash_attn_with_kvcache(**given).requires_grad
+
+
+def step(q, k_cache, v_cache, k, v, lengths, table):
+    return flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, page_table=table, causal=True
+    )
+
+
+def step_tensors(device):
+    caches, table = pages(device, 16, [2, 2])
+    q = randn(2, 1, 2, 256, device=device)
+    new = tuple(randn(2, 1, 1, 256, device=device) for _ in "kv")
+    return q, *caches, *new, int32([3, 17], device), int32(table, device)
+
+
+def test_under_torch_compile(device):
+    """One graph, which writes to the caches too."""
+    given = step_tensors(device)
+    again = tuple(tensor.clone() for tensor in given)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*again), step(*given))
+    assert all(torch.equal(one, other) for one, other in zip(again, given))
+
+
+@pytest.mark.cuda
+def test_in_a_cuda_graph(device):
+    """A replay follows the lengths and the table that the tensors have then."""
+    given = step_tensors(device)
+    step(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(*given)
+    *_, lengths, table = given
+    lengths.copy_(int32([20, 4], device))
+    table.copy_(table.flip(0))
+    again = tuple(tensor.clone() for tensor in given)
+    graph.replay()
+    assert torch.equal(out, step(*again))
+    assert all(torch.equal(one, other) for one, other in zip(given, again))
