@@ -83,27 +83,36 @@ def flash_attn_with_kvcache(
     Raises TypeError or ValueError as `flash_attn_varlen_func` does, NotImplementedError for what
     is not offered; the cache is then as it was.
     """
-    cache_checks.check_offered({"qv": qv, "cache_leftpad": cache_leftpad})
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    cache_checks.check_no_gradients({**tensors, "learnable_sink": learnable_sink})
-    cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
-    places = _Places(
-        q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k
-    )
-    places = places.in_use(cache_seqlens, cache_batch_idx)
+    if qv is not None or cache_leftpad is not None:
+        cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
+    if torch.is_grad_enabled():
+        tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+        cache_checks.check_no_gradients({**tensors, "learnable_sink": learnable_sink})
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
         "softcap": softcap,
     }  # fmt: skip
-    others: dict[str, Any] = {"learnable_sink": learnable_sink, "num_splits": num_splits}
-    others["batch_invariant"] = batch_invariant
-    new_rows = _NewRows(
-        k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
-    )
-    if new_rows.check(places):
-        places = new_rows.append(places, options, others)
+    others: dict[str, Any] = {
+        "learnable_sink": learnable_sink, "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    # Engines write their caches themselves: a call without new rows is one of the attention.
+    plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
+    given = k, v, rotary_cos, rotary_sin, cache_batch_idx
+    if not plain or any(tensor is not None for tensor in given):
+        cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
+        places = _Places(
+            q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k
+        ).in_use(cache_seqlens, cache_batch_idx)
+        new_rows = _NewRows(
+            k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+        )
+        if new_rows.check(places):
+            places = new_rows.append(places, options, others)
+        q, cache_seqlens, page_table = places.q, places.lengths, places.page_table
     return flash_attn_varlen_func(
-        places.q, k_cache, v_cache, **places.ragged(), **places.longest(), **options, **others,
+        q, k_cache, v_cache, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, None,
+        cast("torch.Tensor | None", cache_seqlens), page_table, **options, **others,
         return_lse=return_lse, config=config, use_clc=use_clc,
     )  # fmt: skip
 

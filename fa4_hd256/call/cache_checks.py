@@ -26,7 +26,7 @@ NOT_OFFERED = {
 ROTARY_MULTIPLE = 16
 
 
-def check_offered(given: dict[str, Any]) -> None:
+def refuse(given: dict[str, Any]) -> None:
     """Raise NotImplementedError for an argument of `NOT_OFFERED` that is not None."""
     for name, value in given.items():
         if value is not None:
@@ -36,9 +36,7 @@ def check_offered(given: dict[str, Any]) -> None:
 
 
 def check_no_gradients(tensors: dict[str, Any]) -> None:
-    """Raise NotImplementedError where gradients of the call would be recorded."""
-    if not torch.is_grad_enabled():
-        return
+    """Raise NotImplementedError where gradients of the call would be recorded: they are enabled."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise NotImplementedError(
