@@ -9,7 +9,15 @@ import torch
 
 from .autograd import gradients, gradients_of, refuse_gradients, save, save_for_backward
 from .call import named_configs
-from .call.checks import check_kinds, check_longest, with_batch
+from .call.checks import (
+    bounds_of,
+    check_apart,
+    check_kinds,
+    check_longest,
+    check_out,
+    check_writable,
+    with_batch,
+)
 from .call.forward_problem import (
     RAGGED,
     ForwardCall,
@@ -43,6 +51,7 @@ def flash_attn_func(
     config: Any = None,
     backward_config: Any = None,
     use_clc: bool | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -70,6 +79,8 @@ def flash_attn_func(
     use_clc: whether the dynamic tile scheduler is used; None: what the environment variable
         FA_CLC says, and where it is not set a rule of mask and lengths for each direction, or True
         where the process is one of several ranks, whose communication may hold SMs meanwhile.
+    out: a tensor like q to which the result is written, and which is returned; any layout that is
+        read in place. Not with gradients.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
@@ -84,7 +95,10 @@ def flash_attn_func(
     tensors = q, k, v, learnable_sink, *_NO_RAGGED
     form = learnable_sink is None
     configs = config, backward_config
-    out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
+    if out is None:
+        out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
+    else:
+        lse = _attend_into((*tensors, out), given, _NO_LENGTHS, configs, form)
     return (out, lse) if return_lse else out
 
 
@@ -94,8 +108,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | torch.Tensor | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
@@ -112,6 +126,7 @@ def flash_attn_varlen_func(
     config: Any = None,
     backward_config: Any = None,
     use_clc: bool | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -123,7 +138,9 @@ def flash_attn_varlen_func(
         follows it. max_seqlen_k: the longest key sequence, which the grid of dK and dV follows;
         if None max_seqlen_q where cu_seqlens_k is cu_seqlens_q itself, else the rows of k, and the
         operator's own choice is then not to divide keys. With page_table if None the rows of all
-        pages of a row of it.
+        pages of a row of it. Either may be a tensor of one integer, of any device: it is not read,
+        so nothing waits and nothing is compiled anew; max_seqlen_q is then the rows of q, and
+        max_seqlen_k as if it were None (docs/serving.md).
     seqused_q, seqused_k: (batch,) int32, rows in use of each sequence; rows of k and v past them
         may hold anything, rows of q past them get out = 0 and lse = -inf.
     page_table: (batch, pages) int32, any row stride: the pages of k and v that hold each sequence's
@@ -142,10 +159,15 @@ def flash_attn_varlen_func(
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
     ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
     longest = max_seqlen_q, max_seqlen_k
+    if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
+        longest = bounds_of(longest, q.shape[0], splits == FIXED_PARTS)
     tensors = q, k, v, learnable_sink, *ragged
     form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
     configs = config, backward_config
-    out, lse = _attend(tensors, given, longest, configs, form, return_lse)
+    if out is None:
+        out, lse = _attend(tensors, given, longest, configs, form, return_lse)
+    else:
+        lse = _attend_into((*tensors, out), given, longest, configs, form)
     return (out, lse) if return_lse else out
 
 
@@ -172,17 +194,10 @@ def _attend(
     """
     if is_intercepted():
         return _through_dispatcher(tensors, given, longest, configs)
-    window = given[2]
-    # Of equal values the types count, too: only some are accepted.
-    facts = (
-        given, *map(type, given),
-        tuple(map(type, window)) if type(window) is tuple else None,
-        configs, sms_are_shared(), form,
-    )  # fmt: skip
-    if longest is not _NO_LENGTHS:
-        facts += longest, *map(type, longest)
     found = forward_calls.find(
-        facts, tensors, lambda: _resolve(tensors, given, longest, configs)
+        _facts(given, longest, configs, form),
+        tensors,
+        lambda: _resolve(tensors, given, longest, configs),
     )
     if found is None:
         return _through_dispatcher(tensors, given, longest, configs)
@@ -193,6 +208,61 @@ def _attend(
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
     return _without_batch(tensors, out, lse)
+
+
+def _facts(
+    given: tuple[Any, ...], longest: tuple[Any, Any], configs: tuple[Any, Any], form: Hashable
+) -> tuple[Any, ...]:
+    """What a call depends on beside its tensors; arguments as for `_attend`."""
+    window = given[2]
+    # Of equal values the types count, too: only some are accepted.
+    facts = (
+        given, *map(type, given),
+        tuple(map(type, window)) if type(window) is tuple else None,
+        configs, sms_are_shared(), form,
+    )  # fmt: skip
+    return facts if longest is _NO_LENGTHS else (*facts, longest, *map(type, longest))
+
+
+def _attend_into(
+    tensors: tuple[Any, ...],
+    given: tuple[Any, ...],
+    longest: tuple[Any, Any],
+    configs: tuple[Any, Any],
+    form: Hashable,
+) -> torch.Tensor:
+    """lse of `_attend`; tensors has one more, to which out is written."""
+    *inputs, out = tensors
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in (*inputs[:4], out)
+    ):
+        raise NotImplementedError(
+            "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
+            "without out=, or inside torch.no_grad()"
+        )
+    def resolve() -> tuple[Any, ...]:
+        scalars = _resolve(tuple(inputs), given, longest, configs)
+        check_out(out, inputs[0])
+        return scalars
+
+    facts = _facts(given, longest, configs, form)
+    found = None if is_intercepted() else out_calls.find(facts, tensors, resolve)
+    if found is None:
+        lse = _operator_into(tensors, resolve())
+    else:
+        # Addresses are no part of a key.
+        check_apart(out, inputs)
+        _, lse = out_calls.run(found[0], tensors, found[1])
+    return lse if inputs[_OFFSETS_Q] is None else lse.squeeze(0)
+
+
+def _operator_into(tensors: tuple[Any, ...], scalars: tuple) -> torch.Tensor:
+    """lse; arguments as for `_operator`, and out behind the tensors."""
+    *inputs, out = tensors
+    given = _with_batches(tuple(inputs))
+    *others, page_table = given
+    out = out if inputs[_OFFSETS_Q] is None else out.unsqueeze(0)
+    return forward_out(out, *others[:3], *scalars[:4], *others[3:], *scalars[4:], page_table)
 
 
 def _through_dispatcher(
@@ -303,6 +373,13 @@ forward_calls = OperatorCalls(
 )
 
 
+out_calls = OperatorCalls(
+    "fa4_hd256::forward_out",
+    lambda tensors, scalars: (tensors[-1], _operator_into(tuple(tensors), scalars)),
+    ("q", "k", "v", "sink", *RAGGED, "out"),
+)
+
+
 def _longest(
     ragged: dict[str, torch.Tensor], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int | None, int | None]:
@@ -362,18 +439,31 @@ def forward(
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
     is the backward's is used by autograd alone.
     """
+    tensors = q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
-    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits))
+
+
+def _run(
+    tensors: tuple[Any, ...],
+    options: Options,
+    longest: tuple[int | None, int | None],
+    chosen: tuple[str, int],
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the operator's arguments; chosen: config and num_splits."""
+    (q, k, v, sink, *given), (name, num_splits) = tensors, chosen
+    ragged = given_ragged(*given)
     call = ForwardCall(q, k, v, sink, ragged)
-    chosen = None
-    if config != named_configs.DEFAULT:
+    config = None
+    if name != named_configs.DEFAULT:
         kinds = kernels_of(architecture_of(q.device)).configs("forward")
-        chosen = named_configs.decode(config, *kinds)
-    problem = call.describe(options, max_seqlen_q, max_seqlen_k, chosen)
-    if num_splits == BY_RULE and cu_seqlens_k is not None and max_seqlen_k is None:
+        config = named_configs.decode(name, *kinds)
+    problem = call.describe(options, *longest, config)
+    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and longest[1] is None:
         # How long a tile is, is not known.
         num_splits = 1
-    return run_forward(call, problem, num_splits, chosen)
+    return run_forward(call, problem, num_splits, config, out)
 
 
 @forward.register_fake
@@ -388,3 +478,29 @@ def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqle
 
 
 forward.register_autograd(gradients, setup_context=save_for_backward)
+
+
+def _schema_into() -> str:
+    """That of `forward` with a tensor before all others that is written to, and lse alone."""
+    arguments, _, _ = str(forward._opoverload._schema).partition("(")[2].rpartition(") -> (")
+    # PyTorch leaves out arguments that are defaults.
+    return f"(Tensor(a!) out, {arguments.replace('=None', '')}) -> Tensor"
+
+
+@torch.library.custom_op("fa4_hd256::forward_out", mutates_args=("out",), schema=_schema_into())
+def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
+    """lse of `forward` with these arguments, whose result goes to out, 4-D."""
+    check_writable(out, given)
+    softmax_scale, left, right, softcap = given[3:7]
+    max_seqlen_q, max_seqlen_k, use_clc, config, _, num_splits, _, page_table = given[12:]
+    return _run(
+        (*given[:3], *given[7:12], page_table),
+        Options.of_operator(softmax_scale, left, right, softcap, use_clc),
+        (max_seqlen_q, max_seqlen_k), (config, num_splits), out,
+    )[1]  # fmt: skip
+
+
+@forward_out.register_fake
+def _(out, *given):
+    _, lse = forward(*given)
+    return lse

@@ -134,6 +134,7 @@ def _first_calls():
     from fa4_hd256 import autograd, interface
 
     interface.forward_calls.forget()
+    interface.out_calls.forget()
     autograd.backward_calls.forget()
 
 

@@ -200,13 +200,85 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_longest(side: str, longest: Any) -> None:
-    """max_seqlen of packed sequences, an int: reading a tensor would synchronise with the
-    device."""
+    """max_seqlen of packed sequences, an int; `bounds_of` has made one of a tensor."""
     if longest is None or isinstance(longest, bool) or not isinstance(longest, int):
         raise TypeError(
-            f"max_seqlen_{side} must be an int with cu_seqlens_{side}, got {longest!r}; a tensor "
-            "is not accepted because reading it would synchronise with the device"
+            f"max_seqlen_{side} must be an int with cu_seqlens_{side}, or a tensor of one integer, "
+            f"which is not read; got {longest!r}"
         )
+
+
+def bounds_of(longest: tuple[Any, Any], rows: int, fixed_parts: bool) -> tuple[Any, Any]:
+    """(max_seqlen_q, max_seqlen_k) without tensors, which are never read: that would synchronise
+    with the device, and their contents would be in the key of a call. rows: of packed queries,
+    which then bound each sequence; keys have no bound, which is None. fixed_parts: whether keys
+    are divided by it.
+
+    Raises TypeError for a tensor that is not one integer, ValueError with fixed_parts.
+    """
+    for side, given in zip("qk", longest, strict=True):
+        if not isinstance(given, torch.Tensor):
+            continue
+        if given.numel() != 1 or given.is_floating_point() or given.dtype == torch.bool:
+            raise TypeError(
+                f"max_seqlen_{side} is a tensor of shape {tuple(given.shape)} and dtype "
+                f"{given.dtype}; accepted: an int, or a tensor of one integer"
+            )
+        if fixed_parts:
+            raise ValueError(
+                f"max_seqlen_{side} is a tensor with batch_invariant=True; accepted: an int, the "
+                "same for all batches, since keys are divided by it"
+            )
+    of_q, of_k = (isinstance(given, torch.Tensor) for given in longest)
+    return max(1, rows) if of_q else longest[0], None if of_k else longest[1]
+
+
+def check_out(out: Any, q: torch.Tensor) -> None:
+    """A tensor to write the result to, like q, both as the user has them.
+
+    Raises TypeError for another kind or dtype, ValueError for another shape or device.
+    """
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
+    if out.dtype != q.dtype:
+        raise TypeError(f"out has dtype {out.dtype}; accepted: {q.dtype}, like q")
+    if out.shape != q.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}; accepted: {tuple(q.shape)}, like q")
+    if out.device != q.device:
+        raise ValueError(f"out is on {out.device}; accepted: {q.device}, like q")
+
+
+def check_writable(out: torch.Tensor, inputs: Sequence[Any]) -> None:
+    """That kernels write to it in place. Raises ValueError for another layout, and as
+    `check_apart`."""
+    if out.layout != torch.strided or not tma_can_take(out):
+        raise ValueError(
+            f"out has strides {out.stride()} from an address that is "
+            f"{out.data_ptr() % TMA_ALIGNMENT} past a multiple of {TMA_ALIGNMENT}; accepted: a "
+            f"last stride of 1, other strides and the address multiples of {TMA_ALIGNMENT} bytes"
+        )
+    check_apart(out, inputs)
+
+
+def check_apart(out: torch.Tensor, inputs: Sequence[Any]) -> None:
+    """Raises ValueError for a result that lies where the call reads. inputs: its arguments."""
+    begin, end = _span(out)
+    for tensor in inputs:
+        if isinstance(tensor, torch.Tensor) and tensor.device == out.device:
+            first, last = _span(tensor)
+            if begin < last and first < end:
+                raise ValueError(
+                    "out lies in memory that the call reads; accepted: memory of its own"
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte, and past its last."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:

@@ -7,13 +7,14 @@ of these. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fa4_hd256 import environment
 from fa4_hd256.call.checks import PAGE_TABLE, check_page_numbers
-from fa4_hd256.call.forward_problem import ForwardCall, Problem
+from fa4_hd256.call.forward_problem import RAGGED, ForwardCall, Problem
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.splits import divided
 
@@ -25,17 +26,25 @@ from .recording import Allocate, Make, Tensors, give_up, made_for, operand, tabl
 
 __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
 
-#: Place of the sink among a call's tensors: q, k, v, the sink, ragged ones.
-SINK = 3
+#: Places of the sink, and of what is written to, among a call's tensors: q, k, v, the sink, ragged
+#: ones, out.
+SINK, OUT = 3, 4 + len(RAGGED)
+_BETWEEN = (None,) * len(RAGGED)
 
 
 def run_forward(
-    call: ForwardCall, problem: Problem, num_splits: int, config: Any
+    call: ForwardCall,
+    problem: Problem,
+    num_splits: int,
+    config: Any,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a described call. num_splits: see `splits.divided`. config: None for the
-    default one of the call and the GPU."""
+    default one of the call and the GPU. out: 4-D, where the first result is written; None for a new
+    tensor."""
     if problem.is_empty:
-        return empty_results(problem)
+        made, lse = empty_results(problem)
+        return made if out is None else out, lse
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
@@ -43,7 +52,7 @@ def run_forward(
         _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.ragged)
     inputs = call.q, *without_expanded_heads(call.k, call.v)
-    return launch_forward(compiled, problem, inputs, call.sink, ragged)
+    return launch_forward(compiled, problem, inputs, call.sink, ragged, out)
 
 
 def _check_pages(call: ForwardCall, problem: Problem) -> None:
@@ -68,15 +77,21 @@ def launch_forward(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     sink: torch.Tensor | None = None,
     ragged: tuple[torch.Tensor, ...] = (),
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors.
+    """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors, or the `out` given.
 
     ragged: tensors in the problem's order. out has the shape and dtype of q; lse is (batch,
     heads_q, seqlen_q) float32, natural log.
     """
     is_split = problem.num_splits > 1
-    made = made_for((*inputs, sink), _allocation(problem), _results)
-    results = made["out"], made["lse"]
+    if out is None:
+        made = made_for((*inputs, sink), _allocation(problem), _results)
+        results = made["out"], made["lse"]
+    else:
+        given = (*inputs, sink, *_BETWEEN, out)
+        made = made_for(given, _allocation(problem, into=True), _written)
+        results = operand(out), made["lse"]
     parts = (made["out_parts"], made["lse_parts"]) if is_split else results
     if is_split:
         # Both kernels are there before either is launched.
@@ -108,14 +123,23 @@ def _results(
     return out, lse
 
 
-def _allocation(problem: Problem) -> Allocate:
+def _written(
+    tensors: Tensors, made: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The same of a call that writes to a tensor of the user's."""
+    return tensors[OUT], made[0]
+
+
+def _allocation(problem: Problem, into: bool = False) -> Allocate:
     """All that a forward makes beside its arguments, of which q is the first, the sink the
-    fourth."""
-    roles: tuple[str, ...] = ("out", "lse")
+    fourth. into: out is an argument, too."""
+    roles: tuple[str, ...] = ("lse",) if into else ("out", "lse")
     if problem.num_splits > 1:
         roles = (*roles, "out_parts", "lse_parts")
     if problem.sink:
         roles = (*roles, "sink_operand")
+    if into:
+        return Allocate(roles, _all_of(problem, _lse_maker(problem)))
     unread = _unread(problem)
     make = _all_of(problem, _maker(problem))
     if unread is None:
@@ -202,18 +226,48 @@ def _maker(problem: Problem, parts: bool = False) -> Make:
     dtype, device = torch.float32 if parts else problem.dtype, problem.device
     entries = batch * problem.num_splits if parts else batch
     out_shape, lse_shape = (entries, *rows), (entries, *lse_rows)
-    is_split = problem.num_splits > 1
 
     def make(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty(out_shape, dtype=dtype, device=device)
         return out, torch.empty(lse_shape, dtype=torch.float32, device=device)
 
-    is_clipped = "seqused_q" in problem.ragged and parts == is_split
-    if device.type != "cpu" and not is_clipped:
+    fill = _filler(problem, parts)
+    if fill is None:
         return make
 
     def filled(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = make(tensors)
+        fill(out, lse)
+        return out, lse
+
+    return filled
+
+
+def _lse_maker(problem: Problem) -> Make:
+    """Makes the LSE of a call that writes to a tensor of the user's, which it fills like a new
+    one."""
+    shape, device, fill = problem.lse_shape, problem.device, _filler(problem, False)
+
+    def make(tensors: Tensors) -> tuple[torch.Tensor]:
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        out = tensors[OUT]
+        if fill is not None and out is not None:
+            fill(out, lse)
+        return (lse,)
+
+    return make
+
+
+def _filler(
+    problem: Problem, parts: bool
+) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """What fills (out, lse) before a launch, in place; None where nothing does."""
+    device, is_split = problem.device, problem.num_splits > 1
+    is_clipped = "seqused_q" in problem.ragged and parts == is_split
+    if device.type != "cpu" and not is_clipped:
+        return None
+
+    def fill(out: torch.Tensor, lse: torch.Tensor) -> None:
         if device.type == "cpu":
             out.fill_(math.nan)
             lse.fill_(math.nan)
@@ -221,6 +275,5 @@ def _maker(problem: Problem, parts: bool = False) -> Make:
             lse.fill_(-math.inf)
             if not is_split:
                 out.zero_()
-        return out, lse
 
-    return filled
+    return fill
