@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from .kernels.blackwell.backward.config import BackwardConfig
     from .kernels.blackwell.forward.config import ForwardConfig
     from .kv_cache import flash_attn_with_kvcache
+    from .metadata import get_scheduler_metadata
     from .models import AttentionModel, Mask
     from .run.prebuilt import use_prebuilt
     from .warm import warm_up
 
 __all__ = [
     "AttentionModel", "BackwardConfig", "ForwardConfig", "Mask", "flash_attn_func",
-    "flash_attn_varlen_func", "flash_attn_with_kvcache", "use_prebuilt", "warm_up",
+    "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "use_prebuilt",
+    "warm_up",
 ]  # fmt: skip
 
 # Loaded on first use: `bringup` also runs where CuTe DSL is not installed.
@@ -30,7 +32,8 @@ _HOMES = {"AttentionModel": "models", "Mask": "models", "use_prebuilt": "run.pre
           "warm_up": "warm", "BackwardConfig": "kernels.blackwell.backward.config",
           "ForwardConfig": "kernels.blackwell.forward.config",
           "flash_attn_func": "interface", "flash_attn_varlen_func": "interface",
-          "flash_attn_with_kvcache": "kv_cache"}  # fmt: skip
+          "flash_attn_with_kvcache": "kv_cache",
+          "get_scheduler_metadata": "metadata"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -136,8 +136,8 @@ def call_backward(
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
-    *others, page_table = inputs
-    if page_table is not None:
+    *others, page_table, part_list = inputs
+    if page_table is not None or part_list is not None:
         refuse_gradients()
     tensors = (*others[:3], *others[7:12])
     save(ctx, tensors, (*others[3:7], *others[12:]), output)
@@ -145,10 +145,10 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch
 
 
 def refuse_gradients() -> NoReturn:
-    """What a call with page_table comes to whose gradients are asked for."""
+    """What a call with page_table or scheduler_metadata comes to whose gradients are asked for."""
     raise NotImplementedError(
-        "page_table: no gradients flow through paged keys and values; accepted: tensors that do "
-        "not require gradients, or a call under torch.no_grad()"
+        "page_table, scheduler_metadata: no gradients flow through such calls; accepted: tensors "
+        "that do not require gradients, or a call under torch.no_grad()"
     )
 
 

@@ -31,6 +31,7 @@ from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.kernel_set import kernels_of
+from .kernels.sequences import PART_LIST
 from .run.forward import run_forward
 
 
@@ -122,6 +123,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    scheduler_metadata: torch.Tensor | None = None,
     batch_invariant: bool = False,
     config: Any = None,
     backward_config: Any = None,
@@ -146,6 +148,7 @@ def flash_attn_varlen_func(
     page_table: (batch, pages) int32, any row stride: the pages of k and v that hold each sequence's
         keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
+    scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
@@ -157,7 +160,7 @@ def flash_attn_varlen_func(
     """
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
-    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
+    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         longest = bounds_of(longest, q.shape[0], splits == FIXED_PARTS)
@@ -172,7 +175,7 @@ def flash_attn_varlen_func(
 
 
 #: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
-_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE = 4, 5, 8
+_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _PART_LIST = 4, 5, 8, 9
 _NO_RAGGED = (None,) * len(RAGGED)
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_LENGTHS = None, None
@@ -203,7 +206,7 @@ def _attend(
         return _through_dispatcher(tensors, given, longest, configs)
     entry, addresses = found
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
-        if tensors[_PAGE_TABLE] is not None:
+        if tensors[_PAGE_TABLE] is not None or tensors[_PART_LIST] is not None:
             refuse_gradients()
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
@@ -259,10 +262,8 @@ def _attend_into(
 def _operator_into(tensors: tuple[Any, ...], scalars: tuple) -> torch.Tensor:
     """lse; arguments as for `_operator`, and out behind the tensors."""
     *inputs, out = tensors
-    given = _with_batches(tuple(inputs))
-    *others, page_table = given
     out = out if inputs[_OFFSETS_Q] is None else out.unsqueeze(0)
-    return forward_out(out, *others[:3], *scalars[:4], *others[3:], *scalars[4:], page_table)
+    return forward_out(out, *_in_order(tuple(inputs), scalars))
 
 
 def _through_dispatcher(
@@ -317,6 +318,11 @@ def _resolve(
             "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
             "the same for all batches, since keys are divided by it"
         )
+    if PART_LIST in ragged and num_splits != BY_RULE:
+        raise ValueError(
+            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
+            "scheduler_metadata, which says how keys are divided; accepted: one of them"
+        )
     q, k, *_ = _with_batches(tensors)
     names = _names(q, *configs)
     offsets = ragged.get("cu_seqlens_q")
@@ -334,9 +340,14 @@ def _resolve(
 def _operator(tensors: tuple[Any, ...], scalars: tuple) -> Any:
     """The operator. tensors: q, k, v, the sink, ragged ones, as the user has them; scalars: its
     other arguments."""
+    return forward(*_in_order(tensors, scalars))
+
+
+def _in_order(tensors: tuple[Any, ...], scalars: tuple) -> tuple[Any, ...]:
+    """The operator's arguments, from those of `_operator`."""
     given = _with_batches(tensors)
-    *others, page_table = given
-    return forward(*others[:3], *scalars[:4], *others[3:], *scalars[4:], page_table)
+    lengths, lists = given[3:_PAGE_TABLE], given[_PAGE_TABLE:]
+    return *given[:3], *scalars[:4], *lengths, *scalars[4:], *lists
 
 
 class _Attention(torch.autograd.Function):
@@ -433,13 +444,15 @@ def forward(
     num_splits: int,
     backward_use_clc: bool,
     page_table: torch.Tensor | None = None,
+    part_list: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
     is the backward's is used by autograd alone.
     """
-    tensors = q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
+    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list
+    tensors = q, k, v, sink, *ragged
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits))
 
@@ -469,8 +482,11 @@ def _run(
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      backward_config, num_splits, backward_use_clc, page_table=None):  # fmt: skip
-    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+      backward_config, num_splits, backward_use_clc, page_table=None,
+      part_list=None):  # fmt: skip
+    ragged = given_ragged(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list
+    )
     check_call(q, k, v, sink, ragged)
     check_num_splits(num_splits)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -492,9 +508,9 @@ def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
     softmax_scale, left, right, softcap = given[3:7]
-    max_seqlen_q, max_seqlen_k, use_clc, config, _, num_splits, _, page_table = given[12:]
+    max_seqlen_q, max_seqlen_k, use_clc, config, _, num_splits, _, *lists = given[12:]
     return _run(
-        (*given[:3], *given[7:12], page_table),
+        (*given[:3], *given[7:12], *lists),
         Options.of_operator(softmax_scale, left, right, softcap, use_clc),
         (max_seqlen_q, max_seqlen_k), (config, num_splits), out,
     )[1]  # fmt: skip

@@ -157,9 +157,9 @@ def combined(monkeypatch):
     seen = []
     original = run_of_forward.combine
 
-    def spy(problem, parts, results):
+    def spy(problem, parts, results, *ragged):
         seen.append((problem, parts))
-        return original(problem, parts, results)
+        return original(problem, parts, results, *ragged)
 
     monkeypatch.setattr(run_of_forward, "combine", spy)
     return seen

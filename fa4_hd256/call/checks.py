@@ -17,12 +17,11 @@ import torch
 
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
+from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
 from .layouts import tma_can_take
 
 DTYPES = tuple(ELEMENT_TYPES)
-#: Of the tensors of ragged sequences that of keys in pages.
-PAGE_TABLE = "page_table"
 
 
 def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any) -> None:
@@ -291,6 +290,11 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
         elif tensor.ndim != 1 or tensor.stride(0) != 1:
             raise ValueError(f"{name} must be one-dimensional and contiguous")
         _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
+    if PART_LIST in ragged and "seqused_q" in ragged:
+        raise ValueError(
+            "seqused_q is given with scheduler_metadata; accepted: queries of one length, or "
+            "packed by cu_seqlens_q"
+        )
     if PAGE_TABLE not in ragged:
         return
     if "seqused_k" not in ragged or "cu_seqlens_k" in ragged:
@@ -312,7 +316,10 @@ def _check_page_table(table: torch.Tensor) -> None:
 
 def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
     """The batch size. Raises ValueError where that of the tensors differs."""
-    sizes = {name: t.shape[0] - name.startswith("cu_") for name, t in ragged.items()}
+    sizes = {
+        name: t.shape[0] - name.startswith("cu_")
+        for name, t in ragged.items() if name != PART_LIST
+    }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):
             sizes[side] = tensor.shape[0]

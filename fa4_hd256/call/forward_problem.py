@@ -12,7 +12,7 @@ from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
-from fa4_hd256.kernels.sequences import SequenceTensors
+from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
 from . import checks
@@ -21,7 +21,7 @@ from .layouts import without_expanded_heads
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
 #: Those of them that calls with gradients may have.
-LENGTHS = tuple(name for name in RAGGED if name != checks.PAGE_TABLE)
+LENGTHS = tuple(name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST))
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -115,9 +115,10 @@ class Problem:
 
     Packed sequences have a batch of 1 here and `sequences` entries. max_seqlen_q, max_seqlen_k:
     bounds on the longest sequence, which grids follow. num_splits: parts into which the forward
-    divides the keys of each query tile (see `splits`); part_keys: of each part, None where parts
-    are equal. architecture: that the tensors are on. tiles: of its kernel. page_size: rows of a
-    page where k and v are (pages, page_size, heads_kv, 256), else None.
+    divides the keys of each query tile (see `splits`), of all sequences where parts are listed;
+    part_keys: of each part, None where parts are equal or listed. architecture: that the tensors
+    are on. tiles: of its kernel. page_size: rows of a page where k and v are (pages, page_size,
+    heads_kv, 256), else None.
     """
 
     q_shape: tuple[int, ...]
@@ -164,7 +165,7 @@ class Problem:
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
         known = kernels_of(architecture).forward_tiles(config)
-        paged = checks.PAGE_TABLE in ragged
+        paged = PAGE_TABLE in ragged
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
         if paged:
@@ -209,6 +210,11 @@ class Problem:
             self.part_keys is not None,
             self.page_size,
         )
+
+    @property
+    def lists_parts(self) -> bool:
+        """Whether parts are listed, which then have results of their own, one after the other."""
+        return PART_LIST in self.ragged
 
     @property
     def kernels(self) -> KernelSet:
@@ -304,7 +310,7 @@ def check_call(
     packed_q, packed_k = "cu_seqlens_q" in ragged, "cu_seqlens_k" in ragged
     packed = {"q": packed_q, "k": packed_k, "v": packed_k}
     checks.check_tensors({"q": q, "k": k, "v": v}, packed)
-    paged = checks.PAGE_TABLE in ragged
+    paged = PAGE_TABLE in ragged
     checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k, paged)
     if sink is not None:
         checks.check_sink(sink, q)

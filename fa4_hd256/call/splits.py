@@ -19,6 +19,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import FLOAT_BYTES, HEAD_DIM
+from fa4_hd256.kernels.sequences import PART_LIST
 
 from .forward_problem import Problem
 
@@ -29,6 +30,9 @@ __all__ = [
     "asked_splits",
     "check_num_splits",
     "divided",
+    "longest_row",
+    "room_for_parts",
+    "rows_a_step",
     "splits_for",
 ]
 
@@ -40,6 +44,8 @@ FIXED_PARTS = -1
 FEWEST_KEYS = 512
 #: Of which a fixed part's keys are a multiple: of the keys of most steps.
 PART_MULTIPLE = 128
+#: Listed parts of each cluster at most, beside one for each sequence.
+TURNS = 2
 #: The most parts of a tile that can be asked for.
 LARGEST = MOST_PARTS
 #: That HBM takes in and gives back for a row of a part, in float32.
@@ -86,10 +92,13 @@ def _refusal(num_splits: int) -> ValueError:
 
 def divided(problem: Problem, num_splits: int, gpu: Gpu) -> Problem:
     """The problem with so many parts, or where `num_splits` is `BY_RULE` with `splits_for`, or
-    where it is `FIXED_PARTS` with such.
+    where it is `FIXED_PARTS` with such; where parts are listed with as many as the list has room
+    for.
 
     Raises as `check_num_splits` does.
     """
+    if problem.lists_parts:
+        return _in_listed_parts(problem, gpu)
     if num_splits == FIXED_PARTS:
         return _in_fixed_parts(problem)
     chosen = check_num_splits(num_splits) or splits_for(problem, gpu)
@@ -100,18 +109,41 @@ def _in_fixed_parts(problem: Problem) -> Problem:
     """NOTE [fixed parts]; undivided where queries have several tiles, which fill a GPU sooner."""
     if problem.max_seqlen_q > problem.tile_queries:
         return problem
-    keys = _longest_row(problem)
+    keys = longest_row(problem)
     part = max(FEWEST_KEYS, -(-keys // (LARGEST * PART_MULTIPLE)) * PART_MULTIPLE)
     count = -(-keys // part)
     return replace(problem, num_splits=count, part_keys=part if count > 1 else None)
 
 
-def _longest_row(problem: Problem) -> int:
+def _in_listed_parts(problem: Problem, gpu: Gpu) -> Problem:
+    """With room for all parts; undivided, without the list, where queries have several tiles."""
+    room = room_for_parts(problem, gpu)
+    if room is None:
+        return replace(problem, ragged=tuple(n for n in problem.ragged if n != PART_LIST))
+    return replace(problem, num_splits=room)
+
+
+def room_for_parts(problem: Problem, gpu: Gpu) -> int | None:
+    """Of a list of parts: one for each sequence, and as many that every cluster has `TURNS` parts.
+    None where queries have several tiles, which are not divided. Follows from the bounds of a call
+    alone."""
+    if problem.max_seqlen_q > problem.tile_queries:
+        return None
+    tiles = problem.num_tiles // problem.sequences
+    return problem.sequences + -(-TURNS * gpu.clusters(problem.tiles.cluster) // tiles)
+
+
+def longest_row(problem: Problem) -> int:
     """Keys that the queries of a tile see at most."""
     keys, (left, right) = problem.max_seqlen_k, problem.options.window
     if left is not None and right is not None:
         keys = min(keys, left + right + min(problem.tile_queries, problem.max_seqlen_q))
     return keys
+
+
+def rows_a_step(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> float:
+    """Rows of parts that HBM takes in and gives back in the time of a step."""
+    return gpu.hbm_bytes_per_second * (kernel or problem.tiles).step_seconds / ROW_BYTES
 
 
 def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -> int:
@@ -122,10 +154,9 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
     The same for every call of the same shapes and bounds on such a GPU, whatever the tensors
     hold.
     """
-    keys = _longest_row(problem)
+    keys = longest_row(problem)
     rows = math.prod(problem.lse_shape)
     kernel, tiles = kernel or problem.tiles, problem.num_tiles
-    rows_a_step = gpu.hbm_bytes_per_second * kernel.step_seconds / ROW_BYTES
     steps, clusters = -(-keys // kernel.keys), gpu.clusters(kernel.cluster)
     # With more blocks of queries tiles may differ by the mask, and need no parts to be shared out.
     if tiles >= clusters and problem.max_seqlen_q > problem.tile_queries:
@@ -139,7 +170,7 @@ def splits_for(problem: Problem, gpu: Gpu, kernel: ForwardTiles | None = None) -
         with what HBM takes for all; and what the results of all parts take."""
         turns = -(-tiles * parts // clusters)
         busy = turns * (-(-steps // parts) + kernel.part_steps)
-        results = parts * rows / rows_a_step if parts > 1 else 0.0
+        results = parts * rows / rows_a_step(problem, gpu, kernel) if parts > 1 else 0.0
         if not all_loads:
             return busy + results
         loads = all_loads * _unevenness(tiles * parts, clusters)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .edges import SharedByReference
-from .masking import MaskKind, Visibility
+from .masking import MaskKind, Part, Visibility
 from .sequences import Sequences
 
 __all__ = ["KernelContext"]
@@ -34,9 +34,8 @@ class KernelContext(SharedByReference):
         """The batch entry of a tile."""
         return work.batch
 
-    def split(self, work: Any) -> Any:
-        """Which part of its KV tiles a tile has, as `Visibility` takes it; None where they are not
-        divided."""
+    def part(self, work: Any) -> Part | None:
+        """Which part of its KV tiles a tile has; None where they are not divided."""
         return None
 
     def visibility(self, work: Any, block_kv: int) -> Visibility:
@@ -49,5 +48,5 @@ class KernelContext(SharedByReference):
             self.scalars.window_left,
             self.scalars.window_right,
             block_kv,
-            self.split(work),
+            self.part(work),
         )

@@ -96,14 +96,15 @@ class CombineKernel:
             index = cutlass.min(index, batch * seqlen * heads * config.slices - 1)
             part_of_row, index = index % config.slices, index // config.slices
         place = (index // heads % seqlen, index % heads, index // heads // seqlen)
+        source = (*place[:2], place[2] * splits, splits)
         if cutlass.const_expr(config.starts_early):
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(config.shares_rows):
-            self._combine_together(parts, results, (*place, part_of_row, is_row), splits)
+            self._combine_together(parts, results, source, (*place, part_of_row, is_row))
         else:
             self._keep_alone()
             if is_row:
-                self._combine(parts, results, place, splits)
+                self.combine_row(parts, results, source, place)
 
     def _keep_alone(self) -> None:
         """Shared memory that nobody uses, where one CTA is to have an SM."""
@@ -111,20 +112,19 @@ class CombineKernel:
             SmemAllocator().allocate(ALONE_BYTES)
 
     @cute.jit
-    def _combine(
-        self, parts: tuple, results: tuple, place: tuple[Int32, Int32, Int32], splits: Int32
-    ):
-        """The row at place = (row, head, batch entry) by one warp."""
+    def combine_row(self, parts: tuple, results: tuple, source: tuple, place: tuple):
+        """One row by one warp.  source: (row, head, its first part, of how many); place: (row,
+        head, batch entry) of the results."""
         row, head, batch = place
         part_out, part_lse = parts
         out, lse = results
         lane, at_once = cute.arch.lane_idx(), self.config.parts_at_once
-        own = self._own_lses(part_lse, place, splits)
+        own = self._own_lses(part_lse, source)
         weights, total = self._weights(own)
         sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         sums.fill(0.0)
-        for start in cutlass.range(0, splits, at_once, unroll=1):
-            loaded = self._load_turn(part_out, place, (start, splits))
+        for start in cutlass.range(0, source[3], at_once, unroll=1):
+            loaded = self._load_turn(part_out, source, start)
             self._add_turn(sums, loaded, (weights, own), start)
         rounded = cute.make_rmem_tensor(LANE_COLUMNS, self.dtype)
         rounded.store(sums.load().to(self.dtype))
@@ -133,11 +133,10 @@ class CombineKernel:
             lse[batch, head, row] = total
 
     @cute.jit
-    def _combine_together(self, parts: tuple, results: tuple, which: tuple, splits: Int32):
-        """A row, or a slice of it, by `row_warps`.  which: (row, head, batch entry, number of the
-        slice, whether it is one)."""
+    def _combine_together(self, parts: tuple, results: tuple, source: tuple, which: tuple):
+        """A row, or a slice of it, by `row_warps`.  source: as for `combine_row`; which: (row,
+        head, batch entry, number of the slice, whether it is one) of the results."""
         row, head, batch, part_of_row, is_row = which
-        place = row, head, batch
         part_out, part_lse = parts
         out, lse = results
         config, lane = self.config, cute.arch.lane_idx()
@@ -152,8 +151,8 @@ class CombineKernel:
         lanes = WARP_SIZE // config.slices
         start = warp % config.row_warps * config.warp_parts
         # What takes longest comes first: O of the parts, then what they weigh.
-        loaded = self._load_turn(part_out, place, (start, splits), part_of_row)
-        own = self._own_lses(part_lse, place, splits)
+        loaded = self._load_turn(part_out, source, start, part_of_row)
+        own = self._own_lses(part_lse, source)
         weights, total = self._weights(own)
         sums = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         sums.fill(0.0)
@@ -182,18 +181,16 @@ class CombineKernel:
             lse[batch, head, row] = total
 
     def _load_turn(
-        self, part_out: cute.Tensor, place: tuple, turn: tuple, part_of_row: Any = 0
+        self, part_out: cute.Tensor, source: tuple, start: Int32, part_of_row: Any = 0
     ) -> list[cute.Tensor]:
-        """This lane's columns of `parts_at_once` parts.  turn: (the warp's first part, parts in
-        all).  part_of_row: number of the slice.
+        """This lane's columns of `parts_at_once` parts.  start: the warp's first part of them.
+        part_of_row: number of the slice.
 
         A part past the last is replaced by it, with no weight: no branch parts the loads.
         """
-        row, head, batch = place
-        start, splits = turn
+        row, head, first, splits = source
         lanes = WARP_SIZE // self.config.slices
         lane = part_of_row * lanes + cute.arch.lane_idx() % lanes
-        first = batch * splits
         return [
             load_lane_columns(
                 part_out[row, None, head, first + cutlass.min(part, splits - 1)], lane
@@ -232,22 +229,17 @@ class CombineKernel:
             found = cutlass.select_(start >= number * WARP_SIZE, values[number], found)
         return found
 
-    def _own_lses(
-        self, part_lse: cute.Tensor, place: tuple[Int32, Int32, Int32], splits: Int32
-    ) -> list[Float32]:
+    def _own_lses(self, part_lse: cute.Tensor, source: tuple) -> list[Float32]:
         """`_own_lse` of each of this lane's parts."""
-        row, head, batch = place
         return [
-            self._own_lse(part_lse, (batch * splits, head, row), splits, number * WARP_SIZE)
+            self._own_lse(part_lse, source, number * WARP_SIZE)
             for number in range(self.config.lane_parts)
         ]
 
-    def _own_lse(
-        self, part_lse: cute.Tensor, place: tuple[Int32, Int32, Int32], splits: Int32, begin: int
-    ) -> Float32:
+    def _own_lse(self, part_lse: cute.Tensor, source: tuple, begin: int) -> Float32:
         """LSE of this lane's part, of those from `begin` on, times log2(e); -inf for a lane without
         a part."""
-        first, head, row = place
+        row, head, first, splits = source
         part = cute.arch.lane_idx() + begin if begin else cute.arch.lane_idx()
         own = part_lse[first + cutlass.min(part, splits - 1), head, row] * LOG2_E
         return cutlass.select_(part < splits, own, Float32(-math.inf))

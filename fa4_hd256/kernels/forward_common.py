@@ -25,8 +25,10 @@ from cutlass.cute.nvgpu import cpasync
 from schedulers import TileProblem, section_heads_for
 
 from .limits import HEAD_DIM
+from .masking import Part
 from .operands import TmaTensor, load_tile, smem_layout
 from .pages import PagedKeys, box_rows, load_pages
+from .part_list import PartList
 from .problem_class import query_rows
 from .scalars import CallScalars
 from .sequences import RaggedKernel, Sequence, clipped_view
@@ -59,22 +61,37 @@ class ForwardEntries:
     """Batch entries of a forward's tiles; mixed into its context.
 
     num_splits: parts of a tile's keys, None where they are not divided; the scheduler's batch
-    entries are then the parts of each entry, one after the other.
+    entries are then the parts of each entry, one after the other.  With a list of parts these are
+    its batch entries and the results', and num_splits is the number of all.
     """
 
     num_splits: Any
     sequences: Any
     scalars: Any
 
+    @property
+    def listed(self) -> PartList | None:
+        """The list of all parts, None where each batch entry has as many."""
+        words = self.sequences.tensors.part_list
+        return None if words is None else PartList(words, self.num_splits)
+
     def batch(self, work: Any) -> Int32:
         if cutlass.const_expr(self.num_splits is None):
             return work.batch
+        if cutlass.const_expr(self.listed is not None):
+            return self.listed.sequence(work.batch)
         return work.batch // self.num_splits
 
-    def split(self, work: Any) -> Any:
+    def part(self, work: Any) -> Part | None:
         if cutlass.const_expr(self.num_splits is None):
             return None
-        return work.batch % self.num_splits, self.num_splits, self.scalars.part_keys
+        if cutlass.const_expr(self.listed is not None):
+            return self.listed.part(work.batch)
+        number = work.batch % self.num_splits
+        keys = self.scalars.part_keys
+        if cutlass.const_expr(keys is None):
+            return Part(number, self.num_splits)
+        return Part(number, None, keys, number + 1 == self.num_splits)
 
     def query(self, work: Any) -> Sequence:
         """The query rows of a tile's batch entry."""
@@ -86,10 +103,19 @@ class ForwardEntries:
 
     def result_batch(self, work: Any) -> Int32:
         """Where the results of a tile's batch entry lie."""
+        if cutlass.const_expr(self.listed is not None):
+            return work.batch
         batch = self.query(work).batch
         if cutlass.const_expr(self.num_splits is None):
             return batch
-        return batch * self.num_splits + self.split(work)[0]
+        return batch * self.num_splits + self.part(work).number
+
+
+    def result_offset(self, queries: Sequence) -> Int32:
+        """Where the first of a batch entry's queries lies there."""
+        if cutlass.const_expr(self.listed is not None):
+            return Int32(0)
+        return queries.offset
 
 
 class ForwardCommon(RaggedKernel):
@@ -173,8 +199,13 @@ class ForwardCommon(RaggedKernel):
             seqlen_k *= cute.size(sequence_tensors.page_table, mode=[1])
         sizes = (cute.size(q, mode=[0]), seqlen_k, heads_per_kv)
         if cutlass.const_expr(self.problem_class.split):
-            num_splits = cute.size(out, mode=[3]) // cute.size(q, mode=[3])
-            batch, sizes = batch * num_splits, (*sizes, num_splits)
+            num_splits = cute.size(out, mode=[3])
+            if cutlass.const_expr(sequence_tensors.part_list is None):
+                num_splits = num_splits // cute.size(q, mode=[3])
+                batch = batch * num_splits
+            else:
+                batch = num_splits
+            sizes = (*sizes, num_splits)
         section_heads, later_blocks_first = 1, False
         if cutlass.const_expr(self.config.ordered_tiles):
             section_heads = section_heads_for(
@@ -261,10 +292,10 @@ class ForwardCommon(RaggedKernel):
             return None
         logit = context.sink[head] * math.log2(math.e)
         if cutlass.const_expr(self.problem_class.split):
-            return cutlass.select_(context.split(work)[0] == 0, logit, Float32(-math.inf))
+            return cutlass.select_(context.part(work).number == 0, logit, Float32(-math.inf))
         return logit
 
     def result_row(self, context: Any, work: Any, row: Int32, head: Int32) -> cute.Tensor:
         """(256,) of `out` in global memory."""
-        place = context.query(work).offset + row
+        place = context.result_offset(context.query(work)) + row
         return context.tensors.out[place, None, head, context.result_batch(work)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-__all__ = ["MaskKind", "TileRange", "Visibility"]
+__all__ = ["MaskKind", "Part", "TileRange", "Visibility"]
 
 WORD_BITS = 32
 
@@ -24,6 +24,19 @@ class MaskKind:
 
     bounded_left: bool = False
     bounded_right: bool = False
+
+
+class Part(NamedTuple):
+    """Which part of the KV tiles of a query tile is worked on, Int32 and Boolean.
+
+    number: of the part.  count: of equal parts, None for parts of `keys` keys each, rounded up to
+    KV tiles; of these the last one has all that is left.
+    """
+
+    number: Any
+    count: Any = None
+    keys: Any = None
+    is_last: Any = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +70,8 @@ class Visibility:
     seqlen_q, seqlen_k: Int32 lengths.  The mask is aligned to the bottom right corner: row r is
     level with key d = r + seqlen_k - seqlen_q and sees keys d - window_left .. d + window_right
     as far as they exist.  The windows are Int32, 0 or more; those of an unbounded side unused.
-    block_kv: keys of one KV tile.  split: (number, of how many, keys of each) Int32 where the KV
-    tiles of a query tile are divided; the KV tiles are then those of this part, the visible keys
-    stay all of them.  Parts are equal where their keys are None; else each has as many, rounded up
-    to KV tiles, as far as there are any, and the last one all that are left.
+    block_kv: keys of one KV tile.  part: where the KV tiles of a query tile are divided; the KV
+    tiles are then those of this part, the visible keys stay all of them.
     """
 
     seqlen_q: Int32
@@ -69,7 +80,7 @@ class Visibility:
     window_left: Int32
     window_right: Int32
     block_kv: int
-    split: Any = None
+    part: Part | None = None
 
     def transposed(self, block_q: int) -> Visibility:
         """Which queries each key is seen by: the same mask with rows and columns exchanged.
@@ -114,19 +125,19 @@ class Visibility:
         """[begin, end) of the KV tiles of those rows; there are none if begin >= end."""
         end = self._end(first_row, num_rows)
         begin = self.first(first_row) // self.block_kv
-        if cutlass.const_expr(self.split is not None):
+        if cutlass.const_expr(self.part is not None):
             begin, end = self._bounds_of_part(begin, end)
         return begin, end
 
     def _bounds_of_part(self, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
-        number, count, keys = self.split
+        number, count, keys, is_last = self.part
         tiles = cutlass.max(end - begin, 0)
-        if cutlass.const_expr(keys is None):
+        if cutlass.const_expr(count is not None):
             begin, end = (begin + tiles * n // count for n in (number, number + 1))
             return begin, end
         of_part = (keys + self.block_kv - 1) // self.block_kv
         before = cutlass.min(number * of_part, tiles)
-        ends = cutlass.select_(number + 1 == count, tiles, cutlass.min(before + of_part, tiles))
+        ends = cutlass.select_(is_last, tiles, cutlass.min(before + of_part, tiles))
         return begin + before, begin + ends
 
     def _end(self, first_row: Int32, num_rows: int) -> Int32:

@@ -10,7 +10,10 @@ import torch
 
 from .masking import MaskKind
 
-__all__ = ["ELEMENT_TYPES", "GradientClass", "PreprocessClass", "ProblemClass", "query_rows"]
+__all__ = [
+    "ELEMENT_TYPES", "CombineClass", "GradientClass", "PreprocessClass", "ProblemClass",
+    "query_rows",
+]  # fmt: skip
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
 ELEMENT_TYPES: dict[torch.dtype, Any] = {
@@ -91,3 +94,19 @@ class PreprocessClass:
     dtype: torch.dtype
     lse_gradient: bool = False
     ragged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CombineClass:
+    """What of a call is compiled into the kernel that combines listed parts.
+
+    dtype: of out. packed: queries are packed by cu_seqlens_q.
+    """
+
+    dtype: torch.dtype
+    packed: bool = False
+
+    @property
+    def element_type(self) -> Any:
+        """The dtype as the kernels call it."""
+        return ELEMENT_TYPES[self.dtype]

@@ -22,6 +22,8 @@ from .edges import SharedByReference
 
 __all__ = [
     "PADDING",
+    "PAGE_TABLE",
+    "PART_LIST",
     "Sequence",
     "SequenceTensors",
     "Sequences",
@@ -37,12 +39,17 @@ __all__ = [
 PADDING = 256
 
 
+#: Those of `SequenceTensors` that a call with gradients may not have.
+PAGE_TABLE, PART_LIST = "page_table", "part_list"
+
+
 class SequenceTensors(NamedTuple):
     """Int32 tensors that describe ragged sequences; those not given are None.
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
     seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length.
     page_table: (batch, most pages of a sequence) numbers of the pages of keys (`pages`).
+    part_list: into which parts the keys of each sequence are divided (`part_list`).
     """
 
     cu_seqlens_q: Any = None
@@ -50,6 +57,7 @@ class SequenceTensors(NamedTuple):
     seqused_q: Any = None
     seqused_k: Any = None
     page_table: Any = None
+    part_list: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:

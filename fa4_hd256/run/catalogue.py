@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
@@ -16,8 +16,10 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
+from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import KernelSet, kernels_of, kinds
-from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.limits import WARP_SIZE
+from fa4_hd256.kernels.problem_class import CombineClass, ProblemClass
 
 __all__ = [
     "KINDS",
@@ -74,6 +76,10 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
 def combine_spec(problem: Problem) -> KernelSpec:
     """The kernel after a forward whose keys are divided."""
     kernels = problem.kernels
+    if problem.lists_parts:
+        config = replace(kernels.combine.config, lane_parts=MOST_PARTS // WARP_SIZE)
+        own = CombineClass(problem.dtype, "cu_seqlens_q" in problem.ragged)
+        return KernelSpec("forward_combine_ragged", config, own, kernels.architecture)
     config = kernels.combine.of(problem.num_splits, math.prod(problem.lse_shape))
     return KernelSpec("forward_combine", config, problem.dtype, kernels.architecture)
 
@@ -126,6 +132,15 @@ def _forward_combine(spec: KernelSpec) -> tuple[Any, tuple]:
     return CombineKernel(spec.config, element), combine_compile_arguments(element)
 
 
+def _forward_combine_ragged(spec: KernelSpec) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.forward_combine_ragged import RaggedCombineKernel
+
+    from .forward_arguments import ragged_combine_compile_arguments
+
+    kernel = RaggedCombineKernel(spec.config, spec.problem_class)
+    return kernel, ragged_combine_compile_arguments(spec.problem_class)
+
+
 def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
     from fa4_hd256.kernels.backward_preprocess import PreprocessKernel
 
@@ -152,6 +167,7 @@ def _own(kind: str) -> Callable[[KernelSpec], tuple[Any, tuple]]:
 #: Kind of kernel, of any architecture -> what builds it.
 KINDS: dict[str, Callable[[KernelSpec], tuple[Any, tuple]]] = {
     "forward_combine": _forward_combine,
+    "forward_combine_ragged": _forward_combine_ragged,
     "backward_preprocess": _backward_preprocess,
     **{kind: _own(kind) for kind in sorted(kinds())},
 }

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from fa4_hd256 import environment
-from fa4_hd256.call.checks import PAGE_TABLE, check_page_numbers
+from fa4_hd256.call.checks import check_page_numbers
 from fa4_hd256.call.forward_problem import RAGGED, ForwardCall, Problem
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.splits import divided
+from fa4_hd256.kernels.part_list import list_length
+from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
@@ -47,12 +49,23 @@ def run_forward(
         return made if out is None else out, lse
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
+    if problem.lists_parts:
+        _check_list(call.ragged[PART_LIST], list_length(problem.num_splits, problem.sequences))
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
     ragged = tuple(call.ragged[name] for name in problem.ragged)
     inputs = call.q, *without_expanded_heads(call.k, call.v)
     return launch_forward(compiled, problem, inputs, call.sink, ragged, out)
+
+
+def _check_list(words: torch.Tensor, length: int) -> None:
+    if words.numel() != length:
+        raise ValueError(
+            f"scheduler_metadata has {words.numel()} words; accepted here: {length}, as "
+            "get_scheduler_metadata makes for the batch, the lengths' bounds, the heads and the "
+            "window of this call"
+        )
 
 
 def _check_pages(call: ForwardCall, problem: Problem) -> None:
@@ -112,7 +125,7 @@ def launch_forward(
         ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.ragged),
     )
     if is_split:
-        combine(problem, parts, results)
+        combine(problem, parts, results, ragged)
     return results
 
 
@@ -195,17 +208,29 @@ UNREAD_ROWS = 1 << 18
 _unread_rows: dict[int, torch.Tensor] = {}
 
 
+def _lists(problem: Problem, ragged: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """What of the ragged tensors the kernel gets which combines listed parts, in its order."""
+    if not problem.lists_parts:
+        return {}
+    given = dict(zip(problem.ragged, ragged))
+    return {name: given[name] for name in (PART_LIST, "cu_seqlens_q") if name in given}
+
+
 def combine(
     problem: Problem,
     parts: tuple[torch.Tensor, torch.Tensor],
     results: tuple[torch.Tensor, torch.Tensor],
+    ragged: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """Fill results from the parts, each (out, lse), by `forward_combine`."""
+    """Fill results from the parts, each (out, lse), by `forward_combine`. ragged: tensors in the
+    problem's order, which those of listed parts are among."""
+    lists = _lists(problem, ragged)
+    tensors = tuple(lists.values())
     launch(
         compile_kernel(combine_spec(problem)),
         problem.device,
-        lambda gpu, stream: combine_call_arguments(parts, results, stream),
-        ("out_parts", "lse_parts", "out", "lse"),
+        lambda gpu, stream: combine_call_arguments(parts, results, stream, tensors),
+        ("out_parts", "lse_parts", "out", "lse", *lists),
     )
 
 
@@ -225,6 +250,10 @@ def _maker(problem: Problem, parts: bool = False) -> Make:
     (batch, *rows), (_, *lse_rows) = problem.q_shape, problem.lse_shape
     dtype, device = torch.float32 if parts else problem.dtype, problem.device
     entries = batch * problem.num_splits if parts else batch
+    if parts and problem.lists_parts:
+        _, heads, columns = rows
+        entries, longest = problem.num_splits, problem.max_seqlen_q
+        rows, lse_rows = [longest, heads, columns], [heads, longest]
     out_shape, lse_shape = (entries, *rows), (entries, *lse_rows)
 
     def make(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,9 @@
 
 With split keys the results are (batch * splits, seqlen_q, heads_q, 256) and (batch * splits,
 heads_q, seqlen_q), both float32, and the arguments of the combining kernel are these, the results
-proper, and the stream.
+proper, and the stream. With listed parts they are (parts, max_seqlen_q, heads_q, 256) and (parts,
+heads_q, max_seqlen_q), and the combining kernel gets the list and cu_seqlens_q, if there is one,
+before the stream.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from fa4_hd256.call.checks import PAGE_TABLE
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.problem_class import CombineClass, ProblemClass
+from fa4_hd256.kernels.sequences import PAGE_TABLE
 
 from .arguments import (
     call_scalars,
@@ -56,6 +58,13 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
 def combine_compile_arguments(element_type: Any) -> tuple:
     """What `cute.compile` gets for the combining kernel; element_type: of out."""
     return _result_types(cutlass.Float32), _result_types(element_type), cuda.CUstream(0)
+
+
+def ragged_combine_compile_arguments(problem_class: CombineClass) -> tuple:
+    """What `cute.compile` gets for the kernel that combines listed parts."""
+    *results, stream = combine_compile_arguments(problem_class.element_type)
+    lists = tuple(vector_type(cutlass.Int32) for _ in range(1 + problem_class.packed))
+    return *results, lists, stream
 
 
 def _result_types(element_type: Any) -> tuple:
@@ -88,9 +97,12 @@ def combine_call_arguments(
     parts: tuple[torch.Tensor, torch.Tensor],
     results: tuple[torch.Tensor, torch.Tensor],
     stream: int,
+    lists: tuple[torch.Tensor, ...] = (),
 ) -> tuple:
-    """The values of one call of the combining kernel; each (out, lse)."""
-    return _results(parts), _results(results), cuda.CUstream(stream)
+    """The values of one call of the combining kernel; each (out, lse). lists: those of listed
+    parts."""
+    listed = (tuple(dynamic_tensor(t, 4) for t in lists),) if lists else ()
+    return _results(parts), _results(results), *listed, cuda.CUstream(stream)
 
 
 def _results(tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple:

@@ -22,13 +22,13 @@ MAX_PARAMETERS = 8
 MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 16,
-    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 23,
+    ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 24,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 28,
     # What calls may be like, by the names of those calls' own arguments.
     ("fa4_hd256/warm.py", "warm_up"): 9,
     # A torch operator's schema is flat: tensors and plain values only.
-    ("fa4_hd256/interface.py", "forward"): 20,
-    ("fa4_hd256/interface.py", "_"): 20,
+    ("fa4_hd256/interface.py", "forward"): 21,
+    ("fa4_hd256/interface.py", "_"): 21,
     ("fa4_hd256/autograd.py", "backward"): 21,
     ("fa4_hd256/autograd.py", "_"): 21,
 }

@@ -474,8 +474,8 @@ def test_planted_bugs_are_noticed(planted, device):
 
     def one_tile_more(self, first_row, num_rows):
         begin, end = bounds(self, first_row, num_rows)
-        number, count, _ = self.split
-        return begin, cutlass.select_((count == 2) & (number == 0), end + 1, end)
+        part = self.part
+        return begin, cutlass.select_((part.count == 2) & (part.number == 0), end + 1, end)
 
     planted.setattr(ForwardKernel, "sink_log2", sink_of_every_part)
     planted.setattr(Visibility, "_bounds", one_tile_more)

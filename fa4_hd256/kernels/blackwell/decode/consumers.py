@@ -233,7 +233,7 @@ class DecodeConsumers:
             )
             context.smem["inverses"][row, 0] = inverse
             if is_row:
-                place = context.query(work).offset + query
+                place = context.result_offset(context.query(work)) + query
                 context.tensors.lse[context.result_batch(work), head, place] = lse
         synchronise()
         return self._read(context.smem["inverses"], 0)

@@ -77,7 +77,8 @@ class ForwardConsumers:
             if row < visibility.seqlen_q:
                 sequence = context.query(work)
                 batch = context.result_batch(work)
-                context.tensors.lse[batch, head, sequence.offset + row] = lse
+                place = context.result_offset(sequence) + row
+                context.tensors.lse[batch, head, place] = lse
             work = scheduler.advance_to_next_work()
         # The correction warps' last releases arrive on this CTA's barriers.
         _, scale_free = states

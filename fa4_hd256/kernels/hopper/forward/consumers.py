@@ -292,7 +292,8 @@ class ForwardConsumer:
                 is_row = is_row & (in_part % of_query < packed)
             if is_row:
                 if cute.arch.thread_idx()[0] % QUAD == 0:
-                    context.tensors.lse[batch, head, query_rows.offset + row] = lse
+                    place = context.result_offset(query_rows) + row
+                    context.tensors.lse[batch, head, place] = lse
             if cutlass.const_expr(self.problem_class.split):
                 if is_row:
                     self._store_float32(values, self.result_row(context, work, row, head))

@@ -1,0 +1,45 @@
+"""How the keys of ragged sequences are divided: made once for the calls of all layers."""
+
+from __future__ import annotations
+
+import torch
+
+from .call.forward_problem import Options, Problem
+from .call.part_lists import list_of_parts
+from .run.launch import gpu_of
+
+__all__ = ["get_scheduler_metadata"]
+
+
+def get_scheduler_metadata(
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+) -> torch.Tensor:
+    """`scheduler_metadata` for calls of decoding steps with these bounds: which part of which
+    sequence's keys is whose work, balanced by the sequences' lengths.
+
+    cache_seqlens: (batch,) int32, keys in use of each sequence, on the device of the calls; a CPU
+    tensor for the simulator. max_seqlen_q, max_seqlen_k: of the calls; of keys in pages the rows of
+    all pages of a row of page_table, unless the calls are given another. causal, window_size: of
+    the calls.
+
+    Returns an int32 vector. Nothing waits for the device; in a CUDA graph it follows the lengths at
+    each replay. Other bounds need another one, which a call says; other lengths only balance it
+    worse. Bits of a result depend on it as on num_splits.
+
+    Raises TypeError or ValueError as the calls do.
+    """
+    number = torch.zeros((), dtype=torch.bfloat16, device=cache_seqlens.device)
+    batch = cache_seqlens.shape[0]
+    q, k = (
+        number.expand(batch, rows, heads, 256)
+        for rows, heads in ((max_seqlen_q, num_heads_q), (max_seqlen_k, num_heads_kv))
+    )
+    options = Options.check(None, causal, window_size, 0.0)
+    problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
+    return list_of_parts(problem, gpu_of(cache_seqlens.device), cache_seqlens)

@@ -1,0 +1,218 @@
+"""Decoding steps of sequences of very different lengths: keys in parts that a list names."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import cutlass
+import pytest
+import torch
+from backward_cases import inputs
+from gpus import gpu
+
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata
+from fa4_hd256.call.forward_problem import Options, Problem
+from fa4_hd256.call.named_configs import DEFAULT
+from fa4_hd256.call.part_lists import list_of_parts
+from fa4_hd256.call.splits import LARGEST, longest_row, room_for_parts, splits_for
+from fa4_hd256.check import reference
+from fa4_hd256.kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED, PartList, list_length
+
+#: Query heads over KV heads; rows of the cache.
+HEADS, ROWS = (8, 1), 1280
+USED = (1200, 90, 0, 700)
+
+
+def ints(values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def accurate(out, lse, seen, **options):
+    found = reference.compare(out, lse, seen, **options)
+    assert found.max_error <= found.tolerance and found.lse_max_error <= 1e-3, found
+
+
+def check(tensors, used, made_for=None, window=(None, None), **options):
+    """Two queries of each sequence, causal, against the reference. made_for: the lengths that the
+    list is made for."""
+    q, k, v = tensors
+    bounds, heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
+    lengths = ints(made_for or used, q.device)
+    listed = get_scheduler_metadata(lengths, *bounds, *heads, True, window)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, seqused_k=ints(used, q.device), causal=True, window_size=window, return_lse=True,
+        scheduler_metadata=listed, **options,
+    )  # fmt: skip
+    options.pop("use_clc", None)
+    for b, n in enumerate(used):
+        seen = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        accurate(
+            out[b : b + 1], lse[b : b + 1], seen, causal=True, window_size=window, **options
+        )
+    return out, lse
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+def test_sequences_of_different_lengths(use_clc, device):
+    tensors = inputs((2, ROWS), HEADS, len(USED), device=device)
+    check(tensors, USED, use_clc=use_clc)
+
+
+def test_what_rows_past_the_lengths_hold_reaches_nothing(device):
+    """NaN in K and V; a window, a softcap and a sink, which is the first part's."""
+    tensors = inputs((2, ROWS), HEADS, len(USED), device=device)
+    for b, n in enumerate(USED):
+        for tensor in tensors[1:]:
+            tensor[b, n:] = math.nan
+    sink = torch.randn(8, device=device)
+    check(tensors, USED, window=(600, 0), softcap=20.0, learnable_sink=sink)
+
+
+# Grown by a token, and by several steps; shrunk to a few keys and to none.
+@pytest.mark.parametrize(
+    "made_for", [(1199, 89, 0, 699), (100, 0, 0, 300), (1280, 1280, 900, 1280)]
+)
+def test_a_list_for_other_lengths_only_balances_worse(made_for, device):
+    tensors = inputs((2, ROWS), HEADS, len(USED), device=device)
+    check(tensors, USED, made_for)
+
+
+def test_packed_queries_on_pages(device):
+    """As serving engines call: queries of 0 to 3 rows, keys in pages in any order."""
+    lengths, used, page = (3, 1, 0, 2), (1200, 300, 40, 513), 64
+    starts = ints([0, *itertools.accumulate(lengths)], device)
+    columns = ROWS // page
+    table = torch.randperm(4 * columns).reshape(4, columns).to(device, torch.int32)
+    q = torch.randn(sum(lengths), 8, 256).to(device, torch.bfloat16)
+    k, v = (torch.randn(4 * columns, page, 1, 256).to(device, torch.bfloat16) for _ in "kv")
+    listed = get_scheduler_metadata(ints(used, device), 3, ROWS, 8, 1, True)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, starts, None, 3, seqused_k=ints(used, device), page_table=table, causal=True,
+        return_lse=True, scheduler_metadata=listed,
+    )  # fmt: skip
+    for b, (count, n) in enumerate(zip(lengths, used, strict=True)):
+        if count:
+            rows = slice(int(starts[b]), int(starts[b + 1]))
+            of_pages = (t[table[b].long()].reshape(1, ROWS, 1, 256)[:, :n] for t in (k, v))
+            accurate(out[rows][None], lse[:, rows][None], (q[rows][None], *of_pages), causal=True)
+
+
+def test_several_tiles_of_queries_are_not_divided(device):
+    q, k, v = inputs((300, 600), HEADS, device=device)
+    used = ints([600], device)
+    listed = get_scheduler_metadata(used, 300, 600, *HEADS)
+    options = {"seqused_k": used, "return_lse": True}
+    found = flash_attn_varlen_func(q, k, v, scheduler_metadata=listed, **options)
+    expected = flash_attn_varlen_func(q, k, v, num_splits=1, **options)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.architecture("sm_100a")
+@pytest.mark.parametrize("mistake", ["the last part ends early", "results of the part before"])
+def test_planted_bugs_are_noticed(mistake, planted, device):
+    part, of_sequence = PartList.part, PartList.of_sequence
+    if mistake == "the last part ends early":
+        planted.setattr(
+            PartList, "part", lambda self, n: part(self, n)._replace(is_last=cutlass.Boolean(False))
+        )
+    else:
+        def before(self, entry):
+            first, count = of_sequence(self, entry)
+            return cutlass.max(first - 1, 0), count
+
+        planted.setattr(PartList, "of_sequence", before)
+    tensors = inputs((2, ROWS), HEADS, len(USED), device=device)
+    with pytest.raises(AssertionError, match="max_error"):
+        check(tensors, USED, (100, 0, 0, 300))
+
+
+# ------------------------------------------------------------------------------------ the list
+
+
+def problem(keys, batch, heads=(16, 2), queries=1, window=(None, None)):
+    number = torch.zeros((), dtype=torch.bfloat16)
+    q, k = (number.expand(batch, s, h, 256) for s, h in ((queries, heads[0]), (keys, heads[1])))
+    return Problem.describe((q, k, k), Options.check(None, False, window, 0.0))
+
+
+LENGTHS = {
+    "one long": [131072] + [1024] * 7,
+    "equal": [8192] * 8,
+    "many short": [1000] * 128,
+    "one long among many": [131072] + [1000] * 127,
+    "none": [0, 0, 0],
+    "more than clusters": [1000 + 50 * i for i in range(300)],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("window", [(None, None), (1023, 0)], ids=["all keys", "window"])
+def test_every_key_is_in_one_part(lengths, window):
+    one = problem(131072, len(lengths), window=window)
+    room = room_for_parts(one, gpu())
+    listed = list_of_parts(one, gpu(), ints(lengths)).tolist()
+    assert len(listed) == list_length(room, len(lengths))
+    keys, words, starts = listed[0], listed[1 : 1 + room], listed[1 + room :]
+    assert keys > 0 and keys % one.tiles.keys == 0 and starts[0] == 0
+    assert all(word & (LAST_BIT - 1) == UNUSED for word in words[starts[-1] :])
+    assert all(word >> SEQUENCE_SHIFT < len(lengths) for word in words)
+    for sequence, length in enumerate(lengths):
+        own = words[starts[sequence] : starts[sequence + 1]]
+        assert own == [
+            (sequence << SEQUENCE_SHIFT) + number + (LAST_BIT if number == len(own) - 1 else 0)
+            for number in range(len(own))
+        ]
+        assert 1 <= len(own) <= LARGEST
+        # A window of so many keys touches a step more where it begins within one.
+        seen = min(length, longest_row(one)) + one.tiles.keys * (window[0] is not None)
+        assert (len(own) - 1) * keys < max(seen, 1) <= max(len(own) * keys, 1)
+
+
+def test_one_long_sequence_is_divided_among_all_clusters():
+    """As many parts as there are clusters, none twice as long as all together on all clusters; the
+    rule of equal parts gives the long one's to a few."""
+    lengths = LENGTHS["one long"]
+    one = problem(131072, len(lengths))
+    listed = list_of_parts(one, gpu(), ints(lengths))
+    parts = int(listed[-1]) * 2
+    assert gpu().pairs * 0.8 < parts <= gpu().pairs
+    together = 2 * sum(lengths) / gpu().pairs
+    assert together <= int(listed[0]) < 1.3 * together
+    assert 131072 / splits_for(one, gpu()) > 2 * int(listed[0])
+
+
+def test_what_is_refused(device):
+    q, k, v = inputs((1, 600), HEADS, 2, device=device)
+    used = ints([600, 5], device)
+    listed = get_scheduler_metadata(used, 1, 600, *HEADS)
+    options = {"seqused_k": used, "scheduler_metadata": listed}
+    with pytest.raises(ValueError, match="scheduler_metadata has 10 words; accepted here: "):
+        flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=ints([0] * 10, device))
+    with pytest.raises(ValueError, match="num_splits is given with scheduler_metadata"):
+        flash_attn_varlen_func(q, k, v, num_splits=2, **options)
+    with pytest.raises(ValueError, match="batch_invariant is given with scheduler_metadata"):
+        flash_attn_varlen_func(q, k, v, batch_invariant=True, **options)
+    with pytest.raises(ValueError, match="seqused_q is given with scheduler_metadata"):
+        flash_attn_varlen_func(q, k, v, seqused_q=ints([1, 1], device), **options)
+    with pytest.raises(NotImplementedError, match="scheduler_metadata: no gradients flow"):
+        flash_attn_varlen_func(q.requires_grad_(), k, v, **options)
+    with pytest.raises(TypeError, match="seqused_k must be an int32 tensor|int32"):
+        get_scheduler_metadata(used.long(), 1, 600, *HEADS)
+
+
+def test_the_operator_is_one_of_pytorch(device):
+    """Schema and fake kernel; the same bits through the dispatcher and past it."""
+    q, k, v = inputs((1, 600), HEADS, 2, device=device)
+    used = ints([600, 5], device)
+    listed = get_scheduler_metadata(used, 1, 600, *HEADS)
+    arguments = (
+        q, k, v, 0.0625, -1, -1, 0.0, None, None, None, None, used, None, None, False, DEFAULT,
+        DEFAULT, 0, False, None, listed,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
+    out, _ = torch.ops.fa4_hd256.forward(*arguments)
+    assert torch.equal(
+        out, flash_attn_varlen_func(q, k, v, seqused_k=used, scheduler_metadata=listed)
+    )
+    assert not torch.equal(out, flash_attn_func(q, k, v))
