@@ -1,8 +1,8 @@
 """`python -m bench defaults`: what a call decides for itself, against the other ways to decide it.
 
-Order of tiles, scheduler, when tiles are claimed, parts of keys and of groups of heads, stages:
-each candidate is placed on the same cases under the same sets of constants, those that published
-rates do not contradict. Modelled only.
+Order of tiles, scheduler, when tiles are claimed, parts of keys and of groups of heads, memory for
+dS, exp2's mix, stages: each candidate is placed on the same cases under the same sets of constants,
+those that published rates do not contradict. Modelled only.
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ def summary_rows(choice: Choice, found: Sequence[Decided]) -> list[dict[str, Any
     return rows
 
 
+def default_row(choice: Choice, found: Sequence[Decided]) -> dict[str, Any]:
+    """What the default loses, and the other candidate with the least loss on average."""
+    rows = summary_rows(choice, found)
+    default = next(row for row in rows if row["is_default"])
+    best = next(row for row in rows if row is not default)
+    return {
+        "choice": choice.name, "default": choice.default,
+        **{key: default[key] for key in ("cases", "mean", "most", "worst_mean", "worst_case")},
+        "best": best["candidate"], "best_mean": best["mean"], "best_most": best["most"],
+        "verdict": best["verdict"],
+    }  # fmt: skip
+
+
 def _verdict(row: dict[str, Any], default: dict[str, Any]) -> str | None:
     """Of another candidate beside the default."""
     if row is default:
@@ -83,6 +96,16 @@ def _text(alternative: Any) -> str:
     return str(alternative)
 
 
+DEFAULT_COLUMNS = (
+    Column("choice"), Column("default"), Column("cases"),
+    Column("mean", format=".2%", title="loss, mean"),
+    Column("most", format=".1%", title="at worst"),
+    Column("worst_mean", format=".1%", title="its mean in the worst case"), Column("worst_case"),
+    Column("best", title="best alternative"),
+    Column("best_mean", format=".2%", title="its loss, mean"),
+    Column("best_most", format=".1%", title="at worst, its"),
+    Column("verdict", title="beside the default it loses"),
+)  # fmt: skip
 SUMMARY_COLUMNS = (
     Column("choice"), Column("candidate"), Column("is_default", title="default"), Column("cases"),
     Column("mean", format=".2%", title="loss, mean"),
@@ -102,7 +125,8 @@ def tables(
     found: Sequence[tuple[Choice, Sequence[Decided]]], origin: dict[str, str], draws: int,
     every: int = 1,
 ) -> list[Table]:
-    """Candidates, and the default case by case. every: which of the cases of each choice."""
+    """The defaults, all candidates, and the default case by case. every: which of the cases of
+    each choice."""
     note = (
         f"Loss: time over the least that any alternative takes under the same constants, less 1; "
         f"over {draws} sets of constants that published rates do not contradict and the central "
@@ -111,9 +135,11 @@ def tables(
     )
     if every > 1:
         note += f" Of the cases of a choice one in {every} was replayed, the first among them."
+    defaults = [default_row(choice, of) | origin for choice, of in found]
     rows = [row | origin for choice, of in found for row in summary_rows(choice, of)]
     by_case = [row | origin for choice, of in found for row in case_rows(choice, of)]
     return [
+        Table("defaults", "Defaults", DEFAULT_COLUMNS, defaults, (note,), Plot("choice", "mean")),
         Table("defaults", "Candidates for each default", SUMMARY_COLUMNS, rows, (note,),
               Plot("candidate", "mean", panel="choice")),
         Table("defaults", "The defaults, case by case", CASE_COLUMNS, by_case, (note,),

@@ -26,10 +26,12 @@ from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 from schedulers.choice import MOST_EMPTY, backward_prefers_clc, prefers_clc
 from sm100_sim.timing import BURST, Late
+from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
 from .backward import Backward
-from .calls import backward_problem, default_splits, defaults_to_clc, forward_problem
+from .calls import Kind, backward_problem, default_splits, defaults_to_clc, forward_problem
+from .exp2 import replayed, with_mix
 from .forward import Kernel
 from .machines import gpu_of
 from .ours import Variant
@@ -246,6 +248,45 @@ def _stages(case: Case, predictor: Predictor, direction: str) -> Decided:
     return Decided(case, direction, seconds, {name: name for name in configs})
 
 
+def mix_cases() -> list[Case]:
+    """Of each kind of kernel whose softmax differs."""
+    return [
+        Case("full", _equal(4, 4096), *QWEN, False),
+        *(Case("causal", _equal(b, s), *QWEN, True) for b, s in ((16, 1024), (2, 8192))),
+        *(
+            Case("softcap", _equal(4, 4096), *GEMMA, causal, softcap=50.0)
+            for causal in (False, True)
+        ),
+    ]
+
+
+DEFAULT_MIX = "hardware"
+#: Degree 3, a share of all fragments, of the last one none.
+MIXES = {
+    DEFAULT_MIX: HARDWARE_ONLY,
+    **{
+        f"{share:g} % emulated": Ex2Pattern(freq, res)
+        for share, freq, res in ((9.375, 16, 2), (18.75, 8, 2), (37.5, 4, 2), (75, 4, 4))
+    },
+}
+
+
+def _mixes(case: Case, predictor: Predictor) -> Decided:
+    gpu, kind = gpu_of(predictor.machine), Kind.of(case)
+    tuned = ForwardConfig.tuned(case.causal, case.seqlen_k, gpu.tuning_name)
+    assert tuned.ex2_pattern == MIXES[DEFAULT_MIX]
+    kernel = predictor.forward(OURS, case, defaults_to_clc(case, FORWARD))
+    runs = {}
+    for name, pattern in MIXES.items():
+        predictor.note(f"replaying {kind} with {name}")
+        runs[name] = replayed(pattern, kind, predictor.machine, predictor.draws)
+    seconds = {
+        name: with_mix(kernel, run, runs[DEFAULT_MIX]).seconds(case)
+        for name, run in runs.items()
+    }
+    return Decided(case, FORWARD, seconds, {name: name for name in MIXES})
+
+
 def _of_variant(
     variant: Variant, direction: str, predictor: Predictor
 ) -> Kernel | Backward:
@@ -375,6 +416,7 @@ def choices() -> Iterator[Choice]:
     yield Choice("splits", DEFAULT_SPLITS, split_cases, _splits)
     yield Choice("parts of a group", DEFAULT_PARTS, grouped_cases, _head_parts)
     yield Choice("memory for dS", DEFAULT_MEMORY, memory_cases, _memory)
+    yield Choice("exp2 mix", DEFAULT_MIX, mix_cases, _mixes)
     yield Choice("stages, forward", DEFAULT_STAGES, stage_cases, forward(_stages))
     yield Choice("stages, backward", DEFAULT_STAGES, stage_cases, backward(_stages))
 

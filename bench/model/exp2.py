@@ -15,11 +15,12 @@ from bench.measure.exp2 import (
 from bench.processes import each
 from bench.tables.paths import Paths
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
-from sm100_sim.timing import load
+from sm100_sim.timing import Machine, load
 from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
 from .calls import Kind
+from .forward import Kernel
 from .replays import Replayed
 from .samples import SAMPLES
 from .tiles import STEP_WORK
@@ -28,36 +29,42 @@ from .tiles import STEP_WORK
 SAMPLE = SAMPLES[-1]
 
 
-def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
+def replayed(pattern: Ex2Pattern, kind: Kind, machine: Machine, draws: int) -> Replayed:
     """The sample under one mix."""
-    pattern, causal, machine, draws = job
     config = ForwardConfig(ex2_pattern=pattern)
-    variant = ours.Variant(Kind(causal), config=config, samples=(SAMPLE,))
-    return ours.replays(variant, load(machine), draws)[0]
+    variant = ours.Variant(kind, config=config, samples=(SAMPLE,))
+    return ours.replays(variant, machine, draws)[0]
+
+
+def with_mix(kernel: Kernel, run: Replayed, hardware: Replayed) -> Kernel:
+    """A kernel with costs of hardware exp2 under another mix: what that changes on one replay is
+    put down to the steps. run, hardware: the sample under the mix and without one."""
+    costs = [
+        replace(c, rate=c.rate + (clocks - without) / run.work)
+        for c, clocks, without in zip(kernel.costs, run.clocks, hardware.clocks, strict=True)
+    ]
+    return replace(kernel, costs=costs, paths=kernel.paths + Paths.of([run]))
+
+
+def _replayed(job: tuple[Ex2Pattern, bool, str, int]) -> Replayed:
+    pattern, causal, machine, draws = job
+    return replayed(pattern, Kind(causal), load(machine), draws)
 
 
 def modelled_times(
     patterns: Sequence[Ex2Pattern], causal: bool, machine: str, draws: int, jobs: int
 ) -> dict[tuple[Ex2Pattern, str], Times]:
-    """Every mix and class.
-
-    Costs of tiles are fitted for hardware exp2; what a mix changes on one more replay is put down
-    to the steps.
-    """
+    """Every mix and class, as `with_mix` says."""
     todo = [(pattern, causal, machine, draws) for pattern in patterns]
     replays = each(_replayed, todo, jobs)
     base = ours.Ours().forward(ours.Variant(Kind(causal)), load(machine), draws)
     hardware = replays[patterns.index(HARDWARE_ONLY)]
     found = {}
     for pattern, run in zip(patterns, replays, strict=True):
-        costs = [
-            replace(c, rate=c.rate + (clocks - without) / run.work)
-            for c, clocks, without in zip(base.costs, run.clocks, hardware.clocks, strict=True)
-        ]
-        kernel, clocks = replace(base, costs=costs), STEP_WORK * costs[0].rate
-        paths = base.paths + Paths.of([run])
+        kernel = with_mix(base, run, hardware)
+        clocks = STEP_WORK * kernel.costs[0].rate
         for name, seqlen in SEQLENS.items():
             schedules = kernel.run(case_of(seqlen, causal))
             seconds = np.array([schedule.seconds for schedule in schedules])
-            found[pattern, name] = Times(seconds, schedules[0].bound, clocks, paths)
+            found[pattern, name] = Times(seconds, schedules[0].bound, clocks, kernel.paths)
     return found

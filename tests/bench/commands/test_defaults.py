@@ -90,7 +90,13 @@ def test_candidates_are_ordered_by_their_mean_and_set_beside_the_default():
     ]  # fmt: skip
     assert [row["loss"] for row in of_cases] == pytest.approx([0.1, 0.0])
     origin = {"basis": "modelled", "machine": "B200 modelled, constants 01234567"}
-    candidates, cases = command.tables([(choice, [first, other])], origin, 1)
+    summed, candidates, cases = command.tables([(choice, [first, other])], origin, 1)
+    (row,) = summed.rows
+    assert (row["default"], row["best"], row["cases"]) == ("static", "by mask", 2)
+    assert [row["mean"], row["best_mean"]] == pytest.approx([0.05, 0.025])
+    assert [row["most"], row["best_most"]] == pytest.approx([0.2, 0.1])
+    assert row["verdict"] == by_mask["verdict"]
+    assert row["worst_case"] == "1x2048, 32/2, causal"
     assert "| scheduler | by mask" in candidates.as_markdown()
     assert "over 1 sets" in cases.as_markdown()
 
@@ -125,10 +131,14 @@ def test_the_default_is_what_a_call_takes(name):
 
 
 def test_every_choice_has_its_default_among_cases_that_it_can_decide():
-    assert set(CASES) | {"stages, forward", "stages, backward"} == set(CHOICES)
+    assert set(CASES) | {"stages, forward", "stages, backward", "exp2 mix"} == set(CHOICES)
     for name, choice in CHOICES.items():
         cases = list(choice.cases())
         assert len(cases) == len(set(cases)) > 3, name
+    shares = [float(mix.true_share()) for mix in defaults.MIXES.values()]
+    assert [name.split()[0] for name in defaults.MIXES] == ["hardware", *(
+        f"{100 * share:g}" for share in shares[1:]
+    )]  # fmt: skip
     for configs in (defaults.FORWARD_STAGES, defaults.BACKWARD_STAGES):
         assert configs[CHOICES["stages, forward"].default] == type(next(iter(configs.values())))()
         assert len(set(configs.values())) == len(configs)
@@ -182,7 +192,7 @@ def test_one_case_in_so_many_is_replayed_and_said(monkeypatch, capsys):
 
     def decide(case, predictor):
         asked.append(case)
-        return decided(one=False)
+        return decided(one=False, other=True)
 
     one = Choice("order, forward", "one", lambda: cases, decide)
     monkeypatch.setitem(CHOICES, "order, forward", one)

@@ -1,0 +1,85 @@
+"""Figures that docs/throughput.md repeats are those of the tables beside it."""
+
+import re
+
+import pytest
+from checkout import ROOT
+
+from bench.tables.documents import FOLDER
+
+PAGE = ROOT / "docs" / "throughput.md"
+
+
+def rows_of(text):
+    """Each Markdown table as a list of dictionaries by heading."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        heading, _, *lines = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
+        )
+        found.append([dict(zip(heading, line, strict=True)) for line in lines])
+    return found
+
+
+def table(name):
+    return rows_of((FOLDER / f"{name}.md").read_text("utf-8"))[0]
+
+
+def summarised(name, **of):
+    """Length -> cell of the page, of the rows of a table with these values."""
+    found = {}
+    for row in table(name):
+        if all(row[key] == value for key, value in of.items()):
+            tokens = int(row["shape"].split("x")[-1])
+            length = f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+            ratio = row["best peer / ours"]
+            ratio = f"**{ratio}**" if row["faster"] == "ours" else ratio
+            found[length] = f"{ratio} ({row['probability'].replace('%', ' %')})"
+    return found
+
+
+def page_rows(text, heading):
+    """Of the page's table whose first heading begins so: its first column -> cells by heading."""
+    (found,) = [rows for rows in rows_of(text) if next(iter(rows[0])).startswith(heading)]
+    return {next(iter(row.values())): dict(list(row.items())[1:]) for row in found}
+
+
+def check_lengths(text):
+    shown = page_rows(text, "B200, heads 8/8")
+    assert len(shown) == 4
+    for name, cells in shown.items():
+        direction, mask = name.split(", ")
+        printed = summarised("throughput", direction=direction, mask=mask)
+        assert cells == {length: printed[length] for length in cells}, name
+
+
+def check_one_sequence(text):
+    shown = page_rows(text, "one causal sequence")
+    assert len(shown) == 6
+    for name, cells in shown.items():
+        machine, direction = name.split(", ")
+        suffix = "one_sequence" if machine == "B200" else machine.lower()
+        assert cells == summarised(f"throughput_{suffix}", direction=direction), name
+
+
+CHECKS = check_lengths, check_one_sequence
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_page_repeats_the_tables(check):
+    check(PAGE.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("planted", ["a ratio", "a probability", "ahead"])
+def test_another_figure_is_seen(check, planted):
+    text = PAGE.read_text("utf-8")
+    first = {check_lengths: "1.71", check_one_sequence: "1.43"}[check]
+    old, new = {
+        "a ratio": (f"**{first}** (100 %)", "**1.99** (100 %)"),
+        "a probability": (f"**{first}** (100 %)", f"**{first}** (98 %)"),
+        "ahead": (f"**{first}** (100 %)", f"{first} (100 %)"),
+    }[planted]
+    assert old in text
+    with pytest.raises(AssertionError):
+        check(text.replace(old, new))
