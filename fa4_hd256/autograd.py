@@ -20,6 +20,8 @@ __all__ = [
 
 #: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
 Q, K, V, SINK = 0, 1, 2, 7
+#: Its arguments before those that have no gradients: page_table and what follows it.
+NUM_PLAIN = 19
 
 
 @torch.library.custom_op("fa4_hd256::backward", mutates_args=())
@@ -136,8 +138,8 @@ def call_backward(
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
-    *others, page_table, part_list = inputs
-    if page_table is not None or part_list is not None:
+    others, lists = inputs[:NUM_PLAIN], inputs[NUM_PLAIN:]
+    if any(given is not None for given in lists):
         refuse_gradients()
     tensors = (*others[:3], *others[7:12])
     save(ctx, tensors, (*others[3:7], *others[12:]), output)
@@ -145,10 +147,11 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch
 
 
 def refuse_gradients() -> NoReturn:
-    """What a call with page_table or scheduler_metadata comes to whose gradients are asked for."""
+    """What a call with page_table, scheduler_metadata or block_mask comes to whose gradients are
+    asked for."""
     raise NotImplementedError(
-        "page_table, scheduler_metadata: no gradients flow through such calls; accepted: tensors "
-        "that do not require gradients, or a call under torch.no_grad()"
+        "page_table, scheduler_metadata, block_mask: no gradients flow through such calls; "
+        "accepted: tensors that do not require gradients, or a call under torch.no_grad()"
     )
 
 

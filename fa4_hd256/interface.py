@@ -14,6 +14,8 @@ from .call.checks import (
     check_apart,
     check_kinds,
     check_longest,
+    check_mask_of,
+    check_mask_options,
     check_out,
     check_writable,
     with_batch,
@@ -24,14 +26,17 @@ from .call.forward_problem import (
     Options,
     check_call,
     given_ragged,
+    tiles_for_masks,
     uneven_gradients,
 )
 from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_num_splits
 from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
+from .kernels.block_mask import MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.sequences import PART_LIST
+from .masks import as_tile_mask
 from .run.forward import run_forward
 
 
@@ -53,6 +58,7 @@ def flash_attn_func(
     backward_config: Any = None,
     use_clc: bool | None = None,
     out: torch.Tensor | None = None,
+    block_mask: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -82,6 +88,9 @@ def flash_attn_func(
         where the process is one of several ranks, whose communication may hold SMs meanwhile.
     out: a tensor like q to which the result is written, and which is returned; any layout that is
         read in place. Not with gradients.
+    block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
+        a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md). Not with
+        gradients, nor with num_splits.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
@@ -94,7 +103,9 @@ def flash_attn_func(
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
     tensors = q, k, v, learnable_sink, *_NO_RAGGED
-    form = learnable_sink is None
+    form: Hashable = learnable_sink is None
+    if block_mask is not None:
+        tensors, form = (*tensors[:_MASK_STEPS], *_lists_of(block_mask, q, k)), (form, "masked")
     configs = config, backward_config
     if out is None:
         out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
@@ -129,6 +140,7 @@ def flash_attn_varlen_func(
     backward_config: Any = None,
     use_clc: bool | None = None,
     out: torch.Tensor | None = None,
+    block_mask: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -149,6 +161,7 @@ def flash_attn_varlen_func(
         keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
+    block_mask: None; ValueError for any, since lengths are a mask: `masks.documents`.
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
@@ -158,13 +171,19 @@ def flash_attn_varlen_func(
     with page_table. Page numbers out of range: ValueError for CPU tensors, or where
     FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
+    if block_mask is not None:
+        raise ValueError(
+            "block_mask is given to flash_attn_varlen_func; accepted: None. Call flash_attn_func: "
+            "packed sequences in one row with fa4_hd256.masks.documents, padded ones with "
+            "fa4_hd256.masks.from_dense"
+        )
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
     ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         longest = bounds_of(longest, q.shape[0], splits == FIXED_PARTS)
-    tensors = q, k, v, learnable_sink, *ragged
+    tensors = q, k, v, learnable_sink, *ragged, *_NO_MASK
     form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
     configs = config, backward_config
     if out is None:
@@ -175,10 +194,28 @@ def flash_attn_varlen_func(
 
 
 #: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
-_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _PART_LIST = 4, 5, 8, 9
+_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS = 4, 5, 8, 10
 _NO_RAGGED = (None,) * len(RAGGED)
+_NO_MASK = _NO_RAGGED[_MASK_STEPS - 4 :]
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_LENGTHS = None, None
+
+
+def _lists_of(block_mask: Any, q: Any, k: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gets of a block mask. Raises as `as_tile_mask`, and ValueError for one of
+    other lengths or of another device."""
+    check_kinds({"q": q, "k": k}, {}, BY_RULE)
+    mask = as_tile_mask(block_mask)
+    check_mask_of(mask.lengths, mask.device, q, k)
+    return mask.steps(_halves(q.device)), mask.bits
+
+
+@torch.compiler.assume_constant_result
+def _halves(device: torch.device) -> int:
+    """Tiles of a mask that a tile of the forward's queries has."""
+    architecture = architecture_of(device)
+    tiles, *_ = tiles_for_masks(kernels_of(architecture).forward_tiles(None), architecture)
+    return tiles.rows // MASK_TILE
 
 
 def _attend(
@@ -206,7 +243,7 @@ def _attend(
         return _through_dispatcher(tensors, given, longest, configs)
     entry, addresses = found
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
-        if tensors[_PAGE_TABLE] is not None or tensors[_PART_LIST] is not None:
+        if any(tensor is not None for tensor in tensors[_PAGE_TABLE:]):
             refuse_gradients()
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
@@ -323,6 +360,9 @@ def _resolve(
             f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
             "scheduler_metadata, which says how keys are divided; accepted: one of them"
         )
+    masked = MASK_STEPS in ragged
+    if masked:
+        check_mask_options(options.window, num_splits)
     q, k, *_ = _with_batches(tensors)
     names = _names(q, *configs)
     offsets = ragged.get("cu_seqlens_q")
@@ -330,7 +370,7 @@ def _resolve(
     rows = 1 if offsets is None else q.shape[1]
     uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
     backward_use_clc = options.backward_use_clc(use_clc, len(ragged) > 0, uneven)
-    options = options.scheduled(use_clc, rows, offsets, longest[0])
+    options = options.scheduled(use_clc, rows, offsets, longest[0], masked)
     return (
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
         *names, num_splits, backward_use_clc,
@@ -445,14 +485,16 @@ def forward(
     backward_use_clc: bool,
     page_table: torch.Tensor | None = None,
     part_list: torch.Tensor | None = None,
+    mask_steps: torch.Tensor | None = None,
+    mask_bits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
     is the backward's is used by autograd alone.
     """
-    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list
-    tensors = q, k, v, sink, *ragged
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = q, k, v, sink, *lengths, page_table, part_list, mask_steps, mask_bits
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits))
 
@@ -476,17 +518,20 @@ def _run(
     if num_splits == BY_RULE and "cu_seqlens_k" in ragged and longest[1] is None:
         # How long a tile is, is not known.
         num_splits = 1
+    if MASK_STEPS in ragged:
+        num_splits = 1
     return run_forward(call, problem, num_splits, config, out)
 
 
 @forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      backward_config, num_splits, backward_use_clc, page_table=None,
-      part_list=None):  # fmt: skip
+      backward_config, num_splits, backward_use_clc, page_table=None, part_list=None,
+      mask_steps=None, mask_bits=None):  # fmt: skip
     ragged = given_ragged(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list
-    )
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list, mask_steps,
+        mask_bits,
+    )  # fmt: skip
     check_call(q, k, v, sink, ragged)
     check_num_splits(num_splits)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)

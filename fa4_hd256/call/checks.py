@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.kernels.block_mask import BIT_WORDS, MASK_BITS, MASK_STEPS, MASK_TILE, STEP_WORDS
+from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
@@ -287,6 +289,8 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
             raise TypeError(_NOT_INT32.format(name))
         if name == PAGE_TABLE:
             _check_page_table(tensor)
+        elif name in (MASK_STEPS, MASK_BITS):
+            _check_mask_table(name, tensor, ragged)
         elif tensor.ndim != 1 or tensor.stride(0) != 1:
             raise ValueError(f"{name} must be one-dimensional and contiguous")
         _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
@@ -314,11 +318,73 @@ def _check_page_table(table: torch.Tensor) -> None:
         )
 
 
+def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
+    """One of the two tensors of a block mask, with the other one and nothing else."""
+    if set(ragged) != {MASK_STEPS, MASK_BITS}:
+        raise ValueError(
+            f"{name} is given with {', '.join(ragged)}; accepted: {MASK_STEPS} and {MASK_BITS} "
+            "alone: sequences of a call with a block mask have no lengths of their own"
+        )
+    dimensions, rows = (5, (STEP_WORDS,)) if name == MASK_STEPS else (3, (MASK_TILE, BIT_WORDS))
+    given = tensor.ndim, tuple(tensor.shape[-len(rows) :]), tensor.is_contiguous()
+    if given != (dimensions, rows, True):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; accepted: "
+            f"{dimensions} dimensions, contiguous, the last ones {rows}"
+        )
+
+
+def check_mask_of(
+    lengths: tuple[int, int], device: torch.device, q: torch.Tensor, k: torch.Tensor
+) -> None:
+    """A block mask is of the lengths of q and k, where they have four dimensions, and beside
+    them."""
+    if q.ndim == k.ndim == 4 and lengths != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"block_mask is of {lengths[0]} queries and {lengths[1]} keys; accepted: {q.shape[1]} "
+            f"and {k.shape[1]}, as q and k have"
+        )
+    if device != q.device:
+        raise ValueError(f"block_mask is on {device}; accepted: {q.device}, like q")
+
+
+def check_mask_options(window: tuple[int | None, int | None], num_splits: int) -> None:
+    """What goes with a block mask."""
+    if window != (None, None):
+        raise ValueError(
+            f"causal or window_size bound the keys, {window}, with block_mask; accepted: one of "
+            "them: let the mask say both"
+        )
+    if num_splits > 1:
+        raise ValueError(
+            f"num_splits is {num_splits} with block_mask; accepted: 0 or 1, since its lists are "
+            "not divided"
+        )
+
+
+def check_mask(
+    q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], tiles: ForwardTiles
+) -> None:
+    """The lists of a block mask are those of such tensors and tiles."""
+    found = tuple(ragged[MASK_STEPS].shape[:4])
+    blocks, steps = -(-q.shape[1] // tiles.rows), 1 - (-k.shape[1] // tiles.keys)
+    if found[0] not in (1, q.shape[0]) or found[1] not in (1, q.shape[2]):
+        raise ValueError(
+            f"block_mask is of batch {found[0]} and {found[1]} heads; accepted: 1 or "
+            f"{q.shape[0]}, and 1 or {q.shape[2]}, as q has"
+        )
+    if found[2:] != (blocks, steps):
+        raise ValueError(
+            f"{MASK_STEPS} has {found[2]} tiles of {found[3]} entries; accepted: {blocks} of "
+            f"{steps} for seqlen_q {q.shape[1]} and seqlen_k {k.shape[1]}"
+        )
+
+
 def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
     """The batch size. Raises ValueError where that of the tensors differs."""
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
-        for name, t in ragged.items() if name != PART_LIST
+        for name, t in ragged.items() if name not in (PART_LIST, MASK_STEPS, MASK_BITS)
     }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):

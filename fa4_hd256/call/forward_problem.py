@@ -10,6 +10,7 @@ import torch
 from fa4_hd256.architectures import Architecture
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
+from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_STEPS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, SequenceTensors
@@ -21,7 +22,9 @@ from .layouts import without_expanded_heads
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
 #: Those of them that calls with gradients may have.
-LENGTHS = tuple(name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST))
+LENGTHS = tuple(
+    name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, MASK_STEPS, MASK_BITS)
+)
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -74,16 +77,18 @@ class Options:
         rows: int = 1,
         offsets: torch.Tensor | None = None,
         longest: int | None = None,
+        masked: bool = False,
     ) -> Options:
         """The same with the tile scheduler that a user who passes `use_clc` gets.
 
         rows: of queries. offsets, longest: cu_seqlens_q and max_seqlen_q where these are packed.
-        Raises as `clc_requested` does.
+        masked: whether there is a block mask. Raises as `clc_requested` does.
         """
         filling = (1, 1)
         if offsets is not None and longest is not None:
             filling = rows, (offsets.numel() - 1) * longest
-        default = prefers_clc(self.window != (None, None), *filling, sms_are_shared())
+        bounded = masked or self.window != (None, None)
+        default = prefers_clc(bounded, *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))
 
     def backward_use_clc(self, use_clc: bool | None, ragged: bool, uneven: bool) -> bool:
@@ -165,6 +170,9 @@ class Problem:
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
         known = kernels_of(architecture).forward_tiles(config)
+        if MASK_STEPS in ragged:
+            known = tiles_for_masks(known, architecture)
+            checks.check_mask(q, k, ragged, known[0])
         paged = PAGE_TABLE in ragged
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
@@ -249,10 +257,26 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
     All where they divide the `cta_rows` of a CTA, or where its tile `pads` and has room: a causal
     tile then spans fewer queries, so that less of it is masked, and short sequences fill it. None
     where queries have lengths in use: a descriptor that clips rows of a batch entry has no
-    dimension left for the heads.
+    dimension left for the heads; and none with a block mask, which is by tiles of queries of a
+    head.
     """
     fits = query_rows(group, cta_rows) <= cta_rows if pads else cta_rows % group == 0
-    return group if fits and "seqused_q" not in ragged else 1
+    return group if fits and "seqused_q" not in ragged and MASK_STEPS not in ragged else 1
+
+
+def tiles_for_masks(
+    known: tuple[ForwardTiles, ...], architecture: Architecture
+) -> tuple[ForwardTiles, ...]:
+    """Those of a kernel whose steps a block mask may name. Raises NotImplementedError where there
+    is none."""
+    found = tuple(tiles for tiles in known if tiles.takes_lists)
+    if not found:
+        kind = known[0].kind if known else "forward"
+        raise NotImplementedError(
+            f"block_mask: the kernel {kind} of {architecture.name} takes none; accepted: the "
+            "default configuration on sm_100a"
+        )
+    return found
 
 
 def choose_tiles(

@@ -17,19 +17,28 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of a call, named as in `flash_attn_func`."""
+    """Options of a call, named as in `flash_attn_func`. mask: bool (1 or batch, 1 or heads,
+    seqlen_q, seqlen_k), True for keys that a query sees if the others let it; None for all."""
 
     softmax_scale: float | None = None
     causal: bool = False
     window_size: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     learnable_sink: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
     @property
     def window(self) -> tuple[int | None, int | None]:
         """(left, right), None for unbounded; causal bounds the right side at 0."""
         left, right = (None if side == -1 else side for side in self.window_size)
         return left, 0 if self.causal else right
+
+    def masked(self, batch: int, head: int) -> torch.Tensor | None:
+        """(seqlen_q, seqlen_k) of `mask`."""
+        if self.mask is None:
+            return None
+        batches, heads = self.mask.shape[:2]
+        return self.mask[min(batch, batches - 1), min(head, heads - 1)].cpu()
 
     def scale(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale
@@ -81,7 +90,7 @@ def attention(
         for h in range(heads):
             one = (q[b, :, h], k[b, :, h // group], v[b, :, h // group])
             of_q, of_k, of_v = (t.cpu().double() for t in one)
-            out, lse = _one_head((of_q, of_k, of_v), chosen, h)
+            out, lse = _one_head((of_q, of_k, of_v), chosen, (b, h))
             outs.append(out)
             lses.append(lse)
     if not outs:
@@ -171,28 +180,32 @@ class KvCache:
 
 
 def _one_head(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: AttentionOptions, head: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of one head: q, k, v (rows, dim) in float64."""
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: AttentionOptions,
+    place: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of one head: q, k, v (rows, dim) in float64. place: batch entry, head."""
     q, k, v = tensors
     outs, lses = [], []
     for start in range(0, max(len(q), 1), _ROWS):
         rows = range(start, min(start + _ROWS, len(q)))
-        weights, lse = _weights(q, k, rows, chosen, head)
+        weights, lse = _weights(q, k, rows, chosen, place)
         outs.append(weights @ v)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions, head: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, rows: range, chosen: AttentionOptions,
+    place: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Probabilities (len(rows), keys) of some rows of one head, and their lse."""
     scores = chosen.scale(q.shape[1]) * (q[rows.start : rows.stop] @ k.T)
     scores = _capped(scores, chosen.softcap)
-    seen = visible((len(q), len(k)), chosen.window, rows)
+    seen, mask = visible((len(q), len(k)), chosen.window, rows), chosen.masked(*place)
+    if mask is not None:
+        seen &= mask[rows.start : rows.stop]
     scores = scores.masked_fill(~seen, -math.inf)
-    lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, head))
+    lse = _log_sum_exp(_with_sink(scores, chosen.learnable_sink, place[1]))
     # exp(-inf - 0) = 0 in rows without a visible key, where -inf + inf would be NaN.
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     return torch.exp(scores - shift[:, None]), lse
@@ -249,15 +262,17 @@ def _same_dtype(
     scores = (queries @ keys.transpose(2, 3)) * chosen.scale(q.shape[3])
     scores = _capped(scores, chosen.softcap)
     seen = visible((q.shape[1], k.shape[1]), chosen.window)
-    empty = ~seen.any(dim=1)
+    if chosen.mask is not None:
+        seen = seen & chosen.mask.cpu()
+    empty = ~seen.any(dim=-1)
     if chosen.learnable_sink is not None:
         sink = chosen.learnable_sink.cpu().to(scores.dtype)[None, :, None, None]
         scores = torch.cat((scores, sink.expand(*scores.shape[:3], 1)), dim=3)
-        seen = torch.cat((seen, seen.new_ones(len(seen), 1)), dim=1)
+        seen = torch.cat((seen, seen.new_ones(*seen.shape[:-1], 1)), dim=-1)
         empty = torch.zeros_like(empty)
     # A row that sees nothing keeps its scores, and loses its weights: softmax of nothing is NaN.
-    scores = scores.masked_fill(~seen & ~empty[:, None], -math.inf)
-    weights = torch.softmax(scores, dim=3, dtype=torch.float32).masked_fill(empty[:, None], 0.0)
+    scores = scores.masked_fill(~seen & ~empty[..., None], -math.inf)
+    weights = torch.softmax(scores, dim=3, dtype=torch.float32).masked_fill(empty[..., None], 0.0)
     lse = scores.float().logsumexp(dim=3).masked_fill(empty, -math.inf)
     return (weights[..., : k.shape[1]].to(q.dtype) @ values).transpose(1, 2), lse
 
@@ -451,7 +466,7 @@ def cancellation_errors(
             for start in range(0, q.shape[1], _ROWS):
                 rows = (b, slice(start, start + _ROWS), h)
                 whole = range(start, min(start + _ROWS, q.shape[1]))
-                weights, _ = _weights(q[b, :, h], k[kv], whole, chosen, h)
+                weights, _ = _weights(q[b, :, h], k[kv], whole, chosen, (b, h))
                 errors = 2**-22 * scale * weights * (dout[rows].abs() @ v[kv].abs().T)
                 of_q[rows] = errors @ k[kv].abs()
                 of_k[kv] += errors.T @ q[rows].abs()

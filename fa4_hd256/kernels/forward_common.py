@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from schedulers import TileProblem, section_heads_for
 
+from .block_mask import StepList
 from .limits import HEAD_DIM
 from .masking import Part
 from .operands import TmaTensor, load_tile, smem_layout
@@ -229,7 +230,7 @@ class ForwardCommon(RaggedKernel):
         if self.is_paged and name in "kv":
             rows = self.page_box
         layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
-        box, is_clipped = (rows, columns), bool(self.problem_class.ragged)
+        box, is_clipped = (rows, columns), self.problem_class.is_clipped
         if packed > 1 and name in "qo":
             of_query = query_rows(packed, rows)
             view = by_packed_heads(view, packed, of_query)
@@ -252,9 +253,20 @@ class ForwardCommon(RaggedKernel):
         """Rows of a box of K or V in pages."""
         return box_rows(self.problem_class.page_size, self.load_keys)
 
+    @property
+    def lists_steps(self) -> bool:
+        """Whether a block mask names the steps."""
+        return self.problem_class.lists_steps
+
+    def step_list(self, context: Any, work: Any) -> StepList:
+        """The steps of a tile, where a block mask names them."""
+        return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block)
+
     def first_kv_tile(self, context: Any, work: Any, visibility: Any, first_row: Any) -> Any:
-        """The KV tile that is worked on first, the last one of those that are seen: its number, or
-        a `PagedTile`.  first_row: the tile's first query."""
+        """The KV tile that is worked on first, the last one of those that are seen: its number, a
+        `PagedTile` or a `ListedTile`.  first_row: the tile's first query."""
+        if self.lists_steps:
+            return self.step_list(context, work).first()
         last = visibility.last_tile(first_row, self.tile_queries)
         if not self.is_paged:
             return last
@@ -264,10 +276,12 @@ class ForwardCommon(RaggedKernel):
 
     def next_kv_tile(self, kv_tile: Any) -> Any:
         """The one that is worked on next."""
-        return kv_tile.next() if self.is_paged else kv_tile - 1
+        return kv_tile.next() if self.is_paged or self.lists_steps else kv_tile - 1
 
     def first_key(self, kv_tile: Any) -> Any:
         """Where a KV tile begins in its `keys`."""
+        if self.lists_steps:
+            kv_tile = kv_tile.number
         return 0 if self.is_paged else kv_tile * self.config.block_kv
 
     def keys(self, context: Any, work: Any, kv_tile: Any) -> Any:

@@ -40,7 +40,8 @@ class ForwardTiles:
     its steps, in steps.  step_bytes: of K and V of a step, where no other tile reads them at the
     same time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: into
     which keys are divided where nobody asks for more.  pads: query heads of any group share tiles,
-    each query with rows of padding up to a power of two.  kind: of the kernel.
+    each query with rows of padding up to a power of two.  takes_lists: a block mask may name its
+    steps.  kind: of the kernel.
     """
 
     cta_rows: int
@@ -54,6 +55,7 @@ class ForwardTiles:
     step_bytes: int = 0
     most_parts: int = 32
     pads: bool = False
+    takes_lists: bool = False
     kind: str = "forward"
 
 

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-__all__ = ["MaskKind", "Part", "TileRange", "Visibility"]
+__all__ = ["WORD_BITS", "MaskKind", "Part", "TileRange", "Visibility"]
 
 WORD_BITS = 32
 

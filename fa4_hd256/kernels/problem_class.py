@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 import torch
 
+from .block_mask import MASK_STEPS
 from .masking import MaskKind
 
 __all__ = [
@@ -64,6 +65,16 @@ class ProblemClass:
     @property
     def mask(self) -> MaskKind:
         return MaskKind(self.bounded_left, self.bounded_right)
+
+    @property
+    def lists_steps(self) -> bool:
+        """Whether a block mask names the steps: `block_mask`, NOTE [listed tiles]."""
+        return MASK_STEPS in self.ragged
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether tiles end where sequences do, at any row of a tensor."""
+        return bool(self.ragged) and not self.lists_steps
 
     @property
     def has_unequal_tiles(self) -> bool:

@@ -44,12 +44,15 @@ PAGE_TABLE, PART_LIST = "page_table", "part_list"
 
 
 class SequenceTensors(NamedTuple):
-    """Int32 tensors that describe ragged sequences; those not given are None.
+    """Int32 tensors that describe ragged sequences, and which keys queries meet; those not given
+    are None.
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of packed sequences in (total, heads, 256).
     seqused_q, seqused_k: (batch,) rows in use of each sequence, at most its length.
     page_table: (batch, most pages of a sequence) numbers of the pages of keys (`pages`).
     part_list: into which parts the keys of each sequence are divided (`part_list`).
+    mask_steps, mask_bits: of a block mask (`block_mask`), which no others go with: (1 or batch, 1
+    or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of bits, 128, 4).
     """
 
     cu_seqlens_q: Any = None
@@ -58,6 +61,8 @@ class SequenceTensors(NamedTuple):
     seqused_k: Any = None
     page_table: Any = None
     part_list: Any = None
+    mask_steps: Any = None
+    mask_bits: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:

@@ -4,8 +4,8 @@
     k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..)
     results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
-                  the ragged sequences, vectors but for page_table (batch, pages); None if that is
-                  nothing
+                  the ragged sequences, vectors but for page_table (batch, pages) and those of a
+                  block mask (`kernels.sequences.SequenceTensors`); None if that is nothing
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
@@ -27,6 +27,7 @@ import torch
 
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_STEPS
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import CombineClass, ProblemClass
 from fa4_hd256.kernels.sequences import PAGE_TABLE
@@ -40,6 +41,9 @@ from .arguments import (
     vector_type,
 )
 
+#: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
+_TABLES = {PAGE_TABLE: (2, 4), MASK_STEPS: (5, 16), MASK_BITS: (3, 16)}
+
 
 def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple:
     """What `cute.compile` gets: types and alignments, no data; counter: with that of the tiles."""
@@ -48,7 +52,9 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
     optional += [
-        tensor_type(cutlass.Int32, 2, 4) if name == PAGE_TABLE else vector_type(cutlass.Int32)
+        tensor_type(cutlass.Int32, *_TABLES[name])
+        if name in _TABLES
+        else vector_type(cutlass.Int32)
         for name in problem_class.ragged
     ]
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
@@ -89,7 +95,12 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
     """The values of one call on a GPU."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
-    optional = tuple(dynamic_tensor(tensor, 4) for tensor in tensors.optional) or None
+    names = (*(("sink",) if problem.sink else ()), *problem.ragged)
+    optional = tuple(
+        dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else 4)
+        for name, tensor in zip(names, tensors.optional, strict=True)
+    )
+    optional = optional or None
     return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from replays import forget, simulated
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 
 pytestmark = pytest.mark.simulator
 
@@ -51,6 +51,10 @@ FORWARDS = {
         flash_attn_varlen_func,
         lambda: dense(30, 50, batch=2),
         {"seqused_q": lambda: int32(30, 11), "seqused_k": lambda: int32(17, 50)},
+    ),
+    "mask": (
+        flash_attn_func, dense,
+        {"block_mask": lambda: masks.sliding_window(30, 70, 90, first_tokens=3)},
     ),
     "pages, split": (
         flash_attn_varlen_func,

@@ -37,8 +37,9 @@ __all__ = ["TILES", "ForwardConfig", "ForwardWarpPlan"]
 #: By the timing model (docs/bench.md): a step, and what the combining kernel costs, two or three
 #: steps, four where a launch takes as long as it may.
 TILES = ForwardTiles(
-    BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=2, most_parts=64
-)
+    BLOCK_Q, TILE_Q, BLOCK_KV, CTAS, step_seconds=1.152e-6, least_saved=2, most_parts=64,
+    takes_lists=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -45,30 +45,10 @@ class ForwardConsumers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            config = self.config
             row, head = self.query_and_head(context, work, row_in_block)
-            visibility = context.visibility(work, config.block_kv)
-            tile = (work.block * self.tile_queries, self.tile_queries)
-            num_tiles = visibility.num_tiles(*tile)
-            part = (self.first_row(context, work), self.block_queries)
-            tiles = visibility.tile_range(tile, part)
-            softmax.reset()
-            if num_tiles > 0:
-                # For the first factor; for those that follow, and 1/sum, in the step before.
-                context.barriers["scale_free"].wait(states[1])
-                key = (tiles.end - 1) * config.block_kv
-                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                    softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
-                    key -= config.block_kv
-                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                    softmax, states = self._softmax_step(context, softmax, states, None)
-                if cutlass.const_expr(self.problem_class.bounded_left):
-                    key -= tiles.num_unmasked * config.block_kv
-                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                        softmax, states = self._softmax_step(
-                            context, softmax, states, (work, row, key)
-                        )
-                        key -= config.block_kv
+            visibility = context.visibility(work, self.config.block_kv)
+            steps = self._listed_steps if self.lists_steps else self._range_of_steps
+            num_tiles, softmax, states = steps(context, (work, row, visibility), softmax, states)
             inverse, lse = softmax.finish(self.sink_log2(context, work, head))
             if num_tiles > 0:
                 s_done, scale_free = states
@@ -85,6 +65,51 @@ class ForwardConsumers:
         for _ in cutlass.range_constexpr(self.config.scale_stages):
             context.barriers["scale_free"].wait(scale_free)
             scale_free.advance()
+
+    @cute.jit
+    def _range_of_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
+        """All steps of a tile, those with masks first and last; returns their number, too.
+
+        which: (tile, row, Visibility).
+        """
+        work, row, visibility = which
+        config = self.config
+        tile = (work.block * self.tile_queries, self.tile_queries)
+        num_tiles = visibility.num_tiles(*tile)
+        part = (self.first_row(context, work), self.block_queries)
+        tiles = visibility.tile_range(tile, part)
+        softmax.reset()
+        if num_tiles > 0:
+            # For the first factor; for those that follow, and 1/sum, in the step before.
+            context.barriers["scale_free"].wait(states[1])
+            key = (tiles.end - 1) * config.block_kv
+            for _ in cutlass.range(tiles.num_masked_first, unroll=1):
+                softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
+                key -= config.block_kv
+            for _ in cutlass.range(tiles.num_unmasked, unroll=1):
+                softmax, states = self._softmax_step(context, softmax, states, None)
+            if cutlass.const_expr(self.problem_class.bounded_left):
+                key -= tiles.num_unmasked * config.block_kv
+                for _ in cutlass.range(tiles.num_masked_last, unroll=1):
+                    softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
+                    key -= config.block_kv
+        return num_tiles, softmax, states
+
+    @cute.jit
+    def _listed_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
+        """As `_range_of_steps`, of the tiles that a block mask lists."""
+        work, _, _ = which
+        steps = self.step_list(context, work)
+        num_tiles = steps.count
+        softmax.reset()
+        if num_tiles > 0:
+            context.barriers["scale_free"].wait(states[1])
+            bits = steps.row(context.cta_rank, cute.arch.thread_idx()[0])
+            for _ in cutlass.range(num_tiles, unroll=1):
+                following = bits.next()
+                softmax, states = self._softmax_step(context, softmax, states, bits)
+                bits = following
+        return num_tiles, softmax, states
 
     @property
     def p_handovers(self) -> dict[int, str]:
@@ -109,7 +134,8 @@ class ForwardConsumers:
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
-        mask: (work, row, first key) where some key may be invisible, None in interior tiles.
+        mask: (work, row, first key) where some key may be invisible, None in interior tiles; of a
+        listed step its `RowBits`.
         """
         s_done, scale_free = states
         barriers = context.barriers
@@ -122,7 +148,9 @@ class ForwardConsumers:
         cute.arch.fence_view_async_tmem_load()
         if cutlass.const_expr(self.problem_class.softcap):
             soft_cap(scores, context.scalars.cap_scale)
-        if cutlass.const_expr(mask is not None):
+        if cutlass.const_expr(self.lists_steps):
+            mask.apply(scores)
+        elif cutlass.const_expr(mask is not None):
             context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
         factor = softmax.update_max(scores)
         scale_free = self._send_scale(context, factor, scale_free)

@@ -35,7 +35,8 @@ completed, so have all QK before it, and nobody reads that Q again.  The other Q
 receives the next tile's Q, so the two never wait for each other; q_free is signalled once the TMA
 store has read the staged O.
 
-NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`.
+NOTE [packed heads] and NOTE [split keys]: `kernels.forward_common`; NOTE [listed tiles]:
+`kernels.block_mask`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
@@ -203,5 +205,7 @@ class ForwardKernel(ForwardCommon, PairKernel, ForwardProducers, ForwardConsumer
 
     def num_steps(self, context: Context, work: Any) -> Int32:
         """Steps of a tile; the same in both CTAs and all roles."""
+        if cutlass.const_expr(self.lists_steps):
+            return self.step_list(context, work).count
         visibility = context.visibility(work, self.config.block_kv)
         return visibility.num_tiles(work.block * self.tile_queries, self.tile_queries)

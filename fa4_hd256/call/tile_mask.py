@@ -1,0 +1,165 @@
+"""A mask by tiles of 128 queries x 128 keys: which are empty, which are full, and bits of the rest.
+
+Kernels read it as lists of steps (`kernels.block_mask`), which are made here for the tiles of each
+kernel, once for a mask. All of it happens on the mask's device, without a loop over tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fa4_hd256.kernels.block_mask import BIT_WORDS, FULL, MASK_TILE, NOTHING, STEP_WORDS
+from fa4_hd256.kernels.masking import WORD_BITS
+
+__all__ = ["EMPTY", "PARTIAL", "WHOLE", "Evaluate", "TileMask", "count_mask_tiles"]
+
+#: Kinds of tiles: no query sees a key; some may; each sees all.
+EMPTY, PARTIAL, WHOLE = 0, 1, 2
+#: In place of a tile of bits: the tile is empty.
+ABSENT = -2
+#: Tiles up to which a mask on a GPU has bits for each, so that nobody waits for their number: 64
+#: MiB.
+MOST_TILES = 1 << 15
+#: Tiles that are evaluated at once.
+CHUNK = 256
+#: Numbers of tiles of bits are rounded up to it, since a call's key has them.
+ROUNDED_TILES = 64
+
+#: (batch entry, head, query, key) of tiles, int64 of shapes (n, 1, 1), (n, 1, 1), (n, 128, 1) and
+#: (n, 1, 128), all of them there -> which are seen, bool, that broadcasts to (n, 128, 128).
+Evaluate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def count_mask_tiles(rows: int) -> int:
+    """Tiles of so many queries, or keys."""
+    return -(-rows // MASK_TILE)
+
+
+class TileMask:
+    """Which keys queries see, for `block_mask=`; made by the functions of `fa4_hd256.masks`.
+
+    lengths: (seqlen_q, seqlen_k). tiles: (1 or batch, 1 or heads, tiles of queries, tiles of keys)
+    int32: `ABSENT`, `FULL`, or the number of a tile of bits. bits: (tiles of bits, 128, 4) int32,
+    see `kernels.block_mask`.
+
+    It is never written to again: call after call may read it, also from other streams once what
+    made it is done.
+    """
+
+    def __init__(
+        self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor
+    ) -> None:
+        self.lengths, self.tiles, self.bits = lengths, tiles, bits
+        self._lists: dict[tuple[int, int], torch.Tensor] = {}
+
+    @classmethod
+    def of(
+        cls, lengths: tuple[int, int], kinds: torch.Tensor, evaluate: Evaluate
+    ) -> TileMask:
+        """From the kinds of tiles, (1 or batch, 1 or heads, tiles of queries, tiles of keys).
+
+        Tiles that turn out to be full, or empty, when they are evaluated, are so. Waits for a GPU
+        only if there are more than `MOST_TILES`, to learn how many are partial.
+        """
+        if lengths[1] % MASK_TILE:
+            # Keys past the end have no bits.
+            last = kinds[..., -1:]
+            kinds = torch.cat((kinds[..., :-1], last.clamp(max=PARTIAL)), dim=-1)
+        is_partial = (kinds == PARTIAL).flatten()
+        if kinds.device.type == "cpu" or kinds.numel() > MOST_TILES:
+            places = is_partial.nonzero()[:, 0]
+        else:
+            places = torch.arange(kinds.numel(), device=kinds.device)
+        room = 1 + len(places)
+        if room > ROUNDED_TILES:
+            room = -(-room // ROUNDED_TILES) * ROUNDED_TILES
+        bits = torch.zeros(room, MASK_TILE, BIT_WORDS, dtype=torch.int32, device=kinds.device)
+        tiles = torch.full_like(kinds, ABSENT, dtype=torch.int32)
+        tiles.masked_fill_(kinds == WHOLE, FULL)
+        flat = tiles.view(-1)
+        for start, chosen, seen in _evaluated(lengths, kinds.shape, places, evaluate):
+            numbers = torch.arange(start, start + len(chosen), device=kinds.device) + 1
+            bits[start + 1 : start + 1 + len(chosen)] = _packed(seen)
+            whole, some = seen.flatten(1).all(1), seen.flatten(1).any(1)
+            found = torch.where(whole, FULL, torch.where(some, numbers, ABSENT)).int()
+            flat[chosen] = torch.where(is_partial[chosen], found, flat[chosen])
+        return cls(lengths, tiles, bits)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tiles.device
+
+    def __repr__(self) -> str:
+        batch, heads = self.tiles.shape[:2]
+        return (
+            f"{type(self).__name__}(batch {batch}, heads {heads}, {self.lengths[0]} queries, "
+            f"{self.lengths[1]} keys, {self.device})"
+        )
+
+    def dense(self) -> torch.Tensor:
+        """The mask as a bool tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k)."""
+        columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
+        seen = self.bits[self.tiles.clamp(min=NOTHING).long()][..., None] >> columns & 1
+        seen = seen.bool().flatten(-2) | (self.tiles == FULL)[..., None, None]
+        whole = seen.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+        return whole[:, :, : self.lengths[0], : self.lengths[1]]
+
+    def steps(self, halves: int) -> torch.Tensor:
+        """The lists of a kernel whose tiles have `halves` x 128 queries and whose steps have 128
+        keys: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) int32."""
+        if (halves, MASK_TILE) not in self._lists:
+            self._lists[halves, MASK_TILE] = _steps(self.tiles, halves)
+        return self._lists[halves, MASK_TILE]
+
+
+def _evaluated(
+    lengths: tuple[int, int], shape: Any, places: torch.Tensor, evaluate: Evaluate
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(number of the first place, places, which keys are seen) of some places after the other.
+
+    places: of tiles among all, in the order of `shape`. Queries past the end see what the last one
+    does, keys past the end are not seen.
+    """
+    own = torch.arange(MASK_TILE, device=places.device)
+    seqlen_q, seqlen_k = lengths
+    for start in range(0, len(places), CHUNK):
+        chosen = places[start : start + CHUNK]
+        left, indices = chosen, []
+        for size in reversed(shape):
+            indices.append(left % size)
+            left = left // size
+        kv_tile, q_tile, head, batch = (index[:, None, None] for index in indices)
+        query = (q_tile * MASK_TILE + own[:, None]).clamp(max=seqlen_q - 1)
+        key = kv_tile * MASK_TILE + own
+        seen = evaluate(batch, head, query, key.clamp(max=seqlen_k - 1)) & (key < seqlen_k)
+        yield start, chosen, seen.expand(-1, MASK_TILE, MASK_TILE)
+
+
+def _packed(seen: torch.Tensor) -> torch.Tensor:
+    """Tiles of bits of (n, 128, 128) bool."""
+    weights = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
+    words = seen.unflatten(-1, (BIT_WORDS, WORD_BITS)) * weights
+    return words.sum(-1, dtype=torch.int32)
+
+
+def _steps(tiles: torch.Tensor, halves: int) -> torch.Tensor:
+    count = tiles.shape[3]
+    padded = F.pad(tiles, (0, 0, 0, -tiles.shape[2] % halves), value=ABSENT)
+    of_halves = padded.unflatten(2, (-1, halves))
+    is_listed = (of_halves != ABSENT).any(3)
+    numbers = torch.arange(count, device=tiles.device)
+    # Those that are listed first, of these the last one first.
+    order = (count - 1 - numbers + count * ~is_listed).argsort(-1)
+    found = torch.zeros(
+        *is_listed.shape[:3], 1 + count, STEP_WORDS, dtype=torch.int32, device=tiles.device
+    )
+    found[..., 0, 0] = is_listed.sum(-1)
+    found[..., 1:, 0] = order
+    for half in range(halves):
+        own = of_halves[:, :, :, half].gather(-1, order)
+        found[..., 1:, 1 + half] = own.masked_fill(own == ABSENT, NOTHING)
+    return found

@@ -1,0 +1,304 @@
+"""Masks for `block_mask=`: by name, from a tensor, or from PyTorch's FlexAttention.
+
+    mask = masks.prefix_lm(prefix_lengths, seqlen)
+    out = flash_attn_func(q, k, v, block_mask=mask)
+
+A mask is made once and serves every layer. Tiles of 128 queries x 128 keys that no query sees cost
+nothing, full ones what they cost without a mask, and of the others the kernels read 2 KiB of bits.
+Queries and keys are aligned at their ends, as everywhere here: query i is level with key
+i + seqlen_k - seqlen_q.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .call.tile_mask import EMPTY, PARTIAL, WHOLE, TileMask, count_mask_tiles
+from .kernels.block_mask import MASK_TILE
+
+__all__ = [
+    "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
+    "from_dense", "prefix_lm", "sliding_window",
+]  # fmt: skip
+
+#: Where PyTorch's `BlockMask` is from.
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+
+
+def prefix_lm(
+    prefix: int | torch.Tensor, seqlen: int, seqlen_k: int | None = None,
+    device: torch.device | str | None = None,
+) -> TileMask:  # fmt: skip
+    """Causal, but for the first `prefix` keys, which every query sees.
+
+    prefix: an int, or (batch,) integers, whose device is the mask's; seqlen_k: `seqlen` if None.
+    Raises TypeError for a prefix of another kind, ValueError for a length below 1.
+    """
+    prefix = _per_sequence("prefix", prefix, device)
+    own = _levels(seqlen, seqlen_k, prefix.device)
+    limit = torch.maximum(own.level + 1, prefix[:, None])
+    return own.mask(torch.zeros_like(limit), limit)
+
+
+def sliding_window(
+    window: int, seqlen: int, seqlen_k: int | None = None, *, first_tokens: int = 0,
+    device: torch.device | str | None = None,
+) -> TileMask:  # fmt: skip
+    """Causal, the key level with a query, `window` keys before it, and the first `first_tokens`.
+
+    Raises ValueError for a window or first_tokens below 0 and a length below 1.
+    """
+    if window < 0 or first_tokens < 0:
+        raise ValueError(f"window is {window}, first_tokens {first_tokens}; accepted: 0 or more")
+    own = _levels(seqlen, seqlen_k, torch.device(device or "cpu"))
+    level = own.level[None]
+    return own.mask(level - window, level + 1, first_tokens)
+
+
+def documents(
+    ids: torch.Tensor, *, causal: bool = True, window: int | None = None
+) -> TileMask:
+    """Documents packed into rows: a query sees keys of its own one.
+
+    ids: (batch, seqlen) or (seqlen,) integers; neighbours with the same number are of one document.
+    causal: it sees none behind itself. window: with causal, so many before itself.
+    Raises TypeError for ids that are no integers, ValueError for other dimensions, or a window
+    without causal.
+    """
+    if window is not None and (not causal or window < 0):
+        raise ValueError(
+            f"window is {window} with causal={causal}; accepted: 0 or more, with causal=True"
+        )
+    ids = _rows_of_ids("ids", ids)
+    own = _levels(ids.shape[1], None, ids.device)
+    first, limit = _runs(ids)
+    if causal:
+        limit = torch.minimum(limit, own.level + 1)
+    if window is not None:
+        first = torch.maximum(first, own.level - window)
+    return own.mask(first, limit)
+
+
+def bidirectional_blocks(blocks: torch.Tensor, *, window: int | None = None) -> TileMask:
+    """Causal, but for blocks whose tokens see each other, such as an image's in Gemma 3.
+
+    blocks: (batch, seqlen) or (seqlen,) integers; neighbours with the same number, 0 or more, are
+    of one block, those below 0 of none. window: keys before a query that it sees, beside those of
+    its block; None for all. Raises TypeError for blocks that are no integers, ValueError for other
+    dimensions or a window below 0.
+    """
+    if window is not None and window < 0:
+        raise ValueError(f"window is {window}; accepted: 0 or more, or None")
+    blocks = _rows_of_ids("blocks", blocks)
+    own = _levels(blocks.shape[1], None, blocks.device)
+    begin, end = _runs(blocks)
+    alone = blocks < 0
+    limit = torch.where(alone, own.level + 1, torch.maximum(end, own.level + 1))
+    first = torch.zeros_like(limit)
+    if window is not None:
+        before = (own.level - window).expand_as(begin)
+        first = torch.where(alone, before, torch.minimum(begin, before))
+    return own.mask(first, limit)
+
+
+def from_dense(mask: torch.Tensor) -> TileMask:
+    """From a bool tensor (seqlen_q, seqlen_k), or (1 or batch, 1 or heads, seqlen_q, seqlen_k):
+    True where a query sees a key. Expanded dimensions are taken once.
+
+    Raises TypeError for another dtype, ValueError for other dimensions.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(f"mask is {kind}; accepted: a bool tensor, True where a key is seen")
+    if mask.ndim == 2:
+        mask = mask[None, None]
+    if mask.ndim != 4 or mask.numel() == 0:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; accepted: (seqlen_q, seqlen_k) or (1 or batch, "
+            "1 or heads, seqlen_q, seqlen_k), none of them 0"
+        )
+    for dimension in range(2):
+        if mask.stride(dimension) == 0:
+            mask = mask.narrow(dimension, 0, 1)
+    lengths = mask.shape[2], mask.shape[3]
+    padding = (0, -lengths[1] % MASK_TILE, 0, -lengths[0] % MASK_TILE)
+    by_tiles = torch.nn.functional.pad(mask, padding).unflatten(3, (-1, MASK_TILE))
+    by_tiles = by_tiles.unflatten(2, (-1, MASK_TILE))
+    some, whole = by_tiles.any(5).any(3), by_tiles.all(5).all(3)
+    kinds = some.to(torch.int8) + whole
+    return TileMask.of(lengths, kinds, lambda b, h, q, k: mask[b, h, q, k])
+
+
+def from_block_mask(block_mask: Any) -> TileMask:
+    """From PyTorch's `BlockMask`, of blocks that are multiples of 128. Its partial blocks are
+    evaluated by its own mask_mod, on its device; what that reads must not change afterwards.
+
+    Raises TypeError for anything else, ValueError for other blocks.
+    """
+    if not _is_block_mask(block_mask):
+        raise TypeError(
+            f"block_mask is {type(block_mask).__name__}; accepted: a BlockMask of "
+            f"{_FLEX_ATTENTION} or a mask of fa4_hd256.masks"
+        )
+    sizes = tuple(block_mask.BLOCK_SIZE)
+    if any(size % MASK_TILE for size in sizes):
+        raise ValueError(
+            f"block_mask has BLOCK_SIZE {sizes}; accepted: multiples of {MASK_TILE}, which is the "
+            "default of create_block_mask"
+        )
+    lengths = tuple(block_mask.seq_lengths)
+    of_blocks = tuple(-(-length // size) for length, size in zip(lengths, sizes, strict=True))
+    kinds = _kinds(block_mask.kv_num_blocks, block_mask.kv_indices, of_blocks, PARTIAL)
+    if block_mask.full_kv_num_blocks is not None:
+        given = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        kinds = torch.maximum(kinds, _kinds(*given, of_blocks, WHOLE))
+    for dimension, size in ((2, sizes[0]), (3, sizes[1])):
+        kinds = kinds.repeat_interleave(size // MASK_TILE, dimension)
+    tiles = [count_mask_tiles(length) for length in lengths]
+    kinds = kinds[:, :, : tiles[0], : tiles[1]].contiguous()
+    return TileMask.of(lengths, kinds, _evaluator(block_mask.mask_mod))
+
+
+def as_tile_mask(block_mask: Any) -> TileMask:
+    """What a user gives as `block_mask=`; of a `BlockMask` what `from_block_mask` made of it first.
+    Raises as that does."""
+    if isinstance(block_mask, TileMask):
+        return block_mask
+    try:
+        return _known[block_mask]
+    except (KeyError, TypeError):
+        made = from_block_mask(block_mask)
+    _known[block_mask] = made
+    return made
+
+
+#: Made of masks of PyTorch's that are alive.
+_known: weakref.WeakKeyDictionary[Any, TileMask] = weakref.WeakKeyDictionary()
+
+
+def _is_block_mask(given: Any) -> bool:
+    """Without an import, which takes long: who has one has imported it."""
+    module = sys.modules.get(_FLEX_ATTENTION)
+    return module is not None and isinstance(given, module.BlockMask)
+
+
+def _kinds(
+    counts: torch.Tensor, indices: torch.Tensor, of_blocks: tuple[int, ...], kind: int
+) -> torch.Tensor:
+    """(1 or batch, 1 or heads, *of_blocks) int8: `kind` for those that are listed, else `EMPTY`."""
+    while indices.ndim < 4:
+        counts, indices = counts[None], indices[None]
+    columns = of_blocks[1]
+    numbers = torch.arange(indices.shape[3], device=indices.device)
+    # Those behind a row's count go into a column past the others.
+    places = torch.where(numbers < counts[..., None], indices, columns)[:, :, : of_blocks[0]]
+    found = torch.full(
+        (*places.shape[:3], columns + 1), EMPTY, dtype=torch.int8, device=places.device
+    )
+    return found.scatter_(3, places.long().clamp(max=columns), kind)[..., :columns]
+
+
+def _evaluator(mask_mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A mask_mod, which is of single numbers, for tiles."""
+    # What PyTorch itself wraps them in, so that they may index tensors by these numbers.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    by_key = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
+    of_tile = torch.vmap(by_key, in_dims=(None, None, 0, None))
+    of_tiles = torch.vmap(of_tile)
+
+    def evaluate(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        with TransformGetItemToIndex():
+            return of_tiles(batch[:, 0, 0], head[:, 0, 0], query[:, :, 0], key[:, 0])
+
+    return evaluate
+
+
+class _Levels:
+    """Rows of a mask. level: (seqlen_q,) int64, the key that each query is level with."""
+
+    def __init__(self, lengths: tuple[int, int], device: torch.device) -> None:
+        self.lengths = lengths
+        queries = torch.arange(lengths[0], device=device)
+        self.level = queries + (lengths[1] - lengths[0])
+
+    def mask(
+        self, first: torch.Tensor, limit: torch.Tensor, first_tokens: int = 0
+    ) -> TileMask:
+        """The mask whose query i sees the keys first[i] .. limit[i] - 1, and of the first tokens
+        those below limit[i]. first, limit: (1 or batch, seqlen_q)."""
+        tokens = limit.clamp(max=first_tokens)
+        begin, end = (
+            torch.arange(count_mask_tiles(self.lengths[1]), device=first.device) * MASK_TILE + more
+            for more in (0, MASK_TILE)
+        )
+        (first_least, first_most), (limit_least, limit_most), (_, tokens_most) = (
+            _extremes(rows)[..., None] for rows in (first, limit, tokens)
+        )
+        some = ((limit_most > begin) & (first_least < end)) | (tokens_most > begin)
+        whole = (limit_least >= end) & (first_most <= begin)
+        kinds = (some.to(torch.int8) + whole)[:, None]
+
+        def evaluate(
+            batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
+            of_rows = (rows[batch, query] for rows in (first, limit, tokens))
+            begins, ends, before = of_rows
+            return ((key >= begins) & (key < ends)) | (key < before)
+
+        return TileMask.of(self.lengths, kinds, evaluate)
+
+
+def _levels(seqlen: int, seqlen_k: int | None, device: torch.device) -> _Levels:
+    lengths = seqlen, seqlen if seqlen_k is None else seqlen_k
+    for name, length in zip(("seqlen", "seqlen_k"), lengths, strict=True):
+        if length < 1:
+            raise ValueError(f"{name} is {length}; accepted: 1 or more")
+    return _Levels(lengths, device)
+
+
+def _extremes(rows: torch.Tensor) -> torch.Tensor:
+    """(2, 1 or batch, tiles): the least and the greatest of each tile's rows."""
+    missing = -rows.shape[1] % MASK_TILE
+    padded = torch.cat((rows, rows[:, -1:].expand(-1, missing)), dim=1)
+    return torch.stack(padded.unflatten(1, (-1, MASK_TILE)).aminmax(dim=2))
+
+
+def _runs(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first, behind the last) of the neighbours with the same number that each one is among."""
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    differs = numbers[:, 1:] != numbers[:, :-1]
+    edge = differs.new_ones(len(numbers), 1)
+    begins, ends = torch.cat((edge, differs), dim=1), torch.cat((differs, edge), dim=1)
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    last = torch.where(ends, places, numbers.shape[1]).flip(1).cummin(dim=1).values.flip(1)
+    return first, last + 1
+
+
+def _rows_of_ids(name: str, ids: Any) -> torch.Tensor:
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(f"{name} is {kind}; accepted: a tensor of integers")
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or ids.numel() == 0:
+        raise ValueError(
+            f"{name} has shape {tuple(ids.shape)}; accepted: (batch, seqlen) or (seqlen,)"
+        )
+    return ids
+
+
+def _per_sequence(name: str, given: Any, device: Any) -> torch.Tensor:
+    """(1 or batch,) int64."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return torch.tensor([given], device=device)
+    if not isinstance(given, torch.Tensor) or given.is_floating_point() or given.ndim != 1:
+        raise TypeError(f"{name} is {given!r}; accepted: an int, or (batch,) integers")
+    return given.long()

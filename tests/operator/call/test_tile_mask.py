@@ -1,0 +1,231 @@
+"""Masks by tiles: what each function of `fa4_hd256.masks` says, against the dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256.call import tile_mask
+from fa4_hd256.kernels.block_mask import FULL, NOTHING
+
+
+def places(seqlen_q, seqlen_k=None):
+    """(level of each query, key), which broadcast."""
+    seqlen_k = seqlen_k or seqlen_q
+    level = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    return level, torch.arange(seqlen_k)[None]
+
+
+def same(mask, *dense):
+    """The mask is this dense one of each batch entry."""
+    expected = torch.stack(dense)[:, None]
+    assert torch.equal(mask.dense(), expected)
+    assert mask.tiles.shape == (len(dense), 1, *(-(-n // 128) for n in expected.shape[2:]))
+
+
+# Prefixes of nothing, less than causal shows, inside a tile, of whole tiles, of all keys.
+def test_prefix_lm():
+    level, key = places(300, 520)
+    prefixes = 0, 7, 300, 384, 520
+    dense = [(key <= level) | (key < prefix) for prefix in prefixes]
+    same(masks.prefix_lm(torch.tensor(prefixes), 300, 520), *dense)
+    same(masks.prefix_lm(300, 300, 520), dense[2])
+
+
+# More keys than queries, and fewer: queries that see nothing.
+@pytest.mark.parametrize(("lengths", "window", "tokens"),
+                         [((700, 900), 100, 5), ((500, 300), 0, 0), ((300, 300), 400, 130)])
+def test_sliding_window(lengths, window, tokens):
+    level, key = places(*lengths)
+    dense = (key <= level) & ((key >= level - window) | (key < tokens))
+    found = masks.sliding_window(window, *lengths, first_tokens=tokens)
+    same(found, dense)
+
+
+IDS = torch.tensor([[0] * 130 + [1] * 5 + [0] * 200 + [4] * 65, [3] * 400])
+
+
+def runs(ids):
+    """Number of the run of equal neighbours."""
+    return torch.cat((ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 20)])
+def test_documents(causal, window):
+    level, key = places(400)
+    dense = []
+    for ids in IDS:
+        seen = runs(ids)[:, None] == runs(ids)[None]
+        if causal:
+            seen = seen & (key <= level)
+        dense.append(seen if window is None else seen & (key >= level - window))
+    same(masks.documents(IDS, causal=causal, window=window), *dense)
+    same(masks.documents(IDS[0], causal=causal, window=window), dense[0])
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_bidirectional_blocks(window):
+    """Gemma 3's: images across a border of tiles, next to each other, at the end; text between."""
+    blocks = torch.full((2, 400), -1)
+    blocks[0, 100:140], blocks[0, 140:180], blocks[0, 390:] = 0, 1, 2
+    level, key = places(400)
+    dense = []
+    for row in blocks:
+        seen = (key <= level) if window is None else (key <= level) & (key >= level - window)
+        dense.append(seen | ((runs(row)[:, None] == runs(row)[None]) & (row >= 0)))
+    same(masks.bidirectional_blocks(blocks, window=window), *dense)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 200, 333), (1, 2, 128, 256)])
+def test_from_dense(shape):
+    dense = torch.rand(shape) > 0.5
+    dense[0, 0, :128] = True
+    dense[-1, -1, :128, 128:] = False
+    found = masks.from_dense(dense)
+    assert torch.equal(found.dense(), dense)
+    assert torch.equal(masks.from_dense(dense[0, 0]).dense()[0, 0], dense[0, 0])
+    wide = dense.expand(*shape) if shape[0] > 1 else dense.expand(4, -1, -1, -1)
+    assert masks.from_dense(wide).tiles.shape[0] == shape[0]
+
+
+def test_kinds_of_tiles():
+    """Full ones have no bits, unless they end behind the last key; empty ones are listed by no
+    tile of queries without another one of them that sees something."""
+    dense = torch.zeros(300, 300, dtype=torch.bool)
+    dense[:128] = True
+    dense[128:256, 130] = True
+    mask = masks.from_dense(dense)
+    (first, partial, last) = (1, 2, 3)
+    assert mask.tiles[0, 0].tolist() == [
+        [FULL, FULL, first], [tile_mask.ABSENT, partial, tile_mask.ABSENT],
+        [tile_mask.ABSENT] * 3,
+    ]  # fmt: skip
+    assert len(mask.bits) == last and not mask.bits[NOTHING].any()
+    assert mask.steps(2)[0, 0].tolist() == [
+        [[3, 0, 0, 0], [2, first, NOTHING, 0], [1, FULL, partial, 0], [0, FULL, NOTHING, 0]],
+        [[0, 0, 0, 0], *([number, NOTHING, NOTHING, 0] for number in (2, 1, 0))],
+    ]
+    assert mask.steps(2) is mask.steps(2)
+    assert mask.steps(1)[0, 0, 1, :2].tolist() == [[1, 0, 0, 0], [1, partial, 0, 0]]
+
+
+DOCUMENTS = torch.tensor([0] * 150 + [1] * 10 + [2] * 240)
+
+
+def of_documents(b, h, q, k):
+    """Indexes a tensor, and depends on batch and head."""
+    return (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k + h * 3) & (k >= b)
+
+
+# Queries, keys, and both not multiples of a block; blocks of several tiles.
+@pytest.mark.parametrize("block", [128, (256, 128), (128, 384)])
+@pytest.mark.parametrize("lengths", [(400, 400), (256, 130), (130, 384)])
+def test_from_block_mask(lengths, block):
+    mask = create_block_mask(of_documents, 2, 3, *lengths, device="cpu", BLOCK_SIZE=block)
+    dense = create_mask(of_documents, 2, 3, *lengths, device="cpu")
+    found = masks.from_block_mask(mask)
+    assert torch.equal(found.dense(), dense)
+    assert masks.as_tile_mask(mask) is masks.as_tile_mask(mask)
+    assert masks.as_tile_mask(found) is found
+
+
+def test_blocks_alone():
+    """Of `from_kv_blocks`, without full blocks and a function: the blocks that are listed."""
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[2, 1, 0], [0, 1, 2]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, seq_lengths=(256, 300))
+    tiles = masks.from_block_mask(mask).tiles[0, 0]
+    absent = tile_mask.ABSENT
+    assert tiles[1].tolist() == [FULL, FULL, absent]
+    assert tiles[0, :2].tolist() == [absent] * 2 and tiles[0, 2] > 0
+
+
+def test_bits_of_every_tile(monkeypatch):
+    """As on a GPU, where nobody waits for the number of partial tiles; and by chunks."""
+    expected = masks.documents(IDS).dense()
+    monkeypatch.setattr(tile_mask, "CHUNK", 5)
+    assert torch.equal(masks.documents(IDS).dense(), expected)
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda t: torch.arange(len(t))[:, None])
+    found = masks.documents(IDS)
+    assert torch.equal(found.dense(), expected)
+    assert len(found.bits) == 1 + found.tiles.numel()
+
+
+def tensors(seqlen_q=256, seqlen_k=256, heads=2):
+    return [torch.zeros(1, s, heads, 256, dtype=torch.bfloat16)
+            for s in (seqlen_q, seqlen_k, seqlen_k)]  # fmt: skip
+
+
+def dense(*shape):
+    return masks.from_dense(torch.ones(shape, dtype=torch.bool))
+
+
+ERRORS = {
+    "kind": ({"block_mask": torch.ones(256, 256)}, TypeError, "block_mask is Tensor; accepted"),
+    "lengths": (
+        {"block_mask": dense(1, 1, 200, 256)}, ValueError,
+        "of 200 queries and 256 keys; accepted: 256 and 256",
+    ),
+    "batch": (
+        {"block_mask": dense(3, 1, 256, 256)}, ValueError, "of batch 3 and 1 heads; accepted: 1",
+    ),
+    "heads": (
+        {"block_mask": dense(1, 3, 256, 256)}, ValueError, "3 heads; accepted: 1 or 1, and 1 or 2",
+    ),
+    "device": (
+        {"block_mask": masks.TileMask((256, 256), torch.zeros(1, 1, 2, 2, device="meta"), None)},
+        ValueError, "block_mask is on meta; accepted: cpu",
+    ),
+    "causal": (
+        {"block_mask": dense(256, 256), "causal": True}, ValueError, "with block_mask; accepted",
+    ),
+    "window": (
+        {"block_mask": dense(256, 256), "window_size": (3, None)}, ValueError, "with block_mask",
+    ),
+    "splits": (
+        {"block_mask": dense(256, 256), "num_splits": 2}, ValueError, "num_splits is 2 with block",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
+def test_errors(case):
+    options, error, text = case
+    with pytest.raises(error, match=text):
+        flash_attn_func(*tensors(), **options)
+
+
+def test_blocks_of_another_size():
+    mask = create_block_mask(of_documents, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match=r"BLOCK_SIZE \(64, 64\); accepted: multiples of 128"):
+        flash_attn_func(*tensors(), block_mask=mask)
+
+
+def test_other_functions_refuse_masks():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="flash_attn_varlen_func; accepted: None"):
+        flash_attn_varlen_func(q, k, v, block_mask=dense(256, 256))
+
+
+def test_gradients_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match="block_mask: no gradients"):
+        flash_attn_func(q.requires_grad_(), k, v, block_mask=dense(256, 256))
+
+
+@pytest.mark.parametrize(("make", "error", "text"), [
+    (lambda: masks.prefix_lm(2.0, 3), TypeError, "prefix is 2.0; accepted"),
+    (lambda: masks.prefix_lm(2, 0), ValueError, "seqlen is 0; accepted: 1"),
+    (lambda: masks.sliding_window(-1, 3), ValueError, "window is -1, first_tokens 0; accepted"),
+    (lambda: masks.documents(torch.ones(3)), TypeError, "ids is torch.float32; accepted"),
+    (lambda: masks.documents(IDS, causal=False, window=3), ValueError, "window is 3 with causal"),
+    (lambda: masks.bidirectional_blocks(IDS[None]), ValueError, "blocks has shape"),
+    (lambda: masks.bidirectional_blocks(IDS, window=-2), ValueError, "window is -2; accepted"),
+    (lambda: masks.from_dense(torch.ones(3, 3)), TypeError, "mask is torch.float32; accepted"),
+    (lambda: masks.from_dense(torch.ones(3, dtype=torch.bool)), ValueError, "mask has shape"),
+])  # fmt: skip
+def test_errors_of_named_masks(make, error, text):
+    with pytest.raises(error, match=text):
+        make()

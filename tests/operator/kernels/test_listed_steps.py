@@ -1,0 +1,106 @@
+"""Steps that a block mask lists: what the simulator sees, and bugs that the tests refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func, masks
+from fa4_hd256.check import reference
+from fa4_hd256.kernels import block_mask
+
+pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+
+
+def mask_of():
+    """Of 300 queries and 600 keys: full and partial tiles and none, other lists for the two tiles
+    of queries, steps of which one half of the rows sees nothing."""
+    dense = torch.rand(1, 1, 300, 600) > 0.5
+    dense[..., :128, 256:384] = True
+    dense[..., 128:256, 256:384] = False
+    dense[..., :256, :128] = False
+    dense[..., :128, 512:] = False
+    dense[..., 256:, 128:512] = False
+    return masks.from_dense(dense)
+
+
+def attend(use_clc=False, batch=1):
+    q = torch.randn(batch, 300, 2, 256).bfloat16()
+    k, v = (torch.randn(batch, 600, 1, 256).bfloat16() for _ in range(2))
+    mask = mask_of()
+    out, lse = flash_attn_func(q, k, v, block_mask=mask, use_clc=use_clc, return_lse=True)
+    found = reference.compare(out, lse, (q, k, v), mask=mask.dense())
+    assert found.max_error <= found.tolerance, found
+    assert found.lse_max_error <= 1e-3, found
+
+
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_findings(use_clc, seed, monkeypatch):
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    attend(use_clc, batch=2)
+    report = sm100_sim.last_reports()[-1]
+    assert report.seed == seed and report.findings == []
+
+
+def loads(mask):
+    """TMA loads of a call with this mask of 512 queries and keys."""
+    tensors = [torch.randn(1, 512, 1, 256).bfloat16() for _ in "qkv"]
+    flash_attn_func(*tensors, block_mask=masks.from_dense(mask), use_clc=False)
+    return sm100_sim.last_reports()[-1].tma
+
+
+def test_empty_tiles_are_not_loaded():
+    """Two steps of eight: all of Q, a quarter of the bytes of K and V."""
+    sparse = torch.zeros(512, 512, dtype=torch.bool)
+    sparse[:256, 128:256] = sparse[256:, 300] = True
+    some, whole = loads(sparse), loads(torch.ones(512, 512, dtype=torch.bool))
+    of_q = 512 * 256 * 2
+    assert (whole["load_bytes"] - of_q) == 4 * (some["load_bytes"] - of_q) == 8 * 2 * 128 * 256 * 2
+
+
+LIST, BITS = block_mask.StepList, block_mask.RowBits
+STEP, TILE, WORDS, NEXT = LIST.kv_tile, LIST.bit_tile, LIST.words, BITS.next
+
+
+def _stale_bits(self):
+    """The bits of the step before."""
+    following = NEXT(self)
+    following._words = self._words
+    return following
+
+
+def _full_as_partial(self):
+    """A full tile that is masked by whatever bits are there."""
+    following = NEXT(self)
+    following._numbers = (following._numbers[0] * 0, following._numbers[1])
+    following._words = self._words
+    return following
+
+
+BUGS = {
+    "the step before": (LIST, "kv_tile", lambda self, step: STEP(self, step - 1)),
+    "the step behind": (LIST, "kv_tile", lambda self, step: STEP(self, step + 1)),
+    "bits of the neighbouring tile": (
+        LIST, "words", lambda self, number, row: WORDS(self, number - 1, row)
+    ),
+    "bits of the next row": (
+        LIST, "words", lambda self, number, row: WORDS(self, number, row ^ 1)
+    ),
+    "bits of the other half": (
+        LIST, "bit_tile", lambda self, step, half: TILE(self, step, 1 - half)
+    ),
+    "stale bits": (BITS, "next", _stale_bits),
+    "a full tile taken as partial": (BITS, "next", _full_as_partial),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_refused(bug, planted):
+    planted.setattr(*BUGS[bug])
+    with pytest.raises(AssertionError):
+        attend()
