@@ -77,6 +77,15 @@ DOCUMENTS = {
         )
         for machine in ("gb200", "gb300")
     },
+    **{
+        f"throughput_{name}": Document(
+            f"Throughput of {title}, B200", ("throughput", "--modelled", "--group", group),
+            "throughput.md", (0,),
+        )
+        for name, title, group in (
+            ("windows", "windows", "window"), ("unequal", "unequal lengths", "unequal"),
+        )
+    },
     "throughput_h200": Document(
         "The forward on an H200 beside its peers",
         ("throughput", "--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16",

@@ -25,14 +25,18 @@ def table(name):
     return rows_of((FOLDER / f"{name}.md").read_text("utf-8"))[0]
 
 
+def length_of(shape):
+    """A shape's length as the page's headings have it: 512, 2k, (64, 1)."""
+    text = shape.split("x", 1)[1]
+    return text if "(" in text or int(text) < 1024 else f"{int(text) // 1024}k"
+
+
 def summarised(name, **of):
     """Length -> cell of the page, of the rows of a table with these values."""
     found = {}
     for row in table(name):
         if all(row[key] == value for key, value in of.items()):
-            tokens = int(row["shape"].split("x")[-1])
-            length = f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
-            ratio = row["best peer / ours"]
+            length, ratio = length_of(row["shape"]), row["best peer / ours"]
             ratio = f"**{ratio}**" if row["faster"] == "ours" else ratio
             found[length] = f"{ratio} ({row['probability'].replace('%', ' %')})"
     return found
@@ -62,7 +66,26 @@ def check_one_sequence(text):
         assert cells == summarised(f"throughput_{suffix}", direction=direction), name
 
 
-CHECKS = check_lengths, check_one_sequence
+def check_windows(text):
+    shown = page_rows(text, "forward, window")
+    assert len(shown) == 3
+    for left, cells in shown.items():
+        of = {"direction": "forward", "mask": f"window ({left}, 0)"}
+        assert cells == summarised("throughput_windows", **of), left
+
+
+def check_unequal(text):
+    shown = page_rows(text, "8 x (queries, keys)")
+    assert len(shown) == 4
+    for name, cells in shown.items():
+        direction, mask = name.split(", ")
+        assert cells == summarised("throughput_unequal", direction=direction, mask=mask), name
+
+
+#: And a ratio that the page has of it.
+CHECKS = {
+    check_lengths: "1.71", check_one_sequence: "1.43", check_windows: "1.97", check_unequal: "2.50",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -73,8 +96,7 @@ def test_the_page_repeats_the_tables(check):
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("planted", ["a ratio", "a probability", "ahead"])
 def test_another_figure_is_seen(check, planted):
-    text = PAGE.read_text("utf-8")
-    first = {check_lengths: "1.71", check_one_sequence: "1.43"}[check]
+    text, first = PAGE.read_text("utf-8"), CHECKS[check]
     old, new = {
         "a ratio": (f"**{first}** (100 %)", "**1.99** (100 %)"),
         "a probability": (f"**{first}** (100 %)", f"**{first}** (98 %)"),
