@@ -136,8 +136,8 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     monkeypatch.setattr(ForwardConfig, "tuned", tuned)
     options = SimpleNamespace(window=(None, 0))
     problem = SimpleNamespace(
-        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS, tiles=None,
-        page_size=None,
+        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS,
+        tiles=KERNELS.forwards[0], page_size=None,
     )
     for name in ("b200", "gb200", "b300", "gb300"):
         forward_spec(problem, gpu(name=name), None)
@@ -184,6 +184,10 @@ def test_parts_cost_more_where_memory_is_slow():
 
 class Failing:
     """A compiled kernel whose loading fails, as CuTe DSL reports it."""
+
+    @staticmethod
+    def refuse_to_load_in_a_graph():
+        """No graph is captured."""
 
     @staticmethod
     def function(*arguments):

@@ -39,12 +39,12 @@ for one in (folder, module, config):
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.run import catalogue, compile
+from fa4_hd256.run import catalogue, keys
 q, k = torch.zeros(1, 1, 12, 256).bfloat16(), torch.zeros(1, 640, 1, 256).bfloat16()
 problem = Problem.describe((q, k, k), Options(1.0))
 gpu = Gpu((8, 0), 100, 50, 1 << 26, 1e12)
 spec = catalogue.forward_spec(problem, gpu)
-sources = dict(compile.compiled_sources("forward", row))
+sources = dict(keys.compiled_sources("forward", row))
 print(problem.packed_heads, problem.tile_queries, splits_for(problem, gpu), spec.config,
       "forward_third" in catalogue.KINDS, not any("blackwell" in name for name in sources))
 """
