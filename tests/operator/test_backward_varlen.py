@@ -245,7 +245,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
         got = gradients(tensors, dout, use_clc=argument, **call)
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
         dv, products = sm100_sim.last_reports()[-2:]
-        # Blocks of 256 keys x the two heads of each KV head's group, a part each, x batch; blocks of
+        # Blocks of 256 keys x the heads of each KV head's group, a part each, x batch; blocks of
         # 256 queries x heads x batch.
         of_keys, of_queries = 2 * 4 * 5, 3 * 4 * 5
         for report, tiles in ((dv, of_keys), (products, of_keys + of_queries)):
