@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fa4_hd256.autograd import call_backward
-from fa4_hd256.call import named_configs
-from fa4_hd256.call.forward_problem import Options, uneven_gradients
+from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
+
+from .given_results import gradients_of_results
 
 NAME = "fa4_hd256"
 
@@ -121,17 +121,8 @@ def _flash_attn_bwd(
     )
     if options:
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
-    longest = [_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True)]
-    is_ragged = any(offsets is not None for offsets in ragged)
-    uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
-    use_clc = checked.backward_use_clc(None, is_ragged, uneven)
-    tensors = (dout, None, q, k, v, out, lse, None, *ragged, None, None)
-    dq, dk, dv, _ = call_backward(
-        tensors,
-        (checked.softmax_scale, *checked.bounds, 0.0, *longest, use_clc, named_configs.DEFAULT,
-         (True, True, False)),
-    )  # fmt: skip
-    return dq, dk, dv
+    of_q, of_k = (_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True))
+    return gradients_of_results((q, k, v, out, dout, lse), checked, ragged, (of_q, of_k))
 
 
 def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:

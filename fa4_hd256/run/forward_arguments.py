@@ -100,8 +100,8 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
         dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else 4)
         for name, tensor in zip(names, tensors.optional, strict=True)
     )
-    optional = optional or None
-    return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
+    scalars = call_scalars(problem, gpu, stream)
+    return q, k, v, results, optional or None, scalars, cuda.CUstream(stream)
 
 
 def combine_call_arguments(

@@ -24,6 +24,7 @@ MORE_PARAMETERS = {
     ("fa4_hd256/interface.py", "flash_attn_func"): 17,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 25,
     ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 28,
+    ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 16,
     # What calls may be like, by the names of those calls' own arguments.
     ("fa4_hd256/warm.py", "warm_up"): 9,
     # A torch operator's schema is flat: tensors and plain values only.

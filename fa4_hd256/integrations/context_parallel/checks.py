@@ -1,0 +1,100 @@
+"""What calls over ranks accept, and what the ranks' calls must have in common."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fa4_hd256.call import named_configs
+from fa4_hd256.call.forward_problem import ForwardCall, Options
+from fa4_hd256.gpus.family import architecture_of
+from fa4_hd256.kernels.kernel_set import kernels_of
+
+from .exchange import Ranks
+from .local import Settings
+from .spans import placed
+
+__all__ = ["Given", "check_heads", "settings_of", "text_of"]
+
+
+class Given(NamedTuple):
+    """Arguments of `ring_attention`, as users give them."""
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    config: Any
+    backward_config: Any
+    use_clc: Any
+
+
+def settings_of(
+    tensors: tuple, given: Given, ranks: Ranks, divided: tuple[str, Any]
+) -> Settings:
+    """Raises for what is not accepted. tensors: q, k, v with a batch, the sink. divided: the order,
+    cu_seqlens."""
+    q, k, v, sink = tensors
+    options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
+    ForwardCall(q, k, v, sink, {}).describe(options, None, None, given.config)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: as many of both"
+        )
+    order, offsets = divided
+    placed(order, ranks.count, q.shape[1])
+    documents = None if offsets is None else _documents(offsets, ranks.count * q.shape[1])
+    kinds = kernels_of(architecture_of(q.device)).configs("backward")
+    backward = named_configs.encode(given.backward_config, *kinds)
+    return Settings(options, documents, given.config, backward, given.use_clc)
+
+
+def _documents(offsets: Any, rows: int) -> tuple[int, ...]:
+    """cu_seqlens as numbers. Raises TypeError or ValueError."""
+    found = offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets
+    if not isinstance(found, (list, tuple)) or not all(type(number) is int for number in found):
+        raise TypeError(
+            f"cu_seqlens is a {type(offsets).__name__}; accepted: a sequence or a one-dimensional "
+            "tensor of integers"
+        )
+    rising = all(begin <= end for begin, end in zip(found, found[1:]))
+    if len(found) < 2 or found[0] != 0 or found[-1] != rows or not rising:
+        raise ValueError(
+            f"cu_seqlens is {_shortened(found)}; accepted: rising offsets from 0 to {rows}, the "
+            "rows of all ranks"
+        )
+    return tuple(found)
+
+
+def _shortened(numbers: Sequence[int]) -> str:
+    return str(list(numbers)) if len(numbers) <= 8 else f"[{numbers[0]}, ..., {numbers[-1]}]"
+
+
+def check_heads(tensors: tuple, count: int) -> None:
+    heads, heads_kv = tensors[0].shape[2], tensors[1].shape[2]
+    if heads % count or (heads_kv % count and count % heads_kv):
+        raise ValueError(
+            f"{heads} heads and {heads_kv} key/value heads do not divide among {count} ranks; "
+            "accepted: heads a multiple of the ranks, heads_kv a multiple or a divisor of them; "
+            "or use ring_attention"
+        )
+
+
+def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
+    """What all ranks' calls have in common."""
+    q, k, _, sink = tensors
+    has_gradient = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in tensors
+    )
+    options = settings.options
+    return (
+        f"{name}, order {order}, q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, softmax_scale "
+        f"{options.softmax_scale}, window {options.window}, softcap {options.softcap}, "
+        f"{'a' if sink is not None else 'no'} sink, "
+        f"{'with' if has_gradient else 'without'} gradients, cu_seqlens "
+        f"{settings.documents and _shortened(settings.documents)}, "
+        f"checksum {zlib.crc32(repr(settings.documents).encode()):08x}"
+    )

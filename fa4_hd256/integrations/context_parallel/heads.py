@@ -1,0 +1,95 @@
+"""Heads over ranks: every rank has some heads of all rows while it attends (Ulysses).
+
+Before the call rows of all heads are exchanged for some heads of all rows, after it back again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+
+from .exchange import Ranks
+from .gathered import in_order, of_ranks
+from .local import Settings, packed_offsets
+from .spans import Rows, placed
+
+__all__ = ["attend_by_heads", "to_heads", "to_rows"]
+
+
+class _ToHeads(torch.autograd.Function):
+    """(batch, rows of this rank, heads, ...) -> (batch, all rows, heads of this rank, ...)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.places = ranks, places
+        return _by_heads(tensor, ranks, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _by_rows(gradient, ctx.ranks, ctx.places), None, None
+
+
+class _ToRows(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.places = ranks, places
+        return _by_rows(tensor, ranks, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _by_heads(gradient, ctx.ranks, ctx.places), None, None
+
+
+def to_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
+    """(batch, all rows, heads / ranks, ...) from (batch, rows, heads, ...), in the sequence's
+    order; differentiable. heads: a multiple of the ranks."""
+    return _ToHeads.apply(tensor, ranks, places)
+
+
+def to_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
+    """The inverse of `to_heads`."""
+    return _ToRows.apply(tensor, ranks, places)
+
+
+def _by_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
+    by_rank = torch.stack(tensor.chunk(ranks.count, dim=2))
+    return in_order(ranks.exchange(by_rank), places)
+
+
+def _by_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
+    found = ranks.exchange(of_ranks(tensor, places))
+    return torch.cat([*found], dim=2)
+
+
+def attend_by_heads(
+    tensors: tuple, settings: Settings, given: dict[str, Any], divided: tuple[Ranks, str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `ulysses_attention`. tensors: q, k, v, the sink. given: options of the user's.
+    divided: the ranks, the order."""
+    (q, k, v, sink), (ranks, order) = tensors, divided
+    places = placed(order, ranks.count, q.shape[1])
+    copies = max(1, ranks.count // k.shape[2])
+    k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
+    q, k, v = (to_heads(tensor, ranks, places) for tensor in (q, k, v))
+    if sink is not None:
+        sink = sink.chunk(ranks.count)[ranks.own]
+    options: dict[str, Any] = {**given, "learnable_sink": sink, "return_lse": True}
+    if settings.documents is None:
+        out, lse = flash_attn_func(q, k, v, **options)
+    else:
+        offsets, longest = packed_offsets(settings.documents, q.device)
+        q, k, v = (tensor.squeeze(0) for tensor in (q, k, v))
+        out, lse = flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, **options)
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    by_row = lse.transpose(1, 2)
+    return to_rows(out, ranks, places), to_rows(by_row, ranks, places).transpose(1, 2)

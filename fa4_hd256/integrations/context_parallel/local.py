@@ -1,0 +1,183 @@
+"""Attention of a rank's queries over keys that it holds, part by part, and what sums it up.
+
+    q, out, dout  (batch, rows, heads, 256) bf16 or fp16
+    k, v          (batch, rows, heads_kv, 256), likewise
+    lse, dlse     (batch, heads, rows) float32
+
+Sums of out are float32: (batch, rows, heads, 256).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.integrations.given_results import gradients_of_results
+from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+
+from .spans import Mask, Part
+
+__all__ = [
+    "Attended", "Held", "OwnRows", "Settings", "add_gradients", "packed_offsets",
+    "sink_gradient",
+]  # fmt: skip
+
+
+#: k and v.
+Held = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call asks for beside tensors and ranks.
+
+    options: softmax_scale, the window of the whole sequence, softcap. documents: of packed
+    sequences, offsets in the whole one. config, use_clc: as `flash_attn_func` takes them.
+    backward_config: by name.
+    """
+
+    options: Options
+    documents: tuple[int, ...] | None
+    config: Any
+    backward_config: str
+    use_clc: bool | None
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(*self.options.window, self.documents)
+
+
+class OwnRows(NamedTuple):
+    """A rank's queries, their results over all keys, and gradients of these; dlse None for 0."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+class Attended:
+    """out and lse of a rank's queries over the keys seen so far."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        batch, rows, heads, _ = q.shape
+        self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        self.lse = torch.full((batch, heads, rows), -math.inf, device=q.device)
+
+    def add(
+        self, q: torch.Tensor, held: Held, parts: Sequence[Part],
+        settings: Settings,
+    ) -> None:  # fmt: skip
+        """Attend to parts of keys that no part before had. held: k, v."""
+        for part in parts:
+            own, own_lse = _forward(q, held, part, settings)
+            rows = slice(part.queries.start, part.queries.stop)
+            out, lse = self.out[:, rows], self.lse[..., rows]
+            total = torch.logaddexp(lse, own_lse)
+            # Of rows that have seen nothing yet total and own_lse may both be -inf.
+            share = torch.exp(own_lse - total).nan_to_num_(nan=0.0)
+            out.lerp_(own.float(), share.transpose(1, 2).unsqueeze(-1))
+            lse.copy_(total)
+
+    def add_sink(self, sink: torch.Tensor) -> None:
+        """Count a logit of each head that takes part in the softmax with a value of 0."""
+        total = torch.logaddexp(self.lse, sink.float()[:, None])
+        left = torch.exp(self.lse - total).nan_to_num_(nan=0.0)
+        self.out *= left.transpose(1, 2).unsqueeze(-1)
+        self.lse = total
+
+
+def _forward(
+    q: torch.Tensor, held: Held, part: Part, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a part."""
+    of_q, of_k, of_v = _operands((q,), held, part)
+    options = settings.options
+    given: dict[str, Any] = {
+        "softmax_scale": options.softmax_scale,
+        "window_size": part.window,
+        "softcap": options.softcap,
+        "return_lse": True,
+        "config": settings.config,
+        "use_clc": settings.use_clc,
+    }
+    if part.documents is None:
+        out, lse = flash_attn_func(of_q, of_k, of_v, **given)
+        return out, lse
+    offsets, longest = packed_offsets(part.documents, q.device)
+    of_q, of_k, of_v = (tensor.squeeze(0) for tensor in (of_q, of_k, of_v))
+    out, lse = flash_attn_varlen_func(
+        of_q, of_k, of_v, offsets, offsets, longest, longest, **given
+    )
+    return out.unsqueeze(0), lse.unsqueeze(0)
+
+
+def _operands(
+    of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], part: Part
+) -> list[torch.Tensor]:
+    """The part's rows of tensors."""
+    pairs = ((of_queries, part.queries), (of_keys, part.keys))
+    return [t[:, rows.start : rows.stop] for tensors, rows in pairs for t in tensors]
+
+
+@functools.lru_cache(maxsize=256)
+def packed_offsets(documents: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int]:
+    """(cu_seqlens, longest) on a device, made once."""
+    longest = max(end - begin for begin, end in zip(documents, documents[1:]))
+    return torch.tensor(documents, dtype=torch.int32, device=device), longest
+
+
+def add_gradients(
+    of_rows: OwnRows,
+    held: Held,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    parts: Sequence[Part],
+    settings: Settings,
+) -> None:
+    """Add a rank's gradients of some keys to `sums`: float32 (dq, dkv), like q, and (2, batch,
+    rows, heads_kv, 256).
+
+    held: k, v.
+    """
+    q, out, dout, lse, dlse = of_rows
+    dq, dkv = sums
+    options = settings.options
+    for part in parts:
+        rows = slice(part.queries.start, part.queries.stop)
+        keys = slice(part.keys.start, part.keys.stop)
+        own_q, own_out, own_dout, own_k, own_v = _operands((q, out, dout), held, part)
+        tensors = own_q, own_k, own_v, own_out, own_dout, lse[..., rows]
+        own_dlse = None if dlse is None else dlse[..., rows]
+        asked = Options(options.softmax_scale, part.window, options.softcap)
+        kernels: dict[str, Any] = {
+            "use_clc": settings.use_clc, "backward_config": settings.backward_config,
+        }  # fmt: skip
+        if part.documents is None:
+            found = gradients_of_results(tensors, asked, dlse=own_dlse, **kernels)
+        else:
+            offsets, longest = packed_offsets(part.documents, q.device)
+            found = gradients_of_results(
+                tensors, asked, (offsets, offsets), (longest, longest), dlse=own_dlse, **kernels
+            )
+        for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
+            total += gradient
+
+
+def sink_gradient(of_rows: OwnRows, sink: torch.Tensor) -> torch.Tensor:
+    """(heads,) like sink, of a rank's rows.
+
+    -sum over the rows of P_sink (sum of dout * out - dlse), P_sink = exp(sink - lse).
+    """
+    _, out, dout, lse, dlse = of_rows
+    delta = (out.float() * dout.float()).sum(dim=-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    share = torch.exp(sink.float()[:, None] - lse)
+    return -(share * delta).sum(dim=(0, 2)).to(sink.dtype)

@@ -1,0 +1,195 @@
+"""Which rows of a sequence each rank has, and which of a rank's queries see which keys.
+
+A rank's rows are some spans of the sequence, one behind the other in its tensors. What queries of
+one rank see of another's keys is cut into `Part`s, each one call of a kernel. Masks are given by
+the distance of positions in the whole sequence, a kernel's are bottom-right aligned: rows and keys
+that see nothing of each other are cut off until both mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["ORDERS", "Mask", "Part", "Rows", "local_rows", "parts_of", "placed"]
+
+#: How a sequence is divided. contiguous: one span a rank, in order. zigzag: of twice as many spans
+#: as ranks the rank's first and, from the end, its last, so that causal work is equal.
+ORDERS = ("contiguous", "zigzag")
+
+#: Rows of a rank, as positions in the whole sequence.
+Rows = tuple[range, ...]
+
+
+def placed(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
+    """The rows of every rank, `rows` each. Raises ValueError for an order that there is not, or
+    rows that do not divide."""
+    if order == "contiguous":
+        return tuple((range(rank * rows, (rank + 1) * rows),) for rank in range(ranks))
+    if order != "zigzag":
+        raise ValueError(f"order is {order!r}; accepted: {', '.join(map(repr, ORDERS))}")
+    if rows % 2:
+        raise ValueError(
+            f"a rank has {rows} rows; order 'zigzag' gives it two spans of the same length: give "
+            "an even number, padding the sequence to a multiple of twice the ranks"
+        )
+    half, spans = rows // 2, 2 * ranks
+    return tuple(
+        tuple(range(span * half, (span + 1) * half) for span in (rank, spans - 1 - rank))
+        for rank in range(ranks)
+    )
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees, by positions in the whole sequence.
+
+    left, right: keys before and behind the query's own position, None: all. documents: offsets of
+    packed documents, which see nothing of one another; None: the sequence is one.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    documents: tuple[int, ...] | None = None
+
+
+class Part(NamedTuple):
+    """One call of a kernel.
+
+    queries, keys: rows of a rank's tensors. window: (left, right), bottom-right aligned, as
+    `flash_attn_func` takes it. documents: offsets of packed documents, which queries and keys have
+    in common, from 0; None: one.
+    """
+
+    queries: range
+    keys: range
+    window: tuple[int | None, int | None]
+    documents: tuple[int, ...] | None = None
+
+
+def local_rows(held: Rows, wanted: range) -> range:
+    """Where positions that are in one of the spans lie in a tensor of all of them."""
+    begin = 0
+    for span in held:
+        if span.start <= wanted.start and wanted.stop <= span.stop:
+            return _moved(wanted, begin - span.start)
+        begin += len(span)
+    raise ValueError(f"positions {wanted} are not in one of the spans {held}")
+
+
+def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
+    """What queries of these rows see of these keys; every pair is in one part at most."""
+    found: list[Part] = []
+    first_query = 0
+    for query_span in queries:
+        first_key = 0
+        for key_span in keys:
+            for part in _pieces(query_span, key_span, mask):
+                moved = part._replace(
+                    queries=_moved(part.queries, first_query - query_span.start),
+                    keys=_moved(part.keys, first_key - key_span.start),
+                )
+                found.append(moved)
+            first_key += len(key_span)
+        first_query += len(query_span)
+    return tuple(_joined(found))
+
+
+def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:
+    """`parts_of` of two spans; rows are positions."""
+    documents = mask.documents
+    if documents is None:
+        documents = (0, max(queries.stop, keys.stop))
+    found: list[Part] = []
+    own: list[range] = []
+    for begin, end in zip(documents, documents[1:]):
+        document = range(begin, end)
+        of_queries, of_keys = _common(queries, document), _common(keys, document)
+        if not of_queries or not of_keys:
+            continue
+        if of_queries == of_keys:
+            own.append(of_queries)
+            continue
+        part = _cut(of_queries, of_keys, mask)
+        if part is not None:
+            found.append(part)
+    return found + _own_documents(own, mask)
+
+
+def _own_documents(documents: Sequence[range], mask: Mask) -> list[Part]:
+    """Documents, or pieces of one, whose queries and keys are the same positions: one call."""
+    if not documents:
+        return []
+    if len(documents) == 1:
+        part = _cut(documents[0], documents[0], mask)
+        return [] if part is None else [part]
+    begin = documents[0].start
+    # Documents lie one behind the other, so that one's end is the next one's begin.
+    offsets = (*(document.start - begin for document in documents), documents[-1].stop - begin)
+    rows = range(begin, documents[-1].stop)
+    longest = max(map(len, documents))
+    window = _simplified(mask.left, longest), _simplified(mask.right, longest)
+    return [Part(rows, rows, window, offsets)]
+
+
+def _simplified(side: int | None, longest: int) -> int | None:
+    """None where a bound of a window leaves out nothing."""
+    return None if side is None or side >= longest - 1 else side
+
+
+def _cut(queries: range, keys: range, mask: Mask) -> Part | None:
+    """Two spans of one document, without rows that see no key, and keys that no row sees.
+
+    Row i of n sees the keys i + low to i + high of m. Rows from -high to m - 1 - low see some;
+    without the others a bound's distance from the bottom-right diagonal is never negative.
+    """
+    rows, columns, distance = len(queries), len(keys), queries.start - keys.start
+    low = -rows if mask.left is None else distance - mask.left
+    high = columns if mask.right is None else distance + mask.right
+    first, last = max(0, -high), min(rows, columns - low)
+    if first >= last:
+        return None
+    first_key, last_key = max(0, first + low), min(columns, last + high)
+    rows, columns, shift = last - first, last_key - first_key, first - first_key
+    # No bound where the last row sees all keys before it, or the first one all behind it.
+    left_is_free, right_is_free = low + shift <= 1 - rows, high + shift >= columns - 1
+    return Part(
+        range(queries.start + first, queries.start + last),
+        range(keys.start + first_key, keys.start + last_key),
+        (
+            None if left_is_free else columns - rows - (low + shift),
+            None if right_is_free else high + shift - (columns - rows),
+        ),
+    )
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Parts in which every query sees every key are one where their rows lie side by side."""
+    done: list[Part] = []
+    for part in parts:
+        for index, other in enumerate(done):
+            both = _union(other, part)
+            if both is not None:
+                done[index] = both
+                break
+        else:
+            done.append(part)
+    return done if len(done) == len(parts) else _joined(done)
+
+
+def _union(one: Part, two: Part) -> Part | None:
+    everything = (None, None, None)
+    if (*one.window, one.documents) != everything or (*two.window, two.documents) != everything:
+        return None
+    if one.keys == two.keys and one.queries.stop == two.queries.start:
+        return one._replace(queries=range(one.queries.start, two.queries.stop))
+    if one.queries == two.queries and one.keys.stop == two.keys.start:
+        return one._replace(keys=range(one.keys.start, two.keys.stop))
+    return None
+
+
+def _common(one: range, two: range) -> range:
+    return range(max(one.start, two.start), min(one.stop, two.stop))
+
+
+def _moved(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)

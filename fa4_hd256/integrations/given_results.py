@@ -1,0 +1,42 @@
+"""Gradients where out and LSE are another's: an adapter's, or of more keys than are given."""
+
+from __future__ import annotations
+
+import torch
+
+from fa4_hd256.autograd import call_backward
+from fa4_hd256.call import named_configs
+from fa4_hd256.call.forward_problem import Options, uneven_gradients
+
+__all__ = ["gradients_of_results"]
+
+
+def gradients_of_results(
+    tensors: tuple[torch.Tensor, ...],
+    options: Options,
+    offsets: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    longest: tuple[int | None, int | None] = (None, None),
+    *,
+    dlse: torch.Tensor | None = None,
+    use_clc: bool | None = None,
+    backward_config: str = named_configs.DEFAULT,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped and typed like q, k and v.
+
+    tensors: q, k, v, out, dout, lse, shaped as for `flash_attn_varlen_func`; out and lse may count
+    keys that are not among k and v, and a sink. offsets: cu_seqlens_q and cu_seqlens_k, longest:
+    the bounds of their lengths, None where sequences are not packed. dlse: gradient of lse, None
+    for 0. use_clc, backward_config: as `flash_attn_func` takes them, the latter by name.
+
+    Raises as `flash_attn_varlen_func` does.
+    """
+    q, k, v, out, dout, lse = tensors
+    is_ragged = any(offset is not None for offset in offsets)
+    uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
+    dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
+    dq, dk, dv, _ = call_backward(
+        (dout, dlse, q, k, v, out, lse, None, *offsets, None, None),
+        (options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
+         backward_config, (True, True, False)),
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,257 @@
+"""Attention over ranks: what each rank of `ranks.Pool` runs, and what one process compares."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from fa4_hd256.check import reference
+from fa4_hd256.integrations.context_parallel import local, ring
+from fa4_hd256.integrations.context_parallel.spans import Mask, parts_of, placed
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call over ranks. rows: of the whole sequence. options: of `ring_attention`. sink, lse:
+    whether there is one, whether its gradient is given."""
+
+    way: str = "ring_attention"
+    order: str = "contiguous"
+    rows: int = 128
+    batch: int = 1
+    heads: tuple[int, int] = (2, 1)
+    documents: tuple[int, ...] | None = None
+    sink: bool = False
+    lse: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, dout, dlse, sink; the same in every process."""
+        generator = torch.Generator().manual_seed(7)
+        heads, heads_kv = self.heads
+
+        def rows(count: int) -> torch.Tensor:
+            shape = self.batch, self.rows, count, 256
+            return torch.randn(shape, generator=generator).bfloat16()
+
+        q, k, v, dout = rows(heads), rows(heads_kv), rows(heads_kv), rows(heads)
+        dlse = torch.randn(self.batch, heads, self.rows, generator=generator)
+        return q, k, v, dout, dlse, torch.randn(heads, generator=generator).bfloat16()
+
+
+def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
+    """out, lse and gradients of the whole sequence, on every rank; dsink: of this rank alone."""
+    from fa4_hd256.integrations import context_parallel
+
+    *inputs, sink = (tensor.to(device) for tensor in case.inputs())
+    place = {"order": case.order}
+    dims = (1, 1, 1, 1, 2)
+    q, k, v, dout, dlse = (
+        context_parallel.shard(t, dim=dim, **place) for t, dim in zip(inputs, dims, strict=True)
+    )
+    if case.documents is not None:
+        q, k, v, dout, dlse = (tensor.squeeze(0) for tensor in (q, k, v, dout, dlse))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    options: dict[str, Any] = {**case.options, **place}
+    if case.sink:
+        leaves.append(sink.requires_grad_())
+        options["learnable_sink"] = sink
+    if case.documents is not None:
+        options["cu_seqlens"] = case.documents
+    attention = getattr(context_parallel, case.way)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))
+    found = torch.autograd.grad(results, leaves, wanted)
+    names = ("q", "k", "v", "sink")
+    tensors = {"out": out, **dict(zip(names, found))}
+    whole = {
+        name: context_parallel.unshard(t, dim=t.ndim - 3, **place)
+        for name, t in tensors.items()
+        if name != "sink"
+    }
+    whole["lse"] = context_parallel.unshard(lse, dim=lse.ndim - 1, **place)
+    if case.sink:
+        whole["sink"] = tensors["sink"]
+    return {name: tensor.detach().float().cpu().numpy() for name, tensor in whole.items()}
+
+
+def most_parts(case: Case, ranks: int) -> int:
+    """The most calls whose results, each rounded to the type of q, are summed for one row."""
+    if case.way == "ulysses_attention":
+        return 1
+    options = reference.AttentionOptions(**case.options)
+    mask = Mask(*options.window, case.documents)
+    places = placed(case.order, ranks, case.rows // ranks)
+    gathers = case.way == "all_gather_attention"
+    of_queries, of_keys = torch.zeros(2, case.rows, dtype=torch.int64)
+    everything = range(case.rows)
+    for queries in places:
+        for keys in ((everything,),) if gathers else places:
+            for part in parts_of(queries, keys, mask):
+                for count, held, rows in (
+                    (of_queries, queries, part.queries), (of_keys, keys, part.keys),
+                ):  # fmt: skip
+                    positions = [position for span in held for position in span]
+                    count[positions[rows.start : rows.stop]] += 1
+    return int(max(of_queries.max(), of_keys.max()))
+
+
+def errors(case: Case, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """Of every result of rank 0, and dsink of all ranks, the error in units of what is accepted,
+    against the float64 reference: what a single call is granted, and a rounding for each part that
+    is summed beyond the first."""
+    more = most_parts(case, len(found)) - 1
+    one = {name: torch.from_numpy(array) for name, array in found[0].items()}
+    if case.sink:
+        one["sink"] = torch.stack([torch.from_numpy(r["sink"]) for r in found]).sum(dim=0)
+    q, k, v, dout, dlse, sink = case.inputs()
+    options = {name: value for name, value in case.options.items() if name in _OF_REFERENCE}
+    if case.sink:
+        options["learnable_sink"] = sink
+    worst: dict[str, float] = {}
+    documents = case.documents or (0, case.rows)
+    sinks = torch.zeros(case.heads[0], dtype=torch.float64), 0.0
+    for begin, end in zip(documents, documents[1:]):
+        if begin == end:
+            continue
+        rows = slice(begin, end)
+        inputs = q[:, rows], k[:, rows], v[:, rows]
+        own = {
+            name: (tensor if case.documents is None else tensor.unsqueeze(0))
+            for name, tensor in one.items() if name != "sink"
+        }  # fmt: skip
+        lse = own.pop("lse")[..., rows]
+        own = {name: tensor[:, rows].bfloat16() for name, tensor in own.items()}
+        compared = reference.compare(own.pop("out"), lse, inputs, **options)
+        given = dlse[..., rows] if case.lse else None
+        gradients = reference.compare_gradients(own, inputs, dout[:, rows], given, **options)
+        ratios = {
+            name: c.max_error / (c.tolerance + more * c.rounding)
+            for name, c in {"out": compared, **gradients}.items()
+        }
+        ratios["lse"] = compared.lse_max_error / 1e-4
+        for name, ratio in ratios.items():
+            worst[name] = max(worst.get(name, 0.0), ratio)
+        if case.sink:
+            exact = reference.gradients(inputs, dout[:, rows], given, **options)["sink"]
+            total, scale = sinks
+            sinks = total + exact, max(scale, exact.abs().max().item())
+    if case.sink:
+        difference = (one["sink"].double() - sinks[0]).abs().max().item()
+        worst["sink"] = difference / (2**-6 * max(sinks[1], 1.0))
+    return worst
+
+
+_OF_REFERENCE = ("softmax_scale", "causal", "window_size", "softcap")
+
+
+def planted(rank: int, name: str, case: Case) -> dict[str, np.ndarray]:
+    """`run` with a mistake in the integration, one of `PLANTED`."""
+    with PLANTED[name]():
+        return run(rank, case)
+
+
+def _sums_stay_away() -> Any:
+    return mock.patch.object(ring.Ring, "_bring_home", lambda *given: None)
+
+
+def _own_keys_at_every_hop() -> Any:
+    return mock.patch.object(
+        ring.Ring, "parts", lambda self, rows: parts_of(self.own, self.own, self.mask)
+    )
+
+
+def _one_key_too_many() -> Any:
+    right = ring.parts_of
+
+    def wrong(queries: Any, keys: Any, mask: Any) -> Any:
+        return right(queries, keys, mask._replace(right=mask.right + 1))
+
+    return mock.patch.object(ring, "parts_of", wrong)
+
+
+def _lse_without_its_gradient() -> Any:
+    right = local.gradients_of_results
+    return mock.patch.object(
+        local, "gradients_of_results", lambda *given, dlse, **more: right(*given, **more)
+    )
+
+
+def _a_sink_that_takes_nothing() -> Any:
+    def wrong(self: Any, sink: torch.Tensor) -> None:
+        self.lse = torch.logaddexp(self.lse, sink.float()[:, None])
+
+    return mock.patch.object(local.Attended, "add_sink", wrong)
+
+
+#: Mistakes, by what is wrong.
+PLANTED = {
+    "sums of keys that were sent away do not come home": _sums_stay_away,
+    "keys of another rank are taken for one's own": _own_keys_at_every_hop,
+    "a query sees the key behind its own": _one_key_too_many,
+    "the gradient of LSE is left out": _lse_without_its_gradient,
+    "a sink takes part in LSE alone": _a_sink_that_takes_nothing,
+}
+
+
+# What ranks do wrong.
+
+
+def other_rows(rank: int) -> None:
+    """Rank 1 has fewer rows."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    q = torch.randn(1, 32 - 16 * (rank == 1), 2, 256).bfloat16()
+    ring_attention(q, q, q, causal=True)
+
+
+def other_options(rank: int) -> None:
+    """Rank 1 asks for another mask."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    q = torch.randn(1, 32, 2, 256).bfloat16()
+    ring_attention(q, q, q, causal=rank != 1)
+
+
+def bad_call(rank: int) -> None:
+    """Rank 1 gives what is not accepted."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    q = torch.randn(1, 32, 2, 256).bfloat16()
+    ring_attention(q, q, q, softcap=-1.0 if rank == 1 else 1.0)
+
+
+def dies(rank: int) -> None:
+    """Rank 1 ends before its call."""
+    from fa4_hd256.integrations.context_parallel import ring_attention
+
+    if rank == 1:
+        os._exit(3)
+    q = torch.randn(1, 32, 2, 256).bfloat16()
+    ring_attention(q, q, q)
+
+
+def refusals(rank: int, arguments: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Of calls with these options, what each raises."""
+    from fa4_hd256.integrations import context_parallel
+
+    found = []
+    for given in arguments:
+        options = dict(given)
+        heads, heads_kv = options.pop("heads", (2, 1))
+        attention = getattr(context_parallel, options.pop("way", "ring_attention"))
+        q = torch.randn(1, 32, heads, 256).bfloat16()
+        k = torch.randn(1, options.pop("keys", 32), heads_kv, 256).bfloat16()
+        if "cu_seqlens" in options:
+            q, k = q.squeeze(0), k.squeeze(0)
+        try:
+            attention(q, k, k, **options)
+            found.append(("", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found

@@ -1,0 +1,101 @@
+"""Processes that are the ranks of a group of torch.distributed, and run functions of a module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: Seconds in which a function, compiling included, has to end.
+LONGEST = 900
+
+
+class Failed(NamedTuple):
+    """What a rank's function raised."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+class Pool:
+    """Ranks, started once; each runs what it is given, one function after the other.
+
+    device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank). Use as a context manager.
+    """
+
+    def __init__(self, count: int, device: str = "cpu") -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        self._pipes, self._processes = [], []
+        for rank in range(count):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=((rank, count), device, str(store), there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """function(rank, *arguments) of every rank: what each returns, a `Failed` for what it
+        raises, None of a rank that has ended."""
+        for pipe in self._pipes:
+            try:
+                pipe.send((function, arguments))
+            except BrokenPipeError:
+                pass
+        return [self._answer(pipe) for pipe in self._pipes]
+
+    @staticmethod
+    def _answer(pipe: Any) -> Any:
+        if not pipe.poll(LONGEST):
+            return Failed("TimeoutError", f"nothing in {LONGEST} s", "")
+        try:
+            return pipe.recv()
+        except EOFError:
+            return None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(place: tuple[int, int], device: str, store: str, pipe: Any) -> None:
+    """A rank's process, until the pipe is closed."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SM100_SIM_THREADS"):
+        os.environ[name] = "1"
+    import torch
+    import torch.distributed as dist
+
+    rank, count = place
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}",
+        rank=rank, world_size=count, timeout=timedelta(seconds=LONGEST),
+    )  # fmt: skip
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = function(rank, *arguments)
+        except Exception as error:
+            answer = Failed(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,151 @@
+"""Attention over two and four processes, each with the compiled kernels, against one process."""
+
+from __future__ import annotations
+
+import re
+
+import context_cases
+import numpy as np
+import pytest
+from context_cases import Case
+from ranks import Failed, Pool
+
+CAUSAL = {"causal": True}
+
+TWO = {
+    "causal, sink, gradient of LSE": Case(sink=True, lse=True, options=CAUSAL),
+    "all keys": Case(batch=2),
+    "zigzag, causal": Case(order="zigzag", batch=2, options=CAUSAL),
+    "zigzag, window": Case(order="zigzag", options={"window_size": (40, 9)}),
+    "softcap, scale": Case(options={**CAUSAL, "softcap": 5.0, "softmax_scale": 0.1}),
+    "documents": Case(documents=(0, 17, 17, 90, 128), options=CAUSAL),
+    "zigzag, documents, sink": Case(
+        order="zigzag", documents=(0, 5, 40, 100, 128), sink=True, options=CAUSAL
+    ),
+    "gathered, zigzag, causal": Case(
+        "all_gather_attention", "zigzag", batch=2, sink=True, lse=True, options=CAUSAL
+    ),
+    "gathered, documents, window": Case(
+        "all_gather_attention", documents=(0, 5, 40, 100, 128), options={"window_size": (30, 9)}
+    ),
+    "heads, zigzag": Case(
+        "ulysses_attention", "zigzag", heads=(4, 2), sink=True, lse=True, options=CAUSAL
+    ),
+    "heads, one of keys, documents": Case(
+        "ulysses_attention", documents=(0, 5, 40, 100, 128), options=CAUSAL
+    ),
+}
+FOUR = {
+    "zigzag, causal": Case(order="zigzag", options=CAUSAL),
+    "window": Case(options={"window_size": (40, 9)}),
+    "gathered, causal": Case("all_gather_attention", options=CAUSAL),
+}
+
+
+@pytest.fixture(scope="module")
+def pools(request):
+    """By the number of ranks."""
+    device = request.config.getoption("--device")
+    made: dict[int, Pool] = {}
+
+    def pool(count):
+        if device == "cuda":
+            import torch
+
+            if torch.cuda.device_count() < count:
+                pytest.skip(f"needs {count} GPUs")
+        if count not in made:
+            made[count] = Pool(count, device)
+        return made[count]
+
+    yield pool
+    for started in made.values():
+        with started:
+            pass
+
+
+def results(pool, case, device):
+    found = pool.run(context_cases.run, case, device)
+    failed = [answer for answer in found if not isinstance(answer, dict)]
+    assert not failed, failed[0].trace if failed[0] else "a rank ended"
+    return found
+
+
+def check(pool, case, device):
+    found = results(pool, case, device)
+    worst = context_cases.errors(case, found)
+    assert {"out", "lse", "q", "k", "v"} | ({"sink"} if case.sink else set()) == set(worst)
+    assert all(ratio <= 1 for ratio in worst.values()), worst
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two(pools, device, name):
+    check(pools(2), TWO[name], device)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four(pools, device, name):
+    check(pools(4), FOUR[name], device)
+
+
+def test_the_same_bits_again(pools, device):
+    case = TWO["zigzag, window"]
+    once, again = (results(pools(2), case, device) for _ in range(2))
+    for one, other in zip(once, again, strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("name", context_cases.PLANTED)
+def test_planted_mistakes_are_found(pools, name):
+    case = TWO["causal, sink, gradient of LSE"]
+    found = pools(2).run(context_cases.planted, name, case)
+    assert max(context_cases.errors(case, found).values()) > 2, name
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (context_cases.other_rows, r"ValueError.*calls differ.*\[1, 16, 2, 256\]"),
+        (context_cases.other_options, r"ValueError.*calls differ.*window \(None, None\)"),
+    ],
+)
+def test_calls_that_differ_are_an_error_on_all(pools, function, expected):
+    for answer in pools(2).run(function):
+        assert isinstance(answer, Failed)
+        assert re.search(expected, f"{answer.kind}: {answer.text}", re.S), answer
+
+
+@pytest.mark.simulator
+def test_a_call_that_one_refuses_is_an_error_on_all(pools):
+    other, own = pools(2).run(context_cases.bad_call)
+    assert own.kind == "ValueError" and "softcap" in own.text
+    assert other.kind == "RuntimeError" and re.search("rank 1 .* refused .*softcap", other.text)
+
+
+@pytest.mark.simulator
+def test_a_rank_that_ends_is_an_error_and_no_hang():
+    with Pool(2) as pool:
+        other, ended = pool.run(context_cases.dies)
+    assert ended is None
+    assert other.kind == "RuntimeError" and "heard nothing of another rank" in other.text
+
+
+@pytest.mark.simulator
+def test_refused(pools):
+    cases = {
+        "order is 'striped'": {"order": "striped"},
+        "32 rows of q and 16 of k": {"keys": 16},
+        "3 heads and 1 key/value heads do not divide among 2": {
+            "way": "ulysses_attention", "heads": (3, 1),
+        },
+        "rising offsets from 0 to 64": {"cu_seqlens": (0, 40, 30, 64)},
+        "cu_seqlens is a tuple": {"cu_seqlens": (0, 1.5, 64)},
+        "unexpected keyword|got an unexpected": {"way": "all_gather_attention", "dropout_p": 0.1},
+        "config must be": {"backward_config": 3},
+    }  # fmt: skip
+    for found in pools(2).run(context_cases.refusals, list(cases.values())):
+        assert not isinstance(found, Failed), found
+        for expected, (kind, text) in zip(cases, found, strict=True):
+            assert kind in ("ValueError", "TypeError") and re.search(expected, text), (kind, text)

@@ -1,0 +1,148 @@
+"""Which rows ranks have, and the parts into which what they see is cut, against dense masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa4_hd256.check.reference import visible
+from fa4_hd256.integrations.context_parallel.ring import routes
+from fa4_hd256.integrations.context_parallel.spans import (
+    Mask,
+    Part,
+    local_rows,
+    parts_of,
+    placed,
+)
+
+RANKS = 4
+WINDOWS = ((None, None), (None, 0), (0, 0), (5, 0), (5, 3), (None, 2), (30, None), (100, 100))
+
+
+def dense(length, mask):
+    """(length, length) bool."""
+    seen = visible((length, length), (mask.left, mask.right))
+    if mask.documents is not None:
+        lengths = torch.tensor(mask.documents).diff()
+        number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        seen &= number[:, None] == number
+    return seen
+
+
+def counted(parts, rows, keys):
+    """(rows, keys): how many parts have a pair, as a kernel understands them."""
+    count = torch.zeros(rows, keys, dtype=torch.int64)
+    for part in parts:
+        documents = part.documents or (0, len(part.queries))
+        of_keys = part.documents or (0, len(part.keys))
+        for begin, end, first, last in zip(documents, documents[1:], of_keys, of_keys[1:]):
+            seen = visible((end - begin, last - first), part.window)
+            # No call has rows that see nothing: their LSE would be for nothing.
+            assert seen.any(dim=1).all()
+            top, left = part.queries.start, part.keys.start
+            count[top + begin : top + end, left + first : left + last] += seen.long()
+    return count
+
+
+def positions(rows):
+    return [position for span in rows for position in span]
+
+
+masks = st.builds(
+    Mask,
+    st.none() | st.integers(0, 40),
+    st.none() | st.integers(0, 40),
+    st.none() | st.lists(st.integers(1, 31), max_size=5).map(lambda d: (0, *sorted(d), 32)),
+)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@given(mask=masks)
+def test_parts_are_the_mask(order, mask):
+    """Of every rank's queries and every rank's keys, and of all keys in their order."""
+    places = placed(order, RANKS, 8)
+    seen = dense(32, mask)
+    for queries in places:
+        for keys in (*places, (range(32),)):
+            expected = seen[positions(queries)][:, positions(keys)].long()
+            found = counted(parts_of(queries, keys, mask), *expected.shape)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_mask_without_documents_is_that_of_one(window):
+    for queries in placed("zigzag", 2, 8):
+        one = parts_of(queries, (range(16),), Mask(*window))
+        assert one == parts_of(queries, (range(16),), Mask(*window, (0, 16)))
+
+
+def test_causal_parts_of_a_zigzag_are_one_call_a_hop():
+    """Of an earlier rank all queries see the first span of keys, of a later one the second span of
+    queries all keys."""
+    places = placed("zigzag", RANKS, 8)
+    causal = Mask(None, 0)
+    assert parts_of(places[2], places[1], causal) == (Part(range(8), range(4), (None, None)),)
+    assert parts_of(places[1], places[2], causal) == (Part(range(4, 8), range(8), (None, None)),)
+    assert len(parts_of(places[1], places[1], causal)) == 3
+
+
+def test_zigzag_divides_causal_work_evenly():
+    seen = dense(64, Mask(None, 0))
+    work = [int(seen[positions(rows)].sum()) for rows in placed("zigzag", RANKS, 16)]
+    assert max(work) == min(work)
+    uneven = [int(seen[positions(rows)].sum()) for rows in placed("contiguous", RANKS, 16)]
+    assert max(uneven) > 6 * min(uneven)
+
+
+def test_placed_refuses():
+    with pytest.raises(ValueError, match=r"order is 'striped'; accepted: 'contiguous', 'zigzag'"):
+        placed("striped", 2, 8)
+    with pytest.raises(ValueError, match=r"7 rows; order 'zigzag' gives it two spans"):
+        placed("zigzag", 2, 7)
+
+
+def test_local_rows():
+    held = (range(4, 8), range(20, 24))
+    assert local_rows(held, range(21, 24)) == range(5, 8)
+    with pytest.raises(ValueError, match="are not in one of the spans"):
+        local_rows(held, range(7, 21))
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@given(mask=masks)
+def test_routes_bring_every_key_to_whom_it_is_seen_by(order, mask):
+    """And no further than the last of these; nobody gets a key twice."""
+    places = placed(order, RANKS, 8)
+    seen = dense(32, mask)
+    for owner, both in enumerate(routes(places, mask)):
+        reached: dict[int, set[int]] = {}
+        for route in both:
+            assert set(positions(route.rows)) <= set(positions(places[owner]))
+            for hop in range(1, route.hops + 1):
+                rank = (owner + route.step * hop) % RANKS
+                assert rank != owner and rank not in reached
+                reached[rank] = set(positions(route.rows))
+            if route.hops:
+                last = positions(places[(owner + route.step * route.hops) % RANKS])
+                assert seen[last][:, positions(route.rows)].any()
+        for rank, rows in enumerate(places):
+            if rank != owner:
+                own = positions(places[owner])
+                needed = {p for p in own if seen[positions(rows), p].any()}
+                assert needed <= reached.get(rank, set())
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_under_a_window_only_neighbours_exchange(order):
+    places = placed(order, RANKS, 32)
+    for both in routes(places, Mask(4, 4)):
+        for route in both:
+            assert route.hops <= 1
+            assert sum(map(len, route.rows)) <= 8
+
+
+def test_everybody_sees_everything_in_one_direction():
+    for forward, backward in routes(placed("contiguous", RANKS, 8), Mask()):
+        assert (forward.hops, backward.hops) == (RANKS - 1, 0)
