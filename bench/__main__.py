@@ -18,6 +18,7 @@ COMMANDS = {
     "defaults": "what a call decides for itself against its alternatives, over all constants",
     "ex2-sweep": "error and time of exp2 mixes; the best of each mask and length",
     "fences": "clocks that fences of GPU scope cost our kernels, by the timing model",
+    "fp8": "keys and values in e4m3: errors by method, and what a step costs",
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "host": "what the host does before an eager call returns, by part, beside others",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",

@@ -11,11 +11,12 @@ from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import LENGTHS, Options, given_ragged
 from .eager import OperatorCalls, is_intercepted
+from .kernels.problem_class import KV_DTYPES
 from .run.backward import Wanted, run_backward
 
 __all__ = [
-    "backward", "call_backward", "gradients", "gradients_of", "refuse_gradients", "save",
-    "save_for_backward",
+    "backward", "call_backward", "gradients", "gradients_of", "has_no_gradients",
+    "refuse_gradients", "save", "save_for_backward",
 ]  # fmt: skip
 
 #: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
@@ -139,18 +140,23 @@ def call_backward(
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
     others, lists = inputs[:NUM_PLAIN], inputs[NUM_PLAIN:]
-    if any(given is not None for given in lists):
+    if has_no_gradients(inputs[K], lists):
         refuse_gradients()
     tensors = (*others[:3], *others[7:12])
     save(ctx, tensors, (*others[3:7], *others[12:]), output)
     ctx.num_inputs = len(inputs)
 
 
+def has_no_gradients(k: torch.Tensor, lists: Sequence[torch.Tensor | None]) -> bool:
+    """Whether gradients are refused. lists: arguments of `forward` from `NUM_PLAIN` on."""
+    return k.dtype in KV_DTYPES or any(tensor is not None for tensor in lists)
+
+
 def refuse_gradients() -> NoReturn:
-    """What a call with page_table, scheduler_metadata or block_mask comes to whose gradients are
-    asked for."""
+    """What a call comes to that has none and whose gradients are asked for."""
     raise NotImplementedError(
-        "page_table, scheduler_metadata, block_mask: no gradients flow through such calls; "
+        "page_table, scheduler_metadata, block_mask, k and v in float8: no gradients flow through "
+        "such calls; "
         "accepted: tensors that do not require gradients, or a call under torch.no_grad()"
     )
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from .autograd import gradients, gradients_of, refuse_gradients, save, save_for_backward
+from .autograd import (
+    gradients,
+    gradients_of,
+    has_no_gradients,
+    refuse_gradients,
+    save,
+    save_for_backward,
+)
 from .call import named_configs
 from .call.checks import (
     bounds_of,
@@ -21,6 +28,7 @@ from .call.checks import (
     with_batch,
 )
 from .call.forward_problem import (
+    OTHERS,
     RAGGED,
     ForwardCall,
     Options,
@@ -59,6 +67,8 @@ def flash_attn_func(
     use_clc: bool | None = None,
     out: torch.Tensor | None = None,
     block_mask: Any = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -91,6 +101,9 @@ def flash_attn_func(
     block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
         a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md). Not with
         gradients, nor with num_splits.
+    k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
+        heads_kv). With such k and v, on architectures that have a kernel for them, q and out are
+        bfloat16 or float16, and there are no gradients (docs/serving.md).
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
@@ -102,10 +115,11 @@ def flash_attn_func(
     """
     splits = asked_splits(num_splits, batch_invariant)
     given = softmax_scale, causal, window_size, softcap, use_clc, splits
-    tensors = q, k, v, learnable_sink, *_NO_RAGGED
-    form: Hashable = learnable_sink is None
+    tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale
+    form: Hashable = learnable_sink is None, k_descale is None, v_descale is None
     if block_mask is not None:
-        tensors, form = (*tensors[:_MASK_STEPS], *_lists_of(block_mask, q, k)), (form, "masked")
+        lists = _lists_of(block_mask, q, k)
+        tensors, form = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale), (form, "masked")
     configs = config, backward_config
     if out is None:
         out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
@@ -141,6 +155,8 @@ def flash_attn_varlen_func(
     use_clc: bool | None = None,
     out: torch.Tensor | None = None,
     block_mask: Any = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -162,6 +178,7 @@ def flash_attn_varlen_func(
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
     block_mask: None; ValueError for any, since lengths are a mask: `masks.documents`.
+    k_descale, v_descale: as of `flash_attn_func`; with page_table also (pages, heads_kv).
     The other arguments are those of `flash_attn_func`.
 
     Returns out like q, or (out, lse); lse: (heads, total_q) with cu_seqlens_q, else (batch, heads,
@@ -183,7 +200,7 @@ def flash_attn_varlen_func(
     longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         longest = bounds_of(longest, q.shape[0], splits == FIXED_PARTS)
-    tensors = q, k, v, learnable_sink, *ragged, *_NO_MASK
+    tensors = q, k, v, learnable_sink, *ragged, *_NO_MASK, k_descale, v_descale
     form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
     configs = config, backward_config
     if out is None:
@@ -197,6 +214,7 @@ def flash_attn_varlen_func(
 _OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS = 4, 5, 8, 10
 _NO_RAGGED = (None,) * len(RAGGED)
 _NO_MASK = _NO_RAGGED[_MASK_STEPS - 4 :]
+_KEYS = 1
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_LENGTHS = None, None
 
@@ -228,7 +246,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), the latter anything where it is not wanted.
 
-    All as users give it. tensors: q, k, v, the sink, then those of `RAGGED`; given: softmax_scale,
+    All as users give it. tensors: q, k, v, the sink, then those of `OTHERS`; given: softmax_scale,
     causal, window_size, softcap, use_clc, num_splits; longest: max_seqlen_q, max_seqlen_k; configs:
     of the forward and of the backward. form: which tensors are given, and are the same.
     """
@@ -243,7 +261,7 @@ def _attend(
         return _through_dispatcher(tensors, given, longest, configs)
     entry, addresses = found
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
-        if any(tensor is not None for tensor in tensors[_PAGE_TABLE:]):
+        if has_no_gradients(k=tensors[_KEYS], lists=tensors[_PAGE_TABLE:]):
             refuse_gradients()
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
@@ -420,14 +438,14 @@ class _Attention(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 
 forward_calls = OperatorCalls(
-    "fa4_hd256::forward", _operator, ("q", "k", "v", "sink", *RAGGED)
+    "fa4_hd256::forward", _operator, ("q", "k", "v", "sink", *OTHERS)
 )
 
 
 out_calls = OperatorCalls(
     "fa4_hd256::forward_out",
     lambda tensors, scalars: (tensors[-1], _operator_into(tuple(tensors), scalars)),
-    ("q", "k", "v", "sink", *RAGGED, "out"),
+    ("q", "k", "v", "sink", *OTHERS, "out"),
 )
 
 
@@ -487,6 +505,8 @@ def forward(
     part_list: torch.Tensor | None = None,
     mask_steps: torch.Tensor | None = None,
     mask_bits: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
@@ -494,7 +514,8 @@ def forward(
     is the backward's is used by autograd alone.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    tensors = q, k, v, sink, *lengths, page_table, part_list, mask_steps, mask_bits
+    lists = page_table, part_list, mask_steps, mask_bits
+    tensors = q, k, v, sink, *lengths, *lists, k_descale, v_descale
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits))
 
@@ -527,10 +548,10 @@ def _run(
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
       backward_config, num_splits, backward_use_clc, page_table=None, part_list=None,
-      mask_steps=None, mask_bits=None):  # fmt: skip
+      mask_steps=None, mask_bits=None, k_descale=None, v_descale=None):  # fmt: skip
     ragged = given_ragged(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list, mask_steps,
-        mask_bits,
+        mask_bits, k_descale, v_descale,
     )  # fmt: skip
     check_call(q, k, v, sink, ragged)
     check_num_splits(num_splits)

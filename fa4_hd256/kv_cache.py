@@ -9,11 +9,13 @@ from typing import Any, cast
 import torch
 
 from .call import cache_checks, checks
+from .call.descales import descale_of, scale_operand, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
-from .call.new_rows import NewRows, Rotary, cache_places
+from .call.new_rows import NewRows, Rotary, cache_places, codes_of
 from .call.splits import BY_RULE, asked_splits, check_num_splits
 from .eager import is_intercepted
 from .interface import flash_attn_varlen_func
+from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -48,6 +50,8 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     config: Any = None,
     use_clc: bool | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
@@ -71,6 +75,9 @@ def flash_attn_with_kvcache(
     rotary_seqlens: (batch,) int32, in the place of cache_seqlens in those positions.
     max_seqlen_k: a bound on the rows in use with page_table, new ones included, for the choice of
         num_splits; None for as many as a row of page_table holds.
+    k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
+        and v, typed like q, are then divided by the factors of where they go, rounded to nearest
+        and kept within 448; rows in float8_e4m3fn are written as they are.
     qv, cache_leftpad: not offered; None.
     The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
 
@@ -94,7 +101,7 @@ def flash_attn_with_kvcache(
     }  # fmt: skip
     others: dict[str, Any] = {
         "learnable_sink": learnable_sink, "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
+        "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
     plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
@@ -104,6 +111,8 @@ def flash_attn_with_kvcache(
         places = _Places(
             q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k
         ).in_use(cache_seqlens, cache_batch_idx)
+        if cache_batch_idx is not None:
+            others |= cache_checks.scales_of_sequences(others)
         new_rows = _NewRows(
             k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
         )
@@ -176,9 +185,10 @@ class _Places:
     def longest(self) -> dict[str, Any]:
         return {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_k": self.max_seqlen_k}
 
-    def check(self, options: dict[str, Any], others: dict[str, Any]) -> None:
-        """Raise what the attention would, so that nothing is written before."""
-        ragged, sink, q = self.ragged(), others["learnable_sink"], self.q
+    def check(self, options: dict[str, Any], others: dict[str, Any]) -> str:
+        """Raise what the attention would, so that nothing is written before; whose scales keys and
+        values have."""
+        ragged, sink, q = self.ragged() | scales_among(others), others["learnable_sink"], self.q
         splits = asked_splits(others["num_splits"], others["batch_invariant"])
         checks.check_kinds({"learnable_sink": sink}, ragged, splits)
         check_num_splits(splits)
@@ -188,9 +198,9 @@ class _Places:
             q = checks.with_batch("q", q)
         if is_intercepted():
             check_call(q, self.k_cache, self.v_cache, sink, ragged)
-            return
+            return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
         call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
-        call.describe(checked, **self.longest())
+        return call.describe(checked, **self.longest()).descale
 
 
 @dataclass(frozen=True)
@@ -220,8 +230,9 @@ class _NewRows:
                 "in use: an int or a (batch,) int32 tensor"
             )
         cache_checks.check_new_rows(
-            {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch
-        )
+            {"k": self.k, "v": self.v}, places.k_cache, self.cu_seqlens, places.batch,
+            places.q.dtype,
+        )  # fmt: skip
         if self.cu_seqlens is not None and places.read_back:
             cache_checks.check_offsets("cu_seqlens_k_new", self.cu_seqlens, self.k.shape[0])
         return True
@@ -234,7 +245,7 @@ class _NewRows:
         rows = NewRows.of(self.k, self.cu_seqlens)
         added = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
         after = replace(places, lengths=lengths + added)
-        after.check(options, others)
+        descale = after.check(options, others)
         positions = rows.positions(lengths)
         if places.read_back:
             cache_checks.check_within(
@@ -249,7 +260,14 @@ class _NewRows:
         k, q = self.k, places.q
         if self.rotary_cos is not None:
             k, q = self._rotated(rows, places, lengths, options)
-        for cache, new in ((places.k_cache, k), (places.v_cache, self.v)):
+        entry = into[0] if descale == OF_PAGES else rows.sequence
+        caches = (places.k_cache, k), (places.v_cache, self.v)
+        for (cache, new), name in zip(caches, DESCALES, strict=True):
+            if cache.dtype in KV_DTYPES:
+                scale = others[name]
+                operand = None if scale is None else scale_operand(scale, descale)
+                # Bytes, which all of PyTorch's indexing takes.
+                new, cache = (t.view(torch.uint8) for t in (codes_of(new, operand, entry), cache))
             cache.index_put_(into, new)
         return replace(after, q=q)
 

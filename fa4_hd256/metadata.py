@@ -19,6 +19,7 @@ def get_scheduler_metadata(
     num_heads_kv: int,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
+    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`scheduler_metadata` for calls of decoding steps with these bounds: which part of which
     sequence's keys is whose work, balanced by the sequences' lengths.
@@ -26,7 +27,7 @@ def get_scheduler_metadata(
     cache_seqlens: (batch,) int32, keys in use of each sequence, on the device of the calls; a CPU
     tensor for the simulator. max_seqlen_q, max_seqlen_k: of the calls; of keys in pages the rows of
     all pages of a row of page_table, unless the calls are given another. causal, window_size: of
-    the calls.
+    the calls. kv_dtype: of k and v, None for that of q.
 
     Returns an int32 vector. Nothing waits for the device; in a CUDA graph it follows the lengths at
     each replay. Other bounds need another one, which a call says; other lengths only balance it
@@ -40,6 +41,7 @@ def get_scheduler_metadata(
         number.expand(batch, rows, heads, 256)
         for rows, heads in ((max_seqlen_q, num_heads_q), (max_seqlen_k, num_heads_kv))
     )
+    k = k if kv_dtype is None else k.to(kv_dtype)
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
     return list_of_parts(problem, gpu_of(cache_seqlens.device), cache_seqlens)

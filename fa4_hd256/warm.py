@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ from .run.needs import FORMS, USES, Needs, specs_of
 __all__ = ["WarmUp", "add_arguments", "main", "warm_up"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+OF_Q = "that-of-q"
+_KV_DTYPES = {OF_Q: None, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ def warm_up(
     use_clc: bool | None = None,
     batch_invariant: bool = False,
     page_sizes: Sequence[int] = (),
+    kv_dtypes: Sequence[torch.dtype | None] = (None,),
     tensor_parallel: int = 1,
     device: torch.device | str | None = None,
 ) -> WarmUp:
@@ -54,8 +58,10 @@ def warm_up(
     forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "cache" (seqused_k, a
     static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a
     page_table).
-    dtypes: of q, k and v. use_clc: the tile scheduler that calls ask for; None for both.
-    batch_invariant: whether calls ask for that, too. page_sizes: of the paged forms.
+    dtypes: of q. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn on Blackwell, where
+    kernels for every form of scales are then compiled. use_clc: the tile scheduler that calls ask
+    for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged
+    forms.
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.
 
@@ -66,7 +72,7 @@ def warm_up(
     """
     begin, before = time.perf_counter(), counters["compiled"]
     place = _device(device)
-    needs = _needs((uses, forms, dtypes), use_clc, batch_invariant, page_sizes)
+    needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, batch_invariant, page_sizes)
     sharded = _model(model).sharded(tensor_parallel)
     specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
     for spec in _own_first(specs):
@@ -92,16 +98,16 @@ def _model(model: str | AttentionModel) -> AttentionModel:
 
 
 def _needs(
-    asked: tuple[Iterable[str], Iterable[str], Iterable[torch.dtype]],
+    asked: tuple[Iterable[Any], ...],
     use_clc: bool | None,
     batch_invariant: bool,
     page_sizes: Sequence[int],
 ) -> Needs:
-    """asked: uses, forms, dtypes."""
-    uses, forms, dtypes = asked
+    """asked: uses, forms, dtypes, kv_dtypes."""
+    uses, forms, dtypes, kv_dtypes = map(tuple, asked)
     schedulers = (False, True) if use_clc is None else (use_clc,)
     return Needs(
-        tuple(uses), tuple(forms), tuple(dtypes), schedulers, batch_invariant, tuple(page_sizes)
+        uses, forms, dtypes, schedulers, batch_invariant, tuple(page_sizes), kv_dtypes
     )
 
 
@@ -138,6 +144,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="default: dense, packed and cache")  # fmt: skip
     parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES),
                         help="default: bfloat16")  # fmt: skip
+    parser.add_argument("--kv-dtype", action="append", choices=sorted(_KV_DTYPES),
+                        help="of k and v; default: that of q")  # fmt: skip
     parser.add_argument("--scheduler", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument("--page-size", action="append", default=[], type=int, metavar="ROWS",
                         help="of the paged forms")  # fmt: skip
@@ -159,6 +167,7 @@ def main(arguments: argparse.Namespace) -> int:
     asked = (
         arguments.use or Needs.uses, arguments.form or Needs.forms,
         [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
+        [_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)],
     )  # fmt: skip
     needs = _needs(asked, use_clc, arguments.batch_invariant, arguments.page_size)
     models = [model.sharded(arguments.tensor_parallel) for model in models]

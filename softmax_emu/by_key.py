@@ -35,20 +35,22 @@ class KeySoftmax:
     reciprocal and LSE of a row.
     """
 
-    def __init__(self, row: OnlineSoftmax, rows: int) -> None:
+    def __init__(self, row: OnlineSoftmax, rows: int, headroom: float = 0.0) -> None:
         """Use `create`."""
-        self.row, self.rows = row, rows
+        self.row, self.rows, self.headroom = row, rows, headroom
         self.offsets = cute.make_rmem_tensor(rows, Float32)
         self.sums = cute.make_rmem_tensor(rows, Float32)
 
     @classmethod
     def create(
         cls, scale_log2: Float32, pattern: Ex2Pattern, rescale_threshold: float, dtype: Any,
-        rows: int,
+        rows: int, headroom: float = 0.0,
     ) -> KeySoftmax:  # fmt: skip
-        """A softmax with empty state.  rows: an even number; the others as of
-        `OnlineSoftmax.create`."""
-        softmax = cls(OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype), rows)
+        """A softmax with empty state.  rows: an even number; headroom: p of a maximum that has just
+        moved is 2^headroom, so that a P whose type has few exponents keeps small p, too; at most
+        rescale_threshold, which still bounds p; the others as of `OnlineSoftmax.create`."""
+        row = OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype)
+        softmax = cls(row, rows, headroom)
         softmax.reset()
         return softmax
 
@@ -81,15 +83,22 @@ class KeySoftmax:
             # As in `exceeds`: rounding is monotone, so that this is the largest of its exponents.
             exponent = cute.math.fma(maxima[row], scale, old)
             moves = exponent > Float32(self.row.rescale_threshold)
-            new = cutlass.select_(moves, self.row.offset_of(maxima[row]), old)
+            offset = self.row.offset_of(maxima[row])
+            if self.headroom:
+                offset = offset + Float32(self.headroom)
+            new = cutlass.select_(moves, offset, old)
             factor = exp2_row_factor(new - old)
             self.offsets[row], factors[row] = new, factor
             self.sums[row] = self.sums[row] * factor
 
-    def exponentiate(self, scores: cute.Tensor, probabilities: cute.Tensor) -> None:
-        """p of this thread's key: float32 into the sums, and rounded into `probabilities`.
+    def exponentiate(
+        self, scores: cute.Tensor, probabilities: cute.Tensor | None, weight: Float32 | None = None
+    ) -> None:
+        """p of this thread's key: float32 into the sums and in place of the scores, and rounded
+        into `probabilities`.
 
-        probabilities: register tensor of `dtype`, one of each row.
+        probabilities: register tensor of `dtype`, one of each row; None where the caller rounds.
+        weight: what p counts in the sums, of this key; None for 1.
         """
         pattern, fragments = self.row.pattern, -(-self.rows // FRAGMENT_COLUMNS)
         for row in range(0, self.rows, 2):
@@ -99,11 +108,15 @@ class KeySoftmax:
                 p0, p1 = exp2_polynomial_pair(x0, x1, pattern.degree)
             else:
                 p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
-            self.sums[row], self.sums[row + 1] = cute.arch.add_packed_f32x2(
-                (self.sums[row], self.sums[row + 1]), (p0, p1)
-            )
+            sums = self.sums[row], self.sums[row + 1]
+            if weight is None:
+                sums = cute.arch.add_packed_f32x2(sums, (p0, p1))
+            else:
+                sums = cute.arch.fma_packed_f32x2((p0, p1), (weight, weight), sums)
+            self.sums[row], self.sums[row + 1] = sums
             scores[row], scores[row + 1] = p0, p1
-        probabilities.store(scores.load().to(self.row.dtype))
+        if probabilities is not None:
+            probabilities.store(scores.load().to(self.row.dtype))
 
     def offset_in(self, row: Int32) -> Float32:
         """The offset of a row whose number is known at run time."""

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.problem_class import KV_DTYPES
 
 from . import checks
+from .descales import scales_among
 
 #: Arguments of the field's function that are not offered, and why or what serves instead.
 NOT_OFFERED = {
@@ -76,6 +78,15 @@ def of_batch(name: str, tensor: Any, batch: int, device: torch.device) -> torch.
     return tensor
 
 
+def scales_of_sequences(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of k and v with a third dimension where they have two: entries of a cache are pages of
+    a call then, and there may be as many of them as sequences (`descales.descale_of`)."""
+    return {
+        name: scale.unsqueeze(2) if isinstance(scale, torch.Tensor) and scale.ndim == 2 else scale
+        for name, scale in scales_among(given).items()
+    }
+
+
 def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: Any) -> None:
     """Kinds and dimensions that what follows relies on. offsets: cu_seqlens_q."""
     for name, cache in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -94,9 +105,11 @@ def check_caches(q: Any, k_cache: Any, v_cache: Any, page_table: Any, offsets: A
 
 
 def check_new_rows(
-    new: dict[str, Any], cache: torch.Tensor, offsets: torch.Tensor | None, batch: int
-) -> None:
-    """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new."""
+    new: dict[str, Any], cache: torch.Tensor, offsets: torch.Tensor | None, batch: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """k and v, to be written to a cache like `cache`. offsets: cu_seqlens_k_new; dtype: of q, which
+    they may have where the cache is in one of `KV_DTYPES`."""
     for name, tensor in new.items():
         if not isinstance(tensor, torch.Tensor):
             kind = "None" if tensor is None else type(tensor).__name__
@@ -124,9 +137,11 @@ def check_new_rows(
                 f"{name} has shape {shape}; accepted: ({form}), heads like the cache's, k and v of "
                 "one shape (packed with cu_seqlens_k_new, else with a batch)"
             )
-        if (tensor.dtype, tensor.device) != (cache.dtype, cache.device):
+        dtypes = (cache.dtype, dtype) if cache.dtype in KV_DTYPES else (cache.dtype,)
+        if tensor.dtype not in dtypes or tensor.device != cache.device:
+            accepted = " or ".join(map(str, dtypes))
             raise TypeError(
-                f"{name} is {tensor.dtype} on {tensor.device}; accepted: {cache.dtype} on "
+                f"{name} is {tensor.dtype} on {tensor.device}; accepted: {accepted} on "
                 f"{cache.device}, like the cache"
             )
 

@@ -18,7 +18,7 @@ import torch
 from fa4_hd256.kernels.block_mask import BIT_WORDS, MASK_BITS, MASK_STEPS, MASK_TILE, STEP_WORDS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
+from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
 from .layouts import tma_can_take
@@ -33,6 +33,9 @@ def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     for name, tensor in ragged.items():
         if not isinstance(tensor, torch.Tensor):
+            if name in DESCALES:
+                kind = type(tensor).__name__
+                raise TypeError(f"{name} must be a float32 tensor or None, got {kind}")
             raise TypeError(_NOT_INT32.format(name))
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be an int, got {num_splits!r}")
@@ -111,15 +114,17 @@ def _wrong_rank(name: str, tensor: torch.Tensor, accepted: int, form: str) -> st
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> None:
-    """Each (batch, seqlen, heads, 256), all of one accepted dtype and on one device.
+    """Each (batch, seqlen, heads, 256), all of one accepted dtype, or k and v of one of
+    `KV_DTYPES`, and on one device.
 
     packed: which of them are packed sequences with a batch of 1, which users pass without.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got {tensor.layout}")
-        if tensor.dtype not in DTYPES:
-            accepted = " or ".join(map(str, DTYPES))
+        dtypes = DTYPES if name == "q" else (*DTYPES, *KV_DTYPES)
+        if tensor.dtype not in dtypes:
+            accepted = " or ".join(map(str, dtypes))
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
         if tensor.ndim != 4:
             raise ValueError(_wrong_rank(name, tensor, 4, f"(batch, seqlen, heads, {HEAD_DIM})"))
@@ -129,7 +134,9 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
                 f"{name} has head_dim {tensor.shape[-1]}, shape {tuple(shape)}; "
                 f"accepted: {HEAD_DIM} only"
             )
-    _check_equal("dtype", {name: t.dtype for name, t in tensors.items()}, TypeError)
+    of_q = tensors["k"].dtype not in KV_DTYPES
+    alike = {name: t.dtype for name, t in tensors.items() if name != "q" or of_q}
+    _check_equal("dtype", alike, TypeError)
     _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
 
 
@@ -384,7 +391,8 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     """The batch size. Raises ValueError where that of the tensors differs."""
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
-        for name, t in ragged.items() if name not in (PART_LIST, MASK_STEPS, MASK_BITS)
+        for name, t in ragged.items()
+        if name not in (PART_LIST, MASK_STEPS, MASK_BITS, *DESCALES)
     }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):

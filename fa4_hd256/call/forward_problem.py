@@ -12,15 +12,17 @@ from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_STEPS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
-from fa4_hd256.kernels.problem_class import ProblemClass, query_rows
+from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
 
-from . import checks
+from . import checks, descales
 from .layouts import without_expanded_heads
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
+#: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
+OTHERS = (*RAGGED, *DESCALES)
 #: Those of them that calls with gradients may have.
 LENGTHS = tuple(
     name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, MASK_STEPS, MASK_BITS)
@@ -123,7 +125,7 @@ class Problem:
     divides the keys of each query tile (see `splits`), of all sequences where parts are listed;
     part_keys: of each part, None where parts are equal or listed. architecture: that the tensors
     are on. tiles: of its kernel. page_size: rows of a page where k and v are (pages, page_size,
-    heads_kv, 256), else None.
+    heads_kv, 256), else None. kv_dtype, descale: see `ProblemClass`.
     """
 
     q_shape: tuple[int, ...]
@@ -141,6 +143,8 @@ class Problem:
     num_splits: int = 1
     part_keys: int | None = None
     page_size: int | None = None
+    kv_dtype: torch.dtype | None = None
+    descale: str = ""
 
     @classmethod
     def describe(
@@ -155,7 +159,7 @@ class Problem:
     ) -> Problem:
         """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
-        ragged: those of `RAGGED` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
+        ragged: those of `OTHERS` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
         with cu_seqlens_k or page_table; None for as many as k, or a row of pages, has rows. config:
         the forward's, None for the default one.
 
@@ -169,11 +173,13 @@ class Problem:
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
-        known = kernels_of(architecture).forward_tiles(config)
+        kv_dtype = k.dtype if k.dtype in KV_DTYPES else None
+        known = kernels_of(architecture).forward_tiles(config, kv_dtype)
         if MASK_STEPS in ragged:
             known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
         paged = PAGE_TABLE in ragged
+        descale = descales.descale_of(ragged, k, sequences, paged)
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
         if paged:
@@ -198,6 +204,8 @@ class Problem:
             tiles=tiles,
             packed_heads=packed,
             page_size=k.shape[1] if paged else None,
+            kv_dtype=kv_dtype,
+            descale=descale,
         )
 
     @property
@@ -217,6 +225,8 @@ class Problem:
             self.num_splits > 1,
             self.part_keys is not None,
             self.page_size,
+            self.kv_dtype,
+            self.descale,
         )
 
     @property
@@ -299,7 +309,7 @@ class ForwardCall:
     """The tensors of a forward call, as the user has them.
 
     q: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); sink: (heads_q,) or
-    None; packed sequences have a batch of 1. ragged: those of `RAGGED` that are given; with
+    None; packed sequences have a batch of 1. ragged: those of `OTHERS` that are given; with
     page_table k and v are (pages, page_size, heads_kv, 256).
     """
 
@@ -317,10 +327,16 @@ class ForwardCall:
         config: Any = None,
     ) -> Problem:
         """Validate the call; arguments and errors are those of `Problem.describe`."""
-        tensors = self.q, *without_expanded_heads(self.k, self.v)
         return Problem.describe(
-            tensors, options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k, config
+            self.inputs, options, self.sink, self.ragged, max_seqlen_q, max_seqlen_k, config
         )
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v; one head of these where all of theirs are one, and it has one scale."""
+        if any(name in self.ragged for name in DESCALES):
+            return self.q, self.k, self.v
+        return self.q, *without_expanded_heads(self.k, self.v)
 
 
 def check_call(
@@ -338,10 +354,11 @@ def check_call(
     checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k, paged)
     if sink is not None:
         checks.check_sink(sink, q)
-    checks.check_ragged(q, ragged)
+    checks.check_ragged(q, {name: t for name, t in ragged.items() if name not in DESCALES})
+    descales.check_given(k, ragged)
 
 
 def given_ragged(*tensors: Any) -> dict[str, Any]:
-    """Those of the tensors of `RAGGED`, or of `LENGTHS`, given in order, that are not None, by
-    name."""
-    return {name: t for name, t in zip(RAGGED, tensors) if t is not None}
+    """Those of the tensors of `OTHERS`, or of the first ones of these, given in order, that are not
+    None, by name."""
+    return {name: t for name, t in zip(OTHERS, tensors) if t is not None}

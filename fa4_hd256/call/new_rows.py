@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["NewRows", "Rotary", "cache_places"]
+__all__ = ["NewRows", "Rotary", "cache_places", "codes_of"]
+
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,19 @@ def cache_places(
     if page_table is None:
         return rows.sequence, positions
     return page_table[rows.sequence, positions // page_size].long(), positions % page_size
+
+
+def codes_of(new: torch.Tensor, scale: torch.Tensor | None, entry: torch.Tensor) -> torch.Tensor:
+    """Rows in e4m3, divided by their scales, rounded to nearest; beyond 448 that, NaN as it is.
+
+    new: (..., heads, 256), returned as they are where they are e4m3; scale: (entries, heads) of
+    `descales.scale_operand`, None for 1; entry: int64 of the dimensions before the heads, which of
+    the scales is a row's.
+    """
+    if new.dtype == E4M3:
+        return new
+    values = new.float()
+    if scale is not None:
+        values = values / scale[entry.clamp(max=scale.shape[0] - 1)][..., None]
+    largest = torch.finfo(E4M3).max
+    return values.clamp(-largest, largest).to(E4M3)

@@ -238,6 +238,19 @@ def gathered(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Ten
     return cache[pages[:count].long()].flatten(0, 1)[:length]
 
 
+def dequantised(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What keys or values in e4m3 stand for, in float64.
+
+    codes: (entries, rows, heads_kv, dim) float8_e4m3fn, entries sequences or pages; scale:
+    (entries, heads_kv) or one value, None for 1.
+    """
+    values = codes.cpu().float().double()
+    if scale is None:
+        return values
+    scale = scale.cpu().double()
+    return values * (scale.reshape(()) if scale.numel() == 1 else scale[:, None, :, None])
+
+
 def same_dtype_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> torch.Tensor:
@@ -359,6 +372,16 @@ class Expected:
         """inputs: (q, k, v); options: as of `attention`."""
         out, lse = attention(*inputs, **options)
         pytorch = same_dtype_pytorch(*inputs, **options)
+        return cls(out, lse, _largest(pytorch.double() - out))
+
+    @classmethod
+    @torch.no_grad()
+    def of_rounded(cls, inputs: tuple, **options: Any) -> Expected:
+        """The same for q as it is and k, v in float64, which plain PyTorch has in the dtype of
+        q."""
+        q, *keys = inputs
+        out, lse = attention(*inputs, **options)
+        pytorch = same_dtype_pytorch(q, *(tensor.to(q.dtype) for tensor in keys), **options)
         return cls(out, lse, _largest(pytorch.double() - out))
 
     @torch.no_grad()

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["EngineOptions", "finished"]
+from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES
+
+__all__ = ["EngineOptions", "finished", "scaled_alone"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ def _equal(value: Any, one: Any) -> bool:
     """Of numbers alone: comparing tensors may wait for the device."""
     plain = (bool, int, float)
     return isinstance(value, plain) and isinstance(one, plain) and value == one
+
+
+def scaled_alone(options: dict[str, Any], k: torch.Tensor) -> dict[str, Any]:
+    """The same without the scales of k and v, which engines always pass, where k has none."""
+    if isinstance(k, torch.Tensor) and k.dtype in KV_DTYPES:
+        return options
+    return {name: value for name, value in options.items() if name not in DESCALES}
 
 
 def finished(result: Any, out: torch.Tensor | None, wants_lse: bool) -> Any:

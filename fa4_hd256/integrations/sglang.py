@@ -19,11 +19,11 @@ import torch
 
 from fa4_hd256 import interface, kv_cache
 
-from .engine_options import EngineOptions, finished
+from .engine_options import EngineOptions, finished, scaled_alone
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-_SCALES = "scales float8 elements, which are refused: all tensors are bfloat16 or float16"
+_SCALES = "scales queries in float8, which are refused: they are bfloat16 or float16"
 _CODE = "changes of scores or masks given as code"
 _MX = "block-scaled float8"
 
@@ -32,12 +32,13 @@ OPTIONS = EngineOptions(
     honoured={
         "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
         "softcap": "softcap", "num_splits": "num_splits", "sinks": "learnable_sink",
+        "k_descale": "k_descale", "v_descale": "v_descale",
     },
     unused={
         "ver": "chooses among SGLang's own kernels",
         "scheduler_metadata": "a plan of another kernel's work; ours comes from the lengths",
         "pack_gqa": "a choice of another kernel's tiles",
-        "q_descale": _SCALES, "k_descale": _SCALES, "v_descale": _SCALES,
+        "q_descale": _SCALES,
     },
     neutral={
         "qv": ((None,), "the second part of a query (MLA)"),
@@ -78,7 +79,7 @@ def flash_attn_with_kvcache(
     """
     out, wants_lse = options.pop("out", None), options.pop("return_softmax_lse", False)
     places = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
-    ours = OPTIONS.translated(options)
+    ours = OPTIONS.translated(scaled_alone(options, k_cache))
     result = kv_cache.flash_attn_with_kvcache(
         q, k_cache, v_cache, **places, return_lse=wants_lse, **ours
     )
@@ -106,7 +107,7 @@ def flash_attn_varlen_func(
     others = ("seqused_q", "seqused_k", "page_table")
     places = {name: options.pop(name) for name in others if name in options}
     # SGLang's own default is not to divide keys.
-    ours = {"num_splits": 1, **OPTIONS.translated(options)}
+    ours = {"num_splits": 1, **OPTIONS.translated(scaled_alone(options, k))}
     result = interface.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **places,
         return_lse=wants_lse, **ours,

@@ -16,11 +16,11 @@ import torch
 
 from fa4_hd256 import interface
 
-from .engine_options import EngineOptions, finished
+from .engine_options import EngineOptions, finished, scaled_alone
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
-_SCALES = "scales float8 elements, which are refused: all tensors are bfloat16 or float16"
+_SCALES = "scales queries in float8, which are refused: they are bfloat16 or float16"
 _MASKS = "masks given as code"
 
 OPTIONS = EngineOptions(
@@ -29,11 +29,12 @@ OPTIONS = EngineOptions(
         "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
         "softcap": "softcap", "num_splits": "num_splits", "s_aux": "learnable_sink",
         "block_table": "page_table", "deterministic": "deterministic",
+        "k_descale": "k_descale", "v_descale": "v_descale",
     },
     unused={
         "fa_version": "chooses among vLLM's own kernels",
         "scheduler_metadata": "a plan of another kernel's work; ours comes from the lengths",
-        "q_descale": _SCALES, "k_descale": _SCALES, "v_descale": _SCALES,
+        "q_descale": _SCALES,
     },
     neutral={
         "q_v": ((None,), "the second part of a query (MLA)"),
@@ -78,7 +79,7 @@ def flash_attn_varlen_func(
     """
     seqused_k, out = options.pop("seqused_k", None), options.pop("out", None)
     wants_lse = options.pop("return_softmax_lse", False)
-    ours = OPTIONS.translated(options)
+    ours = OPTIONS.translated(scaled_alone(options, k))
     if ours.get("window_size", ()) is None:
         del ours["window_size"]
     result = interface.flash_attn_varlen_func(

@@ -25,12 +25,12 @@ from cutlass.cute.nvgpu import cpasync
 from schedulers import TileProblem, section_heads_for
 
 from .block_mask import StepList
-from .limits import HEAD_DIM
+from .limits import ELEMENT_BYTES, HEAD_DIM
 from .masking import Part
 from .operands import TmaTensor, load_tile, smem_layout
 from .pages import PagedKeys, box_rows, load_pages
 from .part_list import PartList
-from .problem_class import query_rows
+from .problem_class import DESCALES, query_rows
 from .scalars import CallScalars
 from .sequences import RaggedKernel, Sequence, clipped_view
 from .views import by_packed_heads, by_sequence
@@ -124,8 +124,11 @@ class ForwardCommon(RaggedKernel):
 
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
     tile; `load_keys`, the fewest keys of a load of K or V; `kernel_tensors(operands, lse,
-    optional)`; and `kernel(tensors, sizes, scalars, order)`.
+    optional)`; and `kernel(tensors, sizes, scalars, order)`.  kv_bytes: of an element of K or V;
+    single bytes come in twos, as elements of the type of Q.
     """
+
+    kv_bytes = ELEMENT_BYTES
 
     problem_class: Any
     config: Any
@@ -152,10 +155,13 @@ class ForwardCommon(RaggedKernel):
         keys out is float32, and of each batch entry of q the results have one for each part.
 
         optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
-        (heads,) float32, then tensors of `SequenceTensors` in its order.
+        (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
+        v, (entries, heads_kv) float32.
         """
         out, lse = results
-        operands = tuple(by_sequence(t) for t in (q, k, v, out))
+        columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES
+        keys = (by_sequence(t, columns=columns) for t in (k, v))
+        operands = by_sequence(q), *keys, by_sequence(out)
         sizes, problem = self.tile_problem(operands, optional, scalars)
         tensors = self.kernel_tensors(operands, lse, optional)
         grid = self.scheduler.grid_shape(problem, scalars.clusters)
@@ -175,7 +181,13 @@ class ForwardCommon(RaggedKernel):
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
         """(sink or None, ragged tensors) from what the problem class asks for."""
         given = tuple(optional or ())
+        if self.problem_class.descale:
+            given = given[: -len(DESCALES)]
         return (given[0], given[1:]) if self.problem_class.sink else (None, given)
+
+    def descales(self, optional: Any) -> tuple[Any, Any]:
+        """The scales of k and of v, None where the problem class has none."""
+        return tuple(optional)[-len(DESCALES) :] if self.problem_class.descale else (None, None)
 
     def ragged(self, tensors: ForwardTensors) -> tuple:
         return self.sink_and_ragged(tensors.optional)[1]
@@ -213,7 +225,7 @@ class ForwardCommon(RaggedKernel):
                 num_heads_per_kv=heads_per_kv,
                 num_pairs=heads * batch,
                 # Capped where 32 bits end; beyond, nothing fits into L2 anyway.
-                kv_bytes_per_head=cutlass.min(seqlen_k, 1 << 20) * (2 * HEAD_DIM * 2),
+                kv_bytes_per_head=cutlass.min(seqlen_k, 1 << 20) * (2 * HEAD_DIM * self.kv_bytes),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=self.problem_class.has_unequal_tiles,
             )

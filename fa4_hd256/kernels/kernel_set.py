@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fa4_hd256.architectures import ARCHITECTURES, Architecture
 
 from .combine_config import CombineRule
@@ -41,7 +43,8 @@ class ForwardTiles:
     same time: HBM then bounds all clusters together; 0 where tiles share them.  most_parts: into
     which keys are divided where nobody asks for more.  pads: query heads of any group share tiles,
     each query with rows of padding up to a power of two.  takes_lists: a block mask may name its
-    steps.  kind: of the kernel.
+    steps.  kind: of the kernel.  kv_dtype: of K and V, of `problem_class.KV_DTYPES`; None for that
+    of Q.
     """
 
     cta_rows: int
@@ -57,6 +60,7 @@ class ForwardTiles:
     pads: bool = False
     takes_lists: bool = False
     kind: str = "forward"
+    kv_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,10 @@ class KernelSet:
     `class(config, problem_class)`.  forward_config, backward_config: the same of the configuration
     of each direction, None where it has none yet.  decode_config: the same of a further forward
     kernel for a few query rows, None where there is none.  forwards: what the host must know of the
-    tiles that calls may get of the forward, in the order in which they are preferred; none
-    likewise.  backward: the same of the backward, None likewise.  counts_tiles: the dynamic
-    scheduler takes a counter in global memory.  combine: which configurations the combining kernel
-    gets.
+    tiles that calls may get of the forward, for every dtype of K and V, in the order in which they
+    are preferred; none likewise.  backward: the same of the backward, None likewise.
+    counts_tiles: the dynamic scheduler takes a counter in global memory.  combine: which
+    configurations the combining kernel gets.
     """
 
     architecture: Architecture
@@ -163,14 +167,36 @@ class KernelSet:
             return (*own, self._class(self.decode_config, direction))
         return own
 
-    def forward_tiles(self, config: Any = None) -> tuple[ForwardTiles, ...]:
-        """Those of a configuration, or without one `forwards`. Raises NotImplementedError where
-        there is none."""
+    def config_of(self, tiles: ForwardTiles) -> Any:
+        """The class of the configurations of a forward with such tiles."""
+        return self.configs("forward")[-1 if tiles.kind.startswith("forward_decode") else 0]
+
+    def forward_tiles(
+        self, config: Any = None, kv_dtype: torch.dtype | None = None
+    ) -> tuple[ForwardTiles, ...]:
+        """Those of a configuration, or without one of `forwards`, for K and V of such a dtype, None
+        for that of Q.
+
+        Raises NotImplementedError where there is none, ValueError for a configuration of another.
+        """
         if config is not None:
+            if config.tiles.kv_dtype != kv_dtype:
+                own = "that of q" if config.tiles.kv_dtype is None else config.tiles.kv_dtype
+                given = "that of q" if kv_dtype is None else kv_dtype
+                raise ValueError(
+                    f"config is for k and v of the dtype {own}, which have {given}; accepted: "
+                    "None, or a configuration made for it"
+                )
             return (config.tiles,)
         if not self.forwards:
             raise self._missing("forward")
-        return self.forwards
+        tiles = tuple(tiles for tiles in self.forwards if tiles.kv_dtype == kv_dtype)
+        if not tiles:
+            raise NotImplementedError(
+                f"k and v are {kv_dtype}, which {self.architecture.name}, "
+                f"{self.architecture.describe()}, has no kernel for; accepted there: the dtype of q"
+            )
+        return tiles
 
     def backward_set(self) -> BackwardSet:
         """`backward`. Raises NotImplementedError where there is none."""

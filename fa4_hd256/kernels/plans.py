@@ -85,7 +85,7 @@ class RegisterPlan:
 
 class WarpPlan:
     """Base of the plans of a kernel's warps: frozen dataclasses with a field for each role, its
-    warps, and a field `registers_...` for each budget.
+    warps, None where there is no such role, and a field `registers_...` for each budget.
 
     WARPGROUPS: (roles as they are named, the budget's field) of each warpgroup, in order.
     ROLES: (role, the budget's field), in the order of the table.  Raises ValueError for budgets
@@ -116,7 +116,10 @@ class WarpPlan:
         """The roles as a Markdown table."""
         rows = ["| role | warps | registers a thread |", "|---|---|---|"]
         for role, budget in self.ROLES:
-            rows.append(f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |")
+            if getattr(self, role) is not None:
+                rows.append(
+                    f"| {role} | {getattr(self, role)} | {getattr(self, budget)} |"
+                )
         rows.append(self.registers.total_row)
         return "\n".join(rows)
 

@@ -12,8 +12,8 @@ from .block_mask import MASK_STEPS
 from .masking import MaskKind
 
 __all__ = [
-    "ELEMENT_TYPES", "CombineClass", "GradientClass", "PreprocessClass", "ProblemClass",
-    "query_rows",
+    "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "CombineClass",
+    "GradientClass", "PreprocessClass", "ProblemClass", "query_rows",
 ]  # fmt: skip
 
 #: The accepted dtypes of q, k and v, and what the kernels call them.
@@ -21,6 +21,14 @@ ELEMENT_TYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,
     torch.float16: cutlass.Float16,
 }
+
+#: Dtypes of k and v beside that of q.
+KV_DTYPES = (torch.float8_e4m3fn,)
+
+#: Factors of what k and v hold, float32, in the order in which kernels get them; and whose each is:
+#: a sequence's and KV head's, or all that they have alike, or a page's and KV head's.
+DESCALES = ("k_descale", "v_descale")
+OF_SEQUENCES, OF_PAGES = "sequences", "pages"
 
 
 def query_rows(packed_heads: int, rows: int) -> int:
@@ -33,15 +41,17 @@ def query_rows(packed_heads: int, rows: int) -> int:
 class ProblemClass:
     """What of a call is compiled into the forward kernel, and into those that make gradients.
 
-    dtype: of q, k and v. bounded_left, bounded_right: sides on which the mask bounds the visible
-    keys; causal bounds the right one. negative_scale: the softmax scale is; the tensor core then
-    negates Q K^T, and the scale passed in is its absolute value. softcap: scores pass through
-    softcap * tanh(. / softcap). sink: each head has one. ragged: which fields of
-    `sequences.SequenceTensors` are given, in their order. use_clc: the dynamic tile scheduler.
-    packed_heads: query heads of a KV head whose rows share the forward's query tiles; 1, or all of
-    them. split: the forward's keys are divided. fixed_parts: into parts of so many keys, of which a
-    sequence fills as many as it can, instead of so many equal parts. page_size: rows of a page of
-    keys and values; None where they lie in no pages.
+    dtype: of q, and unless kv_dtype says otherwise of k and v. bounded_left, bounded_right: sides
+    on which the mask bounds the visible keys; causal bounds the right one. negative_scale: the
+    softmax scale is; the tensor core then negates Q K^T, and the scale passed in is its absolute
+    value. softcap: scores pass through softcap * tanh(. / softcap). sink: each head has one.
+    ragged: which fields of `sequences.SequenceTensors` are given, in their order. use_clc: the
+    dynamic tile scheduler. packed_heads: query heads of a KV head whose rows share the forward's
+    query tiles; 1, or all of them. split: the forward's keys are divided. fixed_parts: into parts
+    of so many keys, of which a sequence fills as many as it can, instead of so many equal parts.
+    page_size: rows of a page of keys and values; None where they lie in no pages. kv_dtype: of
+    `KV_DTYPES`; None for that of q. descale: whose factors k and v have, `OF_SEQUENCES` or
+    `OF_PAGES`; empty for none.
     """
 
     dtype: torch.dtype
@@ -56,6 +66,8 @@ class ProblemClass:
     split: bool = False
     fixed_parts: bool = False
     page_size: int | None = None
+    kv_dtype: torch.dtype | None = None
+    descale: str = ""
 
     @property
     def element_type(self) -> Any:

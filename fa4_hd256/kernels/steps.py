@@ -475,10 +475,15 @@ class StepTable:
         )  # fmt: skip
 
     def is_of_tile(self, content: str) -> bool:
-        """Whether a content is loaded once a tile."""
-        return any(
+        """Whether a content is loaded, or written by a role, once a tile."""
+        loaded = any(
             copy.content == content and when is When.FIRST
             for load, when in self.fills for copy in load.copies
+        )
+        return loaded or any(
+            action.verb is Verb.WRITE and action.content == content
+            for role in self.roles for act in role.acts if act.when is When.FIRST
+            for action in act.actions
         )
 
     def ring(self, name: str) -> Ring:

@@ -21,11 +21,14 @@ __all__ = [
 LANE_COLUMNS = HEAD_DIM // WARP_SIZE  # of a row that a warp works on: 16 bytes of a 16-bit type
 
 
-def by_sequence(tensor: cute.Tensor, alignment: int | None = None) -> cute.Tensor:
+def by_sequence(
+    tensor: cute.Tensor, alignment: int | None = None, columns: int = HEAD_DIM
+) -> cute.Tensor:
     """(batch, seqlen, heads, 256) as (seqlen, 256, heads, batch).
 
-    alignment: bytes of which the base and every stride are multiples; by default 8 elements, which
-    is TMA's rule for 16 bits and that of 256-bit stores for 32 bits.
+    columns: 256, or 128 of a 16-bit type for as many bytes.  alignment: bytes of which the base and
+    every stride are multiples; by default 8 elements, which is TMA's rule for 16 bits and that of
+    256-bit stores for 32 bits.
     """
     # 8 elements have as many bytes as an element has bits.
     width = tensor.element_type.width
@@ -33,7 +36,7 @@ def by_sequence(tensor: cute.Tensor, alignment: int | None = None) -> cute.Tenso
     batch, rows, heads, _ = tensor.shape
     strides = [cute.assume(tensor.stride[i], divby=alignment * 8 // width) for i in range(3)]
     layout = cute.make_layout(
-        (rows, HEAD_DIM, heads, batch), stride=(strides[1], 1, strides[2], strides[0])
+        (rows, columns, heads, batch), stride=(strides[1], 1, strides[2], strides[0])
     )
     return cute.make_tensor(tensor.iterator.align(alignment), layout)
 

@@ -66,7 +66,7 @@ def forward_spec(problem: Problem, gpu: Gpu, config: Any = None) -> KernelSpec:
     kernels = problem.kernels
     if config is None:
         causal = problem.options.window[1] is not None
-        config = kernels.config("forward").tuned(
+        config = kernels.config_of(problem.tiles).tuned(
             causal, problem.max_seqlen_k, gpu.tuning_name, problem.tiles,
             paged=problem.page_size is not None,
         )  # fmt: skip

@@ -14,24 +14,25 @@ import torch
 
 from fa4_hd256 import environment
 from fa4_hd256.call.checks import check_page_numbers
-from fa4_hd256.call.forward_problem import RAGGED, ForwardCall, Problem
-from fa4_hd256.call.layouts import without_expanded_heads
+from fa4_hd256.call.descales import scale_operand
+from fa4_hd256.call.forward_problem import OTHERS, ForwardCall, Problem
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.part_list import list_length
+from fa4_hd256.kernels.problem_class import DESCALES
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
 from .catalogue import combine_spec, forward_spec
 from .compile import CompiledKernel, compile_kernel
 from .forward_arguments import CallTensors, call_arguments, combine_call_arguments
 from .launch import gpu_of, launch
-from .recording import Allocate, Make, Tensors, give_up, made_for, operand, table
+from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, operand, table
 
 __all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
 
-#: Places of the sink, and of what is written to, among a call's tensors: q, k, v, the sink, ragged
-#: ones, out.
-SINK, OUT = 3, 4 + len(RAGGED)
-_BETWEEN = (None,) * len(RAGGED)
+#: Places of the sink, and of what is written to, among a call's tensors: q, k, v, the sink, others,
+#: out.
+SINK, OUT = 3, 4 + len(OTHERS)
+_BETWEEN = (None,) * len(OTHERS)
 
 
 def run_forward(
@@ -54,9 +55,13 @@ def run_forward(
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
-    ragged = tuple(call.ragged[name] for name in problem.ragged)
-    inputs = call.q, *without_expanded_heads(call.k, call.v)
-    return launch_forward(compiled, problem, inputs, call.sink, ragged, out)
+    ragged = tuple(call.ragged[name] for name in (*problem.ragged, *_scales(problem)))
+    return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
+
+
+def _scales(problem: Problem) -> tuple[str, ...]:
+    """Those of `DESCALES` that a call has."""
+    return DESCALES if problem.descale else ()
 
 
 def _check_list(words: torch.Tensor, length: int) -> None:
@@ -94,8 +99,8 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors, or the `out` given.
 
-    ragged: tensors in the problem's order. out has the shape and dtype of q; lse is (batch,
-    heads_q, seqlen_q) float32, natural log.
+    ragged: tensors in the problem's order, then those of `DESCALES` if it has any. out has the
+    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
     """
     is_split = problem.num_splits > 1
     if out is None:
@@ -112,18 +117,24 @@ def launch_forward(
     q, k, v = map(operand, inputs)
     if k.shape[1] == 0:
         # No key at all: TMA cannot describe an empty tensor, and no row of this one is read.
-        k = v = k.new_zeros((k.shape[0], 1, *k.shape[2:]))
+        k = v = q.new_zeros((k.shape[0], 1, *k.shape[2:])).to(k.dtype)
         give_up()
+    if problem.kv_dtype is not None:
+        # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
+        k, v = k.view(problem.dtype), v.view(problem.dtype)
+    ragged, scales = ragged[: len(problem.ragged)], ragged[len(problem.ragged) :]
     ragged = tuple(table(t) if t.ndim > 1 else t for t in ragged)
-    optional = (() if sink is None else (made["sink_operand"],)) + ragged
+    scales = tuple(in_place(t, scale_operand(t, problem.descale)) for t in scales)
+    optional = (() if sink is None else (made["sink_operand"],)) + ragged + scales
     tensors = CallTensors(q, k, v, *parts, optional)
     roles = ("out_parts", "lse_parts") if is_split else ("out", "lse")
     launch(
         compiled,
         problem.device,
         lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
-        ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.ragged),
-    )
+        ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.ragged,
+         *_scales(problem)),
+    )  # fmt: skip
     if is_split:
         combine(problem, parts, results, ragged)
     return results

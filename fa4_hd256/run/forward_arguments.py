@@ -1,11 +1,13 @@
 """The calling conventions of the forward's kernels: each one list of arguments, in two forms.
 
     q             (batch, seqlen_q, heads_q, 256)   bf16 or fp16; packed sequences: batch 1
-    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..)
+    k, v          (batch, seqlen_k, heads_kv, 256)  bf16 or fp16; in pages (pages, page_size, ..);
+                  in e4m3 (.., 128) of q's type, two elements in each
     results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of a
-                  block mask (`kernels.sequences.SequenceTensors`); None if that is nothing
+                  block mask (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
+                  (entries, heads_kv) float32; None if that is nothing
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
@@ -29,7 +31,7 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_STEPS
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
-from fa4_hd256.kernels.problem_class import CombineClass, ProblemClass
+from fa4_hd256.kernels.problem_class import DESCALES, CombineClass, ProblemClass
 from fa4_hd256.kernels.sequences import PAGE_TABLE
 
 from .arguments import (
@@ -57,6 +59,8 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
         else vector_type(cutlass.Int32)
         for name in problem_class.ragged
     ]
+    if problem_class.descale:
+        optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
@@ -95,7 +99,8 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
     """The values of one call on a GPU."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
-    names = (*(("sink",) if problem.sink else ()), *problem.ragged)
+    scales = DESCALES if problem.descale else ()
+    names = (*(("sink",) if problem.sink else ()), *problem.ragged, *scales)
     optional = tuple(
         dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else 4)
         for name, tensor in zip(names, tensors.optional, strict=True)

@@ -22,6 +22,7 @@ from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
+from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
 from fa4_hd256.models import AttentionModel, Mask
 
 from .catalogue import KernelSpec, backward_specs, forward_spec
@@ -57,8 +58,9 @@ _LENGTHS = sorted(
 class Needs:
     """What kernels are asked for beside a model.
 
-    uses: of `USES`. forms: of `FORMS`. dtypes: of q, k and v. schedulers: values of use_clc.
+    uses: of `USES`. forms: of `FORMS`. dtypes: of q. schedulers: values of use_clc.
     batch_invariant: also those of calls that ask for that. page_sizes: of calls with a page table.
+    kv_dtypes: of k and v, None for that of q; others with any form of scales.
     """
 
     uses: tuple[str, ...] = ("prefill", "decode")
@@ -67,6 +69,7 @@ class Needs:
     schedulers: tuple[bool, ...] = (False, True)
     batch_invariant: bool = False
     page_sizes: tuple[int, ...] = ()
+    kv_dtypes: tuple[torch.dtype | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
@@ -82,7 +85,11 @@ class Needs:
         for size in self.page_sizes:
             if size < 1 or size % PAGE_MULTIPLE:
                 raise ValueError(f"page size is {size}; accepted: multiples of {PAGE_MULTIPLE}")
-        if not (self.uses and self.forms and self.dtypes and self.schedulers):
+        for dtype in self.kv_dtypes:
+            if dtype not in (None, *KV_DTYPES):
+                accepted = ", ".join(map(str, (None, *KV_DTYPES)))
+                raise ValueError(f"kv_dtype is {dtype}; accepted: {accepted}")
+        if not (self.uses and self.forms and self.dtypes and self.schedulers and self.kv_dtypes):
             raise ValueError(f"nothing is asked for: {self}")
 
 
@@ -105,7 +112,7 @@ def specs_of(
         found |= dict.fromkeys(_combines(dtype, architecture))
     if TRAINING in needs.uses:
         forms = tuple(form for form in needs.forms if PAGE_TABLE not in FORMS[form])
-        own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=())
+        own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=(), kv_dtypes=(None,))
         for problem in _problems(model, own, architecture):
             found |= dict.fromkeys(_backwards(problem, model))
     return list(found)
@@ -118,32 +125,42 @@ def _problems(
     most = [USES[use] for use in needs.uses]
     longest = _LONGEST if None in most else max(m for m in most if m is not None)
     queries = [length for length in _LENGTHS if length <= longest]
-    known, group = kernels_of(architecture).forward_tiles(), model.heads_q // model.heads_kv
-    for form in needs.forms:
-        ragged = FORMS[form]
+    kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
+    for form, kv_dtype in itertools.product(needs.forms, needs.kv_dtypes):
+        ragged, known = FORMS[form], kernels.forward_tiles(kv_dtype=kv_dtype)
         pages = needs.page_sizes if PAGE_TABLE in ragged else (None,)
+        descales = _descales(kv_dtype, PAGE_TABLE in ragged)
         tilings: dict[Any, int] = {}
         for length in queries:
             tilings.setdefault(choose_tiles(known, group, length, ragged), length)
-        for (tiles, packed), length in tilings.items():
-            for dtype in needs.dtypes:
-                for mask in model.masks:
-                    for use_clc, page_size in itertools.product(needs.schedulers, pages):
-                        yield Problem(
-                            q_shape=(1, length, model.heads_q, HEAD_DIM),
-                            max_seqlen_q=length,
-                            max_seqlen_k=_LONGEST,
-                            sequences=1,
-                            dtype=dtype,
-                            device=torch.device("cpu"),
-                            options=_options(model, mask, use_clc),
-                            sink=model.sink,
-                            ragged=ragged,
-                            architecture=architecture,
-                            tiles=tiles,
-                            packed_heads=packed,
-                            page_size=page_size,
-                        )
+        choices = itertools.product(
+            tilings.items(), needs.dtypes, model.masks, needs.schedulers, pages, descales
+        )
+        for ((tiles, packed), length), dtype, mask, use_clc, page_size, descale in choices:
+            yield Problem(
+                q_shape=(1, length, model.heads_q, HEAD_DIM),
+                max_seqlen_q=length,
+                max_seqlen_k=_LONGEST,
+                sequences=1,
+                dtype=dtype,
+                device=torch.device("cpu"),
+                options=_options(model, mask, use_clc),
+                sink=model.sink,
+                ragged=ragged,
+                architecture=architecture,
+                tiles=tiles,
+                packed_heads=packed,
+                page_size=page_size,
+                kv_dtype=kv_dtype,
+                descale=descale,
+            )
+
+
+def _descales(kv_dtype: torch.dtype | None, paged: bool) -> tuple[str, ...]:
+    """Whose scales k and v may have."""
+    if kv_dtype is None:
+        return ("",)
+    return ("", OF_SEQUENCES, OF_PAGES) if paged else ("", OF_SEQUENCES)
 
 
 def _options(model: AttentionModel, mask: Mask, use_clc: bool) -> Options:

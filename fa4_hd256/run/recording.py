@@ -24,7 +24,8 @@ from .packed import COUNTER, LaunchTemplate, PackedLaunch, host_function, tensor
 from .tile_counter import tile_counter
 
 __all__ = [
-    "Allocate", "Make", "Recording", "Replayed", "current", "give_up", "made_for", "operand",
+    "Allocate", "Make", "Recording", "Replayed", "current", "give_up", "in_place",
+    "made_for", "operand",
     "recording", "row_values", "table",
 ]  # fmt: skip
 
@@ -67,20 +68,21 @@ def give_up() -> None:
 
 def operand(tensor: torch.Tensor) -> torch.Tensor:
     """`as_kernel_operand`; a call that copies one does not repeat."""
-    return _in_place(tensor, as_kernel_operand(tensor))
+    return in_place(tensor, as_kernel_operand(tensor))
 
 
 def row_values(tensor: torch.Tensor) -> torch.Tensor:
     """`row_operand`, likewise."""
-    return _in_place(tensor, row_operand(tensor))
+    return in_place(tensor, row_operand(tensor))
 
 
 def table(tensor: torch.Tensor) -> torch.Tensor:
     """`table_operand`, likewise."""
-    return _in_place(tensor, table_operand(tensor))
+    return in_place(tensor, table_operand(tensor))
 
 
-def _in_place(given: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+def in_place(given: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """used, what stands for a call's tensor; a call that copies it does not repeat."""
     if used.data_ptr() != given.data_ptr():
         give_up()
     return used

@@ -17,6 +17,7 @@ from fa4_hd256.kernels.kernel_set import (
 )
 from fa4_hd256.kernels.sequences import PADDING
 
+from .decode.config import DECODE_E4M3
 from .forward.config import TILES
 from .pair_plan import BLOCK_KV, CTAS
 
@@ -31,6 +32,7 @@ KERNELS = KernelSet(
     {
         "forward": "forward.kernel:ForwardKernel",
         "forward_decode": "decode.kernel:DecodeKernel",
+        "forward_decode_e4m3": "decode.e4m3:DecodeE4m3Kernel",
         "backward_dv": "backward.dv:DvKernel",
         "backward_products": "backward.products:ProductsKernel",
         "backward_dkdv": "backward.dkdv:DkdvKernel",
@@ -39,7 +41,7 @@ KERNELS = KernelSet(
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
     backward_config="backward.config:BackwardConfig",
-    forwards=(TILES,),
+    forwards=(TILES, *(config.tiles for config in DECODE_E4M3)),
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

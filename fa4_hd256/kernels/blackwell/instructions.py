@@ -91,10 +91,12 @@ class TmemOperand:
 
 @dataclass(frozen=True)
 class MmaShape:
-    """The instruction descriptor of kind::f16 with float32 accumulation (9.7.16.4.2).
+    """The instruction descriptor of kind::f16, or of kind::f8f6f4 with e4m3 operands, with float32
+    accumulation (9.7.16.4.2).
 
     m, n: of the product.  a_mn_major, b_mn_major: A is stored with M, B with N contiguous.
-    negate_a: the product of -A and B.  ctas: that have it together, 2 or 1.
+    negate_a: the product of -A and B.  ctas: that have it together, 2 or 1.  is_e4m3: both operands
+    are; is_bf16 then means nothing.
     """
 
     m: int
@@ -104,11 +106,18 @@ class MmaShape:
     b_mn_major: bool = False
     negate_a: bool = False
     ctas: int = 2
+    is_e4m3: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of the instruction."""
+        return "f8f6f4" if self.is_e4m3 else "f16"
 
     @property
     def instruction_descriptor(self) -> int:
         float32_accumulator = 1 << 4
-        operand_type = (1 << 7 | 1 << 10) if self.is_bf16 else 0
+        # In kind::f8f6f4 0 stands for e4m3.
+        operand_type = (1 << 7 | 1 << 10) if self.is_bf16 and not self.is_e4m3 else 0
         return (
             float32_accumulator
             | operand_type
@@ -121,7 +130,7 @@ class MmaShape:
 
 
 def _chain_ptx(
-    a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout, ctas: int
+    a_layout: OperandLayout | TmemOperand, b_layout: OperandLayout, shape: MmaShape
 ) -> str:
     """The text of `mma_chain`: r0 accumulator, r1 and r2 A and B, r3 accumulate, r4 shape."""
     lines = [
@@ -146,7 +155,7 @@ def _chain_ptx(
             lines.append(f"mov.b64 a_desc, {{a_low, {a_layout.upper_word:#x}}};")
             operand = "a_desc"
         lines.append(
-            f"@elected tcgen05.mma.cta_group::{ctas}.kind::f16 "
+            f"@elected tcgen05.mma.cta_group::{shape.ctas}.kind::{shape.kind} "
             f"[{{$r0}}], {operand}, b_desc, {{$r4}}, {'add' if step == 0 else '1'};"
         )
     lines.append("}")
@@ -164,7 +173,8 @@ def mma_chain(
     loc=None,
     ip=None,
 ) -> None:
-    """tcgen05.mma.cta_group.kind::f16 (9.7.16.10.9.1) over all K = 16 slices of two tiles.
+    """tcgen05.mma.cta_group.kind (9.7.16.10.9.1) over all slices of two tiles: of K = 16, of e4m3
+    K = 32, which are as many bytes.
 
     accumulator: TMEM address of D.  a: lower descriptor word and layout of A in SMEM, or address
     and layout of A in TMEM.  b: lower descriptor word and layout of B.  accumulate: whether the
@@ -179,7 +189,7 @@ def mma_chain(
     a_word, a_layout = a
     b_word, b_layout = b
     cute.arch.inline_ptx(
-        _chain_ptx(a_layout, b_layout, shape.ctas),
+        _chain_ptx(a_layout, b_layout, shape),
         read_only_args=[
             Int32(accumulator),
             Int32(a_word),

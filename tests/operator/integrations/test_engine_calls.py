@@ -297,9 +297,9 @@ def test_what_is_not_offered(engine):
         engine.flash_attn_varlen_func(**given, new_feature=None)
     tables = (engine.OPTIONS.honoured, engine.OPTIONS.unused, engine.OPTIONS.neutral)
     assert Counter(itertools.chain(*tables)).most_common(1)[0][1] == 1
-    with pytest.raises(TypeError, match="float8"):
-        quantised = {name: given[name].to(torch.float8_e4m3fn) for name in "kv"}
-        engine.flash_attn_varlen_func(**given | quantised, k_descale=torch.ones(1, 2))
+    with pytest.raises(TypeError, match="q has dtype torch.float8"):
+        quantised = {name: given[name].to(torch.float8_e4m3fn) for name in "qkv"}
+        engine.flash_attn_varlen_func(**given | quantised, q_descale=torch.ones(1, 2))
     assert vllm.get_scheduler_metadata(batch_size=1) is None
 
 

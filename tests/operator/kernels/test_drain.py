@@ -8,7 +8,7 @@ import pytest
 
 from fa4_hd256.kernels import drain, programs
 from fa4_hd256.kernels.blackwell.backward.config import DkdvPlan, DqPlan, DvPlan, ProductsPlan
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.drain import check_drains
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
@@ -43,6 +43,8 @@ PLANS = {
     "dK and dQ from dS": ProductsPlan(),
     "decode": DECODE[0],
     "decode, fewest buffers": DecodeConfig(half_stages=3, q_stages=1),
+    "decode, e4m3": DECODE_E4M3[0],
+    "decode, e4m3, one Q": DECODE_E4M3[2],
 }
 
 

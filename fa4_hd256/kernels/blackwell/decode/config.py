@@ -24,11 +24,25 @@ buffer and the softmax rescales O by itself.
 
 NOTE [halves].  K and V come in halves of 128 columns: 32 KiB, a stage.  Five or six of them are
 160 to 192 KiB under way, where HBM gives its rate from 128 KiB on (docs/facts.md).
+
+NOTE [e4m3].  K and V in e4m3 are operands of kind::f8f6f4 as they lie in memory, K-major and
+MN-major: nothing converts them.  What is multiplied with them must be e4m3, too, of which two parts
+have as many bits as a bf16: x = hi + lo / 16, hi and then what is left, times 16, rounded to e4m3.
+The parts are rows of one operand, so that N is twice the rows and a tile of K or V is read once: a
+step of 128 keys takes half of the products' clocks, and half of the bytes (docs/tables/fp8.md has
+the errors).  Q is brought to [128, 256) by a power of two a row, which the softmax takes back; P
+by `HEADROOM`.  The softmax adds the parts of S, and those of O at the end.
+
+Converting K and V to bf16 in shared memory instead would read 64 KiB a step and write 128 KiB
+there, beside the 64 KiB that TMA writes and the 128 KiB that the products read: 3,072 clocks of its
+port, for a step whose bytes HBM brings in 2,150.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from fa4_hd256.kernels.blackwell.pair_plan import check_plan, check_ring, common_regions
 from fa4_hd256.kernels.edges import Edge, EdgeTable, Signal
@@ -45,9 +59,9 @@ from fa4_hd256.kernels.plans import (
 from fa4_hd256.kernels.steps import StepTable
 from softmax_emu.pattern import Ex2Pattern
 
-from .steps import HALVES, decode_steps
+from .steps import HALVES, decode_steps, e4m3_steps
 
-__all__ = ["BLOCK_KV", "DECODE", "ROWS", "DecodeConfig", "DecodeWarpPlan"]
+__all__ = ["BLOCK_KV", "DECODE", "DECODE_E4M3", "ROWS", "DecodeConfig", "DecodeWarpPlan"]
 
 BLOCK_KV = 128  # keys of a step: M of S, a lane of tensor memory each
 HALF = HEAD_DIM // len(HALVES)  # columns of a buffer of K or V: M of a half of O
@@ -55,28 +69,41 @@ HALF = HEAD_DIM // len(HALVES)  # columns of a buffer of K or V: M of a half of 
 #: Query rows of a tile that are offered: N of both products.
 ROWS = (16, 32, 64)
 
+#: Parts of Q and P, whose operand has e4m3.
+E4M3_PARTS = 2
+#: Log2 of P of a row's maximum that has just moved, in e4m3: small P then keep their bits down to
+#: 2^-18 of it.
+HEADROOM = 4.0
+#: The largest rescale threshold by K's and V's type: P reaches 2^threshold, finite in float16, and
+#: below 448 in e4m3.
+LARGEST_THRESHOLD = {False: 15, True: 8}
+
 
 @dataclass(frozen=True)
 class DecodeWarpPlan(WarpPlan):
-    """Warp indices and register budgets of a CTA: the softmax, then a warp for each other role."""
+    """Warp indices and register budgets of a CTA: the softmax, then a warp for each other role.
+
+    quantise: brings Q to e4m3; None where K and V are not.
+    """
 
     softmax: tuple[int, ...] = (0, 1, 2, 3)
     mma: int = 4
     load: int = 5
     scheduler: int = 6
+    quantise: int | None = None
     registers_softmax: int = 256
     registers_other: int = 256
 
     WARPGROUPS = (("softmax", "registers_softmax"), ("the other roles", "registers_other"))
     ROLES = (
         WARPGROUPS[0],
-        *((role, "registers_other") for role in ("mma", "load", "scheduler")),
+        *((role, "registers_other") for role in ("mma", "load", "scheduler", "quantise")),
     )
 
     @property
     def scheduled_warps(self) -> int:
         """Warps that run the tile loop."""
-        return len(self.softmax) + 3
+        return len(self.softmax) + 3 + (self.quantise is not None)
 
 
 @dataclass(frozen=True)
@@ -84,7 +111,9 @@ class DecodeConfig:
     """Everything static about the decode kernel that a user or a tuner may set.
 
     rows: query rows of a tile, one of `ROWS`: those of the heads that share keys, of a few queries.
-    half_stages: buffers of the ring that halves of K and V tiles share.
+    e4m3: K and V are; NOTE [e4m3].
+    half_stages: buffers of the ring that halves of K and V tiles share, in e4m3 whole tiles, of as
+        many bytes.
     q_stages: Q buffers; with two, the next tile's Q is loaded while this tile is worked on.
     ex2_pattern: which score elements take the polynomial exp2; its columns are the rows, so that
         a pattern which leaves the last fragment to the hardware leaves all of 16 or 32 rows.
@@ -99,6 +128,7 @@ class DecodeConfig:
     rescale_threshold: float = 8.0
     warps: DecodeWarpPlan = field(default_factory=DecodeWarpPlan)
     ordered_tiles: bool = True
+    e4m3: bool = False
 
     block_kv = BLOCK_KV
     s_stages = 2
@@ -107,13 +137,20 @@ class DecodeConfig:
         if self.rows not in ROWS:
             accepted = ", ".join(map(str, ROWS))
             raise ValueError(f"rows is {self.rows}; accepted are {accepted}")
+        if self.e4m3 != (self.warps.quantise is not None):
+            raise ValueError(
+                f"e4m3 is {self.e4m3} with {self.warps}; accepted: quantise a warp where K and V "
+                "are e4m3, else None"
+            )
         check_ring("half_stages", self.half_stages)
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
-        if not 0 <= self.rescale_threshold <= 15:
+        largest = LARGEST_THRESHOLD[self.e4m3]
+        if not 0 <= self.rescale_threshold <= largest:
             raise ValueError(
-                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to 15 "
-                "(P reaches 2^threshold and must stay finite in float16)"
+                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to {largest} "
+                f"(P reaches 2^threshold and must stay finite in "
+                f"{'e4m3' if self.e4m3 else 'float16'})"
             )
         check_plan("the decode kernel", self)
 
@@ -122,13 +159,29 @@ class DecodeConfig:
         """What the host must know of its tiles."""
         return ForwardTiles(
             self.rows, self.rows, BLOCK_KV, 1, step_seconds=1e-6, least_saved=4,
-            most_rows=self.rows, step_bytes=2 * BLOCK_KV * HEAD_DIM * ELEMENT_BYTES, most_parts=64,
-            pads=True, kind="forward_decode",
+            most_rows=self.rows, step_bytes=2 * BLOCK_KV * HEAD_DIM * self.kv_bytes, most_parts=64,
+            pads=True, kind="forward_decode_e4m3" if self.e4m3 else "forward_decode",
+            kv_dtype=torch.float8_e4m3fn if self.e4m3 else None,
         )  # fmt: skip
 
     @property
+    def kv_bytes(self) -> int:
+        """Of an element of K or V."""
+        return 1 if self.e4m3 else ELEMENT_BYTES
+
+    @property
+    def columns(self) -> int:
+        """N of both products: the rows, or the rows of all parts of Q and P."""
+        return self.rows * E4M3_PARTS if self.e4m3 else self.rows
+
+    @property
+    def headroom(self) -> float:
+        """Log2 of P of a maximum that has just moved."""
+        return min(HEADROOM, self.rescale_threshold) if self.e4m3 else 0.0
+
+    @property
     def q_bytes(self) -> int:
-        """Q of a tile."""
+        """Q of a tile; of two parts in e4m3 as many."""
         return self.rows * HEAD_DIM * ELEMENT_BYTES
 
     @property
@@ -139,14 +192,20 @@ class DecodeConfig:
     @property
     def smem(self) -> SmemPlan:
         softmax = len(self.warps.softmax)
+        half, rows = 256 if self.e4m3 else HALF, f"{self.columns} rows"
+        if self.e4m3:
+            rows += " of both parts"
+        factors = (
+            SmemRegion("factors", self.q_stages, self.rows * FLOAT_BYTES, 16, "of each row of Q"),
+        )
         return SmemPlan(
             (
                 SmemRegion("kv", self.half_stages, self.half_bytes, SWIZZLE_ALIGNMENT,
-                           "128 keys x 128 columns of K or V"),
-                SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT,
-                           f"{self.rows} rows x 256"),
+                           f"128 keys x {half} columns of K or V"),
+                SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT, f"{rows} x 256"),
                 SmemRegion("p", 1, self.rows * BLOCK_KV * ELEMENT_BYTES, 128,
-                           f"P^T, 128 keys x {self.rows} rows"),
+                           f"P^T, 128 keys x {rows}"),
+                *(factors if self.e4m3 else ()),
                 SmemRegion("maxima", softmax, self.rows * FLOAT_BYTES, 16,
                            "of each row, by warp"),
                 SmemRegion("sums", softmax, self.rows * FLOAT_BYTES, 16, "of each row, by warp"),
@@ -157,7 +216,7 @@ class DecodeConfig:
 
     @property
     def tmem(self) -> TmemPlan:
-        rows = self.rows
+        rows = self.columns
         regions = [
             TmemRegion(f"o{half}", half * rows, rows, None,
                        f"O^T accumulator, columns {half * HALF} to {half * HALF + HALF - 1}")
@@ -173,14 +232,20 @@ class DecodeConfig:
     @property
     def edges(self) -> EdgeTable:
         commit, loaded = Signal.COMMIT_CTA, Signal.TMA_CTA
+        if self.e4m3:
+            filled = self._quantised
+        else:
+            filled = (Edge("q_loaded", self.q_stages, loaded, "load", 1, "mma", "Q in SMEM",
+                           transaction_bytes=self.q_bytes),)  # fmt: skip
         return EdgeTable(
             (
-                Edge("q_loaded", self.q_stages, loaded, "load", 1, "mma", "Q in SMEM",
-                     transaction_bytes=self.q_bytes),
-                Edge("q_free", self.q_stages, commit, "mma", 1, "load",
-                     "Q buffer: the tile's last QK is done", True),
+                *filled,
+                Edge("q_free", self.q_stages, commit, "mma", 1,
+                     "quantise" if self.e4m3 else "load", "Q buffer: the tile's last QK is done",
+                     True),
                 Edge("kv_loaded", self.half_stages, loaded, "load", 1, "mma",
-                     "half of a K or V tile in SMEM", transaction_bytes=self.half_bytes),
+                     f"{'' if self.e4m3 else 'half of '}a K or V tile in SMEM",
+                     transaction_bytes=self.half_bytes),
                 Edge("kv_free", self.half_stages, commit, "mma", 1, "load",
                      "its buffer: the MMAs are done", True),
                 Edge("s_done", self.s_stages, commit, "mma", 1, "softmax", "S in TMEM"),
@@ -191,26 +256,40 @@ class DecodeConfig:
         )  # fmt: skip
 
     @property
+    def _quantised(self) -> tuple[Edge, ...]:
+        """Edges of Q, which a warp brings to e4m3, and of the factors that bring its rows back."""
+        softmax, warps = len(self.warps.softmax), Signal.WARPS_CTA
+        return (
+            Edge("q_loaded", self.q_stages, warps, "quantise", 1, "mma", "both parts of Q in SMEM"),
+            Edge("factors_ready", self.q_stages, warps, "quantise", 1, "softmax",
+                 "a factor for each row of Q"),
+            Edge("factors_free", self.q_stages, warps, "softmax", softmax, "quantise",
+                 "they have been read", True),
+        )  # fmt: skip
+
+    @property
     def steps(self) -> StepTable:
-        return decode_steps()
+        return e4m3_steps(self.q_stages) if self.e4m3 else decode_steps()
 
     @classmethod
     def tuned(
         cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
     ) -> DecodeConfig:
         """The default configuration of a call with such tiles; see `ForwardConfig.tuned`."""
-        return next(config for config in DECODE if config.tiles == tiles)
+        return next(config for config in (*DECODE, *DECODE_E4M3) if config.tiles == tiles)
 
     def score_elements(self, products: int) -> int:
-        """Elements of S that so many MMA instructions of QK and PV, K = 16 each, stand for."""
-        per_step = HEAD_DIM // 16 + len(HALVES) * BLOCK_KV // 16
+        """Elements of S that so many MMA instructions of QK and PV, K = 32 bytes each, stand
+        for."""
+        k = 32 // self.kv_bytes
+        per_step = HEAD_DIM // k + len(HALVES) * BLOCK_KV // k
         return products // per_step * self.rows * BLOCK_KV
 
     def describe(self) -> str:
         """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
         head = (
             f"decode: {self.rows} query rows x {BLOCK_KV} keys per CTA and step, "
-            f"head_dim {HEAD_DIM}; {self.ex2_pattern}; "
+            f"head_dim {HEAD_DIM}; {'K and V in e4m3; ' if self.e4m3 else ''}{self.ex2_pattern}; "
             f"rescale threshold 2^{self.rescale_threshold:g}"
         )
         return describe_plans(head, self)
@@ -221,4 +300,8 @@ DECODE = (
     DecodeConfig(16),
     DecodeConfig(32, half_stages=5),
     DecodeConfig(64, half_stages=5, q_stages=1),
+)
+#: The same for K and V in e4m3.
+DECODE_E4M3 = tuple(
+    replace(config, e4m3=True, warps=DecodeWarpPlan(quantise=7)) for config in DECODE
 )

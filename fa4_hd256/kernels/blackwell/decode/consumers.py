@@ -15,7 +15,7 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
-from fa4_hd256.kernels.edges import RingState
+from fa4_hd256.kernels.edges import RingState, SharedByReference
 from fa4_hd256.kernels.limits import WARP_SIZE
 from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.kernels.ranges import traced
@@ -25,11 +25,15 @@ from softmax_emu.online import soft_cap
 from .config import BLOCK_KV, HALF
 from .steps import HALVES
 
-__all__ = ["DecodeConsumers"]
+__all__ = ["BARRIER", "DecodeConsumers"]
 
 THREADS = BLOCK_KV  # of the softmax, a key each
 BARRIER = 1  # their named barrier
 VECTOR = 4  # floats that a thread reads of shared memory at once
+
+
+class NoState(SharedByReference):
+    """What a kernel carries that waits for nothing at a tile's begin."""
 
 
 def any_of_softmax(value: Boolean) -> Boolean:
@@ -51,17 +55,66 @@ def synchronise() -> None:
 
 
 class DecodeConsumers:
-    """Mixed into DecodeKernel; the shared state is its `Context`."""
+    """Mixed into DecodeKernel; the shared state is its `Context`.
+
+    What K and V in e4m3 do in another way is a method of its own (`e4m3`): `_create` to
+    `_inverse`.
+    """
+
+    def _create(self, context: Any) -> KeySoftmax:
+        """The softmax's state."""
+        return KeySoftmax.create(
+            context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
+            self.dtype, self.config.rows,
+        )  # fmt: skip
+
+    def _tile_state(self) -> Any:
+        """What `_begin_tile` waits by."""
+        return NoState()
+
+    def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any) -> Any:
+        """What a tile with steps begins with; its state for the next one.  key: this thread's."""
+        return state
+
+    def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
+        """This thread's key of S."""
+        scores = cute.make_rmem_tensor(self.config.rows, Float32)
+        tmem_load(self._scores(context, buffer), scores, self.config.rows)
+        cute.arch.fence_view_async_tmem_load()
+        return scores
+
+    def _weigh(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
+        """What a key's own scale of V changes of the scores."""
+
+    def _store_probabilities(self, context: Any, softmax: Any, scores: cute.Tensor) -> None:
+        """P of this thread's key to shared memory, and into the sums."""
+        probabilities = cute.make_rmem_tensor(self.config.rows, self.dtype)
+        softmax.exponentiate(scores, probabilities)
+        own = context.smem["p"][None, cute.arch.thread_idx()[0], 0]
+        cute.autovec_copy(probabilities, own)
+
+    def _load_half(self, context: Any, half: int) -> cute.Tensor:
+        """This lane's column of a half of O."""
+        values = cute.make_rmem_tensor(self.config.rows, Float32)
+        tmem_load(self._of_half(context, half), values, self.config.rows)
+        cute.arch.fence_view_async_tmem_load()
+        return values
+
+    def _inverse(self, softmax: Any, inverse: Float32) -> Float32:
+        """What a row of O is multiplied with; inverse: of its sum."""
+        return inverse
+
+    def _of_half(self, context: Any, half: int) -> Any:
+        """This warp's lanes of a half of O."""
+        return context.own_lanes + self.tmem_plan[f"o{half}"].start
 
     @cute.jit
     def softmax(self, context: Any):
         """S -> P, a key a thread; O and LSE at the tile's end."""
         # The product before this step, of this tile or of the one before; none before the first.
         states = self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
-        softmax = KeySoftmax.create(
-            context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
-            self.dtype, self.config.rows,
-        )  # fmt: skip
+        tile_state = self._tile_state()
+        softmax = self._create(context)
         thread = cute.arch.thread_idx()[0]
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
@@ -74,17 +127,18 @@ class DecodeConsumers:
             if num_steps > 0:
                 step = Int32(0)
                 key = (tiles.end - 1) * BLOCK_KV + thread
+                tile_state = self._begin_tile(context, softmax, work, key, tile_state)
                 for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                    states = self._step(context, (softmax, states, step), (work, key))
+                    states = self._step(context, (softmax, states, step), (work, key), True)
                     step += 1
                     key -= BLOCK_KV
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                    states = self._step(context, (softmax, states, step), None)
+                    states = self._step(context, (softmax, states, step), (work, key), False)
                     step += 1
                 if cutlass.const_expr(self.problem_class.bounded_left):
                     key -= tiles.num_unmasked * BLOCK_KV
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                        states = self._step(context, (softmax, states, step), (work, key))
+                        states = self._step(context, (softmax, states, step), (work, key), True)
                         step += 1
                         key -= BLOCK_KV
             inverses = self._finish(context, softmax, work)
@@ -98,31 +152,26 @@ class DecodeConsumers:
 
     @traced("softmax")
     @cute.jit
-    def _step(self, context: Any, running: tuple, mask: Any):
+    def _step(self, context: Any, running: tuple, place: tuple, is_masked: bool):
         """One score tile: mask, maxima where they move, exp2, P to shared memory, sums.
 
-        running: (softmax, states of S and of O, number of the step).  mask: (tile, this thread's
-        key) where some key may be invisible, None in interior steps.
+        running: (softmax, states of S and of O, number of the step).  place: (tile, this thread's
+        key), the latter right where some key may be invisible; is_masked: static, so it may.
         """
         softmax, (s_done, o_done), step = running
-        rows = self.config.rows
         context.barriers["s_done"].wait(s_done)
         fence_after_thread_sync()
-        scores = cute.make_rmem_tensor(rows, Float32)
-        tmem_load(self._scores(context, s_done.index), scores, rows)
-        cute.arch.fence_view_async_tmem_load()
+        scores = self._load_scores(context, softmax, s_done.index, place[0])
         if cutlass.const_expr(self.problem_class.softcap):
             soft_cap(scores, context.scalars.cap_scale)
-        if cutlass.const_expr(mask is not None):
-            self._mask(context.visibility(mask[0], BLOCK_KV), scores, *mask)
+        self._weigh(context, softmax, scores)
+        if cutlass.const_expr(is_masked):
+            self._mask(context.visibility(place[0], BLOCK_KV), scores, *place)
         # P and O are this step's from here on.
         context.barriers["o_done"].wait(o_done)
         if any_of_softmax(softmax.exceeds(scores)):
             self._raise_maxima(context, softmax, scores, step)
-        probabilities = cute.make_rmem_tensor(rows, self.dtype)
-        softmax.exponentiate(scores, probabilities)
-        own = context.smem["p"][None, cute.arch.thread_idx()[0], 0]
-        cute.autovec_copy(probabilities, own)
+        self._store_probabilities(context, softmax, scores)
         # The tensor core reads through the async proxy what was written here.
         cute.arch.fence_view_async_shared()
         fence_before_thread_sync()
@@ -162,12 +211,13 @@ class DecodeConsumers:
         rows = self.config.rows
         fence_after_thread_sync()
         for half in HALVES:
-            address = context.own_lanes + self.tmem_plan[f"o{half}"].start
-            values = cute.make_rmem_tensor(rows, Float32)
-            tmem_load(address, values, rows)
-            cute.arch.fence_view_async_tmem_load()
-            self._multiply(values, factors)
-            tmem_store(values, address)
+            for part in range(0, self.config.columns, rows):
+                address = self._of_half(context, half) + part
+                values = cute.make_rmem_tensor(rows, Float32)
+                tmem_load(address, values, rows)
+                cute.arch.fence_view_async_tmem_load()
+                self._multiply(values, factors)
+                tmem_store(values, address)
         cute.arch.fence_view_async_tmem_store()
 
     @staticmethod
@@ -231,7 +281,7 @@ class DecodeConsumers:
             inverse, lse = softmax.finish(
                 total, softmax.offset_in(row), self.sink_log2(context, work, head)
             )
-            context.smem["inverses"][row, 0] = inverse
+            context.smem["inverses"][row, 0] = self._inverse(softmax, inverse)
             if is_row:
                 place = context.result_offset(context.query(work)) + query
                 context.tensors.lse[context.result_batch(work), head, place] = lse
@@ -242,11 +292,8 @@ class DecodeConsumers:
     @cute.jit
     def _store(self, context: Any, work: Any, inverses: cute.Tensor):
         """O / sum to global memory, in the type of `out`."""
-        rows = self.config.rows
         for half in cutlass.range_constexpr(len(HALVES)):
-            values = cute.make_rmem_tensor(rows, Float32)
-            tmem_load(context.own_lanes + self.tmem_plan[f"o{half}"].start, values, rows)
-            cute.arch.fence_view_async_tmem_load()
+            values = self._load_half(context, half)
             self._multiply(values, inverses)
             self._store_half(context, work, values, half)
 

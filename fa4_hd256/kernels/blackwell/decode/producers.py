@@ -26,12 +26,13 @@ class DecodeProducers(PairProducers):
         return self.next_kv_tile(position)
 
     def places(self, context: Any, content: str, work: Any, kv_tile: Any) -> tuple:
-        """See `tma_tile`: the rows of Q; a half of the columns of K or V, see `load_kv`."""
+        """See `tma_tile`: the rows of Q; a half of the columns of K or V, or all of them, see
+        `load_kv`."""
         if content == "Q":
             return (((context.query(work), self.queries(work)[0], 0, work.head),),)
         head = work.head // context.heads_per_kv
         keys, first_key = self.keys(context, work, kv_tile), self.first_key(kv_tile)
-        return (((keys, first_key, int(content[1:]), head),),)
+        return (((keys, first_key, int(content[1:] or 0), head),),)
 
     def copy(self, context: Any, copy: Any, place: tuple, target: tuple) -> None:
         """One load.  place: see `places`.  target: (barrier, buffer)."""

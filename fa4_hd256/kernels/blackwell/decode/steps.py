@@ -1,7 +1,8 @@
 """The steps of the decode kernel as data: S^T = K Q^T and O^T += V^T P^T for 128 keys at a time.
 
 K and V come in halves of 128 columns, a buffer each: the halves of K are added up in S, those of V
-give the two halves of O, each 128 of the head's columns.
+give the two halves of O, each 128 of the head's columns.  In e4m3 a buffer holds a whole tile of K
+or V, and Q is written by a role of the kernel (`e4m3`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fa4_hd256.kernels.steps import (
     write,
 )
 
-__all__ = ["HALVES", "MMA_K", "decode_steps"]
+__all__ = ["HALVES", "MMA_K", "decode_steps", "e4m3_steps"]
 
 # Elements of a sum that one instruction multiplies (`instructions.mma_chain`).
 MMA_K = 16
@@ -36,6 +37,8 @@ MMA_K = 16
 #: Halves of the head's columns: of K and V as they are loaded, of O as it is made.
 HALVES = (0, 1)
 HALF_SLICES = HEAD_DIM // len(HALVES) // MMA_K
+# Slices of 32 keys of a tile of V in e4m3.
+E4M3_KEY_SLICES = 4
 
 RINGS = (
     Ring("kv", full="kv_loaded", free="kv_free"),
@@ -51,12 +54,49 @@ RINGS = (
 
 def decode_steps() -> StepTable:
     """QK of the following step goes before PV."""
-    results = [f"O{half}" for half in HALVES]
     scores = tuple(_qk(half) for half in HALVES)
     sums = tuple(_pv(half) for half in HALVES)
-    softmax = Role(
+    return StepTable(RINGS, (*scores, *sums), (_softmax(),))
+
+
+def e4m3_steps(q_stages: int) -> StepTable:
+    """The same for tiles of K and V in e4m3, each in one buffer.  q_stages: buffers of Q."""
+    rings = (*RINGS, Ring("factors", full="factors_ready", free="factors_free"))
+    keys = Load.one("K", "k", "kv", "kv")
+    scores = Product(
+        "QK",
+        result=Operand("S", "s", ring="s"),
+        a=Operand("K", "kv", ring="kv"),
+        b=Operand("Q", "q", "q"),
+        waits=(first("q_loaded"), each("kv_loaded")),
+        commits=(each("kv_free"), each("s_done"), last("q_free")),
+        loads=(keys,),
+        is_ahead=True,
+    )
+    sums = tuple(_pv_of_whole(half) for half in HALVES)
+    quantise = Role(
+        "quantise",
+        (
+            Act((wait("q_free"), wait("factors_free"), write("q", "Q"), write("factors", "F"),
+                 arrive("q_loaded"), arrive("factors_ready")), When.FIRST),
+        ),
+        # The last commits arrive at this CTA's barriers.
+        end=(wait("q_free"),) * q_stages,
+    )  # fmt: skip
+    enter = Act(
+        (wait("factors_ready"), read("factors", "F"), arrive("factors_free")),
+        When.FIRST, is_ahead=True,
+    )  # fmt: skip
+    return StepTable(rings, (scores, *sums), (_softmax(enter), quantise))
+
+
+def _softmax(*enter: Act) -> Role:
+    """The role; enter: what it does in a tile's first step before all else."""
+    results = [f"O{half}" for half in HALVES]
+    return Role(
         "softmax",
         (
+            *enter,
             Act((wait("s_done"), read("s", "S")), is_ahead=True),
             # Of the tile before, which has been waited for; without one this does not block.
             Act((again("o_done"),), When.FIRST, is_ahead=True),
@@ -65,7 +105,6 @@ def decode_steps() -> StepTable:
             Act((wait("o_done"), *(read("o", name) for name in results)), When.LAST),
         ),
     )
-    return StepTable(RINGS, (*scores, *sums), (softmax,))
 
 
 def _qk(half: int) -> Product:
@@ -98,5 +137,21 @@ def _pv(half: int) -> Product:
         waits=(*((each("p_done"),) if is_first else ()), each("kv_loaded")),
         commits=(each("kv_free"), *((each("o_done"),) if is_last else ())),
         loads=(Load.one(f"V{half}", f"v{half}", "kv", "kv"),),
+        overwrites=When.FIRST,
+    )
+
+
+def _pv_of_whole(half: int) -> Product:
+    """A half of O, from a buffer with all columns of V."""
+    is_first, is_last = half == HALVES[0], half == HALVES[-1]
+    values = Load.one("V", "v", "kv", "kv")
+    return Product(
+        f"PV{half}",
+        result=Operand(f"O{half}", f"o{half}", ring="o"),
+        a=Operand("V", "kv", "kv", Part(f"V{half}", 0, E4M3_KEY_SLICES)),
+        b=Operand("P", "p", ring="p"),
+        waits=(each("p_done"), each("kv_loaded")) if is_first else (),
+        commits=(each("kv_free"), each("o_done")) if is_last else (),
+        loads=(values,) if is_first else (),
         overwrites=When.FIRST,
     )

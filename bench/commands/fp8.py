@@ -1,0 +1,111 @@
+"""`python -m bench fp8`: keys and values in e4m3: errors by method, and what a step costs.
+
+Errors are of attention in PyTorch with the operands rounded as each method rounds them, and of our
+compiled kernel in the simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from bench.measure.e4m3 import CASES, OURS, Case, Errors, errors
+from bench.tables.origin import simulator_machine
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import BASIS, MACHINE, Column, Table
+from fa4_hd256.kernels.limits import HEAD_DIM
+
+ERRORS = (
+    Column("case"),
+    Column("keys"),
+    Column("method"),
+    Column("max_error", format=".2e", title="max error"),
+    Column("rel_l2", format=".2e", title="relative L2"),
+    Column("rel_l2_of_values", format=".2e", title="relative L2 to values before e4m3"),
+)
+COSTS = (
+    Column("method"),
+    Column("hbm_bytes", "KiB", ".0f", "from HBM"),
+    Column("hbm_clocks", "clocks", ".0f", "of HBM"),
+    Column("smem_bytes", "KiB", ".0f", "through shared memory"),
+    Column("smem_clocks", "clocks", ".0f", "of its port"),
+    Column("products", format=".0f", title="tensor core, slices"),
+    Column("product_clocks", "clocks", ".0f", "of these"),
+)
+
+KEYS, ROWS = 128, 16
+#: Of an SM's part of HBM: 8 TB/s over 148 SMs, in bytes a clock at 1.85 GHz.
+HBM_BYTES_A_CLOCK = 8e12 / 148 / 1.85e9
+SMEM_BYTES_A_CLOCK = 128
+#: Of an operand of 128 rows x 32 bytes, by the timing model.
+SLICE_CLOCKS = 36
+KIB = 1024
+
+
+def error_table(cases: tuple[Case, ...] = CASES) -> Table:
+    """A row for each case and method."""
+    rows = [
+        _error_row(case, method, found)
+        for case in cases for method, found in errors(case).items()
+    ]  # fmt: skip
+    notes = (
+        "One query, 16 heads, one KV head. Max error and relative L2 are against float64 attention "
+        "of what the codes stand for; the last column against that of the values before they "
+        "became codes. Methods are emulated: operands rounded, products and sums in float64, no "
+        "rounding of out. Our kernel's row is of its compiled code, simulated, out in bf16. P in "
+        "one part is scaled so that the largest of a row is 2^8.",
+    )
+    return Table("fp8", "Error of attention over K and V in e4m3, by method", ERRORS, rows, notes)
+
+
+def _error_row(case: Case, method: str, found: Errors) -> dict[str, object]:
+    machine = simulator_machine() if method == OURS else "PyTorch, emulated"
+    return {
+        "case": case.name, "keys": case.keys, "method": method, "max_error": found.max_error,
+        "rel_l2": found.rel_l2, "rel_l2_of_values": found.rel_l2_of_values,
+        BASIS: "measured", MACHINE: machine,
+    }  # fmt: skip
+
+
+def cost_table() -> Table:
+    """What a step of 128 keys moves, for 16 query rows."""
+    tile = 2 * KEYS * HEAD_DIM
+    rows = [
+        _cost_row("bf16 cache", 2 * tile, 2 * tile, 2, 1),
+        # Bytes are read, and bf16 is written, by a warp.
+        _cost_row("e4m3 converted to bf16", tile, tile + tile + 2 * tile, 2, 1),
+        _cost_row("e4m3: Q and P in one part", tile, tile, 1, 1),
+        _cost_row("e4m3: Q and P in two parts", tile, tile, 1, 2),
+    ]
+    notes = (
+        f"Of a step of {KEYS} keys of one KV head and {ROWS} query rows. From HBM: K and V once; "
+        f"clocks at {HBM_BYTES_A_CLOCK:.1f} bytes a clock, an SM's part of 8 TB/s. Through shared "
+        "memory: what TMA writes, what a conversion reads and writes, and what the products read "
+        f"of both operands, {SMEM_BYTES_A_CLOCK} bytes a clock. A slice: {KEYS} rows x 32 bytes of "
+        f"K or V, {SLICE_CLOCKS} clocks by the timing model while N is at most 64.",
+    )
+    return Table("fp8_costs", "A step over K and V in e4m3, by method", COSTS, rows, notes)
+
+
+def _cost_row(
+    method: str, hbm: int, filled: int, element_bytes: int, parts: int
+) -> dict[str, object]:
+    """hbm: bytes from there; filled: through shared memory until operands lie there; element_bytes,
+    parts: of the operands of the products."""
+    slices = 2 * HEAD_DIM * element_bytes // 32
+    # A of every slice once; B of Q, and of P for both halves of O.
+    read = slices * (KEYS + parts * ROWS) * 32
+    smem = filled + read
+    return {
+        "method": method, "hbm_bytes": hbm / KIB, "hbm_clocks": hbm / HBM_BYTES_A_CLOCK,
+        "smem_bytes": smem / KIB, "smem_clocks": smem / SMEM_BYTES_A_CLOCK, "products": slices,
+        "product_clocks": slices * SLICE_CLOCKS, BASIS: "computed", MACHINE: "this code",
+    }  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output_options(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    emit([error_table(), cost_table()], arguments)
+    return 0

@@ -1,0 +1,98 @@
+"""Factors of what keys and values in e4m3 hold: which there are, and how kernels read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES, OF_SEQUENCES
+
+__all__ = ["check_given", "descale_of", "scale_operand", "scales_among"]
+
+
+def scales_among(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of `DESCALES` that are given, not None."""
+    return {name: given[name] for name in DESCALES if given.get(name) is not None}
+
+
+def check_given(k: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
+    """Both or none of `DESCALES`, of float32, where k and v are e4m3, on their device. given: those
+    that are.
+
+    Raises TypeError for another dtype, ValueError for all else.
+    """
+    scales = scales_among(given)
+    if not scales:
+        return
+    names = " and ".join(scales)
+    if k.dtype not in KV_DTYPES:
+        accepted = " or ".join(map(str, KV_DTYPES))
+        raise ValueError(
+            f"{names} given with k and v of {k.dtype}; accepted: with {accepted} alone, whose "
+            "values they multiply"
+        )
+    if len(scales) < len(DESCALES):
+        raise ValueError(f"{names} given alone; accepted: k_descale and v_descale, or neither")
+    for name, tensor in scales.items():
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.float32")
+        if tensor.device != k.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {k.device}, like k")
+
+
+def descale_of(
+    given: dict[str, torch.Tensor], k: torch.Tensor, sequences: int, paged: bool
+) -> str:
+    """Whose factors k and v have, `OF_SEQUENCES` or `OF_PAGES`; empty where none are given.
+
+    k: (.., .., heads_kv, 256), with pages first where `paged`. Raises ValueError for another shape,
+    and where k and v have them of different ones.
+    """
+    found = {
+        name: _form(name, tensor, k, sequences, paged)
+        for name, tensor in scales_among(given).items()
+    }
+    if len(set(found.values())) > 1:
+        forms = ", ".join(f"{name} of {form}" for name, form in found.items())
+        raise ValueError(f"{forms}; accepted: both of sequences, or both of pages")
+    return next(iter(found.values()), "")
+
+
+def _form(name: str, tensor: torch.Tensor, k: torch.Tensor, sequences: int, paged: bool) -> str:
+    shape, heads, pages = tuple(tensor.shape), k.shape[2], k.shape[0]
+    if tensor.numel() == 1 or shape in ((sequences, heads), (sequences, heads, 1)):
+        if not paged or tensor.numel() == 1 or shape != (pages, heads) or tensor.stride(0) == 0:
+            return OF_SEQUENCES
+        raise ValueError(
+            f"{name} has shape {shape}, where there are as many sequences as pages; accepted here: "
+            f"({sequences}, {heads}, 1) for scales of sequences, ({pages}, 1, {heads}) for scales "
+            "of pages"
+        )
+    if paged and shape in ((pages, heads), (pages, 1, heads)):
+        return OF_PAGES
+    of_pages = f", or ({pages}, {heads}), of pages and KV heads" if paged else ""
+    raise ValueError(
+        f"{name} has shape {shape}; accepted: one value, or ({sequences}, {heads}), of sequences "
+        f"and KV heads{of_pages}"
+    )
+
+
+def scale_operand(tensor: torch.Tensor, descale: str) -> torch.Tensor:
+    """(entries, heads_kv) as kernels read it: one entry, or one head, where all have the same; in
+    place but where heads have a stride.
+
+    tensor: of a form that `descale_of` accepts; descale: that form.
+    """
+    if tensor.numel() == 1:
+        return tensor.as_strided((1, 1), (1, 1))
+    if tensor.ndim > 2:
+        tensor = tensor.squeeze(1 if descale == OF_PAGES else 2)
+    for dimension in range(2):
+        if tensor.stride(dimension) == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        return tensor.contiguous()
+    # Dimensions of size 1 may carry any stride.
+    rows, heads = tensor.shape
+    return tensor.as_strided((rows, heads), (tensor.stride(0) if rows > 1 else heads, 1))

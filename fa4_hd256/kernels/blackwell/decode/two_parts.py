@@ -1,0 +1,70 @@
+"""float32 values as two parts in e4m3: x = hi + lo / 16.
+
+An e4m3 has four bits of significand, so that the two of them have as many as a bf16: hi is x
+rounded to nearest, and lo what is left of it, times 16, rounded.  From 2^-6 up hi is a normal
+number; below, where both are multiples of 2^-9, the error is 2^-14 at most.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+__all__ = ["LOW_PART", "store_parts"]
+
+#: What lo counts.
+LOW_PART = 2.0**-4
+
+_WORD = 4  # e4m3 in 32 bits
+
+
+def _split(values: list[Float32]) -> tuple[Int32, Int32]:
+    """(hi, lo) of four values, each four codes, the first one lowest.
+
+    cvt.rn.satfinite.e4m3x2.f32 and cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22): NaN stays NaN, and what
+    is larger than 448 becomes 448.
+    """
+    codes = cute.arch.inline_ptx(
+        "{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
+        "mov.b32 {$w0}, {low, high};}",
+        write_only_types=[Int32],
+        read_only_args=values,
+    )
+    rounded = cute.arch.inline_ptx(
+        "{.reg .b16 low, high, a, b, c, d;\n"
+        ".reg .b32 first, second;\n"
+        "mov.b32 {low, high}, {$r0};\n"
+        "cvt.rn.f16x2.e4m3x2 first, low;\n"
+        "cvt.rn.f16x2.e4m3x2 second, high;\n"
+        "mov.b32 {a, b}, first;\n"
+        "mov.b32 {c, d}, second;\n"
+        "cvt.f32.f16 {$w0}, a;\n"
+        "cvt.f32.f16 {$w1}, b;\n"
+        "cvt.f32.f16 {$w2}, c;\n"
+        "cvt.f32.f16 {$w3}, d;}",
+        write_only_types=[Float32] * _WORD,
+        read_only_args=[codes],
+    )
+    left = [(x - hi) * Float32(1 / LOW_PART) for x, hi in zip(values, rounded, strict=True)]
+    remainder = cute.arch.inline_ptx(
+        "{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
+        "mov.b32 {$w0}, {low, high};}",
+        write_only_types=[Int32],
+        read_only_args=left,
+    )
+    return codes, remainder
+
+
+def store_parts(values: list[Float32], targets: tuple[cute.Tensor, cute.Tensor]) -> None:
+    """Both parts of some values to memory.  targets: of hi and of lo, a 16-bit type, half as many
+    elements as values, whose number is a multiple of 4."""
+    words = [cute.make_rmem_tensor(len(values) // _WORD, Int32) for _ in targets]
+    for number in range(0, len(values), _WORD):
+        for part, codes in zip(words, _split(values[number : number + _WORD]), strict=True):
+            part[number // _WORD] = codes
+    for part, target in zip(words, targets, strict=True):
+        cute.autovec_copy(cute.recast_tensor(part, target.element_type), target)
