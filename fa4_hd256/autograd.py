@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
+from . import environment
 from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import LENGTHS, Options, given_ragged
@@ -60,7 +62,10 @@ def backward(
     call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k)
     kind = problem.forward.kernels.config("backward")
-    return run_backward(call, problem, Wanted(*wanted), named_configs.decode(config, kind))
+    given = named_configs.decode(config, kind)
+    if config == named_configs.DEFAULT and (ds_bytes := environment.ds_bytes()) is not None:
+        given = replace(given, ds_bytes=ds_bytes)
+    return run_backward(call, problem, Wanted(*wanted), given)
 
 
 @backward.register_fake

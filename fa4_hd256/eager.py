@@ -215,16 +215,17 @@ class OperatorCalls:
         if _is_profiled():
             with torch.profiler.record_function(self._name):
                 return self._run(entry, tensors, addresses, first)
-        replayed = entry.replayed
-        if replayed is not None:
-            return replayed.run(tensors, addresses, first)
         return self._run(entry, tensors, addresses, first)
 
     def _run(
         self, entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool
     ) -> tuple[torch.Tensor, ...]:
         if entry.replayed is not None:
-            return entry.replayed.run(tensors, addresses, first)
+            try:
+                return entry.replayed.run(tensors, addresses, first)
+            except torch.OutOfMemoryError:
+                # The long way may do with less.
+                return self._operator(tensors, entry.scalars)
         if entry.recorded or not _repeats(tensors):
             return self._operator(tensors, entry.scalars)
         with recording(self._roles, tensors) as recorded:

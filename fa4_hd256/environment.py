@@ -48,6 +48,12 @@ CHECK_PAGES = Variable(
     "1: page numbers out of range are an error on a GPU, too, at the cost of waiting for it at "
     "every call with page_table; for CPU tensors they always are",
 )
+DS_BYTES = Variable(
+    "FA4_HD256_DS_BYTES",
+    "the configuration's: 8 GiB, on Hopper 4",
+    "bytes that dS of a backward may take at a time, for calls without backward_config; 0: none is "
+    "stored, and dQ computes it anew",
+)
 
 PREBUILT = Variable(
     "FA4_HD256_PREBUILT",
@@ -72,6 +78,7 @@ VARIABLES = (
     ARCHITECTURE,
     CACHE_DIR,
     CHECK_PAGES,
+    DS_BYTES,
     JIT,
     PREBUILT,
     PROGRESS,
@@ -171,10 +178,22 @@ def progress_wanted() -> bool:
 
 def reserved_sms() -> int:
     """SMs that static grids leave free. Raises ValueError for anything but a whole number."""
-    given = os.environ.get(RESERVED_SMS.name) or "0"
+    return _whole_number(RESERVED_SMS, "SMs") or 0
+
+
+def ds_bytes() -> int | None:
+    """Bytes that dS may take where no configuration is given, None where nothing is said. Raises
+    ValueError for anything but a whole number."""
+    return _whole_number(DS_BYTES, "bytes")
+
+
+def _whole_number(variable: Variable, unit: str) -> int | None:
+    given = os.environ.get(variable.name)
+    if not given:
+        return None
     if not given.isdecimal():
         raise ValueError(
-            f"{RESERVED_SMS.name} is {given!r}; accepted: a whole number of SMs from 0 on"
+            f"{variable.name} is {given!r}; accepted: a whole number of {unit} from 0 on"
         )
     return int(given)
 
@@ -235,8 +254,10 @@ def switches() -> tuple[str, ...]:
         kept = dict(present)
         found = [
             f"{variable}={os.environ.get(variable)}"
-            for variable in ("FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK_PAGES.name)
-        ]
+            for variable in (
+                "FA_CLC", ARCHITECTURE.name, RESERVED_SMS.name, CHECK_PAGES.name, DS_BYTES.name,
+            )
+        ]  # fmt: skip
         found += [f"{name}={value}" for name, value in compiler_settings().items()]
         _seen.switches, _seen.variables = tuple(found), kept
     return _seen.switches

@@ -9,6 +9,7 @@ over a few rows or parts, is PyTorch's. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
 from fa4_hd256.call.forward_problem import LENGTHS, Problem
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
+from fa4_hd256.environment import DS_BYTES
 from fa4_hd256.kernels.kernel_set import BackwardKernel
 from fa4_hd256.kernels.sequences import padded_rows
 
@@ -33,7 +35,7 @@ from .backward_arguments import (
 from .catalogue import KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
-from .recording import Allocate, Tensors, give_up, made_for, operand, row_values
+from .recording import Allocate, Finish, Tensors, give_up, made_for, operand, row_values
 
 __all__ = [
     "Wanted",
@@ -66,12 +68,8 @@ def run_backward(
 
     config: of the architecture's backward.
     """
-    ds_bytes = config.ds_bytes if wanted.dq and wanted.dkdv else 0
-    division = divide(problem, ds_bytes, gpu_of(call.q.device))
-    problem = division.problem
-    given, allocate = call_tensors(call), _allocation(division, wanted)
-    finish = partial(_finish, problem, wanted, allocate.roles)
-    made = made_for(given, allocate, finish)
+    division, made, finish = _divided(call, problem, wanted, config)
+    problem, given = division.problem, call_tensors(call)
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     inputs = (call.q, *without_expanded_heads(call.k, call.v), call.dout)
     q, k, v, dout = map(operand, inputs)
@@ -98,6 +96,34 @@ def run_backward(
         for tensor, gradient in zip(like, found, strict=True)
     )
     return dq, dk, dv, dsink
+
+
+def _divided(
+    call: BackwardCall, problem: BackwardProblem, wanted: Wanted, config: Any
+) -> tuple[Division, dict[str, torch.Tensor], Finish]:
+    """How a call is divided, what is allocated for it, and what is done at the end.
+
+    Where dS does not fit into the GPU's memory half of it is tried, and so on.
+    """
+    bound = config.ds_bytes if wanted.dq and wanted.dkdv else 0
+    while True:
+        division = divide(problem, bound, gpu_of(call.q.device))
+        allocate = _allocation(division, wanted)
+        finish = partial(_finish, division.problem, wanted, allocate.roles)
+        try:
+            return division, made_for(call_tensors(call), allocate, finish), finish
+        except torch.OutOfMemoryError:
+            if not division.problem.keeps_ds:
+                raise
+        taken = max(portion.problem.ds_bytes for portion in division.portions)
+        bound = taken // 2
+        warnings.warn(
+            f"the {taken >> 20} MiB of dS that this backward stores at a time are not to be had; "
+            f"it tries {bound >> 20} MiB, which takes longer. {DS_BYTES.name} or "
+            "BackwardConfig(ds_bytes=...) asks for less from the start",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:

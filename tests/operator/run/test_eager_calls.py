@@ -233,7 +233,7 @@ def test_the_key_tells_calls_apart(change, long_way):
 
 @pytest.mark.parametrize("variable, value", [
     ("FA_CLC", "1"), ("FA4_HD256_RESERVED_SMS", "2"), ("CUTE_DSL_SOMETHING", "1"),
-    ("FA4_HD256_ARCH", "sm_90a"),
+    ("FA4_HD256_ARCH", "sm_90a"), ("FA4_HD256_DS_BYTES", "0"),
 ])  # fmt: skip
 def test_the_key_has_the_environment(variable, value, long_way, monkeypatch):
     monkeypatch.delenv("FA_CLC", raising=False)
@@ -282,6 +282,23 @@ def test_equal_values_of_other_types_are_refused_as_ever(wrong, long_way):
         flash_attn_func(*small(), **{name: accepted[name]})
     with pytest.raises(TypeError):
         flash_attn_func(*small(), **wrong)
+
+
+def test_short_of_memory_a_call_takes_the_long_way(long_way, monkeypatch):
+    """Which may do with less than what was recorded."""
+    from fa4_hd256 import interface
+
+    for _ in range(3):
+        flash_attn_func(*small(), causal=True)
+    (entry,) = interface.forward_calls._kept.values()
+
+    def run(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as short:
+        short.setattr(type(entry.replayed), "run", run)
+        assert not repeats(flash_attn_func, *small(), causal=True)
+    assert repeats(flash_attn_func, *small(), causal=True)
 
 
 def test_gradients_are_kept_apart(long_way):

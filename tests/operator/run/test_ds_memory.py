@@ -1,0 +1,105 @@
+"""Memory for dS: what the environment says, and what happens where it is not to be had."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.run import backward
+
+VARIABLE = "FA4_HD256_DS_BYTES"
+
+
+def none_left():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def gradients(device, **options):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (
+        torch.randn(1, 256, 2, 256, generator=generator).to(device, torch.bfloat16)
+        for _ in range(4)
+    )
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    return torch.autograd.grad(flash_attn_func(*leaves, causal=True, **options), leaves, dout)
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """Bytes for dS that calls were divided by."""
+    found = []
+    divide = backward.divide
+    monkeypatch.setattr(
+        backward, "divide", lambda problem, bound, gpu: found.append(bound) or divide(
+            problem, bound, gpu))  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """A function: from then on dS of more bytes is not to be had."""
+    make = backward._room_maker
+
+    def with_at_most(most):
+        def maker(problem, shapes, dtype=None):
+            too_many = 2 * max(map(math.prod, shapes)) > most
+            return none_left if too_many else make(problem, shapes, dtype)
+
+        monkeypatch.setattr(backward, "_room_maker", maker)
+
+    return with_at_most
+
+
+@pytest.mark.parametrize("given", ["0", "300000"])
+def test_the_environment_bounds_it(device, bounds, monkeypatch, given):
+    monkeypatch.setenv(VARIABLE, given)
+    gradients(device)
+    assert bounds == [int(given)]
+
+
+def test_a_configuration_goes_before_the_environment(device, bounds, monkeypatch, backward_config):
+    monkeypatch.setenv(VARIABLE, "0")
+    gradients(device, backward_config=backward_config(ds_bytes=1 << 20))
+    assert bounds == [1 << 20]
+
+
+@pytest.mark.parametrize("given", ["-1", "8GiB", "1e9"])
+def test_refused(device, monkeypatch, given):
+    monkeypatch.setenv(VARIABLE, given)
+    with pytest.raises(ValueError, match=rf"{VARIABLE} is '{given}'; accepted: a whole number of"):
+        gradients(device)
+
+
+@pytest.mark.simulator
+def test_less_is_tried_where_memory_is_short(device, bounds, small_memory, backward_config):
+    """dS of a head has 128 KiB: of both it does not fit, of one it does, with the bits of asking
+    for so much."""
+    expected = gradients(device, backward_config=backward_config(ds_bytes=1 << 17))
+    default = backward_config().ds_bytes
+    small_memory(1 << 17)
+    bounds.clear()
+    with pytest.warns(RuntimeWarning, match=f"0 MiB of dS .* not to be had.*{VARIABLE}"):
+        found = gradients(device)
+    assert bounds == [default, 1 << 17]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.simulator
+def test_none_is_stored_where_nothing_fits(device, bounds, small_memory, backward_config):
+    expected = gradients(device, backward_config=backward_config(ds_bytes=0))
+    small_memory(0)
+    bounds.clear()
+    with pytest.warns(RuntimeWarning, match="not to be had"):
+        found = gradients(device)
+    assert bounds[0] == backward_config().ds_bytes and len(bounds) == 3
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.simulator
+def test_what_is_short_of_all_memory_is_an_error(device, monkeypatch):
+    monkeypatch.setattr(backward, "_dq_maker", lambda problem: none_left)
+    with pytest.warns(RuntimeWarning), pytest.raises(torch.OutOfMemoryError):
+        gradients(device)
