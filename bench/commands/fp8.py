@@ -1,7 +1,8 @@
-"""`python -m bench fp8`: keys and values in e4m3: errors by method, and what a step costs.
+"""`python -m bench fp8`: keys and values in e4m3: errors by method, what a step costs, and decoding
+beside that of a bf16 cache.
 
 Errors are of attention in PyTorch with the operands rounded as each method rounds them, and of our
-compiled kernel in the simulator.
+compiled kernel in the simulator; clocks of our kernels by the timing model.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import argparse
 
 from bench.measure.e4m3 import CASES, OURS, Case, Errors, errors
-from bench.tables.origin import simulator_machine
+from bench.model.e4m3_steps import Steps, steps_of
+from bench.tables.origin import modelled_machine, simulator_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
 from fa4_hd256.kernels.limits import HEAD_DIM
+from sm100_sim.timing import Machine, load, mma_cost
 
 ERRORS = (
     Column("case"),
@@ -32,12 +36,22 @@ COSTS = (
     Column("product_clocks", "clocks", ".0f", "of these"),
 )
 
+DECODING = (
+    Column("rows", title="query rows of a tile"),
+    Column("kv", title="KV type"),
+    Column("step", "clocks", ".0f", "step, from L2"),
+    Column("hbm", "clocks", ".0f", "of HBM"),
+    Column("ends", "clocks", ".0f", "begin and end of a tile"),
+    Column("clocks", "clocks", ".0f", "tile of 8,192 keys, from HBM"),
+    Column("ratio", format=".2f", title="tokens a second, of bf16's"),
+)
+
 KEYS, ROWS = 128, 16
+#: Keys of a sequence that a CTA has, for the table of decoding.
+KEYS_OF_A_TILE = 8192
 #: Of an SM's part of HBM: 8 TB/s over 148 SMs, in bytes a clock at 1.85 GHz.
 HBM_BYTES_A_CLOCK = 8e12 / 148 / 1.85e9
 SMEM_BYTES_A_CLOCK = 128
-#: Of an operand of 128 rows x 32 bytes, by the timing model.
-SLICE_CLOCKS = 36
 KIB = 1024
 
 
@@ -81,7 +95,7 @@ def cost_table() -> Table:
         f"clocks at {HBM_BYTES_A_CLOCK:.1f} bytes a clock, an SM's part of 8 TB/s. Through shared "
         "memory: what TMA writes, what a conversion reads and writes, and what the products read "
         f"of both operands, {SMEM_BYTES_A_CLOCK} bytes a clock. A slice: {KEYS} rows x 32 bytes of "
-        f"K or V, {SLICE_CLOCKS} clocks by the timing model while N is at most 64.",
+        f"K or V, by the timing model's clocks of an instruction with {ROWS} columns for a part.",
     )
     return Table("fp8_costs", "A step over K and V in e4m3, by method", COSTS, rows, notes)
 
@@ -98,14 +112,45 @@ def _cost_row(
     return {
         "method": method, "hbm_bytes": hbm / KIB, "hbm_clocks": hbm / HBM_BYTES_A_CLOCK,
         "smem_bytes": smem / KIB, "smem_clocks": smem / SMEM_BYTES_A_CLOCK, "products": slices,
-        "product_clocks": slices * SLICE_CLOCKS, BASIS: "computed", MACHINE: "this code",
+        "product_clocks": slices * mma_cost(KEYS, parts * ROWS, 1, False).interval,
+        BASIS: "computed", MACHINE: "this code",
+    }  # fmt: skip
+
+
+def decoding_table(machine: Machine) -> Table:
+    """Our kernels for both types of K and V."""
+    rows = []
+    for of_bf16, of_e4m3 in zip(DECODE, DECODE_E4M3, strict=True):
+        whole = steps_of(of_bf16, machine)
+        rows.append(_decoding_row(of_bf16.rows, "bf16", whole, whole, machine))
+        rows.append(
+            _decoding_row(of_bf16.rows, "e4m3", steps_of(of_e4m3, machine), whole, machine)
+        )
+    notes = (
+        "Steps of 128 keys of one CTA, replayed alone with an SM's share of L2; where keys come "
+        "from HBM a step takes an SM's share of that at least. Begin and end: what a tile takes "
+        "besides, loads of its first step among it. Tokens a second: of tiles of 8,192 keys each, "
+        "all SMs at work, without launch and combining.",
+    )
+    return Table("fp8_decoding", "Decoding by KV type, our kernels", DECODING, rows, notes)
+
+
+def _decoding_row(
+    rows: int, kv: str, found: Steps, of_bf16: Steps, machine: Machine
+) -> dict[str, object]:
+    clocks = found.of_keys(KEYS_OF_A_TILE)
+    return {
+        "rows": rows, "kv": kv, "step": found.step, "hbm": found.hbm, "ends": found.ends,
+        "clocks": clocks, "ratio": of_bf16.of_keys(KEYS_OF_A_TILE) / clocks,
+        BASIS: "modelled", MACHINE: modelled_machine(machine),
     }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--machine", default="b200", help="b200, b300 or a file")
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    emit([error_table(), cost_table()], arguments)
+    emit([error_table(), cost_table(), decoding_table(load(arguments.machine))], arguments)
     return 0
