@@ -22,6 +22,7 @@ from .tiles import (
     grouped,
     indices,
     key_steps,
+    range_of,
     section_of,
     tiles_of_keys,
 )
@@ -115,14 +116,18 @@ def product_tiles(
         return Tile(PRODUCT * steps, 0, 0.0, writes + read, 0.0, 0.0, writes)
 
     found = []
-    sides = (min(blocks * ROWS, 1 << 14) for blocks in (order.blocks_k, order.blocks_q))
-    section = section_of(case, tiling, grid, 1, next(sides) * next(sides) * 2) or 1
+    rows_k, rows_q = (min(blocks * ROWS, 1 << 14) for blocks in (order.blocks_k, order.blocks_q))
+    section = section_of(case, tiling, grid, 1, rows_k * rows_q * 2) or 1
     section = max(section, order.parts_at_once(tiling.gpu.pairs))
     for number, head, batch in indices(grid, section, False):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         # Beside dS: those of dK read Q of the part's heads and no K, those of dQ K and no Q.
-        of_keys = order.tile(number)[0]
-        shared = ROW * (lengths[0] * query_heads if of_keys else lengths[1])
-        group = 2 * (batch * heads + head) + of_keys
+        of_keys, block, _ = order.tile(number)
+        sides, bounds = lengths, case.bounds
+        if of_keys:
+            sides, bounds = lengths[::-1], bounds[::-1]
+        which, others = range_of(block * ROWS, sides, bounds) or (0, sides[1])
+        shared = ROW * others * (query_heads if of_keys else 1)
+        group = 2 * ((which * case.batch + batch) * heads + head) + of_keys
         found.append(grouped(of(number, query_heads, lengths), group, shared))
     return found

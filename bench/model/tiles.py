@@ -32,6 +32,9 @@ DQ, DKDV = 3 * 1024.0, 4 * 1024.0
 #: Bytes of a row of q, k, v, out or a gradient, and of a gradient summed in parts.
 ROW, PARTIAL_ROW = 2.0 * HEAD_DIM, 4.0 * HEAD_DIM
 
+#: Rows of a range of a window's tiles at least (`range_of`).
+RANGE = 4096
+
 Bounds = tuple[int | None, int | None]
 #: (block, head, batch) of a tile.
 Place = tuple[int, int, int]
@@ -191,6 +194,25 @@ def key_steps(
     return limit - first, limit - first - max(0, unmasked)
 
 
+@functools.cache
+def range_of(begin: int, lengths: tuple[int, int], bounds: Bounds) -> tuple[int, int] | None:
+    """(which range of its side's rows the tile that begins there is of, rows of the other side that
+    this range sees and none before it), where a window bounds both sides of the mask; else None,
+    for then tiles far apart share rows. lengths, bounds: the tile's own side first.
+
+    L2 keeps or loses what the tiles of a range share. What a range sees besides is its neighbour's,
+    a fourth of it at most, and still there: they are worked on one after the other.
+    """
+    left, right = bounds
+    if left is None or right is None:
+        return None
+    rows = max(RANGE, 4 * (left + right + 1))
+    which = begin // rows
+    ends = (min(n * rows, lengths[0]) for n in (which, which + 1))
+    before, behind = (len(visible_keys(0, end, lengths, bounds)) if end else 0 for end in ends)
+    return which, behind - before
+
+
 def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
     """The tiles of a forward in order, those skipped included."""
     queries, heads = tiling.tile_of_queries(case.heads, case.heads_kv)
@@ -205,14 +227,15 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
         """Keys of a sequence that any of its queries sees."""
         return len(visible_keys(0, lengths[0], lengths, case.bounds))
 
-    found = []
+    found, groups = [], case.batch * splits * case.heads_kv
     for block, head, entry in tiling.places(case):
         batch, part = divmod(entry, splits)
         lengths = case.lengths[batch]
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
-        shared = 4.0 * seen(lengths) * tiling.head_dim / splits
-        group = entry * case.heads_kv + head // ratio
+        which, keys = range_of(block * queries, lengths, case.bounds) or (0, seen(lengths))
+        shared = 4.0 * keys * tiling.head_dim / splits
+        group = which * groups + entry * case.heads_kv + head // ratio
         found.append(grouped(of(block, lengths, part), group, shared))
     return found
 
@@ -309,8 +332,9 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     later_first = tiling.order.later(case.bounds[1] is not None)
     for block, head, batch in indices(grid, section, later_first):
         lengths = case.lengths[batch]
-        group = batch * case.heads_kv + head // ratio
-        found.append(grouped(of(block, lengths), group, shared * lengths[1]))
+        which, keys = range_of(block * ROWS, lengths, case.bounds) or (0, lengths[1])
+        group = (which * case.batch + batch) * case.heads_kv + head // ratio
+        found.append(grouped(of(block, lengths), group, shared * keys))
     return found
 
 
@@ -357,7 +381,9 @@ def tiles_of_keys(
     for block, head, batch in indices(grid, section, later_first):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
-        found.append(grouped(tile, batch * heads + head, shared * lengths[0]))
+        which, queries = range_of(block * rows, lengths[::-1], case.bounds[::-1]) or (0, lengths[0])
+        group = (which * case.batch + batch) * heads + head
+        found.append(grouped(tile, group, shared * queries))
     return found
 
 

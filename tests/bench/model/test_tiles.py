@@ -1,5 +1,6 @@
 """Tiles of the suite's cases, checked against the masks of the one reference."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,23 @@ import pytest
 
 from bench.model.forward import Kernel
 from bench.model.samples import HELD_OUT, WINDOW_SAMPLES, forward_work
-from bench.model.tiles import ForwardTiling, forward_tiles
+from bench.model.stored_tiles import DV, PRODUCT, dv_tiles, product_tiles
+from bench.model.tiles import (
+    DKDV,
+    DQ,
+    ROW,
+    ROWS,
+    BackwardTiling,
+    ForwardTiling,
+    Order,
+    dkdv_tiles,
+    dq_tiles,
+    forward_tiles,
+)
 from bench.suite import Case
 from fa4_hd256.check.reference import visible
 from sm100_sim.timing import TileCosts, load
+from sm100_sim.timing.problem import hbm_bytes
 
 pytest.importorskip("cutlass")
 
@@ -116,3 +130,40 @@ def test_packed_heads_fill_the_rows_of_a_tile():
     assert len(forward_tiles(ragged, packing)) == (2 + 1) * 2
     odd = Case("dense", ((512, 512),), 24, 4, True)
     assert forward_tiles(odd, packing) == forward_tiles(odd, TILING)
+
+
+LONG_WINDOW = Case("window", ((65536, 65536),), 8, 4, True, (1023, None))
+
+
+@pytest.mark.parametrize("order", [Order(), Order(math.inf), Order(later_first=False)])
+def test_tiles_of_a_window_read_what_they_see(order):
+    """From HBM at least all once and at most what each tile asks for: K and V of the four heads,
+    Q and dO of the eight, dS aside, are more than L2 holds."""
+    whole = 65536 * ROW
+    backward = BackwardTiling("static", True, True, ROWS, order=order)
+    forward = replace(TILING, order=order, packs_heads=True)
+    for tiles, step, asked, least in (
+        (forward_tiles(LONG_WINDOW, forward), STEP_CLOCKS, 2 * 128 * ROW, 8 * whole),
+        (dq_tiles(LONG_WINDOW, backward), DQ, 2 * 128 * ROW, 8 * whole),
+        (dkdv_tiles(LONG_WINDOW, backward, 1), DKDV, 2 * 256 * ROW, 16 * whole),
+        (dv_tiles(LONG_WINDOW, backward, 1), DV, 2 * 128 * ROW, 16 * whole),
+        (product_tiles(LONG_WINDOW, backward, 1), PRODUCT, 128 * ROW, 12 * whole),
+    ):
+        starts, own = np.arange(len(tiles)) // 74, sum(tile.own_bytes for tile in tiles)
+        shared = hbm_bytes(tiles, starts, VALUES) - own
+        assert 0.99 * least <= shared <= sum(tile.work for tile in tiles) / step * asked
+
+
+def test_ranges_of_a_window_are_of_one_head_each():
+    tiles = forward_tiles(LONG_WINDOW, replace(TILING, packs_heads=True))
+    assert len({tile.group for tile in tiles}) == 4 * 65536 // 4096
+    assert {tile.shared_bytes for tile in tiles} == {4096 * 2 * ROW}
+    # Queries that lie before the keys see none, those behind the last range of keys nothing new.
+    shifted = replace(LONG_WINDOW, lengths=((16384, 8192),), window=(1023, None))
+    found = {tile.group // 4: tile.shared_bytes for tile in forward_tiles(shifted, TILING)}
+    assert found == {0: 0, 1: 0, 2: 4096 * 2 * ROW, 3: 4096 * 2 * ROW}
+    # A bound on one side leaves one range, and so does a sequence within a range.
+    causal = forward_tiles(replace(LONG_WINDOW, window=(None, None)), TILING)
+    assert {tile.group for tile in causal} == {0, 1, 2, 3}
+    short = forward_tiles(replace(LONG_WINDOW, lengths=((4096, 4096),)), TILING)
+    assert {tile.shared_bytes for tile in short} == {4096 * 2 * ROW}
