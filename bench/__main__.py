@@ -24,6 +24,7 @@ COMMANDS = {
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
+    "pages": "keys and values in pages of 16 and 128 rows beside none, modelled",
     "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",
     "pictures": "the pictures of docs/pictures, drawn from the code",
     "predict": "attention on an H200 by the timing model, beside what was measured",

@@ -38,7 +38,7 @@ class Case:
 
     lengths: (seqlen_q, seqlen_k) of each sequence; packed: they lie behind one another, as
     `flash_attn_varlen_func` takes them, otherwise all are equal. window: (left, right), None for
-    unbounded.
+    unbounded. page_size: rows of the pages that hold keys and values, None where nothing is paged.
     """
 
     group: str
@@ -49,6 +49,7 @@ class Case:
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     packed: bool = False
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         if not self.packed and len(set(self.lengths)) != 1:
@@ -92,7 +93,8 @@ class Case:
             return f"{self.batch} ragged, {kinds[0][0]}..{kinds[-1][0]}, {total} tokens"
         q, k = kinds[0]
         text = f"{self.batch}x{q}" if q == k else f"{self.batch}x({q}, {k})"
-        return f"packed {text}" if self.packed else text
+        text = f"packed {text}" if self.packed else text
+        return f"{text}, pages of {self.page_size}" if self.page_size else text
 
     @property
     def heads_text(self) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -52,12 +52,13 @@ _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracer = torch._C._get_tracing_state
 _is_profiled = torch._C._autograd._profiler_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 def is_intercepted() -> bool:
     """Whether a call of an operator may now mean something else than running it."""
     return bool(
-        torch.compiler.is_compiling()
+        _is_compiling()
         or _dispatch_modes()
         or _function_modes()
         or _transform() is not None
@@ -136,6 +137,19 @@ class Entry:
         self.recorded = False
 
 
+class _Guard(NamedTuple):
+    """check: whether tensors are those of the entry's key; places: of those that are given among a
+    call's tensors."""
+
+    check: Callable[..., bool]
+    entry: Entry
+    places: tuple[int, ...]
+
+
+#: Addresses of so many tensors, none of them given.
+_NOWHERE = [[0] * count for count in range(32)]
+
+
 class OperatorCalls:
     """Calls of one operator on plain tensors, those that came before repeated.
 
@@ -147,7 +161,7 @@ class OperatorCalls:
         tensors, in order."""
         self._name, self._operator, self._roles = name, operator, tuple(roles)
         self._kept: dict[Hashable, Entry] = {}
-        self._guarded: dict[Hashable, list[tuple[Callable[..., bool], Entry]]] = {}
+        self._guarded: dict[Hashable, list[_Guard]] = {}
         self._lock = threading.Lock()
 
     def find(
@@ -164,10 +178,14 @@ class OperatorCalls:
         place = None
         try:
             place = facts, present[0].shape, present[1].shape, environment.switches()
-            for check, entry in self._guarded.get(place, ()):
+            for check, entry, places in self._guarded.get(place, ()):
                 if check(*present):
-                    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-                    if are_aligned(addresses):
+                    bits = 0
+                    addresses = _NOWHERE[len(tensors)].copy()
+                    for number, tensor in zip(places, present):
+                        addresses[number] = address = tensor.data_ptr()
+                        bits |= address
+                    if not bits % ALIGNMENT:
                         return entry, addresses
         except (AttributeError, TypeError):  # no tensor, or an argument that cannot be hashed
             pass
@@ -177,7 +195,7 @@ class OperatorCalls:
         key, addresses = found
         entry = self._entry(key, resolve)
         if place is not None and entry.replayed is not None and are_aligned(addresses):
-            self._guard(place, present, entry)
+            self._guard(place, tensors, entry)
         return entry, addresses
 
     def _entry(self, key: tuple, resolve: Callable[[], tuple]) -> Entry:
@@ -195,9 +213,10 @@ class OperatorCalls:
                 self._kept[key] = found
         return found
 
-    def _guard(self, place: Hashable, tensors: Sequence[torch.Tensor], entry: Entry) -> None:
+    def _guard(self, place: Hashable, tensors: Tensors, entry: Entry) -> None:
         """Let `find` find an entry by a guard. NOTE [guards]; the alignment is the largest."""
-        check = _guard_of(tensors)
+        given = [(n, tensor) for n, tensor in enumerate(tensors) if tensor is not None]
+        check = _guard_of([tensor for _, tensor in given])
         if check is None:
             return
         with self._lock:
@@ -205,7 +224,8 @@ class OperatorCalls:
                 self._guarded.clear()
             # The last one first; of many layouts the oldest go.
             kept = self._guarded.get(place, [])
-            self._guarded[place] = [(check, entry), *kept[: MOST_GUARDS - 1]]
+            guard = _Guard(check, entry, tuple([n for n, _ in given]))
+            self._guarded[place] = [guard, *kept[: MOST_GUARDS - 1]]
 
     def run(
         self, entry: Entry, tensors: Tensors, addresses: Sequence[int], first: bool = False

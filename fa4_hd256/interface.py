@@ -37,7 +37,13 @@ from .call.forward_problem import (
     tiles_for_masks,
     uneven_gradients,
 )
-from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_num_splits
+from .call.splits import (
+    BY_RULE,
+    FIXED_PARTS,
+    asked_splits,
+    check_beside_list,
+    check_num_splits,
+)
 from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
@@ -47,6 +53,9 @@ from .kernels.sequences import PART_LIST
 from .masks import as_tile_mask
 from .run.forward import run_forward
 
+#: window_size of calls without one, as most are.
+_UNBOUNDED: tuple[int | None, int | None] = (None, None)
+
 
 def flash_attn_func(
     q: torch.Tensor,
@@ -54,7 +63,7 @@ def flash_attn_func(
     v: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
+    window_size: tuple[int | None, int | None] = _UNBOUNDED,
     learnable_sink: torch.Tensor | None = None,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -141,7 +150,7 @@ def flash_attn_varlen_func(
     page_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
+    window_size: tuple[int | None, int | None] = _UNBOUNDED,
     learnable_sink: torch.Tensor | None = None,
     softcap: float = 0.0,
     num_splits: int = BY_RULE,
@@ -260,11 +269,18 @@ def _attend(
     if found is None:
         return _through_dispatcher(tensors, given, longest, configs)
     entry, addresses = found
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+    q, k, v, sink = tensors[:4]
+    # Plain tensors, or none would have been found. Written out: `any` takes three times as long.
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or (sink is not None and sink.requires_grad)
+    ):  # fmt: skip
         if has_no_gradients(k=tensors[_KEYS], lists=tensors[_PAGE_TABLE:]):
             refuse_gradients()
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
+    if tensors[_OFFSETS_Q] is None:
+        return out, lse
     return _without_batch(tensors, out, lse)
 
 
@@ -274,11 +290,10 @@ def _facts(
     """What a call depends on beside its tensors; arguments as for `_attend`."""
     window = given[2]
     # Of equal values the types count, too: only some are accepted.
-    facts = (
-        given, *map(type, given),
-        tuple(map(type, window)) if type(window) is tuple else None,
-        configs, sms_are_shared(), form,
-    )  # fmt: skip
+    sides = None
+    if window is not _UNBOUNDED and type(window) is tuple:
+        sides = tuple(map(type, window))
+    facts = (given, *map(type, given), sides, configs, sms_are_shared(), form)
     return facts if longest is _NO_LENGTHS else (*facts, longest, *map(type, longest))
 
 
@@ -373,11 +388,8 @@ def _resolve(
             "max_seqlen_k is None with cu_seqlens_k and batch_invariant=True; accepted: an int, "
             "the same for all batches, since keys are divided by it"
         )
-    if PART_LIST in ragged and num_splits != BY_RULE:
-        raise ValueError(
-            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
-            "scheduler_metadata, which says how keys are divided; accepted: one of them"
-        )
+    if PART_LIST in ragged:
+        check_beside_list(num_splits)
     masked = MASK_STEPS in ragged
     if masked:
         check_mask_options(options.window, num_splits)

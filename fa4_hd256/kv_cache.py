@@ -12,10 +12,19 @@ from .call import cache_checks, checks
 from .call.descales import descale_of, scale_operand, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.new_rows import NewRows, Rotary, cache_places, codes_of
-from .call.splits import BY_RULE, asked_splits, check_num_splits
+from .call.splits import (
+    BY_RULE,
+    asked_splits,
+    check_beside_list,
+    check_num_splits,
+    divided,
+)
 from .eager import is_intercepted
 from .interface import flash_attn_varlen_func
 from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
+from .kernels.sequences import PART_LIST
+from .run.forward import check_list
+from .run.launch import gpu_of
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -46,6 +55,7 @@ def flash_attn_with_kvcache(
     num_splits: int = BY_RULE,
     return_lse: bool = False,
     *,
+    scheduler_metadata: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
     batch_invariant: bool = False,
     config: Any = None,
@@ -78,6 +88,8 @@ def flash_attn_with_kvcache(
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
         and v, typed like q, are then divided by the factors of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
+    scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
+        them, in place of num_splits.
     qv, cache_leftpad: not offered; None.
     The other arguments are those of `flash_attn_varlen_func`, whose errors call the caches k and v.
 
@@ -109,7 +121,8 @@ def flash_attn_with_kvcache(
     if not plain or any(tensor is not None for tensor in given):
         cache_checks.check_caches(q, k_cache, v_cache, page_table, cu_seqlens_q)
         places = _Places(
-            q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k
+            q, k_cache, v_cache, cu_seqlens_q, page_table, None, max_seqlen_q, max_seqlen_k,
+            scheduler_metadata,
         ).in_use(cache_seqlens, cache_batch_idx)
         if cache_batch_idx is not None:
             others |= cache_checks.scales_of_sequences(others)
@@ -122,7 +135,8 @@ def flash_attn_with_kvcache(
     return flash_attn_varlen_func(
         q, k_cache, v_cache, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, None,
         cast("torch.Tensor | None", cache_seqlens), page_table, **options, **others,
-        return_lse=return_lse, config=config, use_clc=use_clc,
+        return_lse=return_lse, scheduler_metadata=scheduler_metadata, config=config,
+        use_clc=use_clc,
     )  # fmt: skip
 
 
@@ -139,6 +153,7 @@ class _Places:
     lengths: torch.Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    scheduler_metadata: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -178,7 +193,7 @@ class _Places:
         """Tensors of `flash_attn_varlen_func` that say where rows are."""
         given = {
             "cu_seqlens_q": self.cu_seqlens_q, "seqused_k": self.lengths,
-            "page_table": self.page_table,
+            "page_table": self.page_table, PART_LIST: self.scheduler_metadata,
         }  # fmt: skip
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
@@ -192,6 +207,8 @@ class _Places:
         splits = asked_splits(others["num_splits"], others["batch_invariant"])
         checks.check_kinds({"learnable_sink": sink}, ragged, splits)
         check_num_splits(splits)
+        if PART_LIST in ragged:
+            check_beside_list(splits)
         checked = Options.check(**options)
         if self.cu_seqlens_q is not None:
             checks.check_longest("q", self.max_seqlen_q)
@@ -200,7 +217,9 @@ class _Places:
             check_call(q, self.k_cache, self.v_cache, sink, ragged)
             return descale_of(ragged, self.k_cache, self.batch, self.page_table is not None)
         call = ForwardCall(q, self.k_cache, self.v_cache, sink, ragged)
-        return call.describe(checked, **self.longest()).descale
+        problem = call.describe(checked, **self.longest())
+        check_list(call, divided(problem, splits, gpu_of(problem.device)))
+        return problem.descale
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .call.forward_problem import Options, Problem
 from .call.part_lists import list_of_parts
 from .run.launch import gpu_of
 
-__all__ = ["get_scheduler_metadata"]
+__all__ = ["get_scheduler_metadata", "is_ours"]
+
+_MARK = "_fa4_hd256_part_list"
 
 
 def get_scheduler_metadata(
@@ -44,4 +48,13 @@ def get_scheduler_metadata(
     k = k if kv_dtype is None else k.to(kv_dtype)
     options = Options.check(None, causal, window_size, 0.0)
     problem = Problem.describe((q, k, k), options, None, {"seqused_k": cache_seqlens})
-    return list_of_parts(problem, gpu_of(cache_seqlens.device), cache_seqlens)
+    made = list_of_parts(problem, gpu_of(cache_seqlens.device), cache_seqlens)
+    if not torch.compiler.is_compiling():
+        setattr(made, _MARK, True)
+    return made
+
+
+def is_ours(value: Any) -> bool:
+    """Whether `get_scheduler_metadata` made this tensor itself, no copy or part of it. Engines have
+    plans of other kernels under the same name."""
+    return isinstance(value, torch.Tensor) and hasattr(value, _MARK)

@@ -46,6 +46,7 @@ def warm_up(
     batch_invariant: bool = False,
     page_sizes: Sequence[int] = (),
     kv_dtypes: Sequence[torch.dtype | None] = (None,),
+    scheduler_metadata: bool = False,
     tensor_parallel: int = 1,
     device: torch.device | str | None = None,
 ) -> WarmUp:
@@ -62,6 +63,7 @@ def warm_up(
     kernels for every form of scales are then compiled. use_clc: the tile scheduler that calls ask
     for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged
     forms.
+    scheduler_metadata: whether calls with seqused_k are given one, too.
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.
 
@@ -72,7 +74,8 @@ def warm_up(
     """
     begin, before = time.perf_counter(), counters["compiled"]
     place = _device(device)
-    needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, batch_invariant, page_sizes)
+    also = batch_invariant, scheduler_metadata
+    needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, page_sizes, also)
     sharded = _model(model).sharded(tensor_parallel)
     specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
     for spec in _own_first(specs):
@@ -100,14 +103,14 @@ def _model(model: str | AttentionModel) -> AttentionModel:
 def _needs(
     asked: tuple[Iterable[Any], ...],
     use_clc: bool | None,
-    batch_invariant: bool,
     page_sizes: Sequence[int],
+    also: tuple[bool, bool],
 ) -> Needs:
-    """asked: uses, forms, dtypes, kv_dtypes."""
+    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata."""
     uses, forms, dtypes, kv_dtypes = map(tuple, asked)
     schedulers = (False, True) if use_clc is None else (use_clc,)
     return Needs(
-        uses, forms, dtypes, schedulers, batch_invariant, tuple(page_sizes), kv_dtypes
+        uses, forms, dtypes, schedulers, also[0], tuple(page_sizes), kv_dtypes, also[1]
     )
 
 
@@ -151,6 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the paged forms")  # fmt: skip
     parser.add_argument("--batch-invariant", action="store_true",
                         help="also kernels of calls that ask for that")  # fmt: skip
+    parser.add_argument("--scheduler-metadata", action="store_true",
+                        help="also kernels of calls that are given one")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
 
@@ -169,7 +174,8 @@ def main(arguments: argparse.Namespace) -> int:
         [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
         [_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)],
     )  # fmt: skip
-    needs = _needs(asked, use_clc, arguments.batch_invariant, arguments.page_size)
+    also = arguments.batch_invariant, arguments.scheduler_metadata
+    needs = _needs(asked, use_clc, arguments.page_size, also)
     models = [model.sharded(arguments.tensor_parallel) for model in models]
     specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}
     made = build(specs, arguments.out, arguments.jobs, report)

@@ -21,10 +21,11 @@ from bench import suite
 from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
-from bench.model.calls import default_splits, defaults_to_clc
+from bench.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from bench.model.flash_attn_4 import split_numbers
 from bench.model.machines import B200, gpu_of
 from bench.model.predictor import (
+    OURS_FORWARD,
     Predicted,
     Predictor,
     add_model_options,
@@ -37,8 +38,10 @@ from bench.tables.origin import modelled_machine
 from bench.tables.paths import PATH_COLUMNS, path_figures, path_note
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.call.splits import LARGEST
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.run.launch import gpu_of as device_gpu
 
 #: Parts of a tile's keys that the table shows; 1: not divided.
@@ -53,22 +56,26 @@ def default_cases() -> list[Case]:
     decoding = [(b, 1, keys) for b in (1, 8) for keys in (1024, 2048, 8192, 32768, 131072)]
     # 40 tiles: dividing by two would make 80 for 74 CTA pairs.
     decoding += [(20, 1, keys) for keys in (2048, 32768)]
+    few = [(b, q, 131072) for b in (1, 128) for q in (1, 2, 4)]
     chunks = [(8, 4, 8192), (1, 128, 8192), (1, 512, 8192), (1, 512, 32768), (8, 128, 4096)]
     found = [
         Case("decoding" if q == 1 else "chunk", ((q, keys),) * batch, 16, 2, True)
         for batch, q, keys in decoding + chunks
     ]
+    found += [Case("few queries", ((q, keys),) * batch, 32, 2, True) for batch, q, keys in few]
     return [*found, Case("window", ((1, 65536),), *suite.GEMMA_HEADS, True, (1023, None))]
 
 
 def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     """Every number of parts on one case, for each of the drawn machines."""
     use_clc = defaults_to_clc(case, FORWARD)
+    gpu = gpu_of(predictor.machine)
+    chosen = default_splits(case, gpu)
     found = {
-        n: predictor.predict_forward(OURS, case, use_clc, n) for n in range(1, LARGEST + 1)
+        n: predictor.predict_forward(OURS, case, use_clc, n)
+        for n in sorted({*_tried(case, gpu), chosen})
     }
     seconds: dict[int, Any] = {n: one.seconds for n, one in found.items()}
-    chosen = default_splits(case, gpu_of(predictor.machine))
     theirs = {}
     if predictor.refuses(THEIRS, case, FORWARD) is None:
         theirs = their_predictions(case, predictor)
@@ -79,7 +86,30 @@ def modelled_row(case: Case, predictor: Predictor) -> dict[str, Any]:
     third = None
     if predictor.refuses(frost.NAME, case, FORWARD) is None:
         third = predictor.predict(frost.NAME, case, FORWARD).seconds
-    return _row(case, chosen, seconds, calls) | _of_frost(third, seconds[chosen]) | paths | origin
+    beside = None
+    if predictor.refuses(OURS_FORWARD.name, case, FORWARD) is None:
+        beside = predictor.predict(OURS_FORWARD.name, case, FORWARD).seconds[0] * 1e6
+    return (
+        _row(case, chosen, seconds, calls) | _of_frost(third, seconds[chosen]) | paths | origin
+        | _of_kernel(case, gpu, seconds[chosen]) | {"forward": beside}
+    )
+
+
+def _tried(case: Case, gpu: Gpu) -> list[int]:
+    """Numbers of parts: all, but of calls of many tiles those of the table alone."""
+    problem = forward_problem(case, architecture_on(gpu))
+    most = 4 * gpu.clusters(problem.tiles.cluster) // problem.num_tiles
+    return [n for n in range(1, LARGEST + 1) if n <= most or n in NUMBERS]
+
+
+def _of_kernel(case: Case, gpu: Gpu, seconds: np.ndarray) -> dict[str, Any]:
+    """Rows of the tiles that a call takes, and its keys' and values' bytes over what HBM gives by
+    its data sheet in the call's time."""
+    problem = forward_problem(case, architecture_on(gpu))
+    seen = sum(len(visible_keys(0, q, (q, k), case.bounds)) for q, k in case.lengths)
+    nbytes = 4 * HEAD_DIM * case.heads_kv * seen
+    share = nbytes / (float(seconds[0]) * gpu.hbm_bytes_per_second)
+    return {"rows": problem.tiles.rows, "hbm": share}
 
 
 def _of_frost(found: np.ndarray | None, chosen: np.ndarray) -> dict[str, Any]:
@@ -159,7 +189,8 @@ def measured(cases: Iterable[Case], timer: Timer, sampling: Sampling) -> list[di
         rows.append(
             _row(case, chosen, seconds, calls)
             | _of_frost(times.get(frost.NAME), seconds[chosen])
-            | {"details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
+            | _of_kernel(case, _gpu_of(timer), seconds[chosen])
+            | {"forward": None, "details": row["details"], BASIS: row[BASIS], MACHINE: row[MACHINE]}
         )
     return rows
 
@@ -172,8 +203,11 @@ def _their_measured(case: Case, sms: int) -> list[int]:
 
 COLUMNS = (
     Column("group"), Column("shape"), Column("heads"), Column("mask"),
+    Column("rows", title="rows of a tile"),
     *(Column(str(n), "us", ".1f", "not divided" if n == 1 else f"{n} parts") for n in NUMBERS),
     Column("parts", title="chosen"), Column("chosen", "us", ".1f", "time of the choice"),
+    Column("hbm", format=".1%", title="of HBM"),
+    Column("forward", "us", ".1f", "in tiles of 256 rows"),
     Column("gain", format=".2f", title="over not divided"),
     Column("gain_low", format=".2f", title="low"), Column("gain_high", format=".2f", title="high"),
     Column("best"), Column("behind", format="+.1%", title="choice over best"),
@@ -194,7 +228,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
         f"differences below {RESOLUTION:.0%} are not resolved. {THEIRS} at best: the fastest of "
         "num_splits=1, two CTAs a tile of 256 rows, and of the numbers its rule picks from, one "
         f"CTA a tile of 128, the last of which num_splits=0 takes. {frost.NAME}: with the parts "
-        "that its heuristics choose.",
+        "that its heuristics choose. Of HBM: bytes of keys and values that are seen, over what the "
+        "data sheet's rate (8 TB/s on a B200) gives in the time of the choice. In tiles of 256 "
+        "rows: our forward's kernel with the parts of its own rule.",
     )
     if rows[0][BASIS] == "modelled":
         columns += PATH_COLUMNS

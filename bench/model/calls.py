@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -48,16 +49,21 @@ def architecture_on(gpu: Gpu) -> Architecture:
     return of_capability(gpu.capability) or ARCHITECTURES[0]
 
 
-def forward_problem(case: Case, architecture: Architecture = ARCHITECTURES[0]) -> Problem:
-    """A case as the operator describes it, without its tensors; bf16."""
-    known = kernels_of(architecture).forward_tiles()
-    ragged = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
+def forward_problem(
+    case: Case, architecture: Architecture = ARCHITECTURES[0], config: Any = None
+) -> Problem:
+    """A case as the operator describes it, without its tensors; bf16. config: of the forward, None
+    for the default one."""
+    known = kernels_of(architecture).forward_tiles(config)
+    ragged: tuple[str, ...] = ("cu_seqlens_q", "cu_seqlens_k") if case.packed else ()
+    if case.page_size:
+        ragged = ("seqused_k", "page_table")
     queries, _ = _rows(case)
     tiles, packed = choose_tiles(known, case.heads // case.heads_kv, case.seqlen_q, ragged)
     return Problem(
         (*queries, case.heads, HEAD_DIM), case.seqlen_q, case.seqlen_k, case.batch,
         torch.bfloat16, torch.device("cpu"), Options(HEAD_DIM**-0.5, case.bounds), False, ragged,
-        architecture, tiles, packed,
+        architecture, tiles, packed, page_size=case.page_size,
     )  # fmt: skip
 
 
@@ -77,9 +83,10 @@ def _rows(case: Case) -> list[tuple[int, int]]:
     return [(1, sum(side)) if case.packed else (case.batch, max(side)) for side in sides]
 
 
-def default_splits(case: Case, gpu: Gpu) -> int:
-    """Parts into which a call of ours divides the keys by default."""
-    return splits_for(forward_problem(case, architecture_on(gpu)), gpu)
+def default_splits(case: Case, gpu: Gpu, config: Any = None) -> int:
+    """Parts into which a call of ours divides the keys by default. config: as
+    `forward_problem`'s."""
+    return splits_for(forward_problem(case, architecture_on(gpu), config), gpu)
 
 
 def defaults_to_clc(case: Case, direction: str) -> bool:

@@ -35,7 +35,7 @@ from .exp2 import replayed, with_mix
 from .forward import Kernel
 from .machines import gpu_of
 from .ours import Variant
-from .predictor import Predictor
+from .predictor import OURS_FORWARD, Predictor
 from .tiles import DKDV, KEYS, STEP_WORK, Order
 
 
@@ -207,15 +207,18 @@ SPLIT_RULES = {
 
 
 def _splits(case: Case, predictor: Predictor) -> Decided:
+    """Of the forward's own tiles, also where calls of few rows take others."""
+    config = OURS_FORWARD.config
     clc, gpu = defaults_to_clc(case, FORWARD), gpu_of(predictor.machine)
     # Parts without a step are no alternative.
     most = max(1, min(LARGEST, -(-case.seqlen_k // KEYS)))
     seconds = {
-        n: predictor.predict_forward(OURS, case, clc, n).seconds for n in range(1, most + 1)
+        n: predictor.predict_forward(OURS_FORWARD.name, case, clc, n).seconds
+        for n in range(1, most + 1)
     }
-    problem = forward_problem(case)
+    problem = forward_problem(case, config=config)
     picks = {name: splits_for(problem, gpu, rule) for name, rule in SPLIT_RULES.items()}
-    assert picks[DEFAULT_SPLITS] == default_splits(case, gpu)
+    assert picks[DEFAULT_SPLITS] == default_splits(case, gpu, config)
     return Decided(case, FORWARD, seconds, {"not divided": 1, **picks})
 
 
@@ -240,7 +243,7 @@ BACKWARD_STAGES = {
 def _stages(case: Case, predictor: Predictor, direction: str) -> Decided:
     configs: Mapping[str, Any]
     configs = FORWARD_STAGES if direction == FORWARD else BACKWARD_STAGES
-    base = ours.Ours().variant(case, direction, defaults_to_clc(case, direction))
+    base: Any = ours.Ours().variant(case, direction, defaults_to_clc(case, direction))
     seconds = {
         name: _of_variant(replace(base, config=config), direction, predictor).seconds(case)
         for name, config in configs.items()

@@ -19,7 +19,8 @@ from fa4_hd256 import BackwardConfig
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import divided
-from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
+from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
+from fa4_hd256.kernels.blackwell.forward.config import TILES, ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 from fa4_hd256.run.backward import empty_stats
@@ -31,12 +32,24 @@ from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
 from sm100_sim import timing
 from sm100_sim.timing import Late, Machine, TileCosts
 
+from . import our_decode
 from .backward import Backward
 from .calls import Kind, default_splits, defaults_to_clc, forward_problem
 from .forward import Kernel
 from .machines import ONE_PAIR, compiling_ours, gpu_of
+from .our_decode import DecodeVariant, in_pages
 from .published.rows import Build
-from .replays import SEED, Replayed, Source, Traced, digest, fitted, kept, programs
+from .replays import (
+    SEED,
+    Replayed,
+    Source,
+    Traced,
+    digest,
+    fitted,
+    kept,
+    programs,
+    with_least,
+)
 from .samples import (
     BACKWARD_SAMPLES,
     LONGEST,
@@ -66,7 +79,8 @@ class Variant:
     kernel: "forward", or one of the backward's (`backward.Backward`), or "backward" for all of
     these. config: of that direction, None for the default one. samples: that costs are fitted to,
     None for those of its kind. split_rows: for the forward that divides the keys of a tile, how
-    many rows of it exist, all in samples of windows; None for the other one.
+    many rows of it exist, all in samples of windows; None for the other one. page_size: of the
+    forward's keys, None without pages.
     """
 
     kind: Kind
@@ -75,6 +89,7 @@ class Variant:
     samples: Samples | None = None
     split_rows: int | None = None
     kernel: str = FORWARD
+    page_size: int | None = None
 
     @property
     def policy(self) -> str:
@@ -143,23 +158,46 @@ class OurProvider:
 
 
 class Ours(OurProvider):
-    """Our kernels for Blackwell."""
+    """Our kernels for Blackwell. config: of the forward, None for what calls take by default."""
+
+    def __init__(self, config: ForwardConfig | DecodeConfig | None = None) -> None:
+        self.config = config
+        if config is not None:
+            self.name = f"{OURS}, {config.tiles.kind}, {config.tiles.rows} rows"
+
+    def default(self, case: Case, direction: str, machine: Machine) -> tuple[bool, int]:
+        use_clc, splits = super().default(case, direction, machine)
+        if direction == FORWARD:
+            splits = default_splits(case, gpu_of(machine), self.config)
+        return use_clc, splits
 
     def refuses(self, case: Case, direction: str) -> str | None:
+        if case.page_size and direction == BACKWARD:
+            return "keys in pages have no gradients"
         return None
+
+    def _problem(self, case: Case) -> Problem:
+        return forward_problem(case, config=self.config)
 
     def variant(
         self, case: Case, direction: str, use_clc: bool = False, divided: bool = False
-    ) -> Variant:
-        kind, rows = Kind.of(case), None
+    ) -> Variant | DecodeVariant:
+        kind, rows, problem = Kind.of(case), None, self._problem(case)
+        if direction == FORWARD and problem.tiles != TILES:
+            return DecodeVariant.of(case, problem, use_clc, divided)
         if divided:
             # Costs follow how many rows a tile has, which store their O; windowed samples have all.
-            packed = forward_problem(case).packed_heads
-            rows = ROWS if kind.window else min(case.seqlen_q * packed, ROWS)
-        return Variant(kind, use_clc, split_rows=rows, kernel=direction)
+            rows = ROWS if kind.window else min(case.seqlen_q * problem.packed_heads, ROWS)
+        return Variant(
+            kind, use_clc, split_rows=rows, kernel=direction, page_size=case.page_size
+        )  # fmt: skip
 
-    def forward(self, variant: Variant, machine: Machine, draws: int) -> Kernel:
+    def forward(
+        self, variant: Variant | DecodeVariant, machine: Machine, draws: int
+    ) -> Kernel:
         """Our forward, with costs fitted to replays of that kernel."""
+        if isinstance(variant, DecodeVariant):
+            return our_decode.forward(variant, machine, draws)
         found = replays(variant, machine, draws)
         config: Any = variant.config or ForwardConfig()
         # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
@@ -169,8 +207,8 @@ class Ours(OurProvider):
         )  # fmt: skip
         costs = fitted(found, variant.policy)
         if variant.short:
-            short = replays(variant.short, machine, draws)
-            costs = with_least(costs, *short)
+            short = few, many = replays(variant.short, machine, draws)
+            costs = with_least(costs, few, many, STEP_WORK)
             found = [*found, *short]
         return Kernel(self.name, tiling, machine.sampled(draws), costs, Paths.of(found))
 
@@ -220,7 +258,8 @@ def _source(variant: Variant, machine: Machine) -> Source:
         return found
 
     compiled, _ = call_on(machine, variant, samples[0])
-    return (digest(compiled.cubin), variant.kernel, variant.kind, samples), trace
+    pages = () if variant.page_size is None else (variant.page_size,)
+    return (digest(compiled.cubin), variant.kernel, variant.kind, samples, *pages), trace
 
 
 def empty_replays(variant: Variant, machine: Machine, draws: int) -> list[Replayed]:
@@ -244,16 +283,6 @@ def with_empty_tiles(
     return [
         replace(one, empty=(more - less) / tiles)
         for one, more, less in zip(costs, some.clocks, without.clocks, strict=True)
-    ]
-
-
-def with_least(costs: list[TileCosts], few: Replayed, many: Replayed) -> list[TileCosts]:
-    """Costs with what a tile takes at least. few, many: replays of tiles of one step, which heads
-    may share, so that their work counts them."""
-    tiles = (many.work - few.work) / STEP_WORK
-    return [
-        replace(one, least=(more - less) / tiles)
-        for one, less, more in zip(costs, few.clocks, many.clocks, strict=True)
     ]
 
 
@@ -283,11 +312,15 @@ def call(variant: Variant, sample: Sample, longest: int | None = None) -> tuple[
             name: torch.tensor([0, rows], dtype=torch.int32)
             for name, rows in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys))
         }
+    if variant.page_size is not None:
+        tensors, ragged = in_pages(tensors, variant.page_size, generator)
     limits = (longest or queries, longest or keys) if kind.packed else (None, None)
-    problem = Problem.describe(tensors[:3], options, None, ragged, *limits)
+    # The forward's own tiles, however few the rows.
+    config = variant.config if isinstance(variant.config, ForwardConfig) else ForwardConfig()
+    problem = Problem.describe(tensors[:3], options, None, ragged, limits[0], limits[1], config)
     if variant.kernel == FORWARD:
         problem = divided(problem, variant.num_splits(sample), ONE_PAIR)
-        return _forward_call(variant, problem, tensors, tuple(ragged.values()))
+        return _forward_call(variant, problem, tensors, tuple(ragged[n] for n in problem.ragged))
     return _backward_call(variant, problem, tensors, tuple(ragged.values()))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.paths import Paths
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from sm100_sim.timing import BURST, SUSTAINED, Call, Machine, Values, load
 
 from . import flash_attn_4, frost, hopper_providers
@@ -65,8 +66,11 @@ class Provider(Protocol):
     ) -> Backward | FrostBackward: ...
 
 
+#: Ours with the forward's tiles however few the rows, to be held beside what calls take.
+OURS_FORWARD = Ours(ForwardConfig())
 _ALL: tuple[Provider, ...] = (
-    Ours(), FlashAttention4(), FlashAttention4FiveProducts(), FlashAttention4Divided(), Frost(),
+    Ours(), OURS_FORWARD, FlashAttention4(), FlashAttention4FiveProducts(),
+    FlashAttention4Divided(), Frost(),
 )  # fmt: skip
 PROVIDERS = {one.name: one for one in _ALL}
 

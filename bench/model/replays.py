@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,18 @@ def fitted(rows: Sequence[Replayed], policy: str) -> list[TileCosts]:
     return [
         fit([Sample(r.tiles, r.work, r.clocks[n], r.masked) for r in rows], policy == "single")
         for n in range(len(rows[0].clocks))
+    ]
+
+
+def with_least(
+    costs: Sequence[TileCosts], few: Replayed, many: Replayed, step: float
+) -> list[TileCosts]:
+    """Costs with what a tile takes at least. few, many: replays of tiles of one step, which heads
+    may share, so that their work counts them. step: work of one."""
+    tiles = (many.work - few.work) / step
+    return [
+        replace(one, least=(more - less) / tiles)
+        for one, less, more in zip(costs, few.clocks, many.clocks, strict=True)
     ]
 
 

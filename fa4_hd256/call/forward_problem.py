@@ -292,16 +292,29 @@ def tiles_for_masks(
 def choose_tiles(
     known: tuple[ForwardTiles, ...], group: int, longest: int, ragged: Any
 ) -> tuple[ForwardTiles, int]:
-    """(tiles, packed heads) of a call: the first of those known that are meant for as many rows, or
-    else the last. longest: queries of a sequence."""
+    """(tiles, packed heads) of a call: of those known that are meant for as many rows the first
+    that all heads of a group share, or where none is shared the first; the last where none is meant
+    for as many. longest: queries of a sequence.
+
+    The one rule of which kernel a forward takes. It looks at the heads and the longest queries
+    alone, never at the batch or what tensors hold: bits of a sequence may not depend on these
+    (`batch_invariant`), and nothing waits for the device. Where keys are few the kernel for few
+    rows is ahead by what a tile takes beside its steps, where they are many by none
+    (docs/forward.md).
+    """
+    fitting = []
     for tiles in known:
         most = tiles.rows if tiles.most_rows is None else tiles.most_rows
         pads = tiles.pads and query_rows(group, tiles.cta_rows) * longest <= most
         packed = packed_heads(group, ragged, tiles.cta_rows, pads)
         of_query = query_rows(packed, tiles.cta_rows)
         if tiles.most_rows is None or of_query * longest <= most:
-            break
-    return tiles, packed
+            fitting.append((tiles, packed))
+    if not fitting:
+        # None holds all rows: several of the last one's tiles.
+        return tiles, packed
+    shared = (one for one in fitting if one[1] == group)
+    return next(shared, fitting[0])
 
 
 @dataclass(frozen=True)

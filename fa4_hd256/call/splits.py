@@ -28,6 +28,7 @@ __all__ = [
     "FIXED_PARTS",
     "LARGEST",
     "asked_splits",
+    "check_beside_list",
     "check_num_splits",
     "divided",
     "longest_row",
@@ -74,6 +75,15 @@ def asked_splits(num_splits: Any, batch_invariant: Any) -> Any:
     if type(num_splits) is int and num_splits == FIXED_PARTS:
         raise _refusal(num_splits)
     return num_splits
+
+
+def check_beside_list(num_splits: int) -> None:
+    """Raise ValueError unless the operator's number of parts is left to a list of parts."""
+    if num_splits != BY_RULE:
+        raise ValueError(
+            f"{'batch_invariant' if num_splits == FIXED_PARTS else 'num_splits'} is given with "
+            "scheduler_metadata, which says how keys are divided; accepted: one of them"
+        )
 
 
 def check_num_splits(num_splits: int) -> int:

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from fa4_hd256 import metadata
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES
 
-__all__ = ["EngineOptions", "finished", "scaled_alone"]
+__all__ = ["METADATA", "EngineOptions", "finished", "scaled_alone"]
+
+#: An engine's own plan has this name, too.
+METADATA = "scheduler_metadata"
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,11 @@ class EngineOptions:
     neutral: dict[str, tuple[tuple[Any, ...], str]]
 
     def translated(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Those honoured, under our names. Raises TypeError for a name in no table, and
-        NotImplementedError for one that asks for what is not offered."""
+        """Those honoured, under our names; a plan of another kernel's work is none.
+
+        Raises TypeError for a name in no table, and NotImplementedError for one that asks for what
+        is not offered.
+        """
         for name, value in given.items():
             if name in self.neutral:
                 values, what = self.neutral[name]
@@ -46,7 +53,11 @@ class EngineOptions:
                     )
             elif name not in self.honoured and name not in self.unused:
                 raise TypeError(f"{self.function} got an unexpected argument {name!r}")
-        return {ours: given[name] for name, ours in self.honoured.items() if name in given}
+        return {
+            ours: given[name]
+            for name, ours in self.honoured.items()
+            if name in given and (name != METADATA or metadata.is_ours(given[name]))
+        }
 
 
 def _equal(value: Any, one: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from fa4_hd256 import interface, kv_cache
 
-from .engine_options import EngineOptions, finished, scaled_alone
+from .engine_options import METADATA, EngineOptions, finished, scaled_alone
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -33,10 +33,10 @@ OPTIONS = EngineOptions(
         "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
         "softcap": "softcap", "num_splits": "num_splits", "sinks": "learnable_sink",
         "k_descale": "k_descale", "v_descale": "v_descale",
+        METADATA: METADATA,
     },
     unused={
         "ver": "chooses among SGLang's own kernels",
-        "scheduler_metadata": "a plan of another kernel's work; ours comes from the lengths",
         "pack_gqa": "a choice of another kernel's tiles",
         "q_descale": _SCALES,
     },

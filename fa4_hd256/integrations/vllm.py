@@ -16,7 +16,7 @@ import torch
 
 from fa4_hd256 import interface
 
-from .engine_options import EngineOptions, finished, scaled_alone
+from .engine_options import METADATA, EngineOptions, finished, scaled_alone
 
 __all__ = ["OPTIONS", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -30,10 +30,10 @@ OPTIONS = EngineOptions(
         "softcap": "softcap", "num_splits": "num_splits", "s_aux": "learnable_sink",
         "block_table": "page_table", "deterministic": "deterministic",
         "k_descale": "k_descale", "v_descale": "v_descale",
+        METADATA: METADATA,
     },
     unused={
         "fa_version": "chooses among vLLM's own kernels",
-        "scheduler_metadata": "a plan of another kernel's work; ours comes from the lengths",
         "q_descale": _SCALES,
     },
     neutral={
@@ -90,5 +90,6 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(*args: Any, **options: Any) -> None:
-    """None: nothing is planned ahead of a call."""
+    """None: the operator's own rule divides keys. vLLM copies a plan into memory that is too small
+    for that of `fa4_hd256.get_scheduler_metadata`."""
     return None

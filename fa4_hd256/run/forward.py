@@ -27,7 +27,7 @@ from .forward_arguments import CallTensors, call_arguments, combine_call_argumen
 from .launch import gpu_of, launch
 from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, operand, table
 
-__all__ = ["combine", "empty_results", "launch_forward", "run_forward"]
+__all__ = ["check_list", "combine", "empty_results", "launch_forward", "run_forward"]
 
 #: Places of the sink, and of what is written to, among a call's tensors: q, k, v, the sink, others,
 #: out.
@@ -50,8 +50,7 @@ def run_forward(
         return made if out is None else out, lse
     gpu = gpu_of(problem.device)
     problem = divided(problem, num_splits, gpu)
-    if problem.lists_parts:
-        _check_list(call.ragged[PART_LIST], list_length(problem.num_splits, problem.sequences))
+    check_list(call, problem)
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
@@ -64,7 +63,12 @@ def _scales(problem: Problem) -> tuple[str, ...]:
     return DESCALES if problem.descale else ()
 
 
-def _check_list(words: torch.Tensor, length: int) -> None:
+def check_list(call: ForwardCall, problem: Problem) -> None:
+    """Raise ValueError for a list of parts that is none of this call's. problem: divided."""
+    if not problem.lists_parts:
+        return
+    words = call.ragged[PART_LIST]
+    length = list_length(problem.num_splits, problem.sequences)
     if words.numel() != length:
         raise ValueError(
             f"scheduler_metadata has {words.numel()} words; accepted here: {length}, as "

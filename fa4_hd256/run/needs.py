@@ -18,14 +18,15 @@ import torch
 from fa4_hd256.architectures import Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.checks import PAGE_TABLE
-from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.call.forward_problem import RAGGED, Options, Problem, choose_tiles
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
+from fa4_hd256.kernels.sequences import PART_LIST
 from fa4_hd256.models import AttentionModel, Mask
 
-from .catalogue import KernelSpec, backward_specs, forward_spec
+from .catalogue import KernelSpec, backward_specs, combine_spec, forward_spec
 
 __all__ = ["FORMS", "USES", "Needs", "specs_of"]
 
@@ -38,6 +39,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "paged": ("seqused_k", "page_table"),
     "packed-paged": ("cu_seqlens_q", "seqused_k", "page_table"),
 }
+
+#: The tensor of which a list of parts is made.
+_LISTS_OF = "seqused_k"
 
 #: What a model is used for: name -> the most queries of a sequence, None for any number. Training
 #: takes the backward, too.
@@ -61,6 +65,7 @@ class Needs:
     uses: of `USES`. forms: of `FORMS`. dtypes: of q. schedulers: values of use_clc.
     batch_invariant: also those of calls that ask for that. page_sizes: of calls with a page table.
     kv_dtypes: of k and v, None for that of q; others with any form of scales.
+    scheduler_metadata: also those of calls with a list of parts, of the forms with seqused_k.
     """
 
     uses: tuple[str, ...] = ("prefill", "decode")
@@ -70,6 +75,7 @@ class Needs:
     batch_invariant: bool = False
     page_sizes: tuple[int, ...] = ()
     kv_dtypes: tuple[torch.dtype | None, ...] = (None,)
+    scheduler_metadata: bool = False
 
     def __post_init__(self) -> None:
         for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
@@ -91,6 +97,11 @@ class Needs:
                 raise ValueError(f"kv_dtype is {dtype}; accepted: {accepted}")
         if not (self.uses and self.forms and self.dtypes and self.schedulers and self.kv_dtypes):
             raise ValueError(f"nothing is asked for: {self}")
+        if self.scheduler_metadata and not any(_LISTS_OF in FORMS[form] for form in self.forms):
+            raise ValueError(
+                f"forms are {self.forms} with scheduler_metadata; accepted: one of those with "
+                f"{_LISTS_OF}, of which a list of parts is made"
+            )
 
 
 def specs_of(
@@ -108,6 +119,8 @@ def specs_of(
     found: dict[KernelSpec, None] = {}
     for problem in _problems(model, needs, architecture):
         found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
+        if needs.scheduler_metadata and _LISTS_OF in problem.ragged:
+            found |= dict.fromkeys(_listed(problem, gpu))
     for dtype in needs.dtypes:
         found |= dict.fromkeys(_combines(dtype, architecture))
     if TRAINING in needs.uses:
@@ -177,6 +190,16 @@ def _forwards(problem: Problem, gpu: str, fixed: bool) -> Iterator[KernelSpec]:
         divided = replace(problem, num_splits=parts, part_keys=part_keys)
         for keys in _LENGTHS:
             yield forward_spec(replace(divided, max_seqlen_k=keys), where)
+
+
+def _listed(problem: Problem, gpu: str) -> Iterator[KernelSpec]:
+    """With a list of parts, and the kernel that combines these; without where it is ignored."""
+    where: Any = _Tuned(gpu)
+    ragged = tuple(name for name in RAGGED if name in (*problem.ragged, PART_LIST))
+    listed = replace(problem, ragged=ragged, num_splits=2)
+    for keys in _LENGTHS:
+        yield forward_spec(replace(listed, max_seqlen_k=keys), where)
+    yield combine_spec(listed)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,10 @@ class PackedLaunch:
         )
         self._address = ctypes.addressof(self._packed)
         self._function, self.counts = template.function, template.counts
-        self._places, self._stream = template.places, template.stream
+        # Most tensors begin where their descriptor does.
+        self._plain = tuple([(p.word, p.role) for p in template.places if not p.offset])
+        self._shifted = tuple([tuple(p) for p in template.places if p.offset])
+        self._stream = template.stream
         # Kept alive: the code belongs to it.
         self._compiled = template.compiled
 
@@ -169,7 +172,9 @@ class PackedLaunch:
         Raises as a call of the compiled function does where the launch fails.
         """
         words = self._words
-        for word, role, offset in self._places:
+        for word, role in self._plain:
+            words[word] = addresses[role]
+        for word, role, offset in self._shifted:
             words[word] = addresses[role] + offset
         words[self._stream] = stream
         self._function(self._address)

@@ -23,10 +23,10 @@ MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 19,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 27,
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 30,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 31,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 16,
     # What calls may be like, by the names of those calls' own arguments.
-    ("fa4_hd256/warm.py", "warm_up"): 10,
+    ("fa4_hd256/warm.py", "warm_up"): 11,
     # A torch operator's schema is flat: tensors and plain values only.
     ("fa4_hd256/interface.py", "forward"): 25,
     ("fa4_hd256/interface.py", "_"): 25,

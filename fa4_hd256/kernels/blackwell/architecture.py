@@ -17,7 +17,7 @@ from fa4_hd256.kernels.kernel_set import (
 )
 from fa4_hd256.kernels.sequences import PADDING
 
-from .decode.config import DECODE_E4M3
+from .decode.config import DECODE, DECODE_E4M3
 from .forward.config import TILES
 from .pair_plan import BLOCK_KV, CTAS
 
@@ -41,7 +41,10 @@ KERNELS = KernelSet(
     forward_config="forward.config:ForwardConfig",
     decode_config="decode.config:DecodeConfig",
     backward_config="backward.config:BackwardConfig",
-    forwards=(TILES, *(config.tiles for config in DECODE_E4M3)),
+    # Those of few rows first: NOTE [keys as M] in `decode.config`. Of 64 rows where no other tile
+    # holds a group.
+    forwards=(DECODE[0].tiles, DECODE[1].tiles, TILES, DECODE[2].tiles,
+              *(config.tiles for config in DECODE_E4M3)),  # fmt: skip
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

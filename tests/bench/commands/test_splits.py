@@ -26,6 +26,8 @@ VALUES = MACHINE.values()
 TILING = ForwardTiling("static", packs_heads=True)
 STEP_CLOCKS = 2048
 DECODING = Case("decoding", ((1, 2048),) * 8, 16, 2, True)
+#: 40 rows a tile, more than the decode kernel takes.
+MANY_ROWS = Case("decoding", ((5, 2048),) * 8, 16, 2, True)
 
 
 def test_parts_share_the_work_and_the_keys():
@@ -88,7 +90,7 @@ class FakePredictor:
 
 
 def test_a_modelled_row():
-    row = splits.modelled_row(DECODING, FakePredictor())
+    row = splits.modelled_row(MANY_ROWS, FakePredictor())
     assert row["parts"] == 4 and row["best"] == 4 and row["behind"] == 0
     assert row["1"] == pytest.approx(24) and row["4"] == pytest.approx(16)
     assert row["2"] == pytest.approx(20) and row["32"] == pytest.approx(19)
@@ -99,6 +101,11 @@ def test_a_modelled_row():
     assert row[splits.THEIRS] == pytest.approx(20) and row["their_parts"] == 5
     assert row["ratio"] == pytest.approx(20 / 16) and row["ratio_high"] == pytest.approx(22 / 17)
     assert row["unmatched"] == "0 / 5" and row["ambiguous"] == "4 / 0"
+    # Two KV heads' 2,048 keys and values of 8 sequences in 16 microseconds of 8 TB/s.
+    assert row["hbm"] == pytest.approx(8 * 2 * 2048 * 1024 / (16e-6 * 8e12))
+    assert row["rows"] == 256 and row["forward"] == pytest.approx(40)
+    few = splits.modelled_row(DECODING, FakePredictor())
+    assert few["rows"] == 16 and few["parts"] == 9
     text = splits.table([row]).as_markdown()
     assert "not divided (us)" in text and "flash-attn-4 at best" in text
 
@@ -156,8 +163,9 @@ def test_their_parts_are_equal_but_for_the_last():
 
 def test_the_default_cases_reach_both_sides_of_the_rule():
     chosen = {default_splits(case, B200) for case in splits.default_cases()}
-    assert {1, 32} < chosen
-    assert {case.group for case in splits.default_cases()} == {"decoding", "chunk", "window"}
+    assert {1, 64} < chosen
+    groups = {case.group for case in splits.default_cases()}
+    assert groups == {"decoding", "chunk", "few queries", "window"}
 
 
 @pytest.mark.parametrize("broken", [None, 1, 8])

@@ -15,7 +15,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem, uneven_gradients
 from fa4_hd256.call.portions import Portion, divide
-from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.blackwell.forward.config import TILES
 
 GPU = gpu()
 BLACKWELL = named("sm_100a")
@@ -30,7 +30,7 @@ def problem(
         q_shape=(batch, lengths[0], heads[0], 256), max_seqlen_q=lengths[0],
         max_seqlen_k=lengths[1], sequences=batch, dtype=torch.bfloat16,
         device=torch.device("cpu"), options=Options(1 / 16, window), sink=False, ragged=(),
-        architecture=BLACKWELL, tiles=kernels_of(BLACKWELL).forward_tiles()[0],
+        architecture=BLACKWELL, tiles=TILES,
     )  # fmt: skip
     k_shape = (batch, lengths[1], heads[1], 256)
     return BackwardProblem(forward, k_shape, False, copies, copies)

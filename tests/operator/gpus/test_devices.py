@@ -16,6 +16,7 @@ from fa4_hd256.call.splits import splits_for
 from fa4_hd256.gpus import devices, driver
 from fa4_hd256.kernels.blackwell import tuning
 from fa4_hd256.kernels.blackwell.architecture import ANEW, KERNELS
+from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.run import launch as launching
 from fa4_hd256.run.arguments import call_scalars
 from fa4_hd256.run.catalogue import forward_spec
@@ -70,7 +71,7 @@ def test_calls_on_two_gpus_of_a_process(machine, tmp_path):
     mixes = {"B200": Ex2Pattern(16, 4), "B300": Ex2Pattern(8, 2)}
     rows = [tuning.Entry(n, True, "medium", mix, "modelled", "none") for n, mix in mixes.items()]
     tuning.write(rows, table)
-    q, k = torch.zeros(1, 1, 16, 256).bfloat16(), torch.zeros(1, 8192, 2, 256).bfloat16()
+    q, k = torch.zeros(1, 16, 16, 256).bfloat16(), torch.zeros(1, 8192, 2, 256).bfloat16()
     problem = Problem.describe((q, k, k), Options.check(None, True, (None, None), 0.0))
     found = {}
     for index in (0, 1):
@@ -136,8 +137,8 @@ def test_the_default_mix_is_that_of_the_gpu(monkeypatch):
     monkeypatch.setattr(ForwardConfig, "tuned", tuned)
     options = SimpleNamespace(window=(None, 0))
     problem = SimpleNamespace(
-        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS,
-        tiles=KERNELS.forwards[0], page_size=None,
+        options=options, max_seqlen_k=4, problem_class=None, kernels=KERNELS, tiles=TILES,
+        page_size=None,
     )
     for name in ("b200", "gb200", "b300", "gb300"):
         forward_spec(problem, gpu(name=name), None)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkout import ROOT
 
+from fa4_hd256 import get_scheduler_metadata
 from fa4_hd256.check import reference
 from fa4_hd256.integrations import sglang, vllm
 
@@ -245,6 +246,31 @@ def test_sglang_with_its_cache(device, site, requests, changed, others):
     got = sglang.flash_attn_with_kvcache(**{n: values[n] for n in names}, **others)
     assert ("out" in names) == (got.data_ptr() == batch.out.data_ptr())
     batch.accurate(got, k_cache, v_cache, **options)
+
+
+@pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
+def test_a_list_of_parts_is_honoured(engine, device, monkeypatch):
+    """Ours; a plan of another kernel under the same name, and a copy of ours, have no effect."""
+    seen = []
+
+    def attend(*_, **options):
+        seen.append(options.get("scheduler_metadata"))
+        return None
+
+    module, name = {
+        vllm: (vllm.interface, "flash_attn_varlen_func"),
+        sglang: (sglang.kv_cache, "flash_attn_with_kvcache"),
+    }[engine]
+    monkeypatch.setattr(module, name, attend)
+    listed = get_scheduler_metadata(int32([600, 20], device), 1, 640, 4, 2)
+    for given in (listed, torch.zeros(4, dtype=torch.int32, device=device), listed.clone(), None):
+        if engine is vllm:
+            vllm.flash_attn_varlen_func(
+                None, None, None, 1, None, 640, scheduler_metadata=given, num_splits=0
+            )
+        else:
+            sglang.flash_attn_with_kvcache(None, None, None, scheduler_metadata=given)
+    assert seen[0] is listed and seen[1:] == [None] * 3
 
 
 def test_sglang_drafts(device):

@@ -11,7 +11,12 @@ import torch
 from backward_cases import inputs
 from gpus import gpu
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata
+from fa4_hd256 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.named_configs import DEFAULT
 from fa4_hd256.call.part_lists import list_of_parts
@@ -98,6 +103,32 @@ def test_packed_queries_on_pages(device):
             accurate(out[rows][None], lse[:, rows][None], (q[rows][None], *of_pages), causal=True)
 
 
+def test_a_cache_with_new_rows(device):
+    """A list for the rows in use with the new ones; one of another batch is refused before any row
+    is written."""
+    used, added = (1100, 90, 0, 700), 2
+    q, k, v = inputs((2, ROWS), HEADS, len(used), device=device)
+    new = [torch.randn(len(used), added, 1, 256).to(device, torch.bfloat16) for _ in "kv"]
+    after = ints(used, device) + added
+    options = {"cache_seqlens": ints(used, device), "causal": True, "return_lse": True}
+    caches = k.clone(), v.clone()
+    wrong = get_scheduler_metadata(after[:2], 2, ROWS, *HEADS, True)
+    with pytest.raises(ValueError, match="scheduler_metadata has .* words; accepted here: "):
+        flash_attn_with_kvcache(q, *caches, *new, scheduler_metadata=wrong, **options)
+    with pytest.raises(ValueError, match="num_splits is given with scheduler_metadata"):
+        flash_attn_with_kvcache(
+            q, *caches, *new, scheduler_metadata=wrong, num_splits=2, **options
+        )
+    assert torch.equal(caches[0], k) and torch.equal(caches[1], v)
+    listed = get_scheduler_metadata(after, 2, ROWS, *HEADS, True)
+    found = flash_attn_with_kvcache(q, *caches, *new, scheduler_metadata=listed, **options)
+    expected = flash_attn_varlen_func(
+        q, *caches, seqused_k=after, causal=True, return_lse=True, scheduler_metadata=listed
+    )
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert torch.equal(caches[0][0, 1100:1102], new[0][0])
+
+
 def test_several_tiles_of_queries_are_not_divided(device):
     q, k, v = inputs((300, 600), HEADS, device=device)
     used = ints([600], device)
@@ -175,9 +206,9 @@ def test_one_long_sequence_is_divided_among_all_clusters():
     lengths = LENGTHS["one long"]
     one = problem(131072, len(lengths))
     listed = list_of_parts(one, gpu(), ints(lengths))
-    parts = int(listed[-1]) * 2
-    assert gpu().pairs * 0.8 < parts <= gpu().pairs
-    together = 2 * sum(lengths) / gpu().pairs
+    parts, clusters = int(listed[-1]) * 2, gpu().clusters(one.tiles.cluster)
+    assert clusters * 0.8 < parts <= clusters
+    together = 2 * sum(lengths) / clusters
     assert together <= int(listed[0]) < 1.3 * together
     assert 131072 / splits_for(one, gpu()) > 2 * int(listed[0])
 

@@ -15,7 +15,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.kernels.backward_ds_tiles import DsTiles
-from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
 from fa4_hd256.run.catalogue import KernelSpec
@@ -84,7 +84,7 @@ def describe(case: Case, q: torch.Tensor, k: torch.Tensor, ragged: dict) -> Back
     options = Options(case.scale, case.window, 0.0, case.use_clc)
     forward = Problem(
         tuple(q.shape), *longest, len(case.lengths), case.dtype, q.device, options, False,
-        tuple(ragged), BLACKWELL, kernels_of(BLACKWELL).forward_tiles()[0],
+        tuple(ragged), BLACKWELL, TILES,
     )  # fmt: skip
     return BackwardProblem(forward, tuple(k.shape), False, case.head_parts, keeps_ds=True)
 

@@ -21,6 +21,7 @@ from fa4_hd256.architectures import named
 from fa4_hd256.call.forward_problem import Options, Problem
 from fa4_hd256.call.splits import BY_RULE, LARGEST, check_num_splits, divided, splits_for
 from fa4_hd256.check import reference
+from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.blackwell.forward.kernel import ForwardKernel
 from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.run import compile
@@ -319,13 +320,13 @@ def test_gradients(device):
     assert set(found) == {"q", "k", "v", "sink"}
 
 
-def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
-    """The problem of a call whose tensors take no memory."""
+def describe(lengths, heads=(1, 1), batch=1, window=(None, None), config=None, **ragged):
+    """The problem of a call whose tensors take no memory. config: of the forward."""
     longest = {name: ragged.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k")}
     number = torch.zeros((), dtype=torch.bfloat16)
     q, k = (number.expand(batch, s, h, 256) for s, h in zip(lengths, heads, strict=True))
     options = Options.check(None, False, window, 0.0)
-    return Problem.describe((q, k, k), options, None, ragged, **longest)
+    return Problem.describe((q, k, k), options, None, ragged, **longest, config=config)
 
 
 # A query tile is 256 rows, queries times the heads that share it, a step 128 keys; a part costs its
@@ -379,10 +380,37 @@ def describe(lengths, heads=(1, 1), batch=1, window=(None, None), **ragged):
     ],
 )  # fmt: skip
 def test_the_rule(lengths, options, clusters, splits):
-    problem = describe(lengths, **options)
+    problem = describe(lengths, **options, config=ForwardConfig())
     assert splits_for(problem, gpu(clusters)) == splits
     assert divided(problem, BY_RULE, gpu(clusters)).num_splits == splits
     assert divided(problem, 7, gpu(clusters)).num_splits == 7
+
+
+# The same for tiles of a CTA, on 148 SMs, which HBM bounds together.
+@pytest.mark.architecture("sm_100a")
+@pytest.mark.parametrize(
+    ("lengths", "options", "splits"),
+    [
+        # A part a step, as long as SMs suffice; then 74 for each of 2 tiles, of which 64 may be.
+        ((1, 512), {"heads": (16, 2)}, 4),
+        ((1, 2048), {"heads": (16, 2)}, 16),
+        ((1, 8192), {"heads": (16, 2)}, 64),
+        ((1, 131072), {"heads": (16, 2)}, 64),
+        # 18 SMs for each of 8 tiles, 9 for each of 16; more SMs than steps.
+        ((2, 2048), {"heads": (8, 1), "batch": 8}, 16),
+        ((2, 32768), {"heads": (8, 1), "batch": 8}, 18),
+        ((4, 32768), {"heads": (16, 2), "batch": 8}, 9),
+        # Tiles for all SMs, which HBM keeps waiting in any case.
+        ((1, 2048), {"heads": (16, 2), "batch": 128}, 1),
+        ((2, 131072), {"heads": (8, 8), "batch": 128}, 1),
+        ((1, 1), {}, 1), ((1, 128), {}, 1),
+        ((1, 100_000), {"window": (1023, 0)}, 8),
+    ],
+)  # fmt: skip
+def test_the_rule_of_few_rows(lengths, options, splits):
+    problem = describe(lengths, **options)
+    assert problem.tiles.kind == "forward_decode"
+    assert splits_for(problem, gpu()) == splits
 
 
 @pytest.mark.architecture("sm_100a")
@@ -393,16 +421,21 @@ def test_the_rule_for_packed_and_padded_sequences():
         problem = describe(
             (4, ends_k[-1]), (8, 1), cu_seqlens_q=ints((0, *ends_q), "cpu"),
             cu_seqlens_k=ints((0, *ends_k), "cpu"), max_seqlen_q=4, max_seqlen_k=4096,
+            config=ForwardConfig(),
         )  # fmt: skip
         found.add(splits_for(problem, gpu()))
     # 4 tiles, 18 pairs for each: 2 of 32 steps, for which 16 are enough.
     assert found == {16}
     # Heads of sequences that have a length in use share no tile: 16 tiles of 2 sequences.
     for used in ((1, 1), (0, 0)):
-        problem = describe((1, 4096), (8, 1), batch=2, seqused_q=ints(used, "cpu"))
+        problem = describe(
+            (1, 4096), (8, 1), batch=2, config=ForwardConfig(), seqused_q=ints(used, "cpu")
+        )
         assert splits_for(problem, gpu()) == 4
     for used in ((4096, 4096), (0, 3)):
-        problem = describe((1, 4096), (8, 1), batch=2, seqused_k=ints(used, "cpu"))
+        problem = describe(
+            (1, 4096), (8, 1), batch=2, config=ForwardConfig(), seqused_k=ints(used, "cpu")
+        )
         assert splits_for(problem, gpu()) == 32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.simulator
 
 TRAINING = Needs(
     ("training", "decode"), tuple(FORMS), (torch.bfloat16, torch.float16), batch_invariant=True,
-    page_sizes=(16, 128),
+    page_sizes=(16, 128), scheduler_metadata=True,
 )
 #: SMs of a GPU, and of slices of one.
 GPUS = {"sm_100a": ((74, "b200"), (9, "b200")), "sm_90a": ((66, "h200"), (7, "h200"))}
@@ -65,6 +66,11 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
         found.add(forward_spec(chosen, where))
         if chosen.num_splits > 1:
             found.add(combine_spec(chosen))
+        if "seqused_k" in problem.ragged:
+            listed = replace(problem, ragged=(*problem.ragged, "part_list"))
+            listed = splits.divided(listed, splits.BY_RULE, where)
+            found.add(forward_spec(listed, where))
+            found |= {combine_spec(listed)} if listed.lists_parts else set()
         if problem.page_size is not None:
             continue
         k_shape = (problem.q_shape[0], problem.max_seqlen_k, model.heads_kv, 256)
@@ -108,6 +114,8 @@ def test_needs_that_are_none():
             Needs(**given)
     with pytest.raises(ValueError, match="page size is 24; accepted: multiples of 16"):
         Needs(forms=("paged",), page_sizes=(24,))
+    with pytest.raises(ValueError, match="accepted: one of those with seqused_k"):
+        Needs(forms=("dense",), scheduler_metadata=True)
     with pytest.raises(ValueError, match="nothing is asked for"):
         Needs(dtypes=())
     with pytest.raises(ValueError, match="model is 'gemma'; accepted: gemma-1-2b"):

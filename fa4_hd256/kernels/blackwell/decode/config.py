@@ -78,6 +78,15 @@ HEADROOM = 4.0
 #: below 448 in e4m3.
 LARGEST_THRESHOLD = {False: 15, True: 8}
 
+#: By the timing model (`python -m bench splits --modelled`): a step, 2,624 clocks of loads at an
+#: SM's part of what L2 delivers; what the combining kernel costs, in steps; what a tile takes
+#: beside its steps, by its rows.
+STEP_SECONDS = 1.52e-6
+LEAST_SAVED = 1.0
+PART_STEPS = {16: 1.25, 32: 1.5, 64: 4.3}
+#: The same three in e4m3, which the model has not replayed.
+E4M3_COSTS = 1e-6, 4.0, 1.0
+
 
 @dataclass(frozen=True)
 class DecodeWarpPlan(WarpPlan):
@@ -157,10 +166,13 @@ class DecodeConfig:
     @property
     def tiles(self) -> ForwardTiles:
         """What the host must know of its tiles."""
+        seconds, saved, beside = STEP_SECONDS, LEAST_SAVED, PART_STEPS[self.rows]
+        if self.e4m3:
+            seconds, saved, beside = E4M3_COSTS
         return ForwardTiles(
-            self.rows, self.rows, BLOCK_KV, 1, step_seconds=1e-6, least_saved=4,
-            most_rows=self.rows, step_bytes=2 * BLOCK_KV * HEAD_DIM * self.kv_bytes, most_parts=64,
-            pads=True, kind="forward_decode_e4m3" if self.e4m3 else "forward_decode",
+            self.rows, self.rows, BLOCK_KV, 1, seconds, saved, self.rows, beside,
+            step_bytes=2 * BLOCK_KV * HEAD_DIM * self.kv_bytes, most_parts=64, pads=True,
+            kind="forward_decode_e4m3" if self.e4m3 else "forward_decode",
             kv_dtype=torch.float8_e4m3fn if self.e4m3 else None,
         )  # fmt: skip
 
@@ -275,7 +287,8 @@ class DecodeConfig:
     def tuned(
         cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
     ) -> DecodeConfig:
-        """The default configuration of a call with such tiles; see `ForwardConfig.tuned`."""
+        """The default configuration of a call with such tiles; see `ForwardConfig.tuned`. Every
+        mask, length and GPU gets the same: loads bound it, never exponentials."""
         return next(config for config in (*DECODE, *DECODE_E4M3) if config.tiles == tiles)
 
     def score_elements(self, products: int) -> int:
@@ -295,7 +308,9 @@ class DecodeConfig:
         return describe_plans(head, self)
 
 
-#: Of 16, 32 and 64 rows: as many stages as fit.
+#: Of 16, 32 and 64 rows: as many stages as fit. With 64 a tile takes four steps beside its own, by
+#: the model, so that the forward's pair is ahead of it where keys are few, and as fast where they
+#: are many (docs/forward.md).
 DECODE = (
     DecodeConfig(16),
     DecodeConfig(32, half_stages=5),

@@ -1,0 +1,82 @@
+"""Which forward kernel a call takes on Blackwell: by the rows that share keys, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fa4_hd256.call import forward_problem
+from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.kernels.blackwell.architecture import KERNELS
+from fa4_hd256.kernels.blackwell.decode.config import DECODE
+from fa4_hd256.kernels.blackwell.forward.config import TILES
+
+pytestmark = pytest.mark.architecture("sm_100a")
+
+#: Kernels by rows of a tile.
+FEW, SOME, WIDE = (config.tiles for config in DECODE)
+MANY = TILES
+
+
+def tensors(queries, keys, heads, batch):
+    """Without memory."""
+    number = torch.zeros((), dtype=torch.bfloat16)
+    q, k = (number.expand(batch, s, h, 256) for s, h in zip((queries, keys), heads, strict=True))
+    return q, k, k
+
+
+# Rows: those of all heads of a group, each query's filled up to a power of two. Groups of which no
+# tile holds all have a tile for each head.
+RULE = [
+    ((1, (8, 8)), FEW, 1), ((16, (8, 8)), FEW, 1), ((17, (8, 8)), SOME, 1),
+    ((32, (8, 8)), SOME, 1), ((33, (8, 8)), MANY, 1),
+    ((1, (16, 1)), FEW, 16), ((2, (16, 1)), SOME, 16), ((3, (32, 2)), MANY, 16),
+    ((2, (16, 2)), FEW, 8), ((4, (16, 2)), SOME, 8), ((5, (16, 2)), MANY, 8),
+    ((2, (24, 4)), FEW, 6), ((4, (24, 4)), SOME, 6), ((1, (24, 1)), SOME, 24),
+    # Six heads share no tile of 256 rows.
+    ((5, (24, 4)), WIDE, 6), ((8, (24, 4)), WIDE, 6),
+    ((9, (24, 4)), FEW, 1), ((17, (24, 4)), SOME, 1), ((33, (24, 4)), MANY, 1),
+    ((1, (64, 1)), MANY, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "tiles", "packed"), RULE, ids=str)
+def test_the_rule(call, tiles, packed):
+    queries, heads = call
+    for batch, keys in ((1, 1), (1, 1 << 17), (128, 4096)):
+        found = Problem.describe(tensors(queries, keys, heads, batch), Options(1.0))
+        assert (found.tiles, found.packed_heads) == (tiles, packed)
+
+
+@pytest.mark.parametrize("mistake", ["rows of a query", "bound", "order"])
+def test_bounds_that_are_off_are_noticed(mistake, monkeypatch):
+    """The table above tells them apart: a bound of one row more, rows without their padding, and
+    tiles by their number alone."""
+    known = KERNELS.forwards
+    if mistake == "bound":
+        known = (replace(FEW, most_rows=FEW.rows + 1), *known[1:])
+    elif mistake == "order":
+        known = (FEW, SOME, WIDE, MANY)
+    else:
+        monkeypatch.setattr(forward_problem, "query_rows", lambda packed, rows: packed)
+    kinds = {
+        (replace(found, most_rows=None), packed) != (replace(tiles, most_rows=None), wanted)
+        for (queries, heads), tiles, wanted in RULE
+        for found, packed in [choose_tiles(known, heads[0] // heads[1], queries, ())]
+    }
+    assert True in kinds
+
+
+def test_the_longest_sequence_decides():
+    """Bounds of ragged calls, whatever the lengths; heads of sequences with a length in use share
+    no tile."""
+    offsets = [torch.tensor([0, 1, n], dtype=torch.int32) for n in (3, 900)]
+    ragged = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    packed = tensors(3, 900, (16, 2), 1)
+    for longest, tiles in ((2, FEW), (4, SOME), (5, MANY)):
+        assert Problem.describe(packed, Options(1.0), None, ragged, longest, 900).tiles == tiles
+    used = {"seqused_q": torch.tensor([1, 0], dtype=torch.int32)}
+    found = Problem.describe(tensors(16, 300, (16, 2), 2), Options(1.0), None, used)
+    assert (found.tiles, found.packed_heads) == (FEW, 1)
