@@ -105,6 +105,9 @@ DOCUMENTS = {
     "contention": Document(
         "Tile schedulers while another kernel holds SMs", ("contention",), "bench.md"
     ),
+    "pages": Document(
+        "Keys and values in pages", ("pages", "--modelled"), "serving.md"
+    ),
     "splits": Document("Keys divided among CTA pairs", ("splits", "--modelled"), "bench.md"),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
     "accuracy": Document("Error by degree and emulated share", ("accuracy",), "softmax.md"),
