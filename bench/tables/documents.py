@@ -84,6 +84,7 @@ DOCUMENTS = {
         )
         for name, title, group in (
             ("windows", "windows", "window"), ("unequal", "unequal lengths", "unequal"),
+            ("varlen", "packed sequences", "varlen"),
         )
     },
     "throughput_h200": Document(

@@ -26,7 +26,10 @@ def table(name):
 
 
 def length_of(shape):
-    """A shape's length as the page's headings have it: 512, 2k, (64, 1)."""
+    """A shape's length as the page's headings have it: 512, 2k, (64, 1); packed 2x8192 as 2x8192,
+    ragged ones by their number."""
+    if "packed" in shape or "ragged" in shape:
+        return shape.removeprefix("packed ").split(",")[0]
     text = shape.split("x", 1)[1]
     return text if "(" in text or int(text) < 1024 else f"{int(text) // 1024}k"
 
@@ -82,9 +85,18 @@ def check_unequal(text):
         assert cells == summarised("throughput_unequal", direction=direction, mask=mask), name
 
 
+def check_varlen(text):
+    shown = page_rows(text, "packed, causal")
+    assert len(shown) == 2
+    for direction, cells in shown.items():
+        printed = summarised("throughput_varlen", direction=direction)
+        assert cells == {length: printed[length] for length in cells}, direction
+
+
 #: And a ratio that the page has of it.
 CHECKS = {
     check_lengths: "1.71", check_one_sequence: "1.43", check_windows: "1.97", check_unequal: "2.50",
+    check_varlen: "1.88",
 }  # fmt: skip
 
 
