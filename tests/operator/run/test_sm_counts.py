@@ -7,7 +7,7 @@ import torch
 from backward_cases import gradients, inputs
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func
+from fa4_hd256 import ForwardConfig, flash_attn_func
 from fa4_hd256.run import compile
 
 pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
@@ -24,6 +24,11 @@ def tensors():
     return inputs((5, 130), (6, 6), batch=15)
 
 
+def attend(*tensors, **options):
+    """In the forward's tiles, for pairs of SMs, however few the rows."""
+    return flash_attn_func(*tensors, num_splits=1, config=ForwardConfig(), **options)
+
+
 def grids():
     """CTAs of the launches since the last call of the operator."""
     return [report.grid[0] for report in sm100_sim.last_reports()]
@@ -33,7 +38,7 @@ def test_forward(tensors, monkeypatch):
     results, kernels, compiled = [], set(), set()
     for sms in COUNTS:
         monkeypatch.setenv("SM100_SIM_DEVICE", f"b200:{sms}")
-        results.append(flash_attn_func(*tensors, num_splits=1, use_clc=False, return_lse=True))
+        results.append(attend(*tensors, use_clc=False, return_lse=True))
         assert grids()[-1] == 2 * min(TILES, sms // 2)
         kernels.add(sm100_sim.last_reports()[-1].kernel)
         compiled.add(compile.counters["compiled"])
@@ -58,9 +63,9 @@ def test_backward(use_clc, tensors, monkeypatch):
 @pytest.mark.parametrize("reserved", [0, 1, 16, 147])
 def test_sms_that_are_left_to_others(reserved, tensors, monkeypatch):
     """A smaller grid, the same bits; and the grid of the dynamic scheduler is as ever."""
-    expected = flash_attn_func(*tensors, num_splits=1, use_clc=False)
+    expected = attend(*tensors, use_clc=False)
     monkeypatch.setenv("FA4_HD256_RESERVED_SMS", str(reserved))
-    assert torch.equal(flash_attn_func(*tensors, num_splits=1, use_clc=False), expected)
+    assert torch.equal(attend(*tensors, use_clc=False), expected)
     assert grids()[-1] == 2 * max(1, 74 - (reserved + 1) // 2)
-    assert torch.equal(flash_attn_func(*tensors, num_splits=1, use_clc=True), expected)
+    assert torch.equal(attend(*tensors, use_clc=True), expected)
     assert grids()[-1] == 2 * TILES
