@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from . import environment
 from .call import named_configs
 from .call.backward_problem import BackwardCall
-from .call.forward_problem import LENGTHS, Options, given_ragged
+from .call.forward_problem import LENGTHS, RAGGED, Options, given_ragged
 from .eager import OperatorCalls, is_intercepted
+from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
 from .run.backward import Wanted, run_backward
 
 __all__ = [
-    "backward", "call_backward", "gradients", "gradients_of", "has_no_gradients",
-    "refuse_gradients", "save", "save_for_backward",
+    "backward", "call_backward", "check_differentiable", "gradients", "gradients_of", "save",
+    "save_for_backward",
 ]  # fmt: skip
 
 #: Arguments of `forward` that gradients flow to, by position: q, k, v, sink.
 Q, K, V, SINK = 0, 1, 2, 7
 #: Its arguments before those that have no gradients: page_table and what follows it.
 NUM_PLAIN = 19
+#: Of `RAGGED`, between the lengths and what gradients take of a block mask.
+_BETWEEN = len(RAGGED) - len(LENGTHS) - len(MASK_GRADIENTS)
+#: Places of the latter, among arguments from page_table on.
+_MASK = slice(_BETWEEN, _BETWEEN + len(MASK_GRADIENTS))
 
 
 @torch.library.custom_op("fa4_hd256::backward", mutates_args=())
@@ -50,6 +55,8 @@ def backward(
     use_clc: bool,
     config: str,
     wanted: Sequence[bool],
+    mask_blocks: torch.Tensor | None = None,
+    mask_key_bits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink) of `forward`, whose results were out and lse.
 
@@ -58,7 +65,8 @@ def backward(
     empty. Bitwise the same for the same arguments. The other arguments are those of `forward`.
     """
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
-    ragged = given_ragged(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    ragged = given_ragged(*lengths, *[None] * _BETWEEN, mask_blocks, mask_key_bits)
     call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k)
     kind = problem.forward.kernels.config("backward")
@@ -71,7 +79,7 @@ def backward(
 @backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, softmax_scale, window_left, window_right, softcap, sink,
       cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      wanted):  # fmt: skip
+      wanted, mask_blocks=None, mask_key_bits=None):  # fmt: skip
     dq, dkdv, dsink = wanted
     return (
         q.new_empty(q.shape if dq else 0),
@@ -94,6 +102,8 @@ backward.register_autograd(_refuse_second_order)
 _ROWS_Q, _ROWS_K, _ROW_VALUES = (0, 2, 5), (3, 4), (1, 6)
 #: Of q with its batch.
 _RANK = 4
+#: All but those of block masks.
+_TENSORS = 8 + len(LENGTHS)
 
 
 def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[torch.Tensor, ...]:
@@ -105,13 +115,14 @@ def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[t
             if tensor is not None and tensor.ndim < dimensions:
                 given[place] = tensor.unsqueeze(0)
     wanted = list(scalars[-1])
-    return backward(*given[:7], *scalars[:4], *given[7:], *scalars[4:-1], wanted)
+    before, lists = given[7:_TENSORS], given[_TENSORS:]
+    return backward(*given[:7], *scalars[:4], *before, *scalars[4:-1], wanted, *lists)
 
 
 backward_calls = OperatorCalls(
     "fa4_hd256::backward",
     _operator,
-    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *LENGTHS),
+    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *LENGTHS, *MASK_GRADIENTS),
 )
 
 
@@ -121,9 +132,11 @@ def call_backward(
     """(dq, dk, dv, dsink) as `backward` has them, those of packed sequences without a batch; what
     is not asked for may be None or anything.
 
-    tensors: dout, dlse, q, k, v, out, lse, the sink, ragged ones, packed sequences with or without
-    a batch of 1. scalars: the other arguments of `backward`, in order, hashable.
+    tensors: dout, dlse, q, k, v, out, lse, the sink, those of `LENGTHS`, of a block mask those of
+    `MASK_GRADIENTS`, which may be left out; packed sequences with or without a batch of 1. scalars:
+    the other arguments of `backward`, in order, hashable.
     """
+    tensors = (*tensors, *[None] * (_TENSORS + len(MASK_GRADIENTS) - len(tensors)))
     # With gradients of gradients asked for, the operator refuses them.
     found = None
     if not torch.is_grad_enabled() and not is_intercepted():
@@ -145,33 +158,36 @@ def call_backward(
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """setup_context of `forward`: what `gradients` needs, and no more."""
     others, lists = inputs[:NUM_PLAIN], inputs[NUM_PLAIN:]
-    if has_no_gradients(inputs[K], lists):
-        refuse_gradients()
-    tensors = (*others[:3], *others[7:12])
+    check_differentiable(inputs[K], lists)
+    tensors = (*others[:3], *others[7:12], *lists[_MASK])
     save(ctx, tensors, (*others[3:7], *others[12:]), output)
     ctx.num_inputs = len(inputs)
 
 
-def has_no_gradients(k: torch.Tensor, lists: Sequence[torch.Tensor | None]) -> bool:
-    """Whether gradients are refused. lists: arguments of `forward` from `NUM_PLAIN` on."""
-    return k.dtype in KV_DTYPES or any(tensor is not None for tensor in lists)
-
-
-def refuse_gradients() -> NoReturn:
-    """What a call comes to that has none and whose gradients are asked for."""
-    raise NotImplementedError(
-        "page_table, scheduler_metadata, block_mask, k and v in float8: no gradients flow through "
-        "such calls; "
-        "accepted: tensors that do not require gradients, or a call under torch.no_grad()"
-    )
+def check_differentiable(k: torch.Tensor, lists: Sequence[torch.Tensor | None]) -> None:
+    """Raise NotImplementedError for a call that has no gradients. lists: its arguments from
+    page_table on."""
+    page_table, part_list, mask_steps, _, mask_blocks, _, *scales = lists
+    refused = page_table, part_list, *scales
+    if k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
+        raise NotImplementedError(
+            "k and v in float8, page_table, scheduler_metadata: no gradients flow through such "
+            "calls; accepted: tensors that do not require gradients, or a call under "
+            "torch.no_grad()"
+        )
+    if mask_steps is not None and mask_blocks is None:
+        raise NotImplementedError(
+            f"{MASK_STEPS} without {' and '.join(MASK_GRADIENTS)}, which gradients take; accepted: "
+            "all of them, or tensors that do not require gradients"
+        )
 
 
 def save(
     ctx: Any, tensors: Sequence[torch.Tensor | None], scalars: tuple,
     output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Keep what `gradients_of` needs. tensors: of `forward`: q, k, v, the sink, ragged ones;
-    scalars: its other arguments. tensors end with those of `LENGTHS`."""
+    """Keep what `gradients_of` needs. tensors: of `forward`: q, k, v, the sink, those of `LENGTHS`
+    and of `MASK_GRADIENTS`; scalars: its other arguments."""
     q, k, v, *others = tensors
     ctx.save_for_backward(q, k, v, *output, *others)
     *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = scalars

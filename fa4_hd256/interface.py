@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from .autograd import (
+    check_differentiable,
     gradients,
     gradients_of,
-    has_no_gradients,
-    refuse_gradients,
     save,
     save_for_backward,
 )
@@ -108,8 +107,7 @@ def flash_attn_func(
     out: a tensor like q to which the result is written, and which is returned; any layout that is
         read in place. Not with gradients.
     block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
-        a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md). Not with
-        gradients, nor with num_splits.
+        a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md).
     k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
         heads_kv). With such k and v, on architectures that have a kernel for them, q and out are
         bfloat16 or float16, and there are no gradients (docs/serving.md).
@@ -127,8 +125,9 @@ def flash_attn_func(
     tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale
     form: Hashable = learnable_sink is None, k_descale is None, v_descale is None
     if block_mask is not None:
-        lists = _lists_of(block_mask, q, k)
-        tensors, form = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale), (form, "masked")
+        lists = _lists_of(block_mask, q, k, _are_differentiated(tensors))
+        tensors = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale)
+        form = (form, "masked", lists[-1] is None)
     configs = config, backward_config
     if out is None:
         out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
@@ -220,21 +219,29 @@ def flash_attn_varlen_func(
 
 
 #: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
-_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS = 4, 5, 8, 10
+_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS, _MASK_BLOCKS = 4, 5, 8, 10, 12
 _NO_RAGGED = (None,) * len(RAGGED)
 _NO_MASK = _NO_RAGGED[_MASK_STEPS - 4 :]
-_KEYS = 1
+_OF_GRADIENTS = slice(_MASK_BLOCKS, _MASK_BLOCKS + 2)
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_LENGTHS = None, None
 
 
-def _lists_of(block_mask: Any, q: Any, k: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel gets of a block mask. Raises as `as_tile_mask`, and ValueError for one of
-    other lengths or of another device."""
+def _are_differentiated(tensors: tuple[Any, ...]) -> bool:
+    """Whether gradients may be asked for of q, k, v or the sink."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors[:4]
+    )
+
+
+def _lists_of(block_mask: Any, q: Any, k: Any, gradients: bool) -> tuple[Any, ...]:
+    """What the kernels get of a block mask, None twice without gradients. Raises as `as_tile_mask`,
+    and ValueError for one of other lengths or of another device."""
     check_kinds({"q": q, "k": k}, {}, BY_RULE)
     mask = as_tile_mask(block_mask)
     check_mask_of(mask.lengths, mask.device, q, k)
-    return mask.steps(_halves(q.device)), mask.bits
+    of_gradients = (mask.blocks, mask.key_bits) if gradients else (None, None)
+    return mask.steps(_halves(q.device)), mask.bits, *of_gradients
 
 
 @torch.compiler.assume_constant_result
@@ -275,8 +282,7 @@ def _attend(
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
-        if has_no_gradients(k=tensors[_KEYS], lists=tensors[_PAGE_TABLE:]):
-            refuse_gradients()
+        check_differentiable(k, tensors[_PAGE_TABLE:])
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
     if tensors[_OFFSETS_Q] is None:
@@ -435,7 +441,7 @@ class _Attention(torch.autograd.Function):
         tensors = (*differentiable, *tensors[4:])
         out, lse = forward_calls.run(entry, tensors, addresses)
         output = _without_batch(tensors, out, lse)
-        save(ctx, tensors[:_PAGE_TABLE], entry.scalars, output)
+        save(ctx, (*tensors[:_PAGE_TABLE], *tensors[_OF_GRADIENTS]), entry.scalars, output)
         return output
 
     @staticmethod
@@ -517,6 +523,8 @@ def forward(
     part_list: torch.Tensor | None = None,
     mask_steps: torch.Tensor | None = None,
     mask_bits: torch.Tensor | None = None,
+    mask_blocks: torch.Tensor | None = None,
+    mask_key_bits: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -526,7 +534,8 @@ def forward(
     is the backward's is used by autograd alone.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    lists = page_table, part_list, mask_steps, mask_bits
+    masked = mask_steps, mask_bits, mask_blocks, mask_key_bits
+    lists = page_table, part_list, *masked
     tensors = q, k, v, sink, *lengths, *lists, k_descale, v_descale
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits))
@@ -560,10 +569,11 @@ def _run(
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
       backward_config, num_splits, backward_use_clc, page_table=None, part_list=None,
-      mask_steps=None, mask_bits=None, k_descale=None, v_descale=None):  # fmt: skip
+      mask_steps=None, mask_bits=None, mask_blocks=None, mask_key_bits=None, k_descale=None,
+      v_descale=None):  # fmt: skip
     ragged = given_ragged(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list, mask_steps,
-        mask_bits, k_descale, v_descale,
+        mask_bits, mask_blocks, mask_key_bits, k_descale, v_descale,
     )  # fmt: skip
     check_call(q, k, v, sink, ragged)
     check_num_splits(num_splits)

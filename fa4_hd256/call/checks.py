@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.block_mask import BIT_WORDS, MASK_BITS, MASK_STEPS, MASK_TILE, STEP_WORDS
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
+from fa4_hd256.kernels.block_mask import (
+    BIT_WORDS,
+    MASK_BITS,
+    MASK_BLOCKS,
+    MASK_GRADIENTS,
+    MASK_STEPS,
+    MASK_TABLES,
+    MASK_TILE,
+    STEP_WORDS,
+)
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
@@ -296,7 +306,7 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
             raise TypeError(_NOT_INT32.format(name))
         if name == PAGE_TABLE:
             _check_page_table(tensor)
-        elif name in (MASK_STEPS, MASK_BITS):
+        elif name in MASK_TABLES:
             _check_mask_table(name, tensor, ragged)
         elif tensor.ndim != 1 or tensor.stride(0) != 1:
             raise ValueError(f"{name} must be one-dimensional and contiguous")
@@ -326,13 +336,16 @@ def _check_page_table(table: torch.Tensor) -> None:
 
 
 def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
-    """One of the two tensors of a block mask, with the other one and nothing else."""
-    if set(ragged) != {MASK_STEPS, MASK_BITS}:
+    """One of the tensors of a block mask, with those it goes with and nothing else."""
+    pair = {MASK_STEPS, MASK_BITS}
+    if set(ragged) not in (pair, {*pair, *MASK_GRADIENTS}, {*MASK_GRADIENTS}):
         raise ValueError(
-            f"{name} is given with {', '.join(ragged)}; accepted: {MASK_STEPS} and {MASK_BITS} "
-            "alone: sequences of a call with a block mask have no lengths of their own"
+            f"{name} is given with {', '.join(ragged)}; accepted: {MASK_STEPS} and {MASK_BITS}, "
+            f"{' and '.join(MASK_GRADIENTS)}, and nothing else: sequences of a call with a block "
+            "mask have no lengths of their own"
         )
-    dimensions, rows = (5, (STEP_WORDS,)) if name == MASK_STEPS else (3, (MASK_TILE, BIT_WORDS))
+    is_list = name in (MASK_STEPS, MASK_BLOCKS)
+    dimensions, rows = (5, (STEP_WORDS,)) if is_list else (3, (MASK_TILE, BIT_WORDS))
     given = tensor.ndim, tuple(tensor.shape[-len(rows) :]), tensor.is_contiguous()
     if given != (dimensions, rows, True):
         raise ValueError(
@@ -373,18 +386,24 @@ def check_mask(
     q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor], tiles: ForwardTiles
 ) -> None:
     """The lists of a block mask are those of such tensors and tiles."""
-    found = tuple(ragged[MASK_STEPS].shape[:4])
-    blocks, steps = -(-q.shape[1] // tiles.rows), 1 - (-k.shape[1] // tiles.keys)
-    if found[0] not in (1, q.shape[0]) or found[1] not in (1, q.shape[2]):
-        raise ValueError(
-            f"block_mask is of batch {found[0]} and {found[1]} heads; accepted: 1 or "
-            f"{q.shape[0]}, and 1 or {q.shape[2]}, as q has"
-        )
-    if found[2:] != (blocks, steps):
-        raise ValueError(
-            f"{MASK_STEPS} has {found[2]} tiles of {found[3]} entries; accepted: {blocks} of "
-            f"{steps} for seqlen_q {q.shape[1]} and seqlen_k {k.shape[1]}"
-        )
+    of_blocks = [-(-t.shape[1] // DS_BLOCK) for t in (q, k)]
+    accepted = {
+        MASK_STEPS: (-(-q.shape[1] // tiles.rows), 1 - (-k.shape[1] // MASK_TILE)),
+        MASK_BLOCKS: (sum(of_blocks), 1 + max(of_blocks) * (DS_BLOCK // MASK_TILE)),
+    }
+    for name in accepted.keys() & ragged.keys():
+        batch, heads, *found = ragged[name].shape[:4]
+        if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+            raise ValueError(
+                f"block_mask is of batch {batch} and {heads} heads; accepted: 1 or "
+                f"{q.shape[0]}, and 1 or {q.shape[2]}, as q has"
+            )
+        if tuple(found) != accepted[name]:
+            raise ValueError(
+                f"{name} has {found[0]} lists of {found[1]} entries; accepted: "
+                f"{accepted[name][0]} of {accepted[name][1]} for seqlen_q {q.shape[1]} and "
+                f"seqlen_k {k.shape[1]}"
+            )
 
 
 def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Tensor]) -> int:
@@ -392,7 +411,7 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name not in (PART_LIST, MASK_STEPS, MASK_BITS, *DESCALES)
+        if name not in (PART_LIST, *MASK_TABLES, *DESCALES)
     }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):

@@ -10,7 +10,7 @@ import torch
 from fa4_hd256.architectures import Architecture
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
-from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_STEPS
+from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, SequenceTensors
@@ -24,9 +24,7 @@ RAGGED = SequenceTensors._fields
 #: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
 OTHERS = (*RAGGED, *DESCALES)
 #: Those of them that calls with gradients may have.
-LENGTHS = tuple(
-    name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, MASK_STEPS, MASK_BITS)
-)
+LENGTHS = tuple(name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES))
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -175,7 +173,7 @@ class Problem:
         architecture = architecture_of(q.device)
         kv_dtype = k.dtype if k.dtype in KV_DTYPES else None
         known = kernels_of(architecture).forward_tiles(config, kv_dtype)
-        if MASK_STEPS in ragged:
+        if is_masked(ragged):
             known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
         paged = PAGE_TABLE in ragged
@@ -199,7 +197,7 @@ class Problem:
             device=q.device,
             options=options,
             sink=sink is not None,
-            ragged=tuple(name for name in RAGGED if name in ragged),
+            ragged=_read_by_kernels(ragged),
             architecture=architecture,
             tiles=tiles,
             packed_heads=packed,
@@ -271,7 +269,18 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
     head.
     """
     fits = query_rows(group, cta_rows) <= cta_rows if pads else cta_rows % group == 0
-    return group if fits and "seqused_q" not in ragged and MASK_STEPS not in ragged else 1
+    return group if fits and "seqused_q" not in ragged and not is_masked(ragged) else 1
+
+
+def is_masked(ragged: Any) -> bool:
+    """Whether there is a block mask among tensors of `RAGGED`, or their names."""
+    return any(name in ragged for name in MASK_TABLES)
+
+
+def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
+    """Names, in order; the forward reads nothing of a mask that is of its gradients."""
+    of_others = MASK_GRADIENTS if MASK_STEPS in ragged else ()
+    return tuple(name for name in RAGGED if name in ragged and name not in of_others)
 
 
 def tiles_for_masks(
@@ -284,7 +293,7 @@ def tiles_for_masks(
         kind = known[0].kind if known else "forward"
         raise NotImplementedError(
             f"block_mask: the kernel {kind} of {architecture.name} takes none; accepted: the "
-            "default configuration on sm_100a"
+            "default configuration"
         )
     return found
 

@@ -17,6 +17,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.sequences import PADDING
 
 from .backward_problem import BackwardProblem
+from .forward_problem import is_masked
 
 __all__ = ["Division", "Portion", "divide", "visible_keys"]
 
@@ -49,6 +50,8 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """Portions whose dS takes at most `ds_bytes`; one without dS if none is small enough."""
     heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
     of_head = problem.ds_bytes_of_head
+    if is_masked(problem.forward.ragged):
+        return _of_block_mask(problem, ds_bytes, gpu)
     if not of_head or not ds_bytes:
         return _undivided(problem, gpu)
     if ds_bytes >= of_head:
@@ -64,6 +67,24 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         # dQ has little to compute anew.
         return _undivided(problem, gpu)
     return _by_queries(problem, ds_bytes, gpu)
+
+
+def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
+    """Portions by heads and sequences. Raises NotImplementedError where dS of one is larger."""
+    heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
+    of_head = problem.ds_bytes_of_head
+    of_sequence = of_head // max(sequences, 1)
+    if not of_sequence:
+        return _by_heads(problem, heads_kv, sequences, gpu)
+    fitting = ds_bytes // of_sequence
+    if not fitting:
+        raise NotImplementedError(
+            f"gradients with block_mask keep dS of a key/value head of a sequence, {of_sequence} "
+            f"bytes here; ds_bytes allows {ds_bytes}. Accepted: "
+            f"backward_config=BackwardConfig(ds_bytes={of_sequence}) or more"
+        )
+    heads = min(fitting, heads_kv)
+    return _by_heads(problem, heads, min(fitting // heads, sequences), gpu)
 
 
 def _undivided(problem: BackwardProblem, gpu: Gpu) -> Division:

@@ -54,7 +54,7 @@ class TileMask:
         self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor
     ) -> None:
         self.lengths, self.tiles, self.bits = lengths, tiles, bits
-        self._lists: dict[tuple[int, int], torch.Tensor] = {}
+        self._made: dict[Any, torch.Tensor] = {}
 
     @classmethod
     def of(
@@ -111,9 +111,29 @@ class TileMask:
     def steps(self, halves: int) -> torch.Tensor:
         """The lists of a kernel whose tiles have `halves` x 128 queries and whose steps have 128
         keys: (1 or batch, 1 or heads, tiles of queries, 1 + tiles of keys, 4) int32."""
-        if (halves, MASK_TILE) not in self._lists:
-            self._lists[halves, MASK_TILE] = _steps(self.tiles, halves)
-        return self._lists[halves, MASK_TILE]
+        if halves not in self._made:
+            self._made[halves] = _steps(self.tiles, halves)
+        return self._made[halves]
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """The lists of dS (`kernels.backward_block_mask`): (1 or batch, 1 or heads, blocks of keys
+        and of queries, 1 + most tiles, 4) int32."""
+        if "blocks" not in self._made:
+            self._made["blocks"] = _blocks(self.tiles)
+        return self._made["blocks"]
+
+    @property
+    def key_bits(self) -> torch.Tensor:
+        """`bits` with queries and keys exchanged."""
+        if "key_bits" not in self._made:
+            columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
+            found = torch.empty_like(self.bits)
+            for start in range(0, len(found), CHUNK):
+                seen = self.bits[start : start + CHUNK, ..., None] >> columns & 1
+                found[start : start + CHUNK] = _packed(seen.flatten(2).transpose(1, 2))
+            self._made["key_bits"] = found
+        return self._made["key_bits"]
 
 
 def _evaluated(
@@ -144,6 +164,34 @@ def _packed(seen: torch.Tensor) -> torch.Tensor:
     weights = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=seen.device)
     words = seen.unflatten(-1, (BIT_WORDS, WORD_BITS)) * weights
     return words.sum(-1, dtype=torch.int32)
+
+
+def _blocks(tiles: torch.Tensor) -> torch.Tensor:
+    padded = F.pad(tiles, (0, tiles.shape[3] % 2, 0, tiles.shape[2] % 2), value=ABSENT)
+    q_tiles, kv_tiles = tiles.shape[2:]
+    of_heads = (padded != ABSENT).any(1, keepdim=True)
+    by_queries = of_heads.unflatten(3, (-1, 2)).any(4).unflatten(2, (-1, 2)).any(3)
+    of_keys = by_queries.transpose(2, 3).repeat_interleave(2, 3)
+    of_queries = by_queries.repeat_interleave(2, 3)[..., :kv_tiles]
+    # Those that are listed first, of queries the first one, of keys the last one first.
+    order = (~of_keys).int().argsort(dim=-1, stable=True)
+    falling = kv_tiles - 1 - (~of_queries.flip(-1)).int().argsort(dim=-1, stable=True)
+    blocks_k, blocks_q = of_keys.shape[2], of_queries.shape[2]
+    found = torch.zeros(
+        *tiles.shape[:2], blocks_k + blocks_q, 1 + max(padded.shape[2:]), STEP_WORDS,
+        dtype=torch.int32, device=tiles.device,
+    )  # fmt: skip
+    rows, columns = found[:, :, :blocks_k], found[:, :, blocks_k:]
+    rows[..., 0, 0] = of_keys.sum(-1)
+    rows[..., 0, 1] = of_keys[..., :q_tiles].sum(-1)
+    rows[..., 1 : 1 + order.shape[3], 0] = order
+    by_keys = padded.transpose(2, 3).unflatten(2, (-1, 2))
+    for half in range(2):
+        own = by_keys[:, :, :, half].gather(3, order.expand(-1, tiles.shape[1], -1, -1))
+        rows[..., 1 : 1 + order.shape[3], 1 + half] = own.masked_fill(own == ABSENT, NOTHING)
+    columns[..., 0, :2] = of_queries.sum(-1)[..., None]
+    columns[..., 1 : 1 + kv_tiles, 0] = falling
+    return found
 
 
 def _steps(tiles: torch.Tensor, halves: int) -> torch.Tensor:

@@ -14,13 +14,18 @@ all and drops the padding in silence.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.masks import from_dense
+
+_log = logging.getLogger(__name__)
 
 #: Without "flash" in it: transformers treats such names as releases of flash-attn.
 NAME = "fa4_hd256"
@@ -121,7 +126,8 @@ def attention(
     """The attention function of transformers' AttentionInterface.
 
     query: (batch, heads, seqlen_q, 256); key, value: (batch, heads_kv, seqlen_k, 256), with the
-    cached keys before the new ones. attention_mask: what `mask` returned.
+    cached keys before the new ones. attention_mask: what `mask` returned, or a bool mask (1 or
+    batch, 1 or heads, seqlen_q, seqlen_k) of the user's, which says all, causality too.
     options: scaling, sliding_window (keys visible to a query, itself included), softcap, s_aux
     (a sink logit per head), is_causal (the module's own, if it has one, else True); `PACKED`:
     offsets and longest sequence of the rows of all batch entries together, which are then packed
@@ -157,6 +163,8 @@ def attention(
         return _packed(q, k, v, lengths, arguments), None
     if attention_mask is None:
         return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments)), None
+    if attention_mask.dtype == torch.bool and attention_mask.ndim == DIMENSIONS:
+        return _masked(q, k, v, attention_mask, arguments), None
     return _padded(q, k, v, attention_mask, arguments), None
 
 
@@ -237,6 +245,29 @@ def _packed(
     return cast(torch.Tensor, out).view(q.shape)
 
 
+#: Of a mask that says for each query and key whether it is seen.
+DIMENSIONS = 4
+#: What `masks.from_dense` made of masks that are alive, and which version of these it was.
+_tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dense: torch.Tensor,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """Attention with a mask of four dimensions, whose tiles all layers of a pass share."""
+    version = -1 if dense.is_inference() else dense._version
+    known, tiles = _tiles.get(dense, (None, None))
+    if known != version:
+        tiles = from_dense(dense)
+        _tiles[dense] = version, tiles
+    arguments = {**arguments, "causal": False, "window_size": (None, None), "block_mask": tiles}
+    return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments))
+
+
 def _padded(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -251,8 +282,8 @@ def _padded(
     if ranges.dtype != torch.int32 or tuple(ranges.shape) != (q.shape[0], 1, 1, 4):
         raise ValueError(
             f"attention_mask is a {ranges.dtype} tensor of shape {tuple(ranges.shape)}; accepted: "
-            "a mask of shape (batch, seqlen) given to the model, 0 for padding (masks of four "
-            "dimensions are not)"
+            "a mask of shape (batch, seqlen) given to the model, 0 for padding, or a bool one of "
+            "four dimensions, True where a key is seen"
         )
     ranges = ranges[:, 0, 0]
     first_key, first_query = ranges[:, KEY_START], ranges[:, QUERY_START]
@@ -285,24 +316,29 @@ def mask(
     """The mask function of transformers' AttentionMaskInterface.
 
     Queries sit at positions q_offset + [0, q_length), keys at kv_offset + [0, kv_length).
-    mask_function: the pattern; full, causal and sliding windows are accepted. attention_mask:
+    mask_function: the pattern; full, causal and sliding windows are what kernels compute, any other
+    is evaluated, which takes memory for batch * q_length * kv_length booleans. attention_mask:
     (batch, positions) bool, False for padding, or None.
 
     Returns None where every row is in use, else (batch, 1, 1, 4) int32: the first key in use, the
     end of the keys, the first query, the end of the queries. Of packed sequences, which
-    transformers finds where position_ids begin anew: `_packed_mask`. Four dimensions, because
-    transformers hands masks of that form on as they are.
+    transformers finds where position_ids begin anew: `_packed_mask`. Of other patterns and padding
+    between tokens: `_dense`. Four dimensions, because transformers hands such masks on as they are.
 
-    Raises ValueError for other patterns and for padding in the middle of a sequence.
+    Raises ValueError for other patterns under torch.compile, which cannot evaluate them.
     """
     device, window = options.get("device", "cpu"), options.get("local_size")
     tracing = torch.compiler.is_compiling()
+    given = mask_function
     mask_function, sequences = _without_packing(mask_function)
     # A static cache counts on the device; reading it once per pass tells whether it is full.
     if isinstance(q_offset, torch.Tensor) and not tracing:
         q_offset = int(q_offset)
     lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    is_full = _check_pattern(mask_function, window, lengths, {**options, "device": device})
+    options = {**options, "device": device}
+    is_full = _is_full(mask_function, window, lengths, options)
+    if is_full is None:
+        return _dense(given, lengths, attention_mask, options)
     if sequences is not None:
         return _packed_mask(sequences)
     # Cross-attention: keys are another sequence, so their padding says nothing about queries.
@@ -313,21 +349,47 @@ def mask(
             f"the last query is at position {used + kv_offset - 1}, the last key at "
             f"{kv_length + kv_offset - 1}; accepted: keys up to the last query's position at least"
         )
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
-    is_whole = attention_mask is None or (not tracing and bool(attention_mask.all()))
+    keys = slice(kv_offset, kv_offset + kv_length)
+    padding = None if attention_mask is None else attention_mask[:, keys]
+    is_whole = padding is None or (not tracing and bool(padding.all()))
     if is_whole and isinstance(used, int) and used == kv_length:
-        if attention_mask is None or attention_mask.shape[1] == kv_length:
+        if padding is None or padding.shape[1] == kv_length:
             return None
-    rows = torch.arange(kv_length, device=device)
-    in_use = (rows < used).expand(batch_size, -1)
-    if attention_mask is not None:
-        missing = kv_length - attention_mask.shape[1]
-        in_use = in_use & torch.nn.functional.pad(attention_mask, (0, missing))
+    in_use = (torch.arange(kv_length, device=device) < used).expand(batch_size, -1)
+    if padding is not None:
+        missing = kv_length - padding.shape[1]
+        in_use = in_use & torch.nn.functional.pad(padding, (0, missing))
     ranges = _ranges(in_use, None if unaligned else used - q_length, q_length)
-    if not tracing:
-        _check_contiguous(in_use, ranges)
+    if not tracing and not _are_contiguous(in_use, ranges):
+        return _dense(given, lengths, attention_mask, options)
     return ranges[:, None, None]
+
+
+def _dense(
+    mask_function: Callable | None,
+    lengths: tuple[int, int, int, Any, int],
+    attention_mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """(batch, 1, q_length, kv_length) bool, True where a key is seen, for patterns that no kernel
+    computes, and a line in the log; queries that are padding see nothing."""
+    from transformers import masking_utils as known
+
+    batch_size, q_length, kv_length, q_offset, kv_offset = lengths
+    seen = _evaluated(mask_function or known.causal_mask_function, lengths, options)
+    seen = seen.expand(batch_size, 1, q_length, kv_length)
+    if attention_mask is not None:
+        end = max(q_offset + q_length, kv_offset + kv_length)
+        padded = torch.nn.functional.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
+        keys = padded[:, kv_offset : kv_offset + kv_length].bool()
+        queries = padded[:, q_offset : q_offset + q_length].bool()
+        seen = seen & keys[:, None, None] & queries[:, None, :, None]
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    _log.info(
+        "%s: the mask %s of %d queries and %d keys is no interval of keys; it is evaluated and "
+        "goes to the kernels by tiles (block_mask)", NAME, name, q_length, kv_length,
+    )  # fmt: skip
+    return seen
 
 
 def _without_packing(
@@ -394,27 +456,24 @@ def _ranges(in_use: torch.Tensor, first_query: Any, q_length: int) -> torch.Tens
     return torch.stack([start, end, *queries], dim=-1).int()
 
 
-def _check_contiguous(in_use: torch.Tensor, ranges: torch.Tensor) -> None:
+def _are_contiguous(in_use: torch.Tensor, ranges: torch.Tensor) -> bool:
+    """Whether padding lies before or after all tokens alone."""
     rows = torch.arange(in_use.shape[1], device=in_use.device)
     inside = (rows >= ranges[:, KEY_START, None]) & (rows < ranges[:, KEY_END, None])
-    if (inside != in_use).any():
-        raise ValueError(
-            "attention_mask has padding between tokens in use; accepted: padding before or after "
-            "all of them (for generation: before, padding_side='left')"
-        )
+    return bool((inside == in_use).all())
 
 
-def _check_pattern(
+def _is_full(
     mask_function: Callable | None,
     window: int | None,
     lengths: tuple[int, int, int, Any, int],
     options: dict[str, Any],
-) -> bool:
-    """Whether the pattern is full. Raises ValueError unless it is that, causal, or a window.
+) -> bool | None:
+    """Whether the pattern is full; None unless it is that, causal, or a window.
 
     Known functions of transformers are recognised as such. Any other is evaluated once and
     compared with what the layers will compute for this config; that takes memory for
-    batch * seqlen_q * seqlen_k booleans.
+    batch * seqlen_q * seqlen_k booleans. Raises ValueError where that cannot be done.
     """
     from transformers import masking_utils as known
 
@@ -432,12 +491,8 @@ def _check_pattern(
         return False
     if torch.compiler.is_compiling():
         raise ValueError(_unknown_pattern(mask_function) + "; it cannot be evaluated while tracing")
-    batch_size, q_length, kv_length, q_offset, kv_offset = lengths
-    wanted: Any = known.sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
-        allow_is_causal_skip=False, use_vmap=options.get("use_vmap", False),
-        device=options["device"],
-    )  # fmt: skip
+    _, q_length, kv_length, q_offset, kv_offset = lengths
+    wanted = _evaluated(mask_function, lengths, options)
     keys = kv_offset + torch.arange(kv_length, device=wanted.device)
     queries = q_offset + torch.arange(q_length, device=wanted.device)
     distance = keys - queries[:, None]
@@ -445,9 +500,20 @@ def _check_pattern(
     computed = torch.ones_like(distance, dtype=torch.bool) if is_bidirectional else distance <= 0
     if window is not None:
         computed &= distance.abs() < window
-    if not (wanted == computed).all():
-        raise ValueError(_unknown_pattern(mask_function))
-    return is_bidirectional
+    return is_bidirectional if (wanted == computed).all() else None
+
+
+def _evaluated(
+    mask_function: Callable, lengths: tuple[int, int, int, Any, int], options: dict[str, Any]
+) -> torch.Tensor:
+    """A pattern as a bool tensor (batch, 1, q_length, kv_length)."""
+    from transformers import masking_utils as known
+
+    found: Any = known.sdpa_mask(
+        *lengths, mask_function, allow_is_causal_skip=False,
+        use_vmap=options.get("use_vmap", False), device=options["device"],
+    )  # fmt: skip
+    return found
 
 
 def _is_bidirectional(config: Any) -> bool:
@@ -459,9 +525,8 @@ def _is_bidirectional(config: Any) -> bool:
 def _unknown_pattern(mask_function: Callable) -> str:
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     return (
-        f"the model asks for a mask that {NAME} does not offer ({name}); accepted: full, causal, "
-        "sliding window, each with padding or of packed sequences. Blocks of images and chunks are "
-        "not"
+        f"the model asks for a mask that {NAME} does not offer ({name}); accepted under "
+        "torch.compile: full, causal, sliding window, each with padding or of packed sequences"
     )
 
 

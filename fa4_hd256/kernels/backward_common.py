@@ -106,7 +106,7 @@ class BackwardEntry(RaggedKernel):
         tmas = []
         for box, (operand, rows, columns) in self.boxes.items():
             operation, tensor = self.copy_operation(box), operands[operand]
-            view = clipped_view(tensor, rows) if self.problem_class.ragged else tensor
+            view = clipped_view(tensor, rows) if self.problem_class.is_clipped else tensor
             layout = cute.select(smem_layout(rows, columns, 1), mode=[0, 1])
             info = cpasync.make_tiled_tma_atom(operation, view, layout, (rows, columns))
             tmas.append(TmaTensor(info[0], info[1]))

@@ -15,7 +15,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from schedulers import TileProblem, section_heads_for
 
+from .backward_block_mask import BlockList
 from .backward_common import Step, heads_of_part, heads_per_part
+from .block_mask import MASK_TILE
 from .limits import HEAD_DIM
 
 __all__ = ["KeyTiles"]
@@ -56,14 +58,36 @@ class KeyTiles:
         step_queries = self.plan.step_columns
         return context.visibility(work, step_queries).transposed(step_queries)
 
+    def block_list(self, context: Any, work: Any) -> BlockList:
+        """The tiles of queries of a tile, where a block mask names them."""
+        return BlockList.of(context.sequences.tensors, work.batch, work.block)
+
+    def query_tile(self, context: Any, work: Any, step: Step) -> Int32:
+        """Which queries a step has, counted in the kernel's steps."""
+        if self.problem_class.lists_steps:
+            return self.block_list(context, work).steps_tile(step.index, self.tile_steps)
+        return step.index
+
+    @property
+    def tile_steps(self) -> int:
+        """Steps of a tile that a block mask lists."""
+        return MASK_TILE // self.plan.step_columns
+
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            steps = self.block_list(context, work).written * self.tile_steps
+            return steps * heads_of_part(context, work.head)[1]
         tile_keys = self.plan.tile_rows
         steps = self.transposed(context, work).num_tiles(work.block * tile_keys, tile_keys)
         return steps * heads_of_part(context, work.head)[1]
 
     def first_position(self, context: Any, work: Any) -> Step:
-        """The first step of a tile."""
+        """The first step of a tile.  Where a block mask names them, the index is that in the
+        list."""
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            end = self.block_list(context, work).written * self.tile_steps
+            return Step(heads_of_part(context, work.head)[0], Int32(0), (Int32(0), end))
         tile_keys = self.plan.tile_rows
         tile = (work.block * tile_keys, tile_keys)
         steps = self.transposed(context, work).tile_range(tile, tile)
@@ -79,7 +103,8 @@ class KeyTiles:
         place: (tile, step).  target: (barrier, tensor of SMEM).
         """
         (work, step), (barrier, destination), queries = place, target, self.plan.step_columns
-        row = context.sequences.padded_query_offset(work.batch) + step.index * queries
+        offset = context.sequences.padded_query_offset(work.batch)
+        row = offset + self.query_tile(context, work, step) * queries
         rows = context.tensors.stats[0 if name == "lse" else 1, step.head, None]
         source = cute.make_tensor((rows.iterator + row).align(16), cute.make_layout(queries))
         bits = queries * Float32.width

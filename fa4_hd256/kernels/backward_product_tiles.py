@@ -20,6 +20,7 @@ from cutlass import Boolean, Int32
 
 from schedulers import TileProblem, section_heads_for
 
+from .backward_block_mask import BlockList
 from .backward_common import heads_of_part, heads_per_part
 from .backward_ds_tiles import DS_BLOCK, DS_TILE
 from .backward_product_order import ProductOrder
@@ -54,13 +55,19 @@ class Walk:
     back at `start`, where the next head begins.  A tile of dQ counts them down: `column`.
     """
 
-    def __init__(self, head: Int32, place: Int32, tile: ResultTile, limits: tuple) -> None:
+    def __init__(
+        self, head: Int32, place: Int32, tile: ResultTile, limits: tuple,
+        listed: BlockList | None = None,
+    ) -> None:  # fmt: skip
+        """listed: the tiles at the places, where a block mask names them; `column` otherwise."""
         self.head, self.place = head, place
-        self.tile, self.limits = tile, limits
+        self.tile, self.limits, self.listed = tile, limits, listed
 
     @property
     def column(self) -> Int32:
         """The tile of queries, or of keys, of the step."""
+        if self.listed is not None:
+            return self.listed.tile(self.place)
         begin, end, _ = self.limits
         return cutlass.select_(self.tile.of_keys, self.place, begin + end - 1 - self.place)
 
@@ -68,7 +75,8 @@ class Walk:
         begin, end, start = self.limits
         place = self.place + 1
         place = cutlass.select_(place == end, begin, place)
-        return Walk(self.head + Int32(place == start), place, self.tile, self.limits)
+        head = self.head + Int32(place == start)
+        return Walk(head, place, self.tile, self.limits, self.listed)
 
     def __extract_mlir_values__(self) -> list:
         return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.place)]
@@ -80,6 +88,7 @@ class Walk:
             cutlass.new_from_mlir_values(self.place, [place]),
             self.tile,
             self.limits,
+            self.listed,
         )
 
 
@@ -139,15 +148,27 @@ class ProductTiles:
         end = cutlass.select_(tile.of_keys, *last) + 1
         return end - cutlass.select_(tile.of_keys, *count), end
 
+    def _listed(self, context: Any, work: Any, tile: ResultTile) -> BlockList:
+        """The tiles of dS of a row, where a block mask names them."""
+        of_queries = self._order(context.scalars, context.heads_per_kv).blocks_k + tile.block
+        row = cutlass.select_(tile.of_keys, tile.block, of_queries)
+        return BlockList.of(context.sequences.tensors, work.batch, row)
+
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Pairs of a query head and a tile of dS in a row of them."""
         tile = self.tile(context, work)
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            return self._listed(context, work, tile).read * tile.num_heads
         begin, end = self._limits(context, work, tile)
         return (end - begin) * tile.num_heads
 
     def first_position(self, context: Any, work: Any) -> Walk:
-        """At the diagonal: NOTE [dS is read once]."""
+        """At the diagonal: NOTE [dS is read once]; of a list its begin."""
         tile = self.tile(context, work)
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            listed = self._listed(context, work, tile)
+            limits = Int32(0), listed.read, Int32(0)
+            return Walk(tile.first_head, Int32(0), tile, limits, listed)
         begin, end = self._limits(context, work, tile)
         start = begin
         if cutlass.const_expr(not self.problem_class.mask.bounded_right):

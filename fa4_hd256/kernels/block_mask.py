@@ -25,12 +25,16 @@ from .edges import SharedByReference
 from .masking import WORD_BITS
 
 __all__ = [
-    "BIT_WORDS", "FULL", "MASK_BITS", "MASK_STEPS", "MASK_TILE", "NOTHING", "STEP_WORDS",
+    "BIT_WORDS", "FULL", "MASK_BITS", "MASK_BLOCKS", "MASK_GRADIENTS", "MASK_KEY_BITS",
+    "MASK_STEPS", "MASK_TABLES", "MASK_TILE", "NOTHING", "STEP_WORDS",
     "ListedTile", "RowBits", "StepList",
 ]  # fmt: skip
 
-#: Those of `SequenceTensors` that say so.
+#: Those of `SequenceTensors` that say so, of the forward and of the kernels that make gradients
+#: (`backward_block_mask`).
 MASK_STEPS, MASK_BITS = "mask_steps", "mask_bits"
+MASK_GRADIENTS = MASK_BLOCKS, MASK_KEY_BITS = "mask_blocks", "mask_key_bits"
+MASK_TABLES = (MASK_STEPS, MASK_BITS, *MASK_GRADIENTS)
 MASK_TILE = 128  # queries, and keys, of a tile of bits
 BIT_WORDS = MASK_TILE // WORD_BITS  # of a row
 ROW_BYTES = BIT_WORDS * WORD_BITS // 8
@@ -42,14 +46,17 @@ FULL, NOTHING = -1, 0
 class StepList(SharedByReference):
     """The steps of one tile of queries.
 
-    steps: (1 + most steps, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS) int32.
+    steps: (1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS) int32.  parts:
+    steps in which the kernel works on a tile that is listed, the last keys first.
     """
 
-    def __init__(self, steps: cute.Tensor, bits: cute.Tensor) -> None:
-        self._steps, self._bits = steps, bits
+    def __init__(self, steps: cute.Tensor, bits: cute.Tensor, parts: int = 1) -> None:
+        self._steps, self._bits, self.parts = steps, bits, parts
 
     @classmethod
-    def of(cls, tensors: Any, plane: tuple[Int32, Int32], block: Int32) -> StepList:
+    def of(
+        cls, tensors: Any, plane: tuple[Int32, Int32], block: Int32, parts: int = 1
+    ) -> StepList:
         """Of a call's `SequenceTensors`.  plane: (batch entry, query head), of which the mask has
         one or as many as the call; block: of the tile's queries."""
         steps = tensors.mask_steps
@@ -57,15 +64,20 @@ class StepList(SharedByReference):
             cutlass.min(place, Int32(cute.size(steps, mode=[i])) - 1)
             for i, place in enumerate(plane)
         )
-        return cls(steps[batch, head, block, None, None], tensors.mask_bits)
+        return cls(steps[batch, head, block, None, None], tensors.mask_bits, parts)
 
     @property
     def count(self) -> Int32:
-        return self._steps[0, 0]
+        return self._steps[0, 0] * self.parts
 
     def kv_tile(self, step: Int32) -> Int32:
         """The KV tile of a step; of the last one that the list has room for, past that."""
-        return self._steps[self._entry(step), 0]
+        tile = self._steps[self._entry(step), 0]
+        return tile if self.parts == 1 else tile * self.parts + self.part(step)
+
+    def part(self, step: Int32) -> Int32:
+        """Which part of its tile a step has."""
+        return self.parts - 1 - step % self.parts
 
     def first(self) -> ListedTile:
         """The KV tile to begin with."""
@@ -82,7 +94,8 @@ class StepList(SharedByReference):
         return self._steps[self._entry(step), half + 1]
 
     def _entry(self, step: Int32) -> Int32:
-        return cutlass.min(step + 1, Int32(cute.size(self._steps, mode=[0])) - 1)
+        tile = step if self.parts == 1 else step // self.parts
+        return cutlass.min(tile + 1, Int32(cute.size(self._steps, mode=[0])) - 1)
 
     def words(self, number: Int32, row: Int32) -> tuple[Int32, ...]:
         place = self._bits[cutlass.max(number, NOTHING), row, None].iterator.align(ROW_BYTES)

@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from schedulers import TileProblem, section_heads_for
 
-from .block_mask import StepList
+from .block_mask import MASK_TILE, StepList
 from .limits import ELEMENT_BYTES, HEAD_DIM
 from .masking import Part
 from .operands import TmaTensor, load_tile, smem_layout
@@ -272,7 +272,8 @@ class ForwardCommon(RaggedKernel):
 
     def step_list(self, context: Any, work: Any) -> StepList:
         """The steps of a tile, where a block mask names them."""
-        return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block)
+        parts = MASK_TILE // self.config.block_kv
+        return StepList.of(context.sequences.tensors, (work.batch, work.head), work.block, parts)
 
     def first_kv_tile(self, context: Any, work: Any, visibility: Any, first_row: Any) -> Any:
         """The KV tile that is worked on first, the last one of those that are seen: its number, a

@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 import torch
 
-from .block_mask import MASK_STEPS
+from .block_mask import MASK_TABLES
 from .masking import MaskKind
 
 __all__ = [
@@ -81,7 +81,7 @@ class ProblemClass:
     @property
     def lists_steps(self) -> bool:
         """Whether a block mask names the steps: `block_mask`, NOTE [listed tiles]."""
-        return MASK_STEPS in self.ragged
+        return any(name in MASK_TABLES for name in self.ragged)
 
     @property
     def is_clipped(self) -> bool:

@@ -52,7 +52,9 @@ class SequenceTensors(NamedTuple):
     page_table: (batch, most pages of a sequence) numbers of the pages of keys (`pages`).
     part_list: into which parts the keys of each sequence are divided (`part_list`).
     mask_steps, mask_bits: of a block mask (`block_mask`), which no others go with: (1 or batch, 1
-    or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of bits, 128, 4).
+    or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of bits, 128, 4). mask_blocks,
+    mask_key_bits: the same of its gradients (`backward_block_mask`): (1 or batch, 1 or heads,
+    blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128, 4).
     """
 
     cu_seqlens_q: Any = None
@@ -63,6 +65,8 @@ class SequenceTensors(NamedTuple):
     part_list: Any = None
     mask_steps: Any = None
     mask_bits: Any = None
+    mask_blocks: Any = None
+    mask_key_bits: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:

@@ -8,6 +8,7 @@ call they carry its values. `forward_arguments` and `backward_arguments` have th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -17,13 +18,17 @@ from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.sequences import PAGE_TABLE
 
 from .tile_counter import tile_counter
 
 __all__ = [
     "call_scalars",
     "dynamic_tensor",
+    "ragged_types",
+    "ragged_values",
     "row_alignment",
     "scalar_types",
     "tensor_type",
@@ -32,6 +37,7 @@ __all__ = [
 
 #: The largest window passed on.
 LARGEST_WINDOW = 1 << 29
+_WORD = 4  # bytes of a float32 or int32
 
 
 def tensor_type(element_type: Any, rank: int, alignment: int) -> Any:
@@ -54,6 +60,31 @@ def dynamic_tensor(tensor: torch.Tensor, alignment: int) -> Any:
     """A tensor of a call, for one that `tensor_type` or `vector_type` describes."""
     described = from_dlpack(tensor.detach(), assumed_align=alignment)
     return described.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
+
+
+#: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
+_TABLES = {
+    PAGE_TABLE: (2, 4),
+    MASK_STEPS: (5, 16), MASK_BITS: (3, 16), MASK_BLOCKS: (5, 16), MASK_KEY_BITS: (3, 16),
+}  # fmt: skip
+
+
+def ragged_types(names: Sequence[str]) -> list[Any]:
+    """Of ragged tensors."""
+    return [
+        tensor_type(cutlass.Int32, *_TABLES[name])
+        if name in _TABLES
+        else vector_type(cutlass.Int32)
+        for name in names
+    ]
+
+
+def ragged_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The same of a call; vectors of other types may be among them."""
+    return [
+        dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else _WORD)
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
 
 
 def row_alignment(bits: int) -> int:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
-from fa4_hd256.call.forward_problem import LENGTHS, Problem
+from fa4_hd256.call.forward_problem import LENGTHS, Problem, is_masked
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
 from fa4_hd256.environment import DS_BYTES
+from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
 from fa4_hd256.kernels.kernel_set import BackwardKernel
 from fa4_hd256.kernels.sequences import padded_rows
 
@@ -105,11 +106,15 @@ def _divided(
 
     Where dS does not fit into the GPU's memory half of it is tried, and so on.
     """
+    asked = wanted
+    if is_masked(problem.forward.ragged):
+        # Kernels of one gradient alone read no lists.
+        wanted = wanted._replace(dq=True, dkdv=True)
     bound = config.ds_bytes if wanted.dq and wanted.dkdv else 0
     while True:
         division = divide(problem, bound, gpu_of(call.q.device))
         allocate = _allocation(division, wanted)
-        finish = partial(_finish, division.problem, wanted, allocate.roles)
+        finish = partial(_finish, division.problem, asked, allocate.roles)
         try:
             return division, made_for(call_tensors(call), allocate, finish), finish
         except torch.OutOfMemoryError:
@@ -128,7 +133,7 @@ def _divided(
 
 def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a call in the order of the operator's arguments."""
-    ragged = (call.ragged.get(name) for name in LENGTHS)
+    ragged = (call.ragged.get(name) for name in (*LENGTHS, *MASK_GRADIENTS))
     return (
         call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, *ragged
     )  # fmt: skip
@@ -164,7 +169,7 @@ def _finish(
     sink = tensors[SINK]
     if wanted.dsink and sink is not None:
         dsink = _sink_gradient(sink, found["stats"])
-    return found.get("dq"), dk, dv, dsink
+    return found.get("dq") if wanted.dq else None, dk, dv, dsink
 
 
 def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None:

@@ -35,6 +35,8 @@ from fa4_hd256.kernels.sequences import padded_rows
 from .arguments import (
     call_scalars,
     dynamic_tensor,
+    ragged_types,
+    ragged_values,
     scalar_types,
     tensor_type,
     vector_type,
@@ -136,9 +138,23 @@ class GradientTensors:
                 part(tensor, portion.queries if name == "dq" else portion.keys)
                 for name, tensor in zip(names, self.results, strict=True)
             ),
-            self.ragged,
+            tuple(
+                _masked_part(t, portion, q.shape[2] // heads_kv) if t.ndim == TABLE_RANK else t
+                for t in self.ragged
+            ),
             None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
         )
+
+
+#: Of the lists of a block mask, (1 or batch, 1 or heads, ...); no other ragged tensor has it.
+TABLE_RANK = 5
+
+
+def _masked_part(table: torch.Tensor, portion: Portion, group: int) -> torch.Tensor:
+    """The lists of a portion. group: query heads of a KV head."""
+    if table.shape[0] > 1:
+        table = _narrowed(table, 0, portion.sequences)
+    return _narrowed(table, 1, portion.heads_kv, group) if table.shape[1] > 1 else table
 
 
 def _narrowed(tensor: torch.Tensor, dim: int, span: range, each: int = 1) -> torch.Tensor:
@@ -166,7 +182,7 @@ def gradient_compile_arguments(
     of_keys = cutlass.Float32 if problem_class.partial else element
     types = (element if name == "dq" else of_keys for name in results)
     made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)
-    ragged = tuple(vector_type(cutlass.Int32) for _ in problem.ragged) or None
+    ragged = tuple(ragged_types(problem.ragged)) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, 2, TMA_ALIGNMENT) if has_ds else None
     scalars = scalar_types(backward=True, counter=counter)
@@ -182,7 +198,7 @@ def gradient_call_arguments(
         dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, SECTOR_BYTES) for tensor in tensors.results),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
-        tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None,
+        tuple(ragged_values(problem.forward.ragged, tensors.ragged)) or None,
         call_scalars(problem.forward, gpu, stream, problem.head_parts, problem.kernels.cluster),
         cuda.CUstream(stream),
     )

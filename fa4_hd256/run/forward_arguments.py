@@ -29,22 +29,19 @@ import torch
 
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
-from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_STEPS
 from fa4_hd256.kernels.limits import TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import DESCALES, CombineClass, ProblemClass
-from fa4_hd256.kernels.sequences import PAGE_TABLE
 
 from .arguments import (
     call_scalars,
     dynamic_tensor,
+    ragged_types,
+    ragged_values,
     row_alignment,
     scalar_types,
     tensor_type,
     vector_type,
 )
-
-#: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
-_TABLES = {PAGE_TABLE: (2, 4), MASK_STEPS: (5, 16), MASK_BITS: (3, 16)}
 
 
 def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tuple:
@@ -53,12 +50,7 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     q, k, v = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(3))
     results = _result_types(cutlass.Float32 if problem_class.split else element)
     optional = [vector_type(cutlass.Float32)] if problem_class.sink else []
-    optional += [
-        tensor_type(cutlass.Int32, *_TABLES[name])
-        if name in _TABLES
-        else vector_type(cutlass.Int32)
-        for name in problem_class.ragged
-    ]
+    optional += ragged_types(problem_class.ragged)
     if problem_class.descale:
         optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
@@ -101,12 +93,8 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
     results = _results((tensors.out, tensors.lse))
     scales = DESCALES if problem.descale else ()
     names = (*(("sink",) if problem.sink else ()), *problem.ragged, *scales)
-    optional = tuple(
-        dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else 4)
-        for name, tensor in zip(names, tensors.optional, strict=True)
-    )
-    scalars = call_scalars(problem, gpu, stream)
-    return q, k, v, results, optional or None, scalars, cuda.CUstream(stream)
+    optional = tuple(ragged_values(names, tensors.optional)) or None
+    return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
 
 
 def combine_call_arguments(

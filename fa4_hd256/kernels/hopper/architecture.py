@@ -7,7 +7,7 @@ from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS, DsTi
 from fa4_hd256.kernels.combine_config import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
-from .forward.config import DECODE, ForwardConfig
+from .forward.config import DECODE, MASKED, ForwardConfig
 
 __all__ = ["KERNELS"]
 
@@ -31,7 +31,7 @@ KERNELS = KernelSet(
     },
     forward_config="forward.config:ForwardConfig",
     backward_config="backward.config:BackwardConfig",
-    forwards=(DECODE.tiles, ForwardConfig().tiles),
+    forwards=(DECODE.tiles, ForwardConfig().tiles, MASKED.tiles),
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

@@ -209,10 +209,39 @@ def test_other_functions_refuse_masks():
         flash_attn_varlen_func(q, k, v, block_mask=dense(256, 256))
 
 
-def test_gradients_are_refused():
+def test_the_operator_by_itself_wants_what_gradients_take():
     q, k, v = tensors()
-    with pytest.raises(NotImplementedError, match="block_mask: no gradients"):
-        flash_attn_func(q.requires_grad_(), k, v, block_mask=dense(256, 256))
+    mask = dense(256, 256)
+    q.requires_grad_()
+    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
+    with pytest.raises(NotImplementedError, match="mask_steps without mask_blocks and mask_key"):
+        torch.ops.fa4_hd256.forward(*arguments, None, None, mask.steps(2), mask.bits)
+
+
+def test_lists_of_ds():
+    """By blocks of 256 x 256 of any head; tiles past the end are written and not read."""
+    seen = torch.zeros(2, 2, 300, 600, dtype=torch.bool)
+    seen[0, 0, :128, :128] = True
+    seen[0, 1, 257, 300] = True
+    seen[1, 0, 5, 599] = True
+    mask = masks.from_dense(seen)
+    bits = mask.tiles[0, 1, 2, 2].item()
+    of_first, of_second = mask.blocks[0]
+    none = [NOTHING, NOTHING, 0]
+    assert of_first[0, :3].tolist() == [[2, 2, 0, 0], [0, FULL, NOTHING, 0], [1, *none]]
+    assert of_second[0, :3, 0].tolist() == of_first[0, :3, 0].tolist()
+    assert of_second[1, :3].tolist() == [[2, 1, 0, 0], [2, bits, NOTHING, 0], [3, *none]]
+    assert of_first[2, 0, 0] == 0
+    blocks_of_queries = of_first[3:, :3, 0].tolist()
+    assert blocks_of_queries == [[2, 1, 0], [2, 3, 2]]
+    assert mask.blocks[1, 0, 3, :2].tolist() == [[1, 1, 0, 0], [4, 0, 0, 0]]
+
+
+def test_bits_by_keys(monkeypatch):
+    monkeypatch.setattr(tile_mask, "CHUNK", 3)
+    mask = masks.from_dense(torch.rand(300, 300) > 0.5)
+    exchanged = masks.TileMask(mask.lengths, mask.tiles.transpose(2, 3), mask.key_bits)
+    assert torch.equal(exchanged.dense()[0, 0, :256, :256], mask.dense()[0, 0, :256, :256].T)
 
 
 @pytest.mark.parametrize(("make", "error", "text"), [

@@ -190,26 +190,86 @@ def test_refusals(device):
         with pytest.raises(NotImplementedError, match=next(iter(option))):
             integration.attention(module, q, k, v, None, **option)
     with pytest.raises(ValueError, match="four dimensions"):
-        integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.bool))
+        integration.attention(module, q, k, v, torch.ones(1, 1, 5, 5))
     with pytest.raises(ValueError, match="without 'flash'"):
         integration.register("my_flash")
 
 
-def test_masks_not_offered(device):
-    """A pattern the kernel would not compute is refused, never replaced by a causal one."""
-    model, _ = gemma(device)
-    model.set_attn_implementation(integration.NAME)
-    ids = tokens(1, 6, device)
-    holes = torch.tensor([[1, 1, 0, 1, 1, 1]], device=device)
-    with pytest.raises(ValueError, match="padding between"):
-        model(ids, attention_mask=holes)
-    embeddings = torch.zeros(1, 6, 64, dtype=torch.bfloat16, device=device)
-    blocks = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, -1]], device=device)}
+def test_padding_between_tokens(device, caplog):
+    caplog.set_level("INFO", logger=integration.__name__)
+    ids = tokens(2, 10, device)
+    holes = torch.ones_like(ids)
+    holes[0, 3:5] = holes[1, 0] = holes[1, 6] = 0
+    compared(gemma(device), ids, holes.bool(), attention_mask=holes)
+    assert "of 10 queries and 10 keys is no interval of keys" in caplog.text
+
+
+def with_images(model, implementation, ids, images, **kwargs):
+    """The model's results where tokens of a block of `images`, -1 for none, see each other."""
+    model.set_attn_implementation(implementation)
+    embeddings = model.get_input_embeddings()(ids)
+    create = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
+    full, sliding = (
+        make(model.config, embeddings, None, None, block_sequence_ids=images) for make in create
+    )
+    masks = {"full_attention": full, "sliding_attention": sliding}
+    return model(ids, attention_mask=masks, **kwargs)
+
+
+def images_of(device):
+    """Two rows, one with images longer and shorter than the window, one of text."""
+    images = torch.full((2, 24), -1, device=device)
+    images[0, 2:14], images[0, 14:17] = 0, 1
+    return images
+
+
+def test_images(device):
+    """Blocks of Gemma 3's image tokens: full and sliding layers, in one batch with plain text."""
+    model, exact = gemma(device)
+    ids, images = tokens(2, 24, device), images_of(device)
     create = masking_utils.create_causal_mask
-    with pytest.raises(ValueError, match="or_mask"):
-        create(model.config, embeddings, None, None, **blocks)
-    blocks["block_sequence_ids"].fill_(-1)
-    assert create(model.config, embeddings, None, None, **blocks) is None
+    with torch.no_grad():
+        results = [
+            with_images(m, name, ids, images).logits.float()
+            for m, name in ((model, integration.NAME), (model, "eager"), (exact, "eager"))
+        ]
+        causal = exact(ids).logits
+    assert_as_good(*results)
+    assert (results[2] - causal).abs().max() > exact(ids).logits.std() / 4
+    none = images.fill_(-1)
+    embeddings = model.get_input_embeddings()(ids)
+    model.set_attn_implementation(integration.NAME)
+    assert create(model.config, embeddings, None, None, block_sequence_ids=none) is None
+
+
+def test_layers_share_a_mask(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(integration, "from_dense", lambda mask: made.append(mask) or mask)
+    monkeypatch.setattr(integration, "flash_attn_func", lambda q, *_, **options: q)
+    rows = torch.zeros(1, 2, 5, 256)
+    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    for _ in range(3):
+        integration.attention(torch.nn.Module(), rows, rows, rows, seen)
+    assert len(made) == 1
+    seen[0, 0, 0, 1] = False
+    integration.attention(torch.nn.Module(), rows, rows, rows, seen)
+    assert len(made) == 2
+
+
+def test_training_step_with_images(device):
+    """Parameter gradients of one step against eager attention."""
+    model, exact = gemma(device)
+    ids, images = tokens(2, 24, device), images_of(device)
+
+    def step(model, implementation):
+        model.zero_grad()
+        with_images(model, implementation, ids, images, labels=ids).loss.backward()
+        return {name: p.grad.float() for name, p in model.named_parameters()}
+
+    found, eager = step(model, integration.NAME), step(model, "eager")
+    for parameter, wanted in step(exact, "eager").items():
+        error, eager_error = ((one[parameter] - wanted).norm().item() for one in (found, eager))
+        assert error <= 2 * eager_error + 2**-8 * wanted.norm().item(), parameter
 
 
 #: Positions of packed sequences: three of one batch entry; two entries of a batch, one whole.

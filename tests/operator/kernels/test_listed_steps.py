@@ -10,7 +10,7 @@ from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.check import reference
 from fa4_hd256.kernels import block_mask
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+pytestmark = pytest.mark.simulator
 
 
 def mask_of():
@@ -54,13 +54,15 @@ def loads(mask):
     return sm100_sim.last_reports()[-1].tma
 
 
-def test_empty_tiles_are_not_loaded():
-    """Two steps of eight: all of Q, a quarter of the bytes of K and V."""
+def test_empty_tiles_are_not_loaded(architecture):
+    """A tile of keys of four for each tile of queries: all of Q, a quarter of K and V."""
     sparse = torch.zeros(512, 512, dtype=torch.bool)
     sparse[:256, 128:256] = sparse[256:, 300] = True
     some, whole = loads(sparse), loads(torch.ones(512, 512, dtype=torch.bool))
     of_q = 512 * 256 * 2
-    assert (whole["load_bytes"] - of_q) == 4 * (some["load_bytes"] - of_q) == 8 * 2 * 128 * 256 * 2
+    tiles = 2 if architecture == "sm_100a" else 4
+    of_kv = tiles * 512 * 2 * 256 * 2
+    assert (whole["load_bytes"] - of_q) == 4 * (some["load_bytes"] - of_q) == of_kv
 
 
 LIST, BITS = block_mask.StepList, block_mask.RowBits
@@ -82,6 +84,14 @@ def _full_as_partial(self):
     return following
 
 
+#: Of Blackwell's pairs, and of their softmax, which reads bits a step ahead.
+AHEAD = {
+    "bits of the other half": (
+        LIST, "bit_tile", lambda self, step, half: TILE(self, step, 1 - half)
+    ),
+    "stale bits": (BITS, "next", _stale_bits),
+    "a full tile taken as partial": (BITS, "next", _full_as_partial),
+}
 BUGS = {
     "the step before": (LIST, "kv_tile", lambda self, step: STEP(self, step - 1)),
     "the step behind": (LIST, "kv_tile", lambda self, step: STEP(self, step + 1)),
@@ -91,16 +101,22 @@ BUGS = {
     "bits of the next row": (
         LIST, "words", lambda self, number, row: WORDS(self, number, row ^ 1)
     ),
-    "bits of the other half": (
-        LIST, "bit_tile", lambda self, step, half: TILE(self, step, 1 - half)
+    "bits of the step before": (
+        LIST, "bit_tile", lambda self, step, half: TILE(self, step - self.parts, half)
     ),
-    "stale bits": (BITS, "next", _stale_bits),
-    "a full tile taken as partial": (BITS, "next", _full_as_partial),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_refused(bug, planted):
     planted.setattr(*BUGS[bug])
+    with pytest.raises(AssertionError):
+        attend()
+
+
+@pytest.mark.architecture("sm_100a")
+@pytest.mark.parametrize("bug", AHEAD)
+def test_a_planted_bug_of_pairs_is_refused(bug, planted):
+    planted.setattr(*AHEAD[bug])
     with pytest.raises(AssertionError):
         attend()

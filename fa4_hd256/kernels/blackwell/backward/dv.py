@@ -30,11 +30,12 @@ and the MMAs of a pair execute in issue order.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from fa4_hd256.kernels.backward_common import Step, heads_of_part
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
@@ -52,6 +53,7 @@ from fa4_hd256.kernels.blackwell.tmem import (
     tmem_store_quads,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
+from fa4_hd256.kernels.masking import WORD_BITS
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import WorkTile
@@ -130,7 +132,8 @@ class DvKernel(KeyTiles, RowResult):
             head = work.head // context.scalars.head_parts
             keys = context.sequences.key(work.batch)
             return (((keys, self.first_row(context, work), 0, head),),)
-        queries, row = context.sequences.query(work.batch), step.index * STEP_QUERIES
+        queries = context.sequences.query(work.batch)
+        row = self.query_tile(context, work, step) * STEP_QUERIES
         if content == "dOc":
             return (((queries, row + half * OWN_QUERIES, rank, step.head),) for half in range(2))
         row += rank * OWN_QUERIES
@@ -164,9 +167,13 @@ class DvKernel(KeyTiles, RowResult):
                 tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
                 has_rest = first_key + OWN_ROWS > visibility.seqlen_q
                 step = self.first_position(context, work)
-                self._complete_blocks(context, work, step)
+                if cutlass.const_expr(not self.problem_class.lists_steps):
+                    self._complete_blocks(context, work, step)
                 key = first_key + self._first_key()
-                mask = (Boolean(True), visibility, key, step.index)
+                if cutlass.const_expr(self.problem_class.lists_steps):
+                    mask = self._listed_mask(context, work, step)
+                else:
+                    mask = (Boolean(True), visibility, key, step.index)
                 states = self._probabilities(context, (factors, p), mask, None, states)
                 if undrained.is_valid:
                     states = self.drain(context, undrained, states, (0, self.later_columns))
@@ -174,16 +181,19 @@ class DvKernel(KeyTiles, RowResult):
                     states = self._publish(context, (factors, p, ds), undrained, states)
                     if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
                         undrained = self.no_work()
-                    tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
+                    tile_of_ds = self._tile_of_step(context, work, step)
                     step = step.following()
-                    index = step.index
-                    is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
-                    mask = (is_masked | has_rest, visibility, key, index)
+                    if cutlass.const_expr(self.problem_class.lists_steps):
+                        mask = self._listed_mask(context, work, step)
+                    else:
+                        index = step.index
+                        is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
+                        mask = (is_masked | has_rest, visibility, key, index)
                     states = self._probabilities(
                         context, (factors, p), mask, (tile_of_ds, ds), states
                     )
                 states = self._publish(context, (factors, p, ds), undrained, states)
-                tile_of_ds = self._tile_of_ds(context, work, step.head, step.index)
+                tile_of_ds = self._tile_of_step(context, work, step)
                 for half in cutlass.range_constexpr(2):
                     self._store_ds(tile_of_ds, ds, half)
                 undrained = work
@@ -215,18 +225,41 @@ class DvKernel(KeyTiles, RowResult):
         layout = cute.make_layout((2, 2, OWN_QUERIES // RUN), stride=(1, 0, 2))
         return cute.make_tensor(values.iterator, layout)
 
+    def _listed_mask(self, context: Any, work: Any, step: Step) -> tuple:
+        """What `mask_and_cap` takes for a step that a block mask names: (whether to apply it, two
+        words for each of this thread's four keys, whose first bit is its first query's)."""
+        keys = [self._first_key() + 8 * i for i in range(4)]
+        words = self.warpgroup() * (OWN_QUERIES // WORD_BITS), self._quad()[1] * 2
+        listed = self.block_list(context, work)
+        return listed.key_bits((step.head, step.index), context.cta_rank, keys, words)
+
+    def _hide(self, scores: cute.Tensor, words: tuple, halves: tuple[int, ...]) -> None:
+        """Scores of queries without a bit := -inf."""
+        for number, half in enumerate(halves):
+            for group in range(2):
+                own = quad_fragment(scores, number)[None, group, None]
+                for place, column in enumerate(COLUMNS):
+                    word = words[2 * (2 * half + group) + column // WORD_BITS]
+                    is_visible = (Uint32(word) & (1 << column % WORD_BITS)) != 0
+                    score = own[place]
+                    own[place] = cutlass.select_(is_visible, score, Float32(-math.inf))
+
     @cute.jit
     def mask_scores(self, scores: cute.Tensor, mask: tuple):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
-        for their dS has to be 0.  mask: (Visibility, first key, step, which `quad_fragment`s)."""
-        visibility, first_key, index, halves = mask
-        queries = index * STEP_QUERIES + self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
-        for number, half in enumerate(halves):
-            for group in cutlass.range_constexpr(2):
-                key = first_key + (16 * half + 8 * group)
-                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                own = quad_fragment(scores, number)[None, group, None]
-                visibility.apply(own, key, first, COLUMNS)
+        for their dS has to be 0.  mask: (Visibility, first key, step, which `quad_fragment`s), or
+        for a step that a block mask names its words and which."""
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            self._hide(scores, *mask)
+        else:
+            visibility, first_key, index, halves = mask
+            queries = index * STEP_QUERIES + self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
+            for number, half in enumerate(halves):
+                for group in cutlass.range_constexpr(2):
+                    key = first_key + (16 * half + 8 * group)
+                    first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                    own = quad_fragment(scores, number)[None, group, None]
+                    visibility.apply(own, key, first, COLUMNS)
 
     @traced("P")
     @cute.jit
@@ -290,8 +323,12 @@ class DvKernel(KeyTiles, RowResult):
         states.advance("stats_loaded")
         return states
 
-    def _tile_of_ds(self, context: Any, work: Any, head: Any, index: Any) -> cute.Tensor:
+    def _tile_of_step(self, context: Any, work: Any, step: Step) -> cute.Tensor:
         """This CTA's tile of dS of a step."""
+        return self._tile_of_ds(context, work, step.head, self.query_tile(context, work, step))
+
+    def _tile_of_ds(self, context: Any, work: Any, head: Any, index: Any) -> cute.Tensor:
+        """This CTA's tile of dS of a query head and a tile of queries."""
         scalars, heads = context.scalars, cute.size(context.tensors.stats, mode=[1])
         tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
         kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank

@@ -96,11 +96,15 @@ class DvKernel(KeyRows, ScoreGradient):
 
     def num_steps(self, context: Any, work: Any) -> Int32:
         """Steps of all query heads of the part in which some key of the tile is seen."""
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            return super().num_steps(context, work)
         blocks = self._by_blocks(context, work).num_tiles(work.block * TILE_KEYS, TILE_KEYS)
         return blocks * BLOCK_STEPS * heads_of_part(context, work.head)[1]
 
     def first_position(self, context: Any, work: Any) -> Step:
         """The first step of a tile."""
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            return super().first_position(context, work)
         tile = (work.block * TILE_KEYS, TILE_KEYS)
         blocks = self._by_blocks(context, work).tile_range(tile, tile)
         span = blocks.begin * BLOCK_STEPS, blocks.end * BLOCK_STEPS
@@ -245,9 +249,10 @@ class DvKernel(KeyRows, ScoreGradient):
         tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
         kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
         steps = DS_TILE // STEP_QUERIES
-        index = tiles.index((work.batch, step.head), kv_tile, step.index // steps)
+        number = self.query_tile(context, work, step)
+        index = tiles.index((work.batch, step.head), kv_tile, number // steps)
         key = self.warpgroup() * ROWS + row_of_fragment(0)
-        own = tile_of(context.tensors.ds, index)[key, step.index % steps * RUNS, None]
+        own = tile_of(context.tensors.ds, index)[key, number % steps * RUNS, None]
         return (own.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
 
     @traced("dS")

@@ -3,12 +3,14 @@ and LSE and delta of the queries that pass, which belong to columns here."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, Uint32
 
+from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
 from fa4_hd256.kernels.backward_ds_tiles import RUN
 from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.hopper.instructions import (
@@ -18,6 +20,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     row_of_fragment,
     rows_of,
 )
+from fa4_hd256.kernels.masking import WORD_BITS
 
 __all__ = ["KeyRows"]
 
@@ -50,12 +53,14 @@ class KeyRows(KeyTiles):
 
     def place_of_queries(self, context: Any, work: Any, step: Any) -> tuple:
         """Of a CTA's half of the columns of Q or dO of a step; see `tma_tile`."""
-        row = step.index * self.plan.step_columns
+        row = self.query_tile(context, work, step) * self.plan.step_columns
         return context.sequences.query(work.batch), row, context.cta_rank, step.head
 
     def mask(self, context: Any, work: Any) -> tuple:
         """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
-        whether some keys do not exist) of a tile."""
+        whether some keys do not exist) of a tile; with a block mask (its list, rank of the CTA)."""
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            return self.block_list(context, work), context.cta_rank
         first, visibility = self.first_row(context, work), self.transposed(context, work)
         rows = self.plan.tile_rows
         steps = visibility.tile_range((work.block * rows, rows), (first, ROWS))
@@ -66,14 +71,38 @@ class KeyRows(KeyTiles):
     def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
         for their dS has to be 0."""
-        visibility, first_key, unmasked, has_rest = mask
-        columns = self.plan.step_columns
-        if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
-            queries = step.index * columns + cute.arch.lane_idx() % QUAD * 2
-            for row in cutlass.range_constexpr(2):
-                key = first_key + row_of_fragment(row)
-                first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
-                visibility.apply(rows_of(s)[row], key, first, fragment_columns(columns))
+        if cutlass.const_expr(self.problem_class.lists_steps):
+            self._apply_bits(s, mask, step)
+        else:
+            visibility, first_key, unmasked, has_rest = mask
+            columns = self.plan.step_columns
+            if (step.index < unmasked[0]) | (step.index >= unmasked[1]) | has_rest:
+                queries = step.index * columns + cute.arch.lane_idx() % QUAD * 2
+                for row in cutlass.range_constexpr(2):
+                    key = first_key + row_of_fragment(row)
+                    first = cutlass.select_(key < visibility.seqlen_q, queries, Int32(BEYOND))
+                    visibility.apply(rows_of(s)[row], key, first, fragment_columns(columns))
+
+    @cute.jit
+    def _apply_bits(self, s: cute.Tensor, mask: tuple, step: Any):
+        """The same of a step that a block mask names."""
+        listed, rank = mask
+        parts = self.tile_steps
+        keys = [self.warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
+        words = step.index % parts * WORD_PAIR, cute.arch.lane_idx() % QUAD * 2
+        place = step.head, step.index // parts
+        is_partial, bits = listed.key_bits(place, rank, keys, words)
+        if is_partial:
+            self._hide(s, bits)
+
+    def _hide(self, s: cute.Tensor, bits: tuple) -> None:
+        """Scores of queries without a bit := -inf.  bits: two words of each of the two keys."""
+        for number, row in enumerate(rows_of(s)):
+            for place, column in enumerate(fragment_columns(self.plan.step_columns)):
+                word = Uint32(bits[WORD_PAIR * number + column // WORD_BITS])
+                is_visible = (word & (1 << column % WORD_BITS)) != 0
+                score = row[place]
+                row[place] = cutlass.select_(is_visible, score, Float32(-math.inf))
 
     def passing_stats(self, context: Any, name: str, stage: Any) -> cute.Tensor:
         """-LSE ("lse") or -delta of this thread's queries, in shared memory: (2, runs of eight)."""

@@ -117,13 +117,15 @@ class ForwardConfig:
         """The default configuration of a call.
 
         causal: the mask bounds the keys on the right.  seqlen_k: of the longest key sequence.
-        tiles: those of the call, `DECODE` of a few rows.  paged: keys lie in pages, few of whose
-        sizes share more than 16 rows with 80 keys.
+        tiles: those of the call, `DECODE` of a few rows, `MASKED` of a block mask.  paged: keys lie
+        in pages, few of whose sizes share more than 16 rows with 80 keys.
         Measured on an H200 (docs/hopper.md): with a mask steps of 64 keys leave out more; without,
         80 keys take 2.4 % less a key than 64, but more of the last step may be waste.
         """
         if tiles == DECODE.tiles:
             return DECODE
+        if tiles == _SHORT.tiles:
+            return _SHORT
         long, short = (-(-seqlen_k // keys) * keys for keys in (BLOCK_KV, SHORT_BLOCK_KV))
         return _SHORT if causal or paged or short * SHORT_COST < long else _LONG
 
@@ -138,8 +140,9 @@ class ForwardConfig:
                 pads=True,
             )  # fmt: skip
         return ForwardTiles(
-            WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5
-        )
+            WARPGROUP_ROWS, self.tile_q, keys, self.ctas, keys * SECONDS, least_saved=5,
+            takes_lists=self.ctas == 1 and keys == SHORT_BLOCK_KV,
+        )  # fmt: skip
 
     @property
     def warpgroups(self) -> int:
@@ -232,6 +235,9 @@ class ForwardConfig:
 
 
 _LONG, _SHORT = ForwardConfig(), ForwardConfig(block_kv=SHORT_BLOCK_KV)
+
+#: Of a block mask, whose tiles are of two steps each.
+MASKED = _SHORT
 
 #: Of a few rows against many keys, NOTE [decode].
 DECODE = ForwardConfig(

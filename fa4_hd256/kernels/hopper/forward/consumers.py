@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.kernels.edges import RingState, SharedByReference
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
@@ -24,11 +26,15 @@ from fa4_hd256.kernels.hopper.instructions import (
     wait,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.masking import TileRange
+from fa4_hd256.kernels.masking import WORD_BITS, TileRange
 from fa4_hd256.kernels.ranges import traced
 from softmax_emu.online import OnlineSoftmax, soft_cap
 
+from .plan import WARPGROUP_ROWS
+
 __all__ = ["ForwardConsumer"]
+
+ROWS = 2  # of a thread
 
 
 @dataclass(frozen=True)
@@ -61,29 +67,94 @@ class ForwardConsumer:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            visibility = context.visibility(work, self.config.block_kv)
-            num_steps = visibility.num_tiles(work.block * self.tile_queries, self.tile_queries)
-            first_row = self.first_row(context, work, warpgroup)
-            tiles, own_steps = self._own_tiles(visibility, work, first_row)
-            softmax[0].reset()
-            softmax[1].reset()
-            fragments.o.fill(0.0)
-            if num_steps > 0:
-                last_tile = visibility.last_tile(work.block * self.tile_queries, self.tile_queries)
-                skipped_first = last_tile + 1 - tiles.end
-                skipped_last = num_steps - own_steps - skipped_first
-                context.barriers["q_loaded"].wait(q_loaded)
-                states = self._skip(context, states, skipped_first)
-                if own_steps > 0:
-                    softmax, states = self._steps(
-                        context, (fragments, softmax, states), (work, first_row, tiles), q_loaded
-                    )
-                else:
-                    context.barriers["q_free"].arrive(q_loaded)
-                states = self._skip(context, states, skipped_last)
-                q_loaded.advance()
+            running = fragments, softmax, states
+            tile = self._listed_tile if self.lists_steps else self._range_tile
+            softmax, states, q_loaded, first_row = tile(
+                context, running, (work, warpgroup), q_loaded
+            )
             self._finish(context, fragments, softmax, (work, first_row))
             work = scheduler.advance_to_next_work()
+
+    @cute.jit
+    def _range_tile(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
+        """All steps of a tile, of which this warpgroup takes part in its own.
+
+        running: see `_steps`.  which: (tile, this warpgroup).
+        """
+        fragments, softmax, states = running
+        work, warpgroup = which
+        visibility = context.visibility(work, self.config.block_kv)
+        num_steps = visibility.num_tiles(work.block * self.tile_queries, self.tile_queries)
+        first_row = self.first_row(context, work, warpgroup)
+        tiles, own_steps = self._own_tiles(visibility, work, first_row)
+        softmax[0].reset()
+        softmax[1].reset()
+        fragments.o.fill(0.0)
+        if num_steps > 0:
+            last_tile = visibility.last_tile(work.block * self.tile_queries, self.tile_queries)
+            skipped_first = last_tile + 1 - tiles.end
+            skipped_last = num_steps - own_steps - skipped_first
+            context.barriers["q_loaded"].wait(q_loaded)
+            states = self._skip(context, states, skipped_first)
+            if own_steps > 0:
+                softmax, states = self._steps(
+                    context, (fragments, softmax, states), (work, first_row, tiles), q_loaded
+                )
+            else:
+                context.barriers["q_free"].arrive(q_loaded)
+            states = self._skip(context, states, skipped_last)
+            q_loaded.advance()
+        return softmax, states, q_loaded, first_row
+
+    @cute.jit
+    def _listed_tile(self, context: Any, running: tuple, which: tuple, q_loaded: Any):
+        """As `_range_tile`, of the steps that a block mask lists, in all of which both warpgroups
+        take part."""
+        fragments, softmax, states = running
+        work, warpgroup = which
+        steps = self.step_list(context, work)
+        num_steps = steps.count
+        softmax[0].reset()
+        softmax[1].reset()
+        fragments.o.fill(0.0)
+        if num_steps > 0:
+            context.barriers["q_loaded"].wait(q_loaded)
+            left = num_steps - 1
+            bits = self._bits(steps, Int32(0), warpgroup)
+            running = fragments, softmax, states
+            softmax, states = self._first_step(context, running, bits, (q_loaded, left))
+            for step in cutlass.range(1, num_steps, unroll=1):
+                left -= 1
+                bits = self._bits(steps, step, warpgroup)
+                running = fragments, softmax, states
+                softmax, states = self._step(context, running, bits, (q_loaded, left))
+            states = self._last_product(context, fragments, states)
+            q_loaded.advance()
+        return softmax, states, q_loaded, self.first_row(context, work, warpgroup)
+
+    def _bits(self, steps: Any, step: Int32, warpgroup: Int32) -> tuple:
+        """(whether there may be keys that a row does not see, for each row of the thread two words
+        of bits, whose first one is of the thread's first key)."""
+        number, part = steps.bit_tile(step, Int32(0)), steps.part(step)
+        lane, found = cute.arch.thread_idx()[0] % QUAD, []
+        for row in range(ROWS):
+            words = steps.words(number, warpgroup * WARPGROUP_ROWS + row_of_fragment(row))
+            own = (cutlass.select_(part == 0, words[i], words[i + 2]) for i in range(2))
+            found.append(tuple(word >> 2 * lane for word in own))
+        return number != FULL, tuple(found)
+
+    @cute.jit
+    def _hide(self, row: cute.Tensor, is_partial: Any, words: tuple):
+        """Scores of keys without a bit := -inf."""
+        if is_partial:
+            self._keep(row, words)
+
+    def _keep(self, row: cute.Tensor, words: tuple) -> None:
+        for number, column in enumerate(fragment_columns(self.config.block_kv)):
+            word = Uint32(words[column // WORD_BITS])
+            is_visible = (word & (1 << column % WORD_BITS)) != 0
+            score = row[number]
+            row[number] = cutlass.select_(is_visible, score, Float32(-math.inf))
 
     def _fragments(self, context: Any, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
@@ -160,13 +231,17 @@ class ForwardConsumer:
                 running = fragments, softmax, states
                 softmax, states = self._step(context, running, (which, key), (q_loaded, left))
                 key -= block
+        return softmax, self._last_product(context, fragments, states)
+
+    def _last_product(self, context: Any, fragments: Fragments, states: tuple) -> tuple:
+        """PV of a tile's last step."""
         k_loaded, v_loaded = states
         fence()
         self._multiply_pv(fragments, v_loaded)
         wait(0)
         context.barriers["v_free"].arrive(v_loaded)
         v_loaded.advance()
-        return softmax, (k_loaded, v_loaded)
+        return k_loaded, v_loaded
 
     @cute.jit
     def _give_back_k(self, context: Any, k_loaded: Any, q: tuple):
@@ -200,7 +275,7 @@ class ForwardConsumer:
         """QK of a step, PV of the one before, softmax, O rescaled.
 
         q: see `_give_back_k`.  mask: (tile and rows, first key) where some key may be invisible,
-        None in interior steps.
+        None in interior steps; of a listed step its `_bits`.
         V of a step is waited for at the end of its softmax: NOTE [exponentials before the wait].
         """
         fragments, softmax, states = running
@@ -249,7 +324,10 @@ class ForwardConsumer:
             soft_cap(scores, context.scalars.cap_scale, packed=False)
         factors = []
         for number, row in enumerate(rows_of(scores)):
-            if cutlass.const_expr(mask is not None):
+            if cutlass.const_expr(self.lists_steps):
+                is_partial, words = mask
+                self._hide(row, is_partial, words[number])
+            elif cutlass.const_expr(mask is not None):
                 (work, first_row, _), key = mask
                 query = first_row + row_of_fragment(number) // self.query_rows
                 first_key = key + cute.arch.thread_idx()[0] % QUAD * 2

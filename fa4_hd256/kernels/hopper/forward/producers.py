@@ -33,7 +33,10 @@ class ForwardProducer:
         while work.is_valid:
             visibility = context.visibility(work, self.config.block_kv)
             tile = (work.block * self.tile_queries, self.tile_queries)
-            num_steps = visibility.num_tiles(*tile)
+            if cutlass.const_expr(self.lists_steps):
+                num_steps = self.step_list(context, work).count
+            else:
+                num_steps = visibility.num_tiles(*tile)
             self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
                 position = self.first_kv_tile(context, work, visibility, tile[0])

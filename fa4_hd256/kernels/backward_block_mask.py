@@ -1,0 +1,87 @@
+"""Which tiles of dS there are where a call has a block mask, as lists, and bits by keys.
+
+NOTE [listed blocks].  dS is written and read in blocks of 256 keys x 256 queries
+(`backward_ds_tiles`, NOTE [blocks of dS]); those in which a query of any head sees a key are listed
+in global memory.  A row for each block of keys names the tiles of 128 queries of its blocks, in
+rising order, with the tile of bits of either half of its keys for each head; a row for each block
+of queries, behind those, names tiles of 128 keys, in falling order.  The words before the first
+entry are their numbers: of all, for the kernel that writes whole blocks, and of those that exist,
+for the products.
+
+Bits are those of `block_mask` with queries and keys exchanged: rows of keys, bits of queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from .block_mask import FULL, NOTHING
+from .edges import SharedByReference
+from .masking import WORD_BITS
+
+__all__ = ["WORD_PAIR", "BlockList"]
+
+#: Words of a list's first entry: how many tiles are written, and how many are read.
+WRITTEN, READ = 0, 1
+
+
+class BlockList(SharedByReference):
+    """The list of one block of keys or of queries.
+
+    entries: (1 or heads, 1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS)
+    int32, by keys.
+    """
+
+    def __init__(self, entries: cute.Tensor, bits: cute.Tensor) -> None:
+        self._entries, self._bits = entries, bits
+
+    @classmethod
+    def of(cls, tensors: Any, batch: Int32, row: Int32) -> BlockList:
+        """Of a call's `SequenceTensors`."""
+        table = tensors.mask_blocks
+        batch = cutlass.min(batch, Int32(cute.size(table, mode=[0])) - 1)
+        return cls(table[batch, None, row, None, None], tensors.mask_key_bits)
+
+    @property
+    def written(self) -> Int32:
+        return self._entries[0, 0, WRITTEN]
+
+    @property
+    def read(self) -> Int32:
+        return self._entries[0, 0, READ]
+
+    def tile(self, place: Int32) -> Int32:
+        """The number of a tile of queries, or of keys."""
+        return self._entries[0, place + 1, 0]
+
+    def steps_tile(self, step: Int32, parts: int) -> Int32:
+        """The same of a step, counted in steps, of which a tile has so many."""
+        if parts == 1:
+            return self.tile(step)
+        return self.tile(step // parts) * parts + step % parts
+
+    def key_bits(
+        self, place: tuple[Int32, Int32], half: Int32, keys: list[Int32], words: tuple[Int32, Int32]
+    ) -> tuple[Boolean, tuple[Int32, ...]]:
+        """(whether there may be a query that does not see a key, words of bits of queries).
+
+        place: (query head, place in the list); half: of the block's keys, that of a CTA; keys: in
+        it.  words: (the first of two words of each key, by how many bits they are moved down).
+        """
+        head, number = place
+        head = cutlass.min(head, Int32(cute.size(self._entries, mode=[0])) - 1)
+        bit_tile = self._entries[head, number + 1, half + 1]
+        first, shift = words
+        rows = self._bits[cutlass.max(bit_tile, NOTHING), None, None]
+        found = [
+            rows[key, first + word] >> shift for key in keys for word in range(WORD_PAIR)
+        ]
+        return bit_tile != FULL, tuple(found)
+
+
+#: Words of 64 queries: those that a warpgroup has of a step.
+WORD_PAIR = 64 // WORD_BITS

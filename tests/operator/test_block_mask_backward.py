@@ -1,0 +1,153 @@
+"""Gradients with block masks, under both schedulers, against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_block_mask import holes, inputs
+
+import sm100_sim
+from fa4_hd256 import flash_attn_func, masks
+from fa4_hd256.check import reference
+from fa4_hd256.kernels import backward_block_mask
+
+
+@pytest.fixture(params=[False, True], ids=["static", "clc"])
+def use_clc(request):
+    return request.param
+
+
+def gradients(tensors, mask, dout, dlse=None, sink=None, **options):
+    """Gradients of the call by name."""
+    leaves = [t.detach().requires_grad_() for t in (*tensors, *([] if sink is None else [sink]))]
+    named = {} if sink is None else {"learnable_sink": leaves[3]}
+    out, lse = flash_attn_func(*leaves[:3], block_mask=mask, return_lse=True, **named, **options)
+    results, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    found = torch.autograd.grad(results, leaves, given)
+    return dict(zip(("q", "k", "v", "sink"), found))
+
+
+def check(tensors, mask, with_lse=False, sink=None, use_clc=False, config=None, **options):
+    q = tensors[0]
+    dout = torch.randn(q.shape).to(q.device, q.dtype)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1]).to(q.device) if with_lse else None
+    found = gradients(
+        tensors, mask, dout, dlse, sink, use_clc=use_clc, backward_config=config, **options
+    )
+    if sink is not None:
+        options["learnable_sink"] = sink
+    dense = masks.as_tile_mask(mask).dense().cpu()
+    compared = reference.compare_gradients(found, tensors, dout, dlse, mask=dense, **options)
+    for name, comparison in compared.items():
+        assert comparison.max_error <= comparison.tolerance, (name, comparison)
+    return found
+
+
+# One row and key; several tiles whose lists differ, that end inside a tile and a block of 256; a
+# mask for each head, whose heads differ; for each batch entry.
+@pytest.mark.parametrize(
+    ("lengths", "batch", "heads", "own_heads"),
+    [((1, 1), 1, (1, 1), 1), ((600, 500), 1, (2, 1), 2), ((300, 700), 2, (2, 2), 1)],
+)
+def test_holes(lengths, batch, heads, own_heads, use_clc, device):
+    tensors = inputs(*lengths, heads, batch, device=device)
+    check(tensors, holes(*lengths, batch, own_heads, device), use_clc=use_clc)
+
+
+def test_dtypes_and_kinds_of_scores(device):
+    """float16, a softcap, a sink, a scale below 0, the gradient of the LSE."""
+    tensors = inputs(300, 400, (4, 2), 1, torch.float16, device)
+    sink = torch.randn(4, device=device)
+    options = {"softcap": 20.0, "softmax_scale": -0.1}
+    check(tensors, holes(300, 400, 1, 1, device), True, sink, **options)
+
+
+def test_portions(device, backward_config):
+    """Of one KV head of one sequence each: of masks by head and by entry the right ones; and the
+    same bits."""
+    tensors = inputs(300, 300, (2, 2), 2, device=device)
+    mask = holes(300, 300, 2, 2, device)
+    dout = torch.randn(tensors[0].shape).to(device, torch.bfloat16)
+    of_one = 4 * 4 * 128 * 128 * 2
+    options = {"use_clc": False}
+    whole = gradients(tensors, mask, dout, **options)
+    one = backward_config(ds_bytes=of_one)
+    parts = gradients(tensors, mask, dout, backward_config=one, **options)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    with pytest.raises(NotImplementedError, match=f"of a sequence, {of_one} bytes here; ds_bytes"):
+        small = backward_config(ds_bytes=of_one - 1)
+        gradients(tensors, mask, dout, backward_config=small, **options)
+
+
+def test_opcheck_of_some_gradients(device):
+    """What is not asked for is empty, as graphs are told."""
+    q, k, v = inputs(200, 300, device=device)
+    mask = holes(200, 300, device=device)
+    out, lse = flash_attn_func(q, k, v, block_mask=mask, return_lse=True, use_clc=False)
+    arguments = (
+        torch.randn_like(out), None, q, k, v, out, lse, 0.0625, -1, -1, 0.0, *[None] * 7, False, "",
+    )  # fmt: skip
+    operator = torch.ops.fa4_hd256.backward.default
+    for wanted in ([True, False, False], [False, True, False]):
+        torch.library.opcheck(operator, (*arguments, wanted, mask.blocks, mask.key_bits))
+
+
+def test_some_gradients_alone(device):
+    q, k, v = inputs(200, 300, device=device)
+    mask, dout = holes(200, 300, device=device), torch.randn(q.shape).to(device, q.dtype)
+    expected = gradients((q, k, v), mask, dout, use_clc=False)
+    for name, place in (("q", 0), ("v", 2)):
+        leaves = [q, k, v]
+        leaves[place] = leaves[place].detach().requires_grad_()
+        out = flash_attn_func(*leaves, block_mask=mask, use_clc=False)
+        (found,) = torch.autograd.grad(out, leaves[place], dout)
+        assert torch.equal(found, expected[name])
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_findings(seed, monkeypatch):
+    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
+    if seed is not None:
+        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    tensors = inputs(300, 400)
+    mask = holes(300, 400)
+    gradients(tensors, mask, torch.randn(tensors[0].shape).bfloat16(), use_clc=False)
+    reports = sm100_sim.last_reports()[-3:]
+    assert all(report.seed == seed and report.findings == [] for report in reports)
+
+
+LIST = backward_block_mask.BlockList
+TILE, BITS = LIST.tile, LIST.key_bits
+
+
+def _other_half(self, place, half, *others):
+    return BITS(self, place, 1 - half, *others)
+
+
+def _step_before(self, place, *others):
+    head, number = place
+    return BITS(self, (head, number - 1), *others)
+
+
+def _all_partial(self, *arguments):
+    is_partial, words = BITS(self, *arguments)
+    return is_partial | True, words
+
+
+BUGS = {
+    "the tile behind": ("tile", lambda self, place: TILE(self, place + 1)),
+    "bits of the other half": ("key_bits", _other_half),
+    "bits of the step before": ("key_bits", _step_before),
+    "a full tile taken as partial": ("key_bits", _all_partial),
+}
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_refused(bug, planted):
+    tensors, mask = inputs(300, 600), holes(300, 600)
+    planted.setattr(LIST, *BUGS[bug])
+    with pytest.raises(AssertionError):
+        check(tensors, mask)
