@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], packed: dict[str, bool]) -> 
     _check_equal("device", {name: t.device for name, t in tensors.items()}, ValueError)
 
 
-def _check_equal(what: str, values: dict[str, object], error: type[Exception]) -> None:
+def _check_equal(what: str, values: Mapping[str, object], error: type[Exception]) -> None:
     if len(set(values.values())) > 1:
         given = ", ".join(f"{name} {value}" for name, value in values.items())
         raise error(f"{', '.join(values)} must share one {what}; got {given}")
