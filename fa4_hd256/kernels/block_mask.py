@@ -14,15 +14,14 @@ Keys past the end have no bits, so a tile that ends behind the last key is never
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32
 
 from .edges import SharedByReference
-from .masking import WORD_BITS
+from .masking import WORD_BITS, hide_unseen
 
 __all__ = [
     "BIT_WORDS", "FULL", "MASK_BITS", "MASK_BLOCKS", "MASK_GRADIENTS", "MASK_KEY_BITS",
@@ -151,13 +150,7 @@ class RowBits:
         """Set the scores of keys that the row does not see to -inf.  scores: register tensor of
         Float32 of the row, of all keys of the step."""
         if self._numbers[0] != FULL:
-            self._hide(scores)
-
-    def _hide(self, scores: cute.Tensor) -> None:
-        for number in range(cute.size(scores)):
-            word, column = divmod(number, WORD_BITS)
-            is_visible = (Uint32(self._words[word]) & (1 << column)) != 0
-            scores[number] = cutlass.select_(is_visible, scores[number], Float32(-math.inf))
+            hide_unseen(scores, self._words, range(cute.size(scores)))
 
     def __extract_mlir_values__(self) -> list:
         values = self._step, *self._numbers, *self._words

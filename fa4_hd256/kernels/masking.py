@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-__all__ = ["WORD_BITS", "MaskKind", "Part", "TileRange", "Visibility"]
+__all__ = ["WORD_BITS", "MaskKind", "Part", "TileRange", "Visibility", "hide_unseen"]
 
 WORD_BITS = 32
 
@@ -190,3 +191,12 @@ def _bits(first: Int32, limit: Int32, bounded_left: bool) -> Uint32:
         "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
         read_only_args=[Int32(start), Int32(width)],
     )
+
+
+def hide_unseen(scores: cute.Tensor, words: Sequence[Any], columns: Sequence[int]) -> None:
+    """Scores without a bit := -inf.  columns: of each score its bit, counted over the words."""
+    for place, column in enumerate(columns):
+        word = Uint32(words[column // WORD_BITS])
+        is_visible = (word & (1 << column % WORD_BITS)) != 0
+        score = scores[place]
+        scores[place] = cutlass.select_(is_visible, score, Float32(-math.inf))

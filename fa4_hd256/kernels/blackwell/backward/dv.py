@@ -30,13 +30,13 @@ and the MMAs of a pair execute in issue order.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32
 
+from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
 from fa4_hd256.kernels.backward_common import Step, heads_of_part
 from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
 from fa4_hd256.kernels.backward_key_tiles import KeyTiles
@@ -53,7 +53,7 @@ from fa4_hd256.kernels.blackwell.tmem import (
     tmem_store_quads,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
-from fa4_hd256.kernels.masking import WORD_BITS
+from fa4_hd256.kernels.masking import WORD_BITS, hide_unseen
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 from schedulers import WorkTile
@@ -238,11 +238,8 @@ class DvKernel(KeyTiles, RowResult):
         for number, half in enumerate(halves):
             for group in range(2):
                 own = quad_fragment(scores, number)[None, group, None]
-                for place, column in enumerate(COLUMNS):
-                    word = words[2 * (2 * half + group) + column // WORD_BITS]
-                    is_visible = (Uint32(word) & (1 << column % WORD_BITS)) != 0
-                    score = own[place]
-                    own[place] = cutlass.select_(is_visible, score, Float32(-math.inf))
+                first = WORD_PAIR * (2 * half + group)
+                hide_unseen(own, words[first : first + WORD_PAIR], COLUMNS)
 
     @cute.jit
     def mask_scores(self, scores: cute.Tensor, mask: tuple):

@@ -52,8 +52,8 @@ LEAST_EXPONENT = 32
 INFINITE_EXPONENT = 255
 #: Rows that the warp works on at a time.
 ROWS_AT_ONCE = 8
-#: Columns of a score tile that are loaded at a time.
-SCORE_COLUMNS = 32
+#: Columns of tensor memory that are loaded at a time.
+COLUMNS = 32
 #: V's scale of a page counts as this at least: its logarithm and its reciprocal are then finite.
 LEAST_SCALE = 2.0**-64
 
@@ -281,15 +281,7 @@ class DecodeE4m3Kernel(DecodeKernel):
     def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
         """Both parts of S, added and brought back: rows by their factors, which K's scale of the
         tile is among, a key by its page's scale."""
-        rows = self.config.rows
-        scores, columns = cute.make_rmem_tensor(rows, Float32), min(rows, SCORE_COLUMNS)
-        address = self._scores(context, buffer)
-        for first in range(0, rows, columns):
-            parts = [cute.make_rmem_tensor(columns, Float32) for _ in range(2)]
-            for number, part in enumerate(parts):
-                tmem_load(address + number * rows + first, part, columns)
-            cute.arch.fence_view_async_tmem_load()
-            self._add_parts(parts, scores, first)
+        scores = self._load_sum(self._scores(context, buffer))
         self._multiply(scores, softmax.factors)
         if self.of_pages:
             k_scale, v_scale = softmax.coming[0], softmax.coming[1]
@@ -299,6 +291,18 @@ class DecodeE4m3Kernel(DecodeKernel):
             self._next_scales(context, softmax, work)
             self._multiply_all(scores, k_scale)
         return scores
+
+    def _load_sum(self, address: Any) -> cute.Tensor:
+        """Both parts of a lane's rows, added: those of lo lie behind those of hi."""
+        rows = self.config.rows
+        sums, columns = cute.make_rmem_tensor(rows, Float32), min(rows, COLUMNS)
+        for first in range(0, rows, columns):
+            parts = [cute.make_rmem_tensor(columns, Float32) for _ in range(2)]
+            for number, part in enumerate(parts):
+                tmem_load(address + number * rows + first, part, columns)
+            cute.arch.fence_view_async_tmem_load()
+            self._add_parts(parts, sums, first)
+        return sums
 
     @staticmethod
     def _add_parts(parts: list[cute.Tensor], sums: cute.Tensor, first: int) -> None:
@@ -327,16 +331,7 @@ class DecodeE4m3Kernel(DecodeKernel):
         store_parts([scores[row] for row in range(rows)], targets)
 
     def _load_half(self, context: Any, half: int) -> cute.Tensor:
-        """Both parts of O, added."""
-        rows = self.config.rows
-        values, columns = cute.make_rmem_tensor(rows, Float32), min(rows, SCORE_COLUMNS)
-        for first in range(0, rows, columns):
-            parts = [cute.make_rmem_tensor(columns, Float32) for _ in range(2)]
-            for number, part in enumerate(parts):
-                tmem_load(self._of_half(context, half) + number * rows + first, part, columns)
-            cute.arch.fence_view_async_tmem_load()
-            self._add_parts(parts, values, first)
-        return values
+        return self._load_sum(self._of_half(context, half))
 
     def _inverse(self, softmax: Any, inverse: Float32) -> Float32:
         if self.of_pages or not self.problem_class.descale:

@@ -18,13 +18,10 @@ LOW_PART = 2.0**-4
 _WORD = 4  # e4m3 in 32 bits
 
 
-def _split(values: list[Float32]) -> tuple[Int32, Int32]:
-    """(hi, lo) of four values, each four codes, the first one lowest.
-
-    cvt.rn.satfinite.e4m3x2.f32 and cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22): NaN stays NaN, and what
-    is larger than 448 becomes 448.
-    """
-    codes = cute.arch.inline_ptx(
+def _codes(values: list[Float32]) -> Int32:
+    """Four values rounded to e4m3, the first one lowest: cvt.rn.satfinite.e4m3x2.f32 (PTX ISA
+    9.7.9.22); NaN stays NaN, and what is larger than 448 becomes 448."""
+    return cute.arch.inline_ptx(
         "{.reg .b16 low, high;\n"
         "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
@@ -32,6 +29,12 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
         write_only_types=[Int32],
         read_only_args=values,
     )
+
+
+def _split(values: list[Float32]) -> tuple[Int32, Int32]:
+    """(hi, lo) of four values, each as `_codes`; cvt.rn.f16x2.e4m3x2 (PTX ISA 9.7.9.22) says what
+    hi is."""
+    codes = _codes(values)
     rounded = cute.arch.inline_ptx(
         "{.reg .b16 low, high, a, b, c, d;\n"
         ".reg .b32 first, second;\n"
@@ -48,15 +51,7 @@ def _split(values: list[Float32]) -> tuple[Int32, Int32]:
         read_only_args=[codes],
     )
     left = [(x - hi) * Float32(1 / LOW_PART) for x, hi in zip(values, rounded, strict=True)]
-    remainder = cute.arch.inline_ptx(
-        "{.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
-        "mov.b32 {$w0}, {low, high};}",
-        write_only_types=[Int32],
-        read_only_args=left,
-    )
-    return codes, remainder
+    return codes, _codes(left)
 
 
 def store_parts(values: list[Float32], targets: tuple[cute.Tensor, cute.Tensor]) -> None:

@@ -3,12 +3,11 @@ and LSE and delta of the queries that pass, which belong to columns here."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32
 
 from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
 from fa4_hd256.kernels.backward_ds_tiles import RUN
@@ -20,7 +19,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     row_of_fragment,
     rows_of,
 )
-from fa4_hd256.kernels.masking import WORD_BITS
+from fa4_hd256.kernels.masking import hide_unseen
 
 __all__ = ["KeyRows"]
 
@@ -98,11 +97,8 @@ class KeyRows(KeyTiles):
     def _hide(self, s: cute.Tensor, bits: tuple) -> None:
         """Scores of queries without a bit := -inf.  bits: two words of each of the two keys."""
         for number, row in enumerate(rows_of(s)):
-            for place, column in enumerate(fragment_columns(self.plan.step_columns)):
-                word = Uint32(bits[WORD_PAIR * number + column // WORD_BITS])
-                is_visible = (word & (1 << column % WORD_BITS)) != 0
-                score = row[place]
-                row[place] = cutlass.select_(is_visible, score, Float32(-math.inf))
+            words = bits[WORD_PAIR * number : WORD_PAIR * (number + 1)]
+            hide_unseen(row, words, fragment_columns(self.plan.step_columns))
 
     def passing_stats(self, context: Any, name: str, stage: Any) -> cute.Tensor:
         """-LSE ("lse") or -delta of this thread's queries, in shared memory: (2, runs of eight)."""

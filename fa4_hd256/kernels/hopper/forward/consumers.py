@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from fa4_hd256.kernels.hopper.instructions import (
     wait,
 )
 from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.kernels.masking import WORD_BITS, TileRange
+from fa4_hd256.kernels.masking import TileRange, hide_unseen
 from fa4_hd256.kernels.ranges import traced
 from softmax_emu.online import OnlineSoftmax, soft_cap
 
@@ -147,14 +146,7 @@ class ForwardConsumer:
     def _hide(self, row: cute.Tensor, is_partial: Any, words: tuple):
         """Scores of keys without a bit := -inf."""
         if is_partial:
-            self._keep(row, words)
-
-    def _keep(self, row: cute.Tensor, words: tuple) -> None:
-        for number, column in enumerate(fragment_columns(self.config.block_kv)):
-            word = Uint32(words[column // WORD_BITS])
-            is_visible = (word & (1 << column % WORD_BITS)) != 0
-            score = row[number]
-            row[number] = cutlass.select_(is_visible, score, Float32(-math.inf))
+            hide_unseen(row, words, fragment_columns(self.config.block_kv))
 
     def _fragments(self, context: Any, warpgroup: Int32) -> Fragments:
         qk, pv = self.qk, self.pv
