@@ -23,6 +23,7 @@ COMMANDS = {
     "host": "what the host does before an eager call returns, by part, beside others",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
+    "masks": "masks that people train with, beside SDPA and FlexAttention, measured",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
     "pages": "keys and values in pages of 16 and 128 rows beside none, modelled",
     "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",

@@ -112,13 +112,16 @@ class Case:
     def _is_unequal(self) -> bool:
         return any(q != k for q, k in self.lengths)
 
+    @property
+    def pairs(self) -> float:
+        """Of a query and a key that it sees, by the convention in the module's docstring."""
+        if self.window == (None, None) and not (self.causal and self._is_unequal):
+            return sum(q * k for q, k in self.lengths) / (2 if self.causal else 1)
+        return sum(_visible_pairs(q, k, *self.bounds) for q, k in self.lengths)
+
     def flop(self, direction: str, head_dim: int = HEAD_DIM) -> float:
         """By the convention in the module's docstring."""
-        if self.window == (None, None) and not (self.causal and self._is_unequal):
-            pairs = sum(q * k for q, k in self.lengths) / (2 if self.causal else 1)
-        else:
-            pairs = sum(_visible_pairs(q, k, *self.bounds) for q, k in self.lengths)
-        forward = 4.0 * head_dim * self.heads * pairs
+        forward = 4.0 * head_dim * self.heads * self.pairs
         return forward * BACKWARD_FLOP if direction == BACKWARD else forward
 
 

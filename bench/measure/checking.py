@@ -13,6 +13,7 @@ import torch
 from bench.suite import Case
 from fa4_hd256.check import reference
 
+from .masks import MaskedCase
 from .providers import Inputs, Provider
 
 #: Rows that are compared: as many at the begin, the middle and the end of a sequence.
@@ -49,8 +50,8 @@ def worst(checks: Iterable[Check]) -> Check:
 class Block:
     """Rows of one sequence and some heads that share a key/value head.
 
-    keys: up to the last one that the rows may see; with these the mask is bottom-right aligned
-    again.
+    keys: up to the last one that the rows may see; with these a mask by bounds is bottom-right
+    aligned again.
     """
 
     sequence: int
@@ -64,13 +65,15 @@ class Block:
         rows = inputs.sequence(tensor, self.sequence, 0)[self.rows.start : self.rows.stop]
         return rows[:, list(self.heads)]
 
-    def operands(self, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    def operands(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v of the block on the CPU, with a batch of 1."""
+        q = self.queries(inputs, inputs.q)
         k, v = (
             inputs.sequence(t, self.sequence, 1)[: self.keys, self.head_kv, None]
             for t in (inputs.k, inputs.v)
         )
-        return tuple(t[None].detach().cpu() for t in (self.queries(inputs, inputs.q), k, v))
+        q, k, v = (t[None].detach().cpu() for t in (q, k, v))
+        return q, k, v
 
 
 def _blocks(case: Case) -> list[list[Block]]:
@@ -97,6 +100,8 @@ def _blocks(case: Case) -> list[list[Block]]:
             rows = range(begin, begin + count)
             # Past the diagonal of the last row nothing is lost if the right side is bounded at 0.
             keys = seqlen_k - (seqlen_q - rows.stop) if case.bounds[1] == 0 else seqlen_k
+            if isinstance(case, MaskedCase):
+                keys = case.last_key(index, rows) + 1
             place += [
                 Block(index, rows, max(keys, 0), tuple(of_group), head_kv)
                 for head_kv, of_group in heads.items()
@@ -104,8 +109,12 @@ def _blocks(case: Case) -> list[list[Block]]:
     return found
 
 
-def _options(case: Case) -> dict[str, Any]:
-    return {"window_size": case.bounds, "softcap": case.softcap}
+def _options(case: Case, block: Block | None = None) -> dict[str, Any]:
+    """The reference's, of a case without a mask of its own or of a block."""
+    options: dict[str, Any] = {"window_size": case.bounds, "softcap": case.softcap}
+    if isinstance(case, MaskedCase) and block is not None:
+        options["mask"] = case.seen(block.sequence, block.rows, block.keys)[None, None]
+    return options
 
 
 @torch.no_grad()
@@ -118,7 +127,9 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
     for block in (block for place in _blocks(inputs.case) for block in place):
         if block not in inputs.expected:
             operands = block.operands(inputs)
-            inputs.expected[block] = reference.Expected.of(operands, **_options(inputs.case))
+            inputs.expected[block] = reference.Expected.of(
+                operands, **_options(inputs.case, block)
+            )
         found = block.queries(inputs, out)[None].cpu()
         # Of out alone: providers do not all return LSE.
         lse = torch.zeros(1, len(block.heads), found.shape[1])
@@ -130,10 +141,14 @@ def check_forward(inputs: Inputs, out: torch.Tensor) -> Check:
 def check_gradients(provider: Provider, inputs: Inputs) -> Check:
     """Compare gradients with the reference.
 
-    All of them on the case cut down to a short sequence; on the case itself those of rows alone,
-    for a gradient of out that vanishes in every other row.
+    All of them on the case cut down to a short sequence, but for a case with a mask of its own,
+    which a cut changes; on the case itself those of rows alone, for a gradient of out that vanishes
+    in every other row.
     """
-    return worst([_check_small_gradients(provider, inputs), *_check_rows(provider, inputs)])
+    rows = _check_rows(provider, inputs)
+    if isinstance(inputs.case, MaskedCase):
+        return worst(rows)
+    return worst([_check_small_gradients(provider, inputs), *rows])
 
 
 def _check_small_gradients(provider: Provider, inputs: Inputs) -> Check:
@@ -145,11 +160,12 @@ def _check_small_gradients(provider: Provider, inputs: Inputs) -> Check:
     )  # fmt: skip
     cut = Inputs.random(small, inputs.q.device, inputs.q.dtype)
     found = _gradients(provider, cut, cut.dout)
-    whole = [t.detach().reshape(1, -1, *t.shape[-2:]) for t in (*cut.leaves, cut.dout)]
+    q, k, v, dout = (t.detach().reshape(1, -1, *t.shape[-2:]) for t in (*cut.leaves, cut.dout))
     named = {
         name: gradient.reshape(1, -1, *gradient.shape[-2:]) for name, gradient in found.items()
     }
-    return _worst_gradient(named, tuple(whole[:3]), whole[3], small)
+    expected = reference.ExpectedGradients.of((q, k, v), dout, **_options(small))
+    return _worst_gradient(named, expected)
 
 
 def _check_rows(provider: Provider, inputs: Inputs) -> Iterator[Check]:
@@ -168,8 +184,13 @@ def _check_rows(provider: Provider, inputs: Inputs) -> Iterator[Check]:
                 named[name] = gradient[keys][None]
                 beyond = gradient[block.keys :, block.head_kv]
                 unseen = max(unseen, beyond.abs().max().item() if beyond.numel() else 0.0)
-            of_rows = block.queries(inputs, inputs.dout)[None].cpu()
-            check = _worst_gradient(named, block.operands(inputs), of_rows, inputs.case)
+            key = "gradients", block
+            if key not in inputs.expected:
+                of_rows = block.queries(inputs, inputs.dout)[None].cpu()
+                inputs.expected[key] = reference.ExpectedGradients.of(
+                    block.operands(inputs), of_rows, **_options(inputs.case, block)
+                )
+            check = _worst_gradient(named, inputs.expected[key])
             # No row sees the keys beyond: their gradients are exactly 0.
             yield check if not unseen else Check(max(unseen, check.error), 0.0)
 
@@ -184,7 +205,6 @@ def _gradients(
 
 
 def _worst_gradient(
-    found: dict[str, torch.Tensor], operands: tuple, dout: torch.Tensor, case: Case
+    found: dict[str, torch.Tensor], expected: reference.ExpectedGradients
 ) -> Check:
-    compared = reference.compare_gradients(found, operands, dout, **_options(case))
-    return worst(Check(c.max_error, c.tolerance) for c in compared.values())
+    return worst(Check(c.max_error, c.tolerance) for c in expected.compare(found).values())

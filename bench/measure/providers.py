@@ -13,7 +13,6 @@ import torch
 from bench.peers import flash_attn_4, frost
 from bench.suite import BACKWARD, FORWARD, Case
 from bench.tables.comparison import OURS
-from fa4_hd256.check import reference
 from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -29,6 +28,7 @@ class Inputs:
     q, dout: (batch, seqlen_q, heads, 256), k, v: (batch, seqlen_k, heads_kv, 256), or without the
     batch where sequences are packed; cu_seqlens: int32 (sequences + 1,) of queries and keys then.
     expected: what `checking` compares blocks of rows with, by block, once it has been computed.
+    masks: what providers have made of the case's mask.
     """
 
     case: Case
@@ -37,7 +37,8 @@ class Inputs:
     v: torch.Tensor
     dout: torch.Tensor
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None
-    expected: dict[Any, reference.Expected] = field(default_factory=dict)
+    expected: dict[Any, Any] = field(default_factory=dict)
+    masks: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def random(cls, case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -73,7 +74,8 @@ class Inputs:
 
 
 class Provider(Protocol):
-    """One implementation."""
+    """One implementation. One that is a bound of others has a method `computed`, too: from a case
+    to that which it computes, checks and counts the FLOP of in its place."""
 
     name: str
 

@@ -19,13 +19,21 @@ from bench.peaks import FLOP_PER_CLOCK
 
 from .nvml import Nvml, NvmlError
 
+#: Timed runs of each call, however long they take.
+LEAST_RUNS = 8
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How often each call runs: `warmup` times before it counts, `runs` times that do."""
+    """How often each call runs: `warmup` times before it counts, `runs` times that do.
+
+    seconds: of all rounds together; where a round takes so long that they would need more, there
+    are fewer of both kinds, and of timed ones at least `LEAST_RUNS`. None for no limit.
+    """
 
     warmup: int = 32
     runs: int = 128
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.runs < 1:
@@ -33,6 +41,15 @@ class Sampling:
                 f"{self.warmup} warm-up and {self.runs} timed runs; accepted are 0 and more, and "
                 "1 and more"
             )
+
+    def limited(self, round_seconds: float) -> Sampling:
+        """What fits, if each round takes so long."""
+        whole = round_seconds * (self.warmup + self.runs)
+        if self.seconds is None or whole <= self.seconds:
+            return self
+        share = self.seconds / whole
+        least = min(self.runs, LEAST_RUNS)
+        return Sampling(int(self.warmup * share), max(int(self.runs * share), least))
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,8 @@ def interleave_prepared(
 ) -> dict[str, Samples]:
     """`interleave` of what `Timer.prepare` returned."""
     prepared = {name: call for name, (call, _) in ready.items()}
+    if sampling.seconds is not None:
+        sampling = sampling.limited(sum(timer.seconds(call) for call in prepared.values()))
     found = {name: Samples(launch) for name, (_, launch) in ready.items()}
     names = list(prepared)
     for turn in range(sampling.warmup + sampling.runs):

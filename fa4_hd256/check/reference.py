@@ -439,6 +439,43 @@ class GradientComparison:
         return 2 * self.pytorch_max_error + 2 * self.rounding + self.cancellation
 
 
+@dataclass(frozen=True)
+class ExpectedGradients:
+    """What several gradients of the same inputs are compared with, by name as of `gradients`:
+    exact in float64, and of each the errors that tolerances are made of."""
+
+    exact: dict[str, torch.Tensor]
+    pytorch_max_error: dict[str, float]
+    cancellation: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dout: torch.Tensor,
+        dlse: torch.Tensor | None = None, **options: Any,
+    ) -> ExpectedGradients:  # fmt: skip
+        """Arguments are those of `gradients`."""
+        exact = gradients(inputs, dout, dlse, **options)
+        pytorch = same_dtype_gradients(inputs, dout, dlse, **options)
+        errors = {name: _largest(pytorch[name].double() - exact[name]) for name in exact}
+        return cls(exact, errors, cancellation_errors(inputs, dout, **options))
+
+    def compare(self, found: dict[str, torch.Tensor]) -> dict[str, GradientComparison]:
+        """Of those that are found; NaN is an infinite error."""
+        result = {}
+        for name, tensor in found.items():
+            exact = self.exact[name]
+            difference = tensor.cpu().double() - exact
+            norm = exact.norm().item()
+            result[name] = GradientComparison(
+                max_error=_largest(difference),
+                pytorch_max_error=self.pytorch_max_error[name],
+                rounding=_largest(exact.to(tensor.dtype).double() - exact),
+                rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
+                cancellation=self.cancellation.get(name, 0.0),
+            )
+        return result
+
+
 def compare_gradients(
     found: dict[str, torch.Tensor],
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -450,22 +487,7 @@ def compare_gradients(
 
     found: those to compare; the other arguments are those of `gradients`.
     """
-    expected = gradients(inputs, dout, dlse, **options)
-    pytorch = same_dtype_gradients(inputs, dout, dlse, **options)
-    cancellation = cancellation_errors(inputs, dout, **options)
-    result = {}
-    for name, tensor in found.items():
-        exact = expected[name]
-        difference = tensor.cpu().double() - exact
-        norm = exact.norm().item()
-        result[name] = GradientComparison(
-            max_error=_largest(difference),
-            pytorch_max_error=_largest(pytorch[name].double() - exact),
-            rounding=_largest(exact.to(tensor.dtype).double() - exact),
-            rel_l2=difference.norm().item() / norm if norm else difference.norm().item(),
-            cancellation=cancellation.get(name, 0.0),
-        )
-    return result
+    return ExpectedGradients.of(inputs, dout, dlse, **options).compare(found)
 
 
 @torch.no_grad()

@@ -1,0 +1,152 @@
+"""`python -m bench masks`: forward and backward under masks that people train with, measured.
+
+Ours with `block_mask=` beside what training takes without it: SDPA with a dense mask, and
+FlexAttention; ours under the causal mask alone says how fast it may get. On a CUDA GPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bench.measure.mask_providers import (
+    FLEX,
+    SDPA,
+    DenseSdpa,
+    FlexAttention,
+    mask_microseconds,
+    mask_providers,
+)
+from bench.measure.masks import CASES, MaskedCase
+from bench.measure.providers import Provider
+from bench.measure.throughput import measured_rows
+from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
+from bench.suite import BACKWARD, DIRECTIONS
+from bench.tables.comparison import BOUND, OURS
+from bench.tables.results import add_output_options, emit
+from bench.tables.table import Column, Plot, Table
+
+#: Of all rounds of a row: SDPA takes tens of times as long as ours.
+SECONDS = 3.0
+
+#: Columns: of milliseconds of each provider, of rates, of times over ours.
+TIMES = {OURS: "ours_ms", BOUND: "causal_ms", SDPA: "sdpa_ms", FLEX: "flex_ms"}
+RATES = OURS, BOUND
+RATIOS = {SDPA: "sdpa_ratio", FLEX: "flex_ratio"}
+
+COLUMNS = (
+    Column("direction"), Column("shape"), Column("heads"), Column("mask"),
+    Column("visible", format=".1%", title="pairs seen"),
+    *(Column(column, "ms", ".3f", name) for name, column in TIMES.items()),
+    *(Column(column, "", ".2f", f"{name} / ours") for name, column in RATIOS.items()),
+    *(Column(name, "TFLOPS", ".0f", name) for name in RATES),
+    Column("of_peak", format=".1%", title="ours, of peak"),
+    Column("mask_us", "us", ".0f", "making the mask"),
+    Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
+    Column("runs"), Column("remarks"),
+)  # fmt: skip
+
+NOTES = (
+    "FLOP: 4 x 256 a head for each pair of a query and a key that it sees, backward 2.5 times "
+    f"that; of \"{BOUND}\" those of the causal mask. Times: medians of runs by turns, with a cold "
+    "L2; \"runs\" says how many. Making the mask: on the host's clock, from its name to bits and "
+    "lists of steps, with those of the backward in rows of it; once for all layers, and in no "
+    "other column.",
+    f"{SDPA}: a bool mask that is there before, KV heads repeated as transformers does where there "
+    "is a mask. FlexAttention: compiled for the shape, its BlockMask made before.",
+)  # fmt: skip
+
+
+def measure(
+    cases: Iterable[tuple[MaskedCase, str]], providers: Sequence[Provider], timer: Timer,
+    sampling: Sampling,
+) -> Table:  # fmt: skip
+    """Every (case, direction) on the timer's GPU; results are checked before."""
+    rows = []
+    for case, direction in cases:
+        (row,) = measured_rows([(case, direction)], providers, timer, sampling, torch.bfloat16)
+        rows.append(row | _figures(row, case) | {
+            "mask_us": mask_microseconds(case, timer.device, direction == BACKWARD),
+            "remarks": "; ".join(_remarks(row["details"], providers)) or None,
+        })  # fmt: skip
+    plot = Plot(("shape", "heads", "mask"), tuple(TIMES.values()), panel="direction")
+    return Table("masks", "Attention under masks at head_dim 256", COLUMNS, rows, NOTES, plot)
+
+
+def _figures(row: dict[str, Any], case: MaskedCase) -> dict[str, Any]:
+    """Columns of this table that a row of `measured_rows` has in its details, or not at all."""
+    details = row["details"]
+    times = {name: details.get(name, {}).get("median_ms") for name in TIMES}
+    ours = details.get(OURS, {})
+    return {
+        "visible": case.pairs / (case.batch * case.seqlen_q * case.seqlen_k),
+        **{column: times[name] for name, column in TIMES.items()},
+        **{
+            column: times[name] / times[OURS] if times[name] and times[OURS] else None
+            for name, column in RATIOS.items()
+        },
+        **{name: row.get(name) for name in RATES},
+        "power_watts": ours.get("power_watts"), "runs": ours.get("runs"),
+    }  # fmt: skip
+
+
+def _remarks(
+    details: dict[str, dict[str, Any]], providers: Sequence[Provider]
+) -> Iterable[str]:
+    for provider in providers:
+        status = details[provider.name]["status"]
+        if status != "ok":
+            yield f"{provider.name}: {status}"
+        elif isinstance(provider, DenseSdpa) and provider.backend:
+            yield f"{provider.name}: {provider.backend}"
+        elif isinstance(provider, FlexAttention) and provider.failure:
+            yield f"{provider.name}: with {provider.options}; without, {provider.failure}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--direction", choices=DIRECTIONS, help="both unless chosen")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has TEXT")
+    parser.add_argument(
+        "--provider", action="append", metavar="NAME", help="repeatable; all unless chosen"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS,
+        help="of all runs of a row: where they take longer there are fewer",
+    )
+    add_sampling_options(parser)
+    add_output_options(parser)
+
+
+def chosen(only: str, names: Sequence[str] | None) -> tuple[list[MaskedCase], list[Provider]]:
+    """Cases with `only` in their line, providers of these names, None for all. Raises ValueError
+    for a text that is in none, and a name that none has."""
+    cases = [case for case in CASES if only in str(case)]
+    if not cases:
+        lines = "; ".join(map(str, CASES))
+        raise ValueError(f"no case has {only!r} in its line; there are {lines}")
+    providers = mask_providers()
+    known = [provider.name for provider in providers]
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"provider {name!r}; accepted are {'; '.join(known)}")
+    return cases, [one for one in providers if not names or one.name in names]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if ours was run and broke, or was wrong."""
+    cases, providers = chosen(arguments.only, arguments.provider)
+    sampling = Sampling(arguments.warmup, arguments.runs, arguments.seconds)
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "no CUDA device to measure on; accepted: a GPU, since `masks` has no modelled figures"
+        )
+    directions = [arguments.direction] if arguments.direction else DIRECTIONS
+    jobs = [(case, direction) for direction in directions for case in cases]
+    table = measure(jobs, providers, CudaTimer(), sampling)
+    emit(table, arguments)
+    failed = (row["details"].get(OURS, {}).get("failed") for row in table.rows)
+    return 1 if any(failed) else 0

@@ -1,0 +1,224 @@
+"""Implementations of attention under a mask: ours, and what training takes without it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from bench.suite import Case
+from bench.tables.comparison import BOUND, OURS
+from fa4_hd256 import flash_attn_func, interface
+from fa4_hd256.kernels.block_mask import MASK_TILE
+
+from .masks import MaskedCase
+from .providers import Inputs, Ours, Provider
+
+SDPA, FLEX = "SDPA, dense mask", "FlexAttention"
+
+#: Times that a mask is made, the first of which does not count.
+MADE = 6
+
+#: What FlexAttention is asked for, one after the other until one works at head_dim 256: its own
+#: choice, then blocks whose tiles take less shared memory.
+KERNEL_OPTIONS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {
+        "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "bwd_BLOCK_M1": 16,
+        "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16, "bwd_num_stages": 1,
+    },
+)  # fmt: skip
+
+
+def _made(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
+    if name not in inputs.masks:
+        inputs.masks[name] = make()
+    return inputs.masks[name]
+
+
+def _case_of(inputs: Inputs) -> MaskedCase:
+    assert isinstance(inputs.case, MaskedCase)
+    return inputs.case
+
+
+class OursMasked(Ours):
+    """`flash_attn_func` with `block_mask=`, a mask by its name."""
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        case = _case_of(inputs)
+        mask = _made(inputs, OURS, partial(case.tile_mask, inputs.q.device))
+        return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask))
+
+
+class OursCausal(Ours):
+    """`flash_attn_func` with `causal=True`: of the same tensors another result, the bound of a mask
+    that lies on the causal one."""
+
+    def __init__(self) -> None:
+        super().__init__(BOUND)
+
+    def computed(self, case: Case) -> Case:
+        return case.plain if isinstance(case, MaskedCase) else case
+
+
+class DenseSdpa:
+    """`scaled_dot_product_attention` with a bool mask, by the back end that PyTorch chooses. Fewer
+    KV heads are repeated, as transformers does where there is a mask."""
+
+    name = SDPA
+
+    def __init__(self) -> None:
+        self.backend: str | None = None
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        case = _case_of(inputs)
+        mask = _made(inputs, SDPA, partial(case.dense, inputs.q.device))
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
+        group = case.heads // case.heads_kv
+        if group > 1:
+            k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+        self.backend = _chosen_backend(q, k, v, mask)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2)
+
+
+def _chosen_backend(*given: torch.Tensor) -> str | None:
+    """By PyTorch's own rule, which has no public name."""
+    from torch.nn.attention import SDPBackend
+
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    number = None if choose is None else choose(*given)
+    known = {int(backend.value): name for name, backend in SDPBackend.__members__.items()}
+    return None if number is None else known.get(number)
+
+
+class FlexAttention:
+    """`torch.nn.attention.flex_attention` by torch.compile, with a `BlockMask` of the mask_mod.
+
+    options: of `KERNEL_OPTIONS`, those that worked last; failure: what those before raised.
+    """
+
+    name = FLEX
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] | None = None
+        self.failure: str | None = None
+        self._compiled: tuple[Any, Callable[..., torch.Tensor]] | None = None
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return None
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        block_mask = _made(inputs, FLEX, lambda: _block_mask(_case_of(inputs), inputs.q.device))
+        grad = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in inputs.leaves)
+        key = inputs.case, grad
+        if self._compiled is None or self._compiled[0] != key:
+            self._compiled = key, self._first_that_works(inputs, block_mask, grad)
+        return self._compiled[1](inputs)
+
+    def _first_that_works(
+        self, inputs: Inputs, block_mask: Any, grad: bool
+    ) -> Callable[[Inputs], torch.Tensor]:
+        """Raises RuntimeError with what the first error says if nothing works."""
+        import torch._functorch.config
+
+        self.failure = None
+        for options in KERNEL_OPTIONS:
+            call = partial(self._attend, self._function(), block_mask, options)
+            try:
+                # The backward runs more than once, which functions compiled otherwise refuse.
+                with torch._functorch.config.patch(donated_buffer=False):
+                    out = call(inputs)
+                    if grad:
+                        torch.autograd.grad(out, inputs.leaves, inputs.dout, retain_graph=True)
+            except Exception as error:
+                self.failure = self.failure or first_lines(error)
+                continue
+            self.options = options
+            return call
+        raise RuntimeError(self.failure)
+
+    def _function(self) -> Callable[..., Any]:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # Shapes of cases before do not count towards dynamo's limit, past which nothing is
+        # compiled.
+        torch._dynamo.reset()
+        return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    @staticmethod
+    def _attend(
+        function: Callable[..., Any], block_mask: Any, options: dict[str, Any] | None,
+        inputs: Inputs,
+    ) -> torch.Tensor:  # fmt: skip
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs.leaves)
+        out = function(
+            q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=options,
+        )  # fmt: skip
+        return cast(torch.Tensor, out.transpose(1, 2))
+
+
+def _block_mask(case: MaskedCase, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    entries = case.batch if case.pattern.by_entry else None
+    lengths = case.seqlen_q, case.seqlen_k
+    return create_block_mask(
+        case.mask_mod(device), entries, None, *lengths, device=str(device), BLOCK_SIZE=MASK_TILE
+    )
+
+
+def first_lines(error: BaseException) -> str:
+    """Of the error, and of the one that it began with, which compilers wrap."""
+    lines = [_first_line(error)]
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    if (line := _first_line(error)) not in lines[0]:
+        lines.append(line)
+    return ", from ".join(lines)
+
+
+def _first_line(error: BaseException) -> str:
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def mask_providers() -> list[Provider]:
+    return [OursMasked(), OursCausal(), DenseSdpa(), FlexAttention()]
+
+
+def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -> float:
+    """Median time from the begin of making a mask by its name to the end of all that is made of
+    it before kernels run: bits and lists of steps, with gradients those of the backward, too."""
+    q, k = (
+        torch.empty(
+            case.batch, case.seqlen_q, heads, 1, device=device, dtype=torch.bfloat16
+        )
+        for heads in (case.heads, case.heads_kv)
+    )
+    found = []
+    for _ in range(MADE):
+        _synchronize(device)
+        begin = time.perf_counter()
+        interface._lists_of(case.tile_mask(device), q, k, gradients)
+        _synchronize(device)
+        found.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(found[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
