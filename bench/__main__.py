@@ -25,7 +25,7 @@ COMMANDS = {
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "masks": "masks that people train with, beside SDPA and FlexAttention, measured",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
-    "pages": "keys and values in pages of 16 and 128 rows beside none, modelled",
+    "pages": "keys and values in pages of 16 and 128 rows beside none",
     "peers": "earlier flash-attn-4 and FROST, prepared to be compiled and replayed",
     "pictures": "the pictures of docs/pictures, drawn from the code",
     "predict": "attention on an H200 by the timing model, beside what was measured",
@@ -39,6 +39,7 @@ COMMANDS = {
     "tables": "the tables of docs/tables, by the commands that print them",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",
+    "training": "a small model trained with each attention: its loss by step, on a GPU",
     "validate": "the timing model against published and measured figures, error by row",
     "whole-gpu": "the whole-problem model against an H200: bytes, launches, clock and power",
 }

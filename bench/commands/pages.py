@@ -1,7 +1,8 @@
-"""`python -m bench pages`: keys and values in pages, beside the same call without, by the model.
+"""`python -m bench pages`: keys and values in pages, beside the same call without.
 
 Decoding steps and a few queries at once on long sequences, in pages of 16 and of 128 rows. Boxes of
-TMA are no larger than a page, so that small pages take more instructions for the same bytes.
+TMA are no larger than a page, so that small pages take more instructions for the same bytes. On a
+GPU all sizes are timed by turns, with flash-attn-4 beside them; without one times are the model's.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from bench import suite
+from bench.measure.pages import measured_row
+from bench.measure.providers import Ours
+from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
 from bench.model.calls import forward_problem
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
+from bench.peers.flash_attn_4 import PACKAGE
 from bench.suite import FORWARD, Case
 from bench.tables.comparison import OURS
 from bench.tables.origin import modelled_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Plot, Table
+from fa4_hd256.kernels.limits import ELEMENT_BYTES
 
 #: Rows of a page; None: keys and values in no pages.
 SIZES = (None, 128, 16)
@@ -32,6 +38,27 @@ def default_cases() -> list[Case]:
         for keys in (8192, 131072)
         for queries in (1, 2, 4)
     ]
+
+
+def measured(case: Case, timer: CudaTimer, sampling: Sampling) -> dict[str, Any]:
+    """`row` of a GPU, flash-attn-4 in pages of each of the sizes beside it."""
+    found = measured_row(case, SIZES, timer, sampling)
+    times, reasons = found.pop("times"), found.pop("reasons")
+    for size in SIZES:
+        ours, theirs = (times.get((name, size)) for name in (OURS, PACKAGE))
+        name = _name(size)
+        found[name] = ours and ours[1] * 1e6
+        found[f"range_{name}"] = ours and f"{ours[0] * 1e6:.1f}..{ours[2] * 1e6:.1f}"
+        found[f"theirs_{name}"] = theirs and theirs[1] * 1e6
+        if size is not None:
+            found[f"behind_{size}"] = ours and ours[1] / times[OURS, None][1] - 1
+    whole = times[OURS, None][1]
+    return {
+        "group": case.group, "shape": case.shape, "heads": case.heads_text,
+        "rate": case.kv_elements * ELEMENT_BYTES / whole / 1e12,
+        "refused": "; ".join(sorted({f"{name}: {why}" for (name, _), why in reasons.items()})),
+        **found,
+    }  # fmt: skip
 
 
 def row(case: Case, predictor: Predictor) -> dict[str, Any]:
@@ -67,7 +94,36 @@ COLUMNS = (
 )  # fmt: skip
 
 
+MEASURED_COLUMNS = (
+    Column("shape"), Column("heads"),
+    *(column for name, title in ((_name(size), "no pages" if size is None else f"pages of {size}")
+                                 for size in SIZES)
+      for column in (Column(name, "us", ".1f", title), Column(f"range_{name}", title="p20..p80"))),
+    *(Column(f"behind_{n}", format="+.1%", title=f"pages of {n} over none")
+      for n in SIZES if n is not None),
+    *(Column(f"theirs_{_name(size)}", "us", ".1f",
+             f"{PACKAGE}, " + ("no pages" if size is None else f"pages of {size}"))
+      for size in SIZES),
+    Column("rate", "TB/s", ".2f", "K and V once, no pages"),
+    Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
+)  # fmt: skip
+
+
+def measured_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Of rows of `measured`."""
+    reasons = sorted({row["refused"] for row in rows} - {""})
+    notes = (
+        "Medians; all of a row by turns, results checked, L2 overwritten before each "
+        "launch. Page numbers are in an order by chance.",
+        *(f"Not run: {reason}." for reason in reasons),
+    )
+    plot = Plot(("shape", "heads"), tuple(map(_name, SIZES)))
+    title = "Keys and values in pages, forward, bf16"
+    return Table("pages", title, MEASURED_COLUMNS, list(rows), notes, plot)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Of rows of `row`."""
     note = (
         "The call's default kernel and parts, its second kernel included. Page numbers are in an "
         "order by chance. At most, of all sets: the larger ratio under any of the sets of "
@@ -80,12 +136,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
+    add_sampling_options(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    predictor = printing_predictor(arguments.machine, arguments.draws)
     cases = suite.selected(arguments, default_cases)
-    emit(table([row(case, predictor) for case in cases]), arguments)
+    if not arguments.modelled and Ours().missing() is None:
+        timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
+        found = measured_table([measured(case, timer, sampling) for case in cases])
+    else:
+        predictor = printing_predictor(arguments.machine, arguments.draws)
+        found = table([row(case, predictor) for case in cases])
+    emit(found, arguments)
     return 0

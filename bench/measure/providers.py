@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,8 +18,52 @@ from fa4_hd256.gpus.family import describe_family, in_family
 from fa4_hd256.kernels.blackwell.forward.config import ForwardConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 
-#: Compute capability of the GPUs that FROST's kernels are for.
-FROST_MAJOR = 10
+#: Compute capability of the GPUs that FROST's kernels are for, and flash-attn-4's for SM100.
+BLACKWELL_MAJOR = 10
+
+_NO_PAGES = "takes no keys in pages"
+_PAGES_BACKWARD = "keys in pages have no gradients"
+
+
+def _capability() -> tuple[int, int]:
+    """Of the GPU; where there is none, of what is modelled without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of equal sequences in pages.
+
+    k, v: (pages, page_size, heads_kv, 256); table: (batch, pages of a sequence) int32; lengths:
+    (batch,) int32 keys in use.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, size: int) -> Pages:
+        """Copies of k and v, (batch, seqlen_k, heads_kv, 256), in pages whose order is by chance;
+        rows past the end of a sequence are 0."""
+        batch, seqlen = k.shape[:2]
+        count = -(-seqlen // size)
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(batch * count, generator=generator).to(k.device)
+        table = order.view(batch, count)
+
+        def pool(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.new_zeros(batch * count, size, *tensor.shape[2:])
+            whole = seqlen // size
+            for rows, numbers in zip(tensor.detach(), table, strict=True):
+                found[numbers[:whole]] = rows[: whole * size].unflatten(0, (whole, size))
+                if whole < count:
+                    found[numbers[whole], : seqlen - whole * size] = rows[whole * size :]
+            return found
+
+        lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=k.device)
+        return cls(pool(k), pool(v), table.int(), lengths)
 
 
 @dataclass
@@ -60,6 +105,12 @@ class Inputs:
             offsets = of_q, of_k
         q, k, v, dout = tensors
         return cls(case, q, k, v, dout, offsets)
+
+    @cached_property
+    def pages(self) -> Pages | None:
+        """k and v in pages, None for a case without."""
+        size = self.case.page_size
+        return None if size is None else Pages.of(self.k, self.v, size)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,16 +164,23 @@ class Ours:
         return None
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        return None
+        return _PAGES_BACKWARD if case.page_size and direction == BACKWARD else None
 
     def call(self, inputs: Inputs) -> torch.Tensor:
-        from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+        from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
         case = inputs.case
         options: dict[str, Any] = {
             "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
             "use_clc": self._use_clc, "config": self._config, "num_splits": self._num_splits,
         }  # fmt: skip
+        if inputs.pages is not None:
+            pages = inputs.pages
+            out = flash_attn_with_kvcache(
+                inputs.q, pages.k, pages.v, cache_seqlens=pages.lengths, page_table=pages.table,
+                **options,
+            )  # fmt: skip
+            return cast(torch.Tensor, out)
         if inputs.cu_seqlens is None:
             return cast(torch.Tensor, flash_attn_func(*inputs.leaves, **options))
         out = flash_attn_varlen_func(
@@ -141,7 +199,9 @@ class FlashAttention4:
         return flash_attn_4.unavailable() or Ours().missing()
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        if direction == BACKWARD:
+        if direction == BACKWARD and case.page_size:
+            return _PAGES_BACKWARD
+        if direction == BACKWARD and _capability()[0] == BLACKWELL_MAJOR:
             return flash_attn_4.backward_refusal(case.window != (None, None), bool(case.softcap))
         return None
 
@@ -152,6 +212,10 @@ class FlashAttention4:
             options["num_splits"] = self._num_splits
         if case.softcap:
             options["softcap"] = case.softcap
+        if inputs.pages is not None:
+            pages = inputs.pages
+            options |= {"page_table": pages.table, "seqused_k": pages.lengths}
+            return flash_attn_4.paged_attention(inputs.q, pages.k, pages.v, **options)
         packed = None
         if inputs.cu_seqlens is not None:
             of_q, of_k = inputs.cu_seqlens
@@ -198,12 +262,14 @@ class Frost:
         self.forward, self.backward = frost.Forward(), frost.Backward()
 
     def missing(self) -> str | None:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (10, 0)
-        if capability[0] != FROST_MAJOR:
-            return f"needs compute capability {FROST_MAJOR}.x; this GPU has {capability[0]}.x"
+        major, _ = _capability()
+        if major != BLACKWELL_MAJOR:
+            return f"needs compute capability {BLACKWELL_MAJOR}.x; this GPU has {major}.x"
         return frost.unavailable() or Ours().missing()
 
     def refuses(self, case: Case, direction: str) -> str | None:
+        if case.page_size:
+            return _NO_PAGES
         if direction == BACKWARD:
             return frost.backward_refusal(case.packed, bool(case.softcap), case.bounds)
         return frost.forward_refusal(case.packed, bool(case.softcap), case.bounds[1])
@@ -257,6 +323,8 @@ class PyTorchSdpa:
         return None
 
     def refuses(self, case: Case, direction: str) -> str | None:
+        if case.page_size:
+            return _NO_PAGES
         if case.packed:
             return "takes no packed sequences"
         if case.softcap or case.window != (None, None):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -103,6 +103,10 @@ class Samples:
         return State(median("clock_mhz"), median("power_watts"))
 
 
+#: Whatever tells calls apart.
+_Name = TypeVar("_Name", bound=Hashable)
+
+
 def interleave(
     timer: Timer, calls: dict[str, Callable[[], Any]], sampling: Sampling
 ) -> dict[str, Samples]:
@@ -115,8 +119,8 @@ def interleave(
 
 
 def interleave_prepared(
-    timer: Timer, ready: dict[str, tuple[Callable[[], Any], str]], sampling: Sampling
-) -> dict[str, Samples]:
+    timer: Timer, ready: dict[_Name, tuple[Callable[[], Any], str]], sampling: Sampling
+) -> dict[_Name, Samples]:
     """`interleave` of what `Timer.prepare` returned."""
     prepared = {name: call for name, (call, _) in ready.items()}
     if sampling.seconds is not None:

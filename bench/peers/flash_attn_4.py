@@ -124,6 +124,20 @@ def attention(
     return result[0] if isinstance(result, tuple) else result
 
 
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """out, shaped like q, (batch, seqlen_q, heads, head_dim), over keys in pages.
+
+    k, v: (pages, page_size, heads_kv, head_dim); options: page_table, seqused_k and what
+    `attention` takes, handed on as they are.
+    """
+    from flash_attn.cute import interface
+
+    result = interface.flash_attn_varlen_func(q, k, v, max_seqlen_q=q.shape[1], **options)
+    return result[0] if isinstance(result, tuple) else result
+
+
 def backward_of_an_empty_sequence(rows: int, causal: bool) -> None:
     """Its backward of one sequence without queries and keys, said to have at most `rows`."""
     from flash_attn.cute.interface import _flash_attn_bwd

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 from sanitizer_kernels import (
     CANCEL,
     COPIES,

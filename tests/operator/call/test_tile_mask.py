@@ -209,13 +209,14 @@ def test_other_functions_refuse_masks():
         flash_attn_varlen_func(q, k, v, block_mask=dense(256, 256))
 
 
-def test_the_operator_by_itself_wants_what_gradients_take():
+def test_the_operator_by_itself_wants_what_gradients_take(forward_config):
     q, k, v = tensors()
+    halves = forward_config().tile_q // 128
     mask = dense(256, 256)
     q.requires_grad_()
     arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
     with pytest.raises(NotImplementedError, match="mask_steps without mask_blocks and mask_key"):
-        torch.ops.fa4_hd256.forward(*arguments, None, None, mask.steps(2), mask.bits)
+        torch.ops.fa4_hd256.forward(*arguments, None, None, mask.steps(halves), mask.bits)
 
 
 def test_lists_of_ds():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 
 from sm100_sim.errors import BarrierError, MemoryFault, Misaligned
 

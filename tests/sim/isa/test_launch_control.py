@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 
 from sm100_sim.errors import ClcError, LaunchError, MemoryFault
 from sm100_sim.isa.clc import CTAID_POISON, response_words

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from harness import compile_body, environment, run_compiled, run_warp
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 
 from sm100_sim.errors import MemoryFault, Misaligned, UnknownInstruction
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from kernels import kernel_text, run_kernel_text
+from kernel_text import kernel_text, run_kernel_text
 
 from sm100_sim.isa import columns, load_table, table
 from sm100_sim.isa.columns import (

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from harness import compile_body
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 
 from sm100_sim.errors import Misaligned, SimulationError, UnknownInstruction
 from sm100_sim.state.tensormap import TENSORMAP_BYTES, TensorMap, decode, encode

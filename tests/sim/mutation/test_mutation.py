@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from checkout import HELPERS
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 from sanitizer_kernels import COPIES, RING, TENSOR, changed
 from sanitizer_kernels_warpgroup import IN_REGISTERS, WARPGROUP
 

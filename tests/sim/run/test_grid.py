@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from kernels import kernel_text, run_kernel_text
+from kernel_text import kernel_text, run_kernel_text
 
 from sm100_sim.errors import Hang, MemoryFault
 from sm100_sim.launcher import Options, translated_kernel

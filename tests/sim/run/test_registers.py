@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 
 from sm100_sim.errors import BarrierError, Hang, LaunchError
 from sm100_sim.state.barriers import most_registers

@@ -5,7 +5,7 @@ import pickle
 import threading
 
 import pytest
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 from sanitizer_kernels import START, without
 
 from sm100_sim.causes import causes_of, listed

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from checkout import ROOT
-from kernels import run_kernel_text
+from kernel_text import run_kernel_text
 from planted import BUGS, KERNELS, SCHEDULES
 from sanitizer_kernels import TENSOR, changed
 

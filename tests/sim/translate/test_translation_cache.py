@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import style
 from checkout import ROOT
-from kernels import kernel_text, run_kernel_text
+from kernel_text import kernel_text, run_kernel_text
 
 from sm100_sim import LaunchConfig, launcher, settings
 from sm100_sim.jit import cache as translation_cache

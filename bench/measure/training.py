@@ -1,0 +1,219 @@
+"""Training of a small model of Gemma's shape, once for each implementation of attention.
+
+Weights, batches and everything around the attention are the same, in float32, so that losses
+differ by the attention alone. Sequences are made up: a random walk over a table of successors,
+whose second half repeats the first, so that a model that attends far back does better.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bench.peers import flash_attn_4
+from fa4_hd256.kernels.limits import HEAD_DIM
+
+#: (q, k, v, window) -> out: (batch, seqlen, heads, 256), causal; window: keys to the left of a
+#: query that it sees, None for all.
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "int | None"], torch.Tensor]
+
+SUCCESSORS = 8
+LEARNING_RATE, WARM_UP_STEPS, LARGEST_GRADIENT = 1e-3, 50, 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the model and its batches. Every `full_every`-th layer sees all keys before a query, the
+    others `window` to its left; 0: no layer has a window."""
+
+    layers: int = 6
+    hidden: int = 512
+    heads: int = 4
+    heads_kv: int = 2
+    vocabulary: int = 512
+    window: int = 255
+    full_every: int = 6
+    batch: int = 8
+    seqlen: int = 1024
+
+    def window_of(self, layer: int) -> int | None:
+        """Of a layer, None where it sees all keys before a query."""
+        return None if not self.window or (layer + 1) % self.full_every == 0 else self.window
+
+
+class Layer(nn.Module):
+    """Attention with normalised and rotated queries and keys, then a gated product."""
+
+    def __init__(self, shape: Shape, window: int | None) -> None:
+        super().__init__()
+        self.shape, self.window = shape, window
+        rows = (shape.heads + 2 * shape.heads_kv) * HEAD_DIM
+        self.qkv = nn.Linear(shape.hidden, rows, bias=False)
+        self.out = nn.Linear(shape.heads * HEAD_DIM, shape.hidden, bias=False)
+        self.gate_up = nn.Linear(shape.hidden, 8 * shape.hidden, bias=False)
+        self.down = nn.Linear(4 * shape.hidden, shape.hidden, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden) for _ in range(2))
+        self.norm_q, self.norm_k = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
+
+    def forward(
+        self, x: torch.Tensor, rotation: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """x: (batch, seqlen, hidden); rotation: (seqlen, 1, 128) complex."""
+        counts = [self.shape.heads, self.shape.heads_kv, self.shape.heads_kv]
+        found = self.qkv(self.norms[0](x)).unflatten(-1, (-1, HEAD_DIM))
+        q, k, v = found.split(counts, dim=2)
+        q, k = (_rotated(norm(t), rotation) for norm, t in ((self.norm_q, q), (self.norm_k, k)))
+        x = x + self.out(attention(q, k, v, self.window).flatten(2))
+        gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + self.down(functional.gelu(gate, approximate="tanh") * up)
+
+
+def _rotated(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rotation).flatten(-2)
+
+
+class Model(nn.Module):
+    """Tokens to scores of the next one."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(
+            Layer(shape, shape.window_of(layer)) for layer in range(shape.layers)
+        )
+        self.norm = nn.RMSNorm(shape.hidden)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """(batch, seqlen) to (batch, seqlen, vocabulary)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        frequencies = 1e4 ** (-torch.arange(0, HEAD_DIM, 2, device=tokens.device) / HEAD_DIM)
+        angles = positions[:, None] * frequencies
+        rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, rotation, attention)
+        return self.norm(x) @ self.embedding.weight.t()
+
+
+def batch_of(step: int, shape: Shape, device: torch.device) -> torch.Tensor:
+    """(batch, seqlen + 1) tokens, the same for a step whoever asks."""
+    generator = torch.Generator().manual_seed(1)
+    successors = torch.randint(
+        shape.vocabulary, (shape.vocabulary, SUCCESSORS), generator=generator
+    )
+    generator.manual_seed(1000 + step)
+    half = shape.seqlen // 2 + 1
+    choices = torch.randint(SUCCESSORS, (half, shape.batch), generator=generator)
+    walk = [torch.randint(shape.vocabulary, (shape.batch,), generator=generator)]
+    for chosen in choices[1:]:
+        walk.append(successors[walk[-1], chosen])
+    first = torch.stack(walk, dim=1)
+    return torch.cat([first, first], dim=1)[:, : shape.seqlen + 1].to(device)
+
+
+def ours(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """This project's operator in bf16."""
+    from fa4_hd256 import flash_attn_func
+
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    out = flash_attn_func(q, k, v, causal=True, window_size=(window, None))
+    assert isinstance(out, torch.Tensor)
+    return out.float()
+
+
+def flash_attention_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """The public flash-attn-4 in bf16."""
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    sides = (None, None) if window is None else (window, 0)
+    return flash_attn_4.attention(q, k, v, causal=True, window_size=sides).float()
+
+
+def sdpa_bf16(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """PyTorch's of operands in bf16: what rounding them costs, whoever computes."""
+    return sdpa_float32(q.bfloat16(), k.bfloat16(), v.bfloat16(), window).float()
+
+
+def sdpa_float32(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """PyTorch's, in the type of the operands."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    if window is None:
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        rows = torch.arange(q.shape[2], device=q.device)
+        behind = rows[:, None] - rows
+        mask = (behind >= 0) & (behind <= window)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.transpose(1, 2)
+
+
+IMPLEMENTATIONS: dict[str, Attention] = {
+    "SDPA float32": sdpa_float32,
+    "ours": ours,
+    flash_attn_4.PACKAGE: flash_attention_4,
+    "SDPA bf16": sdpa_bf16,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """losses: of each step, in nats a token; milliseconds: of a step, the median."""
+
+    losses: list[float]
+    milliseconds: float
+
+
+def train(attention: Attention, shape: Shape, steps: int, device: torch.device) -> Run:
+    """Train from the same weights on the same batches."""
+    with _reproducible():
+        torch.manual_seed(0)
+        model = Model(shape).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95))
+        losses, seconds = [], []
+        for step in range(steps):
+            tokens = batch_of(step, shape, device)
+            begin = time.perf_counter()
+            share = min(1.0, (step + 1) / WARM_UP_STEPS)
+            share *= 0.5 + 0.5 * math.cos(math.pi * step / steps)
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * share
+            scores = model(tokens[:, :-1], attention)
+            loss = functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+            optimizer.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - begin)
+    return Run(losses, 1e3 * sorted(seconds)[len(seconds) // 2])
+
+
+@contextlib.contextmanager
+def _reproducible() -> Iterator[None]:
+    """Around the attention everything has the same bits in each run; no products in TF32."""
+    was = torch.are_deterministic_algorithms_enabled()
+    precision = torch.get_float32_matmul_precision()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+        torch.set_float32_matmul_precision(precision)

@@ -1,0 +1,82 @@
+"""Keys in pages as they are measured: what a row holds, with ours in the simulator and a timer that
+counts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.commands import pages
+from bench.measure import pages as measure
+from bench.measure.providers import Inputs, Pages
+from bench.measure.timer import Sampling, State
+from bench.suite import Case
+
+CASE = Case("pages", ((2, 300),) * 2, 4, 2, True)
+
+
+class Timer:
+    """A call takes a microsecond more than the one prepared before it."""
+
+    device = torch.device("cpu")
+    gpu = SimpleNamespace(name="GPU", driver="1")
+
+    def __init__(self):
+        self.prepared = []
+
+    def prepare(self, call):
+        self.prepared.append(call)
+        return call, "graph"
+
+    def on_stream(self):
+        return torch.no_grad()
+
+    def seconds(self, call):
+        return (1 + self.prepared.index(call)) * 1e-6
+
+    def state(self):
+        return State(1980.0, 500.0)
+
+    def release_memory(self):
+        pass
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Ours runs where there is no GPU; flash-attn-4 does not."""
+    monkeypatch.setattr(measure.Ours, "missing", lambda self: None)
+    monkeypatch.setattr(measure.FlashAttention4, "missing", lambda self: "no CUDA device")
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_pages_hold_the_rows(size):
+    inputs = Inputs.random(CASE, torch.device("cpu"), torch.bfloat16)
+    found = Pages.of(inputs.k, inputs.v, size)
+    for pool, whole in ((found.k, inputs.k), (found.v, inputs.v)):
+        rows = pool[found.table.long()].flatten(1, 2)
+        assert torch.equal(rows[:, :300], whole)
+        assert not rows[:, 300:].any()
+    assert sorted(found.table.flatten().tolist()) == list(range(len(found.k)))
+    assert found.lengths.tolist() == [300, 300]
+
+
+def test_a_row(here):
+    row = pages.measured(CASE, Timer(), Sampling(0, 3))
+    assert [row[name] for name in ("none", "pages_128", "pages_16")] == pytest.approx([1, 2, 3])
+    assert row["behind_16"] == pytest.approx(2)
+    assert row["theirs_none"] is None
+    assert row["refused"] == "flash-attn-4: no CUDA device"
+    text = pages.measured_table([row]).as_markdown()
+    assert "2x(2, 300)" in text and "Not run: flash-attn-4: no CUDA device." in text
+
+
+def test_wrong_results_are_not_timed(here, monkeypatch):
+    call = measure.Ours.call
+    monkeypatch.setattr(
+        measure.Ours, "call",
+        lambda self, inputs: call(self, inputs) + (1.0 if inputs.case.page_size == 16 else 0.0),
+    )  # fmt: skip
+    row = pages.measured(CASE, Timer(), Sampling(0, 1))
+    assert row["pages_16"] is None and row["behind_16"] is None
+    assert "ours: RuntimeError: wrong: error" in row["refused"]
+

@@ -1,0 +1,68 @@
+"""The training that is measured: attentions agree, batches repeat, the table says what differs."""
+
+import numpy as np
+import pytest
+import torch
+
+from bench.commands import training as command
+from bench.measure import training
+
+CPU = torch.device("cpu")
+SHAPE = training.Shape(
+    layers=2, hidden=64, heads=2, heads_kv=1, vocabulary=32, window=40, full_every=2, batch=1,
+    seqlen=128,
+)  # fmt: skip
+
+
+def test_batches_repeat_and_their_second_half_the_first():
+    first, again = (training.batch_of(3, SHAPE, CPU) for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.shape == (1, 129)
+    half = SHAPE.seqlen // 2 + 1
+    assert torch.equal(first[:, half:], first[:, : 129 - half])
+    assert not torch.equal(first, training.batch_of(4, SHAPE, CPU))
+
+
+def test_layers_have_windows_but_for_some():
+    assert [SHAPE.window_of(layer) for layer in range(4)] == [40, None, 40, None]
+    assert training.Shape(window=0).window_of(0) is None
+
+
+@pytest.mark.parametrize("name", ["ours", "SDPA bf16"])
+def test_steps_follow_those_of_float32(name):
+    """Of bf16's rounding in two small layers: a mask that is another moves the loss far more."""
+    exact = training.train(training.sdpa_float32, SHAPE, 3, CPU).losses
+    found = training.train(training.IMPLEMENTATIONS[name], SHAPE, 3, CPU).losses
+    assert found == pytest.approx(exact, abs=2e-3)
+
+    def unbounded(q, k, v, window):
+        return training.sdpa_float32(q, k, v, None)
+
+    other = training.train(unbounded, SHAPE, 3, CPU).losses
+    assert max(abs(a - b) for a, b in zip(other, exact)) > 1e-2
+
+
+def test_table():
+    run = training.Run([3.0, 2.0, 1.0], 5.0)
+    other = training.Run([3.0, 2.0, 1.5], 4.0)
+    found = {"SDPA float32": run, "ours": other, "flash-attn-4": "no CUDA device"}
+    table = command.table(found | {"ours, again": other}, 3, "GPU", "2 layers")
+    exact, ours, theirs, again = table.rows
+    assert ours["apart"] == pytest.approx(0.5 / 3) and ours["equal"] == "the same"
+    assert exact["apart"] is None and theirs["status"] == "no CUDA device"
+    changed = command.table(found | {"ours, again": run}, 3, "GPU", "2 layers")
+    assert changed.rows[1]["equal"] == "others"
+    assert "2 layers. Losses in nats" in table.as_markdown()
+
+
+def test_means():
+    assert np.array_equal(command.smoothed([1.0] * 40), np.ones(40))
+    assert command.smoothed([float(n) for n in range(40)])[-1] == pytest.approx(29.5)
+
+
+def test_it_wants_a_gpu(monkeypatch, capsys):
+    from bench.__main__ import main
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["training"]) == 2
+    assert "no CUDA device to train on" in capsys.readouterr().err
