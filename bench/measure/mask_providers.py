@@ -184,9 +184,10 @@ def _block_mask(case: MaskedCase, device: torch.device) -> Any:
 
 def first_lines(error: BaseException) -> str:
     """Of the error, and of the one that it began with, which compilers wrap."""
-    lines = [_first_line(error)]
-    while (inner := error.__cause__ or error.__context__) is not None:
+    lines, passed = [_first_line(error)], {id(error)}
+    while (inner := error.__cause__ or error.__context__) is not None and id(inner) not in passed:
         error = inner
+        passed.add(id(error))
     if (line := _first_line(error)) not in lines[0]:
         lines.append(line)
     return ", from ".join(lines)
