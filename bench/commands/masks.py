@@ -7,7 +7,9 @@ FlexAttention; ours under the causal mask alone says how fast it may get. On a C
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from bench.measure.mask_providers import (
     mask_providers,
 )
 from bench.measure.masks import CASES, MaskedCase
-from bench.measure.providers import Provider
+from bench.measure.providers import Provider, attempt
 from bench.measure.throughput import measured_rows
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.suite import BACKWARD, DIRECTIONS
@@ -68,12 +70,23 @@ def measure(
     rows = []
     for case, direction in cases:
         (row,) = measured_rows([(case, direction)], providers, timer, sampling, torch.bfloat16)
+        making = partial(mask_microseconds, case, timer.device, direction == BACKWARD)
+        microseconds, failed = attempt(making)
+        remarks = [*_remarks(row["details"], providers)]
+        if failed:
+            remarks.append(f"the mask by itself: {failed}")
         rows.append(row | _figures(row, case) | {
-            "mask_us": mask_microseconds(case, timer.device, direction == BACKWARD),
-            "remarks": "; ".join(_remarks(row["details"], providers)) or None,
+            "mask_us": microseconds, "remarks": "; ".join(remarks) or None,
         })  # fmt: skip
+        # What took long must not be lost to a later row that ends the process.
+        print(_line(rows[-1]), file=sys.stderr, flush=True)
     plot = Plot(("shape", "heads", "mask"), tuple(TIMES.values()), panel="direction")
     return Table("masks", "Attention under masks at head_dim 256", COLUMNS, rows, NOTES, plot)
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = [f"{name} {row[column]:.3f} ms" for name, column in TIMES.items() if row[column]]
+    return "  " + "; ".join([*times, *([row["remarks"]] if row["remarks"] else [])])
 
 
 def _figures(row: dict[str, Any], case: MaskedCase) -> dict[str, Any]:

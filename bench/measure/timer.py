@@ -41,6 +41,8 @@ class Sampling:
                 f"{self.warmup} warm-up and {self.runs} timed runs; accepted are 0 and more, and "
                 "1 and more"
             )
+        if self.seconds is not None and self.seconds <= 0:
+            raise ValueError(f"{self.seconds} seconds for all runs; accepted: more than 0")
 
     def limited(self, round_seconds: float) -> Sampling:
         """What fits, if each round takes so long."""

@@ -126,7 +126,7 @@ def test_the_check_sees_the_mask(pattern):
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-def test_rows(direction):
+def test_rows(direction, capsys):
     case = _case(Images(60))
     table = command.measure(
         [(case, direction)], [Dense(), DenseCausal(), mask_providers.DenseSdpa()], FakeTimer(),
@@ -144,6 +144,7 @@ def test_rows(direction):
     assert row["peer"] == mask_providers.SDPA
     assert row["visible"] == case.pairs / (2 * 700 * 700) and row["mask_us"] > 0
     assert f"{mask_providers.SDPA}: " in row["remarks"]
+    assert f"ours {milliseconds:.3f} ms; ours, causal" in capsys.readouterr().err
     assert "images, window 60" in table.as_markdown()
 
 
@@ -196,6 +197,8 @@ def test_rounds_fit_into_a_time():
     assert limited(0.01) == Sampling(32, 128, 1.6) and limited(0.1) == Sampling(3, 12)
     assert limited(10.0) == Sampling(0, LEAST_RUNS)
     assert Sampling(32, 128).limited(1e3) == Sampling(32, 128)
+    with pytest.raises(ValueError, match="0 seconds for all runs; accepted: more than 0"):
+        Sampling(seconds=0)
     # Calls of 1 ms, two in a round.
     found = interleave(FakeTimer(), {"a": int, "b": str}, Sampling(4, 16, 0.01))
     assert [len(samples.seconds) for samples in found.values()] == [LEAST_RUNS] * 2
