@@ -112,20 +112,17 @@ def _attend(
     """tensors: q, k, v, the sink. way: its name, order and cu_seqlens."""
     name, order, offsets = way
     is_packed = offsets is not None
-    checked: list[Any] = []
 
-    def check() -> str:
+    def check() -> tuple[str, tuple[tuple, Settings]]:
         batched = tensors
         if is_packed:
             batched = *map(with_batch, "qkv", tensors[:3]), tensors[3]
-        checked[:] = batched, settings_of(batched, given, ranks, (order, offsets))
-        text = text_of(batched, checked[1], name, order)
+        settings = settings_of(batched, given, ranks, (order, offsets))
         if name == "ulysses":
             check_heads(batched, ranks.count)
-        return text
+        return text_of(batched, settings, name, order), (batched, settings)
 
-    ranks.agree(check)
-    (q, k, v, sink), settings = checked
+    (q, k, v, sink), settings = ranks.agree(check)
     if name == "ulysses":
         out, lse = attend_by_heads((q, k, v, sink), settings, given._asdict(), (ranks, order))
     else:

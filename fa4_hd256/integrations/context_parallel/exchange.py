@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 __all__ = ["Ranks", "Transfer"]
+
+Checked = TypeVar("Checked")
 
 #: Into one tensor, rank after rank; before PyTorch 2.13 under another name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,24 +57,24 @@ class Ranks:
         if self.own < 0:
             raise RuntimeError("this process is none of the group's ranks; give one it belongs to")
 
-    def agree(self, check: Callable[[], str]) -> None:
+    def agree(self, check: Callable[[], tuple[str, Checked]]) -> Checked:
         """Check this rank's call, and that all ranks' are the same. check: what a call must have in
-        common, as a text; raises what is not accepted.
+        common, as a text, and what is returned here; raises what is not accepted.
 
         Raises what check does, and on all other ranks RuntimeError with that text; ValueError on
         all ranks where their texts differ.
         """
-        failed: Exception | None = None
+        found: Checked | Exception
         try:
-            text, accepted = check(), b"\1"
+            (text, found), accepted = check(), b"\1"
         except Exception as error:
-            failed = error
+            found = error
             text, accepted = f"{type(error).__name__}: {error}", b"\0"
         said = accepted + hashlib.sha256(text.encode()).digest() + text.encode()
         said = said[: 1 + _DIGEST + _SAID].ljust(1 + _DIGEST + _SAID, b"\0")
         all_said = self._all(said)
-        if failed is not None:
-            raise failed
+        if isinstance(found, Exception):
+            raise found
         texts = [s[1 + _DIGEST :].rstrip(b"\0").decode(errors="replace") for s in all_said]
         for rank, other in enumerate(all_said):
             if other[:1] == b"\0":
@@ -84,6 +86,7 @@ class Ranks:
                     "the ranks' calls differ; accepted: the same sizes, types and options on all. "
                     f"Rank {self.own}: {texts[self.own]}. Rank {rank}: {texts[rank]}"
                 )
+        return found
 
     def _all(self, said: bytes) -> list[bytes]:
         """What all ranks say; nothing waits for a GPU."""

@@ -5,60 +5,43 @@ Before the call rows of all heads are exchanged for some heads of all rows, afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
-
 from .exchange import Ranks
 from .gathered import in_order, of_ranks
-from .local import Settings, packed_offsets
+from .local import Settings, attend
 from .spans import Rows, placed
 
 __all__ = ["attend_by_heads", "to_heads", "to_rows"]
 
 
-class _ToHeads(torch.autograd.Function):
-    """(batch, rows of this rank, heads, ...) -> (batch, all rows, heads of this rank, ...)."""
+class _Exchange(torch.autograd.Function):
+    """An exchange of one kind, `there`; of gradients the other, `back`."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]
+        ctx: Any, tensor: torch.Tensor, there: Callable, back: Callable, *given: Any
     ) -> torch.Tensor:
-        ctx.ranks, ctx.places = ranks, places
-        return _by_heads(tensor, ranks, places)
+        ctx.back, ctx.given = back, given
+        return there(tensor, *given)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _by_rows(gradient, ctx.ranks, ctx.places), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]
-    ) -> torch.Tensor:
-        ctx.ranks, ctx.places = ranks, places
-        return _by_rows(tensor, ranks, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _by_heads(gradient, ctx.ranks, ctx.places), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(gradient, *ctx.given), *(None for _ in range(2 + len(ctx.given)))
 
 
 def to_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
     """(batch, all rows, heads / ranks, ...) from (batch, rows, heads, ...), in the sequence's
     order; differentiable. heads: a multiple of the ranks."""
-    return _ToHeads.apply(tensor, ranks, places)
+    return _Exchange.apply(tensor, _by_heads, _by_rows, ranks, places)
 
 
 def to_rows(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
     """The inverse of `to_heads`."""
-    return _ToRows.apply(tensor, ranks, places)
+    return _Exchange.apply(tensor, _by_rows, _by_heads, ranks, places)
 
 
 def _by_heads(tensor: torch.Tensor, ranks: Ranks, places: Sequence[Rows]) -> torch.Tensor:
@@ -83,13 +66,6 @@ def attend_by_heads(
     q, k, v = (to_heads(tensor, ranks, places) for tensor in (q, k, v))
     if sink is not None:
         sink = sink.chunk(ranks.count)[ranks.own]
-    options: dict[str, Any] = {**given, "learnable_sink": sink, "return_lse": True}
-    if settings.documents is None:
-        out, lse = flash_attn_func(q, k, v, **options)
-    else:
-        offsets, longest = packed_offsets(settings.documents, q.device)
-        q, k, v = (tensor.squeeze(0) for tensor in (q, k, v))
-        out, lse = flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, **options)
-        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    out, lse = attend((q, k, v), settings.documents, {**given, "learnable_sink": sink})
     by_row = lse.transpose(1, 2)
     return to_rows(out, ranks, places), to_rows(by_row, ranks, places).transpose(1, 2)

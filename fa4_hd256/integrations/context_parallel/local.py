@@ -24,8 +24,7 @@ from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from .spans import Mask, Part
 
 __all__ = [
-    "Attended", "Held", "OwnRows", "Settings", "add_gradients", "packed_offsets",
-    "sink_gradient",
+    "Attended", "Held", "OwnRows", "Settings", "add_gradients", "attend", "sink_gradient",
 ]  # fmt: skip
 
 
@@ -104,18 +103,24 @@ def _forward(
         "softmax_scale": options.softmax_scale,
         "window_size": part.window,
         "softcap": options.softcap,
-        "return_lse": True,
         "config": settings.config,
         "use_clc": settings.use_clc,
     }
-    if part.documents is None:
-        out, lse = flash_attn_func(of_q, of_k, of_v, **given)
+    return attend((of_q, of_k, of_v), part.documents, given)
+
+
+def attend(
+    tensors: tuple[torch.Tensor, ...], documents: tuple[int, ...] | None, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the public functions. tensors: q, k, v, with a batch of 1 where documents are
+    packed in them. given: other arguments."""
+    (q, k, v), given = tensors, {**given, "return_lse": True}
+    if documents is None:
+        out, lse = flash_attn_func(q, k, v, **given)
         return out, lse
-    offsets, longest = packed_offsets(part.documents, q.device)
-    of_q, of_k, of_v = (tensor.squeeze(0) for tensor in (of_q, of_k, of_v))
-    out, lse = flash_attn_varlen_func(
-        of_q, of_k, of_v, offsets, offsets, longest, longest, **given
-    )
+    q, k, v = (tensor.squeeze(0) for tensor in tensors)
+    offsets, longest = _lengths_of(documents, q.device)
+    out, lse = flash_attn_varlen_func(q, k, v, *offsets, *longest, **given)
     return out.unsqueeze(0), lse.unsqueeze(0)
 
 
@@ -128,10 +133,14 @@ def _operands(
 
 
 @functools.lru_cache(maxsize=256)
-def packed_offsets(documents: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """(cu_seqlens, longest) on a device, made once."""
+def _lengths_of(documents: tuple[int, ...] | None, device: torch.device) -> tuple[tuple, tuple]:
+    """cu_seqlens and the longest sequence on a device, made once, each of q and of k; None for
+    all where there are no documents."""
+    if documents is None:
+        return (None, None), (None, None)
     longest = max(end - begin for begin, end in zip(documents, documents[1:]))
-    return torch.tensor(documents, dtype=torch.int32, device=device), longest
+    offsets = torch.tensor(documents, dtype=torch.int32, device=device)
+    return (offsets, offsets), (longest, longest)
 
 
 def add_gradients(
@@ -156,16 +165,10 @@ def add_gradients(
         tensors = own_q, own_k, own_v, own_out, own_dout, lse[..., rows]
         own_dlse = None if dlse is None else dlse[..., rows]
         asked = Options(options.softmax_scale, part.window, options.softcap)
-        kernels: dict[str, Any] = {
-            "use_clc": settings.use_clc, "backward_config": settings.backward_config,
-        }  # fmt: skip
-        if part.documents is None:
-            found = gradients_of_results(tensors, asked, dlse=own_dlse, **kernels)
-        else:
-            offsets, longest = packed_offsets(part.documents, q.device)
-            found = gradients_of_results(
-                tensors, asked, (offsets, offsets), (longest, longest), dlse=own_dlse, **kernels
-            )
+        found = gradients_of_results(
+            tensors, asked, *_lengths_of(part.documents, q.device), dlse=own_dlse,
+            use_clc=settings.use_clc, backward_config=settings.backward_config,
+        )  # fmt: skip
         for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
             total += gradient
 

@@ -8,6 +8,7 @@ that see nothing of each other are cut off until both mean the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ def local_rows(held: Rows, wanted: range) -> range:
     raise ValueError(f"positions {wanted} are not in one of the spans {held}")
 
 
+@functools.lru_cache(maxsize=1024)
 def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
     """What queries of these rows see of these keys; every pair is in one part at most."""
     found: list[Part] = []
