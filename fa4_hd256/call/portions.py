@@ -58,10 +58,9 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
         return _by_heads(problem, min(ds_bytes // of_head, heads_kv), sequences, gpu)
     if problem.forward.ragged:
         return _undivided(problem, gpu)
-    fitting = ds_bytes // (of_head // sequences)
-    if fitting:
-        heads = min(fitting, heads_kv)
-        return _by_heads(problem, heads, fitting // heads, gpu)
+    found = _by_sequences(problem, ds_bytes, gpu)
+    if found is not None:
+        return found
     if None not in problem.forward.options.window:
         # dS of a window is a band: ranges would be many and short, and mostly empty memory, where
         # dQ has little to compute anew.
@@ -71,18 +70,27 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
 
 def _of_block_mask(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     """Portions by heads and sequences. Raises NotImplementedError where dS of one is larger."""
-    heads_kv, sequences = problem.k_shape[2], problem.forward.sequences
-    of_head = problem.ds_bytes_of_head
-    of_sequence = of_head // max(sequences, 1)
-    if not of_sequence:
+    heads_kv, sequences, *_ = _lengths(problem)
+    if not problem.ds_bytes_of_head:
         return _by_heads(problem, heads_kv, sequences, gpu)
-    fitting = ds_bytes // of_sequence
-    if not fitting:
+    found = _by_sequences(problem, ds_bytes, gpu)
+    if found is None:
+        of_sequence = problem.ds_bytes_of_head // sequences
         raise NotImplementedError(
             f"gradients with block_mask keep dS of a key/value head of a sequence, {of_sequence} "
             f"bytes here; ds_bytes allows {ds_bytes}. Accepted: "
             f"backward_config=BackwardConfig(ds_bytes={of_sequence}) or more"
         )
+    return found
+
+
+def _by_sequences(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division | None:
+    """As many key/value heads of a sequence as fit, and of all of them as many sequences; None
+    where not one fits. dS is not empty."""
+    heads_kv, sequences, *_ = _lengths(problem)
+    fitting = ds_bytes // (problem.ds_bytes_of_head // sequences)
+    if not fitting:
+        return None
     heads = min(fitting, heads_kv)
     return _by_heads(problem, heads, min(fitting // heads, sequences), gpu)
 
