@@ -21,10 +21,10 @@ from .layouts import without_expanded_heads
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
-#: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
-OTHERS = (*RAGGED, *DESCALES)
 #: Those of them that calls with gradients may have.
 LENGTHS = tuple(name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES))
+#: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
+OTHERS = (*RAGGED, *DESCALES)
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -226,6 +226,11 @@ class Problem:
             self.kv_dtype,
             self.descale,
         )
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Those of `DESCALES` that k and v have: all or none."""
+        return DESCALES if self.descale else ()
 
     @property
     def lists_parts(self) -> bool:

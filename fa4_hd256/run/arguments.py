@@ -25,6 +25,7 @@ from fa4_hd256.kernels.sequences import PAGE_TABLE
 from .tile_counter import tile_counter
 
 __all__ = [
+    "WORD",
     "call_scalars",
     "dynamic_tensor",
     "ragged_types",
@@ -37,7 +38,7 @@ __all__ = [
 
 #: The largest window passed on.
 LARGEST_WINDOW = 1 << 29
-_WORD = 4  # bytes of a float32 or int32
+WORD = 4  # bytes of a float32 or int32
 
 
 def tensor_type(element_type: Any, rank: int, alignment: int) -> Any:
@@ -82,7 +83,7 @@ def ragged_types(names: Sequence[str]) -> list[Any]:
 def ragged_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The same of a call; vectors of other types may be among them."""
     return [
-        dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else _WORD)
+        dynamic_tensor(tensor, _TABLES[name][1] if name in _TABLES else WORD)
         for name, tensor in zip(names, tensors, strict=True)
     ]
 

@@ -33,6 +33,7 @@ from fa4_hd256.kernels.problem_class import ELEMENT_TYPES, GradientClass, Prepro
 from fa4_hd256.kernels.sequences import padded_rows
 
 from .arguments import (
+    WORD,
     call_scalars,
     dynamic_tensor,
     ragged_types,
@@ -41,8 +42,6 @@ from .arguments import (
     tensor_type,
     vector_type,
 )
-
-_WORD = 4  # bytes of a float32 or int32
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,10 @@ def preprocess_compile_arguments(problem_class: PreprocessClass) -> tuple:
     """What `cute.compile` gets for the preprocess kernel."""
     element = ELEMENT_TYPES[problem_class.dtype]
     out, dout = (tensor_type(element, 4, TMA_ALIGNMENT) for _ in range(2))
-    lse, dlse = (tensor_type(cutlass.Float32, 4, _WORD) for _ in range(2))
+    lse, dlse = (tensor_type(cutlass.Float32, 4, WORD) for _ in range(2))
     rows = PreprocessRows(out, dout, lse, dlse if problem_class.lse_gradient else None)
     ragged = tuple(vector_type(cutlass.Int32) for _ in problem_class.ragged) or None
-    stats = tensor_type(cutlass.Float32, 3, _WORD)
+    stats = tensor_type(cutlass.Float32, 3, WORD)
     return rows, stats, ragged, cutlass.Int32(1), cuda.CUstream(0)
 
 
@@ -81,16 +80,16 @@ def preprocess_call_arguments(
         _row_values(tensors.lse),
         None if tensors.dlse is None else _row_values(tensors.dlse),
     )
-    ragged = tuple(dynamic_tensor(tensor, _WORD) for tensor in tensors.ragged) or None
+    ragged = tuple(dynamic_tensor(tensor, WORD) for tensor in tensors.ragged) or None
     longest = cutlass.Int32(problem.forward.max_seqlen_q)
-    stats = dynamic_tensor(tensors.stats, _WORD)
+    stats = dynamic_tensor(tensors.stats, WORD)
     return rows, stats, ragged, longest, cuda.CUstream(stream)
 
 
 def _row_values(tensor: torch.Tensor) -> Any:
     """A tensor of one float per row. The dimension that is added has the static stride of 1, so
     that all others may have any."""
-    return dynamic_tensor(tensor.unsqueeze(-1), _WORD)
+    return dynamic_tensor(tensor.unsqueeze(-1), WORD)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from fa4_hd256.call.descales import scale_operand
 from fa4_hd256.call.forward_problem import OTHERS, ForwardCall, Problem
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.part_list import list_length
-from fa4_hd256.kernels.problem_class import DESCALES
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
 from .catalogue import combine_spec, forward_spec
@@ -54,13 +53,8 @@ def run_forward(
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
-    ragged = tuple(call.ragged[name] for name in (*problem.ragged, *_scales(problem)))
+    ragged = tuple(call.ragged[name] for name in (*problem.ragged, *problem.scales))
     return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
-
-
-def _scales(problem: Problem) -> tuple[str, ...]:
-    """Those of `DESCALES` that a call has."""
-    return DESCALES if problem.descale else ()
 
 
 def check_list(call: ForwardCall, problem: Problem) -> None:
@@ -137,7 +131,7 @@ def launch_forward(
         problem.device,
         lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
         ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.ragged,
-         *_scales(problem)),
+         *problem.scales),
     )  # fmt: skip
     if is_split:
         combine(problem, parts, results, ragged)

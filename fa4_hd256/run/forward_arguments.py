@@ -91,8 +91,7 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
     """The values of one call on a GPU."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
-    scales = DESCALES if problem.descale else ()
-    names = (*(("sink",) if problem.sink else ()), *problem.ragged, *scales)
+    names = (*(("sink",) if problem.sink else ()), *problem.ragged, *problem.scales)
     optional = tuple(ragged_values(names, tensors.optional)) or None
     return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
 
