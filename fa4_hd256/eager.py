@@ -146,10 +146,6 @@ class _Guard(NamedTuple):
     places: tuple[int, ...]
 
 
-#: Addresses of so many tensors, none of them given.
-_NOWHERE = [[0] * count for count in range(32)]
-
-
 class OperatorCalls:
     """Calls of one operator on plain tensors, those that came before repeated.
 
@@ -181,7 +177,7 @@ class OperatorCalls:
             for check, entry, places in self._guarded.get(place, ()):
                 if check(*present):
                     bits = 0
-                    addresses = _NOWHERE[len(tensors)].copy()
+                    addresses = [0] * len(tensors)
                     for number, tensor in zip(places, present):
                         addresses[number] = address = tensor.data_ptr()
                         bits |= address

@@ -125,7 +125,7 @@ def flash_attn_func(
     tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale
     form: Hashable = learnable_sink is None, k_descale is None, v_descale is None
     if block_mask is not None:
-        lists = _lists_of(block_mask, q, k, _are_differentiated(tensors))
+        lists = _lists_of(block_mask, q, k, _are_differentiated(tensors[:4]))
         tensors = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale)
         form = (form, "masked", lists[-1] is None)
     configs = config, backward_config
@@ -228,9 +228,9 @@ _NO_LENGTHS = None, None
 
 
 def _are_differentiated(tensors: tuple[Any, ...]) -> bool:
-    """Whether gradients may be asked for of q, k, v or the sink."""
+    """Whether gradients may be asked for of any of these."""
     return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors[:4]
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     )
 
 
@@ -312,13 +312,12 @@ def _attend_into(
 ) -> torch.Tensor:
     """lse of `_attend`; tensors has one more, to which out is written."""
     *inputs, out = tensors
-    if torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in (*inputs[:4], out)
-    ):
+    if _are_differentiated((*inputs[:4], out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
             "without out=, or inside torch.no_grad()"
         )
+
     def resolve() -> tuple[Any, ...]:
         scalars = _resolve(tuple(inputs), given, longest, configs)
         check_out(out, inputs[0])
