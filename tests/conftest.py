@@ -139,6 +139,20 @@ def _first_calls():
 
 
 @pytest.fixture
+def sanitize(monkeypatch):
+    """Puts calls in the simulator under the sanitizer. seed: of the order of warps and completions,
+    None for the plain one; clusters: that run at once; device: that it passes for."""
+
+    def start(seed, *, clusters=None, device=None):
+        monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
+        for name, value in (("SEED", seed), ("CLUSTERS", clusters), ("DEVICE", device)):
+            if value is not None:
+                monkeypatch.setenv(f"SM100_SIM_{name}", str(value))
+
+    return start
+
+
+@pytest.fixture
 def planted(tmp_path, monkeypatch):
     """monkeypatch, with a cache of its own for kernels that are wrong on purpose."""
     from fa4_hd256.run import compile

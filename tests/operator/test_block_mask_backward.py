@@ -106,11 +106,8 @@ def test_some_gradients_alone(device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
-def test_no_findings(seed, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(seed, sanitize):
+    sanitize(seed, clusters=2)
     tensors = inputs(300, 400)
     mask = holes(300, 400)
     gradients(tensors, mask, torch.randn(tensors[0].shape).bfloat16(), use_clc=False)

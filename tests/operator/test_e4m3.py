@@ -226,11 +226,8 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
-def test_no_findings(use_clc, seed, config, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(use_clc, seed, config, sanitize):
+    sanitize(seed, clusters=2)
     paged = paged_of((300, 0, 200), 64, 1)
     q, given = torch.randn(3, 2, 8, 256).bfloat16(), scales(len(paged.k), 1)
     paged.k[paged.table[0, 0]] = (paged.k[paged.table[0, 0]].float() * 3).to(E4M3)

@@ -47,12 +47,9 @@ def run(lengths, heads=(2, 1), causal=True, config=STORED, **options):
 @pytest.mark.parametrize(
     ("lengths", "causal"), [((300, 330), True), ((300, 330), False), ((330, 150), True)]
 )
-def test_no_findings(lengths, causal, seed, config, monkeypatch):
+def test_no_findings(lengths, causal, seed, config, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees, whatever the schedule."""
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed, clusters=2)
     _, reports = run(lengths, causal=causal, config=config)
     assert [report.seed for report in reports] == [seed] * 3
     assert [report.findings for report in reports] == [[], [], []]
@@ -60,12 +57,9 @@ def test_no_findings(lengths, causal, seed, config, monkeypatch):
 
 @both_ways
 @pytest.mark.parametrize("seed", [None, 1])
-def test_no_findings_across_tiles(seed, config, monkeypatch):
+def test_no_findings_across_tiles(seed, config, sanitize):
     """One cluster runs all tiles: the next one's loads and products overlap this one's results."""
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed, device="b200:2")
     _, reports = run((520, 260), (2, 2), config=config)
     assert [report.findings for report in reports] == [[], [], []]
 

@@ -164,12 +164,10 @@ def test_a_second_run_is_bitwise_equal(device):
 
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_no_findings(seed, monkeypatch):
+def test_no_findings(seed, sanitize):
     import sm100_sim
 
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed)
     rows = random_rows(2, 140, 2, "cpu")
     run(rows, torch.randn_like(rows[2]))
     assert sm100_sim.last_reports()[-1].findings == []

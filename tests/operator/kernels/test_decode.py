@@ -176,11 +176,8 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("config", DECODE, ids=lambda config: str(config.rows))
-def test_no_findings(use_clc, seed, config, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(use_clc, seed, config, sanitize):
+    sanitize(seed, clusters=2)
     lengths = torch.tensor([500, 0, 300], dtype=torch.int32)
     given = tensors(2, 500, (8, 1), batch=3)
     given[1][0] *= torch.linspace(3, 0.2, 500)[:, None, None]
@@ -203,10 +200,10 @@ def test_a_configuration_that_is_given_decides():
         assert (one.float() - other.float()).abs().max() < 0.02
 
 
-def test_planted_bugs_are_noticed(planted):
+def test_planted_bugs_are_noticed(planted, sanitize):
     """The checks above can fail: P that the tensor core may not see yet, and an O that keeps the
     scale of lower maxima."""
-    planted.setenv("SM100_SIM_SANITIZE", "1")
+    sanitize(None)
     q, k, v = tensors(2, 300, (8, 1), batch=1)
     k[0, :, 0] *= torch.linspace(5, 0.1, 300)[:, None]
     call = {"num_splits": 1, "config": DECODE[0]}

@@ -206,13 +206,11 @@ def test_a_second_run_is_bitwise_equal(device):
 @pytest.mark.simulator
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("splits", [3, 32, 37])
-def test_no_findings(splits, seed, monkeypatch):
+def test_no_findings(splits, seed, sanitize):
     """The last CTA has fewer rows than warps, where a warp makes a row."""
     import sm100_sim
 
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed)
     run(random_parts(splits, (2, 3, 3), "cpu"), splits)
     report = sm100_sim.last_reports()[-1]
     problem = describe(torch.zeros(2, 3, 3, 256).bfloat16(), splits)

@@ -86,13 +86,10 @@ def test_products_stay_in_flight_and_hide_the_arithmetic(name):
 @pytest.mark.parametrize("config", [STORED, ANEW], ids=["stored", "anew"])
 @pytest.mark.parametrize(("seed", "sms"), [(None, 132), (1, 2), (2, 4)])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counted"])
-def test_no_findings(config, seed, sms, use_clc, monkeypatch):
+def test_no_findings(config, seed, sms, use_clc, monkeypatch, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees, whatever the schedule."""
     monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
-    monkeypatch.setenv("SM100_SIM_DEVICE", f"h200:{sms}")
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed, device=f"h200:{sms}")
     torch.manual_seed(0)
     tensors = inputs((300, 330), (2, 1))
     dout = torch.randn_like(tensors[0])

@@ -138,11 +138,8 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "counter"])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_no_findings(use_clc, seed, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(use_clc, seed, sanitize):
+    sanitize(seed, clusters=2)
     given = tensors(2, 500, (8, 1))
     flash_attn_func(*given, causal=True, num_splits=3, use_clc=use_clc)
     first, second = sm100_sim.last_reports()[-2:]

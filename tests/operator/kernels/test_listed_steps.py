@@ -37,11 +37,8 @@ def attend(use_clc=False, batch=1):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_no_findings(use_clc, seed, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(use_clc, seed, sanitize):
+    sanitize(seed, clusters=2)
     attend(use_clc, batch=2)
     report = sm100_sim.last_reports()[-1]
     assert report.seed == seed and report.findings == []

@@ -26,11 +26,8 @@ def decoding(page_size=16, **options):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_no_findings(use_clc, seed, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(use_clc, seed, sanitize):
+    sanitize(seed, clusters=2)
     decoding(use_clc=use_clc)
     for report in sm100_sim.last_reports()[-2:]:
         assert report.seed == seed and report.findings == []

@@ -168,13 +168,10 @@ def test_products(case):
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("name", ["causal, GQA", "packed", "dynamic"])
-def test_no_findings(name, seed, monkeypatch):
+def test_no_findings(name, seed, sanitize):
     """No race, lifetime error or missing fence that the sanitizer sees; one cluster after the
     other runs several tiles."""
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:4")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed, device="b200:4")
     run(CASES[name])
     report = sm100_sim.last_reports()[-1]
     assert report.seed == seed and report.findings == []

@@ -15,11 +15,8 @@ pytestmark = pytest.mark.simulator
     # Several key tiles and two tiles a pair; ends inside a tile; more keys than queries.
     [(512, 512, False), (330, 330, True), (40, 600, True)],
 )
-def test_no_findings(seqlen_q, seqlen_k, causal, seed, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+def test_no_findings(seqlen_q, seqlen_k, causal, seed, sanitize):
+    sanitize(seed, clusters=2)
     q = torch.randn(1, seqlen_q, 2, 256, dtype=torch.bfloat16)
     k, v = (torch.randn(1, seqlen_k, 1, 256, dtype=torch.bfloat16) for _ in range(2))
     flash_attn_func(q, k, v, causal=causal)
@@ -30,12 +27,9 @@ def test_no_findings(seqlen_q, seqlen_k, causal, seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
-def test_no_findings_with_split_keys(use_clc, seed, monkeypatch, architecture):
+def test_no_findings_with_split_keys(use_clc, seed, sanitize, architecture):
     """Two tiles of 32 queries with 8 heads, 3 KV tiles in 4 parts; each pair takes several."""
-    monkeypatch.setenv("SM100_SIM_SANITIZE", "1")
-    monkeypatch.setenv("SM100_SIM_CLUSTERS", "2")
-    if seed is not None:
-        monkeypatch.setenv("SM100_SIM_SEED", str(seed))
+    sanitize(seed, clusters=2)
     q = torch.randn(1, 37, 8, 256, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 300, 1, 256, dtype=torch.bfloat16) for _ in range(2))
     flash_attn_func(q, k, v, num_splits=4, use_clc=use_clc)
