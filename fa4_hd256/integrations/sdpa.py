@@ -15,19 +15,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
 
 from .given_results import gradients_of_results
+from .until_changed import UntilChanged
 
 NAME = "fa4_hd256"
 
-#: cu_seqlens of forward calls -> (version of the tensor, longest sequence). The adapter hands the
-#: backward the tensor, but not the number that its grids need; reading it from the device would
-#: synchronise. What was told of offsets that have been overwritten since holds no longer.
-_longest = WeakTensorKeyDictionary()
+#: Of cu_seqlens of forward calls the longest sequence. The adapter hands the backward the tensor,
+#: but not the number that its grids need; reading it from the device would synchronise.
+_longest = UntilChanged()
 
 
 def register(name: str = NAME) -> str:
@@ -83,7 +82,7 @@ def _flash_attn_fwd(
     for side in "qk":
         offsets, longest = (options.get(f"{name}_{side}") for name in ("cu_seqlens", "max_seqlen"))
         if offsets is not None and longest is not None:
-            _longest[offsets] = (_version(offsets), longest)
+            _longest[offsets] = longest
     if options.get("cu_seqlens_q") is not None and options.get("max_seqlen_q") is None:
         options["max_seqlen_q"] = q.shape[0]
     window = (window_size_left, window_size_right)
@@ -129,10 +128,4 @@ def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:
     """A bound on the sequences packed in `rows`; None where they are not packed."""
     if offsets is None:
         return None
-    version, longest = _longest.get(offsets, (None, None))
-    return longest if longest and version == _version(offsets) else rows.shape[0]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Grows with each in-place change; -1 where PyTorch does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
+    return _longest.get(offsets) or rows.shape[0]

@@ -20,10 +20,11 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.masks import from_dense
+
+from .until_changed import UntilChanged
 
 _log = logging.getLogger(__name__)
 
@@ -247,8 +248,8 @@ def _packed(
 
 #: Of a mask that says for each query and key whether it is seen.
 DIMENSIONS = 4
-#: What `masks.from_dense` made of masks that are alive, and which version of these it was.
-_tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+#: What `masks.from_dense` made of masks.
+_tiles = UntilChanged()
 
 
 def _masked(
@@ -259,11 +260,9 @@ def _masked(
     arguments: dict[str, Any],
 ) -> torch.Tensor:
     """Attention with a mask of four dimensions, whose tiles all layers of a pass share."""
-    version = -1 if dense.is_inference() else dense._version
-    known, tiles = _tiles.get(dense, (None, None))
-    if known != version:
-        tiles = from_dense(dense)
-        _tiles[dense] = version, tiles
+    tiles = _tiles.get(dense)
+    if tiles is None:
+        tiles = _tiles[dense] = from_dense(dense)
     arguments = {**arguments, "causal": False, "window_size": (None, None), "block_mask": tiles}
     return cast(torch.Tensor, flash_attn_func(q, k, v, **arguments))
 

@@ -1,0 +1,30 @@
+"""What is known of tensors as long as nobody writes to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["UntilChanged"]
+
+
+class UntilChanged:
+    """A value by tensor, while this lives and is not changed in place."""
+
+    def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+
+    def __setitem__(self, tensor: torch.Tensor, value: Any) -> None:
+        self._kept[tensor] = _version(tensor), value
+
+    def get(self, tensor: torch.Tensor) -> Any:
+        """None where nothing is known, or no longer."""
+        version, value = self._kept.get(tensor, (None, None))
+        return value if version == _version(tensor) else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Grows with each in-place change; -1 where PyTorch does not count them."""
+    return -1 if tensor.is_inference() else tensor._version
