@@ -11,10 +11,11 @@ import argparse
 
 from bench.measure.e4m3 import CASES, OURS, Case, Errors, errors
 from bench.model.e4m3_steps import Steps, steps_of
+from bench.model.machines import B200
 from bench.tables.origin import modelled_machine, simulator_machine
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
+from fa4_hd256.kernels.blackwell.decode.config import ROWS as TILE_ROWS
 from fa4_hd256.kernels.limits import HEAD_DIM
 from sm100_sim.timing import Machine, load, mma_cost
 
@@ -49,8 +50,8 @@ DECODING = (
 KEYS, ROWS = 128, 16
 #: Keys of a sequence that a CTA has, for the table of decoding.
 KEYS_OF_A_TILE = 8192
-#: Of an SM's part of HBM: 8 TB/s over 148 SMs, in bytes a clock at 1.85 GHz.
-HBM_BYTES_A_CLOCK = 8e12 / 148 / 1.85e9
+#: Of an SM's part of HBM, in bytes a clock at 1.85 GHz.
+HBM_BYTES_A_CLOCK = B200.hbm_bytes_per_second / B200.sms / 1.85e9
 SMEM_BYTES_A_CLOCK = 128
 KIB = 1024
 
@@ -120,12 +121,10 @@ def _cost_row(
 def decoding_table(machine: Machine) -> Table:
     """Our kernels for both types of K and V."""
     rows = []
-    for of_bf16, of_e4m3 in zip(DECODE, DECODE_E4M3, strict=True):
-        whole = steps_of(of_bf16, machine)
-        rows.append(_decoding_row(of_bf16.rows, "bf16", whole, whole, machine))
-        rows.append(
-            _decoding_row(of_bf16.rows, "e4m3", steps_of(of_e4m3, machine), whole, machine)
-        )
+    for count in TILE_ROWS:
+        of_bf16, of_e4m3 = (steps_of(count, e4m3, machine) for e4m3 in (False, True))
+        rows.append(_decoding_row(count, "bf16", of_bf16, of_bf16, machine))
+        rows.append(_decoding_row(count, "e4m3", of_e4m3, of_bf16, machine))
     notes = (
         "Steps of 128 keys of one CTA, replayed alone with an SM's share of L2; where keys come "
         "from HBM a step takes an SM's share of that at least. Begin and end: what a tile takes "

@@ -7,26 +7,17 @@ its share of HBM for its bytes at least.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.decode.config import BLOCK_KV, DecodeConfig
-from fa4_hd256.kernels.limits import HEAD_DIM
-from fa4_hd256.run.catalogue import KernelSpec
-from fa4_hd256.run.compile import compile_kernel
-from fa4_hd256.run.forward import empty_results
-from fa4_hd256.run.forward_arguments import CallTensors, call_arguments
+from fa4_hd256.kernels.blackwell.decode.config import BLOCK_KV
 from sm100_sim import timing
 from sm100_sim.timing import Machine
 
-from .machines import B200, compiling_ours
+from .calls import Kind
+from .our_decode import DecodeVariant, Sample, call_on
 
 __all__ = ["Steps", "steps_of"]
 
-ONE_SM = replace(B200, sms=1, pairs=1)
 GROUP = 8  # query heads of the KV head
 SHORT, LONG = 1024, 3072
 
@@ -50,36 +41,19 @@ class Steps:
         return self.ends + keys // BLOCK_KV * self.bound
 
 
-def steps_of(config: DecodeConfig, machine: Machine) -> Steps:
-    """Of one configuration: a causal tile of 8 heads over one KV head, all rows in use."""
-    short, long = (_clocks(config, keys, machine) for keys in (SHORT, LONG))
+def steps_of(rows: int, e4m3: bool, machine: Machine) -> Steps:
+    """Of the kernel with so many query rows: a causal tile of 8 heads over one KV head, all rows in
+    use."""
+    variant = DecodeVariant(Kind(causal=True), rows, rows // GROUP, GROUP, e4m3=e4m3)
+    short, long = (_clocks(variant, keys, machine) for keys in (SHORT, LONG))
     step = (long - short) / ((LONG - SHORT) // BLOCK_KV)
     values = machine.values()
     share = values.hbm_terabytes * 1e3 / values.clock_ghz / values.sms
-    return Steps(step, short - SHORT // BLOCK_KV * step, config.tiles.step_bytes / share)
+    step_bytes = variant.config.tiles.step_bytes
+    return Steps(step, short - SHORT // BLOCK_KV * step, step_bytes / share)
 
 
-def _clocks(config: DecodeConfig, keys: int, machine: Machine) -> float:
+def _clocks(variant: DecodeVariant, keys: int, machine: Machine) -> float:
     """Of one tile."""
-    with compiling_ours(machine):
-        compiled, arguments = _call(config, keys)
+    compiled, arguments = call_on(machine, variant, Sample(keys))
     return float(timing.predict(compiled, *arguments, machine=machine, draws=0)[-1].clocks[0])
-
-
-def _call(config: DecodeConfig, keys: int) -> tuple[Any, tuple]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (config.rows // GROUP, GROUP), (keys, 1), (keys, 1)
-    q, k, v = (
-        torch.randn(1, rows, heads, HEAD_DIM, generator=generator).bfloat16()
-        for rows, heads in shapes
-    )
-    if config.e4m3:
-        k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (k, v))
-    options = Options.check(None, True, (None, None), 0.0, False)
-    problem = Problem.describe((q, k, v), options, config=config)
-    compiled = compile_kernel(KernelSpec(problem.tiles.kind, config, problem.problem_class))
-    if config.e4m3:
-        # As kernels take them: bytes in twos.
-        k, v = (tensor.view(torch.bfloat16) for tensor in (k, v))
-    tensors = CallTensors(q, k, v, *empty_results(problem))
-    return compiled, call_arguments(tensors, problem, ONE_SM, 0)

@@ -17,7 +17,7 @@ from bench.suite import Case
 from bench.tables.comparison import OURS
 from bench.tables.paths import Paths
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DecodeConfig
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3, DecodeConfig
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.problem_class import query_rows
 from fa4_hd256.kernels.steps import CLAIM_STEPS
@@ -73,7 +73,8 @@ class DecodeVariant:
     """The kernel of a call, and the rows of its tiles.
 
     rows: of a tile of the configuration. queries: of a sequence that a tile has. ratio: query heads
-    of a KV head, which share a tile. page_size: rows of a page of keys, None without.
+    of a KV head, which share a tile. page_size: rows of a page of keys, None without. e4m3: keys
+    and values are.
     """
 
     kind: Kind
@@ -83,6 +84,7 @@ class DecodeVariant:
     divided: bool = False
     use_clc: bool = False
     page_size: int | None = None
+    e4m3: bool = False
 
     @classmethod
     def of(cls, case: Case, problem: Problem, use_clc: bool, divided: bool) -> DecodeVariant:
@@ -96,7 +98,8 @@ class DecodeVariant:
     @property
     def config(self) -> DecodeConfig:
         """The default one of its tiles."""
-        return next(config for config in DECODE if config.rows == self.rows)
+        known = DECODE_E4M3 if self.e4m3 else DECODE
+        return next(config for config in known if config.rows == self.rows)
 
     @property
     def policy(self) -> str:
@@ -179,12 +182,17 @@ def call(variant: DecodeVariant, sample: Sample) -> tuple[Any, tuple]:
     softcap = SAMPLE_SOFTCAP if kind.softcap else 0.0
     options = Options.check(None, kind.causal, (sample.left, None), softcap, variant.use_clc)
     (q, k, v), ragged = _tensors(variant, sample)
+    if variant.e4m3:
+        k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (k, v))
     longest_q, longest_k = (variant.queries, sample.keys) if kind.packed else (None, None)
     problem = Problem.describe((q, k, v), options, None, ragged, longest_q, longest_k, config)
     problem = replace(problem, num_splits=sample.parts)
     compiled = compile_kernel(KernelSpec(problem.tiles.kind, config, problem.problem_class))
     out, lse = empty_results(problem, parts=sample.parts > 1)
     optional = tuple(ragged[name] for name in problem.ragged)
+    if variant.e4m3:
+        # As kernels take them: bytes in twos.
+        k, v = (tensor.view(q.dtype) for tensor in (k, v))
     given = CallTensors(q, k, v, out, lse, optional)
     return compiled, call_arguments(given, problem, ONE_SM, 0)
 
