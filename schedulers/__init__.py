@@ -8,6 +8,7 @@ from .choice import backward_prefers_clc, clc_requested, prefers_clc, scheduler_
 from .clc import ClcScheduler
 from .counter import CounterScheduler
 from .order import (
+    PackedBlocks,
     TileOrder,
     TileProblem,
     section_heads_for,
@@ -20,6 +21,7 @@ __all__ = [
     "CLUSTER_SIZE",
     "ClcScheduler",
     "CounterScheduler",
+    "PackedBlocks",
     "StaticPersistentScheduler",
     "StaticSingleTileScheduler",
     "TileOrder",

@@ -8,7 +8,9 @@ from typing import Any
 
 from .protocol import CLUSTER_SIZE, of_clusters
 
-__all__ = ["backward_prefers_clc", "clc_requested", "prefers_clc", "scheduler_class"]
+__all__ = [
+    "backward_prefers_clc", "clc_requested", "grid_rows", "prefers_clc", "scheduler_class",
+]  # fmt: skip
 
 VARIABLE = "FA_CLC"
 
@@ -25,8 +27,8 @@ def prefers_clc(
 
     bounded: whether the mask bounds the keys on either side, so that tiles differ; so they do where
     sequences have fewer rows than the longest one. rows, capacity: query rows of all sequences, and
-    of as many sequences of the longest one's length: the grid follows that, a static scheduler
-    counts past empty tiles, and the dynamic one asks for each.
+    those that the grid has room for (`grid_rows`): a static scheduler counts past empty tiles, and
+    the dynamic one asks for each.
     shared: kernels of other streams may hold SMs meanwhile. Of a static grid the clusters that then
     find no place start when others have done all their tiles, which takes up to twice as long; the
     dynamic scheduler gives their tiles to those that run. most_empty: tiles of the grid for each
@@ -34,6 +36,15 @@ def prefers_clc(
     By the timing model for a B200 (docs/bench.md); nobody has measured it.
     """
     return shared or ((bounded or rows < capacity) and rows * most_empty >= capacity)
+
+
+def grid_rows(rows: int, sequences: int, longest: int, block: int) -> int:
+    """Query rows that the forward's grid has room for, of so many in packed sequences: as many
+    blocks for each sequence as the longest one has, or all in a row (`order.PackedBlocks`).
+
+    block: rows of the largest tile.
+    """
+    return min(sequences * longest, rows + sequences * block)
 
 
 def backward_prefers_clc(

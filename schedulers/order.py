@@ -16,10 +16,17 @@ section the block is the slow index and the head the fast one::
   `section_heads_for` chooses the widest section whose K and V stay in L2.
 * `num_blocks` and the number of pairs may be any positive numbers; the last section may be
   narrower than the others.
+
+NOTE [blocks in a row].  Of packed sequences each would have blocks for the longest one, most of
+them empty where lengths differ much.  The host does not know the lengths, which are on the device,
+but their sum: where that gives fewer blocks, they are numbered one sequence after the other
+(`PackedBlocks`), as one batch entry, and whoever decodes a tile looks its sequence up.
 """
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +35,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 __all__ = [
+    "PackedBlocks",
     "TileOrder",
     "TileProblem",
     "section_heads_for",
@@ -49,6 +57,67 @@ def _minimum(a: Any, b: Any) -> Any:
     return cutlass.min(Int32(a), Int32(b))
 
 
+#: Lanes of a warp, which look at as many sequences at once.
+_LANES = 32
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Blocks of packed sequences, numbered one sequence after the other.
+
+    offsets: (sequences + 1,) int32 where sequences begin; rows: of a block, or queries where heads
+    are packed; is_used: whether blocks are numbered so, or each sequence has as many.  The numbers
+    of sequence b begin at offsets[b] // rows + b: room for all of its blocks, and one number more
+    than it needs at most, which is an empty block's.
+    """
+
+    offsets: Any
+    rows: int
+    is_used: Any = False
+
+    def __extract_mlir_values__(self) -> list:
+        values = cutlass.extract_mlir_values(self.offsets)
+        return [*values, *cutlass.extract_mlir_values(self.is_used)]
+
+    def __new_from_mlir_values__(self, values: list) -> PackedBlocks:
+        *of_offsets, is_used = values
+        offsets = cutlass.new_from_mlir_values(self.offsets, of_offsets)
+        is_used = cutlass.new_from_mlir_values(self.is_used, [is_used])
+        return PackedBlocks(offsets, self.rows, is_used)
+
+    def count(self, total_rows: Any, sequences: Any) -> Any:
+        """Numbers in all, by the sum of the lengths."""
+        return total_rows // self.rows + sequences
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        return [offset // self.rows + b for b, offset in enumerate(self.offsets[:-1])]
+
+    def found(self, number: Any) -> tuple[Any, Any]:
+        """(block in its sequence, sequence) of a number; on the device by all lanes of a warp."""
+        if isinstance(number, int):
+            sequence = bisect_right(self._begins, number) - 1
+            return number - self._begins[sequence], sequence
+        sequence = _last_before(number, self.offsets, self.rows)
+        return number - (self.offsets[sequence] // self.rows + sequence), sequence
+
+
+@cute.jit
+def _last_before(number: Int32, offsets: cute.Tensor, rows: cutlass.Constexpr) -> Int32:
+    """The last sequence whose numbers begin at `number` or before."""
+    lane = cute.arch.lane_idx()
+    first, count = Int32(0), Int32(cute.size(offsets) - 1)
+    while count > 1:
+        # Each lane looks at one of as many sequences, evenly spaced; these are in order.
+        step = (count + _LANES - 1) // _LANES
+        sequence = first + cutlass.min(lane * step, count - 1)
+        is_before = offsets[sequence] // rows + sequence <= number and lane * step < count
+        votes = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)), 1)
+        left_out = (votes - 1) * step
+        first, count = first + left_out, cutlass.min(count - left_out, step)
+    return Int32(cute.arch.make_warp_uniform(first))
+
+
 @dataclass(frozen=True)
 class TileProblem:
     """What has to be computed, counted in cluster tiles: blocks of rows, heads, batch entries.
@@ -59,7 +128,8 @@ class TileProblem:
     head) pairs (see the module's docstring).  `later_blocks_first` is static: the compiled kernel
     depends on it.  The longest tiles go first if it says whether the mask bounds the keys to the
     right of the diagonal, as a causal one does: then later rows see as many keys as earlier ones or
-    more, with a bound on the left alone as many or fewer.
+    more, with a bound on the left alone as many or fewer.  packed: of sequences whose blocks may be
+    in a row (`in_a_row`).
 
     Raises ValueError for Python integers below 1.
     """
@@ -69,6 +139,7 @@ class TileProblem:
     num_batches: Any
     section_heads: Any = 1
     later_blocks_first: bool = False
+    packed: PackedBlocks | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "num_heads", "num_batches", "section_heads"):
@@ -92,6 +163,20 @@ class TileProblem:
         """Cluster tiles in all."""
         return self.num_blocks * self.num_heads * self.num_batches
 
+    def in_a_row(self, packed: PackedBlocks, total_rows: Any) -> TileProblem:
+        """The same with the blocks of its batch entries, packed sequences, in a row if these are
+        fewer: NOTE [blocks in a row].  total_rows: of all sequences."""
+        count = packed.count(total_rows, self.num_batches)
+        blocks, batches, one = self.num_blocks, self.num_batches, 1
+        is_fewer = is_used = count < blocks * batches
+        if not isinstance(is_fewer, bool):
+            is_used, one = Int32(is_fewer), Int32(1)
+        return replace(
+            self, packed=replace(packed, is_used=is_used),
+            num_blocks=_select(is_fewer, count, blocks),
+            num_batches=_select(is_fewer, one, batches),
+        )  # fmt: skip
+
     def order(self) -> TileOrder:
         """The order of the tiles: with Python integers for Python sizes, else for the device.
 
@@ -110,7 +195,7 @@ class TileProblem:
         sizes = (self.num_tiles, self.num_blocks, num_sections - 1, width)
         if not self.python_integers:
             sizes = tuple(Int32(size) for size in sizes)
-        return TileOrder(*sizes, *divisors, self.later_blocks_first)
+        return TileOrder(*sizes, *divisors, self.later_blocks_first, self.packed)
 
     def device_order(self) -> TileOrder:
         """`order` for the device even if all sizes are Python integers (compile-time shapes)."""
@@ -120,6 +205,7 @@ class TileProblem:
             Int32(self.num_batches),
             Int32(self.section_heads),
             self.later_blocks_first,
+            self.packed,
         ).order()
 
 
@@ -140,6 +226,7 @@ class TileOrder:
     per_block_of_last_section: Any
     per_batch: Any
     later_blocks_first: bool
+    packed: PackedBlocks | None = None
 
     _DYNAMIC = (
         "num_tiles",
@@ -156,6 +243,8 @@ class TileOrder:
         values = []
         for name in self._DYNAMIC:
             values += cutlass.extract_mlir_values(getattr(self, name))
+        if self.packed is not None:
+            values += cutlass.extract_mlir_values(self.packed)
         return values
 
     def __new_from_mlir_values__(self, values: list) -> TileOrder:
@@ -166,7 +255,10 @@ class TileOrder:
             count = len(cutlass.extract_mlir_values(old))
             fields.append(cutlass.new_from_mlir_values(old, values[:count]))
             values = values[count:]
-        return replace(self, **dict(zip(self._DYNAMIC, fields, strict=True)))
+        packed = self.packed
+        if packed is not None:
+            packed = cutlass.new_from_mlir_values(packed, values)
+        return replace(self, **dict(zip(self._DYNAMIC, fields, strict=True)), packed=packed)
 
 
 def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
@@ -183,7 +275,23 @@ def tile_coordinates(index: Any, order: TileOrder) -> tuple[Any, Any, Any]:
     in_block = _select(in_last, last_in_block, in_block)
     batch, head = divmod(section * order.section_heads + in_block, order.per_batch)
     block = order.num_blocks - 1 - rank if order.later_blocks_first else rank
+    if order.packed is not None:
+        block, batch = _of_row(block, batch, order.packed)
     return block, head, batch
+
+
+def _of_row(block: Any, batch: Any, packed: PackedBlocks) -> tuple[Any, Any]:
+    """(block, batch) where blocks may be in a row."""
+    if isinstance(block, int):
+        return packed.found(block) if packed.is_used else (block, batch)
+    return _of_row_on_device(Int32(block), Int32(batch), packed)
+
+
+@cute.jit
+def _of_row_on_device(block: Int32, batch: Int32, packed: PackedBlocks) -> tuple:
+    if packed.is_used != 0:
+        block, batch = packed.found(block)
+    return block, batch
 
 
 def section_heads_for(

@@ -22,7 +22,8 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.gpus.family import of_capability
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM
-from schedulers.choice import backward_prefers_clc, prefers_clc
+from fa4_hd256.kernels.sequences import PADDING
+from schedulers.choice import backward_prefers_clc, grid_rows, prefers_clc
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,15 @@ def defaults_to_clc(case: Case, direction: str) -> bool:
     if direction == BACKWARD:
         uneven = uneven_gradients(case.seqlen_q, case.heads, case.seqlen_k, case.heads_kv)
         return backward_prefers_clc(bounded, case.packed, uneven=uneven)
-    rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
-    return prefers_clc(bounded, rows, capacity)
+    return prefers_clc(bounded, *filling(case))
+
+
+def filling(case: Case) -> tuple[int, int]:
+    """Query rows, and those that the forward's grid has room for."""
+    rows = sum(q for q, _ in case.lengths)
+    if not case.packed:
+        return rows, case.batch * case.seqlen_q
+    return rows, grid_rows(rows, case.batch, case.seqlen_q, PADDING)
 
 
 @dataclass(frozen=True)

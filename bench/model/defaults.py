@@ -30,7 +30,14 @@ from softmax_emu.pattern import HARDWARE_ONLY, Ex2Pattern
 
 from . import ours
 from .backward import Backward
-from .calls import Kind, backward_problem, default_splits, defaults_to_clc, forward_problem
+from .calls import (
+    Kind,
+    backward_problem,
+    default_splits,
+    defaults_to_clc,
+    filling,
+    forward_problem,
+)
 from .exp2 import replayed, with_mix
 from .forward import Kernel
 from .machines import gpu_of
@@ -169,7 +176,7 @@ def _scheduler(case: Case, predictor: Predictor, direction: str) -> Decided:
             DEFAULT_BACKWARD: defaults_to_clc(case, direction),
         }
     else:
-        rows, capacity = sum(q for q, _ in case.lengths), case.batch * case.seqlen_q
+        rows, capacity = filling(case)
         picks |= {
             _by_emptiness(most): prefers_clc(bounded, rows, capacity, most_empty=most)
             for most in (2, 4, MOST_EMPTY, 10)

@@ -202,8 +202,8 @@ class Ours(OurProvider):
         config: Any = variant.config or ForwardConfig()
         # Q is there twice: the load warp asks for the next tile's when a tile's S are done with it.
         tiling = ForwardTiling(
-            variant.policy, ordered=config.ordered_tiles, packs_heads=True, prefetches=True,
-            claims=variant.claims, gpu=gpu_of(machine),
+            variant.policy, ordered=config.ordered_tiles, packs_heads=True, in_a_row=True,
+            prefetches=True, claims=variant.claims, gpu=gpu_of(machine),
         )  # fmt: skip
         costs = fitted(found, variant.policy)
         if variant.short:

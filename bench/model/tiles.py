@@ -9,6 +9,7 @@ of its query heads, with a unit for 256 queries of each of those heads.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from bench.suite import Case
 from fa4_hd256.call.portions import visible_keys
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.limits import HEAD_DIM
-from schedulers import TileOrder, TileProblem, section_heads_for, tile_coordinates
+from schedulers import PackedBlocks, TileOrder, TileProblem, section_heads_for, tile_coordinates
 from sm100_sim.timing import Late, Tile
 
 from .machines import B200
@@ -85,12 +86,13 @@ class ForwardTiling:
     `sm100_sim.timing.problem.POLICIES`. ordered: as `ForwardConfig.ordered_tiles`. packs_heads:
     whether a tile's rows are those of all query heads of a KV head, see `tile_of_queries`; costs
     stay those of replays with one query head. exact_grid: whether the grid of packed sequences
-    follows their queries; otherwise each has blocks for the longest one. num_splits: parts into
-    which the keys of a tile are divided; equal_parts: of equal size but for the last ones, which
-    may be empty, else as even as can be. prefetches: whether the queries of the next tile are asked
-    for while a tile is worked on, claims: how many tiles a cluster has claimed ahead, both as
-    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2
-    the order is made for; order: how.
+    follows their queries; otherwise each has blocks for the longest one, or, `in_a_row`, they may
+    be numbered as `schedulers.order.PackedBlocks` says. num_splits: parts into which the keys of a
+    tile are divided; equal_parts: of equal size but for the last ones, which may be empty, else as
+    even as can be. prefetches: whether the queries of the next tile are asked for while a tile is
+    worked on, claims: how many tiles a cluster has claimed ahead, both as
+    `sm100_sim.timing.schedule` takes them; O leaves behind the tile in any case. gpu: whose L2 the
+    order is made for; order: how.
     """
 
     policy: str
@@ -102,6 +104,7 @@ class ForwardTiling:
     ordered: bool = True
     packs_heads: bool = False
     exact_grid: bool = False
+    in_a_row: bool = False
     num_splits: int = 1
     equal_parts: bool = False
     prefetches: bool = False
@@ -254,7 +257,11 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
         case, tiling.gpu, heads // case.heads_kv, entries * heads, 4 * tiling.head_dim * keys
     )
     later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
-    return TileProblem(blocks, heads, entries, section, later_first).order()
+    problem = TileProblem(blocks, heads, entries, section, later_first)
+    if tiling.in_a_row and case.packed and tiling.num_splits == 1:
+        offsets = [0, *itertools.accumulate(q for q, _ in case.lengths)]
+        problem = problem.in_a_row(PackedBlocks(offsets, queries), offsets[-1])
+    return problem.order()
 
 
 def _forward_tile(

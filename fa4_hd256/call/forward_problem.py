@@ -13,8 +13,8 @@ from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
-from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, SequenceTensors
-from schedulers.choice import backward_prefers_clc, clc_requested, prefers_clc
+from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, SequenceTensors
+from schedulers.choice import backward_prefers_clc, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales
 from .layouts import without_expanded_heads
@@ -86,7 +86,7 @@ class Options:
         """
         filling = (1, 1)
         if offsets is not None and longest is not None:
-            filling = rows, (offsets.numel() - 1) * longest
+            filling = rows, grid_rows(rows, offsets.numel() - 1, longest, PADDING)
         bounded = masked or self.window != (None, None)
         default = prefers_clc(bounded, *filling, sms_are_shared())
         return replace(self, use_clc=clc_requested(use_clc, default))

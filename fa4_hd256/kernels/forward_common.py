@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from schedulers import TileProblem, section_heads_for
+from schedulers import PackedBlocks, TileProblem, section_heads_for
 
 from .block_mask import MASK_TILE, StepList
 from .limits import ELEMENT_BYTES, HEAD_DIM
@@ -232,6 +232,10 @@ class ForwardCommon(RaggedKernel):
             later_blocks_first = self.problem_class.bounded_right
         num_blocks = (scalars.max_seqlen_q + self.tile_queries - 1) // self.tile_queries
         problem = TileProblem(num_blocks, heads, batch, section_heads, later_blocks_first)
+        offsets = sequence_tensors.cu_seqlens_q
+        if cutlass.const_expr(offsets is not None and not self.problem_class.split):
+            blocks = PackedBlocks(offsets, self.tile_queries)
+            problem = problem.in_a_row(blocks, cute.size(q, mode=[0]))
         return tuple(Int32(size) for size in sizes), problem
 
     def tma_tensor(self, name: str, view: cute.Tensor, copy: tuple) -> TmaTensor:

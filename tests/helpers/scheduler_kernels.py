@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from schedulers import TileOrder, TileProblem
+from schedulers import PackedBlocks, TileOrder, TileProblem, tile_coordinates
 
 # Warps 0 and 1 work, warp 2 schedules; every warp runs the loop. Warp 0 says when the next tile is
 # wanted.
@@ -80,4 +80,28 @@ def schedule(
     size = scheduler_class.cluster_size
     _kernel(record, counter, problem.order(), scheduler_class).launch(
         grid=grid, block=(32 * NUM_WARPS, 1, 1), cluster=(size, 1, 1) if size > 1 else None
+    )
+
+
+@cute.kernel
+def _places(record: cute.Tensor, order: TileOrder):
+    number, _, _ = cute.arch.block_idx()
+    block, _, sequence = tile_coordinates(number, order)
+    record[number, cute.arch.lane_idx(), 0] = Int32(block)
+    record[number, cute.arch.lane_idx(), 1] = Int32(sequence)
+
+
+@cute.jit
+def places(
+    record: cute.Tensor, offsets: cute.Tensor, sizes: tuple, rows: cutlass.Constexpr
+):
+    """What each lane finds for each number of blocks in a row.  record: (numbers, 32, 2) int32;
+    offsets, rows: as `PackedBlocks` has them; sizes: Int32 rows of the longest sequence and of
+    all."""
+    longest, total = sizes
+    sequences = cute.size(offsets) - 1
+    problem = TileProblem((longest + rows - 1) // rows, Int32(1), Int32(sequences))
+    problem = problem.in_a_row(PackedBlocks(offsets, rows), total)
+    _places(record, problem.device_order()).launch(
+        grid=(cute.size(record, mode=[0]), 1, 1), block=(32, 1, 1)
     )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedulers import TileProblem, section_heads_for, tile_coordinates
+from schedulers import PackedBlocks, TileProblem, section_heads_for, tile_coordinates
 
 # Small enough to enumerate; odd, even and prime counts, and sections wider than all pairs.
 problems = st.builds(
@@ -83,6 +83,36 @@ def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal):
     # As many KV heads as fit, at least one.
     fitting = max(1, 50 * 10**6 // kv_bytes)
     assert section // group == (min(fitting, kv_heads * batches) if unequal else 1)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([1, 4, 16]),
+    heads=st.integers(1, 3), section=st.integers(1, 4), later_first=st.booleans(),
+)  # fmt: skip
+def test_packed_sequences(lengths, rows, heads, section, later_first):
+    """In a row where that is fewer: every block of every sequence once, and of each sequence one
+    empty block at most; the order in a head is that of the numbers."""
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    longest = max(1, -(-max(lengths) // rows))
+    whole = TileProblem(longest, heads, len(lengths), section, later_first)
+    problem = whole.in_a_row(PackedBlocks(offsets, rows), offsets[-1])
+    tiles = _tiles(problem)
+    assert len(tiles) == len(set(tiles)) == problem.num_tiles <= whole.num_tiles
+    in_a_row = offsets[-1] // rows + len(lengths)
+    assert problem.num_tiles == heads * min(in_a_row, longest * len(lengths))
+    blocks = [-(-length // rows) for length in lengths]
+    full = [tile for tile in tiles if tile[0] < blocks[tile[2]]]
+    assert sorted(full) == sorted(
+        (block, head, batch)
+        for batch, count in enumerate(blocks) for head in range(heads) for block in range(count)
+    )
+    if problem.packed.is_used:
+        assert all(block <= blocks[batch] for block, _, batch in tiles)
+        for head in range(heads):
+            of_head = [(batch, block) for block, at, batch in tiles if at == head]
+            assert of_head == sorted(of_head, reverse=later_first)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "num_heads", "num_batches", "section_heads"])

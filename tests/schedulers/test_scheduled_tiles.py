@@ -8,13 +8,14 @@ import pytest
 import torch
 from cross_compile import compile_for
 from cutlass.cute.runtime import from_dlpack
-from scheduler_kernels import FIELDS, NUM_WARPS, schedule
+from scheduler_kernels import FIELDS, NUM_WARPS, places, schedule
 
 import sm100_sim
 from schedulers import (
     CLUSTER_SIZE,
     ClcScheduler,
     CounterScheduler,
+    PackedBlocks,
     StaticPersistentScheduler,
     StaticSingleTileScheduler,
     TileProblem,
@@ -114,6 +115,34 @@ def test_the_device_decodes_as_the_host(sizes, later_blocks_first):
     for index in range(problem.num_tiles):
         block, head, batch = tile_coordinates(index, order)
         assert record[batch, head, block, 0, 0, 1] == index
+
+
+# As many sequences as a warp has lanes, one more or less, more than a warp finds at the second
+# look; many of them empty.
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1024, 1025, 2100])
+def test_a_warp_finds_the_sequences_of_blocks_in_a_row(count):
+    rows = 4
+    generator = np.random.default_rng(count)
+    lengths = generator.integers(0, 3, count) * generator.integers(1, 4, count)
+    lengths[count // 2] = 5 * count
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    whole = TileProblem(-(-int(lengths.max()) // rows), 1, count)
+    problem = whole.in_a_row(PackedBlocks(offsets.tolist(), rows), int(offsets[-1]))
+    assert problem.packed.is_used == (count > 1)
+    record = torch.full((problem.num_tiles, 32, 2), -1, dtype=torch.int32)
+    sizes = tuple(cutlass.Int32(int(size)) for size in (lengths.max(), offsets[-1]))
+    arguments = _tensor(record), _tensor(torch.from_numpy(offsets)), sizes
+    sm100_sim.launch(_compiled_places(rows), *arguments)
+    order = problem.order()
+    expected = [tile_coordinates(number, order)[::2] for number in range(problem.num_tiles)]
+    assert record.tolist() == [[list(found)] * 32 for found in expected]
+
+
+@functools.cache
+def _compiled_places(rows):
+    record, offsets = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 32, 2), (4,)))
+    sizes = cutlass.Int32(1), cutlass.Int32(1)
+    return compile_for("sm_90a", places, _tensor(record), _tensor(offsets), sizes, rows)
 
 
 def test_static_persistent_strides_over_the_order():
