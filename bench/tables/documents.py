@@ -60,6 +60,12 @@ def origin(tables: Sequence[Table]) -> str:
 
 _VALIDATE = ("validate", "--no-hopper")
 _DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
+
+
+def _beside(*providers: str) -> tuple[str, ...]:
+    return tuple(word for name in providers for word in ("--provider", name))
+
+
 DOCUMENTS = {
     "throughput": Document(
         "Throughput by length, B200", _DENSE, "throughput.md", (0,)
@@ -87,12 +93,32 @@ DOCUMENTS = {
             ("varlen", "packed sequences", "varlen"),
         )
     },
-    "throughput_h200": Document(
-        "The forward on an H200 beside its peers",
-        ("throughput", "--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16",
-         "--provider", "ours", "--provider", "flash-attn-4", "--provider", "cuDNN"),
+    **{
+        f"throughput_h200{name}": Document(
+            f"{title} on an H200 beside its peers",
+            ("throughput", *options, *_beside("ours", "flash-attn-4", "cuDNN")),
+            "hopper.md", (0,),
+        )
+        for name, title, options in (
+            ("", "The forward",
+             ("--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16")),
+            ("_backward", "The backward", ("--direction", "backward", "--group", "'h200 dense'")),
+            ("_windows", "Windows", ("--group", "'h200 window'")),
+            ("_varlen", "Packed sequences", ("--group", "'h200 varlen'")),
+            ("_prefill", "Chunked prefill",
+             ("--direction", "forward", "--group", "'chunked prefill'")),
+        )
+    },
+    "decode_h200": Document(
+        "Decoding on an H200 beside its peers",
+        ("throughput", "--direction", "forward", "--group", "decode",
+         *_beside("ours", "flash-attn-4", "cuDNN", "'flash-attn-4, num_splits=0'",
+                  "FlashAttention-2")),
         "hopper.md", (0,),
     ),
+    "pages_h200": Document("Keys and values in pages on an H200", ("pages",), "serving.md"),
+    "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
+    "training_h200": Document("A training with each attention", ("training",), "hopper.md"),
     "schedulers": Document(
         "Tile schedulers, forward", ("schedulers", "--modelled"), "bench.md"
     ),

@@ -24,8 +24,9 @@ ABSENT = -2
 #: Tiles up to which a mask on a GPU has bits for each, so that nobody waits for their number: 64
 #: MiB.
 MOST_TILES = 1 << 15
-#: Tiles that are evaluated at once.
-CHUNK = 256
+#: Tiles that are evaluated at once: on a GPU more, where the host would else take longer for some
+#: forty operations than the GPU does. A mask_mod's numbers are int64: 128 KiB a tile.
+CHUNK, CHUNK_ON_GPU = 256, 2048
 #: Numbers of tiles of bits are rounded up to it, since a call's key has them.
 ROUNDED_TILES = 64
 
@@ -129,11 +130,17 @@ class TileMask:
         if "key_bits" not in self._made:
             columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
             found = torch.empty_like(self.bits)
-            for start in range(0, len(found), CHUNK):
-                seen = self.bits[start : start + CHUNK, ..., None] >> columns & 1
-                found[start : start + CHUNK] = _packed(seen.flatten(2).transpose(1, 2))
+            for chosen in _chunks(len(found), self.device):
+                seen = self.bits[chosen, ..., None] >> columns & 1
+                found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
             self._made["key_bits"] = found
         return self._made["key_bits"]
+
+
+def _chunks(count: int, device: torch.device) -> Iterator[slice]:
+    """Of so many tiles, those that are worked on at once."""
+    size = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _evaluated(
@@ -146,8 +153,8 @@ def _evaluated(
     """
     own = torch.arange(MASK_TILE, device=places.device)
     seqlen_q, seqlen_k = lengths
-    for start in range(0, len(places), CHUNK):
-        chosen = places[start : start + CHUNK]
+    for numbers in _chunks(len(places), places.device):
+        start, chosen = numbers.start, places[numbers]
         left, indices = chosen, []
         for size in reversed(shape):
             indices.append(left % size)
