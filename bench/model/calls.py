@@ -135,7 +135,7 @@ def backward_portions(case: Case, ds_bytes: int, gpu: Gpu) -> list[Portion]:
     """
     division = portions.divide(backward_problem(case, architecture_on(gpu)), ds_bytes, gpu)
     whole = division.problem
-    counts = Counter(_case(case, part) for part in division.portions if part.keys)
+    counts = Counter(_case(case, part) for part in division.portions)
     return [
         Portion(one, whole.head_parts, whole.keeps_ds, count, whole.adds)
         for one, count in counts.items()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
 from fa4_hd256.kernels.kernel_set import BackwardSet, KeyKernel
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
 
 from .checks import check_gradients
-from .forward_problem import ForwardCall, Options, Problem
+from .forward_problem import ForwardCall, Options, Problem, is_masked
 from .layouts import without_expanded_heads
 
 __all__ = [
@@ -79,21 +79,17 @@ class BackwardProblem:
         """Those of the architecture."""
         return self.forward.kernels.backward_set()
 
-    def ds_tiles(self, heads: int, max_seqlen_q: int, max_seqlen_k: int) -> Any:
-        """Tiles of the dS of so many query heads and rows (`BackwardSet.ds_tiles`)."""
-        return self.kernels.ds_tiles.of(heads, max_seqlen_q, max_seqlen_k)
-
     @property
-    def ds_tile_bytes(self) -> int:
-        """Memory that a tile of dS takes."""
-        return self.kernels.ds_tile_elements * self.forward.dtype.itemsize
-
-    @property
-    def ds_shape(self) -> tuple[int, int]:
-        """(tiles, elements of a tile) of dS."""
+    def ds_shape(self) -> tuple[int, int, int, int]:
+        """(query heads, units, tiles of a unit, elements of a tile) of dS: `backward_ds_tiles`."""
         forward = self.forward
-        tiles = self.ds_tiles(forward.q_shape[2], forward.max_seqlen_q, forward.max_seqlen_k)
-        return tiles.count(forward.sequences), self.kernels.ds_tile_elements
+        longest = forward.max_seqlen_q, forward.max_seqlen_k
+        window = forward.options.window
+        units = forward.sequences, count_tiles(longest, window)
+        if forward.ragged and not is_masked(forward.ragged):
+            packed = self.k_shape[1] if "cu_seqlens_k" in forward.ragged else None
+            units = ds_units(longest, window, forward.sequences, packed)
+        return forward.q_shape[2], *units, DS_TILE_ELEMENTS
 
     @property
     def ds_bytes(self) -> int:

@@ -8,18 +8,23 @@ added up in float32.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
+from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, DS_TILE_ELEMENTS, count_tiles
 from fa4_hd256.kernels.sequences import PADDING
 
 from .backward_problem import BackwardProblem
 from .forward_problem import is_masked
 
 __all__ = ["Division", "Portion", "divide", "visible_keys"]
+
+#: Of a block of dS.
+_BLOCK_ELEMENTS = BLOCK_TILES**2 * DS_TILE_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,8 @@ def divide(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
     if found is not None:
         return found
     if None not in problem.forward.options.window:
-        # dS of a window is a band: ranges would be many and short, and mostly empty memory, where
-        # dQ has little to compute anew.
+        # A band that does not fit is a wide one. Keys of its ranges would be those of several, and
+        # what these add to them soon takes more than to compute dS anew.
         return _undivided(problem, gpu)
     return _by_queries(problem, ds_bytes, gpu)
 
@@ -110,12 +115,13 @@ def _lengths(problem: BackwardProblem) -> tuple[int, int, int, int]:
 def _by_heads(
     problem: BackwardProblem, heads_kv: int, sequences: int, gpu: Gpu
 ) -> Division:
-    """So many key/value heads of so many sequences at a time; all sequences if there are any but
-    dense ones."""
+    """So many key/value heads of so many sequences at a time, at most; all sequences if there are
+    any but dense ones."""
     whole = replace(problem, keeps_ds=True)
+    all_heads, all_sequences, *rows = _lengths(problem)
+    heads_kv, sequences = _even(all_heads, heads_kv), _even(all_sequences, sequences)
     # Each launch has the tiles of these only.
     whole = replace(whole, head_parts=whole.head_parts_for(heads_kv, sequences, gpu))
-    all_heads, all_sequences, *rows = _lengths(problem)
     portions = [
         _portion(whole, heads, some_sequences, *map(range, rows))
         for some_sequences in _chunks(all_sequences, sequences)
@@ -146,30 +152,62 @@ def _by_queries(problem: BackwardProblem, ds_bytes: int, gpu: Gpu) -> Division:
 def _query_ranges(problem: BackwardProblem, ds_bytes: int) -> list[tuple[range, range]]:
     """Ranges of queries, as few as dS of a head group allows, and the keys they see.
 
-    Empty if dS of a single unit of queries does not fit.
+    Every range has some: queries that see none take no memory, so they are in that of the first
+    ones that do.  Empty if dS of a single unit of queries does not fit.
     """
     _, _, seqlen_q, seqlen_k = _lengths(problem)
     mask = (seqlen_q, seqlen_k), problem.forward.options.window
-    ends = [0]
-    while ends[-1] < seqlen_q:
-        begin = end = ends[-1]
-        while end < seqlen_q:
-            longer = end + PADDING
-            keys = visible_keys(begin, min(longer, seqlen_q), *mask)
-            tiles = problem.ds_tiles(problem.group, longer - begin, len(keys))
-            if tiles.count(1) * problem.ds_tile_bytes > ds_bytes:
-                break
-            end = longer
-        if end == begin:
-            return []
-        ends.append(min(end, seqlen_q))
-    if problem.forward.options.window == (None, None):
-        # All see all keys, so the last range need not be a rest.
-        count = len(ends) - 1
-        rows = -(-seqlen_q // (count * PADDING)) * PADDING
-        ends = [min(i * rows, seqlen_q) for i in range(count + 1)]
-    spans = [range(begin, end) for begin, end in itertools.pairwise(ends) if begin < end]
+    count = len(_ends_of_ranges(problem, ds_bytes))
+    if not count:
+        return []
+    # As many of the least memory, so that none is a rest.
+    each = problem.group * _BLOCK_ELEMENTS * problem.forward.dtype.itemsize
+    bounds = range(each, ds_bytes + 1, each)
+    least = bisect.bisect_left(
+        bounds, True, key=lambda bound: 0 < len(_ends_of_ranges(problem, bound)) <= count
+    )
+    ends = _ends_of_ranges(problem, bounds[least])
+    spans = itertools.starmap(range, itertools.pairwise([0, *ends]))
     return [(span, visible_keys(span.start, span.stop, *mask)) for span in spans]
+
+
+def _ends_of_ranges(problem: BackwardProblem, ds_bytes: int) -> list[int]:
+    """Where ranges of queries end that are as long as fits; none if a single unit does not fit."""
+    seqlen_q, found = problem.forward.q_shape[1], [0]
+    while found[-1] < seqlen_q:
+        begin = found[-1]
+
+        def taken(end: int, begin: int = begin) -> int:
+            return _bytes_of_range(problem, range(begin, min(end, seqlen_q)))
+
+        ends = range(begin + PADDING, seqlen_q + PADDING, PADDING)
+        fitting = bisect.bisect_right(ends, ds_bytes, key=taken)
+        if not fitting:
+            return []
+        found.append(min(ends[fitting - 1], seqlen_q))
+    return found[1:]
+
+
+def _bytes_of_range(problem: BackwardProblem, queries: range) -> int:
+    """Memory that dS of a range of queries takes, of one key/value head of one sequence."""
+    _, _, seqlen_q, seqlen_k = _lengths(problem)
+    window = problem.forward.options.window
+    keys = visible_keys(queries.start, queries.stop, (seqlen_q, seqlen_k), window)
+    if not keys:
+        return 0
+    tiles = count_tiles((len(queries), len(keys)), _window_of(problem, queries, keys))
+    return problem.group * tiles * DS_TILE_ELEMENTS * problem.forward.dtype.itemsize
+
+
+def _window_of(
+    problem: BackwardProblem, queries: range, keys: range
+) -> tuple[int | None, int | None]:
+    """That of a call of these ranges.  The mask is aligned to their ends, too; how far these lie
+    from the whole call's diagonal goes to the bounds."""
+    _, _, seqlen_q, seqlen_k = _lengths(problem)
+    beyond = (keys.stop - queries.stop) - (seqlen_k - seqlen_q)
+    left, right = problem.forward.options.window
+    return left if left is None else left + beyond, right if right is None else right - beyond
 
 
 def visible_keys(
@@ -182,6 +220,11 @@ def visible_keys(
     first = 0 if left is None else max(0, begin + diagonal - left)
     limit = seqlen_k if right is None else max(0, min(seqlen_k, end + diagonal + right))
     return range(min(first, limit), limit)
+
+
+def _even(length: int, most: int) -> int:
+    """How many at a time, so that none of as few chunks as can be is a rest."""
+    return -(-length // -(-length // most)) if length else most
 
 
 def _chunks(length: int, size: int) -> Iterator[range]:
@@ -198,12 +241,7 @@ def _portion(
     if len(sequences) < forward.sequences:
         batch_q = batch_k = changes["sequences"] = len(sequences)
     if len(queries) < seqlen_q or len(keys) < seqlen_k:
-        # The mask is aligned to the ends of the ranges, too; how far these lie from the whole
-        # call's diagonal goes to the bounds.
-        beyond = (keys.stop - queries.stop) - (seqlen_k - seqlen_q)
-        left, right = forward.options.window
-        window = left if left is None else left + beyond, right if right is None else right - beyond
-        options = replace(forward.options, window=window)
+        options = replace(forward.options, window=_window_of(whole, queries, keys))
         changes |= {"options": options, "max_seqlen_q": len(queries), "max_seqlen_k": len(keys)}
     heads_q = len(heads_kv) * whole.group
     changes["q_shape"] = batch_q, len(queries), heads_q, columns

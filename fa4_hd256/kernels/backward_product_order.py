@@ -11,7 +11,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean
 
-from .backward_ds_tiles import DS_BLOCK
+from .backward_ds_tiles import count_blocks
 from .edges import SharedByReference
 from .masking import MaskKind
 
@@ -39,10 +39,7 @@ class ProductOrder(SharedByReference):
     @classmethod
     def of(cls, max_seqlen_k: Any, max_seqlen_q: Any, heads: Any, mask: MaskKind) -> ProductOrder:
         """Of sequences that are no longer."""
-        keys, queries = (
-            (length + (DS_BLOCK - 1)) // DS_BLOCK for length in (max_seqlen_k, max_seqlen_q)
-        )
-        return cls(keys, queries, heads, mask)
+        return cls(count_blocks(max_seqlen_k), count_blocks(max_seqlen_q), heads, mask)
 
     @property
     def num_tiles(self) -> Any:

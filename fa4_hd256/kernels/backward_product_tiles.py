@@ -22,14 +22,12 @@ from schedulers import TileProblem, section_heads_for
 
 from .backward_block_mask import BlockList
 from .backward_common import heads_of_part, heads_per_part
-from .backward_ds_tiles import DS_BLOCK, DS_TILE
+from .backward_ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
 from .backward_product_order import ProductOrder
 from .edges import SharedByReference
 from .limits import ELEMENT_BYTES
 
-__all__ = ["BLOCK_TILES", "ProductTiles", "ResultTile", "Walk"]
-
-BLOCK_TILES = DS_BLOCK // DS_TILE
+__all__ = ["ProductTiles", "ResultTile", "Walk"]
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,13 @@ class Walk:
     """
 
     def __init__(
-        self, head: Int32, place: Int32, tile: ResultTile, limits: tuple,
+        self, head: Int32, place: Int32, tile: ResultTile, limits: tuple, ds: StoredDs,
         listed: BlockList | None = None,
     ) -> None:  # fmt: skip
-        """listed: the tiles at the places, where a block mask names them; `column` otherwise."""
+        """ds: of the sequence.  listed: the tiles at the places, where a block mask names them;
+        `column` otherwise."""
         self.head, self.place = head, place
-        self.tile, self.limits, self.listed = tile, limits, listed
+        self.tile, self.limits, self.ds, self.listed = tile, limits, ds, listed
 
     @property
     def column(self) -> Int32:
@@ -71,12 +70,19 @@ class Walk:
         begin, end, _ = self.limits
         return cutlass.select_(self.tile.of_keys, self.place, begin + end - 1 - self.place)
 
+    def ds_number(self, cta_rank: Int32) -> Int32:
+        """The number of a CTA's tile of dS of the step, in its query head."""
+        own, column = self.tile.block * BLOCK_TILES + cta_rank, self.column
+        kv_tile = cutlass.select_(self.tile.of_keys, own, column)
+        q_tile = cutlass.select_(self.tile.of_keys, column, own)
+        return self.ds.row(kv_tile) + q_tile
+
     def following(self) -> Walk:
         begin, end, start = self.limits
         place = self.place + 1
         place = cutlass.select_(place == end, begin, place)
         head = self.head + Int32(place == start)
-        return Walk(head, place, self.tile, self.limits, self.listed)
+        return Walk(head, place, self.tile, self.limits, self.ds, self.listed)
 
     def __extract_mlir_values__(self) -> list:
         return [*cutlass.extract_mlir_values(self.head), *cutlass.extract_mlir_values(self.place)]
@@ -88,6 +94,7 @@ class Walk:
             cutlass.new_from_mlir_values(self.place, [place]),
             self.tile,
             self.limits,
+            self.ds,
             self.listed,
         )
 
@@ -164,11 +171,11 @@ class ProductTiles:
 
     def first_position(self, context: Any, work: Any) -> Walk:
         """At the diagonal: NOTE [dS is read once]; of a list its begin."""
-        tile = self.tile(context, work)
+        tile, ds = self.tile(context, work), StoredDs.of(context, work)
         if cutlass.const_expr(self.problem_class.lists_steps):
             listed = self._listed(context, work, tile)
             limits = Int32(0), listed.read, Int32(0)
-            return Walk(tile.first_head, Int32(0), tile, limits, listed)
+            return Walk(tile.first_head, Int32(0), tile, limits, ds, listed)
         begin, end = self._limits(context, work, tile)
         start = begin
         if cutlass.const_expr(not self.problem_class.mask.bounded_right):
@@ -176,7 +183,7 @@ class ProductTiles:
             of_queries = begin + end - BLOCK_TILES - diagonal
             start = cutlass.select_(tile.of_keys, diagonal, of_queries)
             start = cutlass.max(cutlass.min(start, end - 1), begin)
-        return Walk(tile.first_head, start, tile, (begin, end, start))
+        return Walk(tile.first_head, start, tile, (begin, end, start), ds)
 
     def next_position(self, position: Walk) -> Walk:
         return position.following()

@@ -105,17 +105,13 @@ class BackwardSet:
     """The kernels of a backward, in the order in which they run, and what the host must know.
 
     stored: with dS in global memory; anew: without.  Each makes dq, dk and dv once.  stored_keys,
-    anew_keys: of those that make dK and dV.  ds_tiles: a class whose `of(heads, max_seqlen_q,
-    max_seqlen_k)` gives, by `count(sequences)`, the tiles of a stored dS.  ds_tile_elements: of one
-    tile.  cluster: CTAs of a cluster, of all of them.
+    anew_keys: of those that make dK and dV.  cluster: CTAs of a cluster, of all of them.
     """
 
     stored: tuple[BackwardKernel, ...]
     anew: tuple[BackwardKernel, ...]
     stored_keys: KeyKernel
     anew_keys: KeyKernel
-    ds_tiles: Any
-    ds_tile_elements: int
     cluster: int
 
     def kernel(self, kind: str) -> BackwardKernel:

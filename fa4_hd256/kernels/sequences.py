@@ -73,6 +73,12 @@ class SequenceTensors(NamedTuple):
         """From a tuple of tensors in the order of their names, None if there are none."""
         return cls(**dict(zip(names, tensors or (), strict=True)))
 
+    @property
+    def are_unequal(self) -> bool:
+        """Whether sequences have lengths of their own."""
+        lengths = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
+        return any(tensor is not None for tensor in lengths)
+
     def num_batches(self, q: cute.Tensor) -> Any:
         """Batch entries: of q, (seqlen, 256, heads, batch), or as many as packed sequences."""
         for cu_seqlens in (self.cu_seqlens_q, self.cu_seqlens_k):

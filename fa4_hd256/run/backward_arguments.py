@@ -7,8 +7,8 @@
     dq            like q
     dk, dv        (batch, seqlen_k, heads_kv * head_parts, 256), like k; float32 if head_parts > 1;
                   dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
-    ds            (tiles, elements of a tile), like k; the architecture's
-                  (`kernel_set.BackwardSet`); None where it is not stored
+    ds            (heads_q, units, tiles, elements), like k: `kernels.backward_ds_tiles`; None where
+                  it is not stored
     ragged        int32 tensors in the problem class's order; None if there are none
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
@@ -183,7 +183,7 @@ def gradient_compile_arguments(
     made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)
     ragged = tuple(ragged_types(problem.ragged)) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
-    ds = tensor_type(element, 2, TMA_ALIGNMENT) if has_ds else None
+    ds = tensor_type(element, 4, TMA_ALIGNMENT) if has_ds else None
     scalars = scalar_types(backward=True, counter=counter)
     return operands, stats, made, ds, ragged, scalars, cuda.CUstream(0)
 

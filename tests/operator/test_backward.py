@@ -285,10 +285,11 @@ def test_offsets_beyond_32_bits(device, dimension):
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.simulator
 def test_ds_beyond_32_bits(monkeypatch, backward_config):
-    """Packed sequences said to be long: the dS of the last plane begins beyond 2^31 elements, which
-    less than half of the default memory has room for."""
-    longest, heads, offsets = 27000, 2, torch.tensor([0, 300, 500], dtype=torch.int32)
-    q, k, v = (tensor[0] for tensor in inputs((500, 500), (heads, heads)))
+    """Packed sequences said to be long, of which few keys are in use: the dS of the last query head
+    begins beyond 2^31 elements, which less than half of the default memory has room for."""
+    longest, heads, offsets = 27000, 4, torch.tensor([0, 300, 500], dtype=torch.int32)
+    of_keys, used = (torch.tensor(n, dtype=torch.int32) for n in ((0, 300, longest), (300, 200)))
+    q, k, v = (tensor[0] for tensor in inputs((500, longest), (heads, heads)))
     dout, made = torch.randn_like(q), []
 
     def untouched(forward, shape, dtype, is_zero):
@@ -300,14 +301,14 @@ def test_ds_beyond_32_bits(monkeypatch, backward_config):
     original = backward._maker
     monkeypatch.setattr(backward, "_maker", untouched)
     found = []
-    for said in (300, longest):
-        tensors = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    config = backward_config(ds_bytes=6 << 30)
+    for rows, ends, said, lengths in ((500, offsets, 300, None), (longest, of_keys, longest, used)):
+        tensors = [tensor[:rows].detach().requires_grad_() for tensor in (q, k, v)]
         out = flash_attn_varlen_func(
-            *tensors, offsets, offsets, said, said, causal=True,
-            backward_config=backward_config(ds_bytes=6 << 30),
-        )  # fmt: skip
+            *tensors, offsets, ends, said, said, seqused_k=lengths, backward_config=config
+        )
         out.backward(dout)
-        found.append([tensor.grad for tensor in tensors])
+        found.append([tensor.grad[:500] for tensor in tensors])
     assert max(made) * 3 // 4 > 1 << 31
     assert all(map(torch.equal, *found))
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.backward_ds_tiles import (
-    DS_BLOCK,
-    DS_TILE,
-    DS_TILE_ELEMENTS,
-    DsTiles,
-)
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
 from fa4_hd256.kernels.kernel_set import (
     BackwardKernel,
     BackwardSet,
@@ -53,8 +48,6 @@ KERNELS = KernelSet(
         anew=(BackwardKernel("dkdv", ("dk", "dv")), BackwardKernel("dq", ("dq",))),
         stored_keys=STORED,
         anew_keys=ANEW,
-        ds_tiles=DsTiles,
-        ds_tile_elements=DS_TILE_ELEMENTS,
         cluster=CTAS,
     ),
 )

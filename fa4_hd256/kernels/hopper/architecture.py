@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS, DsTiles
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
 from fa4_hd256.kernels.combine_config import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
@@ -44,8 +44,6 @@ KERNELS = KernelSet(
         ),
         stored_keys=STORED,
         anew_keys=ANEW,
-        ds_tiles=DsTiles,
-        ds_tile_elements=DS_TILE_ELEMENTS,
         cluster=BACKWARD_CTAS,
     ),
     counts_tiles=True,

@@ -1,16 +1,28 @@
-"""dS in tiles: where an element lies, and which tiles a call has."""
+"""dS in tiles: where an element lies, which tiles a call has, and what their numbers are."""
 
 from __future__ import annotations
 
-import torch
-from ds_images import from_tiles, to_tiles
+import itertools
+import random
+
+import numpy as np
+import pytest
 
 from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE_ELEMENTS,
     DsTiles,
+    count_blocks,
     count_tiles,
+    ds_units,
+    first_unit,
     tile_strides,
 )
+from fa4_hd256.kernels.masking import MaskKind
+
+#: Around the ends of tiles and of blocks, and more blocks than any bound of `SIDES` has.
+LENGTHS = (1, 255, 256, 257, 512, 700, 1281, 1792)
+#: None, only the own key, a part of a block, a block and around, beyond some lengths, beyond all.
+SIDES = (None, 0, 1, 255, 256, 600, 5000)
 
 
 def test_an_element_of_a_tile():
@@ -26,27 +38,178 @@ def test_an_element_of_a_tile():
         assert 2 * place == query // 8 * 2048 + key * 16 + query % 8 * 2
 
 
-def test_tiles_are_in_whole_blocks():
-    assert [count_tiles(length) for length in (1, 128, 256, 257, 512)] == [2, 2, 2, 4, 4]
+def test_blocks():
+    assert [count_blocks(length) for length in (0, 1, 128, 256, 257, 512)] == [0, 1, 1, 1, 2, 2]
 
 
-def test_every_tile_has_a_number_of_its_own():
-    tiles = DsTiles.of(3, 300, 700)
-    numbers = [
-        tiles.index((sequence, head), kv_tile, q_tile)
-        for sequence in range(2) for head in range(3)
-        for kv_tile in range(tiles.kv_tiles) for q_tile in range(tiles.q_tiles)
-    ]  # fmt: skip
-    assert sorted(numbers) == list(range(tiles.count(2)))
+def seen_blocks(lengths, window) -> list[range]:
+    """Of each block of keys the blocks of queries that see any of it, from the definition of the
+    mask: query i sees key j if -left <= j - i - (keys - queries) <= right."""
+    (queries, keys), (left, right) = lengths, window
+    key = np.arange(keys)
+    level = key - (keys - queries)  # the query that a key is level with
+    first = np.maximum(level - right, 0) if right is not None else np.zeros_like(key)
+    last = np.minimum(level + left, queries - 1) if left is not None else 0 * key + queries - 1
+    found = []
+    for block in range(0, keys, 256):
+        own = slice(block, block + 256)
+        seen = last[own] >= first[own]
+        if seen.any():
+            found.append(range(first[own][seen].min() // 256, last[own][seen].max() // 256 + 1))
+        else:
+            found.append(range(0))
+    return found
 
 
-def test_an_image_and_back():
-    """What a block holds where nothing is seen, and beyond the ends, is 0; other tiles are not
-    written."""
-    tiles = DsTiles.of(2, 300, 600)
-    ds = torch.arange(2 * 300 * 600).reshape(2, 300, 600) % 251 + 1.0
-    seen = torch.zeros(300, 600, dtype=torch.bool)
-    seen[:, :200] = True
-    found = from_tiles(to_tiles([ds], [seen], tiles, torch.bfloat16), tiles, 0)
-    assert (found[:, :300, :256] == ds[:, :, :256]).all()
-    assert (found[:, 300:, :256] == 0).all() and found[:, :, 256:].isnan().all()
+def is_wrong(lengths, window) -> bool:
+    """Whether tiles of a case are not numbered one by one, by tiles of keys, then of queries, or
+    are not counted."""
+    kind = MaskKind(*(side is not None for side in window))
+    tiles, before = DsTiles.of(lengths, kind, window), 0
+    for block, columns in enumerate(seen_blocks(lengths, window)):
+        for half in range(2) if columns else ():
+            if tiles.row(2 * block + half) + 2 * columns.start != before:
+                return True
+            before += 2 * len(columns)
+    return count_tiles(lengths, window) != before
+
+
+CASES = [
+    (lengths, window)
+    for lengths in itertools.product(LENGTHS, LENGTHS)
+    for window in itertools.product(SIDES, SIDES)
+]
+
+
+def test_tiles_are_numbered_one_by_one():
+    """From 0 on and without a gap, so that no two have one number."""
+    assert not any(itertools.starmap(is_wrong, CASES))
+
+
+def test_random_lengths_and_windows():
+    draw = random.Random(0)
+    sides = (None, 0, *range(1, 4000, 37))
+    for _ in range(1000):
+        lengths = draw.randint(1, 4000), draw.randint(1, 4000)
+        assert not is_wrong(lengths, (draw.choice(sides), draw.choice(sides)))
+
+
+def begins_of_two_halves_alike(self, block, half):
+    begin, start = self._begin(block), max(self.first, 0) if self.first is not None else 0
+    return begin * begin - start * (start - 1) if self.first is not None else 0
+
+
+def begins_of_none_before_the_diagonal(self, block, half):
+    begin = self._begin(block)
+    return 0 if self.first is None else begin * (begin + half)
+
+
+def ends_that_rise_on(self, block, half):
+    if self.limit is None:
+        return (2 * block + half) * self.blocks_q
+    limit, start = max(block + self.limit, 0), max(self.limit, 0)
+    return limit * (limit - 1 + half) - start * (start - 1)
+
+
+def ends_of_the_longest_only(self, block, half):
+    return (2 * block + half) * self.blocks_q
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("_begins", begins_of_two_halves_alike),
+        ("_begins", begins_of_none_before_the_diagonal),
+        ("_ends", ends_that_rise_on),
+        ("_ends", ends_of_the_longest_only),
+    ],
+)
+def test_a_wrong_sum_is_found(monkeypatch, name, wrong):
+    """Planted: tiles that share a number, or leave some out."""
+    monkeypatch.setattr(DsTiles, name, wrong)
+    assert any(itertools.starmap(is_wrong, CASES))
+
+
+# ------------------------------------------------------------------------- unequal lengths
+
+
+def places(lengths, longest, window, packed) -> tuple[list[range], int]:
+    """(the tiles of each sequence in a query head's, how many these are)."""
+    offsets = list(itertools.accumulate((keys for _, keys in lengths), initial=0))
+    units, of_unit = ds_units(longest, window, len(lengths), offsets[-1] if packed else None)
+    begins = [
+        of_unit * first_unit(number, count_blocks(longest[1]), offsets[number] if packed else None)
+        for number in range(len(lengths))
+    ]
+    counts = [count_tiles(one, window) if 0 not in one else 0 for one in lengths]
+    return [range(begin, begin + n) for begin, n in zip(begins, counts)], units * of_unit
+
+
+def drawn(draw):
+    """(lengths of queries and keys, the longest said): many short ones, or any; some empty."""
+    most = draw.choice((300, 1000, 3000))
+    count, own = draw.randint(1, 8), draw.random() < 0.5
+    keys = [draw.choice((0, draw.randint(1, most), most)) for _ in range(count)]
+    queries = keys if own else [draw.choice((0, draw.randint(1, most))) for _ in range(count)]
+    longest = max(queries) + draw.choice((0, 100)), max(keys) + draw.choice((0, 300))
+    return list(zip(queries, keys)), longest
+
+
+def overlaps() -> int:
+    """In how many of many batches some tile has another's place, or none."""
+    draw, found = random.Random(1), 0
+    for _ in range(2000):
+        lengths, longest = drawn(draw)
+        window, packed = (draw.choice(SIDES), draw.choice(SIDES)), draw.random() < 0.7
+        spans, total = places(lengths, longest, window, packed)
+        spans = [span for span in spans if span]
+        ends = [*(span.start for span in spans[1:]), total]
+        found += any(span.stop > end for span, end in zip(spans, ends))
+    return found
+
+
+def test_sequences_of_any_lengths_have_room():
+    """Packed and padded: none begins before the one before ends, and the last ends within."""
+    assert overlaps() == 0
+
+
+def test_a_unit_that_is_too_small_is_found(monkeypatch):
+    """Planted: room for a block of queries less."""
+
+    plain = ds_units
+
+    def smaller(*given):
+        units, tiles = plain(*given)
+        return units, tiles - 4
+
+    monkeypatch.setitem(globals(), "ds_units", smaller)
+    assert overlaps()
+
+
+def test_units_that_begin_too_early_are_found(monkeypatch):
+    """Planted: sequences that begin where packed keys do, without a block for the rest."""
+    monkeypatch.setitem(
+        globals(), "first_unit",
+        lambda sequence, blocks, offset: sequence * blocks if offset is None else offset // 256,
+    )  # fmt: skip
+    assert overlaps()
+
+
+@pytest.mark.parametrize(
+    ("longest", "window", "sequences", "packed", "expected"),
+    [
+        # Blocks of keys, each with all blocks of queries: 4 tiles a block.
+        ((1024, 2048), (None, None), 3, None, (24, 16)),
+        # Packed: a unit for 256 keys and one for each sequence, unless all are long.
+        ((4096, 4096), (None, None), 8, 8192, (40, 64)),
+        ((4096, 4096), (None, None), 2, 8192, (32, 64)),
+        # Causal: 19 halves of blocks, for 17 of equal lengths.
+        ((4096, 4096), (None, 0), 8, 8192, (40, 38)),
+        # A window of five blocks, of which one more is begun on either side.
+        ((4096, 4096), (1279, 0), 8, 8192, (40, 28)),
+        # No more than there are.
+        ((256, 4096), (1279, 0), 8, 8192, (40, 4)),
+    ],
+)
+def test_units(longest, window, sequences, packed, expected):
+    assert ds_units(longest, window, sequences, packed) == expected

@@ -14,7 +14,6 @@ from fa4_hd256 import BackwardConfig
 from fa4_hd256.architectures import named
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.kernels.backward_ds_tiles import DsTiles
 from fa4_hd256.kernels.blackwell.forward.config import TILES
 from fa4_hd256.run.backward import empty_stats
 from fa4_hd256.run.backward_arguments import GradientTensors, gradient_call_arguments
@@ -122,10 +121,9 @@ def run(case: Case):
     """(found, expected): dK and dQ of every sequence in float32, dK summed over its parts."""
     q, k, ragged = operands(case)
     problem = describe(case, q, k, ragged)
-    tiles = DsTiles.of(case.heads[0], problem.forward.max_seqlen_q, problem.forward.max_seqlen_k)
     seen = [visible(*lengths, case.window) for lengths in case.lengths]
     ds = [torch.randn(case.heads[0], *mask.shape) * mask for mask in seen]
-    stored = to_tiles(ds, seen, tiles, case.dtype)
+    stored = to_tiles(ds, seen, problem)
     partial = torch.float32 if case.head_parts > 1 else case.dtype
     shape = (*k.shape[:2], case.heads[1] * case.head_parts, 256)
     dk, dq = torch.full(shape, math.nan, dtype=partial), torch.full_like(q, math.nan)

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 from backward_cases import inputs
+from ds_images import from_tiles, tile_numbers
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE_ELEMENTS
 from fa4_hd256.run import backward
 
 pytestmark = pytest.mark.simulator
 
-RUN = 8  # consecutive queries of a key
 #: Of the largest number: bf16 and fp16 round P, which dS is made of, and dS.
 TOLERANCE = 2**-6
 
@@ -34,14 +34,21 @@ def stored(monkeypatch):
     return found
 
 
-def by_key(problem, ds):
-    """(sequences, heads, keys, queries), in whole blocks, laid out as `backward_ds_tiles` says."""
-    forward = problem.forward
-    blocks = [-(-n // DS_BLOCK) * 2 for n in (forward.max_seqlen_k, forward.max_seqlen_q)]
-    heads = forward.q_shape[2]
-    tiles = ds.view(forward.sequences, heads, *blocks, DS_TILE // RUN, DS_TILE, RUN)
-    rows = tiles.permute(0, 1, 2, 5, 3, 4, 6)
-    return rows.reshape(forward.sequences, heads, *(DS_TILE * n for n in blocks)).double()
+def by_key(problem, ds, seen):
+    """Of each sequence (heads, keys, queries), in whole blocks, NaN where there is no tile.  seen:
+    bool (keys, queries) of each.  Memory that is no tile's is as it was."""
+    seen = [visible.mT for visible in seen]
+    numbers = tile_numbers(problem, seen)
+    others = torch.ones(math.prod(problem.ds_shape[:3]), dtype=torch.bool)
+    for own in numbers:
+        places = torch.tensor(list(own.values()), dtype=torch.long)
+        assert others[places].all()
+        others[places] = False
+    assert torch.isnan(ds.reshape(-1, DS_TILE_ELEMENTS)[others]).all()
+    return [
+        from_tiles(ds, own, visible.shape).double().mT
+        for own, visible in zip(numbers, seen, strict=True)
+    ]
 
 
 def expected(q, k, v, dout, options):
@@ -61,7 +68,7 @@ def expected(q, k, v, dout, options):
 
 def assert_is_stored(found, values, seen):
     """found: of a head, in whole blocks.  Blocks in which any query sees any key hold dS^T and
-    zeros, the others are as they were."""
+    zeros, others have no tiles."""
     keys, queries = values.shape
     full, visible = torch.zeros_like(found), torch.zeros(found.shape, dtype=torch.bool)
     full[:keys, :queries], visible[:keys, :queries] = values, seen
@@ -95,15 +102,17 @@ def test_dense(lengths, options, stored):
     flash_attn_func(*leaves, **options).backward(dout)
     options = {name: value for name, value in options.items() if name != "use_clc"}
     ((problem, ds),) = stored
-    found = by_key(problem, ds)
-    for entry in range(2):
-        values, seen = expected(*(t[entry].detach() for t in (*tensors, dout)), options)
+    wanted = [
+        expected(*(t[entry].detach() for t in (*tensors, dout)), options) for entry in range(2)
+    ]
+    found = by_key(problem, ds, [seen for _, seen in wanted])
+    for own, (values, seen) in zip(found, wanted, strict=True):
         for head in range(4):
-            assert_is_stored(found[entry, head], values[head], seen)
+            assert_is_stored(own[head], values[head], seen)
 
 
 def test_packed(stored):
-    """Sequences of their own lengths have blocks for the longest; those beyond are left alone."""
+    """Sequences of their own lengths; what is left of their units is left alone."""
     torch.manual_seed(0)
     lengths = ((300, 130), (10, 700), (0, 40), (256, 256))
     cu_q, cu_k = (
@@ -118,13 +127,13 @@ def test_packed(stored):
     options = {"causal": True}
     flash_attn_varlen_func(*leaves, cu_q, cu_k, 300, 700, **options).backward(dout)
     ((problem, ds),) = stored
-    found = by_key(problem, ds)
+    wanted = []
     for entry, (of_q, of_k) in enumerate(lengths):
         rows, keys = slice(cu_q[entry], cu_q[entry] + of_q), slice(cu_k[entry], cu_k[entry] + of_k)
         one = q.detach()[rows], k.detach()[keys], v.detach()[keys], dout[rows]
-        if not of_q:
-            assert torch.isnan(found[entry]).all()
-            continue
-        values, seen = expected(*one, options)
-        for head in range(2):
-            assert_is_stored(found[entry, head], values[head], seen)
+        none = torch.zeros(2, of_k, of_q), torch.zeros(of_k, of_q, dtype=torch.bool)
+        wanted.append(expected(*one, options) if of_q else none)
+    found = by_key(problem, ds, [seen for _, seen in wanted])
+    for own, (values, seen) in zip(found, wanted, strict=True):
+        for head in range(2 if values.shape[2] else 0):
+            assert_is_stored(own[head], values[head], seen)

@@ -28,9 +28,10 @@ BY_KEYS = OperandLayout(
 
 
 def tma_view(ds: cute.Tensor) -> cute.Tensor:
-    """dS, (tiles, elements), as (rows, columns, tiles) of `BOX`."""
-    rows, columns = BOX
+    """dS, see `backward_ds_tiles`, as (rows, columns, tiles of a query head, heads) of `BOX`."""
+    (rows, columns), (heads, units, of_unit, _) = BOX, ds.shape
     layout = cute.make_layout(
-        (rows, columns, cute.size(ds, mode=[0])), stride=(columns, 1, DS_TILE_ELEMENTS)
+        (rows, columns, units * of_unit, heads),
+        stride=(columns, 1, DS_TILE_ELEMENTS, ds.stride[0]),
     )
     return cute.make_tensor(ds.iterator, layout)

@@ -38,7 +38,15 @@ from cutlass import Boolean, Float32, Int32
 
 from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
 from fa4_hd256.kernels.backward_common import Step, heads_of_part
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
+from fa4_hd256.kernels.backward_ds_tiles import (
+    DS_BLOCK,
+    DS_TILE,
+    RUN,
+    RUN_STRIDE,
+    StoredDs,
+    tile_of,
+    tiles_of_head,
+)
 from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
@@ -75,8 +83,8 @@ COLUMNS = tuple(RUN * k + i for k in range(OWN_QUERIES // RUN) for i in range(2)
 class DvKernel(KeyTiles, RowResult):
     """The kernel for one configuration; arguments of a call: `BackwardKernel.__call__`.
 
-    results: (dv,).  ds: (tiles, elements), see `backward_ds_tiles`.  A tile's head counts parts of
-    KV heads: KV head * head_parts + part.
+    results: (dv,).  ds: see `backward_ds_tiles`.  A tile's head counts parts of KV heads:
+    KV head * head_parts + part.
     """
 
     result = "dV"
@@ -167,8 +175,10 @@ class DvKernel(KeyTiles, RowResult):
                 tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
                 has_rest = first_key + OWN_ROWS > visibility.seqlen_q
                 step = self.first_position(context, work)
+                row = self._row_of_ds(context, work)
+                number = self._number_of_ds(context, work, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
-                    self._complete_blocks(context, work, step)
+                    self._complete_blocks(context, work, step, number)
                 key = first_key + self._first_key()
                 if cutlass.const_expr(self.problem_class.lists_steps):
                     mask = self._listed_mask(context, work, step)
@@ -181,7 +191,9 @@ class DvKernel(KeyTiles, RowResult):
                     states = self._publish(context, (factors, p, ds), undrained, states)
                     if cutlass.const_expr(self.later_columns < OWN_COLUMNS):
                         undrained = self.no_work()
-                    tile_of_ds = self._tile_of_step(context, work, step)
+                    tile_of_ds = self._tile_of_step(context, work, step, (row, number))
+                    if cutlass.const_expr(self.counts_tiles):
+                        number = self._following_number(context, step, number)
                     step = step.following()
                     if cutlass.const_expr(self.problem_class.lists_steps):
                         mask = self._listed_mask(context, work, step)
@@ -193,7 +205,7 @@ class DvKernel(KeyTiles, RowResult):
                         context, (factors, p), mask, (tile_of_ds, ds), states
                     )
                 states = self._publish(context, (factors, p, ds), undrained, states)
-                tile_of_ds = self._tile_of_step(context, work, step)
+                tile_of_ds = self._tile_of_step(context, work, step, (row, number))
                 for half in cutlass.range_constexpr(2):
                     self._store_ds(tile_of_ds, ds, half)
                 undrained = work
@@ -320,16 +332,36 @@ class DvKernel(KeyTiles, RowResult):
         states.advance("stats_loaded")
         return states
 
-    def _tile_of_step(self, context: Any, work: Any, step: Step) -> cute.Tensor:
-        """This CTA's tile of dS of a step."""
-        return self._tile_of_ds(context, work, step.head, self.query_tile(context, work, step))
-
-    def _tile_of_ds(self, context: Any, work: Any, head: Any, index: Any) -> cute.Tensor:
-        """This CTA's tile of dS of a query head and a tile of queries."""
-        scalars, heads = context.scalars, cute.size(context.tensors.stats, mode=[1])
-        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
+    def _row_of_ds(self, context: Any, work: Any) -> Int32:
+        """`StoredDs.row` of this CTA's keys."""
         kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
-        return tile_of(context.tensors.ds, tiles.index((work.batch, head), kv_tile, index))
+        return StoredDs.of(context, work).row(kv_tile)
+
+    def _number_of_ds(self, context: Any, work: Any, step: Step, row: Int32) -> Int32:
+        """The number of this CTA's tile of dS of a step."""
+        head = step.head * tiles_of_head(context.tensors.ds)
+        return row + head + self.query_tile(context, work, step)
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether the number of a step's tile is counted on from that of the step before, which
+        leaves no use of the head and so a register more.  With a softcap, whose slopes are in the
+        way, it takes more registers instead."""
+        return not (self.problem_class.lists_steps or self.problem_class.softcap)
+
+    def _tile_of_step(self, context: Any, work: Any, step: Step, places: tuple) -> cute.Tensor:
+        """This CTA's tile of dS of a step.  places: (row, number of the tile if it is counted)."""
+        row, number = places
+        if not self.counts_tiles:
+            number = self._number_of_ds(context, work, step, row)
+        return tile_of(context.tensors.ds, number)
+
+    @staticmethod
+    def _following_number(context: Any, step: Step, number: Int32) -> Int32:
+        """The number of the tile behind that of a step."""
+        begin, end = step.span
+        to_next_head = tiles_of_head(context.tensors.ds) - (end - begin)
+        return number + 1 + cutlass.select_(step.index + 1 == end, to_next_head, Int32(0))
 
     def _store_ds(self, tile: cute.Tensor, ds: cute.Tensor, half: int) -> None:
         """Half of this thread's dS of a step to global memory: a quad has 16 bytes, the quads of a
@@ -341,18 +373,17 @@ class DvKernel(KeyTiles, RowResult):
         cute.autovec_copy(quad_fragment(cute.recast_tensor(ds, self.dtype), half), target)
 
     @cute.jit
-    def _complete_blocks(self, context: Any, work: Any, step: Step):
+    def _complete_blocks(self, context: Any, work: Any, step: Step, number: Int32):
         """Zeros to tiles of dS beside those of the steps: NOTE [blocks of dS] in
-        backward_ds_tiles.py."""
+        backward_ds_tiles.py.  number: of the first step's tile."""
         begin, end = step.span
         nothing = cute.make_rmem_tensor(OWN_QUERIES // 2, Float32)
         nothing.fill(0.0)
-        head = step.head
+        ds = context.tensors.ds
         for _ in cutlass.range(heads_of_part(context, work.head)[1], unroll=1):
             for half in cutlass.range_constexpr(2):
                 if begin % 2 == 1:
-                    tile = self._tile_of_ds(context, work, head, begin - 1)
-                    self._store_ds(tile, nothing, half)
+                    self._store_ds(tile_of(ds, number - 1), nothing, half)
                 if end % 2 == 1:
-                    self._store_ds(self._tile_of_ds(context, work, head, end), nothing, half)
-            head += 1
+                    self._store_ds(tile_of(ds, number + (end - begin)), nothing, half)
+            number += tiles_of_head(ds)

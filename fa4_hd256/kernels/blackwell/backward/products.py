@@ -19,13 +19,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS, DsTiles
-from fa4_hd256.kernels.backward_product_tiles import BLOCK_TILES, ProductTiles, Walk
+from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK, DS_TILE, DS_TILE_ELEMENTS
+from fa4_hd256.kernels.backward_product_tiles import ProductTiles, Walk
 from fa4_hd256.kernels.blackwell.instructions import MmaShape, mma_chain
 from fa4_hd256.kernels.blackwell.operands import mn_major_operand
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -82,19 +81,12 @@ class ProductsKernel(ProductTiles, RowResult):
             self._load_rows(context, place, target)
 
     def _load_ds(self, context: Any, place: tuple, target: tuple) -> None:
-        (work, position), (barrier, stage) = place, target
-        scalars, tile = context.scalars, position.tile
-        own = tile.block * BLOCK_TILES + context.cta_rank
-        kv_tile = cutlass.select_(tile.of_keys, own, position.column)
-        q_tile = cutlass.select_(tile.of_keys, position.column, own)
-        heads = cute.size(context.tensors.stats, mode=[1])
-        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
-        index = tiles.index((work.batch, position.head), kv_tile, q_tile)
-        source = context.tensors.loads[-1]
+        (_, position), (barrier, stage) = place, target
+        number, source = position.ds_number(context.cta_rank), context.tensors.loads[-1]
         to_smem, from_global = cpasync.tma_partition(
             source.atom, 0, cute.make_layout(1),
             cute.group_modes(context.smem["ds"], 0, 2),
-            cute.group_modes(source.tensor[None, None, index], 0, 2),
+            cute.group_modes(source.tensor[None, None, number, position.head], 0, 2),
         )  # fmt: skip
         cute.copy(source.atom, from_global, to_smem[None, stage], tma_bar_ptr=barrier)
 

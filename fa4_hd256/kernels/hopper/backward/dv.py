@@ -34,7 +34,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from fa4_hd256.kernels.backward_common import Step, heads_of_part
-from fa4_hd256.kernels.backward_ds_tiles import DS_TILE, RUN, RUN_STRIDE, DsTiles, tile_of
+from fa4_hd256.kernels.backward_ds_tiles import (
+    DS_TILE,
+    RUN,
+    RUN_STRIDE,
+    StoredDs,
+    tile_of,
+    tiles_of_head,
+)
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
@@ -67,7 +74,7 @@ BLOCK_STEPS = TILE_KEYS // STEP_QUERIES
 class DvKernel(KeyRows, ScoreGradient):
     """The kernel for one configuration; arguments of a call: `BackwardEntry.__call__`.
 
-    results: (dv,).  ds: (tiles, elements), see `backward_ds_tiles`.  Tiles: `KeyTiles`.
+    results: (dv,).  ds: see `backward_ds_tiles`.  Tiles: `KeyTiles`.
     """
 
     boxes = {
@@ -136,7 +143,7 @@ class DvKernel(KeyRows, ScoreGradient):
         """dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
-        mask = self.mask(context, work)
+        mask, row = self.mask(context, work), self._row_of_ds(context, work)
         # P times the slope of the softcap, which is P where there is none.
         p = factors = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
@@ -157,7 +164,7 @@ class DvKernel(KeyRows, ScoreGradient):
                 self._issue_scores(context, operands, s, states)
             self._issue_sum(operands, (dv, p), states)
             wait(1 if self.capped else 2)
-            place = self._place_of_ds(context, work, step)
+            place = self._place_of_ds(context, work, step, row)
             self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
             step = self.next_position(step)
             barriers["v_loaded"].wait(states["v_loaded"])
@@ -179,7 +186,7 @@ class DvKernel(KeyRows, ScoreGradient):
         wait(1)
         barriers["v_free"].arrive(states["v_loaded"])
         states.advance("v_loaded")
-        place = self._place_of_ds(context, work, step)
+        place = self._place_of_ds(context, work, step, row)
         self._store_ds(context, (dp, factors), states["dout_loaded"].index, place)
         wait(0)
         barriers["dout_free"].arrive(states["dout_loaded"])
@@ -243,16 +250,19 @@ class DvKernel(KeyRows, ScoreGradient):
                 pack(sloped, _run_of(factors, run))
         return states
 
-    def _place_of_ds(self, context: Any, work: Any, step: Step) -> cute.Pointer:
-        """Where this thread's first element of dS of a step lies."""
-        scalars, heads = context.scalars, cute.size(context.tensors.stats, mode=[1])
-        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
+    def _row_of_ds(self, context: Any, work: Any) -> Int32:
+        """`StoredDs.row` of this CTA's keys."""
         kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
+        return StoredDs.of(context, work).row(kv_tile)
+
+    def _place_of_ds(self, context: Any, work: Any, step: Step, row: Int32) -> cute.Pointer:
+        """Where this thread's first element of dS of a step lies."""
         steps = DS_TILE // STEP_QUERIES
         number = self.query_tile(context, work, step)
-        index = tiles.index((work.batch, step.head), kv_tile, number // steps)
         key = self.warpgroup() * ROWS + row_of_fragment(0)
-        own = tile_of(context.tensors.ds, index)[key, number % steps * RUNS, None]
+        ds = context.tensors.ds
+        of_step = tile_of(ds, row + step.head * tiles_of_head(ds) + number // steps)
+        own = of_step[key, number % steps * RUNS, None]
         return (own.iterator + cute.arch.lane_idx() % QUAD * 2).align(4)
 
     @traced("dS")

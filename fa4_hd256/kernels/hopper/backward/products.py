@@ -31,9 +31,10 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE_ELEMENTS,
     RUN,
     RUN_STRIDE,
-    DsTiles,
+    tile_of,
+    tiles_of_head,
 )
-from fa4_hd256.kernels.backward_product_tiles import BLOCK_TILES, ProductTiles, Walk
+from fa4_hd256.kernels.backward_product_tiles import ProductTiles, Walk
 from fa4_hd256.kernels.hopper.instructions import (
     ROWS,
     WgmmaShape,
@@ -78,7 +79,7 @@ class ProductsKernel(ProductTiles, HopperBackward):
     def copy(self, context: Any, copy: Copy, which: tuple, target: tuple) -> None:
         """One copy.  which: (tile, position, piece).  target: (barrier, buffer)."""
         if copy.box == "ds":
-            self._load_ds(context, which[0], which[1], target)
+            self._load_ds(context, which[1], target)
         else:
             self._load_rows(context, copy, which, target)
 
@@ -96,17 +97,13 @@ class ProductsKernel(ProductTiles, HopperBackward):
             place = context.sequences.key(work.batch), row, rank, head
             self.load_box(context, replace(copy, box="k"), place, (barrier, smem))
 
-    def _load_ds(self, context: Any, work: Any, position: Walk, target: tuple) -> None:
+    def _load_ds(self, context: Any, position: Walk, target: tuple) -> None:
         """This CTA's 128 x 128 of dS: 32 KiB as they lie."""
-        tile, (barrier, stage), scalars = position.tile, target, context.scalars
-        own = tile.block * BLOCK_TILES + context.cta_rank
-        kv_tile = cutlass.select_(tile.of_keys, own, position.column)
-        q_tile = cutlass.select_(tile.of_keys, position.column, own)
-        heads = cute.size(context.tensors.stats, mode=[1])
-        tiles = DsTiles.of(heads, scalars.max_seqlen_q, scalars.max_seqlen_k)
-        index = tiles.index((work.batch, position.head), kv_tile, q_tile)
-        source = context.tensors.ds[index, None].iterator.align(16)
-        source = cute.make_tensor(source, cute.make_layout(DS_TILE_ELEMENTS))
+        barrier, stage = target
+        number = position.ds_number(context.cta_rank)
+        number += position.head * tiles_of_head(context.tensors.ds)
+        first = tile_of(context.tensors.ds, number).iterator
+        source = cute.make_tensor(first, cute.make_layout(DS_TILE_ELEMENTS))
         atom = cute.make_copy_atom(
             cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=8 * DS_TILE_BYTES
         )

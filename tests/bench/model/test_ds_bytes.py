@@ -1,0 +1,47 @@
+"""What dS of a call takes, as docs/backward.md prints it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.model.calls import backward_problem
+from bench.suite import Case, ragged_lengths
+from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_BYTES, count_blocks, count_tiles
+
+PAGE = Path(__file__).parents[3] / "docs" / "backward.md"
+HEADS = 16, 2
+RAGGED = ragged_lengths(64, 4096)
+
+
+def case(lengths, causal=True, left=None, packed=False) -> Case:
+    return Case("test", lengths, *HEADS, causal, packed=packed, window=(left, None))
+
+
+CASES = {
+    "1 x 8192, full": case(((8192, 8192),), False),
+    "1 x 8192, causal": case(((8192, 8192),)),
+    "1 x 32768, causal": case(((32768, 32768),)),
+    "1 x (2048, 32768), causal": case(((2048, 32768),)),
+    "1 x 65536, window (1023, 0)": case(((65536, 65536),), left=1023),
+    "4 x 8192, window (4095, 0)": case(((8192, 8192),) * 4, left=4095),
+    "packed 64, 1 to 4002, full": case(RAGGED, False, packed=True),
+    "packed 64, 1 to 4002, causal": case(RAGGED, packed=True),
+    "packed 64, 1 to 4002, window (1023, 0)": case(RAGGED, left=1023, packed=True),
+    "packed 16, all 1024, causal": case(((1024, 1024),) * 16, packed=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes(name):
+    one = CASES[name]
+    problem = backward_problem(one)
+    longest = (max(lengths) for lengths in zip(*one.lengths))
+    blocks = [count_blocks(length) for length in longest]
+    pairs = one.heads * len(one.lengths) * blocks[0] * blocks[1] * 4 * DS_TILE_BYTES
+    window = problem.forward.options.window
+    visible = one.heads * sum(count_tiles(n, window) for n in one.lengths) * DS_TILE_BYTES
+    assert visible <= problem.ds_bytes <= pairs
+    figures = (f"{number / 2**30:.3f}" for number in (pairs, problem.ds_bytes, visible))
+    assert f"| {name} | {' | '.join(figures)} |\n" in PAGE.read_text()
