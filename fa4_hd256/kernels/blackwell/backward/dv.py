@@ -346,8 +346,8 @@ class DvKernel(KeyTiles, RowResult):
     def counts_tiles(self) -> bool:
         """Whether the number of a step's tile is counted on from that of the step before, which
         leaves no use of the head and so a register more.  With a softcap, whose slopes are in the
-        way, it takes more registers instead."""
-        return not (self.problem_class.lists_steps or self.problem_class.softcap)
+        way, or sequences of unequal lengths it takes more instead.  A list names any tile."""
+        return not (self.problem_class.ragged or self.problem_class.softcap)
 
     def _tile_of_step(self, context: Any, work: Any, step: Step, places: tuple) -> cute.Tensor:
         """This CTA's tile of dS of a step.  places: (row, number of the tile if it is counted)."""
