@@ -258,9 +258,9 @@ def _forward_order(case: Case, tiling: ForwardTiling) -> TileOrder:
     )
     later_first = tiling.ordered and tiling.order.later(case.bounds[1] is not None)
     problem = TileProblem(blocks, heads, entries, section, later_first)
-    if tiling.in_a_row and case.packed and tiling.num_splits == 1:
-        offsets = [0, *itertools.accumulate(q for q, _ in case.lengths)]
-        problem = problem.in_a_row(PackedBlocks(offsets, queries), offsets[-1])
+    packed = _blocks_of(case, 0, queries)
+    if tiling.in_a_row and packed is not None and tiling.num_splits == 1:
+        problem = problem.in_a_row(packed, packed.offsets[-1])
     return problem.order()
 
 
@@ -337,7 +337,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     # As the kernels count them, both alike: K and V.
     section = section_of(case, tiling, grid, ratio, 2 * ROW * rows_k)
     later_first = tiling.order.later(case.bounds[1] is not None)
-    for block, head, batch in indices(grid, section, later_first):
+    for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 0, ROWS)):
         lengths = case.lengths[batch]
         which, keys = range_of(block * ROWS, lengths, case.bounds) or (0, lengths[1])
         group = (which * case.batch + batch) * case.heads_kv + head // ratio
@@ -385,7 +385,7 @@ def tiles_of_keys(
     found = []
     section = section_of(case, tiling, grid, 1, shared * rows_q)
     later_first = tiling.order.later(case.bounds[0] is not None)
-    for block, head, batch in indices(grid, section, later_first):
+    for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 1, rows)):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
         which, queries = range_of(block * rows, lengths[::-1], case.bounds[::-1]) or (0, lengths[0])
@@ -404,16 +404,27 @@ def section_of(
     return tiling.order.section(case, tiling.gpu, group, grid[1] * grid[2], nbytes)
 
 
+def _blocks_of(case: Case, side: int, rows: int) -> PackedBlocks | None:
+    """Of packed sequences, blocks of so many queries (side 0) or keys (1); None for others."""
+    if not case.packed:
+        return None
+    return PackedBlocks([0, *itertools.accumulate(lengths[side] for lengths in case.lengths)], rows)
+
+
 def indices(
-    grid: tuple[int, int, int], section: int | None, later_first: bool
+    grid: tuple[int, int, int], section: int | None, later_first: bool,
+    packed: PackedBlocks | None = None,
 ) -> Iterator[tuple[int, int, int]]:
     """(block, head, batch) of every tile of the grid in order. later_first: whether later blocks
-    come first."""
+    come first. packed: what may be numbered in a row, where there are sections."""
     blocks, heads, batch = grid
     if section is None:
         for index in range(blocks * heads * batch):
             yield index % blocks, index // blocks % heads, index // blocks // heads
         return
-    places = TileProblem(*grid, section, later_first).order()
+    problem = TileProblem(*grid, section, later_first)
+    if packed is not None:
+        problem = problem.in_a_row(packed, packed.offsets[-1])
+    places = problem.order()
     for index in range(places.num_tiles):
         yield tile_coordinates(index, places)

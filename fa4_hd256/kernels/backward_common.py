@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from schedulers import CLUSTER_SIZE
+from schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
 
 from .limits import SECTOR_BYTES
 from .operands import TmaTensor, smem_layout
@@ -51,9 +51,12 @@ class BackwardEntry(RaggedKernel):
 
     A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
     `copy_operation(box)`, how one is loaded; `problem(scalars, (q, k), batch)`, its tiles; `warps`,
-    `scheduler`, and `kernel(tensors, sizes, scalars, order)`.
+    `scheduler`, and `kernel(tensors, sizes, scalars, order)`.  rows_of: "q" or "k" where a tile is
+    `plan.tile_rows` rows of that operand.
     """
 
+    rows_of: str | None = None
+    plan: Any
     boxes: dict[str, tuple[int, int, int]]
     problem_class: ProblemClass
     scheduler: Any
@@ -84,7 +87,7 @@ class BackwardEntry(RaggedKernel):
         q, k, _, _ = operands
         heads_per_kv = cute.size(q, mode=[2]) // cute.size(k, mode=[2])
         batch = self.sequence_tensors(ragged).num_batches(q)
-        problem = self.problem(scalars, (q, k), batch)
+        problem = self._in_a_row(self.problem(scalars, (q, k), batch), (q, k), ragged)
         loads = self.tma_tensors(operands, ds)
         tensors = BackwardTensors(loads, stats, results, ds, ragged)
         sizes = (cute.size(q, mode=[0]), cute.size(k, mode=[0]), heads_per_kv)
@@ -96,6 +99,19 @@ class BackwardEntry(RaggedKernel):
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _in_a_row(self, problem: TileProblem, operands: tuple, ragged: Any) -> TileProblem:
+        """The problem; of packed sequences with blocks in a row, where the kernel's tiles are of
+        rows of one operand."""
+        if self.rows_of is None:
+            return problem
+        side = "qk".index(self.rows_of)
+        tensors = self.sequence_tensors(ragged)
+        offsets = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)[side]
+        if offsets is None:
+            return problem
+        blocks = PackedBlocks(offsets, self.plan.tile_rows)
+        return problem.in_a_row(blocks, cute.size(operands[side], mode=[0]))
 
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`."""

@@ -30,6 +30,7 @@ class KeyTiles:
 
     plan: Any
     problem_class: Any
+    rows_of = "k"
 
     def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
         """The tiles: some keys of a part of a KV head each."""

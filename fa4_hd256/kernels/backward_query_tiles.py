@@ -24,6 +24,7 @@ class QueryTiles:
 
     plan: Any
     problem_class: Any
+    rows_of = "q"
 
     def problem(self, scalars: Any, operands: tuple, batch: Any) -> TileProblem:
         """The tiles: some query rows of a head each."""

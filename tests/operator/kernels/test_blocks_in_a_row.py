@@ -1,14 +1,17 @@
-"""Packed sequences of which few are long: blocks of queries numbered in a row."""
+"""Packed sequences of which few are long: blocks of queries, or of keys, numbered in a row."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.check import reference
+from fa4_hd256.kernels.backward_common import BackwardEntry
+from fa4_hd256.run import compile
 from schedulers import PackedBlocks
 
 #: A long one at each end, none, one row, and more of them than a warp has lanes.
@@ -50,6 +53,43 @@ def test_full_attention_and_windows(device):
     for window in ((None, None), (20, None), (3, 40)):
         found = attend(LENGTHS, (2, 2), device, window_size=window)
         assert is_right(*found, LENGTHS, window_size=window)
+
+
+def gradients(heads, device, **options):
+    """Those of q, k and v, causal, with as many keys as queries."""
+    torch.manual_seed(5)
+    tensors = tuple(torch.randn(sum(LENGTHS), h, 256).to(device, torch.bfloat16).requires_grad_()
+                    for h in (heads[0], heads[1], heads[1]))  # fmt: skip
+    offsets = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=device)
+    longest = max(LENGTHS)
+    out = flash_attn_varlen_func(
+        *tensors, offsets, offsets, longest, longest, causal=True, **options
+    )
+    return torch.autograd.grad(out, tensors, torch.randn_like(out))
+
+
+def test_gradients_have_the_bits_of_those_of_a_grid(device, planted, tmp_path):
+    """As many blocks for each sequence as the longest one has; and numbers that leave a long
+    sequence too few are seen."""
+    in_a_row = BackwardEntry._in_a_row
+
+    def with_larger_blocks(self, *arguments):
+        problem = in_a_row(self, *arguments)
+        if problem.packed is None:
+            return problem
+        return replace(problem, packed=replace(problem.packed, rows=2 * problem.packed.rows))
+
+    found = {}
+    for name, entry in (
+        ("grid", lambda self, problem, *rest: problem), ("row", in_a_row),
+        ("too few", with_larger_blocks),
+    ):  # fmt: skip
+        planted.setattr(BackwardEntry, "_in_a_row", entry)
+        planted.setenv("FA4_HD256_CACHE_DIR", str(tmp_path / name))
+        found[name] = gradients((1, 1), device, use_clc=name == "row")
+        compile.forget()
+    assert all(torch.equal(*pair) for pair in zip(found["grid"], found["row"], strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(found["grid"], found["too few"], strict=True))
 
 
 @pytest.mark.simulator
