@@ -367,16 +367,17 @@ def dkdv_tiles(
         reads, writes = 2 * ROW * rows, results * rows
         return Tile(DKDV * units, 0, 0.0, reads + writes, DKDV * masked * masks, reads, writes)
 
-    return tiles_of_keys(case, tiling, KEYS, head_parts, of)
+    return tiles_of_keys(case, tiling, KEYS, head_parts, of, _blocks_of(case, 1, KEYS))
 
 
 def tiles_of_keys(
     case: Case, tiling: BackwardTiling, rows: int, head_parts: int,
-    of: Callable[[int, int, tuple[int, int]], Tile],
+    of: Callable[[int, int, tuple[int, int]], Tile], packed: PackedBlocks | None = None,
 ) -> list[Tile]:
     """Tiles of so many keys of each part of a KV head's query heads, in order; they share Q and dO.
 
-    of: (block, query heads of the part, lengths) -> the tile, without its group.
+    of: (block, query heads of the part, lengths) -> the tile, without its group. packed: as
+    `indices` takes it.
     """
     ratio, heads = case.heads // case.heads_kv, case.heads_kv * head_parts
     part = -(-ratio // head_parts)
@@ -385,7 +386,7 @@ def tiles_of_keys(
     found = []
     section = section_of(case, tiling, grid, 1, shared * rows_q)
     later_first = tiling.order.later(case.bounds[0] is not None)
-    for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 1, rows)):
+    for block, head, batch in indices(grid, section, later_first, packed):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
         which, queries = range_of(block * rows, lengths[::-1], case.bounds[::-1]) or (0, lengths[0])

@@ -88,6 +88,8 @@ class DvKernel(KeyTiles, RowResult):
     """
 
     result = "dV"
+    # Looking up the sequence of a block in a row takes registers that are not there.
+    rows_of = None
     is_scaled = False
     boxes = {
         "q": (0, OWN_QUERIES, HEAD_DIM // 2),
