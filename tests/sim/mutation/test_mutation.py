@@ -30,7 +30,7 @@ def add_launch(total, text, arrays=(), only=None, strict=False, **launch):
     settings = {name: launch.pop(name) for name in ("jobs", "accept") if name in launch}
     with captured(lambda one: list(total.add(one, options, only=only, **settings))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kernels.run_kernel", launcher.run_kernel)
+            patch.setattr("kernel_text.run_kernel", launcher.run_kernel)
             run_kernel_text(text, list(arrays), **launch)
 
 
@@ -226,10 +226,10 @@ def test_command(tmp_path):
     script = tmp_path / "ring.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n"
-        "import kernels, sm100_sim.launcher as launcher\n"
+        "import kernel_text, sm100_sim.launcher as launcher\n"
         "from sanitizer_kernels import RING\n"
-        "kernels.run_kernel = launcher.run_kernel\n"
-        "kernels.run_kernel_text(RING, block=(64, 1, 1))\n"
+        "kernel_text.run_kernel = launcher.run_kernel\n"
+        "kernel_text.run_kernel_text(RING, block=(64, 1, 1))\n"
     )
     command = [sys.executable, "-m", "sm100_sim", "mutate", "--as-is", "--seeds", "1",
                str(script)]
