@@ -25,7 +25,6 @@ but their sum: where that gives fewer blocks, they are numbered one sequence aft
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,29 +88,30 @@ class PackedBlocks:
         """Numbers in all, by the sum of the lengths."""
         return total_rows // self.rows + sequences
 
-    @functools.cached_property
-    def _begins(self) -> list[int]:
-        return [offset // self.rows + b for b, offset in enumerate(self.offsets[:-1])]
+    def begin(self, sequence: Any) -> Any:
+        """The number of a sequence's first block."""
+        return self.offsets[sequence] // self.rows + sequence
 
     def found(self, number: Any) -> tuple[Any, Any]:
         """(block in its sequence, sequence) of a number; on the device by all lanes of a warp."""
         if isinstance(number, int):
-            sequence = bisect_right(self._begins, number) - 1
-            return number - self._begins[sequence], sequence
-        sequence = _last_before(number, self.offsets, self.rows)
-        return number - (self.offsets[sequence] // self.rows + sequence), sequence
+            sequences = range(len(self.offsets) - 1)
+            sequence = bisect_right(sequences, number, key=self.begin) - 1
+        else:
+            sequence = _last_before(number, self)
+        return number - self.begin(sequence), sequence
 
 
 @cute.jit
-def _last_before(number: Int32, offsets: cute.Tensor, rows: cutlass.Constexpr) -> Int32:
+def _last_before(number: Int32, blocks: PackedBlocks) -> Int32:
     """The last sequence whose numbers begin at `number` or before."""
     lane = cute.arch.lane_idx()
-    first, count = Int32(0), Int32(cute.size(offsets) - 1)
+    first, count = Int32(0), Int32(cute.size(blocks.offsets) - 1)
     while count > 1:
         # Each lane looks at one of as many sequences, evenly spaced; these are in order.
         step = (count + _LANES - 1) // _LANES
         sequence = first + cutlass.min(lane * step, count - 1)
-        is_before = offsets[sequence] // rows + sequence <= number and lane * step < count
+        is_before = blocks.begin(sequence) <= number and lane * step < count
         votes = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)), 1)
         left_out = (votes - 1) * step
         first, count = first + left_out, cutlass.min(count - left_out, step)

@@ -84,25 +84,28 @@ def _name(size: int | None) -> str:
     return "none" if size is None else f"pages_{size}"
 
 
+def _title(size: int | None) -> str:
+    return "no pages" if size is None else f"pages of {size}"
+
+
+BEHIND_COLUMNS = tuple(
+    Column(f"behind_{size}", format="+.1%", title=f"{_title(size)} over none")
+    for size in SIZES if size is not None
+)  # fmt: skip
 COLUMNS = (
     Column("shape"), Column("heads"), Column("rows", title="rows of a tile"),
-    Column("none", "us", ".1f", "no pages"),
-    *(Column(_name(n), "us", ".1f", f"pages of {n}") for n in SIZES if n is not None),
-    *(Column(f"behind_{n}", format="+.1%", title=f"pages of {n} over none")
-      for n in SIZES if n is not None),
+    *(Column(_name(size), "us", ".1f", _title(size)) for size in SIZES),
+    *BEHIND_COLUMNS,
     Column("worst", format="+.1%", title="at most, of all sets"),
 )  # fmt: skip
-
-
 MEASURED_COLUMNS = (
     Column("shape"), Column("heads"),
-    *(column for name, title in ((_name(size), "no pages" if size is None else f"pages of {size}")
-                                 for size in SIZES)
-      for column in (Column(name, "us", ".1f", title), Column(f"range_{name}", title="p20..p80"))),
-    *(Column(f"behind_{n}", format="+.1%", title=f"pages of {n} over none")
-      for n in SIZES if n is not None),
-    *(Column(f"theirs_{_name(size)}", "us", ".1f",
-             f"{PACKAGE}, " + ("no pages" if size is None else f"pages of {size}"))
+    *(column for size in SIZES for column in (
+        Column(_name(size), "us", ".1f", _title(size)),
+        Column(f"range_{_name(size)}", title="p20..p80"),
+    )),
+    *BEHIND_COLUMNS,
+    *(Column(f"theirs_{_name(size)}", "us", ".1f", f"{PACKAGE}, {_title(size)}")
       for size in SIZES),
     Column("rate", "TB/s", ".2f", "K and V once, no pages"),
     Column("clock_mhz", "MHz", ".0f", "clock"), Column("power_watts", "W", ".0f", "power"),
@@ -117,9 +120,7 @@ def measured_table(rows: Sequence[dict[str, Any]]) -> Table:
         "launch. Page numbers are in an order by chance.",
         *(f"Not run: {reason}." for reason in reasons),
     )
-    plot = Plot(("shape", "heads"), tuple(map(_name, SIZES)))
-    title = "Keys and values in pages, forward, bf16"
-    return Table("pages", title, MEASURED_COLUMNS, list(rows), notes, plot)
+    return _table(MEASURED_COLUMNS, rows, notes)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -129,9 +130,15 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         "order by chance. At most, of all sets: the larger ratio under any of the sets of "
         "constants that were drawn."
     )
+    return _table(COLUMNS, rows, (note,))
+
+
+def _table(
+    columns: tuple[Column, ...], rows: Sequence[dict[str, Any]], notes: tuple[str, ...]
+) -> Table:
     plot = Plot(("shape", "heads"), tuple(map(_name, SIZES)))
     title = "Keys and values in pages, forward, bf16"
-    return Table("pages", title, COLUMNS, list(rows), (note,), plot)
+    return Table("pages", title, columns, list(rows), notes, plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

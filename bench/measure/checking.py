@@ -34,6 +34,11 @@ class Check:
         return self.error <= self.tolerance
 
     @property
+    def failure(self) -> str:
+        """What is said of one that does not pass."""
+        return f"wrong: error {self.error:.3g}, accepted {self.tolerance:.3g}"
+
+    @property
     def severity(self) -> float:
         """Error in units of the tolerance."""
         if self.tolerance:

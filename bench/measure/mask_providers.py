@@ -16,7 +16,7 @@ from fa4_hd256 import flash_attn_func, interface
 from fa4_hd256.kernels.block_mask import MASK_TILE
 
 from .masks import MaskedCase
-from .providers import Inputs, Ours, Provider
+from .providers import Inputs, Ours, Provider, first_line
 
 SDPA, FLEX = "SDPA, dense mask", "FlexAttention"
 
@@ -184,17 +184,13 @@ def _block_mask(case: MaskedCase, device: torch.device) -> Any:
 
 def first_lines(error: BaseException) -> str:
     """Of the error, and of the one that it began with, which compilers wrap."""
-    lines, passed = [_first_line(error)], {id(error)}
+    lines, passed = [first_line(error)], {id(error)}
     while (inner := error.__cause__ or error.__context__) is not None and id(inner) not in passed:
         error = inner
         passed.add(id(error))
-    if (line := _first_line(error)) not in lines[0]:
+    if (line := first_line(error)) not in lines[0]:
         lines.append(line)
     return ", from ".join(lines)
-
-
-def _first_line(error: BaseException) -> str:
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def mask_providers() -> list[Provider]:

@@ -56,7 +56,7 @@ def measured_row(
     return {
         "times": times, "reasons": reasons,
         "clock_mhz": state and state.clock_mhz, "power_watts": state and state.power_watts,
-        BASIS: "measured", MACHINE: f"{timer.gpu.name}, driver {timer.gpu.driver}",
+        BASIS: "measured", MACHINE: timer.gpu.text,
     }  # fmt: skip
 
 
@@ -65,5 +65,5 @@ def _checked(provider: Provider, inputs: Inputs, timer: Timer) -> Any:
     call = forward_call(provider, inputs)
     check = check_forward(inputs, call())
     if not check.passed:
-        raise RuntimeError(f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}")
+        raise RuntimeError(check.failure)
     return timer.prepare(call)

@@ -44,12 +44,13 @@ class Pages:
     lengths: torch.Tensor
 
     @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor, size: int) -> Pages:
+    def of(
+        cls, k: torch.Tensor, v: torch.Tensor, size: int, generator: torch.Generator
+    ) -> Pages:
         """Copies of k and v, (batch, seqlen_k, heads_kv, 256), in pages whose order is by chance;
         rows past the end of a sequence are 0."""
         batch, seqlen = k.shape[:2]
         count = -(-seqlen // size)
-        generator = torch.Generator().manual_seed(0)
         order = torch.randperm(batch * count, generator=generator).to(k.device)
         table = order.view(batch, count)
 
@@ -109,8 +110,8 @@ class Inputs:
     @cached_property
     def pages(self) -> Pages | None:
         """k and v in pages, None for a case without."""
-        size = self.case.page_size
-        return None if size is None else Pages.of(self.k, self.v, size)
+        size, generator = self.case.page_size, torch.Generator().manual_seed(0)
+        return None if size is None else Pages.of(self.k, self.v, size, generator)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -411,7 +412,10 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
             torch.cuda.empty_cache()
             return None, "out of memory"
         except Exception as error:
-            text = str(error).strip().splitlines()
-            first = ": ".join([type(error).__name__, *text[:1]])
             reasons = [str(w.message).splitlines()[0] for w in heard if "because" in str(w.message)]
-            return None, "; ".join([first, *reasons])
+            return None, "; ".join([first_line(error), *reasons])
+
+
+def first_line(error: BaseException) -> str:
+    """Its class and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

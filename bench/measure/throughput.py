@@ -52,7 +52,7 @@ def measured_rows(
             else:
                 flop = _computed(by_name[name], case).flop(direction)
                 details[name] |= _measured(found[name], flop, timer.gpu)
-        origin = {BASIS: "measured", MACHINE: f"{timer.gpu.name}, driver {timer.gpu.driver}"}
+        origin = {BASIS: "measured", MACHINE: timer.gpu.text}
         seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
         rows.append(comparison_row(case, direction, details, seconds) | origin)
         # Graphs and their memory must be gone before the next case allocates its own.
@@ -85,7 +85,7 @@ def _ready(
             continue
         call, check = checked
         figures = {"max_error": check.error, "tolerance": check.tolerance}
-        status = f"wrong: error {check.error:.3g}, accepted {check.tolerance:.3g}"
+        status = check.failure
         if check.passed:
             prepared, reason = attempt(partial(timer.prepare, call))
             status = reason or "ok"

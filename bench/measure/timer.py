@@ -150,6 +150,11 @@ class Gpu:
     l2_bytes: int
     driver: str
 
+    @property
+    def text(self) -> str:
+        """As tables name it."""
+        return f"{self.name}, driver {self.driver}"
+
     def peak_tflops(self, clock_mhz: float | None) -> float | None:
         """Of dense bf16 products at that clock."""
         if self.flop_per_clock is None or clock_mhz is None:

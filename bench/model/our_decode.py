@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.measure.providers import Pages
 from bench.peaks import SM100_FLOP_PER_CLOCK
 from bench.suite import Case
 from bench.tables.comparison import OURS
@@ -221,15 +222,7 @@ def in_pages(
     """(the same with keys and values in pages, in an order by chance; ragged tensors). tensors: q,
     k, v, each with a batch, and any others. Their rows are a multiple of a page's."""
     q, k, v, *others = tensors
-    count, keys = k.shape[:2]
-    pages = keys // page_size
-    order = torch.randperm(count * pages, generator=generator)
-    places = order.argsort()
-    k, v = (
-        t.reshape(count * pages, page_size, *t.shape[2:])[places].contiguous() for t in (k, v)
-    )
-    ragged = {
-        "seqused_k": torch.full((count,), keys, dtype=torch.int32),
-        "page_table": order.reshape(count, pages).to(torch.int32),
-    }
-    return (q, k, v, *others), ragged
+    pages = Pages.of(k, v, page_size, generator)
+    return (q, pages.k, pages.v, *others), {
+        "seqused_k": pages.lengths, "page_table": pages.table,
+    }  # fmt: skip

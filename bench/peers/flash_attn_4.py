@@ -121,7 +121,7 @@ def attention(
             q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=longest_q,
             max_seqlen_k=longest_k, **options,
         )  # fmt: skip
-    return result[0] if isinstance(result, tuple) else result
+    return _out_of(result)
 
 
 def paged_attention(
@@ -134,8 +134,13 @@ def paged_attention(
     """
     from flash_attn.cute import interface
 
-    result = interface.flash_attn_varlen_func(q, k, v, max_seqlen_q=q.shape[1], **options)
-    return result[0] if isinstance(result, tuple) else result
+    return _out_of(interface.flash_attn_varlen_func(q, k, v, max_seqlen_q=q.shape[1], **options))
+
+
+def _out_of(result: Any) -> torch.Tensor:
+    """Of what its functions return, with LSE or without."""
+    found: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return found
 
 
 def backward_of_an_empty_sequence(rows: int, causal: bool) -> None:

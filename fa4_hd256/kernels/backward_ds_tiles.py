@@ -53,6 +53,7 @@ __all__ = [
     "count_tiles",
     "ds_units",
     "first_unit",
+    "row_of_block",
     "tile_of",
     "tile_strides",
     "tiles_of_head",
@@ -212,6 +213,11 @@ class StoredDs(SharedByReference):
     def row(self, kv_tile: Int32) -> Int32:
         """`DsTiles.row`, counted from a query head's first tile."""
         return self.first + self.tiles.row(kv_tile)
+
+
+def row_of_block(context: Any, work: Any) -> Int32:
+    """`StoredDs.row` of this CTA's keys of a tile that is a block of them."""
+    return StoredDs.of(context, work).row(work.block * BLOCK_TILES + context.cta_rank)
 
 
 def tiles_of_head(ds: cute.Tensor) -> Int32:

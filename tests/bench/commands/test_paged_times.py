@@ -1,44 +1,32 @@
 """Keys in pages as they are measured: what a row holds, with ours in the simulator and a timer that
 counts."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from fake_timer import FakeTimer
 
 from bench.commands import pages
 from bench.measure import pages as measure
 from bench.measure.providers import Inputs, Pages
-from bench.measure.timer import Sampling, State
+from bench.measure.timer import Sampling
 from bench.suite import Case
 
 CASE = Case("pages", ((2, 300),) * 2, 4, 2, True)
 
 
-class Timer:
+class Timer(FakeTimer):
     """A call takes a microsecond more than the one prepared before it."""
 
-    device = torch.device("cpu")
-    gpu = SimpleNamespace(name="GPU", driver="1")
-
     def __init__(self):
+        super().__init__()
         self.prepared = []
 
     def prepare(self, call):
         self.prepared.append(call)
-        return call, "graph"
-
-    def on_stream(self):
-        return torch.no_grad()
+        return super().prepare(call)
 
     def seconds(self, call):
         return (1 + self.prepared.index(call)) * 1e-6
-
-    def state(self):
-        return State(1980.0, 500.0)
-
-    def release_memory(self):
-        pass
 
 
 @pytest.fixture
@@ -51,7 +39,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("size", [16, 128])
 def test_pages_hold_the_rows(size):
     inputs = Inputs.random(CASE, torch.device("cpu"), torch.bfloat16)
-    found = Pages.of(inputs.k, inputs.v, size)
+    found = Pages.of(inputs.k, inputs.v, size, torch.Generator().manual_seed(0))
     for pool, whole in ((found.k, inputs.k), (found.v, inputs.v)):
         rows = pool[found.table.long()].flatten(1, 2)
         assert torch.equal(rows[:, :300], whole)

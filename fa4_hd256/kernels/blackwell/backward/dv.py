@@ -43,7 +43,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE,
     RUN,
     RUN_STRIDE,
-    StoredDs,
+    row_of_block,
     tile_of,
     tiles_of_head,
 )
@@ -177,7 +177,7 @@ class DvKernel(KeyTiles, RowResult):
                 tiles = visibility.tile_range(tile, (first_key, OWN_ROWS))
                 has_rest = first_key + OWN_ROWS > visibility.seqlen_q
                 step = self.first_position(context, work)
-                row = self._row_of_ds(context, work)
+                row = row_of_block(context, work)
                 number = self._number_of_ds(context, work, step, row)
                 if cutlass.const_expr(not self.problem_class.lists_steps):
                     self._complete_blocks(context, work, step, number)
@@ -333,11 +333,6 @@ class DvKernel(KeyTiles, RowResult):
         context.barriers["stats_free"].arrive(states["stats_loaded"])
         states.advance("stats_loaded")
         return states
-
-    def _row_of_ds(self, context: Any, work: Any) -> Int32:
-        """`StoredDs.row` of this CTA's keys."""
-        kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
-        return StoredDs.of(context, work).row(kv_tile)
 
     def _number_of_ds(self, context: Any, work: Any, step: Step, row: Int32) -> Int32:
         """The number of this CTA's tile of dS of a step."""

@@ -38,7 +38,7 @@ from fa4_hd256.kernels.backward_ds_tiles import (
     DS_TILE,
     RUN,
     RUN_STRIDE,
-    StoredDs,
+    row_of_block,
     tile_of,
     tiles_of_head,
 )
@@ -143,7 +143,7 @@ class DvKernel(KeyRows, ScoreGradient):
         """dV of one tile, and its dS.  which: (tile, steps).  tensors: (operands, dV)."""
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
-        mask, row = self.mask(context, work), self._row_of_ds(context, work)
+        mask, row = self.mask(context, work), row_of_block(context, work)
         # P times the slope of the softcap, which is P where there is none.
         p = factors = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
@@ -249,11 +249,6 @@ class DvKernel(KeyRows, ScoreGradient):
             if cutlass.const_expr(self.capped):
                 pack(sloped, _run_of(factors, run))
         return states
-
-    def _row_of_ds(self, context: Any, work: Any) -> Int32:
-        """`StoredDs.row` of this CTA's keys."""
-        kv_tile = work.block * (TILE_KEYS // DS_TILE) + context.cta_rank
-        return StoredDs.of(context, work).row(kv_tile)
 
     def _place_of_ds(self, context: Any, work: Any, step: Step, row: Int32) -> cute.Pointer:
         """Where this thread's first element of dS of a step lies."""
