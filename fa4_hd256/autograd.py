@@ -14,7 +14,8 @@ from .call.backward_problem import BackwardCall
 from .call.forward_problem import LENGTHS, RAGGED, Options, given_ragged
 from .eager import OperatorCalls, is_intercepted
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
-from .kernels.problem_class import KV_DTYPES
+from .kernels.problem_class import DESCALES, KV_DTYPES
+from .kernels.score_change import SCORE_TENSORS
 from .run.backward import Wanted, run_backward
 
 __all__ = [
@@ -160,14 +161,20 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch
     others, lists = inputs[:NUM_PLAIN], inputs[NUM_PLAIN:]
     check_differentiable(inputs[K], lists)
     tensors = (*others[:3], *others[7:12], *lists[_MASK])
-    save(ctx, tensors, (*others[3:7], *others[12:]), output)
+    save(ctx, tensors, (*others[3:7], *others[12:], lists[-1]), output)
     ctx.num_inputs = len(inputs)
 
 
 def check_differentiable(k: torch.Tensor, lists: Sequence[torch.Tensor | None]) -> None:
     """Raise NotImplementedError for a call that has no gradients. lists: its arguments from
     page_table on."""
-    page_table, part_list, mask_steps, _, mask_blocks, _, *scales = lists
+    page_table, part_list, mask_steps, _, mask_blocks, _, *others = lists
+    scales = others[: len(DESCALES)]
+    if any(key is not None for key in others[len(DESCALES) + len(SCORE_TENSORS) :]):
+        raise NotImplementedError(
+            "score_mod: no gradients flow through such calls; accepted: tensors that do not "
+            "require gradients, or a call under torch.no_grad()"
+        )
     refused = page_table, part_list, *scales
     if k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(
@@ -190,7 +197,7 @@ def save(
     and of `MASK_GRADIENTS`; scalars: its other arguments."""
     q, k, v, *others = tensors
     ctx.save_for_backward(q, k, v, *output, *others)
-    *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc = scalars
+    *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc, _ = scalars
     ctx.scalars = (*options, max_seqlen_q, max_seqlen_k, use_clc, backward_config)
     # A result without a gradient, LSE mostly, has None then, and costs nothing.
     ctx.set_materialize_grads(False)

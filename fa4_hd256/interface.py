@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .call.forward_problem import (
     tiles_for_masks,
     uneven_gradients,
 )
+from .call.score_tensors import score_class_of
 from .call.splits import (
     BY_RULE,
     FIXED_PARTS,
@@ -48,9 +50,11 @@ from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
+from .kernels.score_change import SCORE_TENSORS
 from .kernels.sequences import PART_LIST
 from .masks import as_tile_mask
 from .run.forward import run_forward
+from .score_mods import ScoreMod
 
 #: window_size of calls without one, as most are.
 _UNBOUNDED: tuple[int | None, int | None] = (None, None)
@@ -77,6 +81,7 @@ def flash_attn_func(
     block_mask: Any = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -111,6 +116,8 @@ def flash_attn_func(
     k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
         heads_kv). With such k and v, on architectures that have a kernel for them, q and out are
         bfloat16 or float16, and there are no gradients (docs/serving.md).
+    score_mod: a function of scores, softmax_scale * q k, before the mask: ALiBi, or one of the
+        user's (`fa4_hd256.score_mods`, docs/score_mods.md); lse is of what it returns.
 
     Returns out, shaped and typed like q, or (out, lse) with return_lse; lse: (batch, heads,
     seqlen_q) float32, natural log, the sink included. A query that sees no key has out = 0 and
@@ -121,13 +128,17 @@ def flash_attn_func(
     where the architecture has no such kernel, before anything is compiled.
     """
     splits = asked_splits(num_splits, batch_invariant)
-    given = softmax_scale, causal, window_size, softcap, use_clc, splits
-    tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale
+    given: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, use_clc, splits
+    tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale, *_NO_SCORES
     form: Hashable = learnable_sink is None, k_descale is None, v_descale is None
     if block_mask is not None:
         lists = _lists_of(block_mask, q, k, _are_differentiated(tensors[:4]))
-        tensors = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale)
+        tensors = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale, *_NO_SCORES)
         form = (form, "masked", lists[-1] is None)
+    if score_mod is not None:
+        own = _tensors_of(score_mod)
+        tensors, given = (*tensors[:_SCORES], *own), (*given, score_mod.key)
+        form = form, len(score_mod.tensors)
     configs = config, backward_config
     if out is None:
         out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
@@ -165,6 +176,7 @@ def flash_attn_varlen_func(
     block_mask: Any = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -203,12 +215,15 @@ def flash_attn_varlen_func(
             "fa4_hd256.masks.from_dense"
         )
     splits = asked_splits(num_splits, batch_invariant)
-    given = softmax_scale, causal, window_size, softcap, use_clc, splits
+    given: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, use_clc, splits
     ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
     longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         longest = bounds_of(longest, q.shape[0], splits == FIXED_PARTS)
-    tensors = q, k, v, learnable_sink, *ragged, *_NO_MASK, k_descale, v_descale
+    tensors = q, k, v, learnable_sink, *ragged, *_NO_MASK, k_descale, v_descale, *_NO_SCORES
+    if score_mod is not None:
+        tensors = (*tensors[:_SCORES], *_tensors_of(score_mod))
+        given = (*given, score_mod.key)
     form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
     configs = config, backward_config
     if out is None:
@@ -223,6 +238,10 @@ _OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS, _MASK_BLOCKS = 4, 5, 8, 10, 12
 _NO_RAGGED = (None,) * len(RAGGED)
 _NO_MASK = _NO_RAGGED[_MASK_STEPS - 4 :]
 _OF_GRADIENTS = slice(_MASK_BLOCKS, _MASK_BLOCKS + 2)
+_SCORES = 4 + OTHERS.index(SCORE_TENSORS[0])
+_NO_SCORES = (None,) * len(SCORE_TENSORS)
+#: Where the key of a score_mod is among what is no tensor, if there is one.
+_KEY = 6
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_LENGTHS = None, None
 
@@ -244,6 +263,23 @@ def _lists_of(block_mask: Any, q: Any, k: Any, gradients: bool) -> tuple[Any, ..
     return mask.steps(_halves(q.device)), mask.bits, *of_gradients
 
 
+def _tensors_of(score_mod: Any) -> tuple[torch.Tensor | None, ...]:
+    """What a score_mod reads, as many as `SCORE_TENSORS`. Raises TypeError for another kind,
+    ValueError for tensors that require gradients."""
+    if not isinstance(score_mod, ScoreMod):
+        raise TypeError(
+            f"score_mod is {type(score_mod).__name__}; accepted: a ScoreMod of "
+            "fa4_hd256.score_mods, such as alibi(slopes)"
+        )
+    tensors = score_mod.tensors
+    if _are_differentiated(tensors):
+        raise ValueError(
+            "a tensor of score_mod requires gradients, and there are none to it; accepted: "
+            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
+        )
+    return *tensors, *_NO_SCORES[len(tensors) :]
+
+
 @torch.compiler.assume_constant_result
 def _halves(device: torch.device) -> int:
     """Tiles of a mask that a tile of the forward's queries has."""
@@ -263,8 +299,9 @@ def _attend(
     """(out, lse), the latter anything where it is not wanted.
 
     All as users give it. tensors: q, k, v, the sink, then those of `OTHERS`; given: softmax_scale,
-    causal, window_size, softcap, use_clc, num_splits; longest: max_seqlen_q, max_seqlen_k; configs:
-    of the forward and of the backward. form: which tensors are given, and are the same.
+    causal, window_size, softcap, use_clc, num_splits, and the key of a score_mod if there is one;
+    longest: max_seqlen_q, max_seqlen_k; configs: of the forward and of the backward. form: which
+    tensors are given, and are the same.
     """
     if is_intercepted():
         return _through_dispatcher(tensors, given, longest, configs)
@@ -282,7 +319,7 @@ def _attend(
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
-        check_differentiable(k, tensors[_PAGE_TABLE:])
+        check_differentiable(k, (*tensors[_PAGE_TABLE:], *given[_KEY:]))
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
     if tensors[_OFFSETS_Q] is None:
@@ -382,7 +419,8 @@ def _resolve(
 
     Checks what its schema, which takes plain values only, cannot carry.
     """
-    softmax_scale, causal, window_size, softcap, use_clc, num_splits = given
+    softmax_scale, causal, window_size, softcap, use_clc, num_splits = given[:_KEY]
+    score_mod = given[_KEY] if len(given) > _KEY else None
     options = Options.check(softmax_scale, causal, window_size, softcap)
     ragged = given_ragged(*tensors[_OFFSETS_Q:])
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
@@ -404,11 +442,12 @@ def _resolve(
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
     uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
-    backward_use_clc = options.backward_use_clc(use_clc, len(ragged) > 0, uneven)
+    is_ragged = any(name in RAGGED for name in ragged)
+    backward_use_clc = options.backward_use_clc(use_clc, is_ragged, uneven)
     options = options.scheduled(use_clc, rows, offsets, longest[0], masked)
     return (
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
-        *names, num_splits, backward_use_clc,
+        *names, num_splits, backward_use_clc, score_mod,
     )  # fmt: skip
 
 
@@ -422,7 +461,7 @@ def _in_order(tensors: tuple[Any, ...], scalars: tuple) -> tuple[Any, ...]:
     """The operator's arguments, from those of `_operator`."""
     given = _with_batches(tensors)
     lengths, lists = given[3:_PAGE_TABLE], given[_PAGE_TABLE:]
-    return *given[:3], *scalars[:4], *lengths, *scalars[4:], *lists
+    return *given[:3], *scalars[:4], *lengths, *scalars[4:-1], *lists, scalars[-1]
 
 
 class _Attention(torch.autograd.Function):
@@ -526,30 +565,37 @@ def forward(
     mask_key_bits: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    score_tensor_0: torch.Tensor | None = None,
+    score_tensor_1: torch.Tensor | None = None,
+    score_tensor_2: torch.Tensor | None = None,
+    score_tensor_3: torch.Tensor | None = None,
+    score_mod: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
 
     window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
-    is the backward's is used by autograd alone.
+    is the backward's is used by autograd alone. score_mod: the key of one, or None.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     masked = mask_steps, mask_bits, mask_blocks, mask_key_bits
     lists = page_table, part_list, *masked
-    tensors = q, k, v, sink, *lengths, *lists, k_descale, v_descale
+    scores = score_tensor_0, score_tensor_1, score_tensor_2, score_tensor_3
+    tensors = q, k, v, sink, *lengths, *lists, k_descale, v_descale, *scores
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
-    return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits))
+    return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits, score_mod))
 
 
 def _run(
     tensors: tuple[Any, ...],
     options: Options,
     longest: tuple[int | None, int | None],
-    chosen: tuple[str, int],
+    chosen: tuple[str, int, str | None],
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the operator's arguments; chosen: config and num_splits."""
-    (q, k, v, sink, *given), (name, num_splits) = tensors, chosen
+    """(out, lse) of the operator's arguments; chosen: config, num_splits, key of the score_mod."""
+    (q, k, v, sink, *given), (name, num_splits, score_mod) = tensors, chosen
     ragged = given_ragged(*given)
+    options = replace(options, score_mod=score_class_of(score_mod, ragged, q))
     call = ForwardCall(q, k, v, sink, ragged)
     config = None
     if name != named_configs.DEFAULT:
@@ -569,12 +615,15 @@ def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqle
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
       backward_config, num_splits, backward_use_clc, page_table=None, part_list=None,
       mask_steps=None, mask_bits=None, mask_blocks=None, mask_key_bits=None, k_descale=None,
-      v_descale=None):  # fmt: skip
+      v_descale=None, score_tensor_0=None, score_tensor_1=None, score_tensor_2=None,
+      score_tensor_3=None, score_mod=None):  # fmt: skip
     ragged = given_ragged(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list, mask_steps,
-        mask_bits, mask_blocks, mask_key_bits, k_descale, v_descale,
+        mask_bits, mask_blocks, mask_key_bits, k_descale, v_descale, score_tensor_0,
+        score_tensor_1, score_tensor_2, score_tensor_3,
     )  # fmt: skip
     check_call(q, k, v, sink, ragged)
+    score_class_of(score_mod, ragged, q)
     check_num_splits(num_splits)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
@@ -595,11 +644,11 @@ def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
     """lse of `forward` with these arguments, whose result goes to out, 4-D."""
     check_writable(out, given)
     softmax_scale, left, right, softcap = given[3:7]
-    max_seqlen_q, max_seqlen_k, use_clc, config, _, num_splits, _, *lists = given[12:]
+    max_seqlen_q, max_seqlen_k, use_clc, config, _, num_splits, _, *lists, score_mod = given[12:]
     return _run(
         (*given[:3], *given[7:12], *lists),
         Options.of_operator(softmax_scale, left, right, softcap, use_clc),
-        (max_seqlen_q, max_seqlen_k), (config, num_splits), out,
+        (max_seqlen_q, max_seqlen_k), (config, num_splits, score_mod), out,
     )[1]  # fmt: skip
 
 

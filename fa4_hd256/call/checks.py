@@ -29,6 +29,7 @@ from fa4_hd256.kernels.block_mask import (
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
+from fa4_hd256.kernels.score_change import SCORE_TENSORS
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
 
 from .layouts import tma_can_take
@@ -104,6 +105,20 @@ def check_options(
         )
     if not 0 <= softcap <= largest:
         raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
+
+
+def check_beside_score_mod(score_mod: Any, softcap: float, k: torch.Tensor) -> None:
+    """What does not go with a score_mod, None for none."""
+    if score_mod is None:
+        return
+    if softcap:
+        raise ValueError(
+            f"softcap is {softcap} with a score_mod; accepted: one of them, as a score_mod may cap"
+        )
+    if k.dtype in KV_DTYPES:
+        raise NotImplementedError(
+            f"k and v of {k.dtype} with a score_mod; accepted: k and v of q's dtype"
+        )
 
 
 _NOT_INT32 = "{} must be an int32 tensor"
@@ -411,7 +426,7 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name not in (PART_LIST, *MASK_TABLES, *DESCALES)
+        if name not in (PART_LIST, *MASK_TABLES, *DESCALES, *SCORE_TENSORS)
     }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):

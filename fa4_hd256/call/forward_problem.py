@@ -13,6 +13,7 @@ from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
+from fa4_hd256.kernels.score_change import SCORE_TENSORS, ScoreModClass
 from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, SequenceTensors
 from schedulers.choice import backward_prefers_clc, clc_requested, grid_rows, prefers_clc
 
@@ -24,7 +25,7 @@ RAGGED = SequenceTensors._fields
 #: Those of them that calls with gradients may have.
 LENGTHS = tuple(name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES))
 #: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
-OTHERS = (*RAGGED, *DESCALES)
+OTHERS = (*RAGGED, *DESCALES, *SCORE_TENSORS)
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -35,13 +36,14 @@ class Options:
     """What a call asks for beside q, k and v.
 
     softmax_scale: finite. window: keys visible to the left and right of the diagonal, None for
-    unbounded; causal is (., 0). softcap: 0 for none.
+    unbounded; causal is (., 0). softcap: 0 for none. score_mod: None for none.
     """
 
     softmax_scale: float
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     use_clc: bool = False
+    score_mod: ScoreModClass | None = None
 
     @classmethod
     def check(
@@ -59,11 +61,12 @@ class Options:
 
     @classmethod
     def of_operator(
-        cls, softmax_scale: float, left: int, right: int, softcap: float, use_clc: bool
-    ) -> Options:
+        cls, softmax_scale: float, left: int, right: int, softcap: float, use_clc: bool,
+        score_mod: ScoreModClass | None = None,
+    ) -> Options:  # fmt: skip
         """From an operator's arguments; left, right: `bounds`."""
-        left_bound, right_bound = (None if side == UNBOUNDED else side for side in (left, right))
-        return cls(softmax_scale, (left_bound, right_bound), softcap, use_clc)
+        window = (None if left == UNBOUNDED else left, None if right == UNBOUNDED else right)
+        return cls(softmax_scale, window, softcap, use_clc, score_mod)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -165,9 +168,9 @@ class Problem:
         shape, head_dim, ratio of heads, device, length or option, and NotImplementedError for an
         architecture that has no forward.
         """
-        q, k, v = tensors
-        ragged = ragged or {}
+        (q, k, v), ragged = tensors, ragged or {}
         checks.check_options(options.softmax_scale, options.window, options.softcap)
+        checks.check_beside_score_mod(options.score_mod, options.softcap, k)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
@@ -225,12 +228,24 @@ class Problem:
             self.page_size,
             self.kv_dtype,
             self.descale,
+            options.score_mod,
         )
 
     @property
     def scales(self) -> tuple[str, ...]:
         """Those of `DESCALES` that k and v have: all or none."""
         return DESCALES if self.descale else ()
+
+    @property
+    def score_tensors(self) -> tuple[str, ...]:
+        """Those of `SCORE_TENSORS` that a score_mod reads."""
+        asked = self.options.score_mod
+        return () if asked is None else SCORE_TENSORS[: len(asked.tensors)]
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of all tensors beside q, k, v and the sink that kernels of the forward get."""
+        return *self.ragged, *self.scales, *self.score_tensors
 
     @property
     def lists_parts(self) -> bool:
@@ -381,7 +396,7 @@ def check_call(
     checks.check_shapes(q.shape, k.shape, v.shape, packed_q, packed_k, paged)
     if sink is not None:
         checks.check_sink(sink, q)
-    checks.check_ragged(q, {name: t for name, t in ragged.items() if name not in DESCALES})
+    checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
     descales.check_given(k, ragged)
 
 

@@ -6,6 +6,7 @@ Nothing here is used to compute attention for a user: the operator runs the comp
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ _ROWS = 4096
 @dataclass(frozen=True)
 class AttentionOptions:
     """Options of a call, named as in `flash_attn_func`. mask: bool (1 or batch, 1 or heads,
-    seqlen_q, seqlen_k), True for keys that a query sees if the others let it; None for all."""
+    seqlen_q, seqlen_k), True for keys that a query sees if the others let it; None for all.
+    score_mod: (score, batch, head, query, key) -> score, tensors of PyTorch that broadcast, as
+    FlexAttention's; None for none."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -26,6 +29,7 @@ class AttentionOptions:
     softcap: float = 0.0
     learnable_sink: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    score_mod: Callable[..., torch.Tensor] | None = None
 
     @property
     def window(self) -> tuple[int | None, int | None]:
@@ -42,6 +46,19 @@ class AttentionOptions:
 
     def scale(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale
+
+    def changed(
+        self, scores: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, first_row: int = 0
+    ) -> torch.Tensor:
+        """Scores (.., rows, keys) by softcap and score_mod. batch, head: of them, that broadcast;
+        first_row: the query of the first row."""
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.score_mod is None:
+            return scores
+        rows, keys = scores.shape[-2:]
+        query = torch.arange(first_row, first_row + rows)[:, None]
+        return self.score_mod(scores, batch, head, query, torch.arange(keys)).to(scores.dtype)
 
 
 def visible(
@@ -66,10 +83,6 @@ def visible(
     if right is not None:
         seen &= distance <= right
     return seen
-
-
-def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def attention(
@@ -200,7 +213,8 @@ def _weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Probabilities (len(rows), keys) of some rows of one head, and their lse."""
     scores = chosen.scale(q.shape[1]) * (q[rows.start : rows.stop] @ k.T)
-    scores = _capped(scores, chosen.softcap)
+    batch, head = (torch.tensor(number) for number in place)
+    scores = chosen.changed(scores, batch, head, rows.start)
     seen, mask = visible((len(q), len(k)), chosen.window, rows), chosen.masked(*place)
     if mask is not None:
         seen &= mask[rows.start : rows.stop]
@@ -273,7 +287,9 @@ def _same_dtype(
         t if t.shape[1] == heads else t.repeat_interleave(group, dim=1) for t in heads_first
     )
     scores = (queries @ keys.transpose(2, 3)) * chosen.scale(q.shape[3])
-    scores = _capped(scores, chosen.softcap)
+    entries = (torch.arange(size) for size in scores.shape[:2])
+    batch, head = (index.view(-1, *[1] * (3 - i)) for i, index in enumerate(entries))
+    scores = chosen.changed(scores, batch, head)
     seen = visible((q.shape[1], k.shape[1]), chosen.window)
     if chosen.mask is not None:
         seen = seen & chosen.mask.cpu()

@@ -1,9 +1,9 @@
 """What the kernels that make gradients share on every architecture.
 
-With s = softmax_scale q k (capped or not), P = exp(s - LSE), dP = dO V^T and
+With s = softmax_scale q k (changed or not), P = exp(s - LSE), dP = dO V^T and
 delta = rowsum(dO O) - dLSE::
 
-    dS = P (dP - delta) (1 - tanh^2, with a softcap)
+    dS = P (dP - delta) * slope of what changes s (`score_change`)
     dV = P^T dO      dQ = softmax_scale dS K      dK = softmax_scale dS^T Q
 
 P and dS are kept in 16 bits, unscaled, as operands.
@@ -24,6 +24,7 @@ from .limits import SECTOR_BYTES
 from .operands import TmaTensor, smem_layout
 from .problem_class import ProblemClass
 from .scalars import CallScalars
+from .score_change import ScoresOfKernel
 from .sequences import RaggedKernel, clipped_view
 from .views import by_sequence
 
@@ -46,7 +47,7 @@ class BackwardTensors(NamedTuple):
     ragged: Any
 
 
-class BackwardEntry(RaggedKernel):
+class BackwardEntry(ScoresOfKernel, RaggedKernel):
     """Host code of a kernel that makes gradients, whose clusters have two CTAs; mixed into it.
 
     A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
@@ -80,7 +81,7 @@ class BackwardEntry(RaggedKernel):
         results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
         heads.  Last stride 1, other strides multiples of 16 bytes, of results 32.  ds: see
         `backward_ds_tiles`, None where it is not stored.  ragged: a tuple of tensors in the order
-        of `problem_class.ragged`, None if there are none.
+        of `problem_class.ragged`, then those of a score_mod, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)
@@ -112,6 +113,9 @@ class BackwardEntry(RaggedKernel):
             return problem
         blocks = PackedBlocks(offsets, self.plan.tile_rows)
         return problem.in_a_row(blocks, cute.size(operands[side], mode=[0]))
+
+    def optional_of(self, tensors: BackwardTensors) -> Any:
+        return tensors.ragged
 
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`."""

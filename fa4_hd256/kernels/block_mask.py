@@ -145,6 +145,11 @@ class RowBits:
         numbers = number, self._steps.bit_tile(step + 1, half)
         return RowBits(self._steps, self._place, step, numbers, self._steps.words(number, row))
 
+    @property
+    def kv_tile(self) -> Int32:
+        """The KV tile of this step."""
+        return self._steps.kv_tile(self._step)
+
     @cute.jit
     def apply(self, scores: cute.Tensor):
         """Set the scores of keys that the row does not see to -inf.  scores: register tensor of

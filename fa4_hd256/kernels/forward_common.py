@@ -32,6 +32,7 @@ from .pages import PagedKeys, box_rows, load_pages
 from .part_list import PartList
 from .problem_class import DESCALES, query_rows
 from .scalars import CallScalars
+from .score_change import ScoresOfKernel
 from .sequences import RaggedKernel, Sequence, clipped_view
 from .views import by_packed_heads, by_sequence
 
@@ -119,7 +120,7 @@ class ForwardEntries:
         return queries.offset
 
 
-class ForwardCommon(RaggedKernel):
+class ForwardCommon(ScoresOfKernel, RaggedKernel):
     """Host code of a forward kernel; mixed into it.
 
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
@@ -156,7 +157,7 @@ class ForwardCommon(RaggedKernel):
 
         optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
-        v, (entries, heads_kv) float32.
+        v, (entries, heads_kv) float32, then what a score_mod reads.
         """
         out, lse = results
         columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES
@@ -180,14 +181,19 @@ class ForwardCommon(RaggedKernel):
 
     def sink_and_ragged(self, optional: Any) -> tuple[Any, tuple]:
         """(sink or None, ragged tensors) from what the problem class asks for."""
-        given = tuple(optional or ())
-        if self.problem_class.descale:
-            given = given[: -len(DESCALES)]
-        return (given[0], given[1:]) if self.problem_class.sink else (None, given)
+        given, problem = tuple(optional or ()), self.problem_class
+        sink, ragged = (given[0], given[1:]) if problem.sink else (None, given)
+        return sink, ragged[: len(problem.ragged)]
 
     def descales(self, optional: Any) -> tuple[Any, Any]:
         """The scales of k and of v, None where the problem class has none."""
-        return tuple(optional)[-len(DESCALES) :] if self.problem_class.descale else (None, None)
+        if not self.problem_class.descale:
+            return None, None
+        first = self.problem_class.sink + len(self.problem_class.ragged)
+        return tuple(optional)[first : first + len(DESCALES)]
+
+    def optional_of(self, tensors: ForwardTensors) -> Any:
+        return tensors.optional
 
     def ragged(self, tensors: ForwardTensors) -> tuple:
         return self.sink_and_ragged(tensors.optional)[1]

@@ -10,6 +10,7 @@ import torch
 
 from .block_mask import MASK_TABLES
 from .masking import MaskKind
+from .score_change import ScoreModClass
 
 __all__ = [
     "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "CombineClass",
@@ -51,7 +52,7 @@ class ProblemClass:
     of so many keys, of which a sequence fills as many as it can, instead of so many equal parts.
     page_size: rows of a page of keys and values; None where they lie in no pages. kv_dtype: of
     `KV_DTYPES`; None for that of q. descale: whose factors k and v have, `OF_SEQUENCES` or
-    `OF_PAGES`; empty for none.
+    `OF_PAGES`; empty for none. score_mod: a function of scores; None for none.
     """
 
     dtype: torch.dtype
@@ -68,6 +69,7 @@ class ProblemClass:
     page_size: int | None = None
     kv_dtype: torch.dtype | None = None
     descale: str = ""
+    score_mod: ScoreModClass | None = None
 
     @property
     def element_type(self) -> Any:

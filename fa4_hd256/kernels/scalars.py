@@ -13,7 +13,8 @@ class CallScalars(NamedTuple):
     """Scalars of one call.
 
     scale_log2: factor of the scores in the exponent of 2: |softmax_scale| * log2(e), or with a
-    softcap softcap * log2(e).  cap_scale: |softmax_scale| / softcap.  softmax_scale: with its sign.
+    softcap softcap * log2(e), with a score_mod log2(e).  cap_scale: |softmax_scale| / softcap, with
+    a score_mod |softmax_scale|.  softmax_scale: with its sign.
     window_left, window_right: 0 or more; 0 on an unbounded side.  max_seqlen_q, max_seqlen_k: the
     longest query and key sequence, or more.  head_parts: parts into which the query heads of a KV
     head are divided.  clusters: of a static grid.  l2_bytes: of L2, for what the tiles of
@@ -22,6 +23,7 @@ class CallScalars(NamedTuple):
     softmax_scale, max_seqlen_k and head_parts are the backward's, and None in the forward.
     part_keys: of each part of a sequence's keys, where parts are fixed; None for others.
     tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
+    score_origin: `score_change.ScoreOrigin` of the backward with a score_mod; None for others.
     """
 
     scale_log2: Float32
@@ -36,3 +38,4 @@ class CallScalars(NamedTuple):
     l2_bytes: Int32
     part_keys: Int32 | None = None
     tile_counter: Any = None
+    score_origin: Any = None

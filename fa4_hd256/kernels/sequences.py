@@ -93,8 +93,10 @@ class RaggedKernel:
     problem_class: Any
 
     def sequence_tensors(self, ragged: Any) -> SequenceTensors:
-        """From a tuple in the order of the problem class, None if it has none."""
-        return SequenceTensors.given(self.problem_class.ragged, ragged)
+        """From a tuple in the order of the problem class, None if it has none; what follows is not
+        of these."""
+        names = self.problem_class.ragged
+        return SequenceTensors.given(names, tuple(ragged or ())[: len(names)])
 
 
 @dataclass(frozen=True)

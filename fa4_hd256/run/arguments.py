@@ -20,6 +20,7 @@ from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from fa4_hd256.kernels.scalars import CallScalars
+from fa4_hd256.kernels.score_change import ScoreModClass, ScoreOrigin
 from fa4_hd256.kernels.sequences import PAGE_TABLE
 
 from .tile_counter import tile_counter
@@ -32,6 +33,7 @@ __all__ = [
     "ragged_values",
     "row_alignment",
     "scalar_types",
+    "score_types",
     "tensor_type",
     "vector_type",
 ]
@@ -88,21 +90,34 @@ def ragged_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list
     ]
 
 
+#: Dtypes of tensors that a score_mod reads, by name.
+_SCORE_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
+
+
+def score_types(asked: ScoreModClass | None) -> list[Any]:
+    """Of the tensors that a score_mod reads."""
+    forms = [] if asked is None else [form.split() for form in asked.tensors]
+    return [tensor_type(_SCORE_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]
+
+
 def row_alignment(bits: int) -> int:
     """Bytes of 8 elements of so many bits: TMA's rule for 16, that of 256-bit accesses for 32."""
     return bits
 
 
 def scalar_types(
-    backward: bool = False, counter: bool = False, fixed_parts: bool = False
-) -> CallScalars:
+    backward: bool = False, counter: bool = False, fixed_parts: bool = False,
+    origin: bool = False,
+) -> CallScalars:  # fmt: skip
     """The scalars by type only; backward: with those that are None in the forward; counter: with
-    that of the tiles; fixed_parts: with the keys of a part."""
+    that of the tiles; fixed_parts: with the keys of a part; origin: with that of the scores."""
     types: dict[str, Any] = {
         name: cutlass.Float32(1) if "scale" in name else cutlass.Int32(1)
         for name in CallScalars._fields
     }
     types["tile_counter"] = vector_type(cutlass.Int32) if counter else None
+    numbers = (cutlass.Int32(1) for _ in ScoreOrigin._fields)
+    types["score_origin"] = ScoreOrigin(*numbers) if origin else None
     if not fixed_parts:
         types["part_keys"] = None
     if not backward:
@@ -121,6 +136,11 @@ def call_scalars(
     backward, None for the forward."""
     options = problem.options
     scale, softcap = abs(options.softmax_scale), options.softcap
+    of_softmax, of_scores = scale, 0.0
+    if softcap:
+        of_softmax, of_scores = softcap, scale / softcap
+    elif options.score_mod is not None:
+        of_softmax, of_scores = 1.0, scale
     left, right = options.window
     # A bound beyond every length changes nothing, and sums with it stay in 32 bits.
     left, right = (min(side or 0, LARGEST_WINDOW) for side in (left, right))
@@ -129,8 +149,8 @@ def call_scalars(
     if options.use_clc and problem.kernels.counts_tiles:
         counter = dynamic_tensor(tile_counter(problem.device, stream), 4)
     return CallScalars(
-        scale_log2=cutlass.Float32((softcap or scale) * math.log2(math.e)),
-        cap_scale=cutlass.Float32(scale / softcap if softcap else 0.0),
+        scale_log2=cutlass.Float32(of_softmax * math.log2(math.e)),
+        cap_scale=cutlass.Float32(of_scores),
         softmax_scale=cutlass.Float32(options.softmax_scale) if backward else None,
         window_left=cutlass.Int32(left),
         window_right=cutlass.Int32(right),

@@ -16,6 +16,7 @@ from fa4_hd256 import environment
 from fa4_hd256.call.checks import check_page_numbers
 from fa4_hd256.call.descales import scale_operand
 from fa4_hd256.call.forward_problem import OTHERS, ForwardCall, Problem
+from fa4_hd256.call.score_tensors import score_operand
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.part_list import list_length
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
@@ -53,7 +54,7 @@ def run_forward(
     compiled = compile_kernel(forward_spec(problem, gpu, config))
     if PAGE_TABLE in call.ragged and environment.checks_pages():
         _check_pages(call, problem)
-    ragged = tuple(call.ragged[name] for name in (*problem.ragged, *problem.scales))
+    ragged = tuple(call.ragged[name] for name in problem.tables)
     return launch_forward(compiled, problem, call.inputs, call.sink, ragged, out)
 
 
@@ -97,8 +98,8 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a compiled kernel on 4-D q, k, v; (out, lse), new contiguous tensors, or the `out` given.
 
-    ragged: tensors in the problem's order, then those of `DESCALES` if it has any. out has the
-    shape and dtype of q; lse is (batch, heads_q, seqlen_q) float32, natural log.
+    ragged: those of `problem.tables`, in their order. out has the shape and dtype of q; lse is
+    (batch, heads_q, seqlen_q) float32, natural log.
     """
     is_split = problem.num_splits > 1
     if out is None:
@@ -120,22 +121,35 @@ def launch_forward(
     if problem.kv_dtype is not None:
         # Bytes in twos: CuTe DSL takes no tensor of single ones from PyTorch.
         k, v = k.view(problem.dtype), v.view(problem.dtype)
-    ragged, scales = ragged[: len(problem.ragged)], ragged[len(problem.ragged) :]
-    ragged = tuple(table(t) if t.ndim > 1 else t for t in ragged)
-    scales = tuple(in_place(t, scale_operand(t, problem.descale)) for t in scales)
-    optional = (() if sink is None else (made["sink_operand"],)) + ragged + scales
+    tables = _operands_of_tables(problem, ragged)
+    optional = (() if sink is None else (made["sink_operand"],)) + tables
     tensors = CallTensors(q, k, v, *parts, optional)
     roles = ("out_parts", "lse_parts") if is_split else ("out", "lse")
     launch(
         compiled,
         problem.device,
         lambda gpu, stream: call_arguments(tensors, problem, gpu, stream),
-        ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.ragged,
-         *problem.scales),
-    )  # fmt: skip
+        ("q", "k", "v", *roles, *(() if sink is None else ("sink_operand",)), *problem.tables),
+    )
     if is_split:
-        combine(problem, parts, results, ragged)
+        combine(problem, parts, results, tables[: len(problem.ragged)])
     return results
+
+
+def _operands_of_tables(
+    problem: Problem, given: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Tensors of `problem.tables` as kernels read them."""
+    found = []
+    for name, tensor in zip(problem.tables, given, strict=True):
+        if name in problem.scales:
+            tensor = in_place(tensor, scale_operand(tensor, problem.descale))
+        elif name in problem.score_tensors:
+            tensor = in_place(tensor, score_operand(tensor))
+        elif tensor.ndim > 1:
+            tensor = table(tensor)
+        found.append(tensor)
+    return tuple(found)
 
 
 def _results(

@@ -7,7 +7,7 @@
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of a
                   block mask (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
-                  (entries, heads_kv) float32; None if that is nothing
+                  (entries, heads_kv) float32, then what a score_mod reads; None if that is nothing
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
@@ -39,6 +39,7 @@ from .arguments import (
     ragged_values,
     row_alignment,
     scalar_types,
+    score_types,
     tensor_type,
     vector_type,
 )
@@ -53,6 +54,7 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     optional += ragged_types(problem_class.ragged)
     if problem_class.descale:
         optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
+    optional += score_types(problem_class.score_mod)
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 
@@ -91,7 +93,7 @@ def call_arguments(tensors: CallTensors, problem: Problem, gpu: Gpu, stream: int
     """The values of one call on a GPU."""
     q, k, v = (dynamic_tensor(t, TMA_ALIGNMENT) for t in (tensors.q, tensors.k, tensors.v))
     results = _results((tensors.out, tensors.lse))
-    names = (*(("sink",) if problem.sink else ()), *problem.ragged, *problem.scales)
+    names = (*(("sink",) if problem.sink else ()), *problem.tables)
     optional = tuple(ragged_values(names, tensors.optional)) or None
     return q, k, v, results, optional, call_scalars(problem, gpu, stream), cuda.CUstream(stream)
 

@@ -20,7 +20,6 @@ from fa4_hd256.kernels.limits import WARP_SIZE
 from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.kernels.ranges import traced
 from softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
-from softmax_emu.online import soft_cap
 
 from .config import BLOCK_KV, HALF
 from .steps import HALVES
@@ -135,8 +134,11 @@ class DecodeConsumers:
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
                     states = self._step(context, (softmax, states, step), (work, key), False)
                     step += 1
+                    if cutlass.const_expr(self.change.by_place):
+                        key -= BLOCK_KV
                 if cutlass.const_expr(self.problem_class.bounded_left):
-                    key -= tiles.num_unmasked * BLOCK_KV
+                    if cutlass.const_expr(not self.change.by_place):
+                        key -= tiles.num_unmasked * BLOCK_KV
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
                         states = self._step(context, (softmax, states, step), (work, key), True)
                         step += 1
@@ -156,14 +158,15 @@ class DecodeConsumers:
         """One score tile: mask, maxima where they move, exp2, P to shared memory, sums.
 
         running: (softmax, states of S and of O, number of the step).  place: (tile, this thread's
-        key), the latter right where some key may be invisible; is_masked: static, so it may.
+        key), the latter right where it is used; is_masked: static, some key may be invisible.
         """
         softmax, (s_done, o_done), step = running
         context.barriers["s_done"].wait(s_done)
         fence_after_thread_sync()
         scores = self._load_scores(context, softmax, s_done.index, place[0])
-        if cutlass.const_expr(self.problem_class.softcap):
-            soft_cap(scores, context.scalars.cap_scale)
+        if cutlass.const_expr(self.change.exists):
+            places = self._places(context, place, not is_masked)
+            self.change.apply(scores, context.scalars.cap_scale, places)
         self._weigh(context, softmax, scores)
         if cutlass.const_expr(is_masked):
             self._mask(context.visibility(place[0], BLOCK_KV), scores, *place)
@@ -184,6 +187,17 @@ class DecodeConsumers:
         """This warp's lanes of S."""
         start, distance = self.tmem_plan.buffers("s", self.config.s_stages)
         return context.own_lanes + (start + buffer * distance)
+
+    def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
+        """Of this thread's scores, one of each row.  place: (tile, key)."""
+        work, key = place
+        first_query, packed = self.queries(work)[0], self.problem_class.packed_heads
+
+        def locate(row: int) -> tuple:
+            in_group = min(row % self.of_query, packed - 1)  # rows past the heads are padding
+            return work.head * packed + in_group, first_query + row // self.of_query, key
+
+        return self.score_places(context, work, locate, keys_exist)
 
     def _mask(self, visibility: Visibility, scores: cute.Tensor, work: Any, key: Int32) -> None:
         """The scores of rows that do not see this thread's key, -inf."""

@@ -17,7 +17,6 @@ from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import tma_tile
-from softmax_emu.online import soft_cap
 from softmax_emu.pattern import FRAGMENT_COLUMNS
 
 from .steps import MMA_K
@@ -48,7 +47,8 @@ class ForwardConsumers:
             row, head = self.query_and_head(context, work, row_in_block)
             visibility = context.visibility(work, self.config.block_kv)
             steps = self._listed_steps if self.lists_steps else self._range_of_steps
-            num_tiles, softmax, states = steps(context, (work, row, visibility), softmax, states)
+            which = work, (row, head), visibility
+            num_tiles, softmax, states = steps(context, which, softmax, states)
             inverse, lse = softmax.finish(self.sink_log2(context, work, head))
             if num_tiles > 0:
                 s_done, scale_free = states
@@ -70,10 +70,10 @@ class ForwardConsumers:
     def _range_of_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
         """All steps of a tile, those with masks first and last; returns their number, too.
 
-        which: (tile, row, Visibility).
+        which: (tile, (row, head), Visibility).
         """
         work, row, visibility = which
-        config = self.config
+        config, by_place = self.config, self.change.by_place
         tile = (work.block * self.tile_queries, self.tile_queries)
         num_tiles = visibility.num_tiles(*tile)
         part = (self.first_row(context, work), self.block_queries)
@@ -84,21 +84,27 @@ class ForwardConsumers:
             context.barriers["scale_free"].wait(states[1])
             key = (tiles.end - 1) * config.block_kv
             for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
+                place = work, row, key
+                softmax, states = self._softmax_step(context, softmax, states, place, True)
                 key -= config.block_kv
             for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                softmax, states = self._softmax_step(context, softmax, states, None)
+                place = work, row, key
+                softmax, states = self._softmax_step(context, softmax, states, place, None)
+                if cutlass.const_expr(by_place):
+                    key -= config.block_kv
             if cutlass.const_expr(self.problem_class.bounded_left):
-                key -= tiles.num_unmasked * config.block_kv
+                if cutlass.const_expr(not by_place):
+                    key -= tiles.num_unmasked * config.block_kv
                 for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                    softmax, states = self._softmax_step(context, softmax, states, (work, row, key))
+                    place = work, row, key
+                    softmax, states = self._softmax_step(context, softmax, states, place, True)
                     key -= config.block_kv
         return num_tiles, softmax, states
 
     @cute.jit
     def _listed_steps(self, context: Any, which: tuple, softmax: Any, states: tuple):
         """As `_range_of_steps`, of the tiles that a block mask lists."""
-        work, _, _ = which
+        work, row, _ = which
         steps = self.step_list(context, work)
         num_tiles = steps.count
         softmax.reset()
@@ -107,7 +113,11 @@ class ForwardConsumers:
             bits = steps.row(context.cta_rank, cute.arch.thread_idx()[0])
             for _ in cutlass.range(num_tiles, unroll=1):
                 following = bits.next()
-                softmax, states = self._softmax_step(context, softmax, states, bits)
+                key = Int32(0)
+                if cutlass.const_expr(self.change.by_place):
+                    key = bits.kv_tile * self.config.block_kv
+                place = work, row, key
+                softmax, states = self._softmax_step(context, softmax, states, place, bits)
                 bits = following
         return num_tiles, softmax, states
 
@@ -131,11 +141,11 @@ class ForwardConsumers:
 
     @traced("softmax")
     @cute.jit
-    def _softmax_step(self, context: Any, softmax: Any, states: tuple, mask: Any):
+    def _softmax_step(self, context: Any, softmax: Any, states: tuple, place: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
-        mask: (work, row, first key) where some key may be invisible, None in interior tiles; of a
-        listed step its `RowBits`.
+        place: (tile, (row, head), first key).  mask: True where some key may be invisible, None in
+        interior tiles; of a listed step its `RowBits`.
         """
         s_done, scale_free = states
         barriers = context.barriers
@@ -146,12 +156,14 @@ class ForwardConsumers:
         scores = cute.make_rmem_tensor(columns, Float32)
         tmem_load(address, scores, LOAD_COLUMNS)
         cute.arch.fence_view_async_tmem_load()
-        if cutlass.const_expr(self.problem_class.softcap):
-            soft_cap(scores, context.scalars.cap_scale)
+        if cutlass.const_expr(self.change.exists):
+            places = self._places(context, place, mask is None)
+            self.change.apply(scores, context.scalars.cap_scale, places)
         if cutlass.const_expr(self.lists_steps):
             mask.apply(scores)
         elif cutlass.const_expr(mask is not None):
-            context.visibility(mask[0], columns).apply(scores, mask[1], mask[2])
+            work, (row, _), key = place
+            context.visibility(work, columns).apply(scores, row, key)
         factor = softmax.update_max(scores)
         scale_free = self._send_scale(context, factor, scale_free)
         num_fragments = columns // FRAGMENT_COLUMNS
@@ -176,6 +188,11 @@ class ForwardConsumers:
         softmax.accumulate_sum(scores)
         s_done.advance()
         return softmax, (s_done, scale_free)
+
+    def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
+        """Of the scores of a step; place: see `_softmax_step`."""
+        work, (row, head), key = place
+        return self.score_places(context, work, lambda i: (head, row, key + i), keys_exist)
 
     def _hand_over(self, context: Any, edge: str, state: Any) -> None:
         """The parts of P that this warp has stored so far, to the tensor core."""

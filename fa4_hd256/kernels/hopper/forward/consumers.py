@@ -27,7 +27,7 @@ from fa4_hd256.kernels.hopper.instructions import (
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.masking import TileRange, hide_unseen
 from fa4_hd256.kernels.ranges import traced
-from softmax_emu.online import OnlineSoftmax, soft_cap
+from softmax_emu.online import OnlineSoftmax
 
 from .plan import WARPGROUP_ROWS
 
@@ -119,17 +119,25 @@ class ForwardConsumer:
         if num_steps > 0:
             context.barriers["q_loaded"].wait(q_loaded)
             left = num_steps - 1
-            bits = self._bits(steps, Int32(0), warpgroup)
+            first_row = self.first_row(context, work, warpgroup)
+            where = self._listed_place(steps, Int32(0), (work, first_row), warpgroup)
             running = fragments, softmax, states
-            softmax, states = self._first_step(context, running, bits, (q_loaded, left))
+            softmax, states = self._first_step(context, running, where, (q_loaded, left))
             for step in cutlass.range(1, num_steps, unroll=1):
                 left -= 1
-                bits = self._bits(steps, step, warpgroup)
+                where = self._listed_place(steps, step, (work, first_row), warpgroup)
                 running = fragments, softmax, states
-                softmax, states = self._step(context, running, bits, (q_loaded, left))
+                softmax, states = self._step(context, running, where, (q_loaded, left))
             states = self._last_product(context, fragments, states)
             q_loaded.advance()
         return softmax, states, q_loaded, self.first_row(context, work, warpgroup)
+
+    def _listed_place(self, steps: Any, step: Int32, which: tuple, warpgroup: Int32) -> tuple:
+        """Of a listed step what `_exponentiate` takes: its place and bits."""
+        key = Int32(0)
+        if self.change.by_place:
+            key = steps.kv_tile(step) * self.config.block_kv
+        return (which, key), self._bits(steps, step, warpgroup)
 
     def _bits(self, steps: Any, step: Int32, warpgroup: Int32) -> tuple:
         """(whether there may be keys that a row does not see, for each row of the thread two words
@@ -195,13 +203,16 @@ class ForwardConsumer:
         """
         fragments, softmax, states = running
         work, first_row, tiles = which
-        block = self.config.block_kv
+        block, by_place = self.config.block_kv, self.change.by_place
+        which = work, first_row
         key = (tiles.end - 1) * block
         masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
         # Steps behind this one.
         left = masked + unmasked + tiles.num_masked_last - 1
         running = fragments, softmax, states
-        softmax, states = self._first_step(context, running, (which, key), (q_loaded, left))
+        softmax, states = self._first_step(
+            context, running, ((which, key), True), (q_loaded, left)
+        )
         key -= block
         # Of which kind the first step was.
         was_masked = cutlass.min(masked, 1)
@@ -209,19 +220,22 @@ class ForwardConsumer:
         was_last = 1 - was_masked - was_unmasked
         for _ in cutlass.range(masked - was_masked, unroll=1):
             left -= 1
-            running = fragments, softmax, states
-            softmax, states = self._step(context, running, (which, key), (q_loaded, left))
+            running, place = (fragments, softmax, states), (which, key)
+            softmax, states = self._step(context, running, (place, True), (q_loaded, left))
             key -= block
         for _ in cutlass.range(unmasked - was_unmasked, unroll=1):
             left -= 1
-            running = fragments, softmax, states
-            softmax, states = self._step(context, running, None, (q_loaded, left))
+            running, place = (fragments, softmax, states), (which, key)
+            softmax, states = self._step(context, running, (place, None), (q_loaded, left))
+            if cutlass.const_expr(by_place):
+                key -= block
         if cutlass.const_expr(self.problem_class.bounded_left):
-            key -= (unmasked - was_unmasked) * block
+            if cutlass.const_expr(not by_place):
+                key -= (unmasked - was_unmasked) * block
             for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):
                 left -= 1
-                running = fragments, softmax, states
-                softmax, states = self._step(context, running, (which, key), (q_loaded, left))
+                running, place = (fragments, softmax, states), (which, key)
+                softmax, states = self._step(context, running, (place, True), (q_loaded, left))
                 key -= block
         return softmax, self._last_product(context, fragments, states)
 
@@ -246,7 +260,7 @@ class ForwardConsumer:
 
     @traced("first step")
     @cute.jit
-    def _first_step(self, context: Any, running: tuple, mask: tuple, q: tuple):
+    def _first_step(self, context: Any, running: tuple, where: tuple, q: tuple):
         """QK and softmax of the first step; O is empty yet."""
         fragments, softmax, states = running
         k_loaded, v_loaded = states
@@ -256,18 +270,17 @@ class ForwardConsumer:
         wait(0)
         self._give_back_k(context, k_loaded, q)
         k_loaded.advance()
-        self._exponentiate(context, scores, softmax, mask)
+        self._exponentiate(context, scores, softmax, where)
         context.barriers["v_loaded"].wait(v_loaded)
         pack(scores, fragments.p)
         return softmax, (k_loaded, v_loaded)
 
     @traced("step")
     @cute.jit
-    def _step(self, context: Any, running: tuple, mask: Any, q: tuple):
+    def _step(self, context: Any, running: tuple, where: tuple, q: tuple):
         """QK of a step, PV of the one before, softmax, O rescaled.
 
-        q: see `_give_back_k`.  mask: (tile and rows, first key) where some key may be invisible,
-        None in interior steps; of a listed step its `_bits`.
+        where: see `_exponentiate`.  q: see `_give_back_k`.
         V of a step is waited for at the end of its softmax: NOTE [exponentials before the wait].
         """
         fragments, softmax, states = running
@@ -279,7 +292,7 @@ class ForwardConsumer:
         wait(1)
         self._give_back_k(context, k_loaded, q)
         k_loaded.advance()
-        factors = self._exponentiate(context, scores, softmax, mask)
+        factors = self._exponentiate(context, scores, softmax, where)
         following = v_loaded.copy()
         following.advance()
         context.barriers["v_loaded"].wait(following)
@@ -306,21 +319,27 @@ class ForwardConsumer:
 
     @traced("softmax")
     def _exponentiate(
-        self, context: Any, scores: cute.Tensor, softmax: tuple, mask: Any
+        self, context: Any, scores: cute.Tensor, softmax: tuple, where: tuple
     ) -> tuple[Float32, Float32]:
-        """S -> P, float32 in place, for both rows of a thread; the factors for O."""
+        """S -> P, float32 in place, for both rows of a thread; the factors for O.
+
+        where: (((tile, first row), first key), mask), the mask being True where some key may be
+        invisible, None in interior steps; of a listed step its `_bits`.
+        """
         problem, block = self.problem_class, self.config.block_kv
+        ((work, first_row), key), mask = where
         if cutlass.const_expr(problem.negative_scale):
             scores.store(-scores.load())
-        if cutlass.const_expr(problem.softcap):
-            soft_cap(scores, context.scalars.cap_scale, packed=False)
+        if cutlass.const_expr(self.change.exists):
+            places = self._places(context, where[0], mask is None)
+            scale = context.scalars.cap_scale
+            self.change.apply(scores, scale, places, packed=False)
         factors = []
         for number, row in enumerate(rows_of(scores)):
             if cutlass.const_expr(self.lists_steps):
                 is_partial, words = mask
                 self._hide(row, is_partial, words[number])
             elif cutlass.const_expr(mask is not None):
-                (work, first_row, _), key = mask
                 query = first_row + row_of_fragment(number) // self.query_rows
                 first_key = key + cute.arch.thread_idx()[0] % QUAD * 2
                 context.visibility(work, block).apply(
@@ -330,6 +349,20 @@ class ForwardConsumer:
             softmax[number].exponentiate(row, None, 0, 1)
             softmax[number].accumulate_sum(row)
         return tuple(factors)
+
+    def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
+        """Of the scores of a fragment.  place: see `_exponentiate`."""
+        ((work, first_row), key), packed = place, self.problem_class.packed_heads
+        columns, own = fragment_columns(self.config.block_kv), cute.arch.thread_idx()[0] % QUAD * 2
+
+        def locate(number: int) -> tuple:
+            in_part = row_of_fragment(number // 2 % ROWS)
+            in_group = cutlass.min(in_part % self.query_rows, packed - 1)
+            column = columns[number // 4 * 2 + number % 2]
+            query = first_row + in_part // self.query_rows
+            return work.head * packed + in_group, query, key + (own + column)
+
+        return self.score_places(context, work, locate, keys_exist)
 
     @cute.jit
     def _rescale(self, o: cute.Tensor, factors: tuple):

@@ -1,0 +1,181 @@
+"""How functions of scores are named and found, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import cutlass.cute as cute
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.kernels.score_change import functions_of
+from fa4_hd256.score_mods import ScoreMod, alibi
+
+BOUND = 2.0
+
+
+def capped(score, place, tensors):
+    return cute.arch.fmin(score, BOUND)
+
+
+def plus(number, second=0.0):
+    return lambda score, place, tensors: score + number * math.pi + second
+
+
+def key_of(function, slope=None):
+    return ScoreMod.of(function, slope).key
+
+
+def made(source):
+    """The function `f` of a source, as that of another module."""
+    found = {}
+    exec(source, {"cute": cute}, found)
+    return found["f"]
+
+
+SOURCE = "def f(score, place, tensors):\n    return score * 2.0\n"
+
+
+def test_keys_follow_what_is_compiled(monkeypatch):
+    first = key_of(capped)
+    assert key_of(capped) == first
+    assert key_of(capped, plus(1.0)) != first
+    assert key_of(made(SOURCE)) == key_of(made("\n# A comment.\n" + SOURCE))
+    assert key_of(made(SOURCE)) != key_of(made(SOURCE.replace("2.0", "3.0")))
+    assert key_of(made(SOURCE)) != key_of(made(SOURCE.replace("2.0", "2")))
+    assert key_of(made(SOURCE)) != key_of(made(SOURCE.replace("*", "+")))
+    assert key_of(plus(1.0)) == key_of(plus(1.0)) != key_of(plus(2.0))
+    inner = SOURCE.replace("score * 2.0", "(lambda s: s * 2.0)(score)")
+    assert key_of(made(inner)) != key_of(made(inner.replace("2.0", "3.0")))
+    monkeypatch.setitem(globals(), "BOUND", 3.0)
+    assert key_of(capped) != first
+
+
+def test_functions_that_call_others():
+    """What they call counts, whether it calls them back or not."""
+
+    def outer(depth):
+        def helper(score):
+            return score * depth if depth else outer(depth)
+
+        return lambda score, place, tensors: helper(score)
+
+    assert key_of(outer(1.0)) == key_of(outer(1.0)) != key_of(outer(2.0))
+
+
+def test_what_has_no_sound_name():
+    table = torch.ones(3)
+    with pytest.raises(ValueError, match=r"reads tensor\(.*accepted: numbers.*Pass tensors"):
+        ScoreMod.of(lambda score, place, tensors: score + table[0])
+    with pytest.raises(ValueError, match="a list, which cannot be named"):
+        ScoreMod.of(plus([1.0]))
+    # A key of one's own is taken, once.
+    ScoreMod(plus([1.0]), None, "of a list")
+    with pytest.raises(ValueError, match="'of a list' of a score_mod names other functions"):
+        ScoreMod(capped, None, "of a list")
+    with pytest.raises(ValueError, match="'alibi' of a score_mod names other functions"):
+        ScoreMod(capped, None, "alibi")
+
+
+def inputs(seqlen=8, heads=2, dtype=torch.bfloat16):
+    return tuple(torch.randn(1, seqlen, heads, 256).to(dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: alibi([0.5, 0.25]), TypeError, "slopes is list; accepted: a float32 tensor"),
+        (lambda: alibi(torch.ones(2).double()), TypeError, "slopes is torch.float64"),
+        (lambda: alibi(torch.ones(1, 1, 2)), ValueError, r"slopes has shape \(1, 1, 2\)"),
+        (lambda: ScoreMod.of(capped, 1.0), TypeError, "slope of a ScoreMod is float"),
+        (lambda: ScoreMod(None, None, "none"), TypeError, "function of a ScoreMod is NoneType"),
+        (lambda: ScoreMod(capped, None, ""), TypeError, "key of a ScoreMod is ''"),
+        (lambda: ScoreMod.of(capped, None, [torch.ones(1)]), TypeError, "tensors .* is list"),
+        (lambda: ScoreMod.of(capped, None, (1.0,)), TypeError, "tensor 0 of a ScoreMod is float"),
+        (lambda: ScoreMod.of(capped, None, (torch.ones(1).half(),)), TypeError, "dtype .*float16"),
+        (lambda: ScoreMod.of(capped, None, (torch.ones(()),)), ValueError, r"shape \(\)"),
+        (lambda: ScoreMod.of(capped, None, (torch.ones(1),) * 5), ValueError, "5 tensors.*up to 4"),
+    ],
+)
+def test_wrong_score_mods(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_wrong_calls(device):
+    q, k, v = (t.to(device) for t in inputs())
+    mod = alibi(torch.ones(2, device=device))
+    with pytest.raises(TypeError, match="score_mod is function; accepted: a ScoreMod"):
+        flash_attn_func(q, k, v, score_mod=capped)
+    with pytest.raises(ValueError, match=r"softcap is 5.0 with a score_mod; accepted: one"):
+        flash_attn_func(q, k, v, softcap=5.0, score_mod=mod)
+    with pytest.raises(ValueError, match="tensor 0 of the score_mod is on meta"):
+        flash_attn_func(q, k, v, score_mod=alibi(torch.ones(2, device="meta")))
+    learnt = alibi(torch.ones(2, device=device, requires_grad=True))
+    with pytest.raises(ValueError, match="tensor of score_mod requires gradients"):
+        flash_attn_func(q, k, v, score_mod=learnt)
+    offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    with pytest.raises(TypeError, match="score_mod is Tensor"):
+        flash_attn_varlen_func(q[0], k[0], v[0], offsets, offsets, 8, score_mod=offsets)
+
+
+@pytest.mark.architecture("sm_100a")
+def test_keys_and_values_in_e4m3():
+    q, k, v = inputs()
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn with a score_mod"):
+        flash_attn_func(q, k, v, score_mod=alibi(torch.ones(2)))
+
+
+def test_keys_that_nobody_made(device):
+    q, k, v = (t.to(device) for t in inputs())
+    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False, *[None] * 8)
+    operator = torch.ops.fa4_hd256.forward
+    with pytest.raises(ValueError, match="knows no score_mod 'nobody'; make the ScoreMod"):
+        operator(*arguments, *[None] * 4, "nobody")
+    slopes = torch.ones(2, device=device)
+    with pytest.raises(ValueError, match="tensors of a score_mod are given without one"):
+        operator(*arguments, slopes, None, None, None)
+    assert functions_of("alibi").slope is None
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch
+from fa4_hd256 import flash_attn_func
+from fa4_hd256.run.compile import counters
+from fa4_hd256.score_mods import ScoreMod
+from functions import halved, doubled
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 4, 1, 256).bfloat16() for _ in range(3))
+for function in (halved, doubled):
+    flash_attn_func(q, k, v, score_mod=ScoreMod.of(function))
+print(counters["compiled"], counters["disk"])
+"""
+FUNCTIONS = """
+def halved(score, place, tensors):
+    return score * 0.5
+
+def doubled(score, place, tensors):
+    return score * 2.0
+"""
+
+
+@pytest.mark.simulator
+def test_another_process_finds_the_kernels(tmp_path, monkeypatch):
+    """Two functions take two kernels, which the next process has not to compile."""
+    monkeypatch.setenv("FA4_HD256_CACHE_DIR", str(tmp_path / "kernels"))
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True,
+            check=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert found == [["2", "0"], ["0", "2"]]

@@ -1,0 +1,198 @@
+"""Functions of scores: ALiBi, one that is not linear, one that reads a tensor; in plain calls and
+beside every mask, against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+import torch
+
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256.check import reference
+from fa4_hd256.kernels import score_change
+from fa4_hd256.run import compile
+from fa4_hd256.score_mods import ScoreMod, alibi
+
+LSE_TOLERANCE = 1e-3
+SLOPES = torch.tensor([0.05, 0.4, 0.011, 0.2])
+#: By head and key, of more keys than any call here has.
+BIAS = torch.linspace(-3.0, 3.0, 4 * 700).view(4, 700)[:, torch.randperm(700)]
+BOUND = 2.0
+
+
+def bounded(score, place, tensors):
+    """Between -BOUND and BOUND."""
+    return score / (1.0 + cute.arch.fmax(score, -score) / BOUND)
+
+
+def slope_of_bounded(score, place, tensors):
+    root = 1.0 + cute.arch.fmax(score, -score) / BOUND
+    return 1.0 / (root * root)
+
+
+def by_key(score, place, tensors):
+    """Of each head another number for each key; BIAS is read within its bounds alone."""
+    return score + tensors[0][place.head, place.key]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A score_mod of a device, and the same as the reference takes it, of sequences of some
+    lengths; batch: the entry of a sequence that the reference has alone."""
+
+    mod: Callable[[Any], ScoreMod]
+    torch_mod: Callable[..., torch.Tensor]
+
+    def of_reference(self, seqlen_q, seqlen_k, batch=0):
+        return lambda s, b, h, q, k: self.torch_mod(s, b + batch, h, q + seqlen_k - seqlen_q - k, k)
+
+
+CASES = {
+    "alibi": Case(
+        lambda device: alibi(torch.stack((SLOPES, SLOPES.flip(0), SLOPES * 2)).to(device)),
+        lambda s, b, h, d, k: s
+        - torch.stack((SLOPES, SLOPES.flip(0), SLOPES * 2)).double()[b, h] * d.abs(),
+    ),
+    "bounded": Case(
+        lambda device: ScoreMod.of(bounded, slope_of_bounded),
+        lambda s, b, h, d, k: s / (1 + s.abs() / BOUND),
+    ),
+    "by key": Case(
+        lambda device: ScoreMod.of(by_key, None, (BIAS.to(device),)),
+        lambda s, b, h, d, k: s + BIAS.double()[h, k],
+    ),
+}
+
+
+def inputs(seqlen_q, seqlen_k, heads, batch=1, device="cpu", dtype=torch.bfloat16):
+    shapes = ((seqlen_q, heads[0]), (seqlen_k, heads[1]), (seqlen_k, heads[1]))
+    return tuple(torch.randn(batch, s, h, 256).to(device, dtype) for s, h in shapes)
+
+
+def check(found, tensors, **options):
+    """(out, lse) against the reference."""
+    compared = reference.compare(*found, tensors, **options)
+    assert compared.max_error <= compared.tolerance, compared
+    assert compared.lse_max_error <= LSE_TOLERANCE, compared
+
+
+# A diagonal and heads that share tiles; rows past the end, a sink, a scale below 0 and keys that
+# end inside a tile; both edges of a window; few rows, whose heads differ inside a tile, of divided
+# keys.
+@pytest.mark.parametrize(
+    ("name", "lengths", "heads", "options"),
+    [("alibi", (200, 300), (2, 1), {"causal": True}),
+     ("bounded", (130, 260), (2, 2), {"softmax_scale": -0.3, "learnable_sink": torch.ones(2)}),
+     ("by key", (300, 280), (3, 1), {"window_size": (70, 20)}),
+     ("by key", (2, 500), (4, 1), {"num_splits": 2}),
+     ("alibi", (3, 260), (3, 1), {"causal": True})],
+)  # fmt: skip
+def test_forward(name, lengths, heads, options, device):
+    case, batch = CASES[name], 2
+    q, k, v = inputs(*lengths, heads, batch, device)
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
+    found = flash_attn_func(q, k, v, score_mod=case.mod(device), return_lse=True, **options)
+    options.pop("num_splits", None)
+    check(found, (q, k, v), score_mod=case.of_reference(*lengths), **options)
+
+
+@pytest.mark.parametrize("name", ["alibi", "by key"])
+def test_forward_of_a_block_mask(name, device):
+    """Listed steps have places of their own: not all tiles are there, some rows see nothing."""
+    lengths = 300, 390
+    tensors = inputs(*lengths, (2, 1), 1, device)
+    dense = torch.rand(1, 2, *lengths) > 0.5
+    dense[..., :130, 100:260] = False
+    dense[..., 256:, :] = False
+    mask, case = masks.from_dense(dense.to(device)), CASES[name]
+    options = {"score_mod": case.mod(device), "block_mask": mask, "return_lse": True}
+    found = flash_attn_func(*tensors, **options)
+    check(found, tensors, score_mod=case.of_reference(*lengths), mask=dense)
+
+
+def packed(lengths, heads, device):
+    """(packed rows, offsets, the rows of each sequence)."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    rows = torch.randn(int(offsets[-1]), heads, 256).to(device, torch.bfloat16)
+    return rows, offsets.int().to(device), rows.split(lengths)
+
+
+@pytest.mark.parametrize("name", ["alibi", "by key"])
+def test_packed_sequences(name, device):
+    """Places count in each sequence, and the batch counts sequences; one of them is empty."""
+    of_q, of_k, case = [130, 0, 70], [150, 40, 260], CASES[name]
+    q, cu_q, each_q = packed(of_q, 2, device)
+    k, cu_k, each_k = packed(of_k, 1, device)
+    v, _, each_v = packed(of_k, 1, device)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 130, 260, causal=True, score_mod=case.mod(device), return_lse=True
+    )
+    for b, rows in enumerate(zip(each_q, each_k, each_v, strict=True)):
+        if of_q[b]:
+            span = slice(int(cu_q[b]), int(cu_q[b + 1]))
+            own = case.of_reference(of_q[b], of_k[b], b)
+            alone = tuple(t.unsqueeze(0) for t in rows)
+            check((out[None, span], lse[None, :, span]), alone, causal=True, score_mod=own)
+
+
+def test_keys_in_pages(device):
+    """Of a cache in pages the places are those of the sequence, whatever page holds a key."""
+    q = torch.randn(2, 1, 4, 256).to(device, torch.bfloat16)
+    pages = [torch.randn(6, 64, 1, 256).to(device, torch.bfloat16) for _ in range(2)]
+    table = torch.tensor([[4, 1, 5], [0, 3, 2]], dtype=torch.int32, device=device)
+    used, case = torch.tensor([150, 64], dtype=torch.int32, device=device), CASES["by key"]
+    out, lse = flash_attn_varlen_func(
+        q, *pages, seqused_k=used, page_table=table, score_mod=case.mod(device), return_lse=True
+    )
+    for b, count in enumerate(used.tolist()):
+        alone = (q[b : b + 1], *(reference.gathered(t, table[b], count)[None] for t in pages))
+        own = case.of_reference(1, count, b)
+        check((out[b : b + 1], lse[b : b + 1]), alone, score_mod=own)
+
+
+@pytest.mark.simulator
+def test_a_wrong_head_is_seen(planted):
+    """Heads taken for one another, as a kernel would that forgets which of a group a row is of."""
+    right = score_change.ScorePlaces.at
+    planted.setattr(
+        score_change.ScorePlaces, "at", lambda own, n: right(own, n)._replace(head=cute.Int32(0))
+    )
+    case, tensors = CASES["alibi"], inputs(64, 64, (2, 2))
+    found = flash_attn_func(*tensors, score_mod=case.mod("cpu"), return_lse=True)
+    with pytest.raises(AssertionError):
+        check(found, tensors, score_mod=case.of_reference(64, 64))
+
+
+def test_another_tensor_takes_the_same_kernel(device):
+    """The function is compiled in, tensors are not, be they larger or with a stride."""
+    tensors = inputs(1, 100, (2, 1), 1, device)
+    first = flash_attn_func(*tensors, score_mod=alibi(SLOPES[:2].to(device)))
+    compiled = compile.counters["compiled"] + compile.counters["disk"]
+    wide = SLOPES.repeat_interleave(3).to(device)[::3]
+    assert torch.equal(flash_attn_func(*tensors, score_mod=alibi(wide[:2])), first)
+    other = flash_attn_func(*tensors, score_mod=alibi(SLOPES.to(device)))
+    assert torch.equal(other, first)
+    other = flash_attn_func(*tensors, score_mod=alibi(wide[:2] * 3))
+    assert not torch.equal(other, first)
+    assert compile.counters["compiled"] + compile.counters["disk"] == compiled
+
+
+def test_graphs_and_schema(device):
+    """torch.compile keeps the operator whole, and gives the same bits; its schema holds."""
+    q, k, v = inputs(70, 100, (2, 1), 1, device)
+    mod = CASES["by key"].mod(device)
+
+    def layer(q):
+        return flash_attn_func(q * 2, k, v, score_mod=mod, use_clc=False)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), layer(q))
+    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
+    tensors = (*mod.tensors, None, None, None)
+    torch.library.opcheck(
+        torch.ops.fa4_hd256.forward.default, (*arguments, *[None] * 8, *tensors, mod.key)
+    )
