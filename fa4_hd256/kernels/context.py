@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -33,6 +33,11 @@ class KernelContext(SharedByReference):
     def batch(self, work: Any) -> Int32:
         """The batch entry of a tile."""
         return work.batch
+
+    def of_tile(self, work: Any) -> KernelContext:
+        """The same for one valid tile, before its steps: where its sequence lies is looked up once,
+        not in each of them."""
+        return replace(self, sequences=self.sequences.of_batch(self.batch(work)))
 
     def part(self, work: Any) -> Part | None:
         """Which part of its KV tiles a tile has; None where they are not divided."""

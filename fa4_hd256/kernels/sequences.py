@@ -134,6 +134,15 @@ class Sequences(SharedByReference):
             return batch * ((self.seqlen_q + (PADDING - 1)) // PADDING * PADDING)
         return (cu_seqlens[batch] + batch * PADDING) // PADDING * PADDING
 
+    def of_batch(self, batch: Int32) -> Sequences:
+        """The same for one batch entry, which is the only one that may be asked for: what memory
+        says of it is read here, once.  Without such memory `self`."""
+        if not self.tensors.are_unequal:
+            return self
+        rows = self.query(batch), self.key(batch)
+        sizes = self.seqlen_q, self.seqlen_k
+        return _OneSequence(self.tensors, *sizes, rows, self.padded_query_offset(batch))
+
     @staticmethod
     def _sequence(batch: Int32, cu_seqlens: Any, used: Any, length: Int32) -> Sequence:
         offset, in_tensor = Int32(0), batch
@@ -143,6 +152,23 @@ class Sequences(SharedByReference):
         if cutlass.const_expr(used is not None):
             length = cutlass.min(used[batch], length)
         return Sequence(offset, length, in_tensor)
+
+
+@dataclass(frozen=True)
+class _OneSequence(Sequences):
+    """See `Sequences.of_batch`.  rows: of queries, of keys; padded_offset: of the queries."""
+
+    rows: tuple[Sequence, Sequence]
+    padded_offset: Int32
+
+    def query(self, batch: Int32) -> Sequence:
+        return self.rows[0]
+
+    def key(self, batch: Int32) -> Sequence:
+        return self.rows[1]
+
+    def padded_query_offset(self, batch: Int32) -> Int32:
+        return self.padded_offset
 
 
 def padded_rows(num_rows: int, num_sequences: int, packed: bool) -> int:

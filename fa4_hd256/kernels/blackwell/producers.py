@@ -56,6 +56,11 @@ class LoadRole(SharedByReference):
         rings = self.steps.loaded_rings
         return RingStates({ring.name: edges[ring.free].waiter_state() for ring in rings})
 
+    def context_of(self, context: Any, work: Any) -> Any:
+        """What the steps of a tile are performed with.  A look-up of its sequence in each of them
+        would take longer than the products of a step."""
+        return context.of_tile(work)
+
     def first_position(self, context: Any, work: Any) -> Any:
         return self.kernel.first_position(context, work)
 
@@ -135,6 +140,9 @@ class MmaRole(SharedByReference):
                 for ring in steps.multiplied_rings
             }
         )
+
+    def context_of(self, context: Any, work: Any) -> Any:
+        return context
 
     def first_position(self, context: Any, work: Any) -> Any:
         return NoPosition()
@@ -364,8 +372,9 @@ class PairProducers:
         if work.is_valid:
             states = self._start(context, role, work, states)
         while work.is_valid:
-            position = role.first_position(context, work)
-            num_steps = self.num_steps(context, work)
+            own_context = role.context_of(context, work)
+            position = role.first_position(own_context, work)
+            num_steps = self.num_steps(own_context, work)
             role.want_next_tile_if(scheduler, num_steps <= CLAIM_STEPS)
             for step in cutlass.range(1, num_steps, unroll=1):
                 role.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
@@ -376,7 +385,7 @@ class PairProducers:
                         turn = Turn(work, following_position, False, is_last, True)
                     else:
                         turn = Turn(work, position, step == 1, False, step > 1)
-                    states = role.perform(context, product, turn, states)
+                    states = role.perform(own_context, product, turn, states)
                 position = following_position
             states = role.leave_tile(True, states)
             following = scheduler.advance_to_next_work()
@@ -387,7 +396,7 @@ class PairProducers:
                         states = self._perform_first(context, role, product, following, states)
                 else:
                     turn = Turn(work, position, num_steps == 1, True, num_steps > 1)
-                    states = role.perform(context, product, turn, states)
+                    states = role.perform(own_context, product, turn, states)
             states = role.leave_tile(False, states)
             work = following
             if not ahead:
@@ -417,16 +426,17 @@ class PairProducers:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            num_steps = self.num_steps(context, work)
+            own_context = role.context_of(context, work)
+            num_steps = self.num_steps(own_context, work)
             role.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                states = role.enter(context, work, states)
-                position = role.first_position(context, work)
+                states = role.enter(own_context, work, states)
+                position = role.first_position(own_context, work)
                 for step in cutlass.range(num_steps, unroll=1):
                     role.want_next_tile_if(scheduler, step + CLAIM_STEPS == num_steps)
                     turn = Turn(work, position, False, False, step > 0)
                     for product in products:
-                        states = role.perform(context, product, turn, states)
+                        states = role.perform(own_context, product, turn, states)
                     position = role.next_position(position)
                 states = role.leave(context, states)
             work = scheduler.advance_to_next_work()
