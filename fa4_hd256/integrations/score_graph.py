@@ -1,0 +1,430 @@
+"""FlexAttention's functions of scores as functions of the kernels.
+
+PyTorch traces such a function, and its derivative, to ATen operators on single numbers; kernels
+evaluate these by the rows of `OPERATIONS`, in float32, int32 and bool.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, Int32
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["OPERATIONS", "ScoreGraph", "TranslationError"]
+
+
+class TranslationError(NotImplementedError):
+    """A function of scores that kernels cannot evaluate; the message says what of it."""
+
+
+#: Numbers of Python, and what kernels have for them.
+_KINDS: dict[type, Any] = {bool: Boolean, int: Int32, float: Float32}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How kernels compute an ATen operator.
+
+    emit: from its operands, numbers of the DSL or of Python, and its keywords.  operands: the type
+    that they are brought to: that of the "result", where "branches" but for the first operand, or
+    the "common" one of them all.
+    """
+
+    emit: Callable[..., Any]
+    operands: str = "result"
+
+
+def _select(condition: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where the condition holds."""
+    if isinstance(condition, bool):
+        return then if condition else otherwise
+    kind = next((type(x) for x in (then, otherwise) if isinstance(x, cutlass.Numeric)), None)
+    kind = kind or _KINDS[type(then)]
+    return kind(cutlass.select_(condition, kind(then), kind(otherwise)))
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    if isinstance(a, Float32) or isinstance(b, Float32):
+        return cute.arch.fmin(Float32(a), Float32(b), nan=True)
+    return cutlass.min(a, b)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    if isinstance(a, Float32) or isinstance(b, Float32):
+        return cute.arch.fmax(Float32(a), Float32(b), nan=True)
+    return cutlass.max(a, b)
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+    x = x if low is None else _maximum(x, low)
+    return x if high is None else _minimum(x, high)
+
+
+def _absolute(x: Any) -> Any:
+    return _maximum(x, -x)
+
+
+def _sign(x: Any) -> Any:
+    one, zero = type(x)(1), type(x)(0)
+    return _select(x > zero, one, _select(x < zero, -one, zero))
+
+
+def _floor_quotient(a: Any, b: Any) -> Any:
+    """a / b rounded down, of integers too."""
+    if isinstance(a, Float32) or isinstance(b, Float32):
+        return cute.math.floor(Float32(a) / Float32(b))
+    a, b = Int32(a), Int32(b)
+    quotient = _towards_zero(a, b)
+    is_below = (quotient * b != a) & ((a < 0) != (b < 0))
+    return quotient - _select(is_below, Int32(1), Int32(0))
+
+
+def _towards_zero(a: Int32, b: Int32) -> Int32:
+    magnitude = _absolute(a) // _absolute(b)
+    return _select((a < 0) != (b < 0), -magnitude, magnitude)
+
+
+def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode == "floor":
+        return _floor_quotient(a, b)
+    if rounding_mode == "trunc":
+        if isinstance(a, Float32) or isinstance(b, Float32):
+            return cute.math.trunc(Float32(a) / Float32(b))
+        return _towards_zero(Int32(a), Int32(b))
+    return Float32(a) / Float32(b)
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    """With the sign of b."""
+    return a - _floor_quotient(a, b) * b
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(exponent, (int, float)) and exponent == int(exponent) and 0 < exponent <= 4:
+        product = base
+        for _ in range(int(exponent) - 1):
+            product = product * base
+        return product
+    return cute.math.pow(Float32(base), Float32(exponent))
+
+
+def _sigmoid(x: Float32) -> Float32:
+    return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
+
+
+def _negated(x: Any) -> Any:
+    return _select(x, Boolean(False), Boolean(True))
+
+
+def _first(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+_LOGICAL_AND, _LOGICAL_OR = Operation(operator.and_), Operation(operator.or_)
+_SAME = Operation(_first)
+
+#: By the operator's name. What has no row here is refused.
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation(lambda a, b, alpha=1: a + b * alpha if alpha != 1 else a + b),
+    "sub": Operation(lambda a, b, alpha=1: a - b * alpha if alpha != 1 else a - b),
+    "mul": Operation(operator.mul),
+    "div": Operation(_divide, "common"),
+    "remainder": Operation(_remainder),
+    "neg": Operation(operator.neg),
+    "abs": Operation(_absolute),
+    "sign": Operation(_sign),
+    "minimum": Operation(_minimum),
+    "maximum": Operation(_maximum),
+    "clamp": Operation(_clamp),
+    "relu": Operation(lambda x: _maximum(x, type(x)(0))),
+    "reciprocal": Operation(lambda x: Float32(1.0) / x),
+    "pow": Operation(_power),
+    "sqrt": Operation(cute.math.sqrt),
+    "rsqrt": Operation(cute.math.rsqrt),
+    "exp": Operation(cute.math.exp),
+    "exp2": Operation(cute.math.exp2),
+    "log": Operation(cute.math.log),
+    "log1p": Operation(cute.math.log1p),
+    "log2": Operation(cute.math.log2),
+    "tanh": Operation(cute.math.tanh),
+    "sigmoid": Operation(_sigmoid),
+    "floor": Operation(lambda x: cute.math.floor(x) if isinstance(x, Float32) else x),
+    "ceil": Operation(lambda x: cute.math.ceil(x) if isinstance(x, Float32) else x),
+    "eq": Operation(operator.eq, "common"),
+    "ne": Operation(operator.ne, "common"),
+    "lt": Operation(operator.lt, "common"),
+    "le": Operation(operator.le, "common"),
+    "gt": Operation(operator.gt, "common"),
+    "ge": Operation(operator.ge, "common"),
+    "logical_and": _LOGICAL_AND,
+    "logical_or": _LOGICAL_OR,
+    "logical_not": Operation(_negated),
+    "bitwise_and": _LOGICAL_AND,
+    "bitwise_or": _LOGICAL_OR,
+    "bitwise_not": Operation(lambda x: _negated(x) if isinstance(x, Boolean) else -x - 1),
+    "where": Operation(_select, "branches"),
+    "_to_copy": _SAME,
+    "alias": _SAME,
+    "clone": _SAME,
+}  # fmt: skip
+
+#: Operators whose result is a number that their operand's value has no part in.
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    "full_like": lambda _, value, **__: value,
+    "ones_like": lambda _, **__: 1,
+    "zeros_like": lambda _, **__: 0,
+    "scalar_tensor": lambda value, **_: value,
+    "full": lambda _, value, **__: value,
+}
+
+#: Operators that take an element of a tensor, or what lies at one of its first dimension.
+_INDEXING = ("index", "select")
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Those of a captured tensor with these first indices."""
+
+    number: int
+    indices: tuple[Any, ...] = ()
+
+
+class ScoreGraph:
+    """A function of (score, batch, head, query, key), tensors of no dimension, as PyTorch traced
+    it.
+
+    tensors: those that it reads, in the order in which kernels get them; several graphs share the
+    list.
+    """
+
+    def __init__(
+        self, function: Callable[..., torch.Tensor], device: torch.device,
+        tensors: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Raises TranslationError for one that takes a branch by a value, has an operator without
+        a row in `OPERATIONS`, or reads a tensor other than by one number a dimension."""
+        self._module = _traced(function, device)
+        self._tensors = tensors
+        self._numbers: dict[Any, bool | int | float] = {}
+        for node in self._module.graph.nodes:
+            self._take_in(node)
+
+    @property
+    def text(self) -> str:
+        """What is computed; of tensors their kind and number."""
+        tensors = [(str(t.dtype), t.ndim) for t in self._tensors]
+        return f"{self._module.code} {tensors} {self._captured()}"
+
+    @property
+    def number(self) -> bool | int | float | None:
+        """The result where it is the same for every argument, else None."""
+        return self._numbers.get(self._result())
+
+    def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Float32:
+        """In a kernel, of one score.  arguments: Float32 and Int32 numbers."""
+        values: dict[Any, Any] = dict(self._numbers)
+        given, captured = iter(arguments), self._captured()
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                number = captured[node.target]
+                is_number = self._tensors[number].ndim == 0
+                values[node] = _Elements(number)
+                if is_number:
+                    values[node] = _typed(tensors[number][0], _dtype(node))
+            elif node.op == "call_function" and node not in self._numbers:
+                values[node] = _computed(node, values, tensors)
+        return Float32(values[self._result()])
+
+    def _result(self) -> Any:
+        (output,) = (node for node in self._module.graph.nodes if node.op == "output")
+        (result,) = output.all_input_nodes
+        return result
+
+    def _captured(self) -> dict[str, int]:
+        """The number of each captured tensor, by its name in the graph."""
+        names = [node.target for node in self._module.graph.nodes if node.op == "get_attr"]
+        of = {name: getattr(self._module, name) for name in names}
+        return {
+            name: next(i for i, known in enumerate(self._tensors) if known is tensor)
+            for name, tensor in of.items()
+        }
+
+    def _take_in(self, node: Any) -> None:
+        """Check a node; compute it where it has one value."""
+        if node.op == "get_attr":
+            tensor = getattr(self._module, node.target)
+            if not any(known is tensor for known in self._tensors):
+                self._tensors.append(tensor)
+        if node.op != "call_function":
+            return
+        name = _name(node)
+        if name in _NUMBERS:
+            self._numbers[node] = _python_type(node)(_NUMBERS[name](*node.args, **node.kwargs))
+        elif name in _INDEXING:
+            _check_index(node)
+        elif name not in OPERATIONS:
+            raise TranslationError(
+                f"score_mod computes {node.target}; accepted are indexing by one number a "
+                f"dimension and {', '.join(sorted(OPERATIONS))}"
+            )
+        elif all(operand in self._numbers for operand in node.all_input_nodes):
+            self._numbers[node] = self._folded(node)
+
+    def _folded(self, node: Any) -> bool | int | float:
+        """The value of a node whose operands are numbers."""
+
+        def tensor_of(operand: Any) -> torch.Tensor:
+            return torch.tensor(self._numbers[operand], dtype=_dtype(operand))
+
+        args, kwargs = _mapped(node, tensor_of)
+        folded: bool | int | float = node.target(*args, **kwargs).item()
+        return folded
+
+
+def _traced(function: Callable[..., torch.Tensor], device: torch.device) -> Any:
+    place = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
+
+    def of_five(score: Any, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        # Parameters with defaults would be arguments of the graph, too.
+        return function(score, batch, head, query, key)
+
+    decompositions: Any = torch._decomp.core_aten_decompositions()
+    try:
+        with _OneElementEach():
+            functional = torch.func.functionalize(of_five, remove="mutations")
+            module = make_fx(functional, decompositions)(torch.zeros((), device=device), *place)
+    except RuntimeError as error:
+        advice = str(error)
+        if "data-dependent" in advice:
+            advice = (
+                "it takes a branch by a value, or makes it a number of Python; choose between "
+                "values by torch.where, and index tensors by one number a dimension"
+            )
+        raise TranslationError(
+            f"PyTorch cannot trace score_mod, or not its derivative: {advice}"
+        ) from error
+    module.graph.eliminate_dead_code()
+    return module
+
+
+class _OneElementEach(TorchFunctionMode):
+    """Indexing by numbers reads an element, which is traced, where PyTorch alone would ask for the
+    number's value."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if function is torch.Tensor.__getitem__:
+            tensor, indices = args
+            indices = indices if isinstance(indices, tuple) else (indices,)
+            if all(map(_is_number, indices)):
+                for index in indices:
+                    tensor = _at(tensor, index)
+                return tensor
+        return function(*args, **(kwargs or {}))
+
+
+def _is_number(index: Any) -> bool:
+    if isinstance(index, torch.Tensor):
+        return index.ndim == 0 and index.dtype != torch.bool
+    return isinstance(index, int) and not isinstance(index, bool)
+
+
+def _at(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """What lies at an index of the first dimension."""
+    if isinstance(index, torch.Tensor):
+        return torch.ops.aten.index.Tensor(tensor, [index])
+    return torch.ops.aten.select.int(tensor, 0, index)
+
+
+def _check_index(node: Any) -> None:
+    indices = node.args[1] if _name(node) == "index" else node.args[2:]
+    is_whole = _name(node) == "index" or node.args[1] == 0
+    if not is_whole or not all(isinstance(i, (int, torch.fx.Node)) for i in indices):
+        raise TranslationError(
+            "score_mod takes more than an element of a tensor; accepted: one number for each "
+            "dimension"
+        )
+
+
+def _computed(node: Any, values: dict, tensors: Sequence[cute.Tensor]) -> Any:
+    """The value of an operator in a kernel."""
+    args, kwargs = _mapped(node, values.__getitem__)
+    if _name(node) in _INDEXING:
+        of, indices = args[0], args[1] if _name(node) == "index" else args[2:]
+        tensor, first = tensors[of.number], len(of.indices)
+        within = (
+            _within(index, cute.size(tensor, mode=[first + i])) for i, index in enumerate(indices)
+        )
+        found = _Elements(of.number, (*of.indices, *within))
+        if len(found.indices) < cute.rank(tensor):
+            return found
+        return _typed(tensor[found.indices], _dtype(node))
+    operation, dtype = OPERATIONS[_name(node)], _dtype(node)
+    of_operands = dtype
+    if operation.operands == "common":
+        known = [_dtype(operand) for operand in node.all_input_nodes]
+        known += [_DTYPES[type(a)] for a in args if type(a) in _DTYPES]
+        of_operands = max(known, key=_order)
+    kept = 1 if operation.operands == "branches" else 0
+    operands = [a if i < kept else _typed(a, of_operands) for i, a in enumerate(args)]
+    named = {name: value for name, value in kwargs.items() if name in _KEYWORDS}
+    return _typed(operation.emit(*operands, **named), dtype)
+
+
+def _within(index: Any, size: Any) -> Int32:
+    """An index of a dimension, counted from its end where it is negative; the nearest one where
+    there is none, as there may be for keys that a query does not see."""
+    index = Int32(index)
+    index = _select(index < 0, index + size, index)
+    return cutlass.max(cutlass.min(index, size - 1), 0)
+
+
+def _mapped(node: Any, value_of: Callable[[Any], Any]) -> Any:
+    """(arguments, keywords) of a node, values in the place of nodes."""
+    return torch.fx.map_arg((node.args, node.kwargs), value_of)
+
+
+#: Keywords that change a value.
+_KEYWORDS = ("alpha", "rounding_mode")
+_DTYPES = {bool: torch.bool, int: torch.int32, float: torch.float32}
+
+
+def _order(dtype: torch.dtype) -> int:
+    """Later for one to which the others are brought."""
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+def _python_type(node: Any) -> type:
+    return (bool, int, float)[_order(_dtype(node))]
+
+
+def _typed(value: Any, dtype: torch.dtype) -> Any:
+    """A number of the kernel's, or of Python's, of a kind; None as it is."""
+    kind = (bool, int, float)[_order(dtype)]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value if value is None else kind(value)
+    of_kernel = _KINDS[kind]
+    if of_kernel is Boolean and not isinstance(value, Boolean):
+        return Boolean(value != 0)
+    return value if isinstance(value, of_kernel) else of_kernel(value)
+
+
+def _dtype(node: Any) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _name(node: Any) -> str:
+    """The operator's, without namespace and overload."""
+    return str(node.target.__name__).split(".")[0]

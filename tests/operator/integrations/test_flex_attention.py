@@ -1,0 +1,124 @@
+"""FlexAttention's arguments: results as PyTorch's, and as of a dense expression of them."""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as pytorch
+
+from fa4_hd256.integrations.flex_attention import flex_attention, score_mod_of
+
+HEADS, HEADS_KV, QUERIES, KEYS = 4, 2, 150, 200
+SCALE = 0.07
+
+
+@pytest.fixture
+def tensors(device):
+    """(query, key, value, gradient of out), in FlexAttention's layout."""
+    random = torch.Generator().manual_seed(1)
+    shapes = [(HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS), (HEADS, QUERIES)]
+    return [
+        torch.randn(2, *shape, 256, generator=random).to(device, torch.bfloat16)
+        for shape in shapes
+    ]
+
+
+def functions(device):
+    bias = torch.linspace(-2, 2, HEADS * 65, device=device).reshape(HEADS, 65)
+    ids = torch.arange(2 * KEYS, device=device).reshape(2, KEYS) // 60
+    return {
+        "bias by distance": lambda s, b, h, q, k: s + bias[h, (q - k).clamp(-32, 32) + 32],
+        "capped by head": lambda s, b, h, q, k: 3 * torch.tanh(s / 3) * torch.exp2(-0.25 * h),
+        "documents": lambda s, b, h, q, k: torch.where(ids[b, q] == ids[b, k], s, -torch.inf),
+    }
+
+
+def dense(score_mod, tensors, mask):
+    """(out, lse) in float64, all scores at once."""
+    query, key, value = (t.double() for t in tensors[:3])
+    key, value = (t.repeat_interleave(HEADS // HEADS_KV, 1) for t in (key, value))
+    scores = SCALE * query @ key.transpose(-1, -2)
+    places = (
+        torch.arange(n, device=query.device).view([-1 if i == d else 1 for i in range(4)])
+        for d, n in enumerate(scores.shape)
+    )
+    scores = score_mod(scores, *places)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("name", ["bias by distance", "capped by head", "documents"])
+def test_results(name, masked, tensors, device):
+    score_mod, block_mask, mask = functions(device)[name], None, None
+    if masked:
+        def near(b, h, q, k):
+            return (q - k).abs() < 90
+
+        block_mask = pytorch.create_block_mask(near, None, None, QUERIES, KEYS, device=device)
+        rows, columns = (torch.arange(n, device=device) for n in (QUERIES, KEYS))
+        mask = near(0, 0, rows[:, None], columns)
+    out, lse = flex_attention(
+        *tensors[:3], score_mod=score_mod, block_mask=block_mask, scale=SCALE, enable_gqa=True,
+        return_lse=True,
+    )  # fmt: skip
+    wanted_out, wanted_lse = dense(score_mod, tensors, mask)
+    torch.testing.assert_close(out.double(), wanted_out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_results_as_of_pytorch(tensors, device):
+    """By its own function, where it runs: without gradients."""
+    score_mod = functions(device)["bias by distance"]
+    arguments = {"scale": SCALE, "enable_gqa": True, "return_aux": pytorch.AuxRequest(lse=True)}
+    found = flex_attention(*tensors[:3], score_mod=score_mod_of(score_mod, device), **arguments)
+    exact = [t.double() for t in tensors[:3]]
+    wanted = pytorch.flex_attention(*exact, score_mod=score_mod, **arguments)
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        found[1].lse.double(), wanted[1].lse.double(), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_where_nobody_sees_an_index_may_lead_beyond_its_tensor(tensors, device):
+    table = torch.linspace(-1, 1, HEADS * 40, device=device).reshape(HEADS, 40)
+
+    def near(b, h, q, k):
+        return (q >= k) & (q - k < 40)
+
+    block_mask = pytorch.create_block_mask(near, None, None, QUERIES, KEYS, device=device)
+    out, lse = flex_attention(
+        *tensors[:3], score_mod=lambda s, b, h, q, k: s + table[h, q - k], scale=SCALE,
+        block_mask=block_mask, enable_gqa=True, return_lse=True,
+    )  # fmt: skip
+    rows, columns = (torch.arange(n, device=device) for n in (QUERIES, KEYS))
+    wanted = dense(
+        lambda s, b, h, q, k: s + table[h, (q - k).clamp(0, 39)], tensors,
+        near(0, 0, rows[:, None], columns),
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), wanted[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted[1], rtol=1e-4, atol=1e-4)
+
+
+def test_another_factor_is_seen(tensors, device):
+    """What stands in a score_mod counts, though its kernel's tensors are the same."""
+    outs = [
+        flex_attention(*tensors[:3], enable_gqa=True, score_mod=lambda s, b, h, q, k, f=f: s * f)
+        for f in (1.0, 0.5)
+    ]
+    assert not torch.allclose(*outs)
+
+
+def test_auxiliary_results(tensors):
+    request = pytorch.AuxRequest(lse=True)
+    out, aux = flex_attention(*tensors[:3], enable_gqa=True, return_aux=request)
+    assert aux.lse.shape == out.shape[:3]
+    with pytest.raises(NotImplementedError, match="max_scores in return_aux is True"):
+        flex_attention(
+            *tensors[:3], enable_gqa=True, return_aux=pytorch.AuxRequest(max_scores=True)
+        )
+
+
+def test_fewer_heads_must_be_asked_for(tensors):
+    with pytest.raises(ValueError, match="query has 4 heads, key 2; accepted: as many"):
+        flex_attention(*tensors[:3])
