@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bench.model.sass_loops import LoopNest
 from fa4_hd256.kernels.plans import RegisterPlan
 from fa4_hd256.run.resources import resource_usage
 from sm100_sim.host.cubin import launch_registers
@@ -52,6 +53,20 @@ def nothing_is_spilled(kernel: Any, plan: RegisterPlan) -> None:
     assert set(launch_registers(kernel.cubin).values()) == {plan.at_launch}
     usage = resource_usage(kernel.cubin)
     assert (usage.stack, usage.local) == (0, 0)
+
+
+def no_step_looks_up(function: SassFunction) -> None:
+    """Assert that loops which load tiles read nothing of memory into registers: what is read of it
+    in a tile's first step serves the others.  A look-up takes longer than a step's products."""
+    nest = LoopNest(function)
+    loops = [
+        [i.base for block in loop.blocks for i in nest.instructions_of(block)]
+        for loop in nest.working_loops
+    ]
+    steps = [bases for bases in loops if "UTMALDG" in bases]
+    assert steps and not any("LDG" in bases for bases in steps)
+    # The tile's look-ups are there, and seen.
+    assert "LDG" in [i.base for i in function.instructions]
 
 
 def letters(instructions: Iterable[Any], letter_of: Mapping[str, str]) -> str:

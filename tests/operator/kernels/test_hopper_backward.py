@@ -11,6 +11,7 @@ from backward_cases import accurate, gradients, inputs
 from machine_code import (
     WGMMA_LETTERS,
     letters,
+    no_step_looks_up,
     nothing_is_spilled,
     roles_have_their_registers,
 )
@@ -58,6 +59,11 @@ def test_no_register_is_spilled_and_every_role_has_those_it_names(kind, name):
     kernel, function, plan = function_of(kind, name)
     nothing_is_spilled(kernel, plan.warps.registers)
     roles_have_their_registers(function, plan.warps.registers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_looks_up_where_a_packed_sequence_lies(kind):
+    no_step_looks_up(function_of(kind, "packed")[1])
 
 
 LETTERS = {**WGMMA_LETTERS, "STG": "s"}

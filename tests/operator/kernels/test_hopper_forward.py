@@ -10,6 +10,7 @@ import torch
 from machine_code import (
     WGMMA_LETTERS,
     letters,
+    no_step_looks_up,
     nothing_is_spilled,
     roles_have_their_registers,
 )
@@ -60,6 +61,11 @@ def test_no_register_is_spilled_and_every_role_has_those_it_names(name):
     plan = ForwardConfig().warps.registers
     nothing_is_spilled(kernel, plan)
     roles_have_their_registers(function, plan)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, one) in KERNELS.items() if one.ragged])
+def test_no_step_looks_up_where_a_packed_sequence_lies(name):
+    no_step_looks_up(function_of(name)[1])
 
 
 #: A step: all of QK and of PV in a row, a wait that leaves PV in flight, exponentials and the

@@ -132,14 +132,15 @@ class HopperBackward(BackwardEntry, SchedulerRole):
         work = scheduler.initial_work()
         while work.is_valid:
             scheduler.want_next_work()
-            num_steps = self.num_steps(context, work)
+            own_context = context.of_tile(work)
+            num_steps = self.num_steps(own_context, work)
             if num_steps > 0:
-                position = self.first_position(context, work)
-                states = self._fill_all(context, begin, (work, position), states)
+                position = self.first_position(own_context, work)
+                states = self._fill_all(own_context, begin, (work, position), states)
                 for _ in cutlass.range(int(not alike), num_steps, unroll=1):
                     if cutlass.const_expr(not alike):
                         position = self.next_position(position)
-                    states = self._fill_all(context, later, (work, position), states)
+                    states = self._fill_all(own_context, later, (work, position), states)
                     if cutlass.const_expr(alike):
                         position = self.next_position(position)
             work = scheduler.advance_to_next_work()

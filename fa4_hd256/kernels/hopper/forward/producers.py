@@ -31,7 +31,8 @@ class ForwardProducer:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            visibility = context.visibility(work, self.config.block_kv)
+            own_context = context.of_tile(work)
+            visibility = own_context.visibility(work, self.config.block_kv)
             tile = (work.block * self.tile_queries, self.tile_queries)
             if cutlass.const_expr(self.lists_steps):
                 num_steps = self.step_list(context, work).count
@@ -39,18 +40,18 @@ class ForwardProducer:
                 num_steps = visibility.num_tiles(*tile)
             self.want_next_tile_if(scheduler, num_steps < CLAIM_STEPS)
             if num_steps > 0:
-                position = self.first_kv_tile(context, work, visibility, tile[0])
+                position = self.first_kv_tile(own_context, work, visibility, tile[0])
                 k_free, v_free = states
                 # Before Q: its buffer is free while the tile before is still worked on.
-                k_free = self._load_kv(context, "k", (work, position), k_free)
-                self._load_q(context, work, q_free)
+                k_free = self._load_kv(own_context, "k", (work, position), k_free)
+                self._load_q(own_context, work, q_free)
                 for step in cutlass.range(1, num_steps, unroll=1):
                     self.want_next_tile_if(scheduler, step + CLAIM_STEPS - 1 == num_steps)
                     following = self.next_kv_tile(position)
-                    k_free = self._load_kv(context, "k", (work, following), k_free)
-                    v_free = self._load_kv(context, "v", (work, position), v_free)
+                    k_free = self._load_kv(own_context, "k", (work, following), k_free)
+                    v_free = self._load_kv(own_context, "v", (work, position), v_free)
                     position = following
-                v_free = self._load_kv(context, "v", (work, position), v_free)
+                v_free = self._load_kv(own_context, "v", (work, position), v_free)
                 q_free.advance()
                 states = k_free, v_free
             work = scheduler.advance_to_next_work()
