@@ -11,7 +11,8 @@ import torch
 from . import environment
 from .call import named_configs
 from .call.backward_problem import BackwardCall
-from .call.forward_problem import LENGTHS, RAGGED, Options, given_ragged
+from .call.forward_problem import LENGTHS, OTHERS, RAGGED, Options, given_ragged
+from .call.score_tensors import score_class_of
 from .eager import OperatorCalls, is_intercepted
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import DESCALES, KV_DTYPES
@@ -31,6 +32,8 @@ NUM_PLAIN = 19
 _BETWEEN = len(RAGGED) - len(LENGTHS) - len(MASK_GRADIENTS)
 #: Places of the latter, among arguments from page_table on.
 _MASK = slice(_BETWEEN, _BETWEEN + len(MASK_GRADIENTS))
+#: And of what a score_mod reads, the last tensors.
+_SCORES = slice(len(OTHERS) - len(LENGTHS) - len(SCORE_TENSORS), len(OTHERS) - len(LENGTHS))
 
 
 @torch.library.custom_op("fa4_hd256::backward", mutates_args=())
@@ -58,6 +61,11 @@ def backward(
     wanted: Sequence[bool],
     mask_blocks: torch.Tensor | None = None,
     mask_key_bits: torch.Tensor | None = None,
+    score_tensor_0: torch.Tensor | None = None,
+    score_tensor_1: torch.Tensor | None = None,
+    score_tensor_2: torch.Tensor | None = None,
+    score_tensor_3: torch.Tensor | None = None,
+    score_mod: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink) of `forward`, whose results were out and lse.
 
@@ -65,9 +73,14 @@ def backward(
     backward. wanted: whether dq, whether dk and dv, whether dsink are asked for; the others are
     empty. Bitwise the same for the same arguments. The other arguments are those of `forward`.
     """
-    options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    ragged = given_ragged(*lengths, *[None] * _BETWEEN, mask_blocks, mask_key_bits)
+    masked = *[None] * _BETWEEN, mask_blocks, mask_key_bits
+    scores = score_tensor_0, score_tensor_1, score_tensor_2, score_tensor_3
+    ragged = given_ragged(*lengths, *masked, *[None] * len(DESCALES), *scores)
+    options = Options.of_operator(
+        softmax_scale, window_left, window_right, softcap, use_clc,
+        score_class_of(score_mod, ragged, q),
+    )  # fmt: skip
     call = BackwardCall(q, k, v, out, lse, dout, dlse, sink, ragged)
     problem = call.describe(options, max_seqlen_q, max_seqlen_k)
     kind = problem.forward.kernels.config("backward")
@@ -80,7 +93,8 @@ def backward(
 @backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, softmax_scale, window_left, window_right, softcap, sink,
       cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      wanted, mask_blocks=None, mask_key_bits=None):  # fmt: skip
+      wanted, mask_blocks=None, mask_key_bits=None, score_tensor_0=None, score_tensor_1=None,
+      score_tensor_2=None, score_tensor_3=None, score_mod=None):  # fmt: skip
     dq, dkdv, dsink = wanted
     return (
         q.new_empty(q.shape if dq else 0),
@@ -103,7 +117,7 @@ backward.register_autograd(_refuse_second_order)
 _ROWS_Q, _ROWS_K, _ROW_VALUES = (0, 2, 5), (3, 4), (1, 6)
 #: Of q with its batch.
 _RANK = 4
-#: All but those of block masks.
+#: All but those of block masks and of a score_mod.
 _TENSORS = 8 + len(LENGTHS)
 
 
@@ -117,13 +131,19 @@ def _operator(tensors: Sequence[torch.Tensor | None], scalars: tuple) -> tuple[t
                 given[place] = tensor.unsqueeze(0)
     wanted = list(scalars[-1])
     before, lists = given[7:_TENSORS], given[_TENSORS:]
-    return backward(*given[:7], *scalars[:4], *before, *scalars[4:-1], wanted, *lists)
+    score_mod = scalars[-2]
+    return backward(
+        *given[:7], *scalars[:4], *before, *scalars[4:-2], wanted, *lists, score_mod
+    )
 
+
+#: Tensors behind those of all calls, which may be left out.
+_LISTS = (*MASK_GRADIENTS, *SCORE_TENSORS)
 
 backward_calls = OperatorCalls(
     "fa4_hd256::backward",
     _operator,
-    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *LENGTHS, *MASK_GRADIENTS),
+    ("dout", "dlse", "q", "k", "v", "out", "lse", "sink", *LENGTHS, *_LISTS),
 )
 
 
@@ -134,10 +154,11 @@ def call_backward(
     is not asked for may be None or anything.
 
     tensors: dout, dlse, q, k, v, out, lse, the sink, those of `LENGTHS`, of a block mask those of
-    `MASK_GRADIENTS`, which may be left out; packed sequences with or without a batch of 1. scalars:
-    the other arguments of `backward`, in order, hashable.
+    `MASK_GRADIENTS`, of a score_mod those of `SCORE_TENSORS`, which may be left out; packed
+    sequences with or without a batch of 1. scalars: the other arguments of `backward`, in order but
+    for the key of a score_mod, which comes before `wanted`; hashable.
     """
-    tensors = (*tensors, *[None] * (_TENSORS + len(MASK_GRADIENTS) - len(tensors)))
+    tensors = (*tensors, *[None] * (_TENSORS + len(_LISTS) - len(tensors)))
     # With gradients of gradients asked for, the operator refuses them.
     found = None
     if not torch.is_grad_enabled() and not is_intercepted():
@@ -160,7 +181,7 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch
     """setup_context of `forward`: what `gradients` needs, and no more."""
     others, lists = inputs[:NUM_PLAIN], inputs[NUM_PLAIN:]
     check_differentiable(inputs[K], lists)
-    tensors = (*others[:3], *others[7:12], *lists[_MASK])
+    tensors = (*others[:3], *others[7:12], *lists[_MASK], *lists[_SCORES])
     save(ctx, tensors, (*others[3:7], *others[12:], lists[-1]), output)
     ctx.num_inputs = len(inputs)
 
@@ -170,11 +191,6 @@ def check_differentiable(k: torch.Tensor, lists: Sequence[torch.Tensor | None]) 
     page_table on."""
     page_table, part_list, mask_steps, _, mask_blocks, _, *others = lists
     scales = others[: len(DESCALES)]
-    if any(key is not None for key in others[len(DESCALES) + len(SCORE_TENSORS) :]):
-        raise NotImplementedError(
-            "score_mod: no gradients flow through such calls; accepted: tensors that do not "
-            "require gradients, or a call under torch.no_grad()"
-        )
     refused = page_table, part_list, *scales
     if k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(
@@ -194,11 +210,11 @@ def save(
     output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Keep what `gradients_of` needs. tensors: of `forward`: q, k, v, the sink, those of `LENGTHS`
-    and of `MASK_GRADIENTS`; scalars: its other arguments."""
+    and of `MASK_GRADIENTS` and `SCORE_TENSORS`; scalars: its other arguments."""
     q, k, v, *others = tensors
     ctx.save_for_backward(q, k, v, *output, *others)
-    *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc, _ = scalars
-    ctx.scalars = (*options, max_seqlen_q, max_seqlen_k, use_clc, backward_config)
+    *options, max_seqlen_q, max_seqlen_k, _, _, backward_config, _, use_clc, score_mod = scalars
+    ctx.scalars = (*options, max_seqlen_q, max_seqlen_k, use_clc, backward_config, score_mod)
     # A result without a gradient, LSE mostly, has None then, and costs nothing.
     ctx.set_materialize_grads(False)
 

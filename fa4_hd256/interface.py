@@ -319,7 +319,7 @@ def _attend(
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
-        check_differentiable(k, (*tensors[_PAGE_TABLE:], *given[_KEY:]))
+        check_differentiable(k, tensors[_PAGE_TABLE:])
         return _apply((entry, addresses, tensors), *tensors[:4])
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
     if tensors[_OFFSETS_Q] is None:
@@ -479,7 +479,8 @@ class _Attention(torch.autograd.Function):
         tensors = (*differentiable, *tensors[4:])
         out, lse = forward_calls.run(entry, tensors, addresses)
         output = _without_batch(tensors, out, lse)
-        save(ctx, (*tensors[:_PAGE_TABLE], *tensors[_OF_GRADIENTS]), entry.scalars, output)
+        kept = (*tensors[:_PAGE_TABLE], *tensors[_OF_GRADIENTS], *tensors[_SCORES:])
+        save(ctx, kept, entry.scalars, output)
         return output
 
     @staticmethod

@@ -11,6 +11,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
 from fa4_hd256.kernels.kernel_set import BackwardSet, KeyKernel
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
+from fa4_hd256.kernels.score_change import ScoreOrigin
 
 from .checks import check_gradients
 from .forward_problem import ForwardCall, Options, Problem, is_masked
@@ -37,7 +38,7 @@ class BackwardProblem:
     copies: heads of the user's k and v that are one expanded head here, each with a gradient, hence
     a part, of its own. keeps_ds: the kernel of dV stores dS, of which dK and dQ are products;
     otherwise one kernel makes dK and dV, another one dQ. adds: the call is divided so that several
-    portions add to the same dK and dV, in float32.
+    portions add to the same dK and dV, in float32. origin: of a portion, where it lies in the call.
     """
 
     forward: Problem
@@ -47,6 +48,7 @@ class BackwardProblem:
     copies: int = 1
     keeps_ds: bool = False
     adds: bool = False
+    origin: ScoreOrigin = ScoreOrigin()
 
     @property
     def preprocess_class(self) -> PreprocessClass:

@@ -16,6 +16,7 @@ from typing import Any
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_ds_tiles import BLOCK_TILES, DS_TILE_ELEMENTS, count_tiles
+from fa4_hd256.kernels.score_change import ScoreOrigin
 from fa4_hd256.kernels.sequences import PADDING
 
 from .backward_problem import BackwardProblem
@@ -246,5 +247,11 @@ def _portion(
     heads_q = len(heads_kv) * whole.group
     changes["q_shape"] = batch_q, len(queries), heads_q, columns
     k_shape = batch_k, len(keys), len(heads_kv), columns
-    problem = replace(whole, forward=replace(forward, **changes), k_shape=k_shape)
+    origin = ScoreOrigin(
+        sequences.start, heads_kv.start * whole.group, queries.start, keys.start,
+        seqlen_q - len(queries), seqlen_k - len(keys),
+    )  # fmt: skip
+    problem = replace(
+        whole, forward=replace(forward, **changes), k_shape=k_shape, origin=origin
+    )
     return Portion(problem, heads_kv, sequences, queries, keys)

@@ -37,6 +37,6 @@ def gradients_of_results(
     dq, dk, dv, _ = call_backward(
         (dout, dlse, q, k, v, out, lse, None, *offsets, None, None),
         (options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-         backward_config, (True, True, False)),
+         backward_config, None, (True, True, False)),
     )  # fmt: skip
     return dq, dk, dv

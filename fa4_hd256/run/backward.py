@@ -21,9 +21,11 @@ from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
 from fa4_hd256.call.forward_problem import LENGTHS, Problem, is_masked
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.portions import Division, divide
+from fa4_hd256.call.score_tensors import score_operand
 from fa4_hd256.environment import DS_BYTES
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
 from fa4_hd256.kernels.kernel_set import BackwardKernel
+from fa4_hd256.kernels.score_change import SCORE_TENSORS
 from fa4_hd256.kernels.sequences import padded_rows
 
 from .backward_arguments import (
@@ -36,7 +38,16 @@ from .backward_arguments import (
 from .catalogue import KernelSpec, backward_specs, preprocess_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
-from .recording import Allocate, Finish, Tensors, give_up, made_for, operand, row_values
+from .recording import (
+    Allocate,
+    Finish,
+    Tensors,
+    give_up,
+    in_place,
+    made_for,
+    operand,
+    row_values,
+)
 
 __all__ = [
     "Wanted",
@@ -70,7 +81,7 @@ def run_backward(
     config: of the architecture's backward.
     """
     division, made, finish = _divided(call, problem, wanted, config)
-    problem, given = division.problem, call_tensors(call)
+    problem = division.problem
     ragged = tuple(call.ragged[name] for name in problem.forward.ragged)
     inputs = (call.q, *without_expanded_heads(call.k, call.v), call.dout)
     q, k, v, dout = map(operand, inputs)
@@ -87,10 +98,13 @@ def run_backward(
         )
         run_preprocess(problem, rows)
     if not problem.has_no_queries and not problem.has_no_keys:
-        tensors = GradientTensors((q, k, v, dout), made["stats"], (), ragged, made.get("ds"))
+        given = (call.ragged[name] for name in problem.forward.score_tensors)
+        scores = tuple(in_place(tensor, score_operand(tensor)) for tensor in given)
+        operands, ds = (q, k, v, dout), made.get("ds")
+        tensors = GradientTensors(operands, made["stats"], (), ragged, ds, scores)
         results = {name: tensor for name, tensor in made.items() if name in ("dq", "dk", "dv")}
         _run_gradients(division, tensors, results, config)
-    found = finish(given, tuple(made.values()))
+    found = finish(call_tensors(call), tuple(made.values()))
     like = call.q, call.k, call.v, call.q if call.sink is None else call.sink
     dq, dk, dv, dsink = (
         tensor.new_empty(0) if gradient is None else gradient
@@ -133,7 +147,7 @@ def _divided(
 
 def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a call in the order of the operator's arguments."""
-    ragged = (call.ragged.get(name) for name in (*LENGTHS, *MASK_GRADIENTS))
+    ragged = (call.ragged.get(name) for name in (*LENGTHS, *MASK_GRADIENTS, *SCORE_TENSORS))
     return (
         call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, *ragged
     )  # fmt: skip
@@ -233,7 +247,7 @@ def _launch_adding(
             sums.append((tensors.results[index], given[index]))
     roles = (
         "q", "k", "v", "dout", "stats", *row.results, *(("ds",) if problem.keeps_ds else ()),
-        *problem.forward.ragged,
+        *problem.forward.ragged, *problem.forward.score_tensors,
     )  # fmt: skip
     _launch(spec, problem, replace(tensors, results=tuple(given)), roles)
     for total, own in sums:

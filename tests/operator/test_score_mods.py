@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
@@ -19,8 +20,11 @@ from fa4_hd256.score_mods import ScoreMod, alibi
 
 LSE_TOLERANCE = 1e-3
 SLOPES = torch.tensor([0.05, 0.4, 0.011, 0.2])
+#: By batch entry and head.
+OF_ENTRIES = torch.stack((SLOPES, SLOPES.flip(0), SLOPES * 2))
 #: By head and key, of more keys than any call here has.
 BIAS = torch.linspace(-3.0, 3.0, 4 * 700).view(4, 700)[:, torch.randperm(700)]
+OF_QUERIES = torch.randint(-1, 2, (700,), dtype=torch.int32)
 BOUND = 2.0
 
 
@@ -39,6 +43,18 @@ def by_key(score, place, tensors):
     return score + tensors[0][place.head, place.key]
 
 
+def everything(score, place, tensors):
+    """By all that a place says, and tensors of both dtypes."""
+    slopes, of_keys, of_queries = tensors
+    distance = cutlass.Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
+    score = 0.5 * score - slopes[place.batch, place.head] * cute.arch.fmax(distance, -distance)
+    return score + of_keys[place.head, place.key] + cutlass.Float32(of_queries[place.query])
+
+
+def slope_of_everything(score, place, tensors):
+    return 0.5
+
+
 @dataclass(frozen=True)
 class Case:
     """A score_mod of a device, and the same as the reference takes it, of sequences of some
@@ -48,22 +64,31 @@ class Case:
     torch_mod: Callable[..., torch.Tensor]
 
     def of_reference(self, seqlen_q, seqlen_k, batch=0):
-        return lambda s, b, h, q, k: self.torch_mod(s, b + batch, h, q + seqlen_k - seqlen_q - k, k)
+        return lambda s, b, h, q, k: self.torch_mod(
+            s, b + batch, h, q, k, (q + seqlen_k - seqlen_q - k).abs()
+        )
 
 
 CASES = {
     "alibi": Case(
-        lambda device: alibi(torch.stack((SLOPES, SLOPES.flip(0), SLOPES * 2)).to(device)),
-        lambda s, b, h, d, k: s
-        - torch.stack((SLOPES, SLOPES.flip(0), SLOPES * 2)).double()[b, h] * d.abs(),
+        lambda device: alibi(OF_ENTRIES.to(device)),
+        lambda s, b, h, q, k, distance: s - OF_ENTRIES.double()[b, h] * distance,
     ),
     "bounded": Case(
         lambda device: ScoreMod.of(bounded, slope_of_bounded),
-        lambda s, b, h, d, k: s / (1 + s.abs() / BOUND),
+        lambda s, b, h, q, k, distance: s / (1 + s.abs() / BOUND),
     ),
     "by key": Case(
         lambda device: ScoreMod.of(by_key, None, (BIAS.to(device),)),
-        lambda s, b, h, d, k: s + BIAS.double()[h, k],
+        lambda s, b, h, q, k, distance: s + BIAS.double()[h, k],
+    ),
+    "everything": Case(
+        lambda device: ScoreMod.of(
+            everything, slope_of_everything,
+            tuple(t.to(device) for t in (OF_ENTRIES, BIAS, OF_QUERIES)),
+        ),
+        lambda s, b, h, q, k, distance: 0.5 * s
+        - OF_ENTRIES.double()[b, h] * distance + BIAS.double()[h, k] + OF_QUERIES[q],
     ),
 }
 

@@ -19,7 +19,6 @@ from fa4_hd256.kernels.blackwell.producers import PairProducers
 from fa4_hd256.kernels.operands import TmaTensor
 from fa4_hd256.kernels.problem_class import GradientClass
 from schedulers import WorkTile
-from softmax_emu.online import soft_cap
 from softmax_emu.recompute import probabilities_from_lse, scale_for_masking
 
 from .config import GradientConfig
@@ -107,18 +106,15 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
         return states
 
     @cute.jit
-    def mask_and_cap(self, context: Any, scores: cute.Tensor, mask: tuple):
-        """Softcap and mask, in place; returns 1 - tanh^2 of each score, None without a softcap.
+    def change_and_mask(self, context: Any, scores: cute.Tensor, places: Any, mask: tuple):
+        """What changes scores, and the mask, in place; returns the slope of each score, None where
+        that is 1.
 
-        mask: (whether to apply it, what `mask_scores` takes).
+        places: see `ScoreChange.apply`.  mask: (whether to apply it, what `mask_scores` takes).
         """
         slopes = None
-        if cutlass.const_expr(self.problem_class.softcap):
-            slopes = cute.make_rmem_tensor(cute.size(scores), Float32)
-            soft_cap(scores, context.scalars.cap_scale)
-            for i in range(0, cute.size(scores), 2):
-                pair, negated = (scores[i], scores[i + 1]), (-scores[i], -scores[i + 1])
-                slopes[i], slopes[i + 1] = cute.arch.fma_packed_f32x2(negated, pair, (1.0, 1.0))
+        if cutlass.const_expr(self.change.exists):
+            slopes = self.change.apply_with_slopes(scores, context.scalars.cap_scale, places)
         if mask[0]:
             self.mask_scores(scores, mask[1:])
         return slopes
@@ -138,7 +134,7 @@ class BackwardKernel(BackwardEntry, PairKernel, PairProducers):
 
 
 def score_gradients(dp: cute.Tensor, factors: cute.Tensor, negative_delta: Any) -> None:
-    """dp := factors * (dp - delta), dS in float32; factors: P, times the slope of the softcap.
+    """dp := factors * (dp - delta), dS in float32; factors: P, times the slope of the score.
 
     negative_delta: one Float32, or a register tensor with one for each column.
     """

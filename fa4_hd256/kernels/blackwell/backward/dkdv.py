@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa4_hd256.kernels.backward_common import Step
+from fa4_hd256.kernels.backward_common import Step, heads_of_part
 from fa4_hd256.kernels.backward_key_tiles import KeyTiles
 from fa4_hd256.kernels.blackwell.instructions import (
     MmaShape,
@@ -138,9 +138,10 @@ class DkdvKernel(KeyTiles, BackwardKernel):
                 tile = (work.block * BLOCK_KV, BLOCK_KV)
                 tiles = visibility.tile_range(tile, (key, OWN_KEYS))
                 row = key + self._own_key()
-                index = tiles.begin
+                index, head = tiles.begin, heads_of_part(context, work.head)[0]
                 mask = (Boolean(True), visibility, row, index * UNIT_Q + self._first_query())
-                states = self._probabilities(context, (factors, p), mask, states)
+                where = work, head
+                states = self._probabilities(context, (factors, p), mask, states, where)
                 for step in cutlass.range(num_steps, unroll=1):
                     states = self._publish_p(context, p, states)
                     states = self._score_gradients(context, factors, ds, states)
@@ -148,12 +149,15 @@ class DkdvKernel(KeyTiles, BackwardKernel):
                         states = self._drain(context, undrained, states)
                         undrained = self.no_work()
                     if step + 1 < num_steps:
+                        if cutlass.const_expr(self.change.by_place):
+                            head += Int32(index + 1 == tiles.end)
                         index = cutlass.select_(index + 1 == tiles.end, tiles.begin, index + 1)
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                         query = index * UNIT_Q + self._first_query()
                         states = self._probabilities(
-                            context, (factors, p), (is_masked, visibility, row, query), states
-                        )
+                            context, (factors, p), (is_masked, visibility, row, query), states,
+                            (work, head),
+                        )  # fmt: skip
                     else:
                         # Known not to outlive the loop, they do not occupy registers in it.
                         factors.fill(0.0)
@@ -187,13 +191,16 @@ class DkdvKernel(KeyTiles, BackwardKernel):
 
     @traced("P")
     @cute.jit
-    def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any):
-        """P of one unit.  results: (P times the slope of the softcap in float32, P in 16 bits)."""
+    def _probabilities(self, context: Any, results: tuple, mask: tuple, states: Any, where: tuple):
+        """P of one unit.  results: (P times the slope of its score in float32, P in 16 bits).
+        where: (tile, query head)."""
         factors, p = results
         barriers = context.barriers
         states = self.take_scores(context, factors, tmem_load, states)
         barriers["lse_loaded"].wait(states["lse_loaded"])
-        slopes = self.mask_and_cap(context, factors, mask)
+        (work, head), (row, query) = where, mask[2:]
+        places = self.score_places(context, work, lambda i: (head, query + i, row))
+        slopes = self.change_and_mask(context, factors, places, mask)
         rounded = cute.recast_tensor(p, self.dtype)
         for start in cutlass.range_constexpr(0, OWN_QUERIES, FRAGMENT):
             part = columns_of(factors, start, FRAGMENT)

@@ -128,7 +128,7 @@ class DqKernel(QueryTiles, RowResult):
                 )
                 key = (tiles.end - 1) * BLOCK_KV + self.warpgroup() * OWN_KEYS
                 mask = (Boolean(True), visibility, row, key)
-                states = self._probabilities(context, factors, negative_lse, mask, states)
+                states = self._probabilities(context, factors, negative_lse, mask, states, work)
                 if undrained.is_valid:
                     states = self.drain(context, undrained, states)
                 masked_again = tiles.num_masked_first + tiles.num_unmasked
@@ -137,7 +137,9 @@ class DqKernel(QueryTiles, RowResult):
                     key -= BLOCK_KV
                     is_masked = (step < tiles.num_masked_first) | (step >= masked_again)
                     mask = (is_masked, visibility, row, key)
-                    states = self._probabilities(context, factors, negative_lse, mask, states)
+                    states = self._probabilities(
+                        context, factors, negative_lse, mask, states, work
+                    )
                 states = self._score_gradients(context, factors, negative_delta, states)
                 undrained = work
             else:
@@ -149,11 +151,14 @@ class DqKernel(QueryTiles, RowResult):
     @traced("P")
     @cute.jit
     def _probabilities(
-        self, context: Any, factors: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any
-    ):
-        """factors := P of one step, times the slope of the softcap."""
+        self, context: Any, factors: cute.Tensor, negative_lse: Float32, mask: tuple, states: Any,
+        work: Any,
+    ):  # fmt: skip
+        """factors := P of one step, times the slope of each score."""
         states = self.take_scores(context, factors, tmem_load, states)
-        slopes = self.mask_and_cap(context, factors, mask)
+        row, key = mask[2:]
+        places = self.score_places(context, work, lambda i: (work.head, row, key + i))
+        slopes = self.change_and_mask(context, factors, places, mask)
         self.exponentiate(context, factors, negative_lse, (0, OWN_KEYS))
         if cutlass.const_expr(slopes is not None):
             multiply_by(factors, slopes)

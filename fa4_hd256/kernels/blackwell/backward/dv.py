@@ -102,8 +102,8 @@ class DvKernel(KeyTiles, RowResult):
         super().__init__(*arguments)
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         # Of a warpgroup's columns of dV, those from here on leave when the next tile's first P is
-        # stored; with a softcap, whose slopes take the registers, all leave before.
-        self.later_columns = OWN_COLUMNS if self.problem_class.softcap else OWN_COLUMNS // 2
+        # stored; with slopes or places of scores, which take the registers, all leave before.
+        self.later_columns = OWN_COLUMNS if self.change.exists else OWN_COLUMNS // 2
         self.shapes = {
             "S": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate),
             "dP": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16),
@@ -186,7 +186,8 @@ class DvKernel(KeyTiles, RowResult):
                     mask = self._listed_mask(context, work, step)
                 else:
                     mask = (Boolean(True), visibility, key, step.index)
-                states = self._probabilities(context, (factors, p), mask, None, states)
+                where = work, step
+                states = self._probabilities(context, (factors, p), mask, None, states, where)
                 if undrained.is_valid:
                     states = self.drain(context, undrained, states, (0, self.later_columns))
                 for _ in cutlass.range(1, num_steps, unroll=1):
@@ -204,7 +205,7 @@ class DvKernel(KeyTiles, RowResult):
                         is_masked = (index < tiles.unmasked_begin) | (index >= tiles.unmasked_end)
                         mask = (is_masked | has_rest, visibility, key, index)
                     states = self._probabilities(
-                        context, (factors, p), mask, (tile_of_ds, ds), states
+                        context, (factors, p), mask, (tile_of_ds, ds), states, (work, step)
                     )
                 states = self._publish(context, (factors, p, ds), undrained, states)
                 tile_of_ds = self._tile_of_step(context, work, step, (row, number))
@@ -240,8 +241,8 @@ class DvKernel(KeyTiles, RowResult):
         return cute.make_tensor(values.iterator, layout)
 
     def _listed_mask(self, context: Any, work: Any, step: Step) -> tuple:
-        """What `mask_and_cap` takes for a step that a block mask names: (whether to apply it, two
-        words for each of this thread's four keys, whose first bit is its first query's)."""
+        """What `change_and_mask` takes for a step that a block mask names: (whether to apply it,
+        two words for each of this thread's four keys, whose first bit is its first query's)."""
         keys = [self._first_key() + 8 * i for i in range(4)]
         words = self.warpgroup() * (OWN_QUERIES // WORD_BITS), self._quad()[1] * 2
         listed = self.block_list(context, work)
@@ -272,13 +273,31 @@ class DvKernel(KeyTiles, RowResult):
                     own = quad_fragment(scores, number)[None, group, None]
                     visibility.apply(own, key, first, COLUMNS)
 
+    def _places(self, context: Any, where: tuple, half: int = 0) -> Any:
+        """Of this thread's scores of a step, from a half of its keys on.  where: (tile, step)."""
+        if not self.change.by_place:
+            return None
+        work, step = where
+        query = self.query_tile(context, work, step) * STEP_QUERIES
+        query += self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
+        key = self.first_row(context, work) + self._first_key()
+
+        def locate(number: int) -> tuple:
+            group = number // FRAGMENT + half
+            column = COLUMNS[number % FRAGMENT // 4 * 2 + number % 2]
+            return step.head, query + column, key + (16 * group + 8 * (number // 2 % 2))
+
+        return self.score_places(context, work, locate)
+
     @traced("P")
     @cute.jit
     def _probabilities(
-        self, context: Any, results: tuple, mask: tuple, before: tuple | None, states: Any
-    ):
-        """P of one step.  results: (P times the slope of the softcap in float32, P in 16 bits).
-        before: (tile, values) of the step before, whose dS leaves meanwhile."""
+        self, context: Any, results: tuple, mask: tuple, before: tuple | None, states: Any,
+        where: tuple,
+    ):  # fmt: skip
+        """P of one step.  results: (P times the slope of its score in float32, P in 16 bits).
+        before: (tile, values) of the step before, whose dS leaves meanwhile.  where: (tile, step).
+        """
         factors, p = results
         states = self.take_scores(context, factors, tmem_load_quads, states)
         context.barriers["stats_loaded"].wait(states["stats_loaded"])
@@ -286,11 +305,13 @@ class DvKernel(KeyTiles, RowResult):
         rounded = cute.recast_tensor(p, self.dtype)
         for half in cutlass.range_constexpr(2):
             part = columns_of(factors, half * FRAGMENT, FRAGMENT)
-            if cutlass.const_expr(self.problem_class.softcap):
+            if cutlass.const_expr(self.change.has_slopes):
                 # By halves, or the slopes of all take the registers.
-                slopes = self.mask_and_cap(context, part, (*mask, (half,)))
+                places = self._places(context, where, half)
+                slopes = self.change_and_mask(context, part, places, (*mask, (half,)))
             elif cutlass.const_expr(half == 0):
-                slopes = self.mask_and_cap(context, factors, (*mask, (0, 1)))
+                places = self._places(context, where)
+                slopes = self.change_and_mask(context, factors, places, (*mask, (0, 1)))
             if cutlass.const_expr(before is not None):
                 self._store_ds(*before, half)
             self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))
@@ -304,7 +325,7 @@ class DvKernel(KeyTiles, RowResult):
     def _publish(self, context: Any, results: tuple, undrained: WorkTile, states: Any):
         """P to tensor memory, over dP, then ds := factors (dP - delta) in 16 bits.
 
-        results: (P times the slope of the softcap in float32, P in 16 bits, ds).  undrained: the
+        results: (P times the slope of its score in float32, P in 16 bits, ds).  undrained: the
         tile before, in its successor's first step, where the next product waits for both P and the
         other half of its dV.
         """
@@ -342,9 +363,10 @@ class DvKernel(KeyTiles, RowResult):
     @property
     def counts_tiles(self) -> bool:
         """Whether the number of a step's tile is counted on from that of the step before, which
-        leaves no use of the head and so a register more.  With a softcap, whose slopes are in the
-        way, or sequences of unequal lengths it takes more instead.  A list names any tile."""
-        return not (self.problem_class.ragged or self.problem_class.softcap)
+        leaves no use of the head and so a register more.  With what changes scores, whose slopes or
+        places are in the way, or sequences of unequal lengths it takes more instead.  A list names
+        any tile."""
+        return not (self.problem_class.ragged or self.change.exists)
 
     def _tile_of_step(self, context: Any, work: Any, step: Step, places: tuple) -> cute.Tensor:
         """This CTA's tile of dS of a step.  places: (row, number of the tile if it is counted)."""

@@ -246,7 +246,7 @@ DV_STEPS = StepTable(
             (
                 Act((wait("dv_done"), read("dv", "dV")), When.FIRST, of_tile_before=True),
                 Act((wait("dp_done"), read("dp", "dP"), write("p", "P"), arrive("p_done"))),
-                # With a softcap it is before P that all of dV has been read, and is free.
+                # With what changes scores it is before P that all of dV has been read, and is free.
                 Act((read("dv", "dV"), arrive("dv_free")), When.FIRST, of_tile_before=True),
                 Act((read("stats", "delta"), arrive("stats_free"))),
                 Act(

@@ -55,7 +55,7 @@ class HopperBackward(BackwardEntry, SchedulerRole):
             self.problem_class.use_clc, CTAS, counts=True
         )
         self.warps, self.edges = self.plan.warps, self.plan.edges
-        self.steps = self.plan.steps_of(self.problem_class.softcap)
+        self.steps = self.plan.steps_of(self.change.has_slopes)
 
     def copy_operation(self, box: str) -> Any:
         """The DSL's TMA load of one of `boxes`; of some each CTA loads half of the columns for
@@ -209,18 +209,32 @@ class HopperBackward(BackwardEntry, SchedulerRole):
 class ScoreGradient(HopperBackward):
     """Base of those that compute scores, and one sum of a tile in registers.
 
-    A kernel adds `_operands(context)`, `_steps(context, which, tensors, states)`, the sum of one
-    tile, and `_finish(context, work, sums)`.  holds: edges whose oldest buffer it keeps count of.
+    A kernel adds `locator(context, work, position)`, which makes of an element's number its (query
+    head, query, key); `_operands(context)`; `_steps(context, which, tensors, states)`, the sum of
+    one tile; and `_finish(context, work, sums)`.  holds: edges whose oldest buffer it keeps count
+    of.
     """
 
     holds: tuple[str, ...] = ()
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # With a softcap its slopes take registers, and the products follow one another.
-        self.capped = self.problem_class.softcap
+        # Slopes of scores take registers, and the products follow one another.
+        self.capped = self.change.has_slopes
         self.score = WgmmaShape(self.dtype, self.plan.step_columns)
         self.sum = WgmmaShape(self.dtype, HEAD_DIM, a_in_registers=True, b_mn_major=True)
+
+    def change_scores(self, context: Any, s: cute.Tensor, work: Any, position: Any) -> Any:
+        """Scores of a step as the mask takes them, in place; returns what makes their slopes, see
+        `ScoreChange.apply_for_slopes`."""
+        if self.problem_class.negative_scale:
+            s.store(-s.load())
+        if not self.change.exists:
+            return None
+        places = None
+        if self.change.by_place:
+            places = self.score_places(context, work, self.locator(context, work, position))
+        return self.change.apply_for_slopes(s, context.scalars.cap_scale, places)
 
     @cute.jit
     def gradient(self, context: Any):

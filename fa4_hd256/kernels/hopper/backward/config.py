@@ -85,12 +85,12 @@ class StepPlan:
     warps: BackwardWarpPlan
 
     def steps_of(self, capped: bool) -> StepTable:
-        """The table of steps, checked.  capped: of a call with a softcap."""
+        """The table of steps, checked.  capped: of a call whose scores have slopes."""
         raise NotImplementedError
 
     @property
     def steps(self) -> StepTable:
-        """The table of a call without a softcap."""
+        """The table of a call without."""
         return self.steps_of(False)
 
     def checked(self, name: str, steps: StepTable) -> StepTable:
@@ -195,7 +195,7 @@ class ProductsPlan(StepPlan):
     step_columns: ClassVar[int] = DS_TILE
 
     def steps_of(self, capped: bool) -> StepTable:
-        """See `StepPlan.steps_of`; without scores a softcap is the same."""
+        """See `StepPlan.steps_of`; without scores it is the same."""
         return self.checked("the kernel of dK and dQ from stored dS", products_steps())
 
     def __post_init__(self) -> None:

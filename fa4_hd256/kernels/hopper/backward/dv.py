@@ -56,7 +56,6 @@ from fa4_hd256.kernels.hopper.instructions import (
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from softmax_emu.exp2 import exp2_hardware
-from softmax_emu.online import soft_cap
 from softmax_emu.recompute import scale_for_masking
 
 from .common import ScoreGradient
@@ -144,7 +143,7 @@ class DvKernel(KeyRows, ScoreGradient):
         (work, num_steps), (operands, dv) = which, tensors
         barriers, step = context.barriers, self.first_position(context, work)
         mask, row = self.mask(context, work), row_of_block(context, work)
-        # P times the slope of the softcap, which is P where there is none.
+        # P times the slope of its score, which is P where there is none.
         p = factors = self.sum.a_fragment(STEP_QUERIES)
         if cutlass.const_expr(self.capped):
             factors = self.sum.a_fragment(STEP_QUERIES)
@@ -152,7 +151,7 @@ class DvKernel(KeyRows, ScoreGradient):
         barriers["k_loaded"].wait(states["k_loaded"])
         self._issue_scores(context, operands, s, states)
         wait(0)
-        states = self._probabilities(context, (s, factors), (mask, step), states)
+        states = self._probabilities(context, (s, factors), (work, mask, step), states)
         pack(s, p)
         barriers["v_loaded"].wait(states["v_loaded"])
         for _ in cutlass.range(1, num_steps, unroll=1):
@@ -171,7 +170,7 @@ class DvKernel(KeyRows, ScoreGradient):
             if cutlass.const_expr(self.capped):
                 self._issue_scores(context, operands, s, states)
             wait(0 if self.capped else 1)
-            states = self._probabilities(context, (s, factors), (mask, step), states)
+            states = self._probabilities(context, (s, factors), (work, mask, step), states)
             barriers["v_loaded"].wait(states["v_loaded"])
             wait(0)
             # The product has read P.
@@ -224,7 +223,7 @@ class DvKernel(KeyRows, ScoreGradient):
     def _probabilities(self, context: Any, results: tuple, where: tuple, states: Any):
         """P of one step in place of its scores, which are done; gives Q and LSE back.
 
-        results: (scores, with a softcap P times its slope in 16 bits).  where: (mask, step).
+        results: (scores, with slopes of these P times them in 16 bits).  where: (tile, mask, step).
         """
         s, factors = results
         negative_lse = cute.make_rmem_tensor((2, RUNS), Float32)
@@ -232,19 +231,17 @@ class DvKernel(KeyRows, ScoreGradient):
         cute.autovec_copy(self.passing_stats(context, "lse", stage), negative_lse)
         context.barriers["q_free"].arrive(states["q_loaded"])
         states.advance("q_loaded")
-        if cutlass.const_expr(self.problem_class.negative_scale):
-            s.store(-s.load())
-        if cutlass.const_expr(self.capped):
-            soft_cap(s, context.scalars.cap_scale, packed=False)
-        self.apply_mask(s, *where)
+        work, mask, step = where
+        slope_of = self.change_scores(context, s, work, step)
+        self.apply_mask(s, mask, step)
         scale = scale_for_masking(context.scalars.scale_log2)
         for run in cutlass.range_constexpr(RUNS):
             sloped = cute.make_rmem_tensor(4, Float32)
             for i in cutlass.range_constexpr(4):
                 score = s[4 * run + i]
                 p = exp2_hardware(cute.math.fma(score, scale, negative_lse[i % 2, run]))
-                # The slope is 0 where the score is -inf.
-                sloped[i] = p * cute.arch.fmax(1.0 - score * score, 0.0)
+                if cutlass.const_expr(self.capped):
+                    sloped[i] = p * slope_of(4 * run + i, score)
                 s[4 * run + i] = p
             if cutlass.const_expr(self.capped):
                 pack(sloped, _run_of(factors, run))

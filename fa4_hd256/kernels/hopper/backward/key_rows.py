@@ -66,6 +66,18 @@ class KeyRows(KeyTiles):
         unmasked = steps.unmasked_begin, steps.unmasked_end
         return visibility, first, unmasked, first + ROWS > visibility.seqlen_q
 
+    def locator(self, context: Any, work: Any, step: Any) -> Any:
+        """See `ScoreGradient`."""
+        columns, first = self.plan.step_columns, self.first_row(context, work)
+        query = self.query_tile(context, work, step) * columns + cute.arch.lane_idx() % QUAD * 2
+        places = fragment_columns(columns)
+
+        def locate(number: int) -> tuple:
+            column = places[number // 4 * 2 + number % 2]
+            return step.head, query + column, first + row_of_fragment(number // 2 % 2)
+
+        return locate
+
     @cute.jit
     def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,

@@ -44,7 +44,6 @@ from fa4_hd256.kernels.hopper.instructions import (
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from softmax_emu.exp2 import exp2_hardware
-from softmax_emu.online import soft_cap
 from softmax_emu.recompute import scale_for_masking
 
 from .common import ScoreGradient
@@ -207,20 +206,16 @@ class SingleKernel(ScoreGradient):
     @traced("P")
     @cute.jit
     def _probabilities(self, context: Any, s: cute.Tensor, where: tuple, stages: tuple):
-        """P of one step in place of its scores; for dS, with a softcap, times its slope."""
+        """P of one step in place of its scores; for dS times the slope of each."""
         work, position, mask = where
-        if cutlass.const_expr(self.problem_class.negative_scale):
-            s.store(-s.load())
-        if cutlass.const_expr(self.capped):
-            soft_cap(s, context.scalars.cap_scale, packed=False)
+        slope_of = self.change_scores(context, s, work, position)
         scale = scale_for_masking(context.scalars.scale_log2)
         negative_lse, _ = self.stats_of(context, mask, stages)
         self.apply_mask(s, mask, position)
         for i in cutlass.range_constexpr(4 * RUNS):
             p = exp2_hardware(cute.math.fma(s[i], scale, negative_lse(i)))
             if cutlass.const_expr(self.capped and self.of_ds):
-                # The slope is 0 where the score is -inf.
-                p = p * cute.arch.fmax(1.0 - s[i] * s[i], 0.0)
+                p = p * slope_of(i, s[i])
             s[i] = p
 
     @traced("drain")
@@ -295,6 +290,17 @@ class DqKernel(QueryTiles, SingleKernel):
             for which in range(2)
         ]
         return visibility, first, unmasked, stats
+
+    def locator(self, context: Any, work: Any, position: Int32) -> Any:
+        """See `ScoreGradient`."""
+        first, columns = self.first_row(context, work), fragment_columns(STEP_COLUMNS)
+        key = position * STEP_COLUMNS + cute.arch.lane_idx() % QUAD * 2
+
+        def locate(number: int) -> tuple:
+            query = first + row_of_fragment(number // 2 % 2)
+            return work.head, query, key + columns[number // 4 * 2 + number % 2]
+
+        return locate
 
     @cute.jit
     def apply_mask(self, s: cute.Tensor, mask: tuple, position: Int32):

@@ -71,7 +71,7 @@ def _box(content: str) -> str:
 
 
 def dv_steps(capped: bool) -> StepTable:
-    """Of dV and dS.  capped: with a softcap S of a step follows dS of the one before."""
+    """Of dV and dS.  capped: with slopes of scores S of a step follows dS of the one before."""
     score = (wait("q_loaded"), multiply("S", read("k", "K"), read("q", "Q")))
     gradient = wait("dout_loaded"), multiply("dP", read("v", "V"), read("dout", "dO"))
     total = (multiply("dV", read("dout", "dO")),)
@@ -133,7 +133,8 @@ PASSES = {"dq": ("K", "V"), "dk": ("Q", "dO"), "dv": ("Q", "dO")}
 
 
 def single_steps(result: str, capped: bool) -> StepTable:
-    """Of one gradient by itself, "dq", "dk" or "dv".  capped: with a softcap dP follows P."""
+    """Of one gradient by itself, "dq", "dk" or "dv".  capped: with slopes of scores dP follows
+    P."""
     x, y = PASSES[result]
     stays, of_ds = STAYS[result], result != "dv"
     lse = ("LSE",) if result != "dq" else ()
