@@ -4,7 +4,7 @@
     out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
 The arguments are PyTorch's, and so is their meaning. A `BlockMask` is taken as it is; a `score_mod`
-is traced and becomes part of the kernels.
+is traced and becomes part of the kernels, its derivative of those of the backward.
 """
 
 from __future__ import annotations

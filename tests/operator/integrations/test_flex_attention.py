@@ -1,4 +1,4 @@
-"""FlexAttention's arguments: results as PyTorch's, and as of a dense expression of them."""
+"""FlexAttention's arguments: results as PyTorch's, gradients by a dense expression of them."""
 
 import pytest
 import torch
@@ -46,9 +46,11 @@ def dense(score_mod, tensors, mask):
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@pytest.mark.parametrize("name", ["bias by distance", "capped by head", "documents"])
-def test_results(name, masked, tensors, device):
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [("bias by distance", False), ("capped by head", True), ("documents", False)],
+)
+def test_results_and_gradients(name, masked, tensors, device):
     score_mod, block_mask, mask = functions(device)[name], None, None
     if masked:
         def near(b, h, q, k):
@@ -57,13 +59,19 @@ def test_results(name, masked, tensors, device):
         block_mask = pytorch.create_block_mask(near, None, None, QUERIES, KEYS, device=device)
         rows, columns = (torch.arange(n, device=device) for n in (QUERIES, KEYS))
         mask = near(0, 0, rows[:, None], columns)
+    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
     out, lse = flex_attention(
-        *tensors[:3], score_mod=score_mod, block_mask=block_mask, scale=SCALE, enable_gqa=True,
+        *leaves, score_mod=score_mod, block_mask=block_mask, scale=SCALE, enable_gqa=True,
         return_lse=True,
     )  # fmt: skip
-    wanted_out, wanted_lse = dense(score_mod, tensors, mask)
+    found = torch.autograd.grad(out, leaves, tensors[3])
+    wanted_out, wanted_lse = dense(score_mod, leaves, mask)
+    wanted = torch.autograd.grad(wanted_out, leaves, tensors[3].double())
     torch.testing.assert_close(out.double(), wanted_out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
+    for gradient, right in zip(found, wanted, strict=True):
+        error = (gradient.double() - right.double()).norm() / right.double().norm()
+        assert error < 1e-2
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
