@@ -29,7 +29,7 @@ Q, K, V, SINK = 0, 1, 2, 7
 #: Its arguments before those that have no gradients: page_table and what follows it.
 NUM_PLAIN = 19
 #: Of `RAGGED`, between the lengths and what gradients take of a block mask.
-_BETWEEN = len(RAGGED) - len(LENGTHS) - len(MASK_GRADIENTS)
+_BETWEEN = RAGGED.index(MASK_GRADIENTS[0]) - len(LENGTHS)
 #: Places of the latter, among arguments from page_table on.
 _MASK = slice(_BETWEEN, _BETWEEN + len(MASK_GRADIENTS))
 #: And of what a score_mod reads, the last tensors.
@@ -76,7 +76,7 @@ def backward(
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     masked = *[None] * _BETWEEN, mask_blocks, mask_key_bits
     scores = score_tensor_0, score_tensor_1, score_tensor_2, score_tensor_3
-    ragged = given_ragged(*lengths, *masked, *[None] * len(DESCALES), *scores)
+    ragged = given_ragged(*lengths, *masked, *[None] * (_SCORES.start - _MASK.stop), *scores)
     options = Options.of_operator(
         softmax_scale, window_left, window_right, softcap, use_clc,
         score_class_of(score_mod, ragged, q),
@@ -190,12 +190,12 @@ def check_differentiable(k: torch.Tensor, lists: Sequence[torch.Tensor | None]) 
     """Raise NotImplementedError for a call that has no gradients. lists: its arguments from
     page_table on."""
     page_table, part_list, mask_steps, _, mask_blocks, _, *others = lists
-    scales = others[: len(DESCALES)]
-    refused = page_table, part_list, *scales
+    of_forward = others[: 1 + len(DESCALES)]
+    refused = page_table, part_list, *of_forward
     if k.dtype in KV_DTYPES or any(tensor is not None for tensor in refused):
         raise NotImplementedError(
-            "k and v in float8, page_table, scheduler_metadata: no gradients flow through such "
-            "calls; accepted: tensors that do not require gradients, or a call under "
+            "k and v in float8, page_table, scheduler_metadata, tree_mask: no gradients flow "
+            "through such calls; accepted: tensors that do not require gradients, or a call under "
             "torch.no_grad()"
         )
     if mask_steps is not None and mask_blocks is None:

@@ -45,10 +45,12 @@ from .call.splits import (
     check_beside_list,
     check_num_splits,
 )
+from .call.tree_mask import check_apart as check_masks_apart
+from .call.tree_mask import tree_words as words_of
 from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
-from .kernels.block_mask import MASK_STEPS, MASK_TILE
+from .kernels.block_mask import MASK_STEPS, MASK_TABLES, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.score_change import SCORE_TENSORS
 from .kernels.sequences import PART_LIST
@@ -82,6 +84,7 @@ def flash_attn_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -113,6 +116,10 @@ def flash_attn_func(
         read in place. Not with gradients.
     block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
         a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md).
+    tree_mask: which of the last keys, as many as there are queries, each query sees, if causal and
+        window_size let it; it sees all keys before those. bool (seqlen_q, seqlen_q) or (batch,
+        seqlen_q, seqlen_q), True where seen, up to 32 queries; or the words of
+        `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
     k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
         heads_kv). With such k and v, on architectures that have a kernel for them, q and out are
         bfloat16 or float16, and there are no gradients (docs/serving.md).
@@ -132,9 +139,13 @@ def flash_attn_func(
     tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale, *_NO_SCORES
     form: Hashable = learnable_sink is None, k_descale is None, v_descale is None
     if block_mask is not None:
+        check_masks_apart(tree_mask, block_mask)
         lists = _lists_of(block_mask, q, k, _are_differentiated(tensors[:4]))
-        tensors = (*tensors[:_MASK_STEPS], *lists, k_descale, v_descale, *_NO_SCORES)
+        tensors = (*tensors[:_MASK_STEPS], *lists, *tensors[_TREE_WORDS:])
         form = (form, "masked", lists[-1] is None)
+    if tree_mask is not None:
+        tensors = (*tensors[:_TREE_WORDS], words_of(tree_mask), *tensors[_TREE_WORDS + 1 :])
+        form = form, "tree"
     if score_mod is not None:
         own = _tensors_of(score_mod)
         tensors, given = (*tensors[:_SCORES], *own), (*given, score_mod.key)
@@ -177,6 +188,7 @@ def flash_attn_varlen_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -198,6 +210,8 @@ def flash_attn_varlen_func(
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
     block_mask: None; ValueError for any, since lengths are a mask: `masks.documents`.
+    tree_mask: as of `flash_attn_func`, of at least as many nodes as a sequence has queries; node i
+        is query i of a sequence, its key that of the sequence's last keys with the same place.
     k_descale, v_descale: as of `flash_attn_func`; with page_table also (pages, heads_kv).
     The other arguments are those of `flash_attn_func`.
 
@@ -217,10 +231,15 @@ def flash_attn_varlen_func(
     splits = asked_splits(num_splits, batch_invariant)
     given: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, use_clc, splits
     ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    longest = max_seqlen_q, max_seqlen_k
+    longest, words = (max_seqlen_q, max_seqlen_k), None
+    if tree_mask is not None:
+        words = words_of(tree_mask)
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
-        longest = bounds_of(longest, q.shape[0], splits == FIXED_PARTS)
-    tensors = q, k, v, learnable_sink, *ragged, *_NO_MASK, k_descale, v_descale, *_NO_SCORES
+        rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
+        longest = bounds_of(longest, rows, splits == FIXED_PARTS)
+    tensors = (
+        q, k, v, learnable_sink, *ragged, *_NO_MASK, words, k_descale, v_descale, *_NO_SCORES
+    )  # fmt: skip
     if score_mod is not None:
         tensors = (*tensors[:_SCORES], *_tensors_of(score_mod))
         given = (*given, score_mod.key)
@@ -234,9 +253,9 @@ def flash_attn_varlen_func(
 
 
 #: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
-_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS, _MASK_BLOCKS = 4, 5, 8, 10, 12
+_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS, _MASK_BLOCKS, _TREE_WORDS = 4, 5, 8, 10, 12, 14
 _NO_RAGGED = (None,) * len(RAGGED)
-_NO_MASK = _NO_RAGGED[_MASK_STEPS - 4 :]
+_NO_MASK = (None,) * len(MASK_TABLES)
 _OF_GRADIENTS = slice(_MASK_BLOCKS, _MASK_BLOCKS + 2)
 _SCORES = 4 + OTHERS.index(SCORE_TENSORS[0])
 _NO_SCORES = (None,) * len(SCORE_TENSORS)
@@ -564,6 +583,7 @@ def forward(
     mask_bits: torch.Tensor | None = None,
     mask_blocks: torch.Tensor | None = None,
     mask_key_bits: torch.Tensor | None = None,
+    tree_words: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     score_tensor_0: torch.Tensor | None = None,
@@ -579,7 +599,7 @@ def forward(
     """
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     masked = mask_steps, mask_bits, mask_blocks, mask_key_bits
-    lists = page_table, part_list, *masked
+    lists = page_table, part_list, *masked, tree_words
     scores = score_tensor_0, score_tensor_1, score_tensor_2, score_tensor_3
     tensors = q, k, v, sink, *lengths, *lists, k_descale, v_descale, *scores
     options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
@@ -615,12 +635,12 @@ def _run(
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
       seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
       backward_config, num_splits, backward_use_clc, page_table=None, part_list=None,
-      mask_steps=None, mask_bits=None, mask_blocks=None, mask_key_bits=None, k_descale=None,
-      v_descale=None, score_tensor_0=None, score_tensor_1=None, score_tensor_2=None,
+      mask_steps=None, mask_bits=None, mask_blocks=None, mask_key_bits=None, tree_words=None,
+      k_descale=None, v_descale=None, score_tensor_0=None, score_tensor_1=None, score_tensor_2=None,
       score_tensor_3=None, score_mod=None):  # fmt: skip
     ragged = given_ragged(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list, mask_steps,
-        mask_bits, mask_blocks, mask_key_bits, k_descale, v_descale, score_tensor_0,
+        mask_bits, mask_blocks, mask_key_bits, tree_words, k_descale, v_descale, score_tensor_0,
         score_tensor_1, score_tensor_2, score_tensor_3,
     )  # fmt: skip
     check_call(q, k, v, sink, ragged)

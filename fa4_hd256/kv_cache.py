@@ -19,10 +19,11 @@ from .call.splits import (
     check_num_splits,
     divided,
 )
+from .call.tree_mask import tree_words
 from .eager import is_intercepted
 from .interface import flash_attn_varlen_func
 from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
-from .kernels.sequences import PART_LIST
+from .kernels.sequences import PART_LIST, TREE_WORDS
 from .run.forward import check_list
 from .run.launch import gpu_of
 
@@ -62,6 +63,7 @@ def flash_attn_with_kvcache(
     use_clc: bool | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
@@ -88,6 +90,8 @@ def flash_attn_with_kvcache(
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
         and v, typed like q, are then divided by the factors of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
+    tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
+        given. Not with rotary_cos, since rows have positions one after the other there.
     scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
         them, in place of num_splits.
     qv, cache_leftpad: not offered; None.
@@ -102,6 +106,9 @@ def flash_attn_with_kvcache(
     Raises TypeError or ValueError as `flash_attn_varlen_func` does, NotImplementedError for what
     is not offered; the cache is then as it was.
     """
+    if tree_mask is not None:
+        tree_mask = tree_words(tree_mask)
+        cache_checks.check_beside_tree(rotary_cos)
     if qv is not None or cache_leftpad is not None:
         cache_checks.refuse({"qv": qv, "cache_leftpad": cache_leftpad})
     if torch.is_grad_enabled():
@@ -114,6 +121,7 @@ def flash_attn_with_kvcache(
     others: dict[str, Any] = {
         "learnable_sink": learnable_sink, "num_splits": num_splits,
         "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
+        "tree_mask": tree_mask,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
     plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
@@ -204,6 +212,8 @@ class _Places:
         """Raise what the attention would, so that nothing is written before; whose scales keys and
         values have."""
         ragged, sink, q = self.ragged() | scales_among(others), others["learnable_sink"], self.q
+        if others["tree_mask"] is not None:
+            ragged[TREE_WORDS] = others["tree_mask"]
         splits = asked_splits(others["num_splits"], others["batch_invariant"])
         checks.check_kinds({"learnable_sink": sink}, ragged, splits)
         check_num_splits(splits)

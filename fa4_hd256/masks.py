@@ -7,6 +7,8 @@ A mask is made once and serves every layer. Tiles of 128 queries x 128 keys that
 nothing, full ones what they cost without a mask, and of the others the kernels read 2 KiB of bits.
 Queries and keys are aligned at their ends, as everywhere here: query i is level with key
 i + seqlen_k - seqlen_q.
+
+`tree_words` packs another kind of mask, for `tree_mask=` of a step's layers.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from typing import Any
 import torch
 
 from .call.tile_mask import EMPTY, PARTIAL, WHOLE, TileMask, count_mask_tiles
+from .call.tree_mask import tree_words
 from .kernels.block_mask import MASK_TILE
 
 __all__ = [
     "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
-    "from_dense", "prefix_lm", "sliding_window",
+    "from_dense", "prefix_lm", "sliding_window", "tree_words",
 ]  # fmt: skip
 
 #: Where PyTorch's `BlockMask` is from.

@@ -47,6 +47,7 @@ def warm_up(
     page_sizes: Sequence[int] = (),
     kv_dtypes: Sequence[torch.dtype | None] = (None,),
     scheduler_metadata: bool = False,
+    tree_mask: bool = False,
     tensor_parallel: int = 1,
     device: torch.device | str | None = None,
 ) -> WarmUp:
@@ -63,7 +64,8 @@ def warm_up(
     kernels for every form of scales are then compiled. use_clc: the tile scheduler that calls ask
     for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged
     forms.
-    scheduler_metadata: whether calls with seqused_k are given one, too.
+    scheduler_metadata: whether calls with seqused_k are given one, too. tree_mask: whether calls of
+        up to 32 queries are.
     tensor_parallel: ranks over which the heads are divided. device: whose GPU runs the calls, None
     for the current one, or for the simulator where there is none.
 
@@ -74,7 +76,7 @@ def warm_up(
     """
     begin, before = time.perf_counter(), counters["compiled"]
     place = _device(device)
-    also = batch_invariant, scheduler_metadata
+    also = batch_invariant, scheduler_metadata, tree_mask
     needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, page_sizes, also)
     sharded = _model(model).sharded(tensor_parallel)
     specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
@@ -104,13 +106,14 @@ def _needs(
     asked: tuple[Iterable[Any], ...],
     use_clc: bool | None,
     page_sizes: Sequence[int],
-    also: tuple[bool, bool],
+    also: tuple[bool, bool, bool],
 ) -> Needs:
-    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata."""
+    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata,
+    tree_mask."""
     uses, forms, dtypes, kv_dtypes = map(tuple, asked)
     schedulers = (False, True) if use_clc is None else (use_clc,)
     return Needs(
-        uses, forms, dtypes, schedulers, also[0], tuple(page_sizes), kv_dtypes, also[1]
+        uses, forms, dtypes, schedulers, also[0], tuple(page_sizes), kv_dtypes, *also[1:]
     )
 
 
@@ -156,6 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also kernels of calls that ask for that")  # fmt: skip
     parser.add_argument("--scheduler-metadata", action="store_true",
                         help="also kernels of calls that are given one")  # fmt: skip
+    parser.add_argument("--tree-mask", action="store_true",
+                        help="also kernels of calls that are given one")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
 
@@ -174,7 +179,7 @@ def main(arguments: argparse.Namespace) -> int:
         [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
         [_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)],
     )  # fmt: skip
-    also = arguments.batch_invariant, arguments.scheduler_metadata
+    also = arguments.batch_invariant, arguments.scheduler_metadata, arguments.tree_mask
     needs = _needs(asked, use_clc, arguments.page_size, also)
     models = [model.sharded(arguments.tensor_parallel) for model in models]
     specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}

@@ -37,6 +37,15 @@ def refuse(given: dict[str, Any]) -> None:
             )
 
 
+def check_beside_tree(rotary_cos: Any) -> None:
+    """Raise ValueError for what does not go with tree_mask."""
+    if rotary_cos is not None:
+        raise ValueError(
+            "rotary_cos is given with tree_mask; accepted: None, since it turns rows by positions "
+            "one after the other, and a node's is its depth: rotate q and k before the call"
+        )
+
+
 def check_no_gradients(tensors: dict[str, Any]) -> None:
     """Raise NotImplementedError where gradients of the call would be recorded: they are enabled."""
     for name, tensor in tensors.items():

@@ -28,9 +28,10 @@ from fa4_hd256.kernels.block_mask import (
 )
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
+from fa4_hd256.kernels.masking import WORD_BITS
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
 from fa4_hd256.kernels.score_change import SCORE_TENSORS
-from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
+from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, TREE_WORDS
 
 from .layouts import tma_can_take
 
@@ -323,6 +324,8 @@ def check_ragged(q: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
             _check_page_table(tensor)
         elif name in MASK_TABLES:
             _check_mask_table(name, tensor, ragged)
+        elif name == TREE_WORDS:
+            _check_tree_words(tensor)
         elif tensor.ndim != 1 or tensor.stride(0) != 1:
             raise ValueError(f"{name} must be one-dimensional and contiguous")
         _check_equal("device", {"q": q.device, name: tensor.device}, ValueError)
@@ -347,6 +350,14 @@ def _check_page_table(table: torch.Tensor) -> None:
         raise ValueError(
             f"page_table has shape {tuple(table.shape)} and strides {table.stride()}; accepted: "
             "(batch, pages of the longest sequence), at least one, with a last stride of 1"
+        )
+
+
+def _check_tree_words(words: torch.Tensor) -> None:
+    if words.ndim != 2 or not 1 <= words.shape[1] <= WORD_BITS or words.stride(1) != 1:
+        raise ValueError(
+            f"{TREE_WORDS} has shape {tuple(words.shape)} and strides {words.stride()}; accepted: "
+            f"(1 or batch, up to {WORD_BITS} nodes) with a last stride of 1"
         )
 
 
@@ -426,7 +437,7 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name not in (PART_LIST, *MASK_TABLES, *DESCALES, *SCORE_TENSORS)
+        if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, *DESCALES, *SCORE_TENSORS)
     }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):

@@ -14,16 +14,25 @@ from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from fa4_hd256.kernels.score_change import SCORE_TENSORS, ScoreModClass
-from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, SequenceTensors
+from fa4_hd256.kernels.sequences import (
+    PADDING,
+    PAGE_TABLE,
+    PART_LIST,
+    TREE_WORDS,
+    SequenceTensors,
+)
 from schedulers.choice import backward_prefers_clc, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales
 from .layouts import without_expanded_heads
+from .tree_mask import check_words
 
 #: Tensors that describe ragged sequences, in the order in which the kernel takes them.
 RAGGED = SequenceTensors._fields
 #: Those of them that calls with gradients may have.
-LENGTHS = tuple(name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES))
+LENGTHS = tuple(
+    name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS)
+)
 #: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
 OTHERS = (*RAGGED, *DESCALES, *SCORE_TENSORS)
 
@@ -180,7 +189,6 @@ class Problem:
             known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
         paged = PAGE_TABLE in ragged
-        descale = descales.descale_of(ragged, k, sequences, paged)
         if q.device.type == "cpu":
             checks.check_contents(q, k, ragged)
         if paged:
@@ -190,6 +198,7 @@ class Problem:
         elif max_seqlen_k is None:
             max_seqlen_k = max(1, k.shape[1])
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
+        check_words(ragged.get(TREE_WORDS), sequences, longest)
         tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
         return cls(
             q_shape=tuple(q.shape),
@@ -206,7 +215,7 @@ class Problem:
             packed_heads=packed,
             page_size=k.shape[1] if paged else None,
             kv_dtype=kv_dtype,
-            descale=descale,
+            descale=descales.descale_of(ragged, k, sequences, paged),
         )
 
     @property
@@ -313,7 +322,7 @@ def tiles_for_masks(
         kind = known[0].kind if known else "forward"
         raise NotImplementedError(
             f"block_mask: the kernel {kind} of {architecture.name} takes none; accepted: the "
-            "default configuration"
+            "default configuration, with k and v of the dtype that q has"
         )
     return found
 

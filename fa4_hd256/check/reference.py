@@ -85,6 +85,19 @@ def visible(
     return seen
 
 
+def seen_by_nodes(nodes: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """`mask` of a tree: bool (batch, 1, seqlen_q, seqlen_k).
+
+    nodes: bool (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q), whether a query sees the key
+    of another one, which are the last seqlen_q keys; those before them are all seen.
+    """
+    nodes = nodes.cpu() if nodes.ndim == 3 else nodes.cpu()[None]
+    batch, seqlen_q, _ = nodes.shape
+    own = min(seqlen_q, seqlen_k)
+    before = torch.ones(batch, seqlen_q, seqlen_k - own, dtype=torch.bool)
+    return torch.cat((before, nodes[:, :, seqlen_q - own :]), dim=2)[:, None]
+
+
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -55,3 +56,15 @@ class KernelContext(SharedByReference):
             block_kv,
             self.part(work),
         )
+
+    def nodes(self, work: Any, row: Int32) -> Any:
+        """The word of a row of a tile, `masking` NOTE [trees]; None where rows have none.  Rows
+        past the queries have one, too, of whichever query."""
+        if not self.mask.tree:
+            return None
+        words = self.sequences.tensors.tree_words
+        batch, row = (
+            cutlass.min(place, Int32(cute.size(words, mode=[mode])) - 1)
+            for mode, place in enumerate((self.batch(work), row))
+        )
+        return words[batch, row]

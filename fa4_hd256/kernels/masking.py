@@ -1,4 +1,10 @@
-"""Which keys a query row sees, as KV tile ranges of a tile and as a mask on a score tile."""
+"""Which keys a query row sees, as KV tile ranges of a tile and as a mask on a score tile.
+
+NOTE [trees].  The queries of a sequence may be the nodes of a tree of drafted tokens, whose keys
+are its last ones, as many.  Each query then has a word: bit j says whether it sees the j-th of
+these keys; keys before them it sees in any case.  The word only takes away from what window and
+lengths allow, in masked steps, of which every one that has such a key is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 __all__ = ["WORD_BITS", "MaskKind", "Part", "TileRange", "Visibility", "hide_unseen"]
 
@@ -20,11 +26,12 @@ WORD_BITS = 32
 class MaskKind:
     """What of the mask is compiled in: whether visibility is bounded on either side.
 
-    A causal mask is a bound of 0 on the right.
+    A causal mask is a bound of 0 on the right.  tree: whether rows have words, NOTE [trees].
     """
 
     bounded_left: bool = False
     bounded_right: bool = False
+    tree: bool = False
 
 
 class Part(NamedTuple):
@@ -109,6 +116,15 @@ class Visibility:
             return self.seqlen_k
         return self._clip(row + 1 + self.seqlen_k - self.seqlen_q + self.window_right)
 
+    @property
+    def _first_node(self) -> Int32:
+        """The key of a tree's first node, which may lie before the first key there is."""
+        return self.seqlen_k - self.seqlen_q
+
+    def sees_node(self, key: Int32, nodes: Int32) -> Boolean:
+        """Whether a row's word, `nodes`, lets it see a key; True for one before the tree."""
+        return (_from_node(nodes, self._first_node - key) & 1) != 0
+
     def _last_row(self, first_row: Int32, num_rows: int) -> Int32:
         return cutlass.min(first_row + num_rows, self.seqlen_q) - 1
 
@@ -152,7 +168,10 @@ class Visibility:
         """
         begin, end = self._bounds(*tile)
         begin = cutlass.min(begin, end)
-        unmasked_end = cutlass.max(cutlass.min(self.limit(part[0]) // self.block_kv, end), begin)
+        seen_by_all = self.limit(part[0])
+        if cutlass.const_expr(self.kind.tree):
+            seen_by_all = cutlass.min(seen_by_all, self._clip(self._first_node))
+        unmasked_end = cutlass.max(cutlass.min(seen_by_all // self.block_kv, end), begin)
         last_row = part[0] + part[1] - 1
         unmasked_begin = (self.first(last_row) + self.block_kv - 1) // self.block_kv
         # Where the two masks meet every tile needs one: none is left between them.
@@ -161,12 +180,13 @@ class Visibility:
 
     def apply(
         self, scores: cute.Tensor, row: Int32, first_key: Int32,
-        columns: tuple[int, ...] | None = None,
+        columns: tuple[int, ...] | None = None, nodes: Int32 | None = None,
     ) -> None:  # fmt: skip
         """Set the scores of invisible keys to -inf.
 
         scores: register tensor of Float32 of one row; first_key: that of the first.  columns: how
         far each one's key is from the first, in rising order; None where they are consecutive.
+        nodes: the row's word, None where it has none or the step no key of the tree.
 
         A word of bits says which of 32 keys are visible. ptxas moves such bits to predicates eight
         at a time, so that a key costs little more than its selection, whatever bounds it.
@@ -175,6 +195,8 @@ class Visibility:
         columns = tuple(range(cute.size(scores))) if columns is None else columns
         for begin in range(0, columns[-1] + 1, WORD_BITS):
             visible = _bits(first - begin, limit - begin, self.kind.bounded_left)
+            if cutlass.const_expr(nodes is not None):
+                visible = visible & _from_node(nodes, self._first_node - first_key - begin)
             for number, column in enumerate(columns):
                 if begin <= column < begin + WORD_BITS:
                     score = scores[number]
@@ -190,6 +212,18 @@ def _bits(first: Int32, limit: Int32, bounded_left: bool) -> Uint32:
     return cute.arch.inline_ptx(
         "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
         read_only_args=[Int32(start), Int32(width)],
+    )
+
+
+def _from_node(nodes: Int32, first: Int32) -> Uint32:
+    """A word whose bit first + j is bit j of `nodes`, and whose bits below `first` are set; first
+    may be negative. PTX ISA 9.7.8, shr and shf.l.clamp: amounts are unsigned and clamped to 32."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 rest;\n"
+        "shr.b32 rest, {$r0}, {$r1};\n"
+        "shf.l.clamp.b32 {$w0}, 0xFFFFFFFF, rest, {$r2};}",
+        write_only_types=[Uint32],
+        read_only_args=[nodes, cutlass.max(-first, 0), cutlass.max(first, 0)],
     )
 
 

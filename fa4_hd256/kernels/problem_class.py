@@ -11,6 +11,7 @@ import torch
 from .block_mask import MASK_TABLES
 from .masking import MaskKind
 from .score_change import ScoreModClass
+from .sequences import TREE_WORDS
 
 __all__ = [
     "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "CombineClass",
@@ -78,7 +79,7 @@ class ProblemClass:
 
     @property
     def mask(self) -> MaskKind:
-        return MaskKind(self.bounded_left, self.bounded_right)
+        return MaskKind(self.bounded_left, self.bounded_right, TREE_WORDS in self.ragged)
 
     @property
     def lists_steps(self) -> bool:
@@ -88,12 +89,17 @@ class ProblemClass:
     @property
     def is_clipped(self) -> bool:
         """Whether tiles end where sequences do, at any row of a tensor."""
-        return bool(self.ragged) and not self.lists_steps
+        return self._have_lengths and not self.lists_steps
+
+    @property
+    def _have_lengths(self) -> bool:
+        """Whether sequences may have lengths of their own."""
+        return any(name != TREE_WORDS for name in self.ragged)
 
     @property
     def has_unequal_tiles(self) -> bool:
         """Whether tiles differ in their steps, by a mask or by the sequences' lengths."""
-        return self.bounded_left or self.bounded_right or bool(self.ragged)
+        return self.bounded_left or self.bounded_right or self._have_lengths
 
 
 @dataclass(frozen=True)

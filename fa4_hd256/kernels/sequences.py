@@ -24,6 +24,7 @@ __all__ = [
     "PADDING",
     "PAGE_TABLE",
     "PART_LIST",
+    "TREE_WORDS",
     "Sequence",
     "SequenceTensors",
     "Sequences",
@@ -40,7 +41,7 @@ PADDING = 256
 
 
 #: Those of `SequenceTensors` that a call with gradients may not have.
-PAGE_TABLE, PART_LIST = "page_table", "part_list"
+PAGE_TABLE, PART_LIST, TREE_WORDS = "page_table", "part_list", "tree_words"
 
 
 class SequenceTensors(NamedTuple):
@@ -55,6 +56,8 @@ class SequenceTensors(NamedTuple):
     or heads, tiles of queries, 1 + tiles of keys, 4) and (tiles of bits, 128, 4). mask_blocks,
     mask_key_bits: the same of its gradients (`backward_block_mask`): (1 or batch, 1 or heads,
     blocks of keys and of queries, 1 + most tiles, 4) and (tiles of bits, 128, 4).
+    tree_words: (1 or batch, most queries) which of the last keys each query sees (`masking`, NOTE
+    [trees]).
     """
 
     cu_seqlens_q: Any = None
@@ -67,6 +70,7 @@ class SequenceTensors(NamedTuple):
     mask_bits: Any = None
     mask_blocks: Any = None
     mask_key_bits: Any = None
+    tree_words: Any = None
 
     @classmethod
     def given(cls, names: tuple[str, ...], tensors: Any) -> SequenceTensors:

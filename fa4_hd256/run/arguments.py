@@ -21,7 +21,7 @@ from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
 from fa4_hd256.kernels.scalars import CallScalars
 from fa4_hd256.kernels.score_change import ScoreModClass, ScoreOrigin
-from fa4_hd256.kernels.sequences import PAGE_TABLE
+from fa4_hd256.kernels.sequences import PAGE_TABLE, TREE_WORDS
 
 from .tile_counter import tile_counter
 
@@ -67,7 +67,7 @@ def dynamic_tensor(tensor: torch.Tensor, alignment: int) -> Any:
 
 #: Ragged tensors that are no vectors: dimensions, bytes that their rows are aligned to.
 _TABLES = {
-    PAGE_TABLE: (2, 4),
+    PAGE_TABLE: (2, 4), TREE_WORDS: (2, 4),
     MASK_STEPS: (5, 16), MASK_BITS: (3, 16), MASK_BLOCKS: (5, 16), MASK_KEY_BITS: (3, 16),
 }  # fmt: skip
 

@@ -5,8 +5,8 @@
                   in e4m3 (.., 128) of q's type, two elements in each
     results       out like q; lse (batch, heads_q, seqlen_q) float32, natural log
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
-                  the ragged sequences, vectors but for page_table (batch, pages) and those of a
-                  block mask (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
+                  the ragged sequences, vectors but for page_table (batch, pages) and those of
+                  masks (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
                   (entries, heads_kv) float32, then what a score_mod reads; None if that is nothing
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator

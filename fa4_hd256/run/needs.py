@@ -19,11 +19,12 @@ from fa4_hd256.architectures import Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.checks import PAGE_TABLE
 from fa4_hd256.call.forward_problem import RAGGED, Options, Problem, choose_tiles
+from fa4_hd256.call.tree_mask import MOST_NODES
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE
 from fa4_hd256.kernels.problem_class import KV_DTYPES, OF_PAGES, OF_SEQUENCES
-from fa4_hd256.kernels.sequences import PART_LIST
+from fa4_hd256.kernels.sequences import PART_LIST, TREE_WORDS
 from fa4_hd256.models import AttentionModel, Mask
 
 from .catalogue import KernelSpec, backward_specs, combine_spec, forward_spec
@@ -66,6 +67,7 @@ class Needs:
     batch_invariant: also those of calls that ask for that. page_sizes: of calls with a page table.
     kv_dtypes: of k and v, None for that of q; others with any form of scales.
     scheduler_metadata: also those of calls with a list of parts, of the forms with seqused_k.
+    tree_mask: also those of calls with one, of any number of nodes.
     """
 
     uses: tuple[str, ...] = ("prefill", "decode")
@@ -76,6 +78,7 @@ class Needs:
     page_sizes: tuple[int, ...] = ()
     kv_dtypes: tuple[torch.dtype | None, ...] = (None,)
     scheduler_metadata: bool = False
+    tree_mask: bool = False
 
     def __post_init__(self) -> None:
         for what, given, known in (("use", self.uses, USES), ("form", self.forms, FORMS)):
@@ -117,7 +120,7 @@ def specs_of(
             "number of query heads that is a multiple of the number of key/value heads"
         )
     found: dict[KernelSpec, None] = {}
-    for problem in _problems(model, needs, architecture):
+    for problem in _forward_problems(model, needs, architecture):
         found |= dict.fromkeys(_forwards(problem, gpu, needs.batch_invariant))
         if needs.scheduler_metadata and _LISTS_OF in problem.ragged:
             found |= dict.fromkeys(_listed(problem, gpu))
@@ -126,17 +129,27 @@ def specs_of(
     if TRAINING in needs.uses:
         forms = tuple(form for form in needs.forms if PAGE_TABLE not in FORMS[form])
         own = replace(needs, uses=(TRAINING,), forms=forms, page_sizes=(), kv_dtypes=(None,))
-        for problem in _problems(model, own, architecture):
+        for problem in _problems(model, own, architecture, _LONGEST):
             found |= dict.fromkeys(_backwards(problem, model))
     return list(found)
 
 
-def _problems(
+def _forward_problems(
     model: AttentionModel, needs: Needs, architecture: Architecture
 ) -> Iterator[Problem]:
-    """One of each kind of forward."""
+    """One of each kind of forward, trees among them where these are asked for."""
     most = [USES[use] for use in needs.uses]
     longest = _LONGEST if None in most else max(m for m in most if m is not None)
+    yield from _problems(model, needs, architecture, longest)
+    if needs.tree_mask:
+        for problem in _problems(model, needs, architecture, MOST_NODES):
+            yield replace(problem, ragged=(*problem.ragged, TREE_WORDS))
+
+
+def _problems(
+    model: AttentionModel, needs: Needs, architecture: Architecture, longest: int
+) -> Iterator[Problem]:
+    """One of each kind of forward. longest: queries of a sequence at most."""
     queries = [length for length in _LENGTHS if length <= longest]
     kernels, group = kernels_of(architecture), model.heads_q // model.heads_kv
     for form, kv_dtype in itertools.product(needs.forms, needs.kv_dtypes):

@@ -8,7 +8,7 @@ from e4m3_cases import E4M3, accurate, codes, exact, scales
 from paged_cases import Paged, int32, offsets
 
 import sm100_sim
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.blackwell.decode import e4m3
 from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
@@ -319,6 +319,12 @@ def test_as_many_pages_as_sequences():
     of_pages = call(3, 1, 2)
     given = tuple(scale[order] for scale in given)
     assert (call(3, 2, 1).float() - of_pages.float()).abs().max() < 2e-3
+
+
+def test_block_masks_are_refused():
+    q, *keys = dense(2, 9, (4, 1))
+    with pytest.raises(NotImplementedError, match="block_mask: .*of the dtype that q has"):
+        flash_attn_func(q, *keys, block_mask=masks.prefix_lm(1, 2, 9))
 
 
 def test_gradients_are_refused():

@@ -133,7 +133,7 @@ def test_keys_and_values_in_e4m3():
 
 def test_keys_that_nobody_made(device):
     q, k, v = (t.to(device) for t in inputs())
-    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False, *[None] * 8)
+    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False, *[None] * 9)
     operator = torch.ops.fa4_hd256.forward
     with pytest.raises(ValueError, match="knows no score_mod 'nobody'; make the ScoreMod"):
         operator(*arguments, *[None] * 4, "nobody")

@@ -219,5 +219,5 @@ def test_graphs_and_schema(device):
     arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
     tensors = (*mod.tensors, None, None, None)
     torch.library.opcheck(
-        torch.ops.fa4_hd256.forward.default, (*arguments, *[None] * 8, *tensors, mod.key)
+        torch.ops.fa4_hd256.forward.default, (*arguments, *[None] * 9, *tensors, mod.key)
     )

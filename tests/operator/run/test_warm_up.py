@@ -83,6 +83,29 @@ def test_no_call_of_a_model_takes_another_kernel(name, arch):
     assert found <= known
 
 
+@pytest.mark.parametrize("arch", sorted(GPUS))
+def test_trees(arch):
+    """Of any number of nodes, more than decoding has queries among them; beside all others."""
+    target, model = TARGETS[arch], MODELS["gemma-3-4b"]
+    needs = Needs(("decode",), ("packed-paged",), page_sizes=(16,), tree_mask=True)
+    without = replace(needs, tree_mask=False)
+    known, others = (
+        set(specs_of(model, n, target.architecture, target.gpu)) for n in (needs, without)
+    )
+    tiles = kernels_of(target.architecture).forward_tiles()
+    ragged, group = (*FORMS["packed-paged"], "tree_words"), model.heads_q // model.heads_kv
+    found = set()
+    for queries, mask, parts in itertools.product((1, 7, 16, 32), model.masks, (1, 5)):
+        chosen = choose_tiles(tiles, group, queries, ragged)
+        problem = Problem(
+            (1, queries, model.heads_q, 256), queries, 1000, 1, torch.bfloat16,
+            torch.device("cpu"), _options(model, mask, False), model.sink, ragged,
+            target.architecture, *chosen, num_splits=parts, page_size=16,
+        )  # fmt: skip
+        found.add(forward_spec(problem, gpu(*GPUS[arch][0])))
+    assert found <= known and others <= known and not found & others
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_every_combining_kernel(architecture):
     """Of any number of parts and rows."""

@@ -161,6 +161,8 @@ class DecodeConsumers:
         key), the latter right where it is used; is_masked: static, some key may be invisible.
         """
         softmax, (s_done, o_done), step = running
+        # Asked for before the wait.
+        nodes = self._nodes(context, place[0], is_masked)
         context.barriers["s_done"].wait(s_done)
         fence_after_thread_sync()
         scores = self._load_scores(context, softmax, s_done.index, place[0])
@@ -169,7 +171,7 @@ class DecodeConsumers:
             self.change.apply(scores, context.scalars.cap_scale, places)
         self._weigh(context, softmax, scores)
         if cutlass.const_expr(is_masked):
-            self._mask(context.visibility(place[0], BLOCK_KV), scores, *place)
+            self._mask(context.visibility(place[0], BLOCK_KV), scores, place, nodes)
         # P and O are this step's from here on.
         context.barriers["o_done"].wait(o_done)
         if any_of_softmax(softmax.exceeds(scores)):
@@ -199,12 +201,23 @@ class DecodeConsumers:
 
         return self.score_places(context, work, locate, keys_exist)
 
-    def _mask(self, visibility: Visibility, scores: cute.Tensor, work: Any, key: Int32) -> None:
-        """The scores of rows that do not see this thread's key, -inf."""
+    def _nodes(self, context: Any, work: Any, is_masked: bool) -> Any:
+        """The words of a tile's queries for a masked step, None where they have none."""
+        if not (is_masked and context.mask.tree):
+            return None
+        first_query, queries = self.queries(work)
+        return [context.nodes(work, first_query + query) for query in range(queries)]
+
+    def _mask(self, visibility: Visibility, scores: cute.Tensor, place: tuple, nodes: Any) -> None:
+        """The scores of rows that do not see this thread's key, -inf.  place: (tile, key); nodes:
+        see `_nodes`."""
+        work, key = place
         first_query, queries = self.queries(work)
         for query in range(queries):
             row = first_query + query
             is_visible = (key >= visibility.first(row)) & (key < visibility.limit(row))
+            if cutlass.const_expr(nodes is not None):
+                is_visible = is_visible & visibility.sees_node(key, nodes[query])
             for number in range(query * self.of_query, (query + 1) * self.of_query):
                 scores[number] = cutlass.select_(is_visible, scores[number], Float32(-math.inf))
 

@@ -82,10 +82,11 @@ class ForwardConsumers:
         if num_tiles > 0:
             # For the first factor; for those that follow, and 1/sum, in the step before.
             context.barriers["scale_free"].wait(states[1])
-            key = (tiles.end - 1) * config.block_kv
+            # `row` is (query, head).
+            key, nodes = (tiles.end - 1) * config.block_kv, context.nodes(work, row[0])
             for _ in cutlass.range(tiles.num_masked_first, unroll=1):
                 place = work, row, key
-                softmax, states = self._softmax_step(context, softmax, states, place, True)
+                softmax, states = self._softmax_step(context, softmax, states, place, (nodes,))
                 key -= config.block_kv
             for _ in cutlass.range(tiles.num_unmasked, unroll=1):
                 place = work, row, key
@@ -97,7 +98,7 @@ class ForwardConsumers:
                     key -= tiles.num_unmasked * config.block_kv
                 for _ in cutlass.range(tiles.num_masked_last, unroll=1):
                     place = work, row, key
-                    softmax, states = self._softmax_step(context, softmax, states, place, True)
+                    softmax, states = self._softmax_step(context, softmax, states, place, (None,))
                     key -= config.block_kv
         return num_tiles, softmax, states
 
@@ -144,8 +145,8 @@ class ForwardConsumers:
     def _softmax_step(self, context: Any, softmax: Any, states: tuple, place: tuple, mask: Any):
         """One score tile: mask, maximum, exp2, P to tensor memory, row sum.
 
-        place: (tile, (row, head), first key).  mask: True where some key may be invisible, None in
-        interior tiles; of a listed step its `RowBits`.
+        place: (tile, (row, head), first key).  mask: (the row's word or None,) where some key may
+        be invisible, None in interior tiles; of a listed step its `RowBits`.
         """
         s_done, scale_free = states
         barriers = context.barriers
@@ -163,7 +164,7 @@ class ForwardConsumers:
             mask.apply(scores)
         elif cutlass.const_expr(mask is not None):
             work, (row, _), key = place
-            context.visibility(work, columns).apply(scores, row, key)
+            context.visibility(work, columns).apply(scores, row, key, nodes=mask[0])
         factor = softmax.update_max(scores)
         scale_free = self._send_scale(context, factor, scale_free)
         num_fragments = columns // FRAGMENT_COLUMNS

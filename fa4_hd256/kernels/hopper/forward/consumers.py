@@ -34,6 +34,7 @@ from .plan import WARPGROUP_ROWS
 __all__ = ["ForwardConsumer"]
 
 ROWS = 2  # of a thread
+NO_NODES = (None,) * ROWS
 
 
 @dataclass(frozen=True)
@@ -205,13 +206,13 @@ class ForwardConsumer:
         work, first_row, tiles = which
         block, by_place = self.config.block_kv, self.change.by_place
         which = work, first_row
-        key = (tiles.end - 1) * block
+        key, nodes = (tiles.end - 1) * block, self._nodes(context, work, first_row)
         masked, unmasked = tiles.num_masked_first, tiles.num_unmasked
         # Steps behind this one.
         left = masked + unmasked + tiles.num_masked_last - 1
         running = fragments, softmax, states
         softmax, states = self._first_step(
-            context, running, ((which, key), True), (q_loaded, left)
+            context, running, ((which, key), nodes), (q_loaded, left)
         )
         key -= block
         # Of which kind the first step was.
@@ -221,7 +222,7 @@ class ForwardConsumer:
         for _ in cutlass.range(masked - was_masked, unroll=1):
             left -= 1
             running, place = (fragments, softmax, states), (which, key)
-            softmax, states = self._step(context, running, (place, True), (q_loaded, left))
+            softmax, states = self._step(context, running, (place, nodes), (q_loaded, left))
             key -= block
         for _ in cutlass.range(unmasked - was_unmasked, unroll=1):
             left -= 1
@@ -235,9 +236,14 @@ class ForwardConsumer:
             for _ in cutlass.range(tiles.num_masked_last - was_last, unroll=1):
                 left -= 1
                 running, place = (fragments, softmax, states), (which, key)
-                softmax, states = self._step(context, running, (place, True), (q_loaded, left))
+                softmax, states = self._step(context, running, (place, NO_NODES), (q_loaded, left))
                 key -= block
         return softmax, self._last_product(context, fragments, states)
+
+    def _nodes(self, context: Any, work: Any, first_row: Int32) -> tuple:
+        """The words of both rows of a thread, `NO_NODES` where rows have none."""
+        rows = (first_row + row_of_fragment(number) // self.query_rows for number in range(ROWS))
+        return tuple(context.nodes(work, row) for row in rows) if context.mask.tree else NO_NODES
 
     def _last_product(self, context: Any, fragments: Fragments, states: tuple) -> tuple:
         """PV of a tile's last step."""
@@ -323,7 +329,7 @@ class ForwardConsumer:
     ) -> tuple[Float32, Float32]:
         """S -> P, float32 in place, for both rows of a thread; the factors for O.
 
-        where: (((tile, first row), first key), mask), the mask being True where some key may be
+        where: (((tile, first row), first key), mask), the mask being `_nodes` where some key may be
         invisible, None in interior steps; of a listed step its `_bits`.
         """
         problem, block = self.problem_class, self.config.block_kv
@@ -343,7 +349,7 @@ class ForwardConsumer:
                 query = first_row + row_of_fragment(number) // self.query_rows
                 first_key = key + cute.arch.thread_idx()[0] % QUAD * 2
                 context.visibility(work, block).apply(
-                    row, query, first_key, fragment_columns(block)
+                    row, query, first_key, fragment_columns(block), mask[number]
                 )
             factors.append(softmax[number].update_max(row))
             softmax[number].exponentiate(row, None, 0, 1)
