@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cutlass.cute as cute
 import pytest
 import torch
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.kernels.score_change import functions_of
+from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.kernels.problem_class import ProblemClass
+from fa4_hd256.kernels.score_change import ScoreModClass, functions_of
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.kernel_names import kernel_named, name_of
+from fa4_hd256.run.tracing import trace_and_compile
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 BOUND = 2.0
@@ -141,6 +146,16 @@ def test_keys_that_nobody_made(device):
     with pytest.raises(ValueError, match="tensors of a score_mod are given without one"):
         operator(*arguments, slopes, None, None, None)
     assert functions_of("alibi").slope is None
+
+
+def test_a_kernel_has_a_text():
+    """By which another process is asked to build it; it must know the key, as of ALiBi."""
+    own = ProblemClass(torch.bfloat16, score_mod=ScoreModClass("alibi", ("float32 1",)))
+    spec = KernelSpec("forward", ForwardConfig(), own)
+    assert kernel_named(name_of(spec)) == spec
+    other = KernelSpec("forward", ForwardConfig(), replace(own, score_mod=ScoreModClass("other")))
+    with pytest.raises(ValueError, match="knows no score_mod 'other'"):
+        trace_and_compile(other)
 
 
 SCRIPT = """

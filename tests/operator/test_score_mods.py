@@ -17,6 +17,7 @@ from fa4_hd256.check import reference
 from fa4_hd256.kernels import score_change
 from fa4_hd256.run import compile
 from fa4_hd256.score_mods import ScoreMod, alibi
+from sm100_sim.errors import SimulationError
 
 LSE_TOLERANCE = 1e-3
 SLOPES = torch.tensor([0.05, 0.4, 0.011, 0.2])
@@ -190,6 +191,36 @@ def test_a_wrong_head_is_seen(planted):
     found = flash_attn_func(*tensors, score_mod=case.mod("cpu"), return_lse=True)
     with pytest.raises(AssertionError):
         check(found, tensors, score_mod=case.of_reference(64, 64))
+
+
+def read_once(score, place, tensors):
+    of_keys, of_queries = tensors
+    return score + of_keys[place.head, place.key] + of_queries[place.query]
+
+
+def call_of_exact_tensors(device):
+    """(out, dq) of 1 + 128 queries and keys, and of tensors that have no more numbers."""
+    tensors = tuple(t.requires_grad_() for t in inputs(129, 129, (2, 1), 1, device))
+    own = torch.zeros(2, 129, device=device), torch.zeros(129, device=device)
+    out = flash_attn_func(*tensors, score_mod=ScoreMod.of(read_once, None, own))
+    return out, torch.autograd.grad(out, tensors[0], torch.ones_like(out))[0]
+
+
+def test_places_stay_inside(device):
+    """Kernels read no tensor past its end for rows of a tile that no sequence has."""
+    out, dq = call_of_exact_tensors(device)
+    assert out.isfinite().all() and dq.isfinite().all()
+
+
+@pytest.mark.simulator
+def test_places_beyond_are_seen(planted):
+    """The simulator knows what memory a call has."""
+    planted.setattr(
+        score_change.ScorePlaces, "at",
+        lambda own, n: score_change.Scored(own._batch, *own._locate(n), *own._lengths),
+    )  # fmt: skip
+    with pytest.raises(SimulationError):
+        call_of_exact_tensors("cpu")
 
 
 def test_another_tensor_takes_the_same_kernel(device):

@@ -7,6 +7,7 @@ import torch
 from replays import forget, simulated
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256.score_mods import ScoreMod, alibi
 
 pytestmark = pytest.mark.simulator
 
@@ -56,6 +57,9 @@ FORWARDS = {
         flash_attn_func, dense,
         {"block_mask": lambda: masks.sliding_window(30, 70, 90, first_tokens=3)},
     ),
+    "score_mod": (
+        flash_attn_func, dense, {"score_mod": lambda: alibi(torch.rand(2)), "causal": True}
+    ),
     "pages, split": (
         flash_attn_varlen_func,
         lambda: tensors((2, 3, 2, 256), (6, 16, 1, 256), (6, 16, 1, 256)),
@@ -94,6 +98,7 @@ BACKWARDS = {
     "grouped in parts": (flash_attn_func, lambda: dense(130, 70, (4, 1)), {"softcap": 9.0}),
     "sink": (flash_attn_func, dense, {"learnable_sink": lambda: torch.randn(2)}),
     "packed": FORWARDS["packed"],
+    "score_mod": FORWARDS["score_mod"],
 }
 
 
@@ -262,6 +267,25 @@ def test_packed_lengths_are_in_the_key(long_way):
     assert call(offsets=(0, 20, 40))
     assert not call(longest=26) and not call(offsets=(0, 5, 15, 40)) and not call(total=41)
     assert not call(used=int32(3, 4)) and call(used=int32(4, 5)) and call()
+
+
+def test_a_score_mod_is_in_the_key(long_way):
+    """Its functions, and how its tensors lie, not what they hold."""
+
+    def call(mod, function=flash_attn_func):
+        if function is flash_attn_func:
+            return repeats(function, *small(), causal=True, score_mod=mod)
+        rows, offsets = tensors((20, 2, 256), (20, 2, 256), (20, 2, 256)), int32(0, 5, 20)
+        return repeats(function, *rows, offsets, offsets, 15, score_mod=mod)
+
+    halved = ScoreMod.of(lambda score, place, tensors: score * 0.5)
+    other = ScoreMod.of(lambda score, place, tensors: score * 0.25)
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        assert not call(None, function) and call(None, function)
+        assert not call(alibi(torch.rand(2)), function) and call(alibi(torch.rand(2)), function)
+        assert not call(alibi(torch.rand(1, 2)), function)
+        assert not call(halved, function) and not call(other, function)
+        assert call(halved, function) and call(other, function) and call(None, function)
 
 
 WRONG = [
