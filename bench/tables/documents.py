@@ -62,6 +62,9 @@ _VALIDATE = ("validate", "--no-hopper")
 _DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
 
 
+_DECIDED = ("'order, forward'", "'scheduler, forward'", "'claims, forward'")
+
+
 def _beside(*providers: str) -> tuple[str, ...]:
     return tuple(word for name in providers for word in ("--provider", name))
 
@@ -134,6 +137,10 @@ DOCUMENTS = {
     ),
     "pages": Document(
         "Keys and values in pages", ("pages", "--modelled"), "serving.md"
+    ),
+    "defaults": Document(
+        "What calls decide for themselves",
+        ("defaults", *_DECIDED, "--draws", "32", "--every", "3"), "bench.md",
     ),
     "splits": Document("Keys divided among CTA pairs", ("splits", "--modelled"), "bench.md"),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),
