@@ -48,7 +48,12 @@ def happened(report, plan, warp, cta):
             if 0 <= index < len(places):  # else a barrier of the scheduler
                 parity = entry.operands[2] if kind is Kind.WAIT else None
                 found.append((kind, *places[index], parity))
-    # A copy has several boxes, a product several instructions, an arrival one for each CTA.
+    return merged(found)
+
+
+def merged(found):
+    """Operations in a row once: a copy has several boxes, a product several instructions, an
+    arrival one for each CTA, and nothing tells a product from one that follows it at once."""
     return [
         step for step, same in itertools.groupby(found)
         for _ in range(len(list(same)) if step[0] is Kind.GROUP else 1)
@@ -97,7 +102,8 @@ def declared(edges, steps, tiles, skipped=None):
 def assert_as_declared(report, plan, tiles, steps=None, ctas=(0, 1)):
     """steps: a table of the plan, `plan.steps` if none is given.  ctas: of the cluster."""
     steps = steps or plan.steps
-    for (role, cta), expected in declared(plan.edges, steps, tiles).items():
+    for (role, cta), program in declared(plan.edges, steps, tiles).items():
+        expected = merged(program)
         if cta not in ctas:
             continue
         for warp in first_and_last(warps_of(role, plan, steps)):
@@ -133,7 +139,7 @@ def steps_of(seen, rows, columns):
     )
 
 
-def attend(lengths, causal, backward=None, **options):
+def attend(lengths, causal, backward=None, kv_dtype=torch.bfloat16, **options):
     """Attention of one head, and its gradients where a configuration for them is given; returns
     which keys each query sees."""
     torch.manual_seed(0)
@@ -143,6 +149,7 @@ def attend(lengths, causal, backward=None, **options):
     )
     if backward is not None:
         options["backward_config"] = backward
+    k, v = k.to(kv_dtype), v.to(kv_dtype)
     out = flash_attn_func(q, k, v, causal=causal, num_splits=1, **options)
     if backward is not None:
         out.backward(torch.randn_like(out))

@@ -4,12 +4,14 @@ says: the generated roles, and those written by hand, as the check of the plan k
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
 from step_traces import assert_as_declared, attend, of_entry, steps_of, traced_launches
 
 from fa4_hd256 import BackwardConfig, ForwardConfig
-from fa4_hd256.kernels.blackwell.decode.config import DecodeConfig
+from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
 from fa4_hd256.kernels.programs import Kind
 from fa4_hd256.kernels.steps import CLAIM_STEPS
 
@@ -66,13 +68,15 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, use_clc,
 
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("kind", [DECODE[0], DECODE_E4M3[0]], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
-def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, use_clc, monkeypatch):
+def test_the_decode_kernel_does_what_its_table_says(lengths, q_stages, kind, use_clc, monkeypatch):
     """Tiles of none to three steps, all of them on one CTA, or every other one of them."""
     monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
     reports = traced_launches(monkeypatch, "b200:2")
-    config = DecodeConfig(q_stages=q_stages, ordered_tiles=False)
-    seen = attend(lengths, True, config=config, use_clc=use_clc)
+    config = replace(kind, q_stages=q_stages, ordered_tiles=False)
+    kv_dtype = torch.float8_e4m3fn if kind.e4m3 else torch.bfloat16
+    seen = attend(lengths, True, kv_dtype=kv_dtype, config=config, use_clc=use_clc)
     tiles = steps_of(seen, config.rows, TILE_K)
     assert set(tiles) == ({2, 3} if lengths[1] > TILE_K else {0, 1})
     assert_as_declared(reports[0], config, tiles if use_clc else tiles[::2], ctas=(0,))
