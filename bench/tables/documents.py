@@ -62,7 +62,9 @@ _VALIDATE = ("validate", "--no-hopper")
 _DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
 
 
-_DECIDED = ("'order, forward'", "'scheduler, forward'", "'claims, forward'")
+_DECIDED = (
+    "'order, forward'", "'scheduler, forward'", "'claims, forward'", "'stages, forward'",
+)  # fmt: skip
 
 
 def _beside(*providers: str) -> tuple[str, ...]:
