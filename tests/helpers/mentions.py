@@ -20,15 +20,15 @@ ABOUT_OTHERS = (
     "docs/findings.md", "docs/case_study_clc.md", "bench/model/published/flash_attention.py",
     "bench/model/published/nvidia.py",
 )  # fmt: skip
-#: Names that no code of ours has: of CUDA, SASS, CuTe DSL, CUTLASS, cuDNN, flash-attn-4; a
-#: kernel's by a number; a row of docs/silicon.md.
+#: Names that no code of ours has: of CUDA, SASS, CuTe DSL, CUTLASS, cuDNN, flash-attn-4,
+#: SGLang, vLLM, FlashInfer; a kernel's by a number; a row of docs/silicon.md.
 FOREIGN = frozenset((
     "__syncthreads", "cudaLaunchConfig_t", "cudaLaunchAttribute", "cudaLaunchAttributeID",
     "CUtensorMap", "IVALL", "FastDivmodDivisorV2", "read_clc_payload", "store_invalid_response",
     "get_Q_block_min_max", "golden_i", "fairness", "lpt_tile_coords", "lpt_l2_tile_coords",
     "L2_SIZE_MIB", "_SCHED_L2_BUDGET_BYTES", "_pack_gqa_wins", "d256_wide_decode_launch",
     "decode_d256_q_tile", "_SM107_WS_BUDGET_BYTES", "_sm107_chunks",
-    "ensure_decode_fast_path_is_available",
+    "ensure_decode_fast_path_is_available", "QLEN_ONLY", "qq_bias", "custom_mask",
 ))  # fmt: skip
 #: What a reader replaces, and a user's file in a finding that is shown.
 _PLACEHOLDERS = frozenset(("SCRIPT.py", "NAME.py", "epilogue.py"))

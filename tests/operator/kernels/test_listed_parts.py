@@ -226,7 +226,7 @@ def test_what_is_refused(device):
         flash_attn_varlen_func(q, k, v, batch_invariant=True, **options)
     with pytest.raises(ValueError, match="seqused_q is given with scheduler_metadata"):
         flash_attn_varlen_func(q, k, v, seqused_q=ints([1, 1], device), **options)
-    with pytest.raises(NotImplementedError, match="scheduler_metadata: no gradients flow"):
+    with pytest.raises(NotImplementedError, match="scheduler_metadata.*: no gradients"):
         flash_attn_varlen_func(q.requires_grad_(), k, v, **options)
     with pytest.raises(TypeError, match="seqused_k must be an int32 tensor|int32"):
         get_scheduler_metadata(used.long(), 1, 600, *HEADS)
