@@ -76,7 +76,10 @@ def warm_up(
     """
     begin, before = time.perf_counter(), counters["compiled"]
     place = _device(device)
-    also = batch_invariant, scheduler_metadata, tree_mask
+    also = {
+        "batch_invariant": batch_invariant, "scheduler_metadata": scheduler_metadata,
+        "tree_mask": tree_mask,
+    }  # fmt: skip
     needs = _needs((uses, forms, dtypes, kv_dtypes), use_clc, page_sizes, also)
     sharded = _model(model).sharded(tensor_parallel)
     specs = specs_of(sharded, needs, architecture_of(place), gpu_of(place).tuning_name)
@@ -106,14 +109,14 @@ def _needs(
     asked: tuple[Iterable[Any], ...],
     use_clc: bool | None,
     page_sizes: Sequence[int],
-    also: tuple[bool, bool, bool],
+    also: dict[str, bool],
 ) -> Needs:
-    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata,
-    tree_mask."""
+    """asked: uses, forms, dtypes, kv_dtypes. also: batch_invariant, scheduler_metadata and
+    tree_mask by name."""
     uses, forms, dtypes, kv_dtypes = map(tuple, asked)
     schedulers = (False, True) if use_clc is None else (use_clc,)
     return Needs(
-        uses, forms, dtypes, schedulers, also[0], tuple(page_sizes), kv_dtypes, *also[1:]
+        uses, forms, dtypes, schedulers, page_sizes=tuple(page_sizes), kv_dtypes=kv_dtypes, **also
     )
 
 
@@ -179,7 +182,10 @@ def main(arguments: argparse.Namespace) -> int:
         [_DTYPES[name] for name in arguments.dtype or ("bfloat16",)],
         [_KV_DTYPES[name] for name in arguments.kv_dtype or (OF_Q,)],
     )  # fmt: skip
-    also = arguments.batch_invariant, arguments.scheduler_metadata, arguments.tree_mask
+    also = {
+        name: getattr(arguments, name)
+        for name in ("batch_invariant", "scheduler_metadata", "tree_mask")
+    }
     needs = _needs(asked, use_clc, arguments.page_size, also)
     models = [model.sharded(arguments.tensor_parallel) for model in models]
     specs = {name: _of_target(name, models, needs, named) for name in arguments.arch}

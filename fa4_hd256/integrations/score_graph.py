@@ -213,63 +213,54 @@ class ScoreGraph:
         a row in `OPERATIONS`, or reads a tensor other than by one number a dimension."""
         self._module = _traced(function, device)
         self._tensors = tensors
+        self._captured: dict[str, int] = {}  # numbers of the tensors, by name in the graph
         self._numbers: dict[Any, bool | int | float] = {}
         for node in self._module.graph.nodes:
             self._take_in(node)
+            if node.op == "output":
+                (self._result,) = node.all_input_nodes
 
     @property
     def text(self) -> str:
         """What is computed; of tensors their kind and number."""
         tensors = [(str(t.dtype), t.ndim) for t in self._tensors]
-        return f"{self._module.code} {tensors} {self._captured()}"
+        return f"{self._module.code} {tensors} {self._captured}"
 
     @property
     def number(self) -> bool | int | float | None:
         """The result where it is the same for every argument, else None."""
-        return self._numbers.get(self._result())
+        return self._numbers.get(self._result)
 
     def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Float32:
         """In a kernel, of one score.  arguments: Float32 and Int32 numbers."""
         values: dict[Any, Any] = dict(self._numbers)
-        given, captured = iter(arguments), self._captured()
+        given = iter(arguments)
         for node in self._module.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node.op == "get_attr":
-                number = captured[node.target]
-                is_number = self._tensors[number].ndim == 0
+                number = self._captured[node.target]
                 values[node] = _Elements(number)
-                if is_number:
+                if self._tensors[number].ndim == 0:
                     values[node] = _typed(tensors[number][0], _dtype(node))
             elif node.op == "call_function" and node not in self._numbers:
                 values[node] = _computed(node, values, tensors)
-        return Float32(values[self._result()])
-
-    def _result(self) -> Any:
-        (output,) = (node for node in self._module.graph.nodes if node.op == "output")
-        (result,) = output.all_input_nodes
-        return result
-
-    def _captured(self) -> dict[str, int]:
-        """The number of each captured tensor, by its name in the graph."""
-        names = [node.target for node in self._module.graph.nodes if node.op == "get_attr"]
-        of = {name: getattr(self._module, name) for name in names}
-        return {
-            name: next(i for i, known in enumerate(self._tensors) if known is tensor)
-            for name, tensor in of.items()
-        }
+        return Float32(values[self._result])
 
     def _take_in(self, node: Any) -> None:
         """Check a node; compute it where it has one value."""
         if node.op == "get_attr":
             tensor = getattr(self._module, node.target)
-            if not any(known is tensor for known in self._tensors):
+            known = [i for i, other in enumerate(self._tensors) if other is tensor]
+            self._captured[node.target] = known[0] if known else len(self._tensors)
+            if not known:
                 self._tensors.append(tensor)
         if node.op != "call_function":
             return
         name = _name(node)
         if name in _NUMBERS:
-            self._numbers[node] = _python_type(node)(_NUMBERS[name](*node.args, **node.kwargs))
+            kind = _python_type(_dtype(node))
+            self._numbers[node] = kind(_NUMBERS[name](*node.args, **node.kwargs))
         elif name in _INDEXING:
             _check_index(node)
         elif name not in OPERATIONS:
@@ -405,13 +396,13 @@ def _order(dtype: torch.dtype) -> int:
     return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
-def _python_type(node: Any) -> type:
-    return (bool, int, float)[_order(_dtype(node))]
+def _python_type(dtype: torch.dtype) -> type:
+    return (bool, int, float)[_order(dtype)]
 
 
 def _typed(value: Any, dtype: torch.dtype) -> Any:
     """A number of the kernel's, or of Python's, of a kind; None as it is."""
-    kind = (bool, int, float)[_order(dtype)]
+    kind = _python_type(dtype)
     if value is None or isinstance(value, (bool, int, float)):
         return value if value is None else kind(value)
     of_kernel = _KINDS[kind]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as pytorch
 
+from fa4_hd256.check import reference
 from fa4_hd256.integrations.flex_attention import flex_attention, score_mod_of
 
 HEADS, HEADS_KV, QUERIES, KEYS = 4, 2, 150, 200
@@ -32,18 +33,12 @@ def functions(device):
 
 
 def dense(score_mod, tensors, mask):
-    """(out, lse) in float64, all scores at once."""
-    query, key, value = (t.double() for t in tensors[:3])
-    key, value = (t.repeat_interleave(HEADS // HEADS_KV, 1) for t in (key, value))
-    scores = SCALE * query @ key.transpose(-1, -2)
-    places = (
-        torch.arange(n, device=query.device).view([-1 if i == d else 1 for i in range(4)])
-        for d, n in enumerate(scores.shape)
-    )
-    scores = score_mod(scores, *places)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    """(out, lse) in float64 on the CPU, of the reference. score_mod, mask: of tensors there."""
+    q, k, v = (t.transpose(1, 2) for t in tensors[:3])
+    mask = None if mask is None else mask[None, None]
+    options = {"softmax_scale": SCALE, "score_mod": score_mod, "mask": mask}
+    out, lse = reference.attention(q, k, v, **options)
+    return out.transpose(1, 2), lse
 
 
 @pytest.mark.parametrize(
@@ -57,18 +52,17 @@ def test_results_and_gradients(name, masked, tensors, device):
             return (q - k).abs() < 90
 
         block_mask = pytorch.create_block_mask(near, None, None, QUERIES, KEYS, device=device)
-        rows, columns = (torch.arange(n, device=device) for n in (QUERIES, KEYS))
-        mask = near(0, 0, rows[:, None], columns)
+        mask = near(0, 0, torch.arange(QUERIES)[:, None], torch.arange(KEYS))
     leaves = [t.clone().requires_grad_() for t in tensors[:3]]
     out, lse = flex_attention(
         *leaves, score_mod=score_mod, block_mask=block_mask, scale=SCALE, enable_gqa=True,
         return_lse=True,
     )  # fmt: skip
     found = torch.autograd.grad(out, leaves, tensors[3])
-    wanted_out, wanted_lse = dense(score_mod, leaves, mask)
-    wanted = torch.autograd.grad(wanted_out, leaves, tensors[3].double())
-    torch.testing.assert_close(out.double(), wanted_out, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
+    wanted_out, wanted_lse = dense(functions("cpu")[name], leaves, mask)
+    wanted = torch.autograd.grad(wanted_out, leaves, tensors[3].cpu().double())
+    torch.testing.assert_close(out.cpu().double(), wanted_out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, rtol=1e-4, atol=1e-4)
     for gradient, right in zip(found, wanted, strict=True):
         error = (gradient.double() - right.double()).norm() / right.double().norm()
         assert error < 1e-2
@@ -99,13 +93,13 @@ def test_where_nobody_sees_an_index_may_lead_beyond_its_tensor(tensors, device):
         *tensors[:3], score_mod=lambda s, b, h, q, k: s + table[h, q - k], scale=SCALE,
         block_mask=block_mask, enable_gqa=True, return_lse=True,
     )  # fmt: skip
-    rows, columns = (torch.arange(n, device=device) for n in (QUERIES, KEYS))
+    own = table.cpu()
     wanted = dense(
-        lambda s, b, h, q, k: s + table[h, (q - k).clamp(0, 39)], tensors,
-        near(0, 0, rows[:, None], columns),
+        lambda s, b, h, q, k: s + own[h, (q - k).clamp(0, 39)], tensors,
+        near(0, 0, torch.arange(QUERIES)[:, None], torch.arange(KEYS)),
     )  # fmt: skip
-    torch.testing.assert_close(out.double(), wanted[0], rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(lse.double(), wanted[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.cpu().double(), wanted[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.cpu().double(), wanted[1], rtol=1e-4, atol=1e-4)
 
 
 def test_another_factor_is_seen(tensors, device):

@@ -147,7 +147,7 @@ def test_a_key_follows_what_is_computed():
     ("function", "message"),
     [
         (lambda s, b, h, q, k: s if q > k else -s, "branch by a value"),
-        (lambda s, b, h, q, k: s + math_of(q), "number of Python"),
+        (lambda s, b, h, q, k: s + float(q), "number of Python"),
         (lambda s, b, h, q, k: torch.special.i0(s), "computes aten.i0"),
         (lambda s, b, h, q, k: s + BIAS[h].sum(), "computes aten.sum"),
         (lambda s, b, h, q, k: s + BIAS[:, 0][h], "one number for each dimension|computes"),
@@ -159,7 +159,3 @@ def test_a_key_follows_what_is_computed():
 def test_what_kernels_cannot_evaluate_is_refused(function, message):
     with pytest.raises(TranslationError, match=message):
         score_mod_of(function)
-
-
-def math_of(q):
-    return float(q)
