@@ -17,6 +17,8 @@ from bench import suite
 from bench.measure.providers import Provider, default_providers
 from bench.measure.throughput import measured_rows
 from bench.measure.timer import (
+    COLD,
+    L2_STATES,
     CudaTimer,
     Sampling,
     add_sampling_options,
@@ -39,7 +41,6 @@ STANDING_COLUMNS = (
     Column("ratio_high", format=".2f", title="high"),
     Column("probability", format=".0%"), Column("gain", format="+.0%"),
 )  # fmt: skip
-L2_STATES = COLD, WARM = "cold", "warm"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -164,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
     parser.add_argument(
-        "--l2", choices=L2_STATES, default=L2_STATES[0], help="before each run of a measurement"
+        "--l2", choices=L2_STATES, default=COLD, help="before each run of a measurement"
     )
     parser.add_argument(
         "--provider", action="append", metavar="NAME",
@@ -196,7 +197,7 @@ def main(arguments: argparse.Namespace) -> int:
     providers = chosen_providers(arguments.provider, is_measured)
     if is_measured:
         sampling = Sampling(arguments.warmup, arguments.runs)
-        timer, dtype = CudaTimer(warm=arguments.l2 == WARM), DTYPES[arguments.dtype]
+        timer, dtype = CudaTimer(l2=arguments.l2), DTYPES[arguments.dtype]
         rows = measured_rows(cases, providers, timer, sampling, dtype)
         for row, (case, direction) in zip(rows, cases, strict=True):
             row.update(times_of(row, case, direction), l2=arguments.l2)

@@ -84,6 +84,11 @@ def _same_bits(name: str, found: dict[str, Run | str]) -> str | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights")
+    parser.add_argument(
+        "--attention", action="append", choices=IMPLEMENTATIONS,
+        help=f"beside {REFERENCE} and ours; repeatable, all unless chosen",
+    )
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default)
@@ -98,16 +103,25 @@ def main(arguments: argparse.Namespace) -> int:
     shape = replace(Shape(), **{f.name: getattr(arguments, f.name) for f in fields(Shape)})
     device = torch.device("cuda")
     found: dict[str, Run | str] = {}
-    for name in (*IMPLEMENTATIONS, f"{OURS}, again"):
+    chosen = {REFERENCE, OURS, *(arguments.attention or IMPLEMENTATIONS)}
+    for name in (*(name for name in IMPLEMENTATIONS if name in chosen), f"{OURS}, again"):
         print(name, file=sys.stderr, flush=True)
         attention = IMPLEMENTATIONS[name.removesuffix(", again")]
-        run, reason = attempt(partial(training.train, attention, shape, arguments.steps, device))
+        run, reason = attempt(
+            partial(
+                training.train, attention, shape, arguments.steps, device, seed=arguments.seed
+            )
+        )
         found[name] = reason or run
     heads = f"heads {shape.heads}/{shape.heads_kv} of 256"
     masks = f"{shape.layers} layers, " + (
         f"window {shape.window} but for every {shape.full_every}th"
         if shape.window else "causal"
     )
-    text = f"{masks}, {heads}, {shape.batch} x {shape.seqlen} tokens a step"
+    text = (
+        f"{masks}, {heads}, {shape.batch} x {shape.seqlen} tokens a step, weights of seed "
+        f"{arguments.seed}. SDPA bf16 runs, without and with a window, as "
+        f"{training.back_ends(shape, device)}"
+    )
     emit(table(found, arguments.steps, torch.cuda.get_device_name(device), text), arguments)
     return 0 if isinstance(found[OURS], Run) else 1

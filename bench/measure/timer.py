@@ -179,15 +179,20 @@ def _replay(graph: Any, call: Callable[[], Any]) -> None:
 _PAUSE_CLOCKS = 60_000
 
 
-class CudaTimer:
-    """Times CUDA graphs by events, after L2 has been overwritten or, with `warm`, after a pause
-    that leaves in it what the run before did."""
+#: What L2 holds when a run begins: lines of others that are still to be written to HBM; lines of
+#: others that were read only, as weights are; what the run before left.
+L2_STATES = COLD, CLEAN, WARM = "cold", "clean", "warm"
 
-    def __init__(self, device: int = 0, warm: bool = False) -> None:
-        """Raises ValueError if there is no such CUDA device."""
+
+class CudaTimer:
+    """Times CUDA graphs by events, after L2 has been filled with something else or, with `WARM`,
+    after a pause."""
+
+    def __init__(self, device: int = 0, l2: str = COLD) -> None:
+        """l2: one of `L2_STATES`. Raises ValueError if there is no such CUDA device."""
         import torch
 
-        self._warm = warm
+        self._l2 = l2
 
         if not torch.cuda.is_available():
             raise ValueError("no CUDA device to measure on; without one, figures are modelled")
@@ -199,7 +204,9 @@ class CudaTimer:
             FLOP_PER_CLOCK.get((properties.major, properties.minor)), properties.L2_cache_size,
             self._sensor.driver,
         )  # fmt: skip
-        self._eraser = torch.empty(2 * self.gpu.l2_bytes, dtype=torch.int8, device=self.device)
+        words = self.gpu.l2_bytes // 2
+        self._eraser = torch.empty(words, dtype=torch.float32, device=self.device)
+        self._read = torch.zeros(words if l2 == CLEAN else 1, device=self.device)
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._stream = torch.cuda.Stream(self.device)
 
@@ -238,10 +245,12 @@ class CudaTimer:
         start, end = self._events
         with torch.cuda.stream(self._stream):
             # The GPU is busy with this while the host enqueues the call.
-            if self._warm:
+            if self._l2 == WARM:
                 torch.cuda._sleep(_PAUSE_CLOCKS)
             else:
                 self._eraser.zero_()
+            if self._l2 == CLEAN:
+                self._read.sum()
             start.record()
             call()
             end.record()

@@ -13,10 +13,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from bench.peers import flash_attn_4
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -159,11 +161,71 @@ def sdpa_float32(
     if window is None:
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        rows = torch.arange(q.shape[2], device=q.device)
-        behind = rows[:, None] - rows
-        mask = (behind >= 0) & (behind <= window)
+        mask = _seen(q.shape[2], window, q.device)
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.transpose(1, 2)
+
+
+class _Rounded(torch.autograd.Function):
+    """Attention in float32 that rounds to bf16 what flash attention's kernels do: P, out, of which
+    the backward's row sums are taken, and dS."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        q, k, v, mask = given
+        scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(~mask, -math.inf)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = _to_bf16((scores - lse).exp()) @ v
+        ctx.save_for_backward(q, k, v, mask, _to_bf16(out), lse)
+        return _to_bf16(out)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        (d_out,) = map(_to_bf16, given)
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        scale = HEAD_DIM**-0.5
+        p = ((q @ k.mT * scale).masked_fill(~mask, -math.inf) - lse).exp()
+        d_scores = _to_bf16(p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)))
+        d_q, d_k = d_scores @ k * scale, d_scores.mT @ q * scale
+        return _to_bf16(d_q), _to_bf16(d_k), _to_bf16(_to_bf16(p).mT @ d_out), None
+
+
+def _to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Float32 of fewer bits."""
+    return x.bfloat16().float()
+
+
+def rounded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """PyTorch's products in float32, rounded where a kernel in bf16 rounds."""
+    q, k, v = (_to_bf16(t).transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    mask = _seen(q.shape[2], window, q.device)
+    return _Rounded.apply(q, k, v, mask).transpose(1, 2)
+
+
+def _seen(rows: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(query, key): keys at or before a query, at most `window` before it."""
+    numbers = torch.arange(rows, device=device)
+    behind = numbers[:, None] - numbers
+    return behind >= 0 if window is None else (behind >= 0) & (behind <= window)
+
+
+def back_ends(shape: Shape, device: torch.device) -> str:
+    """What PyTorch chooses for SDPA bf16, without a window and with one, under the settings of
+    `train`."""
+    q = torch.zeros(
+        (shape.batch, shape.heads, shape.seqlen, HEAD_DIM), dtype=torch.bfloat16, device=device,
+        requires_grad=True,
+    )  # fmt: skip
+    mask = _seen(shape.seqlen, shape.window, device)
+    with _reproducible():
+        chosen = (
+            torch._fused_sdp_choice(q, q, q, None, 0.0, True),
+            torch._fused_sdp_choice(q, q, q, mask, 0.0, False),
+        )
+    return ", ".join(SDPBackend(number).name for number in chosen)
 
 
 IMPLEMENTATIONS: dict[str, Attention] = {
@@ -171,6 +233,7 @@ IMPLEMENTATIONS: dict[str, Attention] = {
     "ours": ours,
     flash_attn_4.PACKAGE: flash_attention_4,
     "SDPA bf16": sdpa_bf16,
+    "float32, rounded as kernels do": rounded,
 }
 
 
@@ -182,10 +245,12 @@ class Run:
     milliseconds: float
 
 
-def train(attention: Attention, shape: Shape, steps: int, device: torch.device) -> Run:
-    """Train from the same weights on the same batches."""
+def train(
+    attention: Attention, shape: Shape, steps: int, device: torch.device, seed: int = 0
+) -> Run:
+    """Train from the same weights, those of a seed, on the same batches."""
     with _reproducible():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = Model(shape).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95))
         losses, seconds = [], []

@@ -28,7 +28,7 @@ def test_layers_have_windows_but_for_some():
     assert training.Shape(window=0).window_of(0) is None
 
 
-@pytest.mark.parametrize("name", ["ours", "SDPA bf16"])
+@pytest.mark.parametrize("name", ["ours", "SDPA bf16", "float32, rounded as kernels do"])
 def test_steps_follow_those_of_float32(name):
     """Of bf16's rounding in two small layers: a mask that is another moves the loss far more."""
     exact = training.train(training.sdpa_float32, SHAPE, 3, CPU).losses
@@ -66,3 +66,20 @@ def test_it_wants_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["training"]) == 2
     assert "no CUDA device to train on" in capsys.readouterr().err
+
+
+def test_rounding_changes_gradients_by_what_bf16_lacks():
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, 96, 2, 256, generator=generator, requires_grad=True) for _ in range(3)]
+    found = [t.detach().bfloat16().float().requires_grad_() for t in exact]
+    d_out = torch.randn(1, 96, 2, 256, generator=generator)
+    for attention, given in ((training.sdpa_float32, exact), (training.rounded, found)):
+        attention(*given, 20).backward(d_out)
+    for a, b in zip(exact, found):
+        error = (a.grad - b.grad).norm() / a.grad.norm()
+        assert 1e-3 < error < 1e-2
+
+
+def test_back_ends_are_named():
+    names = training.back_ends(SHAPE, CPU).split(", ")
+    assert len(names) == 2 and set(names) <= {"MATH", "FLASH_ATTENTION"}
