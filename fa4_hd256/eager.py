@@ -131,7 +131,7 @@ class Entry:
 
     __slots__ = ("recorded", "replayed", "scalars")
 
-    def __init__(self, scalars: tuple) -> None:
+    def __init__(self, scalars: Any) -> None:
         self.scalars = scalars
         self.replayed: Replayed | None = None
         self.recorded = False

@@ -1,20 +1,13 @@
-"""The public functions, and the torch operator behind them; its gradients: `autograd`."""
+"""The public functions, and how eager calls reach the torch operator behind them (`operators`)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from .autograd import (
-    check_differentiable,
-    gradients,
-    gradients_of,
-    save,
-    save_for_backward,
-)
+from .autograd import check_differentiable, gradients_of, save
 from .call import named_configs
 from .call.checks import (
     bounds_of,
@@ -24,38 +17,21 @@ from .call.checks import (
     check_mask_of,
     check_mask_options,
     check_out,
-    check_writable,
-    with_batch,
 )
-from .call.forward_problem import (
-    OTHERS,
-    RAGGED,
-    ForwardCall,
-    Options,
-    check_call,
-    given_ragged,
-    tiles_for_masks,
-    uneven_gradients,
-)
-from .call.score_tensors import score_class_of
-from .call.splits import (
-    BY_RULE,
-    FIXED_PARTS,
-    asked_splits,
-    check_beside_list,
-    check_num_splits,
-)
+from .call.forward_problem import Options, tiles_for_masks, uneven_gradients
+from .call.operator_arguments import RAGGED, ForwardTensors, ForwardValues
+from .call.splits import BY_RULE, FIXED_PARTS, asked_splits, check_beside_list
 from .call.tree_mask import check_apart as check_masks_apart
 from .call.tree_mask import tree_words as words_of
 from .eager import Entry, OperatorCalls, is_intercepted
 from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
-from .kernels.block_mask import MASK_STEPS, MASK_TABLES, MASK_TILE
+from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.score_change import SCORE_TENSORS
 from .kernels.sequences import PART_LIST
 from .masks import as_tile_mask
-from .run.forward import run_forward
+from .operators import forward, forward_out
 from .score_mods import ScoreMod
 
 #: window_size of calls without one, as most are.
@@ -134,27 +110,27 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    splits = asked_splits(num_splits, batch_invariant)
-    given: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, use_clc, splits
-    tensors = q, k, v, learnable_sink, *_NO_RAGGED, k_descale, v_descale, *_NO_SCORES
-    form: Hashable = learnable_sink is None, k_descale is None, v_descale is None
+    masks = _NONE
     if block_mask is not None:
         check_masks_apart(tree_mask, block_mask)
-        lists = _lists_of(block_mask, q, k, _are_differentiated(tensors[:4]))
-        tensors = (*tensors[:_MASK_STEPS], *lists, *tensors[_TREE_WORDS:])
-        form = (form, "masked", lists[-1] is None)
-    if tree_mask is not None:
-        tensors = (*tensors[:_TREE_WORDS], words_of(tree_mask), *tensors[_TREE_WORDS + 1 :])
-        form = form, "tree"
-    if score_mod is not None:
-        own = _tensors_of(score_mod)
-        tensors, given = (*tensors[:_SCORES], *own), (*given, score_mod.key)
-        form = form, len(score_mod.tensors)
+        masks = mask_tables(block_mask, q, k, _are_differentiated((q, k, v, learnable_sink)))
+    words = None if tree_mask is None else words_of(tree_mask)
+    scores, key = (_NONE, None) if score_mod is None else _read_by(score_mod)
+    tensors = ForwardTensors(
+        q, k, v, learnable_sink, tree_words=words, k_descale=k_descale, v_descale=v_descale,
+        **masks, **scores,
+    )  # fmt: skip
+    splits = asked_splits(num_splits, batch_invariant)
+    given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
+    form = (
+        learnable_sink is None, k_descale is None, v_descale is None, words is None, len(masks),
+        len(scores),
+    )  # fmt: skip
     configs = config, backward_config
     if out is None:
-        out, lse = _attend(tensors, given, _NO_LENGTHS, configs, form, return_lse)
+        out, lse = _attend(tensors, given, _NO_BOUNDS, configs, form, return_lse)
     else:
-        lse = _attend_into((*tensors, out), given, _NO_LENGTHS, configs, form)
+        lse = _attend_into((tensors, out), given, _NO_BOUNDS, configs, form)
     return (out, lse) if return_lse else out
 
 
@@ -228,41 +204,45 @@ def flash_attn_varlen_func(
             "packed sequences in one row with fa4_hd256.masks.documents, padded ones with "
             "fa4_hd256.masks.from_dense"
         )
+    words = None if tree_mask is None else words_of(tree_mask)
+    scores, key = (_NONE, None) if score_mod is None else _read_by(score_mod)
     splits = asked_splits(num_splits, batch_invariant)
-    given: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, use_clc, splits
-    ragged = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, scheduler_metadata
-    longest, words = (max_seqlen_q, max_seqlen_k), None
-    if tree_mask is not None:
-        words = words_of(tree_mask)
+    given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
+    longest = max_seqlen_q, max_seqlen_k
     if isinstance(max_seqlen_q, torch.Tensor) or isinstance(max_seqlen_k, torch.Tensor):
         rows = q.shape[0] if words is None else min(q.shape[0], words.shape[1])
         longest = bounds_of(longest, rows, splits == FIXED_PARTS)
-    tensors = (
-        q, k, v, learnable_sink, *ragged, *_NO_MASK, words, k_descale, v_descale, *_NO_SCORES
+    tensors = ForwardTensors(
+        q, k, v, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
+        scheduler_metadata, tree_words=words, k_descale=k_descale, v_descale=v_descale, **scores,
     )  # fmt: skip
-    if score_mod is not None:
-        tensors = (*tensors[:_SCORES], *_tensors_of(score_mod))
-        given = (*given, score_mod.key)
-    form = *[t is None for t in tensors[3:]], cu_seqlens_k is cu_seqlens_q
+    form = *[t is None for t in tensors[_FIRST_OPTIONAL:]], cu_seqlens_k is cu_seqlens_q
     configs = config, backward_config
     if out is None:
         out, lse = _attend(tensors, given, longest, configs, form, return_lse)
     else:
-        lse = _attend_into((*tensors, out), given, longest, configs, form)
+        lse = _attend_into((tensors, out), given, longest, configs, form)
     return (out, lse) if return_lse else out
 
 
-#: Where cu_seqlens_q and cu_seqlens_k are among a call's tensors: q, k, v, the sink, ragged ones.
-_OFFSETS_Q, _OFFSETS_K, _PAGE_TABLE, _MASK_STEPS, _MASK_BLOCKS, _TREE_WORDS = 4, 5, 8, 10, 12, 14
-_NO_RAGGED = (None,) * len(RAGGED)
-_NO_MASK = (None,) * len(MASK_TABLES)
-_OF_GRADIENTS = slice(_MASK_BLOCKS, _MASK_BLOCKS + 2)
-_SCORES = 4 + OTHERS.index(SCORE_TENSORS[0])
-_NO_SCORES = (None,) * len(SCORE_TENSORS)
-#: Where the key of a score_mod is among what is no tensor, if there is one.
-_KEY = 6
+#: Tensors by name, of calls that have none.
+_NONE: dict[str, torch.Tensor] = {}
 #: max_seqlen_q and max_seqlen_k of calls that have none.
-_NO_LENGTHS = None, None
+_NO_BOUNDS = None, None
+#: Of `ForwardTensors`, behind q, k and v.
+_FIRST_OPTIONAL = 3
+
+
+class _Given(NamedTuple):
+    """Arguments that are no tensors, as users give them; score_mod: its key, None for none."""
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    use_clc: Any
+    num_splits: Any
+    score_mod: str | None
 
 
 def _are_differentiated(tensors: tuple[Any, ...]) -> bool:
@@ -272,18 +252,24 @@ def _are_differentiated(tensors: tuple[Any, ...]) -> bool:
     )
 
 
-def _lists_of(block_mask: Any, q: Any, k: Any, gradients: bool) -> tuple[Any, ...]:
-    """What the kernels get of a block mask, None twice without gradients. Raises as `as_tile_mask`,
-    and ValueError for one of other lengths or of another device."""
+def mask_tables(
+    block_mask: Any, q: Any, k: Any, gradients: bool
+) -> dict[str, torch.Tensor]:
+    """What kernels get of a block mask, by name; gradients: what those of the gradients get, too.
+
+    Raises as `as_tile_mask`, and ValueError for one of other lengths or of another device.
+    """
     check_kinds({"q": q, "k": k}, {}, BY_RULE)
     mask = as_tile_mask(block_mask)
     check_mask_of(mask.lengths, mask.device, q, k)
-    of_gradients = (mask.blocks, mask.key_bits) if gradients else (None, None)
-    return mask.steps(_halves(q.device)), mask.bits, *of_gradients
+    found = {MASK_STEPS: mask.steps(_halves(q.device)), MASK_BITS: mask.bits}
+    if gradients:
+        found |= {MASK_BLOCKS: mask.blocks, MASK_KEY_BITS: mask.key_bits}
+    return found
 
 
-def _tensors_of(score_mod: Any) -> tuple[torch.Tensor | None, ...]:
-    """What a score_mod reads, as many as `SCORE_TENSORS`. Raises TypeError for another kind,
+def _read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """What a score_mod reads, by name, and its key. Raises TypeError for another kind,
     ValueError for tensors that require gradients."""
     if not isinstance(score_mod, ScoreMod):
         raise TypeError(
@@ -296,7 +282,7 @@ def _tensors_of(score_mod: Any) -> tuple[torch.Tensor | None, ...]:
             "a tensor of score_mod requires gradients, and there are none to it; accepted: "
             "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
         )
-    return *tensors, *_NO_SCORES[len(tensors) :]
+    return dict(zip(SCORE_TENSORS, tensors)), score_mod.key
 
 
 @torch.compiler.assume_constant_result
@@ -308,8 +294,8 @@ def _halves(device: torch.device) -> int:
 
 
 def _attend(
-    tensors: tuple[Any, ...],
-    given: tuple[Any, ...],
+    tensors: ForwardTensors,
+    given: _Given,
     longest: tuple[Any, Any],
     configs: tuple[Any, Any],
     form: Hashable,
@@ -317,10 +303,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), the latter anything where it is not wanted.
 
-    All as users give it. tensors: q, k, v, the sink, then those of `OTHERS`; given: softmax_scale,
-    causal, window_size, softcap, use_clc, num_splits, and the key of a score_mod if there is one;
-    longest: max_seqlen_q, max_seqlen_k; configs: of the forward and of the backward. form: which
-    tensors are given, and are the same.
+    All as users give it. longest: max_seqlen_q, max_seqlen_k; configs: of the forward and of the
+    backward. form: which tensors are given, and are the same.
     """
     if is_intercepted():
         return _through_dispatcher(tensors, given, longest, configs)
@@ -338,68 +322,70 @@ def _attend(
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
-        check_differentiable(k, tensors[_PAGE_TABLE:])
-        return _apply((entry, addresses, tensors), *tensors[:4])
+        check_differentiable(tensors)
+        return _apply((entry, addresses, tensors), q, k, v, sink)
     out, lse = forward_calls.run(entry, tensors, addresses, not wants_lse)
-    if tensors[_OFFSETS_Q] is None:
+    if tensors.cu_seqlens_q is None:
         return out, lse
     return _without_batch(tensors, out, lse)
 
 
 def _facts(
-    given: tuple[Any, ...], longest: tuple[Any, Any], configs: tuple[Any, Any], form: Hashable
+    given: _Given, longest: tuple[Any, Any], configs: tuple[Any, Any], form: Hashable
 ) -> tuple[Any, ...]:
     """What a call depends on beside its tensors; arguments as for `_attend`."""
-    window = given[2]
+    window = given.window_size
     # Of equal values the types count, too: only some are accepted.
     sides = None
     if window is not _UNBOUNDED and type(window) is tuple:
         sides = tuple(map(type, window))
     facts = (given, *map(type, given), sides, configs, sms_are_shared(), form)
-    return facts if longest is _NO_LENGTHS else (*facts, longest, *map(type, longest))
+    return facts if longest is _NO_BOUNDS else (*facts, longest, *map(type, longest))
 
 
 def _attend_into(
-    tensors: tuple[Any, ...],
-    given: tuple[Any, ...],
+    tensors: tuple[ForwardTensors, torch.Tensor],
+    given: _Given,
     longest: tuple[Any, Any],
     configs: tuple[Any, Any],
     form: Hashable,
 ) -> torch.Tensor:
-    """lse of `_attend`; tensors has one more, to which out is written."""
-    *inputs, out = tensors
-    if _are_differentiated((*inputs[:4], out)):
+    """lse of `_attend`; tensors: of the call, and that to which out is written."""
+    inputs, out = tensors
+    if _are_differentiated((inputs.q, inputs.k, inputs.v, inputs.sink, out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
             "without out=, or inside torch.no_grad()"
         )
 
-    def resolve() -> tuple[Any, ...]:
-        scalars = _resolve(tuple(inputs), given, longest, configs)
-        check_out(out, inputs[0])
-        return scalars
+    def resolve() -> ForwardValues:
+        values = _resolve(inputs, given, longest, configs)
+        check_out(out, inputs.q)
+        return values
 
     facts = _facts(given, longest, configs, form)
-    found = None if is_intercepted() else out_calls.find(facts, tensors, resolve)
+    every = *inputs, out
+    found = None if is_intercepted() else out_calls.find(facts, every, resolve)
     if found is None:
-        lse = _operator_into(tensors, resolve())
+        lse = _operator_into(every, resolve())
     else:
         # Addresses are no part of a key.
         check_apart(out, inputs)
-        _, lse = out_calls.run(found[0], tensors, found[1])
-    return lse if inputs[_OFFSETS_Q] is None else lse.squeeze(0)
+        _, lse = out_calls.run(found[0], every, found[1])
+    return lse if inputs.cu_seqlens_q is None else lse.squeeze(0)
 
 
-def _operator_into(tensors: tuple[Any, ...], scalars: tuple) -> torch.Tensor:
+def _operator_into(tensors: Sequence[Any], values: ForwardValues) -> torch.Tensor:
     """lse; arguments as for `_operator`, and out behind the tensors."""
-    *inputs, out = tensors
-    out = out if inputs[_OFFSETS_Q] is None else out.unsqueeze(0)
-    return forward_out(out, *_in_order(tuple(inputs), scalars))
+    *given, out = tensors
+    inputs = ForwardTensors(*given)
+    out = out if inputs.cu_seqlens_q is None else out.unsqueeze(0)
+    return forward_out(out, *inputs.with_batches(), *values)
 
 
 def _through_dispatcher(
-    tensors: tuple[Any, ...],
-    given: tuple[Any, ...],
+    tensors: ForwardTensors,
+    given: _Given,
     longest: tuple[Any, Any],
     configs: tuple[Any, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -409,39 +395,27 @@ def _through_dispatcher(
 
 
 def _without_batch(
-    tensors: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor
+    tensors: ForwardTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results for packed queries lose the batch of 1."""
-    if tensors[_OFFSETS_Q] is None:
+    if tensors.cu_seqlens_q is None:
         return out, lse
     return out.squeeze(0), lse.squeeze(0)
 
 
-def _with_batches(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same; packed sequences with a batch of 1, keys in pages as they are. Raises ValueError
-    for one of another rank."""
-    q, k, v, *others = tensors
-    if tensors[_OFFSETS_Q] is not None:
-        q = with_batch("q", q)
-    if tensors[_OFFSETS_K] is not None and tensors[_PAGE_TABLE] is None:
-        k, v = with_batch("k", k), with_batch("v", v)
-    return (q, k, v, *others)
-
-
 def _resolve(
-    tensors: tuple[Any, ...],
-    given: tuple[Any, ...],
+    tensors: ForwardTensors,
+    given: _Given,
     longest: tuple[Any, Any],
     configs: tuple[Any, Any],
-) -> tuple[Any, ...]:
-    """The operator's arguments that are no tensors, in its order; arguments as for `_attend`.
+) -> ForwardValues:
+    """The operator's arguments that are no tensors; arguments as for `_attend`.
 
     Checks what its schema, which takes plain values only, cannot carry.
     """
-    softmax_scale, causal, window_size, softcap, use_clc, num_splits = given[:_KEY]
-    score_mod = given[_KEY] if len(given) > _KEY else None
+    softmax_scale, causal, window_size, softcap, use_clc, num_splits, score_mod = given
     options = Options.check(softmax_scale, causal, window_size, softcap)
-    ragged = given_ragged(*tensors[_OFFSETS_Q:])
+    ragged = tensors.others()
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
     check_kinds(named, ragged, num_splits)
     longest = _longest(ragged, *longest)
@@ -455,7 +429,7 @@ def _resolve(
     masked = MASK_STEPS in ragged
     if masked:
         check_mask_options(options.window, num_splits)
-    q, k, *_ = _with_batches(tensors)
+    q, k, *_ = tensors.with_batches()
     names = _names(q, *configs)
     offsets = ragged.get("cu_seqlens_q")
     # Packed queries have a batch of 1.
@@ -464,23 +438,15 @@ def _resolve(
     is_ragged = any(name in RAGGED for name in ragged)
     backward_use_clc = options.backward_use_clc(use_clc, is_ragged, uneven)
     options = options.scheduled(use_clc, rows, offsets, longest[0], masked)
-    return (
+    return ForwardValues(
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
         *names, num_splits, backward_use_clc, score_mod,
     )  # fmt: skip
 
 
-def _operator(tensors: tuple[Any, ...], scalars: tuple) -> Any:
-    """The operator. tensors: q, k, v, the sink, ragged ones, as the user has them; scalars: its
-    other arguments."""
-    return forward(*_in_order(tensors, scalars))
-
-
-def _in_order(tensors: tuple[Any, ...], scalars: tuple) -> tuple[Any, ...]:
-    """The operator's arguments, from those of `_operator`."""
-    given = _with_batches(tensors)
-    lengths, lists = given[3:_PAGE_TABLE], given[_PAGE_TABLE:]
-    return *given[:3], *scalars[:4], *lengths, *scalars[4:-1], *lists, scalars[-1]
+def _operator(tensors: ForwardTensors, values: ForwardValues) -> Any:
+    """The operator. tensors: as users give them."""
+    return forward(*tensors.with_batches(), *values)
 
 
 class _Attention(torch.autograd.Function):
@@ -489,17 +455,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        found: tuple[Entry, list[int], tuple[Any, ...]],
-        *differentiable: torch.Tensor | None,
+        found: tuple[Entry, list[int], ForwardTensors],
+        *differentiable: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """found: of the call its entry, the addresses by `key_of`, all tensors; differentiable:
         those that gradients flow to."""
         entry, addresses, tensors = found
-        tensors = (*differentiable, *tensors[4:])
-        out, lse = forward_calls.run(entry, tensors, addresses)
-        output = _without_batch(tensors, out, lse)
-        kept = (*tensors[:_PAGE_TABLE], *tensors[_OF_GRADIENTS], *tensors[_SCORES:])
-        save(ctx, kept, entry.scalars, output)
+        tensors = ForwardTensors(*differentiable, *tensors[len(differentiable) :])
+        output = _without_batch(tensors, *forward_calls.run(entry, tensors, addresses))
+        save(ctx, tensors, entry.scalars, output)
         return output
 
     @staticmethod
@@ -513,15 +477,12 @@ class _Attention(torch.autograd.Function):
 #: `_Attention.apply` without what it does for torch.func, which such calls are none of.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 
-forward_calls = OperatorCalls(
-    "fa4_hd256::forward", _operator, ("q", "k", "v", "sink", *OTHERS)
-)
-
+forward_calls = OperatorCalls("fa4_hd256::forward", _operator, ForwardTensors._fields)
 
 out_calls = OperatorCalls(
     "fa4_hd256::forward_out",
-    lambda tensors, scalars: (tensors[-1], _operator_into(tuple(tensors), scalars)),
-    ("q", "k", "v", "sink", *OTHERS, "out"),
+    lambda tensors, values: (tensors[-1], _operator_into(tensors, values)),
+    (*ForwardTensors._fields, "out"),
 )
 
 
@@ -554,126 +515,3 @@ def _names(q: torch.Tensor, config: Any, backward_config: Any) -> tuple[str, str
         return named_configs.encode(given, *kinds)
 
     return name(config, "forward"), name(backward_config, "backward")
-
-
-@torch.library.custom_op("fa4_hd256::forward", mutates_args=())
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    sink: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    use_clc: bool,
-    config: str,
-    backward_config: str,
-    num_splits: int,
-    backward_use_clc: bool,
-    page_table: torch.Tensor | None = None,
-    part_list: torch.Tensor | None = None,
-    mask_steps: torch.Tensor | None = None,
-    mask_bits: torch.Tensor | None = None,
-    mask_blocks: torch.Tensor | None = None,
-    mask_key_bits: torch.Tensor | None = None,
-    tree_words: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    score_tensor_0: torch.Tensor | None = None,
-    score_tensor_1: torch.Tensor | None = None,
-    score_tensor_2: torch.Tensor | None = None,
-    score_tensor_3: torch.Tensor | None = None,
-    score_mod: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of 4-D q, k, v; packed sequences have a batch of 1.
-
-    window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`; what
-    is the backward's is used by autograd alone. score_mod: the key of one, or None.
-    """
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    masked = mask_steps, mask_bits, mask_blocks, mask_key_bits
-    lists = page_table, part_list, *masked, tree_words
-    scores = score_tensor_0, score_tensor_1, score_tensor_2, score_tensor_3
-    tensors = q, k, v, sink, *lengths, *lists, k_descale, v_descale, *scores
-    options = Options.of_operator(softmax_scale, window_left, window_right, softcap, use_clc)
-    return _run(tensors, options, (max_seqlen_q, max_seqlen_k), (config, num_splits, score_mod))
-
-
-def _run(
-    tensors: tuple[Any, ...],
-    options: Options,
-    longest: tuple[int | None, int | None],
-    chosen: tuple[str, int, str | None],
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the operator's arguments; chosen: config, num_splits, key of the score_mod."""
-    (q, k, v, sink, *given), (name, num_splits, score_mod) = tensors, chosen
-    ragged = given_ragged(*given)
-    options = replace(options, score_mod=score_class_of(score_mod, ragged, q))
-    call = ForwardCall(q, k, v, sink, ragged)
-    config = None
-    if name != named_configs.DEFAULT:
-        kinds = kernels_of(architecture_of(q.device)).configs("forward")
-        config = named_configs.decode(name, *kinds)
-    problem = call.describe(options, *longest, config)
-    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and longest[1] is None:
-        # How long a tile is, is not known.
-        num_splits = 1
-    if MASK_STEPS in ragged:
-        num_splits = 1
-    return run_forward(call, problem, num_splits, config, out)
-
-
-@forward.register_fake
-def _(q, k, v, softmax_scale, window_left, window_right, softcap, sink, cu_seqlens_q, cu_seqlens_k,
-      seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, use_clc, config,
-      backward_config, num_splits, backward_use_clc, page_table=None, part_list=None,
-      mask_steps=None, mask_bits=None, mask_blocks=None, mask_key_bits=None, tree_words=None,
-      k_descale=None, v_descale=None, score_tensor_0=None, score_tensor_1=None, score_tensor_2=None,
-      score_tensor_3=None, score_mod=None):  # fmt: skip
-    ragged = given_ragged(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, part_list, mask_steps,
-        mask_bits, mask_blocks, mask_key_bits, tree_words, k_descale, v_descale, score_tensor_0,
-        score_tensor_1, score_tensor_2, score_tensor_3,
-    )  # fmt: skip
-    check_call(q, k, v, sink, ragged)
-    score_class_of(score_mod, ragged, q)
-    check_num_splits(num_splits)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
-
-
-forward.register_autograd(gradients, setup_context=save_for_backward)
-
-
-def _schema_into() -> str:
-    """That of `forward` with a tensor before all others that is written to, and lse alone."""
-    arguments, _, _ = str(forward._opoverload._schema).partition("(")[2].rpartition(") -> (")
-    # PyTorch leaves out arguments that are defaults.
-    return f"(Tensor(a!) out, {arguments.replace('=None', '')}) -> Tensor"
-
-
-@torch.library.custom_op("fa4_hd256::forward_out", mutates_args=("out",), schema=_schema_into())
-def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
-    """lse of `forward` with these arguments, whose result goes to out, 4-D."""
-    check_writable(out, given)
-    softmax_scale, left, right, softcap = given[3:7]
-    max_seqlen_q, max_seqlen_k, use_clc, config, _, num_splits, _, *lists, score_mod = given[12:]
-    return _run(
-        (*given[:3], *given[7:12], *lists),
-        Options.of_operator(softmax_scale, left, right, softcap, use_clc),
-        (max_seqlen_q, max_seqlen_k), (config, num_splits, score_mod), out,
-    )[1]  # fmt: skip
-
-
-@forward_out.register_fake
-def _(out, *given):
-    _, lse = forward(*given)
-    return lse

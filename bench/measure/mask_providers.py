@@ -210,7 +210,7 @@ def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -
     for _ in range(MADE):
         _synchronize(device)
         begin = time.perf_counter()
-        interface._lists_of(case.tile_mask(device), q, k, gradients)
+        interface.mask_tables(case.tile_mask(device), q, k, gradients)
         _synchronize(device)
         found.append((time.perf_counter() - begin) * 1e6)
     return statistics.median(found[1:])

@@ -140,7 +140,7 @@ class BackwardCall:
 
     q, out, dout: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); lse,
     dlse: (batch, heads_q, seqlen_q) float32, dlse None for zero; sink: (heads_q,) or None; packed
-    sequences have a batch of 1. ragged: those of `forward_problem.LENGTHS` that are given.
+    sequences have a batch of 1. ragged: as of `BackwardTensors.others`.
     """
 
     q: torch.Tensor

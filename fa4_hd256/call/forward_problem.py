@@ -14,27 +14,13 @@ from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
 from fa4_hd256.kernels.score_change import SCORE_TENSORS, ScoreModClass
-from fa4_hd256.kernels.sequences import (
-    PADDING,
-    PAGE_TABLE,
-    PART_LIST,
-    TREE_WORDS,
-    SequenceTensors,
-)
+from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
 from schedulers.choice import backward_prefers_clc, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales
 from .layouts import without_expanded_heads
+from .operator_arguments import RAGGED, BackwardValues, ForwardValues
 from .tree_mask import check_words
-
-#: Tensors that describe ragged sequences, in the order in which the kernel takes them.
-RAGGED = SequenceTensors._fields
-#: Those of them that calls with gradients may have.
-LENGTHS = tuple(
-    name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS)
-)
-#: All tensors of a call beside q, k, v and the sink, in the order of an operator's arguments.
-OTHERS = (*RAGGED, *DESCALES, *SCORE_TENSORS)
 
 #: A side of a window without a bound, in an operator's schema.
 UNBOUNDED = -1
@@ -70,12 +56,12 @@ class Options:
 
     @classmethod
     def of_operator(
-        cls, softmax_scale: float, left: int, right: int, softcap: float, use_clc: bool,
-        score_mod: ScoreModClass | None = None,
-    ) -> Options:  # fmt: skip
-        """From an operator's arguments; left, right: `bounds`."""
-        window = (None if left == UNBOUNDED else left, None if right == UNBOUNDED else right)
-        return cls(softmax_scale, window, softcap, use_clc, score_mod)
+        cls, values: ForwardValues | BackwardValues, score_mod: ScoreModClass | None
+    ) -> Options:
+        """From an operator's arguments, whose window is `bounds`."""
+        sides = values.window_left, values.window_right
+        left, right = (None if side == UNBOUNDED else side for side in sides)
+        return cls(values.softmax_scale, (left, right), values.softcap, values.use_clc, score_mod)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -169,9 +155,9 @@ class Problem:
     ) -> Problem:
         """Validate q, k, v (4-D) and what goes with them, the options' ranges among it.
 
-        ragged: those of `OTHERS` that are given. max_seqlen_q: with cu_seqlens_q. max_seqlen_k:
-        with cu_seqlens_k or page_table; None for as many as k, or a row of pages, has rows. config:
-        the forward's, None for the default one.
+        ragged: tensors beside these that are given, by name (`operator_arguments.OTHERS`).
+        max_seqlen_q: with cu_seqlens_q. max_seqlen_k: with cu_seqlens_k or page_table; None for as
+        many as k, or a row of pages, has rows. config: the forward's, None for the default one.
 
         Raises TypeError for an argument of the wrong kind or dtype, ValueError for a wrong
         shape, head_dim, ratio of heads, device, length or option, and NotImplementedError for an
@@ -360,8 +346,8 @@ class ForwardCall:
     """The tensors of a forward call, as the user has them.
 
     q: (batch, seqlen_q, heads_q, 256); k, v: (batch, seqlen_k, heads_kv, 256); sink: (heads_q,) or
-    None; packed sequences have a batch of 1. ragged: those of `OTHERS` that are given; with
-    page_table k and v are (pages, page_size, heads_kv, 256).
+    None; packed sequences have a batch of 1. ragged: all others that are given, by name
+    (`operator_arguments.OTHERS`); with page_table k and v are (pages, page_size, heads_kv, 256).
     """
 
     q: torch.Tensor
@@ -407,9 +393,3 @@ def check_call(
         checks.check_sink(sink, q)
     checks.check_ragged(q, {name: t for name, t in ragged.items() if name in RAGGED})
     descales.check_given(k, ragged)
-
-
-def given_ragged(*tensors: Any) -> dict[str, Any]:
-    """Those of the tensors of `OTHERS`, or of the first ones of these, given in order, that are not
-    None, by name."""
-    return {name: t for name, t in zip(OTHERS, tensors) if t is not None}

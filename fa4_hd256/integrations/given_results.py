@@ -7,6 +7,7 @@ import torch
 from fa4_hd256.autograd import call_backward
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options, uneven_gradients
+from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
 
 __all__ = ["gradients_of_results"]
 
@@ -35,8 +36,10 @@ def gradients_of_results(
     uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
     dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
     dq, dk, dv, _ = call_backward(
-        (dout, dlse, q, k, v, out, lse, None, *offsets, None, None),
-        (options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-         backward_config, None, (True, True, False)),
+        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets),
+        BackwardValues(
+            options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
+            backward_config, None, (True, True, False),
+        ),
     )  # fmt: skip
     return dq, dk, dv

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
-from fa4_hd256.call.forward_problem import LENGTHS, Problem, is_masked
+from fa4_hd256.call.forward_problem import Problem, is_masked
 from fa4_hd256.call.layouts import without_expanded_heads
+from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.portions import Division, divide
 from fa4_hd256.call.score_tensors import score_operand
 from fa4_hd256.environment import DS_BYTES
-from fa4_hd256.kernels.block_mask import MASK_GRADIENTS
 from fa4_hd256.kernels.kernel_set import BackwardKernel
-from fa4_hd256.kernels.score_change import SCORE_TENSORS
 from fa4_hd256.kernels.sequences import padded_rows
 
 from .backward_arguments import (
@@ -57,8 +56,8 @@ __all__ = [
 ]
 
 
-#: Place of the sink among a call's tensors, which are in the order of the operator's arguments.
-SINK = 7
+#: Place of the sink among a call's tensors.
+SINK = BackwardTensors._fields.index("sink")
 
 
 #: Makes a tensor, at every call a new one.
@@ -145,12 +144,11 @@ def _divided(
         )
 
 
-def call_tensors(call: BackwardCall) -> tuple[torch.Tensor | None, ...]:
+def call_tensors(call: BackwardCall) -> BackwardTensors:
     """The tensors of a call in the order of the operator's arguments."""
-    ragged = (call.ragged.get(name) for name in (*LENGTHS, *MASK_GRADIENTS, *SCORE_TENSORS))
-    return (
-        call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, *ragged
-    )  # fmt: skip
+    return BackwardTensors(
+        call.dout, call.dlse, call.q, call.k, call.v, call.out, call.lse, call.sink, **call.ragged
+    )
 
 
 def _allocation(division: Division, wanted: Wanted) -> Allocate:

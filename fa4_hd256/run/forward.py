@@ -15,7 +15,8 @@ import torch
 from fa4_hd256 import environment
 from fa4_hd256.call.checks import check_page_numbers
 from fa4_hd256.call.descales import scale_operand
-from fa4_hd256.call.forward_problem import OTHERS, ForwardCall, Problem
+from fa4_hd256.call.forward_problem import ForwardCall, Problem
+from fa4_hd256.call.operator_arguments import OTHERS, ForwardTensors
 from fa4_hd256.call.score_tensors import score_operand
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.part_list import list_length
@@ -29,9 +30,8 @@ from .recording import Allocate, Make, Tensors, give_up, in_place, made_for, ope
 
 __all__ = ["check_list", "combine", "empty_results", "launch_forward", "run_forward"]
 
-#: Places of the sink, and of what is written to, among a call's tensors: q, k, v, the sink, others,
-#: out.
-SINK, OUT = 3, 4 + len(OTHERS)
+#: Places of the sink, and of what is written to behind all others, among a call's tensors.
+SINK, OUT = ForwardTensors._fields.index("sink"), len(ForwardTensors._fields)
 _BETWEEN = (None,) * len(OTHERS)
 
 

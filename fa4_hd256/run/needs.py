@@ -18,7 +18,8 @@ import torch
 from fa4_hd256.architectures import Architecture
 from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.checks import PAGE_TABLE
-from fa4_hd256.call.forward_problem import RAGGED, Options, Problem, choose_tiles
+from fa4_hd256.call.forward_problem import Options, Problem, choose_tiles
+from fa4_hd256.call.operator_arguments import RAGGED
 from fa4_hd256.call.tree_mask import MOST_NODES
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import kernels_of

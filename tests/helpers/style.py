@@ -28,11 +28,6 @@ MORE_PARAMETERS = {
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 10,
     # What calls may be like, by the names of those calls' own arguments.
     ("fa4_hd256/warm.py", "warm_up"): 12,
-    # A torch operator's schema is flat: tensors and plain values only.
-    ("fa4_hd256/interface.py", "forward"): 33,
-    ("fa4_hd256/interface.py", "_"): 33,
-    ("fa4_hd256/autograd.py", "backward"): 28,
-    ("fa4_hd256/autograd.py", "_"): 28,
 }
 
 # Likewise -> lines.

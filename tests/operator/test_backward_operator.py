@@ -6,6 +6,7 @@ import pytest
 import torch
 from backward_cases import accurate, gradients, inputs
 from gpus import gpu
+from operator_calls import backward_arguments, forward_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4_hd256 import BackwardConfig, flash_attn_func, flash_attn_varlen_func
@@ -14,9 +15,6 @@ from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.blackwell.architecture import ANEW
 from fa4_hd256.kernels.blackwell.backward.config import ProductsPlan
 from fa4_hd256.run import backward
-
-#: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations.
-PLAIN = (None, None, None, None, None, None, None, False, "")
 
 
 def small(device, **options):
@@ -28,16 +26,17 @@ def small(device, **options):
 def test_opcheck_of_the_forward(device):
     """Schema, fake implementation, autograd registration and AOT dispatch of both operators."""
     operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, (*small(device), 0.0625, -1, 0, 0.0, *PLAIN, "", 0, False))
+    torch.library.opcheck(operator, forward_arguments(*small(device), window_right=0))
 
 
 def test_opcheck_of_the_backward(device):
     operator = torch.ops.fa4_hd256.backward.default
     q, k, v = inputs((9, 20), device=device)
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
-    scalars = (0.0625, -1, 0, 0.0, *PLAIN)
+    of_rows = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    given = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
     for wanted in ([True, True, False], [False, True, False]):
-        call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *scalars, wanted)
+        call = backward_arguments(**of_rows, **given, window_right=0, wanted=wanted)
         torch.library.opcheck(operator, call)
 
 
@@ -48,8 +47,7 @@ def test_shapes_without_running():
         for s, h in ((5, 6), (7, 2), (7, 2))
     )
     sink = torch.empty(6, device="meta", requires_grad=True)
-    others = (*PLAIN[1:], "", 0, False)
-    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, -1, -1, 0.0, sink, *others)
+    out, lse = torch.ops.fa4_hd256.forward(*forward_arguments(q, k, v, sink=sink))
     (out.sum() + lse.sum()).backward()
     for leaf in (q, k, v, sink):
         assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
@@ -268,10 +266,9 @@ def test_a_check_of_contents_would_be_noticed(monkeypatch):
 def test_arguments_that_are_not_accepted(changes, error, message):
     """By the operator itself; autograd never gives it any."""
     q, k, v = inputs((9, 20))
-    call = {"dout": q, "dlse": None, "q": q, "k": k, "v": v, "out": q,
-            "lse": torch.zeros(1, 2, 9), **changes}  # fmt: skip
+    call = {"dout": q, "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(1, 2, 9), **changes}
     with pytest.raises(error, match=message):
-        torch.ops.fa4_hd256.backward(*call.values(), 1.0, -1, -1, 0.0, *PLAIN, [True, True, False])
+        torch.ops.fa4_hd256.backward(*backward_arguments(**call))
 
 
 @pytest.mark.architecture("sm_100a")

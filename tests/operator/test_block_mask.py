@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from operator_calls import forward_arguments
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from fa4_hd256 import flash_attn_func, masks
@@ -131,7 +132,7 @@ def test_compiled_graph(device):
 def test_opcheck(device, architecture):
     q, k, v = inputs(200, 300, device=device)
     mask = holes(200, 300, device=device)
-    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
     operator = torch.ops.fa4_hd256.forward.default
     halves = 2 if architecture == "sm_100a" else 1
-    torch.library.opcheck(operator, (*arguments, None, None, mask.steps(halves), mask.bits))
+    lists = {"mask_steps": mask.steps(halves), "mask_bits": mask.bits}
+    torch.library.opcheck(operator, forward_arguments(q, k, v, **lists))

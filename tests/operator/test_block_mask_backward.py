@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import backward_arguments
 from test_block_mask import holes, inputs
 
 import sm100_sim
@@ -84,12 +85,11 @@ def test_opcheck_of_some_gradients(device):
     q, k, v = inputs(200, 300, device=device)
     mask = holes(200, 300, device=device)
     out, lse = flash_attn_func(q, k, v, block_mask=mask, return_lse=True, use_clc=False)
-    arguments = (
-        torch.randn_like(out), None, q, k, v, out, lse, 0.0625, -1, -1, 0.0, *[None] * 7, False, "",
-    )  # fmt: skip
+    given = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    lists = {"mask_blocks": mask.blocks, "mask_key_bits": mask.key_bits}
     operator = torch.ops.fa4_hd256.backward.default
     for wanted in ([True, False, False], [False, True, False]):
-        torch.library.opcheck(operator, (*arguments, wanted, mask.blocks, mask.key_bits))
+        torch.library.opcheck(operator, backward_arguments(**given, **lists, wanted=wanted))
 
 
 def test_some_gradients_alone(device):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from e4m3_cases import E4M3, accurate, codes, exact, scales
+from operator_calls import forward_arguments
 from paged_cases import int32
 from replays import forget, simulated
 
@@ -127,13 +128,11 @@ def test_torch_compile_and_the_operators_schema():
 
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, *keys, *given), call(q, *keys, *given))
-    # Between q, k, v and the scales (`interface.forward`).
-    options = 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False
-    named = {"k_descale": given[0], "v_descale": given[1]}
+    arguments = forward_arguments(q, *keys, k_descale=given[0], v_descale=given[1])
     # Not test_schema, whose comparison PyTorch has not for float8 on the CPU.
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, (q, *keys, *options), named, test_utils=checks)
+    torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
 def test_a_list_of_parts():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import forward_arguments
 
 from bench.measure import host
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.interface import forward, forward_out, out_calls
+from fa4_hd256.interface import out_calls
+from fa4_hd256.operators import forward, forward_out
 from fa4_hd256.run import compile
 
 BAD = 7.0
@@ -132,10 +134,7 @@ def test_gradients_are_refused(dense, which):
 def test_the_operator(dense):
     """As graphs call it: what it writes is in its schema, which follows that of the forward."""
     out = torch.empty_like(dense[0])
-    scalars = (0.0625, -1, 0, 0.0)
-    given = (*dense, *scalars, *(None,) * 5, None, None, False, "", "", 1, False)
-    # What else there is are tensors that the schema of this form asks for.
-    given += (None,) * (len(forward._opoverload._schema.arguments) - len(given))
+    given = forward_arguments(*dense, window_right=0)
     torch.library.opcheck(forward_out, (out, *given), test_utils=("test_schema", "test_faketensor"))
     expected, lse = forward(*given)
     assert torch.equal(forward_out(out, *given), lse) and torch.equal(out, expected)

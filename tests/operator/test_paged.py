@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import forward_arguments
 from paged_cases import Paged, accurate, attend, check, int32
 
 from fa4_hd256 import flash_attn_varlen_func
@@ -76,24 +77,22 @@ def test_the_bits_of_keys_in_no_pages(seqlen_q, heads, page_size, options, devic
     assert same(check(q, paged, **options), dense)
 
 
-#: Arguments of the operator between q, k, v and the page table (`interface.forward`), but for
-#: seqused_k.
-BEFORE, BEHIND = (0.0625, -1, 0, 0.0, None, None, None, None), (
-    None, None, False, "", "", 1, False,
-)  # fmt: skip
+def of_operator(q, paged):
+    return forward_arguments(
+        q, paged.k, paged.v, window_right=0, seqused_k=paged.used, page_table=paged.table
+    )
 
 
 def test_opcheck(device):
     paged = Paged.of((40, 0), 16, device=device)
-    arguments = queries(2, 3, 2, device=device), paged.k, paged.v, *BEFORE, paged.used, *BEHIND
     operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, (*arguments, paged.table))
+    torch.library.opcheck(operator, of_operator(queries(2, 3, 2, device=device), paged))
 
 
 def test_the_operator_by_itself_refuses_gradients(device):
     paged = Paged.of((40, 0), 16, device=device)
     q = queries(2, 3, 2, device=device).requires_grad_()
-    arguments = q, paged.k, paged.v, *BEFORE, paged.used, *BEHIND, paged.table
+    arguments = of_operator(q, paged)
     with pytest.raises(NotImplementedError, match="page_table, .*: no gradients"):
         torch.ops.fa4_hd256.forward(*arguments)
     with torch.no_grad():

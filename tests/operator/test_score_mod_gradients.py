@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import backward_arguments
 from test_score_mods import CASES, bounded, inputs, packed
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
@@ -154,11 +155,11 @@ def test_graphs_and_schema(device):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     q, k, v = (tensor.detach() for tensor in tensors)
     lse = torch.zeros(1, 2, 70, device=device)
-    torch.library.opcheck(
-        torch.ops.fa4_hd256.backward.default,
-        (dout, None, q, k, v, q, lse, 0.0625, -1, 0, 0.0, *[None] * 7, False, "",
-         [True, True, False], None, None, *mod.tensors, None, None, None, mod.key),
+    arguments = backward_arguments(
+        dout=dout, q=q, k=k, v=v, out=q, lse=lse, window_right=0, score_tensor_0=mod.tensors[0],
+        score_mod=mod.key,
     )  # fmt: skip
+    torch.library.opcheck(torch.ops.fa4_hd256.backward.default, arguments)
 
 
 def test_tensors_may_not_change_before_the_backward(device):

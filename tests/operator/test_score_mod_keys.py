@@ -11,6 +11,7 @@ from pathlib import Path
 import cutlass.cute as cute
 import pytest
 import torch
+from operator_calls import forward_arguments
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.problem_class import ProblemClass
@@ -138,13 +139,12 @@ def test_keys_and_values_in_e4m3():
 
 def test_keys_that_nobody_made(device):
     q, k, v = (t.to(device) for t in inputs())
-    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False, *[None] * 9)
     operator = torch.ops.fa4_hd256.forward
     with pytest.raises(ValueError, match="knows no score_mod 'nobody'; make the ScoreMod"):
-        operator(*arguments, *[None] * 4, "nobody")
+        operator(*forward_arguments(q, k, v, score_mod="nobody"))
     slopes = torch.ones(2, device=device)
     with pytest.raises(ValueError, match="tensors of a score_mod are given without one"):
-        operator(*arguments, slopes, None, None, None)
+        operator(*forward_arguments(q, k, v, score_tensor_0=slopes))
     assert functions_of("alibi").slope is None
 
 

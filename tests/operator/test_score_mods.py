@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+from operator_calls import forward_arguments
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.check import reference
@@ -247,8 +248,5 @@ def test_graphs_and_schema(device):
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q), layer(q))
-    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
-    tensors = (*mod.tensors, None, None, None)
-    torch.library.opcheck(
-        torch.ops.fa4_hd256.forward.default, (*arguments, *[None] * 9, *tensors, mod.key)
-    )
+    arguments = forward_arguments(q, k, v, score_tensor_0=mod.tensors[0], score_mod=mod.key)
+    torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import forward_arguments
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
-from fa4_hd256.call.splits import FIXED_PARTS, LARGEST
-
-#: No sink, no ragged tensors, no max_seqlen, the static scheduler, the default configurations, the
-#: division of keys that the rule chooses.
-PLAIN = (None, None, None, None, None, None, None, False, "", "", 0, False)
+from fa4_hd256.call.splits import BY_RULE, FIXED_PARTS, LARGEST
 
 
 def inputs(device, heads=2):
@@ -21,12 +18,13 @@ def inputs(device, heads=2):
 def test_opcheck(device):
     """Schema, fake implementation and dispatch, as PyTorch itself checks them."""
     operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, (*inputs(device), 0.0625, -1, 0, 0.0, *PLAIN))
+    call = forward_arguments(*inputs(device), window_right=0, num_splits=BY_RULE)
+    torch.library.opcheck(operator, call)
 
 
 def test_opcheck_of_split_keys(device, combined):
     operator = torch.ops.fa4_hd256.forward.default
-    call = (*inputs(device, heads=8), 0.0625, -1, -1, 0.0, *PLAIN[:-2], 2, False)
+    call = forward_arguments(*inputs(device, heads=8), num_splits=2)
     torch.library.opcheck(operator, call)
     assert {problem.num_splits for problem, _ in combined} == {2}
 
@@ -35,7 +33,7 @@ def test_opcheck_of_split_keys(device, combined):
 def test_the_operator_refuses_a_number_of_splits(num_splits, device):
     with pytest.raises(ValueError, match=f"num_splits is {num_splits}; accepted"):
         torch.ops.fa4_hd256.forward(
-            *inputs(device), 0.0625, -1, -1, 0.0, *PLAIN[:-2], num_splits, False
+            *forward_arguments(*inputs(device), num_splits=num_splits)
         )
 
 
@@ -43,7 +41,10 @@ def features(device):
     """Window, softcap and sink of padded sequences in use up to some row."""
     used = torch.tensor([7], dtype=torch.int32, device=device)
     sink = torch.randn(2, device=device)
-    return 3, 5, 20.0, sink, None, None, used, used, *PLAIN[5:]
+    return {
+        "window_left": 3, "window_right": 5, "softcap": 20.0, "sink": sink, "seqused_q": used,
+        "seqused_k": used,
+    }  # fmt: skip
 
 
 def packed(device):
@@ -52,26 +53,26 @@ def packed(device):
         torch.tensor(offsets, dtype=torch.int32, device=device)
         for offsets in ([0, 4, 4, 9], [0, 9, 11, 20])
     )
-    return -1, 0, 0.0, None, cu_q, cu_k, None, None, 5, 9, *PLAIN[7:]
+    return {
+        "window_right": 0, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5,
+        "max_seqlen_k": 9,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", [features, packed])
 def test_opcheck_of_features(device, variant):
     operator = torch.ops.fa4_hd256.forward.default
-    torch.library.opcheck(operator, (*inputs(device), 0.0625, *variant(device)))
+    torch.library.opcheck(operator, forward_arguments(*inputs(device), **variant(device)))
 
 
 @pytest.mark.parametrize("variant", [features, packed])
 def test_compiled_features(device, variant):
     """torch.compile keeps the operator whole with every feature, and gives the same bits."""
-    left, right, softcap, sink, cu_q, cu_k, used_q, used_k, max_q, max_k, *_ = variant(device)
-    options = {
-        "window_size": (left, right), "softcap": softcap, "learnable_sink": sink,
-        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k,
-        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "return_lse": True,
-    }  # fmt: skip
+    options = {**variant(device), "return_lse": True}
+    options["window_size"] = options.pop("window_left", -1), options.pop("window_right")
+    options["learnable_sink"] = options.pop("sink", None)
     tensors = inputs(device)
-    if cu_q is not None:
+    if "cu_seqlens_q" in options:
         tensors = tuple(t[0] for t in tensors)
 
     def layer(q, k, v):
@@ -88,21 +89,22 @@ def test_shapes_without_running():
         torch.empty(2, s, h, 256, dtype=torch.float16, device="meta")
         for s, h in ((5, 6), (7, 2), (7, 2))
     )
-    out, lse = torch.ops.fa4_hd256.forward(q, k, v, 1.0, -1, -1, 0.0, *PLAIN)
+    out, lse = torch.ops.fa4_hd256.forward(*forward_arguments(q, k, v))
     assert out.shape == q.shape and out.dtype == torch.float16
     assert lse.shape == (2, 6, 5) and lse.dtype == torch.float32
     with pytest.raises(ValueError, match="6 query heads over 4"):
         wrong = torch.empty(2, 7, 4, 256, dtype=torch.float16, device="meta")
-        torch.ops.fa4_hd256.forward(q, wrong, wrong, 1.0, -1, -1, 0.0, *PLAIN)
+        torch.ops.fa4_hd256.forward(*forward_arguments(q, wrong, wrong))
 
 
 def test_fake_results_are_laid_out_like_real_ones(device):
     """A transposed q must not give a transposed out in one of the two."""
     q, k, v = inputs(device)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    options = (0.0625, -1, -1, 0.0, *PLAIN)
-    real = torch.ops.fa4_hd256.forward(q, k, v, *options)
-    fake = torch.ops.fa4_hd256.forward(*(t.to("meta") for t in (q, k, v)), *options)
+    real, fake = (
+        torch.ops.fa4_hd256.forward(*forward_arguments(*(t.to(where) for t in (q, k, v))))
+        for where in (device, "meta")
+    )
     assert [t.stride() for t in real] == [t.stride() for t in fake]
 
 

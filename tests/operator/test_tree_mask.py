@@ -13,6 +13,7 @@ import pytest
 import torch
 from e4m3_cases import accurate as accurate_e4m3
 from e4m3_cases import codes, exact, scales
+from operator_calls import forward_arguments
 from paged_cases import Paged, accurate, int32, offsets
 from replays import forget, simulated
 
@@ -332,13 +333,9 @@ def test_more_that_is_refused():
     assert torch.equal(k, before)
 
 
-#: Arguments of the operator between q, k, v and tree_words (`interface.forward`).
-BETWEEN = 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False, *[None] * 6
-
-
 def test_opcheck(device):
     words = masks.tree_words(trees(2, 3, device=device))
-    arguments = *dense(3, 9, (2, 1), device=device), *BETWEEN, words
+    arguments = forward_arguments(*dense(3, 9, (2, 1), device=device), tree_words=words)
     torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from operator_calls import forward_arguments
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func, interface
 from fa4_hd256.call import checks
@@ -267,26 +268,20 @@ def test_entries_that_no_query_sees_may_be_anything():
     checks.check_page_numbers(call["q"], call["k"], ragged | unused, None)
 
 
-#: Arguments of the operator behind q, k and v; see `interface.forward`.
-OPERATOR = (0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 0, False)
-
-
 @pytest.mark.parametrize(
-    ("position", "value", "message"),
+    ("name", "value", "message"),
     [
-        (0, math.nan, "softmax_scale is nan"),
-        (1, -2, r"window_size is \(-2, None\); accepted: 0 or more"),
-        (3, -1.0, "softcap is -1.0; accepted: 0"),
-        (12, "{}x", "names no ForwardConfig"),
-        (14, LARGEST + 1, f"num_splits is {LARGEST + 1}"),
+        ("softmax_scale", math.nan, "softmax_scale is nan"),
+        ("window_left", -2, r"window_size is \(-2, None\); accepted: 0 or more"),
+        ("softcap", -1.0, "softcap is -1.0; accepted: 0"),
+        ("config", "{}x", "names no ForwardConfig"),
+        ("num_splits", LARGEST + 1, f"num_splits is {LARGEST + 1}"),
     ],
 )
-def test_the_operator_by_itself(position, value, message):
+def test_the_operator_by_itself(name, value, message):
     """As graphs and other callers of the operator reach it, past the functions."""
-    options = list(OPERATOR)
-    options[position] = value
     with pytest.raises(ValueError, match=message):
-        torch.ops.fa4_hd256.forward(*inputs(), *options)
+        torch.ops.fa4_hd256.forward(*forward_arguments(*inputs(), **{name: value}))
 
 
 @pytest.mark.parametrize(("tensors", "message"), [
@@ -296,7 +291,7 @@ def test_the_operator_by_itself(position, value, message):
 ])  # fmt: skip
 def test_tensors_of_the_operator_by_itself(tensors, message):
     with pytest.raises(ValueError, match=message):
-        torch.ops.fa4_hd256.forward(*tensors, *OPERATOR)
+        torch.ops.fa4_hd256.forward(*forward_arguments(*tensors))
 
 
 def test_every_check_comes_once(monkeypatch):

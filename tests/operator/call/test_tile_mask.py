@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_calls import forward_arguments
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
@@ -214,9 +215,9 @@ def test_the_operator_by_itself_wants_what_gradients_take(forward_config):
     halves = forward_config().tile_q // 128
     mask = dense(256, 256)
     q.requires_grad_()
-    arguments = (q, k, v, 0.0625, -1, -1, 0.0, *[None] * 7, False, "", "", 1, False)
+    lists = {"mask_steps": mask.steps(halves), "mask_bits": mask.bits}
     with pytest.raises(NotImplementedError, match="mask_steps without mask_blocks and mask_key"):
-        torch.ops.fa4_hd256.forward(*arguments, None, None, mask.steps(halves), mask.bits)
+        torch.ops.fa4_hd256.forward(*forward_arguments(q, k, v, **lists))
 
 
 def test_lists_of_ds():

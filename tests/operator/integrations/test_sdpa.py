@@ -190,8 +190,8 @@ def test_backward_of_packed_sequences(device, adapted, monkeypatch):
         q, k, v, offsets, offsets, 6, 6, 0.0, True, False
     )
     bounds = []
-    monkeypatch.setattr(given_results, "call_backward", lambda tensors, scalars: bounds.append(
-        scalars[4:6]) or call_backward(tensors, scalars))  # fmt: skip
+    monkeypatch.setattr(given_results, "call_backward", lambda tensors, values: bounds.append(
+        (values.max_seqlen_q, values.max_seqlen_k)) or call_backward(tensors, values))  # fmt: skip
     empty = torch.zeros(0, device=device)
 
     def run(offsets):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from backward_cases import inputs
 from gpus import gpu
+from operator_calls import forward_arguments
 
 from fa4_hd256 import (
     flash_attn_func,
@@ -18,9 +19,8 @@ from fa4_hd256 import (
     get_scheduler_metadata,
 )
 from fa4_hd256.call.forward_problem import Options, Problem
-from fa4_hd256.call.named_configs import DEFAULT
 from fa4_hd256.call.part_lists import list_of_parts
-from fa4_hd256.call.splits import LARGEST, longest_row, room_for_parts, splits_for
+from fa4_hd256.call.splits import BY_RULE, LARGEST, longest_row, room_for_parts, splits_for
 from fa4_hd256.check import reference
 from fa4_hd256.kernels.part_list import LAST_BIT, SEQUENCE_SHIFT, UNUSED, PartList, list_length
 
@@ -237,10 +237,7 @@ def test_the_operator_is_one_of_pytorch(device):
     q, k, v = inputs((1, 600), HEADS, 2, device=device)
     used = ints([600, 5], device)
     listed = get_scheduler_metadata(used, 1, 600, *HEADS)
-    arguments = (
-        q, k, v, 0.0625, -1, -1, 0.0, None, None, None, None, used, None, None, False, DEFAULT,
-        DEFAULT, 0, False, None, listed,
-    )  # fmt: skip
+    arguments = forward_arguments(q, k, v, seqused_k=used, part_list=listed, num_splits=BY_RULE)
     torch.library.opcheck(torch.ops.fa4_hd256.forward.default, arguments)
     out, _ = torch.ops.fa4_hd256.forward(*arguments)
     assert torch.equal(

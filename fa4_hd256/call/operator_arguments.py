@@ -1,0 +1,181 @@
+"""The arguments of the torch operators by name, in their order: tensors first, then plain values.
+
+An operator has no defaults, so that all of them always come. What goes from one operator to another
+goes by name.
+"""
+
+from __future__ import annotations
+
+import operator
+import typing
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
+from fa4_hd256.kernels.problem_class import DESCALES
+from fa4_hd256.kernels.score_change import SCORE_TENSORS
+from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, TREE_WORDS, SequenceTensors
+
+from .checks import with_batch
+
+__all__ = [
+    "LENGTHS", "OTHERS", "RAGGED", "BackwardTensors", "BackwardValues", "ForwardTensors",
+    "ForwardValues", "schema_of",
+]  # fmt: skip
+
+#: Tensors that describe ragged sequences, in the order in which the kernel takes them.
+RAGGED = SequenceTensors._fields
+#: Those of them that calls with gradients may have.
+LENGTHS = tuple(
+    name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS)
+)
+#: All tensors of a call beside q, k, v and the sink.
+OTHERS = (*RAGGED, *DESCALES, *SCORE_TENSORS)
+
+
+class ForwardTensors(NamedTuple):
+    """Of a forward, None where not given; what each is: `flash_attn_func`, `SequenceTensors`.
+
+    score_tensor_0 to 3: what a score_mod reads. Users give packed sequences without a batch; the
+    operator takes them with one of 1.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sink: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    part_list: torch.Tensor | None = None
+    mask_steps: torch.Tensor | None = None
+    mask_bits: torch.Tensor | None = None
+    mask_blocks: torch.Tensor | None = None
+    mask_key_bits: torch.Tensor | None = None
+    tree_words: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    score_tensor_0: torch.Tensor | None = None
+    score_tensor_1: torch.Tensor | None = None
+    score_tensor_2: torch.Tensor | None = None
+    score_tensor_3: torch.Tensor | None = None
+
+    def others(self) -> dict[str, Any]:
+        """Those of `OTHERS` that are given, by name."""
+        return {name: t for name, t in zip(OTHERS, self[_FIRST_OTHER:]) if t is not None}
+
+    def with_batches(self) -> ForwardTensors:
+        """The same; packed sequences with a batch of 1, keys in pages as they are. Raises
+        ValueError for one of another rank."""
+        q, k, v, *others = self
+        if self.cu_seqlens_q is not None:
+            q = with_batch("q", q)
+        if self.cu_seqlens_k is not None and self.page_table is None:
+            k, v = with_batch("k", k), with_batch("v", v)
+        return ForwardTensors(q, k, v, *others)
+
+
+class BackwardTensors(NamedTuple):
+    """Of a backward. dout: like out, of any strides; dlse: like lse, None for zero; out, lse:
+    results of the forward; the others are those of the forward that gradients take."""
+
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    sink: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    mask_blocks: torch.Tensor | None = None
+    mask_key_bits: torch.Tensor | None = None
+    score_tensor_0: torch.Tensor | None = None
+    score_tensor_1: torch.Tensor | None = None
+    score_tensor_2: torch.Tensor | None = None
+    score_tensor_3: torch.Tensor | None = None
+
+    @staticmethod
+    def kept(
+        tensors: ForwardTensors, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """All of them behind dlse, of a forward."""
+        return *tensors[:_DIFFERENTIABLE], out, lse, *_of_gradients(tensors)
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """Those of `OTHERS` that are given, by name."""
+        given = zip(BackwardTensors._fields, self)
+        return {name: t for name, t in given if name in OTHERS and t is not None}
+
+
+class ForwardValues(NamedTuple):
+    """window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`;
+    what is the backward's is used by autograd alone. score_mod: the key of one, None for none."""
+
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    use_clc: bool
+    config: str
+    backward_config: str
+    num_splits: int
+    backward_use_clc: bool
+    score_mod: str | None
+
+    def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
+        """Those of the gradients."""
+        return BackwardValues(
+            self.softmax_scale, self.window_left, self.window_right, self.softcap,
+            self.max_seqlen_q, self.max_seqlen_k, self.backward_use_clc, self.backward_config,
+            self.score_mod, wanted,
+        )  # fmt: skip
+
+
+class BackwardValues(NamedTuple):
+    """Likewise; config: of the architecture's backward. wanted: whether dq, whether dk and dv,
+    whether dsink are asked for."""
+
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    use_clc: bool
+    config: str
+    score_mod: str | None
+    wanted: Sequence[bool]
+
+
+#: q, k, v; and behind the sink.
+_DIFFERENTIABLE, _FIRST_OTHER = 3, 4
+_of_gradients = operator.itemgetter(
+    *[ForwardTensors._fields.index(name) for name in BackwardTensors._fields[7:]]
+)
+assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
+assert BackwardTensors._fields[7:] == ("sink", *LENGTHS, *MASK_GRADIENTS, *SCORE_TENSORS)
+
+#: What an operator's schema calls a type.
+_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", int: "SymInt",
+    int | None: "SymInt?", bool: "bool", str: "str", str | None: "str?", Sequence[bool]: "bool[]",
+}  # fmt: skip
+
+
+def schema_of(*kinds: type) -> str:
+    """The arguments of an operator, as its schema has them: the fields of these, in order."""
+    return ", ".join(
+        f"{_TYPES[hint]} {name}"
+        for kind in kinds
+        for name, hint in typing.get_type_hints(kind).items()
+    )

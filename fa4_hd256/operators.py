@@ -1,0 +1,89 @@
+"""The torch operator of the forward, and the one that writes to a tensor given; their gradients:
+`autograd`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .autograd import gradients, save_for_backward
+from .call import named_configs
+from .call.checks import check_writable
+from .call.forward_problem import ForwardCall, Options, check_call
+from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
+from .call.score_tensors import score_class_of
+from .call.splits import BY_RULE, check_num_splits
+from .gpus.family import architecture_of
+from .kernels.block_mask import MASK_STEPS
+from .kernels.kernel_set import kernels_of
+from .run.forward import run_forward
+
+__all__ = ["forward", "forward_out"]
+
+_ARGUMENTS = schema_of(ForwardTensors, ForwardValues)
+
+
+def _named(given: tuple[Any, ...]) -> tuple[ForwardTensors, ForwardValues]:
+    """An operator's arguments."""
+    count = len(ForwardTensors._fields)
+    return ForwardTensors(*given[:count]), ForwardValues(*given[count:])
+
+
+@torch.library.custom_op(
+    "fa4_hd256::forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
+def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the fields of `ForwardTensors` and `ForwardValues`; tensors 4-D, packed
+    sequences with a batch of 1."""
+    return _run(*_named(given))
+
+
+def _run(
+    tensors: ForwardTensors, values: ForwardValues, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (q, k, v, sink, *_), ragged = tensors, tensors.others()
+    options = Options.of_operator(values, score_class_of(values.score_mod, ragged, q))
+    call = ForwardCall(q, k, v, sink, ragged)
+    config = None
+    if values.config != named_configs.DEFAULT:
+        kinds = kernels_of(architecture_of(q.device)).configs("forward")
+        config = named_configs.decode(values.config, *kinds)
+    problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k, config)
+    num_splits = values.num_splits
+    if num_splits == BY_RULE and "cu_seqlens_k" in ragged and values.max_seqlen_k is None:
+        # How long a tile is, is not known.
+        num_splits = 1
+    if MASK_STEPS in ragged:
+        num_splits = 1
+    return run_forward(call, problem, num_splits, config, out)
+
+
+@forward.register_fake
+def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors, values = _named(given)
+    q, k, v, sink, *_ = tensors
+    ragged = tensors.others()
+    check_call(q, k, v, sink, ragged)
+    score_class_of(values.score_mod, ragged, q)
+    check_num_splits(values.num_splits)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+forward.register_autograd(gradients, setup_context=save_for_backward)
+
+
+@torch.library.custom_op(
+    "fa4_hd256::forward_out", mutates_args=("out",),
+    schema=f"(Tensor(a!) out, {_ARGUMENTS}) -> Tensor",
+)  # fmt: skip
+def forward_out(out: torch.Tensor, *given: Any) -> torch.Tensor:
+    """lse of `forward` with these arguments, whose result goes to out, 4-D."""
+    check_writable(out, given)
+    return _run(*_named(given), out)[1]
+
+
+@forward_out.register_fake
+def _(out: torch.Tensor, *given: Any) -> torch.Tensor:
+    return forward(*given)[1]

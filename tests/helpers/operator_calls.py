@@ -1,0 +1,38 @@
+"""Arguments of the torch operators for tests that call these themselves, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa4_hd256.call.operator_arguments import (
+    BackwardTensors,
+    BackwardValues,
+    ForwardTensors,
+    ForwardValues,
+)
+
+#: Of a call of dense sequences without a mask, on the static scheduler, whose keys are not divided.
+_PLAIN: dict[str, Any] = {
+    "softmax_scale": 0.0625, "window_left": -1, "window_right": -1, "softcap": 0.0,
+    "max_seqlen_q": None, "max_seqlen_k": None, "use_clc": False, "config": "",
+    "backward_config": "", "num_splits": 1, "backward_use_clc": False, "score_mod": None,
+    "wanted": [True, True, False],
+}  # fmt: skip
+
+
+def forward_arguments(q: Any, k: Any, v: Any, **others: Any) -> tuple[Any, ...]:
+    """Of `fa4_hd256::forward`, in order. others: fields of ForwardTensors and ForwardValues that
+    are not as `_PLAIN` has them."""
+    return _arguments(ForwardTensors, ForwardValues, {"q": q, "k": k, "v": v, **others})
+
+
+def backward_arguments(**others: Any) -> tuple[Any, ...]:
+    """Likewise of `fa4_hd256::backward`."""
+    return _arguments(BackwardTensors, BackwardValues, {"dlse": None, **others})
+
+
+def _arguments(tensors: Any, values: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+    own = {name: given.pop(name) for name in tensors._fields if name in given}
+    plain = {name: given.pop(name, _PLAIN[name]) for name in values._fields}
+    assert not given, f"no arguments of the operator: {sorted(given)}"
+    return *tensors(**own), *values(**plain)
