@@ -10,6 +10,7 @@ import torch
 from .autograd import check_differentiable, gradients_of, save
 from .call import named_configs
 from .call.checks import (
+    are_differentiated,
     bounds_of,
     check_apart,
     check_kinds,
@@ -28,11 +29,10 @@ from .gpus.devices import sms_are_shared
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
-from .kernels.score_change import SCORE_TENSORS
 from .kernels.sequences import PART_LIST
 from .masks import as_tile_mask
 from .operators import forward, forward_out
-from .score_mods import ScoreMod
+from .score_mods import ScoreMod, read_by
 
 #: window_size of calls without one, as most are.
 _UNBOUNDED: tuple[int | None, int | None] = (None, None)
@@ -113,9 +113,9 @@ def flash_attn_func(
     masks = _NONE
     if block_mask is not None:
         check_masks_apart(tree_mask, block_mask)
-        masks = mask_tables(block_mask, q, k, _are_differentiated((q, k, v, learnable_sink)))
+        masks = mask_tables(block_mask, q, k, are_differentiated((q, k, v, learnable_sink)))
     words = None if tree_mask is None else words_of(tree_mask)
-    scores, key = (_NONE, None) if score_mod is None else _read_by(score_mod)
+    scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
     tensors = ForwardTensors(
         q, k, v, learnable_sink, tree_words=words, k_descale=k_descale, v_descale=v_descale,
         **masks, **scores,
@@ -205,7 +205,7 @@ def flash_attn_varlen_func(
             "fa4_hd256.masks.from_dense"
         )
     words = None if tree_mask is None else words_of(tree_mask)
-    scores, key = (_NONE, None) if score_mod is None else _read_by(score_mod)
+    scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
     splits = asked_splits(num_splits, batch_invariant)
     given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
     longest = max_seqlen_q, max_seqlen_k
@@ -245,13 +245,6 @@ class _Given(NamedTuple):
     score_mod: str | None
 
 
-def _are_differentiated(tensors: tuple[Any, ...]) -> bool:
-    """Whether gradients may be asked for of any of these."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
-
-
 def mask_tables(
     block_mask: Any, q: Any, k: Any, gradients: bool
 ) -> dict[str, torch.Tensor]:
@@ -266,23 +259,6 @@ def mask_tables(
     if gradients:
         found |= {MASK_BLOCKS: mask.blocks, MASK_KEY_BITS: mask.key_bits}
     return found
-
-
-def _read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """What a score_mod reads, by name, and its key. Raises TypeError for another kind,
-    ValueError for tensors that require gradients."""
-    if not isinstance(score_mod, ScoreMod):
-        raise TypeError(
-            f"score_mod is {type(score_mod).__name__}; accepted: a ScoreMod of "
-            "fa4_hd256.score_mods, such as alibi(slopes)"
-        )
-    tensors = score_mod.tensors
-    if _are_differentiated(tensors):
-        raise ValueError(
-            "a tensor of score_mod requires gradients, and there are none to it; accepted: "
-            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
-        )
-    return dict(zip(SCORE_TENSORS, tensors)), score_mod.key
 
 
 @torch.compiler.assume_constant_result
@@ -352,7 +328,7 @@ def _attend_into(
 ) -> torch.Tensor:
     """lse of `_attend`; tensors: of the call, and that to which out is written."""
     inputs, out = tensors
-    if _are_differentiated((inputs.q, inputs.k, inputs.v, inputs.sink, out)):
+    if are_differentiated((inputs.q, inputs.k, inputs.v, inputs.sink, out)):
         raise NotImplementedError(
             "out= has no gradients, but one of q, k, v, learnable_sink and out requires them; call "
             "without out=, or inside torch.no_grad()"

@@ -12,6 +12,7 @@ from .call import cache_checks, checks
 from .call.descales import descale_of, scale_operand, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
 from .call.new_rows import NewRows, Rotary, cache_places, codes_of
+from .call.score_tensors import score_class_of
 from .call.splits import (
     BY_RULE,
     asked_splits,
@@ -26,6 +27,7 @@ from .kernels.problem_class import DESCALES, KV_DTYPES, OF_PAGES
 from .kernels.sequences import PART_LIST, TREE_WORDS
 from .run.forward import check_list
 from .run.launch import gpu_of
+from .score_mods import ScoreMod, read_by
 
 __all__ = ["flash_attn_with_kvcache"]
 
@@ -64,6 +66,7 @@ def flash_attn_with_kvcache(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over a cache, after k and v, if given, were written to it in place.
 
@@ -90,6 +93,7 @@ def flash_attn_with_kvcache(
     k_descale, v_descale: as of `flash_attn_varlen_func`, with caches in float8_e4m3fn. Rows of k
         and v, typed like q, are then divided by the factors of where they go, rounded to nearest
         and kept within 448; rows in float8_e4m3fn are written as they are.
+    score_mod: as of `flash_attn_varlen_func`, new rows among the keys.
     tree_mask: as of `flash_attn_varlen_func`; the last keys are the new rows where k and v are
         given. Not with rotary_cos, since rows have positions one after the other there.
     scheduler_metadata: of `get_scheduler_metadata`, for the rows in use with the new ones among
@@ -121,7 +125,7 @@ def flash_attn_with_kvcache(
     others: dict[str, Any] = {
         "learnable_sink": learnable_sink, "num_splits": num_splits,
         "batch_invariant": batch_invariant, "k_descale": k_descale, "v_descale": v_descale,
-        "tree_mask": tree_mask,
+        "tree_mask": tree_mask, "score_mod": score_mod,
     }  # fmt: skip
     # Engines write their caches themselves: a call without new rows is one of the attention.
     plain = cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)
@@ -220,6 +224,10 @@ class _Places:
         if PART_LIST in ragged:
             check_beside_list(splits)
         checked = Options.check(**options)
+        if others["score_mod"] is not None:
+            tensors, key = read_by(others["score_mod"])
+            ragged |= tensors
+            checked = replace(checked, score_mod=score_class_of(key, ragged, q))
         if self.cu_seqlens_q is not None:
             checks.check_longest("q", self.max_seqlen_q)
             q = checks.with_batch("q", q)

@@ -16,8 +16,16 @@ from typing import Any
 
 import torch
 
+from .call.checks import are_differentiated
 from .call.score_tensors import check_tensors
-from .kernels.score_change import ALIBI, Functions, Scored, functions_of, register
+from .kernels.score_change import (
+    ALIBI,
+    SCORE_TENSORS,
+    Functions,
+    Scored,
+    functions_of,
+    register,
+)
 
 __all__ = ["ScoreMod", "Scored", "alibi"]
 
@@ -74,6 +82,25 @@ class ScoreMod:
                 digest.update(f"{len(word)}:{word}".encode())
         name = getattr(function, "__name__", "score_mod")
         return cls(function, slope, f"{name}-{digest.hexdigest()[:32]}", tensors)
+
+
+def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """What a score_mod that is given to a call reads, as an operator has it, and its key.
+
+    Raises TypeError for another kind, ValueError for tensors that require gradients.
+    """
+    if not isinstance(score_mod, ScoreMod):
+        raise TypeError(
+            f"score_mod is {type(score_mod).__name__}; accepted: a ScoreMod of "
+            "fa4_hd256.score_mods, such as alibi(slopes)"
+        )
+    tensors = score_mod.tensors
+    if are_differentiated(tensors):
+        raise ValueError(
+            "a tensor of score_mod requires gradients, and there are none to it; accepted: "
+            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
+        )
+    return dict(zip(SCORE_TENSORS, tensors)), score_mod.key
 
 
 def alibi(slopes: torch.Tensor) -> ScoreMod:

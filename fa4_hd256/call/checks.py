@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,13 @@ def check_options(
         )
     if not 0 <= softcap <= largest:
         raise ValueError(f"softcap is {softcap}; accepted: 0 (none) or a positive finite number")
+
+
+def are_differentiated(tensors: Iterable[Any]) -> bool:
+    """Whether gradients may be asked for of any of these."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
 
 
 def check_beside_score_mod(score_mod: Any, softcap: float, k: torch.Tensor) -> None:

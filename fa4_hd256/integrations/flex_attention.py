@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 from fa4_hd256.interface import flash_attn_func
 from fa4_hd256.score_mods import Scored, ScoreMod
 
-from .score_graph import ScoreGraph, TranslationError
+from .score_graph import ScoreGraph
 
 __all__ = ["flex_attention", "score_mod_of"]
 
@@ -92,11 +92,6 @@ def score_mod_of(
     modified = ScoreGraph(function, device, tensors)
     slope = ScoreGraph(torch.func.grad(function), device, tensors)
     text = f"{modified.text} {slope.text}"
-    if any(tensor.requires_grad for tensor in tensors):
-        raise TranslationError(
-            "score_mod reads a tensor that requires a gradient, which it would not get; accepted: "
-            "others, such as its detach()"
-        )
     key = f"flex_attention_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     return ScoreMod(
         _of_kernel(modified), None if slope.number == 1 else _of_kernel(slope), key,
@@ -115,4 +110,4 @@ def _of_kernel(graph: ScoreGraph) -> Callable[..., Any]:
 def _as_read(tensor: torch.Tensor) -> torch.Tensor:
     """As kernels read it: float32 or int32, of one dimension at least."""
     dtype = torch.float32 if tensor.is_floating_point() else torch.int32
-    return tensor.detach().to(dtype).contiguous().reshape(tensor.shape or (1,))
+    return tensor.to(dtype).contiguous().reshape(tensor.shape or (1,))

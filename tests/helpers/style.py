@@ -23,7 +23,7 @@ MORE_PARAMETERS = {
     # The signature of the field's libraries, which users call by these names.
     ("fa4_hd256/interface.py", "flash_attn_func"): 21,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 29,
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 32,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 33,
     ("fa4_hd256/integrations/context_parallel/attention.py", "ring_attention"): 16,
     ("fa4_hd256/integrations/flex_attention.py", "flex_attention"): 10,
     # What calls may be like, by the names of those calls' own arguments.
@@ -33,7 +33,7 @@ MORE_PARAMETERS = {
 # Likewise -> lines.
 MORE_LINES = {
     # The same: a line a parameter, and what each of them means.
-    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 116,
+    ("fa4_hd256/kv_cache.py", "flash_attn_with_kvcache"): 118,
     ("fa4_hd256/interface.py", "flash_attn_func"): 94,
     ("fa4_hd256/interface.py", "flash_attn_varlen_func"): 92,
 }

@@ -7,6 +7,7 @@ import torch
 
 from fa4_hd256 import flash_attn_varlen_func, flash_attn_with_kvcache
 from fa4_hd256.check import reference
+from fa4_hd256.score_mods import alibi
 
 LSE_TOLERANCE = 1e-3
 #: Rows in use: none, a few, all but the new ones.
@@ -281,6 +282,10 @@ WRONG = {
     "causal": ({"causal": 1}, TypeError, "causal"),
     "parts": ({"num_splits": 1.0}, TypeError, "num_splits"),
     "heads": ({"q": randn(2, 1, 3, 128)}, ValueError, "head_dim 128"),
+    "a function of scores": ({"score_mod": lambda score: score}, TypeError, "a ScoreMod of"),
+    "two changes of scores": (
+        {"score_mod": alibi(torch.ones(2)), "softcap": 5.0}, ValueError, "with a score_mod",
+    ),
 }  # fmt: skip
 
 

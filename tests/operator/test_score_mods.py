@@ -13,7 +13,12 @@ import pytest
 import torch
 from operator_calls import forward_arguments
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    masks,
+)
 from fa4_hd256.check import reference
 from fa4_hd256.kernels import score_change
 from fa4_hd256.run import compile
@@ -179,6 +184,30 @@ def test_keys_in_pages(device):
         alone = (q[b : b + 1], *(reference.gathered(t, table[b], count)[None] for t in pages))
         own = case.of_reference(1, count, b)
         check((out[b : b + 1], lse[b : b + 1]), alone, score_mod=own)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
+def test_a_cache_with_new_rows(paged, device):
+    """New rows are keys behind those in use, and queries level with them."""
+    lengths, new, case = [0, 21, 59], 5, CASES["everything"]
+    shape, table = ((3, 64, 1, 256), None) if not paged else (
+        (6, 32, 1, 256), torch.tensor([[5, 1], [0, 3], [2, 4]], dtype=torch.int32, device=device)
+    )
+    k_cache, v_cache = (torch.randn(shape).to(device, torch.bfloat16) for _ in "kv")
+    q, k, v = inputs(new, new, (4, 1), 3, device)
+    before = reference.KvCache(
+        k_cache.clone(), v_cache.clone(), lengths, None if table is None else table.tolist()
+    )
+    _, sequences = before.appended(list(q), list(zip(k, v)), None, True)
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=used, page_table=table, causal=True,
+        score_mod=case.mod(device), return_lse=True,
+    )  # fmt: skip
+    for b, rows in enumerate(sequences):
+        alone = tuple(t[None].to(torch.bfloat16) for t in rows)
+        own = case.of_reference(new, lengths[b] + new, b)
+        check((out[b : b + 1], lse[b : b + 1]), alone, causal=True, score_mod=own)
 
 
 @pytest.mark.simulator

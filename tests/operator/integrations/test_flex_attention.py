@@ -124,3 +124,13 @@ def test_auxiliary_results(tensors):
 def test_fewer_heads_must_be_asked_for(tensors):
     with pytest.raises(ValueError, match="query has 4 heads, key 2; accepted: as many"):
         flex_attention(*tensors[:3])
+
+
+def test_a_tensor_that_would_get_no_gradient_is_refused(tensors):
+    learnt = torch.ones(HEADS, device=tensors[0].device, requires_grad=True)
+    for read in (learnt, learnt.double()):
+        def biased(s, b, h, q, k, bias=read):
+            return s + bias[h]
+
+        with pytest.raises(ValueError, match="tensor of score_mod requires gradients"):
+            flex_attention(*tensors[:3], score_mod=biased, enable_gqa=True)
