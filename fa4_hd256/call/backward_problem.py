@@ -9,7 +9,7 @@ import torch
 
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_ds_tiles import DS_TILE_ELEMENTS, count_tiles, ds_units
-from fa4_hd256.kernels.kernel_set import BackwardSet, KeyKernel
+from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KeyKernel
 from fa4_hd256.kernels.problem_class import GradientClass, PreprocessClass
 from fa4_hd256.kernels.score_change import ScoreOrigin
 
@@ -64,6 +64,13 @@ class BackwardProblem:
     def dkdv_class(self) -> GradientClass:
         """Of the kernels that make dK or dV."""
         return replace(self.dq_class, partial=self.head_parts > 1 or self.adds)
+
+    def of_kernel(self, kernel: BackwardKernel) -> BackwardProblem:
+        """As a kernel has it: one that computes no scores knows of nothing that changes them."""
+        if kernel.computes_scores:
+            return self
+        options = replace(self.forward.options, softcap=0.0, score_mod=None)
+        return replace(self, forward=replace(self.forward, options=options))
 
     @property
     def group(self) -> int:

@@ -88,12 +88,14 @@ class BackwardKernel:
     """One kernel of a backward.
 
     name: its kind is backward_<name>.  results: which of "dq", "dk" and "dv" it makes, in the order
-    of its arguments.  has_ds: it writes or reads a stored dS.
+    of its arguments.  has_ds: it writes or reads a stored dS.  computes_scores: it is another one
+    for each softcap and score_mod.
     """
 
     name: str
     results: tuple[str, ...]
     has_ds: bool = False
+    computes_scores: bool = True
 
     @property
     def kind(self) -> str:

@@ -238,7 +238,7 @@ def _launch_adding(
     """Launch a kernel of a portion. rooms: for the dK and dV of its own, which are added to those
     of `tensors.results`; without them it writes to these."""
     (row, spec), given, left = kernel, list(tensors.results), list(rooms)
-    sums = []
+    problem, sums = problem.of_kernel(row), []
     for index, name in enumerate(row.results):
         if name != "dq" and left:
             given[index] = begin_of(left.pop(), problem.dkdv_shape)
@@ -247,7 +247,8 @@ def _launch_adding(
         "q", "k", "v", "dout", "stats", *row.results, *(("ds",) if problem.keeps_ds else ()),
         *problem.forward.ragged, *problem.forward.score_tensors,
     )  # fmt: skip
-    _launch(spec, problem, replace(tensors, results=tuple(given)), roles)
+    scores = tensors.scores if row.computes_scores else ()
+    _launch(spec, problem, replace(tensors, results=tuple(given), scores=scores), roles)
     for total, own in sums:
         total += _sum_by_head(own, total.shape[2])
 

@@ -89,15 +89,14 @@ def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpe
     those of the architecture for a dS that is stored, or for one that is not."""
     kernels = problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
     architecture = problem.forward.kernels.architecture
-    return {"preprocess": preprocess_spec(problem)} | {
-        kernel.name: KernelSpec(
-            kernel.kind,
-            config.of_kernel(kernel.kind),
-            problem.dq_class if kernel.results == ("dq",) else problem.dkdv_class,
-            architecture,
+    found = {"preprocess": preprocess_spec(problem)}
+    for kernel in kernels:
+        own = problem.of_kernel(kernel)
+        compiled_in = own.dq_class if kernel.results == ("dq",) else own.dkdv_class
+        found[kernel.name] = KernelSpec(
+            kernel.kind, config.of_kernel(kernel.kind), compiled_in, architecture
         )
-        for kernel in kernels
-    }
+    return found
 
 
 def preprocess_spec(problem: BackwardProblem) -> KernelSpec:

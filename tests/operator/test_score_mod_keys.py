@@ -14,9 +14,11 @@ import torch
 from operator_calls import forward_arguments
 
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.call.backward_problem import BackwardCall
+from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.score_change import ScoreModClass, functions_of
-from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.tracing import trace_and_compile
 from fa4_hd256.score_mods import ScoreMod, alibi
@@ -135,6 +137,22 @@ def test_keys_and_values_in_e4m3():
     k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="float8_e4m3fn with a score_mod"):
         flash_attn_func(q, k, v, score_mod=alibi(torch.ones(2)))
+
+
+def test_products_of_a_stored_ds_are_the_same_whatever_changes_scores(backward_config):
+    """The kernel that stores dS is another one for each; those of its products compute no score."""
+    q, k, _ = inputs()
+    config, specs = backward_config(), []
+    for options in (
+        Options(1.0), Options(1.0, softcap=3.0),
+        Options(1.0, score_mod=ScoreModClass("alibi", ("float32 1",))),
+    ):  # fmt: skip
+        call = BackwardCall(q, k, k, q, torch.zeros(1, 2, q.shape[1]), q, None, None, {})
+        problem = replace(call.describe(options, None, None), keeps_ds=True)
+        specs.append(backward_specs(problem, config))
+    first, *others = specs
+    assert all(found["products"] == first["products"] for found in others)
+    assert len({found["dv"] for found in specs}) == 3
 
 
 def test_keys_that_nobody_made(device):

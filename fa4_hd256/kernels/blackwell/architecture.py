@@ -43,7 +43,7 @@ KERNELS = KernelSet(
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),
-            BackwardKernel("products", ("dk", "dq"), has_ds=True),
+            BackwardKernel("products", ("dk", "dq"), has_ds=True, computes_scores=False),
         ),
         anew=(BackwardKernel("dkdv", ("dk", "dv")), BackwardKernel("dq", ("dq",))),
         stored_keys=STORED,

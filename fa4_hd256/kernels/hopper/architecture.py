@@ -35,7 +35,7 @@ KERNELS = KernelSet(
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),
-            BackwardKernel("products", ("dk", "dq"), has_ds=True),
+            BackwardKernel("products", ("dk", "dq"), has_ds=True, computes_scores=False),
         ),
         anew=(
             BackwardKernel("single_dk", ("dk",)),
