@@ -97,8 +97,8 @@ def flash_attn_func(
         seqlen_q, seqlen_q), True where seen, up to 32 queries; or the words of
         `fa4_hd256.masks.tree_words`. No gradients (docs/serving.md).
     k_descale, v_descale: factors of k and of v in float8_e4m3fn, float32: one value, or (batch,
-        heads_kv). With such k and v, on architectures that have a kernel for them, q and out are
-        bfloat16 or float16, and there are no gradients (docs/serving.md).
+        heads_kv). With such k and v q and out are bfloat16 or float16, and there are no gradients
+        (docs/serving.md).
     score_mod: a function of scores, softmax_scale * q k, before the mask: ALiBi, or one of the
         user's (`fa4_hd256.score_mods`, docs/score_mods.md); lse is of what it returns.
 

@@ -60,8 +60,8 @@ def warm_up(
     forms: how sequences are given: "dense"; "packed" (cu_seqlens_q and _k); "cache" (seqused_k, a
     static cache); "packed-cache" (cu_seqlens_q and seqused_k); "paged" and "packed-paged" (with a
     page_table).
-    dtypes: of q. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn on Blackwell, where
-    kernels for every form of scales are then compiled. use_clc: the tile scheduler that calls ask
+    dtypes: of q. kv_dtypes: of k and v, None for that of q, torch.float8_e4m3fn, for which
+    kernels for every form of scales are compiled. use_clc: the tile scheduler that calls ask
     for; None for both. batch_invariant: whether calls ask for that, too. page_sizes: of the paged
     forms.
     scheduler_metadata: whether calls with seqused_k are given one, too. tree_mask: whether calls of

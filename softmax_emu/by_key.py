@@ -1,11 +1,12 @@
-"""Online softmax where each thread holds one key of a transposed score tile, for all of its rows.
+"""Online softmax where each thread holds keys of a transposed score tile, each for some rows.
 
-Tensor memory delivers S^T = K Q^T with a key a lane and a query row a column.  So a thread has one
-score of every row, all threads need every row's offset, and a row's maximum and sum go over lanes
-and warps.  The definitions are those of `online`: p = 2^(c s - c m), and m moves, for a row by
-itself, only where c * (true maximum - m) exceeds the threshold.  Whether any does is asked without
-the maxima: by the largest exponent that a thread has.  The maxima themselves are taken where the
-answer is yes, which most tiles do without.
+Tensor memory delivers S^T = K Q^T with a key a lane and a query row a column: a thread has one
+score of every row.  wgmma leaves a thread two keys of a quarter of the rows.  All threads need the
+offsets of their rows, and a row's maximum and sum go over lanes and warps.  The definitions are
+those of `online`: p = 2^(c s - c m), and m moves, for a row by itself, only where
+c * (true maximum - m) exceeds the threshold.  Whether any does is asked without the maxima: by the
+largest exponent that a thread has.  The maxima themselves are taken where the answer is yes, which
+most tiles do without.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from .exp2 import exp2_hardware, exp2_polynomial_pair, exp2_row_factor, maximum3
+from .exp2 import (
+    exp2_hardware,
+    exp2_polynomial_pair,
+    exp2_polynomial_scalars,
+    exp2_row_factor,
+    maximum3,
+)
 from .online import OnlineSoftmax
 from .pattern import FRAGMENT_COLUMNS, Ex2Pattern
 
@@ -27,12 +34,12 @@ WARP_SIZE = 32
 
 
 class KeySoftmax:
-    """State of all rows in one thread: their offsets, alike in all threads, and the sums of this
-    thread's keys; both register tensors of Float32 that live across dynamic loops.
+    """State of a thread's rows: their offsets, alike in all threads, and the sums of this thread's
+    keys; both register tensors of Float32 that live across dynamic loops.
 
-    For each tile: `exceeds`; where that holds in any thread `raise_maxima` in all; then
-    `exponentiate`.  After the last `sums` are added up over the threads, and `finish` makes the
-    reciprocal and LSE of a row.
+    For each tile: `exceeds`, of each key; where that holds in any thread `raise_maxima` in all;
+    then `exponentiate`.  After the last `sums` are added up over the threads, and `finish` makes
+    the reciprocal and LSE of a row.
     """
 
     def __init__(self, row: OnlineSoftmax, rows: int, headroom: float = 0.0) -> None:
@@ -44,12 +51,13 @@ class KeySoftmax:
     @classmethod
     def create(
         cls, scale_log2: Float32, pattern: Ex2Pattern, rescale_threshold: float, dtype: Any,
-        rows: int, headroom: float = 0.0,
+        rows: int, headroom: float = 0.0, arithmetic: str = "packed",
     ) -> KeySoftmax:  # fmt: skip
         """A softmax with empty state.  rows: an even number; headroom: p of a maximum that has just
         moved is 2^headroom, so that a P whose type has few exponents keeps small p, too; at most
-        rescale_threshold, which still bounds p; the others as of `OnlineSoftmax.create`."""
-        row = OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype)
+        rescale_threshold, which still bounds p; arithmetic: "packed" or "scalar"; the others as of
+        `OnlineSoftmax.create`."""
+        row = OnlineSoftmax.create(scale_log2, pattern, rescale_threshold, dtype, arithmetic)
         softmax = cls(row, rows, headroom)
         softmax.reset()
         return softmax
@@ -68,7 +76,10 @@ class KeySoftmax:
         pairs = [self._exponents(scores, row) for row in range(0, self.rows, 2)]
         largest = pairs[0][0]
         for first, second in pairs:
-            largest = maximum3(largest, first, second)
+            if self._is_packed:
+                largest = maximum3(largest, first, second)
+            else:
+                largest = cute.arch.fmax(largest, cute.arch.fmax(first, second))
         return largest > Float32(self.row.rescale_threshold)
 
     def raise_maxima(self, maxima: cute.Tensor, factors: cute.Tensor) -> None:
@@ -101,15 +112,21 @@ class KeySoftmax:
         weight: what p counts in the sums, of this key; None for 1.
         """
         pattern, fragments = self.row.pattern, -(-self.rows // FRAGMENT_COLUMNS)
+        polynomial = exp2_polynomial_pair if self._is_packed else exp2_polynomial_scalars
         for row in range(0, self.rows, 2):
             x0, x1 = self._exponents(scores, row)
             fragment, column = divmod(row, FRAGMENT_COLUMNS)
             if pattern.is_emulated(fragment, column, fragments):
-                p0, p1 = exp2_polynomial_pair(x0, x1, pattern.degree)
+                p0, p1 = polynomial(x0, x1, pattern.degree)
             else:
                 p0, p1 = exp2_hardware(x0), exp2_hardware(x1)
             sums = self.sums[row], self.sums[row + 1]
-            if weight is None:
+            if not self._is_packed:
+                sums = tuple(
+                    total + p if weight is None else cute.math.fma(p, weight, total)
+                    for total, p in zip(sums, (p0, p1), strict=True)
+                )
+            elif weight is None:
                 sums = cute.arch.add_packed_f32x2(sums, (p0, p1))
             else:
                 sums = cute.arch.fma_packed_f32x2((p0, p1), (weight, weight), sums)
@@ -136,10 +153,19 @@ class KeySoftmax:
     def _exponents(self, scores: cute.Tensor, row: int) -> tuple[Float32, Float32]:
         """c * s - c * m of two rows."""
         scale = self.row.scale_log2
+        if not self._is_packed:
+            return tuple(
+                cute.math.fma(scores[i], scale, self.offsets[i]) for i in (row, row + 1)
+            )
         return cute.arch.fma_packed_f32x2(
             (scores[row], scores[row + 1]), (scale, scale),
             (self.offsets[row], self.offsets[row + 1]),
         )  # fmt: skip
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether by instructions on pairs, which sm_90 has not."""
+        return self.row.arithmetic == "packed"
 
     def __extract_mlir_values__(self) -> list:
         """None: what lives across loops is memory, and stays where it is."""

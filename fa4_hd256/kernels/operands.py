@@ -54,11 +54,14 @@ class SharedMemory:
         pointer = (self._base + self._offsets[name]).align(alignment)
         return cute.recast_ptr(pointer, dtype=element_type)
 
-    def operand(self, name: str, rows: int, columns: int, stages: int) -> cute.Tensor:
-        """A region as rows x columns x stages of an operand (`smem_layout`)."""
-        layout = smem_layout(rows, columns, stages)
+    def operand(
+        self, name: str, rows: int, columns: int, stages: int, dtype: Any = None
+    ) -> cute.Tensor:
+        """A region as rows x columns x stages of an operand (`smem_layout`).  dtype: of 16 bits,
+        None for that of the call."""
+        layout, dtype = smem_layout(rows, columns, stages), dtype or self._dtype
         pointer = cute.recast_ptr(
-            self.region(name, self._dtype, SWIZZLE_ALIGNMENT), layout.inner, dtype=self._dtype
+            self.region(name, dtype, SWIZZLE_ALIGNMENT), layout.inner, dtype=dtype
         )
         return cute.make_tensor(pointer, layout.outer)
 

@@ -9,12 +9,21 @@ from paged_cases import Paged, int32, offsets
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256.architectures import named
 from fa4_hd256.check import reference
-from fa4_hd256.kernels.blackwell.decode import e4m3
-from fa4_hd256.kernels.blackwell.decode.config import DECODE, DECODE_E4M3
-from fa4_hd256.kernels.blackwell.decode.e4m3 import DecodeE4m3Kernel
+from fa4_hd256.kernels import e4m3_scales
+from fa4_hd256.kernels.kernel_set import kernels_of
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+pytestmark = pytest.mark.simulator
+
+ROWS = (16, 32, 64)
+
+
+def config_of(architecture, rows):
+    """The configuration of tiles of so many rows."""
+    kernels = kernels_of(named(architecture))
+    tiles = next(t for t in kernels.forward_tiles(kv_dtype=E4M3) if t.rows == rows)
+    return kernels.config_of(tiles).tuned(False, 1, "", tiles)
 
 
 def dense(queries, keys, heads, batch=2, dtype=torch.bfloat16):
@@ -56,22 +65,25 @@ def test_options(options, dtype):
 
 
 # Rows of a tile: 16, 32, 64 by the queries and heads; a group of 6, padded to 8; a head by itself;
-# several tiles of queries, as in prefill.
+# several tiles of queries, as in prefill: with three heads of a group, which no tile holds, each
+# head has its own.
 @pytest.mark.parametrize(
     ("queries", "heads", "rows"),
     [(1, (8, 1), 16), (4, (8, 1), 32), (3, (12, 2), 32), (8, (8, 1), 64), (1, (24, 1), 32),
-     (20, (6, 2), 64), (70, (2, 2), 64)],
+     (20, (6, 2), 32), (70, (2, 2), 64)],
     ids=str,
 )  # fmt: skip
-def test_rows_and_tiles(queries, heads, rows):
+def test_rows_and_tiles(queries, heads, rows, architecture):
     q, *keys = dense(queries, 290, heads, batch=1)
     given = scales(1, heads[1])
     found = attend(q, *keys, given, causal=True)
     accurate(found, q, exact(keys, given), causal=True)
-    reports = [r for r in sm100_sim.last_reports()[-2:] if r.warps("tcgen05.mma")]
-    # Of the instructions' results: twice the rows, for both parts.
-    assert reports[-1].opcodes["cvt.rn.f16x2.e4m3x2"]["warps"] > 0
-    assert e4m3.DecodeE4m3Kernel.kv_bytes == 1 and rows in {c.rows for c in DECODE_E4M3}
+    mma = {"sm_100a": "tcgen05.mma", "sm_90a": f"wgmma.mma_async.sync.aligned.m64n{rows}k16."}
+    report = next(
+        r for r in reversed(sm100_sim.last_reports()[-2:])
+        if any(opcode.startswith(mma[architecture]) for opcode in r.opcodes)
+    )  # fmt: skip
+    assert report.opcodes["cvt.rn.f16x2.e4m3x2"]["warps"] > 0
 
 
 @pytest.mark.parametrize("given", [None, 1, "sequences", "expanded", "columns"])
@@ -213,8 +225,8 @@ def test_maxima_that_grow():
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
-    monkeypatch.setenv("SM100_SIM_DEVICE", "b200:3")
+def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch, architecture):
+    monkeypatch.setenv("SM100_SIM_DEVICE", f"{named(architecture).simulated}:3")
     given, scales_of_both = dense(5, 400, (8, 2)), scales(2, 2)
     results = [
         attend(*given, scales_of_both, causal=True, use_clc=use_clc, num_splits=num_splits)[0]
@@ -225,9 +237,10 @@ def test_both_schedulers_give_the_same_bits(num_splits, monkeypatch):
 
 @pytest.mark.parametrize("use_clc", [False, True], ids=["static", "clc"])
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("config", DECODE_E4M3, ids=lambda config: str(config.rows))
-def test_no_findings(use_clc, seed, config, sanitize):
+@pytest.mark.parametrize("rows", ROWS)
+def test_no_findings(use_clc, seed, rows, sanitize, architecture):
     sanitize(seed, clusters=2)
+    config = config_of(architecture, rows)
     paged = paged_of((300, 0, 200), 64, 1)
     q, given = torch.randn(3, 2, 8, 256).bfloat16(), scales(len(paged.k), 1)
     paged.k[paged.table[0, 0]] = (paged.k[paged.table[0, 0]].float() * 3).to(E4M3)
@@ -249,21 +262,20 @@ def _logical_page(scales, entry, head):
     return REAL_SCALE(scales, entry * 0, head)
 
 
-REAL_SCALE = e4m3._scale_of
+REAL_SCALE = e4m3_scales.scale_of
 
 
 @pytest.mark.parametrize("bug", [_wrong_head, _logical_page, "swapped"])
-def test_planted_bugs_are_noticed(bug, planted):
+def test_planted_bugs_are_noticed(bug, planted, architecture):
     """A scale of the wrong head; one of another page; K's and V's exchanged."""
     paged = paged_of((300, 77), 16, 2)
     q, given = torch.randn(2, 1, 8, 256).bfloat16(), scales(len(paged.k), 2)
     if bug == "swapped":
-        real = DecodeE4m3Kernel.descales
-        planted.setattr(
-            DecodeE4m3Kernel, "descales", lambda self, optional: real(self, optional)[::-1]
-        )
+        kernel = kernels_of(named(architecture)).kernel("forward_decode_e4m3")
+        real = kernel.descales
+        planted.setattr(kernel, "descales", lambda self, optional: real(self, optional)[::-1])
     else:
-        planted.setattr(e4m3, "_scale_of", bug)
+        planted.setattr(e4m3_scales, "scale_of", bug)
     with pytest.raises(AssertionError, match="max_error"):
         check_paged(q, paged, given, True)
 
@@ -282,8 +294,7 @@ def one(shape=(1,), dtype=torch.float32):
       r"k_descale has shape \(2, 3\); accepted: one value, or \(2, 1\)"),
      ({"v": torch.zeros(2, 9, 1, 256, dtype=torch.bfloat16)}, TypeError, "share one dtype"),
      ({"q": torch.zeros(2, 1, 4, 256).to(E4M3)}, TypeError, "q has dtype torch.float8_e4m3fn"),
-     ({"k": torch.zeros(2, 9, 1, 256).to(torch.float8_e5m2)}, TypeError, "k has dtype .*e5m2"),
-     ({"config": DECODE[0]}, ValueError, "config is for k and v of the dtype that of q")],
+     ({"k": torch.zeros(2, 9, 1, 256).to(torch.float8_e5m2)}, TypeError, "k has dtype .*e5m2")],
     ids=str,
 )  # fmt: skip
 def test_what_is_refused(change, error, message):
@@ -292,12 +303,18 @@ def test_what_is_refused(change, error, message):
         flash_attn_func(**{"q": q, "k": k, "v": v} | change)
 
 
+def test_configurations_of_other_types_are_refused(architecture, forward_config):
+    q, k, v = dense(1, 9, (4, 1))
+    with pytest.raises(ValueError, match="config is for k and v of the dtype that of q"):
+        flash_attn_func(q, k, v, config=forward_config())
+    with pytest.raises(ValueError, match="config is for k and v of the dtype torch.float8_e4m3fn"):
+        flash_attn_func(q, q, q, config=config_of(architecture, 16))
+
+
 def test_scales_of_other_tensors_are_refused():
     q = torch.zeros(2, 1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="given with k and v of torch.bfloat16"):
         flash_attn_func(q, q, q, k_descale=one(), v_descale=one())
-    with pytest.raises(ValueError, match="config is for k and v of the dtype torch.float8_e4m3fn"):
-        flash_attn_func(q, q, q, config=DECODE_E4M3[0])
 
 
 def test_as_many_pages_as_sequences():

@@ -26,7 +26,7 @@ from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.keys import cache_key
 from fa4_hd256.run.needs import Needs, specs_of
 
-pytestmark = [pytest.mark.simulator, pytest.mark.architecture("sm_100a")]
+pytestmark = pytest.mark.simulator
 
 LENGTHS, NEW, ROWS = [0, 21, 59], 3, 64
 
@@ -184,10 +184,10 @@ def needs(**options):
                     "schedulers": (False,), "kv_dtypes": (None, E4M3)} | options)  # fmt: skip
 
 
-def test_what_a_model_needs():
+def test_what_a_model_needs(architecture):
     """Kernels for k and v in e4m3, of all forms of scales; each by its name and its own key."""
-    own = named("sm_100a")
-    specs = [s for s in specs_of(SMALL, needs(), own, "b200") if "combine" not in s.kind]
+    own = named(architecture)
+    specs = [s for s in specs_of(SMALL, needs(), own, own.simulated) if "combine" not in s.kind]
     by_dtype = [[s for s in specs if s.problem_class.kv_dtype is d] for d in (None, E4M3)]
     assert {s.problem_class.descale for s in by_dtype[1]} == {"", "sequences", "pages"}
     assert {s.kind for s in by_dtype[1]} == {"forward_decode_e4m3"}
@@ -200,9 +200,10 @@ def test_what_a_model_needs():
         needs(kv_dtypes=(torch.float8_e5m2,))
 
 
-def test_calls_take_those_kernels(monkeypatch):
+def test_calls_take_those_kernels(monkeypatch, architecture):
     """Of one query and of sixteen, with scales of pages: a kernel that `warm_up` compiles."""
-    known, taken = set(specs_of(SMALL, needs(), named("sm_100a"), "b200")), []
+    own = named(architecture)
+    known, taken = set(specs_of(SMALL, needs(), own, own.simulated)), []
     real = forward.compile_kernel
     monkeypatch.setattr(
         forward, "compile_kernel", lambda spec: taken.append(spec) or real(spec)
@@ -216,10 +217,3 @@ def test_calls_take_those_kernels(monkeypatch):
         )  # fmt: skip
     assert len(set(taken)) == 2 and set(taken) <= known
     assert {spec.problem_class.descale for spec in taken} == {OF_PAGES}
-
-
-@pytest.mark.architecture("sm_90a")
-def test_hopper_says_that_it_has_no_such_kernel():
-    q, k = torch.randn(1, 1, 4, 256).bfloat16(), codes(1, 40, 1, 256)
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn, which sm_90a, .* accepted there"):
-        flash_attn_func(q, k, k)

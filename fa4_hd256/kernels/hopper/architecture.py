@@ -7,6 +7,7 @@ from fa4_hd256.kernels.backward_ds_tiles import DS_BLOCK
 from fa4_hd256.kernels.combine_config import CombineConfig, CombineRule
 from fa4_hd256.kernels.kernel_set import BackwardKernel, BackwardSet, KernelSet, KeyKernel
 
+from .decode.config import DECODE_E4M3
 from .forward.config import DECODE, MASKED, ForwardConfig
 
 __all__ = ["KERNELS"]
@@ -23,6 +24,7 @@ KERNELS = KernelSet(
     named("sm_90a"),
     {
         "forward": "forward.kernel:ForwardKernel",
+        "forward_decode_e4m3": "decode.kernel:DecodeE4m3Kernel",
         "backward_dv": "backward.dv:DvKernel",
         "backward_products": "backward.products:ProductsKernel",
         "backward_single_dk": "backward.single:DkKernel",
@@ -31,7 +33,11 @@ KERNELS = KernelSet(
     },
     forward_config="forward.config:ForwardConfig",
     backward_config="backward.config:BackwardConfig",
-    forwards=(DECODE.tiles, ForwardConfig().tiles, MASKED.tiles),
+    decode_config="decode.config:E4m3Config",
+    forwards=(
+        DECODE.tiles, ForwardConfig().tiles, MASKED.tiles,
+        *(config.tiles for config in DECODE_E4M3),
+    ),  # fmt: skip
     backward=BackwardSet(
         stored=(
             BackwardKernel("dv", ("dv",), has_ds=True),

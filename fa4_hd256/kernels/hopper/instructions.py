@@ -97,18 +97,20 @@ class WgmmaShape:
 
 
 def multiply(
-    shape: WgmmaShape, result: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Any
-) -> None:
+    shape: WgmmaShape, result: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Any,
+    first: int = 0,
+) -> None:  # fmt: skip
     """Issue result = A B, or result += A B, over all slices of A; by all threads of a warpgroup.
 
-    a, b: of `a_operand` or `a_fragment` and of `b_operand`, without stages.  Between the last
+    a, b: of `a_operand` or `a_fragment` and of `b_operand`, without stages.  first: the slice of B
+    that goes with A's first.  Between the last
     write to a register that the product reads or changes and this stands `fence`, behind it
     `commit`.
     """
     overwriting, adding = shape.tiled_mma(accumulate), shape.tiled_mma(True)
     for k in range(cute.size(a, mode=[2])):
         mma = overwriting if k == 0 else adding
-        cute.gemm(mma, result, a[None, None, k], b[None, None, k], result)
+        cute.gemm(mma, result, a[None, None, k], b[None, None, first + k], result)
 
 
 def fence() -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from fa4_hd256.kernels.blackwell.instructions import (
     fence_after_thread_sync,
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.tmem import tmem_load, tmem_store
-from fa4_hd256.kernels.edges import RingState, SharedByReference
+from fa4_hd256.kernels.decode_softmax import DecodeSoftmax, any_of_softmax, synchronise
+from fa4_hd256.kernels.edges import RingState
 from fa4_hd256.kernels.limits import WARP_SIZE
 from fa4_hd256.kernels.masking import Visibility
 from fa4_hd256.kernels.ranges import traced
@@ -24,36 +25,10 @@ from softmax_emu.by_key import KeySoftmax, first_row_of_lane, reduce_over_lanes
 from .config import BLOCK_KV, HALF
 from .steps import HALVES
 
-__all__ = ["BARRIER", "DecodeConsumers"]
-
-THREADS = BLOCK_KV  # of the softmax, a key each
-BARRIER = 1  # their named barrier
-VECTOR = 4  # floats that a thread reads of shared memory at once
+__all__ = ["DecodeConsumers"]
 
 
-class NoState(SharedByReference):
-    """What a kernel carries that waits for nothing at a tile's begin."""
-
-
-def any_of_softmax(value: Boolean) -> Boolean:
-    """Whether it holds in some thread of the softmax; barrier.cta.red (PTX ISA 9.7.13.1)."""
-    found = cute.arch.inline_ptx(
-        "{.reg .pred own, any;\n"
-        "setp.ne.b32 own, {$r0}, 0;\n"
-        f"barrier.cta.red.or.pred any, {BARRIER}, {THREADS}, own;\n"
-        "selp.b32 {$w0}, 1, 0, any;}",
-        write_only_types=[Int32],
-        read_only_args=[Int32(value)],
-    )
-    return found != 0
-
-
-def synchronise() -> None:
-    """All threads of the softmax."""
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
-
-
-class DecodeConsumers:
+class DecodeConsumers(DecodeSoftmax):
     """Mixed into DecodeKernel; the shared state is its `Context`.
 
     What K and V in e4m3 do in another way is a method of its own (`e4m3`): `_create` to
@@ -66,14 +41,6 @@ class DecodeConsumers:
             context.scalars.scale_log2, self.config.ex2_pattern, self.config.rescale_threshold,
             self.dtype, self.config.rows,
         )  # fmt: skip
-
-    def _tile_state(self) -> Any:
-        """What `_begin_tile` waits by."""
-        return NoState()
-
-    def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any) -> Any:
-        """What a tile with steps begins with; its state for the next one.  key: this thread's."""
-        return state
 
     def _load_scores(self, context: Any, softmax: Any, buffer: Int32, work: Any) -> cute.Tensor:
         """This thread's key of S."""
@@ -99,58 +66,21 @@ class DecodeConsumers:
         cute.arch.fence_view_async_tmem_load()
         return values
 
-    def _inverse(self, softmax: Any, inverse: Float32) -> Float32:
-        """What a row of O is multiplied with; inverse: of its sum."""
-        return inverse
-
     def _of_half(self, context: Any, half: int) -> Any:
         """This warp's lanes of a half of O."""
         return context.own_lanes + self.tmem_plan[f"o{half}"].start
 
-    @cute.jit
-    def softmax(self, context: Any):
-        """S -> P, a key a thread; O and LSE at the tile's end."""
-        # The product before this step, of this tile or of the one before; none before the first.
-        states = self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
-        tile_state = self._tile_state()
-        softmax = self._create(context)
-        thread = cute.arch.thread_idx()[0]
-        scheduler = self.scheduler.create(context.order, context.channel)
-        work = scheduler.initial_work()
-        while work.is_valid:
-            visibility = context.visibility(work, BLOCK_KV)
-            num_steps = self.num_steps(context, work)
-            tile = self.queries(work)
-            tiles = visibility.tile_range(tile, tile)
-            softmax.reset()
-            if num_steps > 0:
-                step = Int32(0)
-                key = (tiles.end - 1) * BLOCK_KV + thread
-                tile_state = self._begin_tile(context, softmax, work, key, tile_state)
-                for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                    states = self._step(context, (softmax, states, step), (work, key), True)
-                    step += 1
-                    key -= BLOCK_KV
-                for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                    states = self._step(context, (softmax, states, step), (work, key), False)
-                    step += 1
-                    if cutlass.const_expr(self.change.by_place):
-                        key -= BLOCK_KV
-                if cutlass.const_expr(self.problem_class.bounded_left):
-                    if cutlass.const_expr(not self.change.by_place):
-                        key -= tiles.num_unmasked * BLOCK_KV
-                    for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                        states = self._step(context, (softmax, states, step), (work, key), True)
-                        step += 1
-                        key -= BLOCK_KV
-            inverses = self._finish(context, softmax, work)
-            if num_steps > 0:
-                context.barriers["o_done"].wait(states[1])
-                fence_after_thread_sync()
-                self._store(context, work, inverses)
-            else:
-                self._store_zeros(context, work)
-            work = scheduler.advance_to_next_work()
+    @property
+    def softmax_warps(self) -> int:
+        return len(self.config.warps.softmax)
+
+    def _step_states(self) -> tuple:
+        """Of S, and of the product before a step, of this tile or of the one before; none before
+        the first."""
+        return self.edges["s_done"].waiter_state(), RingState(1, Int32(0), Int32(1))
+
+    def _own_key(self) -> Int32:
+        return cute.arch.thread_idx()[0]
 
     @traced("softmax")
     @cute.jit
@@ -174,7 +104,7 @@ class DecodeConsumers:
             self._mask(context.visibility(place[0], BLOCK_KV), scores, place, nodes)
         # P and O are this step's from here on.
         context.barriers["o_done"].wait(o_done)
-        if any_of_softmax(softmax.exceeds(scores)):
+        if any_of_softmax(softmax.exceeds(scores), self.softmax_threads):
             self._raise_maxima(context, softmax, scores, step)
         self._store_probabilities(context, softmax, scores)
         # The tensor core reads through the async proxy what was written here.
@@ -266,54 +196,13 @@ class DecodeConsumers:
         for number, value in enumerate(found):
             # Neighbours that have the same row write the same.
             context.smem[name][row + number, warp] = value
-        synchronise()
+        synchronise(self.softmax_threads)
 
-    def _combined(
-        self, context: Any, name: str, operation: Callable[[Float32, Float32], Float32]
-    ) -> cute.Tensor:
-        """The values that the warps have shared, combined in their order."""
-        shared = context.smem[name]
-        found = self._read(shared, 0)
-        for warp in range(1, len(self.config.warps.softmax)):
-            others = self._read(shared, warp)
-            for row in range(self.config.rows):
-                found[row] = operation(found[row], others[row])
-        return found
-
-    def _read(self, shared: cute.Tensor, column: int) -> cute.Tensor:
-        """A value of each row."""
-        found = cute.make_rmem_tensor(self.config.rows, Float32)
-        cute.autovec_copy(shared[None, column], found)
-        return found
-
-    @traced("sums")
-    @cute.jit
-    def _finish(self, context: Any, softmax: Any, work: Any):
-        """LSE of each row to global memory; 1/sum of all rows."""
-        rows = self.config.rows
-        self._share(context, "sums", softmax.sums, lambda a, b: a + b)
-        row = cute.arch.thread_idx()[0]
-        if row < rows:
-            total = Float32(0.0)
-            for warp in range(len(self.config.warps.softmax)):
-                total = total + context.smem["sums"][row, warp]
-            query, in_group = self.queries(work)[0] + row // self.of_query, row % self.of_query
-            packed = self.problem_class.packed_heads
-            is_row = query < context.query(work).length
-            if cutlass.const_expr(self.of_query > packed):
-                # Rows past the heads are padding.
-                is_row = is_row & (in_group < packed)
-                in_group = cutlass.min(in_group, packed - 1)
-            head = work.head * packed + in_group
-            inverse, lse = softmax.finish(
-                total, softmax.offset_in(row), self.sink_log2(context, work, head)
-            )
-            context.smem["inverses"][row, 0] = self._inverse(softmax, inverse)
-            if is_row:
-                place = context.result_offset(context.query(work)) + query
-                context.tensors.lse[context.result_batch(work), head, place] = lse
-        synchronise()
-        return self._read(context.smem["inverses"], 0)
+    def _store_sums(self, context: Any, running: tuple, work: Any, inverses: cute.Tensor) -> None:
+        """O of a tile with steps.  running: (softmax, states of S and of O)."""
+        context.barriers["o_done"].wait(running[1][1])
+        fence_after_thread_sync()
+        self._store(context, work, inverses)
 
     @traced("store O")
     @cute.jit

@@ -161,11 +161,3 @@ class DecodeKernel(ForwardCommon, PairKernel, DecodeProducers, DecodeConsumers):
         sink, _ = self.sink_and_ragged(tensors.optional)
         num_splits = sizes[3] if self.problem_class.split else None
         return Context(**vars(common), sink=sink, num_splits=num_splits)
-
-    def queries(self, work: Any) -> tuple[Int32, int]:
-        """(first query, their number) of a tile."""
-        return work.block * self.tile_queries, self.tile_queries
-
-    def num_steps(self, context: Context, work: Any) -> Int32:
-        """Steps of a tile; the same in all roles."""
-        return context.visibility(work, BLOCK_KV).num_tiles(*self.queries(work))

@@ -1,0 +1,1 @@
+"""The decode kernel for keys and values in e4m3."""

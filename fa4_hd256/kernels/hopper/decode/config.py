@@ -1,0 +1,221 @@
+"""Configuration of the decode kernel for K and V in e4m3: rows, stages, warps, and the plans.
+
+NOTE [keys as M].  HBM gives an SM of an H200 18 to 23 bytes a clock: a step of 128 keys, 64 KiB in
+e4m3, takes 2,840 to 3,600 clocks.  Hopper's products of e4m3 keep 13 bits of a sum and want V
+transposed, so K and V become f16, which holds every e4m3 exactly.  What a step then takes:
+
+    converted in shared memory, S = Q K^T   of the port 512 clocks to bring the bytes, 512 to read,
+                                            1,024 to write, 2,048 for wgmma's operands: 4,096
+    S^T = K Q^T, K and V^T in registers     512 to bring, 512 to read, and B of 16 rows: 16 bytes a
+                                            clock of 32 products of a warpgroup, 256: 1,280
+
+So keys are M, and rows of Q are N: two warpgroups have 64 keys each of S^T, and 128 columns of the
+head each of O^T = V^T P^T.  A needs no buffer beside that of the bytes, and what a product costs
+follows the rows that there are.  Q is brought to [2^14, 2^15) by a power of two a row and rounded
+to f16: an element as small as 2^-31 of its row's largest keeps all bits of a bf16.
+
+NOTE [order of columns].  A sum may take its terms in any order: a thread reads 16 bytes of a row of
+K at once, which are 4 elements each of 4 slices of QK, and Q lies in shared memory in that order
+(`column_of`).  Of V a thread reads the same 4 columns of its keys, two rows of O^T of each half of
+a warpgroup's; pairs of keys, which a register of A holds, are brought together by PRMT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fa4_hd256.kernels.edges import BARRIER_BYTES, Edge, EdgeTable, Signal
+from fa4_hd256.kernels.hopper.checked_plan import check_plan
+from fa4_hd256.kernels.kernel_set import ForwardTiles
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, FLOAT_BYTES, HEAD_DIM, SWIZZLE_ALIGNMENT
+from fa4_hd256.kernels.plans import SmemPlan, SmemRegion, WarpPlan
+from fa4_hd256.kernels.steps import StepTable
+from fa4_hd256.kernels.timeline import describe_roles
+from schedulers import CounterScheduler
+from softmax_emu.pattern import Ex2Pattern
+
+from .steps import decode_steps
+
+__all__ = ["BLOCK_KV", "DECODE_E4M3", "ROWS", "E4m3Config", "E4m3WarpPlan"]
+
+BLOCK_KV = 128  # keys of a step, 64 a warpgroup
+
+#: Query rows of a tile that are offered: N of both products.
+ROWS = (16, 32, 64)
+#: Log2 of P of a row's maximum that has just moved: small P then keep their bits down to 2^-20 of
+#: it.
+HEADROOM = 6.0
+#: Of the rescale threshold: P reaches 2^threshold, and must stay finite in float16.
+LARGEST_THRESHOLD = 15
+
+#: Computed, not measured, by rows: a step of one SM alone, and what a tile takes beside its steps,
+#: in steps.  `LEAST_SAVED`: what combining takes, 4 us, in steps.
+STEP_SECONDS = {16: 0.95e-6, 32: 1.1e-6, 64: 1.6e-6}
+PART_STEPS = {16: 1.5, 32: 1.5, 64: 1.5}
+LEAST_SAVED = 4.0
+
+
+@dataclass(frozen=True)
+class E4m3WarpPlan(WarpPlan):
+    """Warp indices and register budgets of a CTA: two warpgroups multiply, of the third one warp
+    has each other role."""
+
+    consumers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    load: int = 8
+    scheduler: int = 9
+    quantise: tuple[int, ...] = (10,)
+    registers_consumers: int = 216
+    registers_other: int = 72
+
+    WARPGROUPS = (
+        ("the first 64 keys", "registers_consumers"),
+        ("the other 64 keys", "registers_consumers"),
+        ("the other roles", "registers_other"),
+    )
+    ROLES = (
+        ("consumers", "registers_consumers"),
+        *((role, "registers_other") for role in ("load", "scheduler", "quantise")),
+    )
+
+    @property
+    def scheduled_warps(self) -> int:
+        """Warps that run the tile loop."""
+        return len(self.consumers) + 2 + len(self.quantise)
+
+
+@dataclass(frozen=True)
+class E4m3Config:
+    """Everything static about the decode kernel that a user or a tuner may set.
+
+    rows: query rows of a tile, one of `ROWS`: those of the heads that share keys, of a few queries.
+    kv_stages: buffers of the ring that K and V tiles share.
+    q_stages: Q buffers; with two, the next tile's Q is there while this tile is worked on.
+    ex2_pattern: which score elements take the polynomial exp2; a thread's rows are fewer than a
+        fragment has columns, so that a pattern which leaves the last fragment to the hardware
+        leaves all.
+    rescale_threshold: in log2 units; O is rescaled only when a row's maximum grew by so much less
+        `HEADROOM`.
+    ordered_tiles: the longest tiles first and heads grouped for L2 (`schedulers.order`).
+    """
+
+    rows: int = 16
+    kv_stages: int = 6
+    q_stages: int = 2
+    ex2_pattern: Ex2Pattern = field(default_factory=Ex2Pattern)
+    rescale_threshold: float = 12.0
+    warps: E4m3WarpPlan = field(default_factory=E4m3WarpPlan)
+    ordered_tiles: bool = True
+
+    block_kv = BLOCK_KV
+
+    def __post_init__(self) -> None:
+        if self.rows not in ROWS:
+            accepted = ", ".join(map(str, ROWS))
+            raise ValueError(f"rows is {self.rows}; accepted are {accepted}")
+        if self.kv_stages < 2:
+            raise ValueError(
+                f"kv_stages is {self.kv_stages}; at least 2 are needed: V arrives while K is read"
+            )
+        if self.q_stages not in (1, 2):
+            raise ValueError(f"q_stages is {self.q_stages}; accepted are 1 and 2")
+        if not 0 <= self.rescale_threshold <= LARGEST_THRESHOLD:
+            raise ValueError(
+                f"rescale_threshold is {self.rescale_threshold}; accepted are 0 to "
+                f"{LARGEST_THRESHOLD} (P reaches 2^threshold and must stay finite in float16)"
+            )
+        check_plan("the decode kernel", self, self.steps)
+
+    @property
+    def tiles(self) -> ForwardTiles:
+        """What the host must know of its tiles."""
+        return ForwardTiles(
+            self.rows, self.rows, BLOCK_KV, 1, STEP_SECONDS[self.rows], LEAST_SAVED, self.rows,
+            PART_STEPS[self.rows], step_bytes=2 * self.tile_bytes, most_parts=64, pads=True,
+            kind="forward_decode_e4m3", kv_dtype=torch.float8_e4m3fn,
+        )  # fmt: skip
+
+    @property
+    def headroom(self) -> float:
+        """Log2 of P of a maximum that has just moved."""
+        return min(HEADROOM, self.rescale_threshold)
+
+    @property
+    def tile_bytes(self) -> int:
+        """A K or a V tile."""
+        return BLOCK_KV * HEAD_DIM
+
+    @property
+    def smem(self) -> SmemPlan:
+        warps, rows = len(self.warps.consumers), self.rows
+        of_rows = rows * FLOAT_BYTES
+        return SmemPlan(
+            (
+                SmemRegion("kv", self.kv_stages, self.tile_bytes, SWIZZLE_ALIGNMENT,
+                           "128 keys x 256 columns of K or V"),
+                SmemRegion("q", self.q_stages, rows * HEAD_DIM * ELEMENT_BYTES, SWIZZLE_ALIGNMENT,
+                           f"{rows} rows x 256"),
+                SmemRegion("p", 1, rows * BLOCK_KV * ELEMENT_BYTES, 128,
+                           f"P^T, 128 keys x {rows} rows"),
+                SmemRegion("factors", self.q_stages, of_rows, 16, "of each row of Q"),
+                SmemRegion("maxima", warps, of_rows, 16, "of each row, by warp"),
+                SmemRegion("sums", warps, of_rows, 16, "of each row, by warp"),
+                SmemRegion("offsets", 1, of_rows, 16, "of each row"),
+                SmemRegion("inverses", 1, of_rows, 16, "1/sum of each row"),
+                SmemRegion("barriers", self.edges.num_barriers, BARRIER_BYTES, 8, "mbarriers"),
+                SmemRegion("scheduler", 1, CounterScheduler.smem_bytes, 16,
+                           "of the dynamic scheduler; allocated by its set-up"),
+            )
+        )  # fmt: skip
+
+    @property
+    def edges(self) -> EdgeTable:
+        consumers, warps = len(self.warps.consumers), Signal.WARPS_CTA
+        return EdgeTable(
+            (
+                Edge("q_loaded", self.q_stages, warps, "quantise", 1, "consumers",
+                     "Q in f16 in SMEM, and a factor for each of its rows"),
+                Edge("q_free", self.q_stages, warps, "consumers", consumers, "quantise",
+                     "Q buffer: the tile's last product is done", True),
+                Edge("kv_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
+                     "a K or V tile in SMEM", transaction_bytes=self.tile_bytes),
+                Edge("kv_free", self.kv_stages, warps, "consumers", consumers, "load",
+                     "its buffer: it is in registers", True),
+            )
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> StepTable:
+        return decode_steps(self.kv_stages, self.q_stages)
+
+    @classmethod
+    def tuned(
+        cls, causal: bool, seqlen_k: int, gpu: str, tiles: ForwardTiles, paged: bool = False
+    ) -> E4m3Config:
+        """The default configuration of a call with such tiles; see `ForwardConfig.tuned`. Every
+        mask, length and GPU gets the same."""
+        return next(config for config in DECODE_E4M3 if config.tiles == tiles)
+
+    def score_elements(self, products: int) -> int:
+        """Elements of S that so many wgmma instructions, of all warps, stand for."""
+        per_step = len(self.warps.consumers) * (HEAD_DIM // 16 + 2 * BLOCK_KV // 16)
+        return products // per_step * self.rows * BLOCK_KV
+
+    def describe(self) -> str:
+        """All plans as Markdown, as `python -m fa4_hd256 plan` prints them."""
+        head = (
+            f"decode: {self.rows} query rows x {BLOCK_KV} keys per CTA and step, "
+            f"head_dim {HEAD_DIM}; K and V in e4m3; {self.ex2_pattern}; "
+            f"rescale threshold 2^{self.rescale_threshold:g}"
+        )
+        parts = (self.warps, self.smem, self.edges)
+        return "\n\n".join([head, *(part.describe() for part in parts), describe_roles(self.steps)])
+
+
+#: Of 16, 32 and 64 rows: as many stages as fit.
+DECODE_E4M3 = (
+    E4m3Config(16),
+    E4m3Config(32, kv_stages=5),
+    E4m3Config(64, kv_stages=5, q_stages=1),
+)
