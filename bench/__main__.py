@@ -22,6 +22,7 @@ COMMANDS = {
     "hopper": "the timing model against a Hopper GPU, measured and modelled",
     "host": "what the host does before an eager call returns, by part, beside others",
     "intensity": "FLOP for each byte at every level of memory, beside the machine's balance",
+    "kv-types": "decoding over keys and values in e4m3 beside bf16, measured",
     "ladder": "what each optimisation of the forward brings, one switch at a time",
     "masks": "masks that people train with, beside SDPA and FlexAttention, measured",
     "mutation": "what the sanitizer finds when synchronisation is left out of the kernels",
