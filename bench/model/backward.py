@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.suite import BACKWARD, Case
 from bench.tables.paths import Paths
-from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.kernels.limits import ELEMENT_BYTES, HEAD_DIM
 from sm100_sim.timing import (
     ALONE,
     BURST,
@@ -120,18 +120,18 @@ class Backward(GradientCalls):
         rows = sum(q for q, _ in case.lengths)
         # out and dout read; LSE read, LSE and delta written.
         nbytes = [rows * case.heads * (2 * ROW + 3 * FLOAT_BYTES)]
-        # For dK and dV: the parts summed, the sum converted.
+        # For dK and dV: the parts summed and rounded by one kernel.
         partial = [one for one in portions if one.partial]
+        elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
         if partial and not partial[0].adds:
-            sums = (_key_elements(one) * FLOAT_BYTES * (one.head_parts + 1) for one in partial)
-            nbytes += [sum(sums)] * 2
+            sums = (_key_elements(one) * FLOAT_BYTES * one.head_parts for one in partial)
+            nbytes.append(2 * (sum(sums) + elements * ELEMENT_BYTES))
         for one in (one for one in partial if one.adds):
             # Summed, then read with what others gave, and written.
             each = _key_elements(one) * FLOAT_BYTES / one.count
             nbytes += [each * (one.head_parts + 1), each * 3] * 2 * one.count
-        if partial:
-            elements = sum(k for _, k in case.lengths) * case.heads_kv * HEAD_DIM
-            nbytes += [elements * (FLOAT_BYTES + 2)] * 2
+        if partial and partial[0].adds:
+            nbytes += [elements * (FLOAT_BYTES + ELEMENT_BYTES)] * 2
         return sum(memory_seconds(n, values) for n in nbytes)
 
 

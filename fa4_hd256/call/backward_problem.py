@@ -84,6 +84,12 @@ class BackwardProblem:
         return batch, seqlen, heads * self.head_parts, columns
 
     @property
+    def sums(self) -> bool:
+        """Whether a kernel adds up the parts of dK and dV; what portions add to is PyTorch's."""
+        is_empty = self.has_no_queries or self.has_no_keys
+        return self.head_parts > self.copies and not self.adds and not is_empty
+
+    @property
     def kernels(self) -> BackwardSet:
         """Those of the architecture."""
         return self.forward.kernels.backward_set()

@@ -105,7 +105,9 @@ def _run_backward(
     found = dict(zip("qkv", run_backward(call, problem, Wanted(), config)))
     _synchronise(device)
     seconds = time.perf_counter() - start
-    executed = _executed_backward(len(division.portions)) if device == "cpu" else [{}] * 3
+    executed: list[dict[str, Any]] = [{}] * len(specs)
+    if device == "cpu":
+        executed = _executed_backward(len(division.portions), problem.sums)
     compared = reference.compare_gradients(found, inputs, dout, causal=True)
     return {
         "gradients": {f"d{name}": asdict(comparison) for name, comparison in compared.items()},
@@ -180,11 +182,13 @@ def _products(reports: list[Any]) -> int:
     return sum(report.warps(name) for report in reports for name in PRODUCTS)
 
 
-def _executed_backward(rounds: int) -> list[dict[str, Any]]:
-    """What the last simulated launches executed: preprocess, then the other two in turn."""
+def _executed_backward(rounds: int, sums: bool) -> list[dict[str, Any]]:
+    """What the last simulated launches executed: preprocess, then the other two in turn, then the
+    sum of parts where there are any."""
     import sm100_sim
 
-    reports = sm100_sim.last_reports()[-1 - 2 * rounds :]
+    reports = sm100_sim.last_reports()[-1 - 2 * rounds - sums :]
+    *others, last = reports if sums else (*reports, None)
     return [
         {
             "grid": list(of_kernel[0].grid),
@@ -194,7 +198,8 @@ def _executed_backward(rounds: int) -> list[dict[str, Any]]:
             ),
             "tma_bytes": sum(sum(r.tma.values()) for r in of_kernel),
         }
-        for of_kernel in (reports[:1], reports[1::2], reports[2::2])
+        for of_kernel in (others[:1], others[1::2], others[2::2], [last] if sums else [])
+        if of_kernel
     ]
 
 

@@ -2,8 +2,9 @@
 
 preprocess (`backward_preprocess`), then the architecture's kernels (`kernel_set.BackwardSet`) that
 store dS and read it, one portion (`portions`) after the other; where dS of none would be small
-enough, or only dQ, or only dK and dV are asked for, those without a stored dS. What is left, sums
-over a few rows or parts, is PyTorch's. Nothing here waits for the device.
+enough, or only dQ, or only dK and dV are asked for, those without a stored dS; then, where the
+query heads of a group are divided, the sum of the parts (`backward_sum`). What is left, over a few
+rows or between portions, is PyTorch's. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from .backward_arguments import (
     begin_of,
     gradient_call_arguments,
     preprocess_call_arguments,
+    sum_call_arguments,
 )
-from .catalogue import KernelSpec, backward_specs, preprocess_spec
+from .catalogue import KernelSpec, backward_specs, preprocess_spec, sum_spec
 from .compile import compile_kernel
 from .launch import gpu_of, launch
 from .recording import (
@@ -58,6 +60,10 @@ __all__ = [
 
 #: Place of the sink among a call's tensors.
 SINK = BackwardTensors._fields.index("sink")
+
+
+#: What one kernel makes, and the sum of parts is of.
+OF_KEYS = "dk", "dv"
 
 
 #: Makes a tensor, at every call a new one.
@@ -101,8 +107,12 @@ def run_backward(
         scores = tuple(in_place(tensor, score_operand(tensor)) for tensor in given)
         operands, ds = (q, k, v, dout), made.get("ds")
         tensors = GradientTensors(operands, made["stats"], (), ragged, ds, scores)
-        results = {name: tensor for name, tensor in made.items() if name in ("dq", "dk", "dv")}
+        results = {
+            name: made[_role(problem, name)] for name in ("dq", *OF_KEYS) if name in made
+        }
         _run_gradients(division, tensors, results, config)
+        if problem.sums and OF_KEYS[0] in made:
+            _run_sum(problem, results, made)
     found = finish(call_tensors(call), tuple(made.values()))
     like = call.q, call.k, call.v, call.q if call.sink is None else call.sink
     dq, dk, dv, dsink = (
@@ -156,7 +166,9 @@ def _allocation(division: Division, wanted: Wanted) -> Allocate:
     problem = division.problem
     made = {"stats": _stats_maker(problem)}
     if wanted.dkdv:
-        made |= dict.fromkeys(("dk", "dv"), _dkdv_maker(problem))
+        made |= dict.fromkeys(OF_KEYS, _dkdv_maker(problem))
+        if problem.sums:
+            made |= {_role(problem, name): _parts_maker(problem) for name in OF_KEYS}
     if wanted.dq:
         made["dq"] = _dq_maker(problem)
     if problem.keeps_ds:
@@ -177,7 +189,7 @@ def _finish(
     found = dict(zip(roles, made))
     dk = dv = dsink = None
     if wanted.dkdv:
-        dk, dv = _sum_of_parts(problem, found["dk"]), _sum_of_parts(problem, found["dv"])
+        dk, dv = (found[name].to(problem.forward.dtype) for name in OF_KEYS)
     sink = tensors[SINK]
     if wanted.dsink and sink is not None:
         dsink = _sink_gradient(sink, found["stats"])
@@ -193,6 +205,24 @@ def run_preprocess(problem: BackwardProblem, tensors: PreprocessTensors) -> None
         lambda gpu, stream: preprocess_call_arguments(tensors, problem, stream),
         ("out", "dout", "lse", *dlse, "stats", *problem.preprocess_class.ragged),
     )
+
+
+def _run_sum(
+    problem: BackwardProblem, parts: dict[str, torch.Tensor], made: dict[str, torch.Tensor]
+) -> None:
+    """Fill "dk" and "dv" of `made` from their parts."""
+    given, results = (tuple(tensors[name] for name in OF_KEYS) for tensors in (parts, made))
+    launch(
+        compile_kernel(sum_spec(problem)),
+        problem.forward.device,
+        lambda gpu, stream: sum_call_arguments(given, results, stream),
+        (*(_role(problem, name) for name in OF_KEYS), *OF_KEYS),
+    )
+
+
+def _role(problem: BackwardProblem, name: str) -> str:
+    """Of what a kernel writes for a gradient: the gradient, or its parts."""
+    return f"{name} in parts" if problem.sums and name in OF_KEYS else name
 
 
 def _run_gradients(
@@ -244,7 +274,8 @@ def _launch_adding(
             given[index] = begin_of(left.pop(), problem.dkdv_shape)
             sums.append((tensors.results[index], given[index]))
     roles = (
-        "q", "k", "v", "dout", "stats", *row.results, *(("ds",) if problem.keeps_ds else ()),
+        "q", "k", "v", "dout", "stats", *(_role(problem, name) for name in row.results),
+        *(("ds",) if problem.keeps_ds else ()),
         *problem.forward.ragged, *problem.forward.score_tensors,
     )  # fmt: skip
     scores = tensors.scores if row.computes_scores else ()
@@ -270,21 +301,23 @@ def _dq_maker(problem: BackwardProblem) -> Make:
 
 
 def _dkdv_maker(problem: BackwardProblem) -> Make:
-    """The gradient of k, or of v, to write to, in parts, or to add to."""
+    """The gradient of k, or of v, to write to, or to add to in float32."""
     forward = problem.forward
-    dtype = torch.float32 if problem.dkdv_class.partial else forward.dtype
-    is_zero = problem.has_no_queries or problem.adds or "seqused_k" in forward.ragged
-    shape = list(problem.dkdv_shape)
-    if problem.adds:
-        shape[2] = problem.k_shape[2] * problem.copies
-    return _maker(forward, tuple(shape), dtype, is_zero)
+    is_exact = problem.dkdv_class.partial and not problem.sums
+    dtype = torch.float32 if is_exact else forward.dtype
+    is_zero = problem.has_no_queries or problem.adds or _leaves_keys(problem)
+    batch, rows, heads, columns = problem.k_shape
+    return _maker(forward, (batch, rows, heads * problem.copies, columns), dtype, is_zero)
 
 
-def _sum_of_parts(problem: BackwardProblem, parts: torch.Tensor) -> torch.Tensor:
-    """The gradient of the user's k or v from what the kernel wrote."""
-    if problem.head_parts > problem.copies and not problem.adds:
-        parts = _sum_by_head(parts, problem.k_shape[2])
-    return parts.to(problem.forward.dtype)
+def _parts_maker(problem: BackwardProblem) -> Make:
+    """The parts of such a gradient to write to."""
+    return _maker(problem.forward, problem.dkdv_shape, torch.float32, _leaves_keys(problem))
+
+
+def _leaves_keys(problem: BackwardProblem) -> bool:
+    """Whether there are keys of no sequence, whose gradients kernels leave as they are."""
+    return "seqused_k" in problem.forward.ragged
 
 
 def _sum_by_head(parts: torch.Tensor, heads: int) -> torch.Tensor:

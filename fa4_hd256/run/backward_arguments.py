@@ -89,6 +89,23 @@ def preprocess_call_arguments(
     return rows, stats, ragged, longest, cuda.CUstream(stream)
 
 
+def sum_compile_arguments(element_type: Any) -> tuple:
+    """What `cute.compile` gets for the kernel that adds up parts of dK and dV."""
+    parts, results = (
+        tuple(tensor_type(kind, 4, SECTOR_BYTES) for _ in range(2))
+        for kind in (cutlass.Float32, element_type)
+    )
+    return parts, results, cuda.CUstream(0)
+
+
+def sum_call_arguments(
+    parts: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], stream: int
+) -> tuple:
+    """The values of one call of that kernel."""
+    made = (tuple(dynamic_tensor(t, SECTOR_BYTES) for t in pair) for pair in (parts, results))
+    return *made, cuda.CUstream(stream)
+
+
 def _row_values(tensor: torch.Tensor) -> Any:
     """A tensor of one float per row. The dimension that is added has the static stride of 1, so
     that all others may have any."""

@@ -16,6 +16,7 @@ from fa4_hd256.call.backward_problem import BackwardProblem
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.backward_preprocess import PreprocessConfig
+from fa4_hd256.kernels.backward_sum import SumConfig
 from fa4_hd256.kernels.combine_config import MOST_PARTS
 from fa4_hd256.kernels.kernel_set import KernelSet, kernels_of, kinds
 from fa4_hd256.kernels.limits import WARP_SIZE
@@ -29,6 +30,7 @@ __all__ = [
     "combine_spec",
     "forward_spec",
     "preprocess_spec",
+    "sum_spec",
 ]
 
 
@@ -37,9 +39,9 @@ class KernelSpec:
     """One compiled kernel: everything that its code depends on, beside sources and compiler.
 
     kind: one of `KINDS`.  config: the kernel's configuration.  problem_class: what of a call is
-    compiled in, one of `kernels.problem_class`, or for `forward_combine` the dtype of out.  The
-    repr of both names all their fields, since it is part of the cache's key.  architecture: whose
-    kernel it is, and for which target.
+    compiled in, one of `kernels.problem_class`, or for `forward_combine` and `backward_sum` the
+    dtype of the results.  The repr of both names all their fields, since it is part of the cache's
+    key.  architecture: whose kernel it is, and for which target.
     """
 
     kind: str
@@ -86,7 +88,8 @@ def combine_spec(problem: Problem) -> KernelSpec:
 
 def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpec]:
     """The kernels of a divided backward by name, in the order in which they run: "preprocess", then
-    those of the architecture for a dS that is stored, or for one that is not."""
+    those of the architecture for a dS that is stored, or for one that is not, then "sum" where
+    parts of dK and dV are added up."""
     kernels = problem.kernels.stored if problem.keeps_ds else problem.kernels.anew
     architecture = problem.forward.kernels.architecture
     found = {"preprocess": preprocess_spec(problem)}
@@ -96,6 +99,8 @@ def backward_specs(problem: BackwardProblem, config: Any) -> dict[str, KernelSpe
         found[kernel.name] = KernelSpec(
             kernel.kind, config.of_kernel(kernel.kind), compiled_in, architecture
         )
+    if problem.sums:
+        found["sum"] = sum_spec(problem)
     return found
 
 
@@ -104,6 +109,11 @@ def preprocess_spec(problem: BackwardProblem) -> KernelSpec:
     return KernelSpec(
         "backward_preprocess", PreprocessConfig(), problem.preprocess_class, architecture
     )
+
+
+def sum_spec(problem: BackwardProblem) -> KernelSpec:
+    forward = problem.forward
+    return KernelSpec("backward_sum", SumConfig(), forward.dtype, forward.kernels.architecture)
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple]:
@@ -149,6 +159,16 @@ def _backward_preprocess(spec: KernelSpec) -> tuple[Any, tuple]:
     return kernel, preprocess_compile_arguments(spec.problem_class)
 
 
+def _backward_sum(spec: KernelSpec) -> tuple[Any, tuple]:
+    from fa4_hd256.kernels.backward_sum import SumKernel
+    from fa4_hd256.kernels.problem_class import ELEMENT_TYPES
+
+    from .backward_arguments import sum_compile_arguments
+
+    element = ELEMENT_TYPES[spec.problem_class]
+    return SumKernel(spec.config, element), sum_compile_arguments(element)
+
+
 def _gradients(spec: KernelSpec) -> tuple[Any, tuple]:
     from .backward_arguments import gradient_compile_arguments
 
@@ -168,5 +188,6 @@ KINDS: dict[str, Callable[[KernelSpec], tuple[Any, tuple]]] = {
     "forward_combine": _forward_combine,
     "forward_combine_ragged": _forward_combine_ragged,
     "backward_preprocess": _backward_preprocess,
+    "backward_sum": _backward_sum,
     **{kind: _own(kind) for kind in sorted(kinds())},
 }

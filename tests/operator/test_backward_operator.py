@@ -100,6 +100,8 @@ def kernels(monkeypatch):
     return seen
 
 
+#: Of two query heads on one of keys, which are parts where there are so few tiles.
+SUM = "backward_sum"
 #: Kernels that make only the gradient of q, and those of k and v, without a stored dS.
 ALONE = {
     "sm_100a": {"q": ["backward_dq"], "kv": ["backward_dkdv"]},
@@ -111,8 +113,8 @@ ALONE = {
 def test_only_what_is_asked_for_is_computed(asked, kernels, device):
     alone = ALONE[architecture_of(torch.device(device)).name]
     kinds = {
-        "q": alone["q"], "k": alone["kv"], "v": alone["kv"],
-        "qv": ["backward_dv", "backward_products"], "s": [],
+        "q": alone["q"], "k": [*alone["kv"], SUM], "v": [*alone["kv"], SUM],
+        "qv": ["backward_dv", "backward_products", SUM], "s": [],
     }[asked]  # fmt: skip
     named = dict(zip("qkvs", (*inputs((9, 20), device=device), torch.randn(2, device=device))))
     leaves = [named[name].requires_grad_() for name in asked]
@@ -157,9 +159,11 @@ def test_configuration(kernels, device):
     tensors = [t.detach() for t in small(device)]
     dout = torch.randn_like(tensors[0])
     found = gradients(tensors, dout, backward_config=config)
-    assert [spec.config for spec in kernels[1:]] == [
+    preprocess, *own, last = kernels
+    assert [spec.config for spec in own] == [
         config.of_kernel(kind) for kind in ("backward_dv", "backward_products")
     ]
+    assert (preprocess.kind, last.kind) == ("backward_preprocess", SUM)
     expected = gradients(tensors, dout)
     assert all(torch.equal(found[name], expected[name]) for name in "qkv")
 

@@ -1,0 +1,101 @@
+"""The kernel that adds up parts of dK and dV: float32, in the parts' order, rounded once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from backward_cases import check, inputs
+
+from fa4_hd256.call import backward_problem
+from fa4_hd256.kernels.backward_sum import SumConfig
+from fa4_hd256.run import backward
+from fa4_hd256.run.backward_arguments import sum_call_arguments
+from fa4_hd256.run.catalogue import KernelSpec
+from fa4_hd256.run.compile import compile_kernel
+from fa4_hd256.run.launch import launch
+from fa4_hd256.run.resources import resource_usage
+
+
+def added(parts, heads, dtype=torch.bfloat16):
+    """What the kernel makes of parts of dK and dV, in memory that holds NaN."""
+    batch, rows = parts[0].shape[:2]
+    results = tuple(
+        torch.full((batch, rows, heads, 256), math.nan, dtype=dtype, device=parts[0].device)
+        for _ in range(2)
+    )
+    launch(
+        compile_kernel(KernelSpec("backward_sum", SumConfig(), dtype)), parts[0].device,
+        lambda gpu, stream: sum_call_arguments(parts, results, stream), (),
+    )  # fmt: skip
+    return results
+
+
+def expected(parts, heads, dtype):
+    """The same sums one after the other, exactly as rounded."""
+    numbered = parts.unflatten(2, (heads, -1)).unbind(3)
+    total = torch.zeros_like(numbered[0])
+    for part in numbered:
+        total = total + part
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "rows", "heads", "count"),
+    [(1, 1, 1, 2), (2, 5, 3, 3), (1, 9, 2, 8), (3, 17, 1, 5)],
+)
+def test_sums_are_those_of_float32_in_order(device, batch, rows, heads, count, dtype):
+    torch.manual_seed(rows)
+    shape = batch, rows, heads * count, 256
+    # The first and the last part cancel: another order has other sums.
+    parts = tuple(torch.randn(shape) for _ in range(2))
+    for of_parts in parts:
+        of_parts[:, :, ::count] += 3e5
+        of_parts[:, :, count - 1 :: count] -= 3e5
+    parts = tuple(of_parts.to(device) for of_parts in parts)
+    found = added(parts, heads, dtype)
+    for result, of_parts in zip(found, parts, strict=True):
+        wanted = expected(of_parts, heads, dtype)
+        assert torch.equal(result, wanted)
+        turned = of_parts.unflatten(2, (heads, -1)).roll(1, 3).flatten(2, 3)
+        assert count == 2 or not torch.equal(expected(turned, heads, dtype), wanted)
+
+
+def test_nan_of_any_part_comes_through(device):
+    parts = tuple(torch.zeros(1, 3, 3, 256, device=device) for _ in range(2))
+    parts[0][0, 1, 2, 77] = math.nan
+    dk, dv = added(parts, 1)
+    assert dk.isnan().nonzero().tolist() == [[0, 1, 0, 77]]
+    assert not dv.any()
+
+
+def test_it_keeps_its_values_in_registers():
+    usage = resource_usage(
+        compile_kernel(KernelSpec("backward_sum", SumConfig(), torch.bfloat16)).cubin
+    )
+    assert not usage.stack and not usage.local
+    assert usage.registers <= 40  # six CTAs of 8 warps an SM
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_gradients_in_parts(device, monkeypatch, parts):
+    """Also where the last part has fewer heads; whatever the memory of the sums held."""
+    monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: parts)
+    check(inputs((40, 70), (5, 1), device=device), causal=True)
+
+
+def test_a_part_that_is_left_out_is_seen(device, monkeypatch):
+    """So these gradients are sums of parts, added up by the kernel."""
+    monkeypatch.setattr(backward_problem, "choose_head_parts", lambda *given: 2)
+    original = backward.sum_call_arguments
+
+    def without_one(parts, *others):
+        for tensor in parts:
+            tensor[:, :, 1] = 0.0
+        return original(parts, *others)
+
+    monkeypatch.setattr(backward, "sum_call_arguments", without_one)
+    with pytest.raises(AssertionError):
+        check(inputs((40, 70), (4, 1), device=device), causal=True)
