@@ -24,6 +24,7 @@ from .kernels.score_change import (
     Functions,
     Scored,
     functions_of,
+    key_in_part,
     register,
 )
 
@@ -59,7 +60,7 @@ class ScoreMod:
                     f"{name} of a ScoreMod is {type(given).__name__}; accepted: a function of "
                     "(score, place, tensors)"
                 )
-        check_tensors(self.tensors)
+        check_tensors(self.tensors, self.key)
         register(self.key, Functions(self.function, self.slope))
 
     @classmethod
@@ -101,6 +102,16 @@ def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
             "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
         )
     return dict(zip(SCORE_TENSORS, tensors)), score_mod.key
+
+
+def in_part(score_mod: ScoreMod, origins: torch.Tensor) -> ScoreMod:
+    """The same in a call that is a part of another one, with the places of that (`key_in_part`).
+
+    origins: int32 fields of `ScoreOrigin`: where the part lies, (6,), or of each of its sequences,
+    (sequences, 6).
+    """
+    key = key_in_part(score_mod.key)
+    return ScoreMod(*functions_of(key), key, (*score_mod.tensors, origins))
 
 
 def alibi(slopes: torch.Tensor) -> ScoreMod:

@@ -38,7 +38,7 @@ OTHERS = (*RAGGED, *DESCALES, *SCORE_TENSORS)
 class ForwardTensors(NamedTuple):
     """Of a forward, None where not given; what each is: `flash_attn_func`, `SequenceTensors`.
 
-    score_tensor_0 to 3: what a score_mod reads. Users give packed sequences without a batch; the
+    score_tensor_0 to 4: what a score_mod reads. Users give packed sequences without a batch; the
     operator takes them with one of 1.
     """
 
@@ -63,6 +63,7 @@ class ForwardTensors(NamedTuple):
     score_tensor_1: torch.Tensor | None = None
     score_tensor_2: torch.Tensor | None = None
     score_tensor_3: torch.Tensor | None = None
+    score_tensor_4: torch.Tensor | None = None
 
     def others(self) -> dict[str, Any]:
         """Those of `OTHERS` that are given, by name."""
@@ -101,6 +102,7 @@ class BackwardTensors(NamedTuple):
     score_tensor_1: torch.Tensor | None = None
     score_tensor_2: torch.Tensor | None = None
     score_tensor_3: torch.Tensor | None = None
+    score_tensor_4: torch.Tensor | None = None
 
     @staticmethod
     def kept(

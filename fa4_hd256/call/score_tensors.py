@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from fa4_hd256.kernels.score_change import SCORE_TENSORS, ScoreModClass, functions_of
+from fa4_hd256.kernels.score_change import (
+    MOST_TENSORS,
+    SCORE_TENSORS,
+    ScoreModClass,
+    functions_of,
+    is_in_part,
+)
 
 __all__ = ["check_tensors", "score_class_of", "score_operand"]
 
@@ -15,18 +21,19 @@ __all__ = ["check_tensors", "score_class_of", "score_operand"]
 DTYPES = {torch.float32: "float32", torch.int32: "int32"}
 
 
-def check_tensors(tensors: Any) -> None:
-    """A tuple of tensors that kernels can read.
+def check_tensors(tensors: Any, key: str) -> None:
+    """A tuple of tensors that kernels can read, for the score_mod of a key.
 
     Raises TypeError for another kind or dtype, ValueError for too many of them, or one without
     dimensions or elements.
     """
     if not isinstance(tensors, tuple):
         raise TypeError(f"tensors of a ScoreMod is {type(tensors).__name__}; accepted: a tuple")
-    if len(tensors) > len(SCORE_TENSORS):
+    most = MOST_TENSORS + is_in_part(key)
+    if len(tensors) > most:
         raise ValueError(
-            f"a ScoreMod has {len(tensors)} tensors; accepted: up to {len(SCORE_TENSORS)}; stack "
-            "those of one shape"
+            f"a ScoreMod has {len(tensors)} tensors; accepted: up to {most}; stack those of one "
+            "shape"
         )
     for number, tensor in enumerate(tensors):
         name = f"tensor {number} of a ScoreMod"
@@ -57,7 +64,7 @@ def score_class_of(
             raise ValueError("tensors of a score_mod are given without one; accepted: its key, too")
         return None
     functions_of(key)
-    check_tensors(tensors)
+    check_tensors(tensors, key)
     for number, tensor in enumerate(tensors):
         if tensor.device != q.device:
             raise ValueError(

@@ -8,6 +8,7 @@ from fa4_hd256.autograd import call_backward
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options, uneven_gradients
 from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
+from fa4_hd256.score_mods import ScoreMod, read_by
 
 __all__ = ["gradients_of_results"]
 
@@ -21,13 +22,14 @@ def gradients_of_results(
     dlse: torch.Tensor | None = None,
     use_clc: bool | None = None,
     backward_config: str = named_configs.DEFAULT,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped and typed like q, k and v.
 
     tensors: q, k, v, out, dout, lse, shaped as for `flash_attn_varlen_func`; out and lse may count
     keys that are not among k and v, and a sink. offsets: cu_seqlens_q and cu_seqlens_k, longest:
     the bounds of their lengths, None where sequences are not packed. dlse: gradient of lse, None
-    for 0. use_clc, backward_config: as `flash_attn_func` takes them, the latter by name.
+    for 0. use_clc, score_mod, backward_config: as `flash_attn_func` takes them, the last by name.
 
     Raises as `flash_attn_varlen_func` does.
     """
@@ -35,11 +37,12 @@ def gradients_of_results(
     is_ragged = any(offset is not None for offset in offsets)
     uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
     dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
+    scores, key = ({}, None) if score_mod is None else read_by(score_mod)
     dq, dk, dv, _ = call_backward(
-        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets),
+        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **scores),
         BackwardValues(
             options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-            backward_config, None, (True, True, False),
+            backward_config, key, (True, True, False),
         ),
     )  # fmt: skip
     return dq, dk, dv

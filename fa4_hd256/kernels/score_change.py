@@ -7,6 +7,10 @@ of it; dS of the gradients takes the slope, its derivative with respect to s, as
 NOTE [functions by key].  A problem class names a score_mod by a key, which a torch operator and the
 caches can carry; `functions_of` finds its functions in this process, where `register` has put them.
 
+NOTE [parts].  A call that is a part of another one, such as a rank's of a sequence over several,
+has other places than the whole.  `key_in_part` makes the key of a function that sees those of the
+whole: it reads where the part lies from one more tensor, so that one kernel does for all parts.
+
 NOTE [places].  A score_mod gets the place of each score as Int32.  Rows of a tile past the end of a
 sequence have that of the sequence's last row, so that tensors may be read by it; nobody sees what
 comes of these.
@@ -25,12 +29,15 @@ from cutlass import Float32, Int32
 from softmax_emu.online import soft_cap
 
 __all__ = [
-    "ALIBI", "SCORE_TENSORS", "Functions", "ScoreChange", "ScoreModClass", "ScoreOrigin",
-    "ScorePlaces", "Scored", "ScoresOfKernel", "functions_of", "register",
+    "ALIBI", "MOST_TENSORS", "SCORE_TENSORS", "Functions", "ScoreChange", "ScoreModClass",
+    "ScoreOrigin", "ScorePlaces", "Scored", "ScoresOfKernel", "functions_of", "is_in_part",
+    "key_in_part", "register",
 ]  # fmt: skip
 
-#: Names of the tensors that a score_mod reads, in the order in which kernels get them.
-SCORE_TENSORS = tuple(f"score_tensor_{i}" for i in range(4))
+#: Tensors that a score_mod may read.
+MOST_TENSORS = 4
+#: Names of these, and of where a part lies, in the order in which kernels get them.
+SCORE_TENSORS = tuple(f"score_tensor_{i}" for i in range(MOST_TENSORS + 1))
 
 
 class Scored(NamedTuple):
@@ -74,6 +81,14 @@ class ScoreOrigin(NamedTuple):
     more_queries: Any = 0
     more_keys: Any = 0
 
+    def of_whole(self, place: Scored) -> Scored:
+        """A place of the part, as the call has it."""
+        return Scored(
+            place.batch + self.batch, place.head + self.head, place.query + self.query,
+            place.key + self.key, place.seqlen_q + self.more_queries,
+            place.seqlen_k + self.more_keys,
+        )  # fmt: skip
+
 
 def _alibi(score: Float32, place: Scored, tensors: tuple) -> Float32:
     """Less slope * |distance to the key that the query is level with|; slopes of (heads,), or of
@@ -108,8 +123,42 @@ def _code(function: Any) -> Any:
     return None if code is None else (code.co_code, code.co_names)
 
 
+#: What keys of functions that see places of a whole begin with.
+_IN_PART = "in a part: "
+
+
+def key_in_part(key: str) -> str:
+    """Of the same functions in a part of a call, NOTE [parts].
+
+    They have one more tensor, the last: int32 fields of a `ScoreOrigin`, (6,) or of each of the
+    part's sequences (sequences, 6).
+    """
+    return _IN_PART + key
+
+
+def is_in_part(key: str) -> bool:
+    """Whether it is one of `key_in_part`."""
+    return key.startswith(_IN_PART)
+
+
+def _in_part(function: Callable[..., Any]) -> Callable[..., Any]:
+    def of_whole(score: Float32, place: Scored, tensors: tuple) -> Any:
+        *own, origins = tensors
+        fields = range(len(ScoreOrigin._fields))
+        if cute.rank(origins) == 1:
+            origin = ScoreOrigin(*(origins[field] for field in fields))
+        else:
+            origin = ScoreOrigin(*(origins[place.batch, field] for field in fields))
+        return function(score, origin.of_whole(place), tuple(own))
+
+    return of_whole
+
+
 def functions_of(key: str) -> Functions:
     """Those of a key.  Raises ValueError for one that this process does not know."""
+    if is_in_part(key):
+        function, slope = functions_of(key.removeprefix(_IN_PART))
+        return Functions(_in_part(function), None if slope is None else _in_part(slope))
     if key not in _known:
         raise ValueError(
             f"this process knows no score_mod {key!r}; make the ScoreMod of this key first, as the "
@@ -141,12 +190,10 @@ class ScorePlaces:
         query = cutlass.min(query, seqlen_q - 1)
         if not self._keys_exist:
             key = cutlass.min(key, seqlen_k - 1)
+        place = Scored(batch, head, query, key, seqlen_q, seqlen_k)
         if self._origin is not None:
-            first = self._origin
-            batch, head = batch + first.batch, head + first.head
-            query, key = query + first.query, key + first.key
-            seqlen_q, seqlen_k = seqlen_q + first.more_queries, seqlen_k + first.more_keys
-        return Scored(*map(Int32, (batch, head, query, key, seqlen_q, seqlen_k)))
+            place = self._origin.of_whole(place)
+        return Scored(*map(Int32, place))
 
 
 class ScoreChange:

@@ -7,18 +7,53 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import cutlass
+import cutlass.cute as cute
 import numpy as np
 import torch
 
 from fa4_hd256.check import reference
 from fa4_hd256.integrations.context_parallel import local, ring
 from fa4_hd256.integrations.context_parallel.spans import Mask, parts_of, placed
+from fa4_hd256.score_mods import ScoreMod, alibi
+
+#: By batch entry, or document, and head; by head and key; by query.
+SLOPES = torch.linspace(0.02, 0.4, 6 * 4).view(6, 4)[torch.tensor([3, 0, 5, 2, 4, 1])]
+OF_KEYS = torch.linspace(-2.0, 2.0, 4 * 128).view(4, 128).sin() * 2
+OF_QUERIES = (torch.arange(128) * 7 % 3 - 1).int()
+
+
+def by_places(score: Any, place: Any, tensors: tuple) -> Any:
+    """By all that a place says."""
+    slopes, of_keys, of_queries = tensors
+    distance = cutlass.Float32(place.query + place.seqlen_k - place.seqlen_q - place.key)
+    score = 0.5 * score - slopes[place.batch, place.head] * cute.arch.fmax(distance, -distance)
+    score = score + of_keys[place.head, place.key] + cutlass.Float32(of_queries[place.query])
+    return score + 0.01 * cutlass.Float32(place.seqlen_k)
+
+
+def score_mod_on(name: str, device: str) -> ScoreMod:
+    """One of `SCORE_MODS`."""
+    tensors = tuple(t.to(device) for t in (SLOPES, OF_KEYS, OF_QUERIES))
+    if name == "alibi":
+        return alibi(tensors[0])
+    return ScoreMod.of(by_places, lambda score, place, tensors: 0.5, tensors)
+
+
+#: The same for the reference; seqlen: of the batch entry.
+SCORE_MODS: dict[str, Any] = {
+    "alibi": lambda s, b, h, q, k, seqlen: s - SLOPES.double()[b, h] * (q - k).abs(),
+    "places": lambda s, b, h, q, k, seqlen: (
+        0.5 * s - SLOPES.double()[b, h] * (q - k).abs() + OF_KEYS.double()[h, k]
+        + OF_QUERIES[q] + 0.01 * seqlen
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
     """A call over ranks. rows: of the whole sequence. options: of `ring_attention`. sink, lse:
-    whether there is one, whether its gradient is given."""
+    whether there is one, whether its gradient is given. score_mod: of `SCORE_MODS`, "" for none."""
 
     way: str = "ring_attention"
     order: str = "contiguous"
@@ -28,6 +63,7 @@ class Case:
     documents: tuple[int, ...] | None = None
     sink: bool = False
     lse: bool = False
+    score_mod: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -63,6 +99,8 @@ def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
         options["learnable_sink"] = sink
     if case.documents is not None:
         options["cu_seqlens"] = case.documents
+    if case.score_mod:
+        options["score_mod"] = score_mod_on(case.score_mod, device)
     attention = getattr(context_parallel, case.way)
     out, lse = attention(q, k, v, return_lse=True, **options)
     results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))
@@ -85,7 +123,7 @@ def most_parts(case: Case, ranks: int) -> int:
     if case.way == "ulysses_attention":
         return 1
     options = reference.AttentionOptions(**case.options)
-    mask = Mask(*options.window, case.documents)
+    mask = Mask(*options.window, case.documents, case.score_mod != "")
     places = placed(case.order, ranks, case.rows // ranks)
     gathers = case.way == "all_gather_attention"
     of_queries, of_keys = torch.zeros(2, case.rows, dtype=torch.int64)
@@ -116,9 +154,14 @@ def errors(case: Case, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
     worst: dict[str, float] = {}
     documents = case.documents or (0, case.rows)
     sinks = torch.zeros(case.heads[0], dtype=torch.float64), 0.0
-    for begin, end in zip(documents, documents[1:]):
+    for number, (begin, end) in enumerate(zip(documents, documents[1:])):
         if begin == end:
             continue
+        if case.score_mod:
+            right = SCORE_MODS[case.score_mod]
+            options["score_mod"] = lambda s, b, *place, of=right, more=number, seqlen=end - begin: (
+                of(s, b + more, *place, seqlen)
+            )
         rows = slice(begin, end)
         inputs = q[:, rows], k[:, rows], v[:, rows]
         own = {
@@ -182,6 +225,10 @@ def _lse_without_its_gradient() -> Any:
     )
 
 
+def _places_of_the_part() -> Any:
+    return mock.patch.object(local.Settings, "score_mod_of", lambda self, *part: self.score_mod)
+
+
 def _a_sink_that_takes_nothing() -> Any:
     def wrong(self: Any, sink: torch.Tensor) -> None:
         self.lse = torch.logaddexp(self.lse, sink.float()[:, None])
@@ -196,6 +243,7 @@ PLANTED = {
     "a query sees the key behind its own": _one_key_too_many,
     "the gradient of LSE is left out": _lse_without_its_gradient,
     "a sink takes part in LSE alone": _a_sink_that_takes_nothing,
+    "places of scores count in a part": _places_of_the_part,
 }
 
 

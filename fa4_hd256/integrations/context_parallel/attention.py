@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fa4_hd256.call.checks import with_batch
+from fa4_hd256.score_mods import ScoreMod
 
 from .checks import Given, check_heads, settings_of, text_of
 from .exchange import Ranks
@@ -39,6 +40,7 @@ def ring_attention(
     config: Any = None,
     backward_config: Any = None,
     use_clc: bool | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` of a sequence whose rows are divided among the ranks of a group.
 
@@ -50,6 +52,8 @@ def ring_attention(
         equal work under a causal mask.
     cu_seqlens: offsets of documents packed into the whole sequence, from 0 to its rows, alike on
         all ranks; they see nothing of one another. A tensor on a GPU is waited for.
+    score_mod: as of `flash_attn_func`, with cu_seqlens of `flash_attn_varlen_func`: of places in
+        the whole sequence and of all heads. Every rank gives the same tensors, whole.
     The other arguments are those of `flash_attn_func`; masks are of the whole sequence. Partial
     results are rounded to q's type and summed in float32. The same bits in every run.
 
@@ -61,7 +65,9 @@ def ring_attention(
     call, or calls with other sizes or options, is an error everywhere. RuntimeError where a rank
     has ended, and without torch.distributed being initialised.
     """
-    given = Given(softmax_scale, causal, window_size, softcap, config, backward_config, use_clc)
+    given = Given(
+        softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod
+    )
     tensors = q, k, v, learnable_sink
     return _attend(tensors, given, Ranks(group), ("ring", order, cu_seqlens), return_lse)
 
@@ -151,7 +157,9 @@ class _OverRanks(torch.autograd.Function):
         if sink is not None:
             attended.add_sink(sink)
         out, lse = attended.out.to(q.dtype), attended.lse
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+        # Those of the score_mod, so that autograd finds out where they have changed.
+        read = () if settings.score_mod is None else settings.score_mod.tensors
+        ctx.save_for_backward(q, k, v, sink, out, lse, *read)
         ctx.walk, ctx.settings = walk, settings
         ctx.set_materialize_grads(False)
         return out, lse
@@ -161,7 +169,7 @@ class _OverRanks(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         own = OwnRows(q, out, dout, lse, dlse)

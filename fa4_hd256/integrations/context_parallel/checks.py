@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import ForwardCall, Options
+from fa4_hd256.call.score_tensors import score_class_of
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.score_mods import read_by
 
 from .exchange import Ranks
 from .local import Settings
@@ -30,6 +33,7 @@ class Given(NamedTuple):
     config: Any
     backward_config: Any
     use_clc: Any
+    score_mod: Any
 
 
 def settings_of(
@@ -39,7 +43,9 @@ def settings_of(
     cu_seqlens."""
     q, k, v, sink = tensors
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
-    ForwardCall(q, k, v, sink, {}).describe(options, None, None, given.config)
+    read, key = ({}, None) if given.score_mod is None else read_by(given.score_mod)
+    asked = replace(options, score_mod=score_class_of(key, read, q))
+    ForwardCall(q, k, v, sink, read).describe(asked, None, None, given.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: as many of both"
@@ -49,7 +55,10 @@ def settings_of(
     documents = None if offsets is None else _documents(offsets, ranks.count * q.shape[1])
     kinds = kernels_of(architecture_of(q.device)).configs("backward")
     backward = named_configs.encode(given.backward_config, *kinds)
-    return Settings(options, documents, given.config, backward, given.use_clc)
+    rows = ranks.count * q.shape[1]
+    return Settings(
+        options, documents, given.config, backward, given.use_clc, rows, given.score_mod
+    )
 
 
 def _documents(offsets: Any, rows: int) -> tuple[int, ...]:
@@ -89,11 +98,14 @@ def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
     has_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
     )
-    options = settings.options
+    options, scores = settings.options, "no score_mod"
+    if settings.score_mod is not None:
+        read = [[str(t.dtype), *t.shape] for t in settings.score_mod.tensors]
+        scores = f"score_mod {settings.score_mod.key} of {read}"
     return (
         f"{name}, order {order}, q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, softmax_scale "
         f"{options.softmax_scale}, window {options.window}, softcap {options.softcap}, "
-        f"{'a' if sink is not None else 'no'} sink, "
+        f"{'a' if sink is not None else 'no'} sink, {scores}, "
         f"{'with' if has_gradient else 'without'} gradients, cu_seqlens "
         f"{settings.documents and _shortened(settings.documents)}, "
         f"checksum {zlib.crc32(repr(settings.documents).encode()):08x}"

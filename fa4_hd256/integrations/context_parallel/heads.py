@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.kernels.score_change import ScoreOrigin
+from fa4_hd256.score_mods import in_part
+
 from .exchange import Ranks
 from .gathered import in_order, of_ranks
 from .local import Settings, attend
@@ -66,6 +69,11 @@ def attend_by_heads(
     q, k, v = (to_heads(tensor, ranks, places) for tensor in (q, k, v))
     if sink is not None:
         sink = sink.chunk(ranks.count)[ranks.own]
-    out, lse = attend((q, k, v), settings.documents, {**given, "learnable_sink": sink})
+    own = {**given, "learnable_sink": sink}
+    if settings.score_mod is not None:
+        origin = ScoreOrigin(head=ranks.own * q.shape[2])
+        tensor = torch.tensor(origin, dtype=torch.int32, device=q.device)
+        own["score_mod"] = in_part(settings.score_mod, tensor)
+    out, lse = attend((q, k, v), settings.documents, own)
     by_row = lse.transpose(1, 2)
     return to_rows(out, ranks, places), to_rows(by_row, ranks, places).transpose(1, 2)

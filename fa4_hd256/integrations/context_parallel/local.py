@@ -9,6 +9,7 @@ Sums of out are float32: (batch, rows, heads, 256).
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ import torch
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.integrations.given_results import gradients_of_results
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256.kernels.score_change import ScoreOrigin
+from fa4_hd256.score_mods import ScoreMod, in_part
 
 from .spans import Mask, Part
 
@@ -37,8 +40,8 @@ class Settings:
     """What a call asks for beside tensors and ranks.
 
     options: softmax_scale, the window of the whole sequence, softcap. documents: of packed
-    sequences, offsets in the whole one. config, use_clc: as `flash_attn_func` takes them.
-    backward_config: by name.
+    sequences, offsets in the whole one. rows: of that. config, use_clc, score_mod: as
+    `flash_attn_func` takes them. backward_config: by name.
     """
 
     options: Options
@@ -46,10 +49,18 @@ class Settings:
     config: Any
     backward_config: str
     use_clc: bool | None
+    rows: int
+    score_mod: ScoreMod | None = None
 
     @property
     def mask(self) -> Mask:
-        return Mask(*self.options.window, self.documents)
+        return Mask(*self.options.window, self.documents, self.score_mod is not None)
+
+    def score_mod_of(self, part: Part, device: torch.device) -> ScoreMod | None:
+        """That of a part, which sees places of the whole."""
+        if self.score_mod is None:
+            return None
+        return in_part(self.score_mod, _origins(part, self.documents or (0, self.rows), device))
 
 
 class OwnRows(NamedTuple):
@@ -105,6 +116,7 @@ def _forward(
         "softcap": options.softcap,
         "config": settings.config,
         "use_clc": settings.use_clc,
+        "score_mod": settings.score_mod_of(part, q.device),
     }
     return attend((of_q, of_k, of_v), part.documents, given)
 
@@ -143,6 +155,26 @@ def _lengths_of(documents: tuple[int, ...] | None, device: torch.device) -> tupl
     return (offsets, offsets), (longest, longest)
 
 
+@functools.lru_cache(maxsize=1024)
+def _origins(part: Part, documents: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where a part lies, as `in_part` takes it; documents: offsets in the whole sequence. A packed
+    document counts as a batch entry, as its number."""
+    assert part.first is not None
+    first_query, first_key = part.first
+    pieces = part.documents or (0, len(part.queries))
+    found = []
+    for number, (begin, end) in enumerate(zip(pieces, pieces[1:])):
+        query, key = first_query + begin, first_key + begin
+        keys = end - begin if part.documents else len(part.keys)
+        document = bisect.bisect_right(documents, query) - 1
+        start, length = documents[document], documents[document + 1] - documents[document]
+        found.append(ScoreOrigin(
+            document - number, 0, query - start, key - start, length - (end - begin), length - keys
+        ))  # fmt: skip
+    rows = found if part.documents else found[0]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
 def add_gradients(
     of_rows: OwnRows,
     held: Held,
@@ -168,6 +200,7 @@ def add_gradients(
         found = gradients_of_results(
             tensors, asked, *_lengths_of(part.documents, q.device), dlse=own_dlse,
             use_clc=settings.use_clc, backward_config=settings.backward_config,
+            score_mod=settings.score_mod_of(part, q.device),
         )  # fmt: skip
         for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
             total += gradient

@@ -45,12 +45,14 @@ class Mask(NamedTuple):
     """Which keys a query sees, by positions in the whole sequence.
 
     left, right: keys before and behind the query's own position, None: all. documents: offsets of
-    packed documents, which see nothing of one another; None: the sequence is one.
+    packed documents, which see nothing of one another; None: the sequence is one. by_place: whether
+    scores depend on positions, so that those of a part must lie side by side.
     """
 
     left: int | None = None
     right: int | None = None
     documents: tuple[int, ...] | None = None
+    by_place: bool = False
 
 
 class Part(NamedTuple):
@@ -58,13 +60,15 @@ class Part(NamedTuple):
 
     queries, keys: rows of a rank's tensors. window: (left, right), bottom-right aligned, as
     `flash_attn_func` takes it. documents: offsets of packed documents, which queries and keys have
-    in common, from 0; None: one.
+    in common, from 0; None: one. first: positions of the first query and key where the mask is
+    `by_place`.
     """
 
     queries: range
     keys: range
     window: tuple[int | None, int | None]
     documents: tuple[int, ...] | None = None
+    first: tuple[int, int] | None = None
 
 
 def local_rows(held: Rows, wanted: range) -> range:
@@ -89,11 +93,12 @@ def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
                 moved = part._replace(
                     queries=_moved(part.queries, first_query - query_span.start),
                     keys=_moved(part.keys, first_key - key_span.start),
+                    first=(part.queries.start, part.keys.start) if mask.by_place else None,
                 )
                 found.append(moved)
             first_key += len(key_span)
         first_query += len(query_span)
-    return tuple(_joined(found))
+    return tuple(found if mask.by_place else _joined(found))
 
 
 def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:

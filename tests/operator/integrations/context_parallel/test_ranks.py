@@ -34,6 +34,22 @@ TWO = {
     "heads, one of keys, documents": Case(
         "ulysses_attention", documents=(0, 5, 40, 100, 128), options=CAUSAL
     ),
+    "causal, ALiBi, sink, gradient of LSE": Case(
+        batch=2, sink=True, lse=True, score_mod="alibi", options=CAUSAL
+    ),
+    "zigzag, window, by place": Case(
+        order="zigzag", batch=2, score_mod="places", options={"window_size": (40, 9)}
+    ),
+    "zigzag, documents, by place": Case(
+        order="zigzag", documents=(0, 5, 40, 40, 100, 128), score_mod="places", options=CAUSAL
+    ),
+    "gathered, zigzag, by place": Case(
+        "all_gather_attention", "zigzag", batch=2, score_mod="places"
+    ),
+    "heads, by place": Case(
+        "ulysses_attention", heads=(4, 2), documents=(0, 5, 40, 40, 100, 128), score_mod="places",
+        options=CAUSAL,
+    ),
 }
 FOUR = {
     "zigzag, causal": Case(order="zigzag", options=CAUSAL),
@@ -98,7 +114,8 @@ def test_the_same_bits_again(pools, device):
 @pytest.mark.simulator
 @pytest.mark.parametrize("name", context_cases.PLANTED)
 def test_planted_mistakes_are_found(pools, name):
-    case = TWO["causal, sink, gradient of LSE"]
+    alibi = ", ALiBi" if "scores" in name else ""
+    case = TWO[f"causal{alibi}, sink, gradient of LSE"]
     found = pools(2).run(context_cases.planted, name, case)
     assert max(context_cases.errors(case, found).values()) > 2, name
 
@@ -134,6 +151,7 @@ def test_a_rank_that_ends_is_an_error_and_no_hang():
 
 @pytest.mark.simulator
 def test_refused(pools):
+    alibi = context_cases.score_mod_on("alibi", "cpu")
     cases = {
         "order is 'striped'": {"order": "striped"},
         "32 rows of q and 16 of k": {"keys": 16},
@@ -144,6 +162,8 @@ def test_refused(pools):
         "cu_seqlens is a tuple": {"cu_seqlens": (0, 1.5, 64)},
         "unexpected keyword|got an unexpected": {"way": "all_gather_attention", "dropout_p": 0.1},
         "config must be": {"backward_config": 3},
+        "a ScoreMod of": {"score_mod": max},
+        "with a score_mod": {"score_mod": alibi, "softcap": 1.0},
     }  # fmt: skip
     for found in pools(2).run(context_cases.refusals, list(cases.values())):
         assert not isinstance(found, Failed), found
