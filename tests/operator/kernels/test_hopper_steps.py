@@ -27,6 +27,7 @@ from fa4_hd256.kernels.hopper.backward.config import (
     ProductsPlan,
     SinglePlan,
 )
+from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
 from fa4_hd256.kernels.hopper.forward.config import DECODE, ForwardConfig
 from fa4_hd256.kernels.hopper.forward.steps import ByWarpgroup
 from fa4_hd256.kernels.steps import Verb, When, again, done
@@ -48,6 +49,10 @@ TABLES = {
         for name, config in (
             ("forward", ForwardConfig()), ("decode", DECODE), ("forward, pairs", PAIRS),
         )
+    },
+    **{
+        f"decode in e4m3, {config.rows} rows": (config.edges, config.steps)
+        for config in (DECODE_E4M3[0], DECODE_E4M3[-1])
     },
 }  # fmt: skip
 
@@ -163,6 +168,29 @@ def test_the_forward_does_what_its_table_says(lengths, causal, options, config, 
     assert (0, 0) in left_out and len(left_out) > 1
     with pytest.raises(AssertionError):
         assert_forward(reports[0], config, seen[:, :64], -1 if causal or options else 1)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("use_clc", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("config", [DECODE_E4M3[0], DECODE_E4M3[-1]], ids=lambda c: str(c.rows))
+@pytest.mark.parametrize(("lengths", "q_stages"), [((100, 330), 2), ((60, 40), 1)])
+def test_the_decode_kernel_of_e4m3_does_what_its_table_says(
+    lengths, q_stages, config, use_clc, monkeypatch
+):
+    """Tiles of none to three steps: on one CTA, which runs first, every other one, or all but the
+    other CTA's first."""
+    monkeypatch.setenv("FA4_HD256_ARCH", "sm_90a")
+    monkeypatch.setenv("SM100_SIM_CLUSTERS", "1")
+    reports = traced_launches(monkeypatch, "h200:2")
+    config = replace(config, q_stages=min(q_stages, config.q_stages), ordered_tiles=False)
+    seen = attend(lengths, True, kv_dtype=torch.float8_e4m3fn, config=config, use_clc=use_clc)
+    tiles = steps_of(seen, config.rows, config.block_kv)
+    tiles = (*tiles[:1], *tiles[2:]) if use_clc else tiles[::2]
+    table = config.steps
+    assert_as_declared(reports[0], config, tiles, ctas=(0,))
+    for wrong in (lacking(table, Verb.ARRIVE), waiting_less(table)):
+        with pytest.raises(AssertionError):
+            assert_as_declared(reports[0], config, tiles, wrong, ctas=(0,))
 
 
 # ------------------------------------------------------------------------------------- mistakes

@@ -36,7 +36,7 @@ from fa4_hd256.kernels.timeline import describe_roles
 from schedulers import CounterScheduler
 from softmax_emu.pattern import Ex2Pattern
 
-from .steps import decode_steps
+from .steps import QK_PARTS, decode_steps
 
 __all__ = ["BLOCK_KV", "DECODE_E4M3", "ROWS", "E4m3Config", "E4m3WarpPlan"]
 
@@ -142,6 +142,16 @@ class E4m3Config:
         return min(HEADROOM, self.rescale_threshold)
 
     @property
+    def is_roomy(self) -> bool:
+        """Whether a thread has registers for all of K and V in f16 beside O and S."""
+        return self.rows < 64
+
+    @property
+    def part_buffers(self) -> int:
+        """Parts of K in f16 that a thread has at once."""
+        return QK_PARTS if self.is_roomy else 2
+
+    @property
     def tile_bytes(self) -> int:
         """A K or a V tile."""
         return BLOCK_KV * HEAD_DIM
@@ -187,7 +197,7 @@ class E4m3Config:
 
     @property
     def steps(self) -> StepTable:
-        return decode_steps(self.kv_stages, self.q_stages)
+        return decode_steps(self.kv_stages, self.q_stages, self.part_buffers)
 
     @classmethod
     def tuned(

@@ -44,6 +44,7 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 
 from .config import BLOCK_KV
+from .steps import QK_PARTS
 
 __all__ = ["E4m3Consumer", "QueryColumns", "P_CORE", "halves_of", "pairs_of"]
 
@@ -51,7 +52,6 @@ WORD = 4  # bytes
 PIECE = 16  # bytes that a thread reads of K at once
 COLUMN_RUN = 8  # columns of an accumulator of which a quad has two each
 KEYS = 2  # of a thread
-QK_PARTS = HEAD_DIM // PIECE // QUAD  # parts of the columns: a thread reads a piece of each
 WARPGROUP_KEYS = 64
 BLOCK_WORDS = BLOCK_KV * ROW_BYTES // WORD  # of 128 columns of a tile
 #: P^T lies by core matrices of 8 keys x 8 rows, 16 bytes a key.
@@ -122,11 +122,6 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
         return len(self.config.warps.consumers)
 
     @property
-    def is_roomy(self) -> bool:
-        """Whether a thread has registers for all of K and V in f16 beside O and S."""
-        return self.config.rows < 64
-
-    @property
     def own_rows(self) -> int:
         """Rows of a thread, two of every eight: `_row`."""
         return self.config.rows // QUAD
@@ -143,8 +138,8 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
             cutlass.Float16, self.own_rows, config.headroom, "scalar",
         )  # fmt: skip
         self._make_room(softmax)
-        buffers = QK_PARTS if self.is_roomy else 2
-        softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in range(buffers)]
+        buffers = range(config.part_buffers)
+        softmax.keys = [self.qk.a_fragment(HEAD_DIM // QK_PARTS) for _ in buffers]
         softmax.values = [self.pv.a_fragment(BLOCK_KV) for _ in range(2)]
         softmax.o = [self.pv.accumulator() for _ in range(2)]
         softmax.stage = cute.make_rmem_tensor(1, Int32)
@@ -191,11 +186,11 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
         nodes = self._nodes(context, place[0], is_masked)
         scores, kv = self._multiply_keys(context, softmax, kv)
         words, kv = self._load_values(context, kv)
-        if self.is_roomy:
+        if self.config.is_roomy:
             self._convert_values(softmax, words)
         wait(0)
         self._exponentiate(context, softmax, scores, (place, nodes, step), is_masked)
-        if not self.is_roomy:
+        if not self.config.is_roomy:
             self._convert_values(softmax, words)
         fence()
         for values, result in zip(softmax.values, softmax.o, strict=True):
@@ -217,10 +212,11 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
         scores = self.qk.accumulator()
         queries = context.q[None, None, None, softmax.stage[0]]
         slices = HEAD_DIM // QK_PARTS // 16
+        buffers = len(softmax.keys)
         for part, of_rows in enumerate(words):
-            buffer = softmax.keys[part % len(softmax.keys)]
-            if part >= len(softmax.keys):
-                wait(len(softmax.keys) - 1)
+            buffer = softmax.keys[part % buffers]
+            if part >= buffers:
+                wait(buffers - 1)
             fragment = cute.recast_tensor(buffer, Uint32)
             for own, pieces in enumerate(of_rows):
                 for i in range(PIECE // WORD):
@@ -228,7 +224,8 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
                     fragment[at], fragment[at + 2] = halves_of(pieces[i])
             fence()
             multiply(self.qk, scores, buffer, queries, part > 0, part * slices)
-            commit()
+            if part == QK_PARTS - 1 or buffers < QK_PARTS:
+                commit()
         return scores, kv
 
     def _load_keys(self, context: Any, kv: Any) -> list[list[cute.Tensor]]:

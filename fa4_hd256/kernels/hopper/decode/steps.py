@@ -10,6 +10,7 @@ from __future__ import annotations
 from fa4_hd256.kernels.steps import (
     CLAIM_STEPS,
     Act,
+    Action,
     Load,
     Ring,
     Role,
@@ -25,11 +26,16 @@ from fa4_hd256.kernels.steps import (
     write,
 )
 
-__all__ = ["decode_steps"]
+__all__ = ["QK_PARTS", "decode_steps"]
+
+#: Parts of the columns by which K becomes f16 and is multiplied.
+QK_PARTS = 4
 
 
-def decode_steps(kv_stages: int, q_stages: int) -> StepTable:
-    """kv_stages: buffers of K and V together; q_stages: of Q and the factors of its rows."""
+def decode_steps(kv_stages: int, q_stages: int, part_buffers: int) -> StepTable:
+    """kv_stages: buffers of K and V together; q_stages: of Q and the factors of its rows;
+    part_buffers: parts of K in registers, whose products are one group where there is room for
+    all."""
     rings = (Ring("kv", "kv_loaded", "kv_free"), Ring("q", "q_loaded", "q_free"))
     loads = tuple(fill(Load.one(name, name.lower(), "kv", "kv")) for name in "KV")
     load = Role("load", (Act(loads),), end=(wait("kv_free"),) * kv_stages, claims=CLAIM_STEPS)
@@ -38,19 +44,35 @@ def decode_steps(kv_stages: int, q_stages: int) -> StepTable:
         (Act((wait("q_free"), write("q", "Q"), arrive("q_loaded")), When.FIRST),),
         end=(wait("q_free"),) * q_stages,
     )
-    scores = (*_take("K"), multiply("QK", read("q", "Q")))
-    values = (*_take("V"), done(0), touch("QK"), multiply("PV"), done(0), touch("PV"))
+    products, uses = _products_of_k(part_buffers)
+    scores = (*_take("K"), *products)
+    values = (*_take("V"), done(0), *uses, multiply("PV"), done(0), touch("PV"))
     consumers = Role(
         "consumers",
         (
             Act((*scores, *values)),
             Act((arrive("q_free"),), When.LAST),
         ),
-        enter=(wait("q_loaded"), read("q", "Q")),
+        enter=(wait("q_loaded"),),
     )
     return StepTable(rings, roles=(load, quantise, consumers))
 
 
-def _take(content: str) -> tuple:
+def _products_of_k(buffers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """(QK, what uses the results of those that have not been waited for).  A part's registers are
+    written again when its product is done."""
+    queries = read("q", "Q")
+    if buffers == QK_PARTS:
+        return (multiply("QK", queries),), (touch("QK"),)
+    names = [f"QK{part}" for part in range(QK_PARTS)]
+    found: list[Action] = []
+    for part, name in enumerate(names):
+        if part >= buffers:
+            found += [done(buffers - 1), touch(names[part - buffers])]
+        found.append(multiply(name, queries))
+    return tuple(found), tuple(map(touch, names[-buffers:]))
+
+
+def _take(content: str) -> tuple[Action, ...]:
     """A tile to registers."""
     return wait("kv_loaded"), read("kv", content), arrive("kv_free")
