@@ -27,10 +27,10 @@ INFINITE_EXPONENT = 255
 
 
 class ScaledQueries:
-    """Mixed into a decode kernel; the role `quantise` of one warp.
+    """Mixed into a decode kernel; the role `quantise`.
 
     top_exponent: a row's largest element comes to lie in [2^top, 2^(top + 1)).  rows_at_once: rows
-    that the warp works on at a time.  query_edges: (full, free) of what it fills, first Q's.  A
+    that a warp works on at a time.  query_edges: (full, free) of what it fills, first Q's.  A
     kernel adds `_store_row(context, row, elements, stage)`, a lane's scaled elements of a row,
     float32, to shared memory.
     """
@@ -50,14 +50,15 @@ class ScaledQueries:
     _store_row: Any
 
     @cute.jit
-    def quantise(self, context: Any):
-        """Each tile's Q, and the factors of its rows; one warp."""
+    def quantise(self, context: Any, share: tuple = (0, 1)):
+        """Each tile's Q, and the factors of its rows.  share: (which, of how many) warps this
+        is."""
         states = self.edges.waiter_states(*(free for _, free in self.query_edges))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
             if self.num_steps(context, work) > 0:
-                states = self._quantise_tile(context, work, states)
+                states = self._quantise_tile(context, work, states, share)
             work = scheduler.advance_to_next_work()
         q_free = self.query_edges[0][1]
         for _ in range(self.config.q_stages):
@@ -66,12 +67,13 @@ class ScaledQueries:
 
     @traced("quantise Q")
     @cute.jit
-    def _quantise_tile(self, context: Any, work: Any, states: RingStates):
+    def _quantise_tile(self, context: Any, work: Any, states: RingStates, share: tuple):
         barriers, q_free = context.barriers, self.query_edges[0][1]
         for _, free in self.query_edges:
             barriers[free].wait(states[free])
-        for group in cutlass.range(self.config.rows // self.rows_at_once, unroll=1):
-            first = group * self.rows_at_once
+        own, warps = share
+        for group in cutlass.range(self.config.rows // (self.rows_at_once * warps), unroll=1):
+            first = (group * warps + own) * self.rows_at_once
             rows = [self._load_row(context, work, first + i) for i in range(self.rows_at_once)]
             for i, values in enumerate(rows):
                 self._scale_row(context, first + i, values, states[q_free].index)

@@ -30,8 +30,6 @@ CLASSES = {
         "page_size": 16, "descale": OF_PAGES,
     },
 }  # fmt: skip
-#: wgmma.fence: of four parts of QK and of PV, in the loops of masked and unmasked steps.
-FENCES = 5
 
 
 def compiled(config, name):
@@ -53,7 +51,8 @@ def test_machine_code(config, name):
     opcodes = [i.opcode.split(".")[0] + "." * ("ARRIVE" in i.opcode) for i in function.instructions]
     loops = 2 + ("bounded_left" in CLASSES[name])
     assert opcodes.count("HGMMA") == 32 * loops
-    assert opcodes.count("WARPGROUP.") == FENCES * loops
+    # Of four parts of QK, and of PV.
+    assert opcodes.count("WARPGROUP.") == 5 * loops
 
 
 @pytest.fixture
@@ -102,9 +101,9 @@ def test_the_sanitizer_finds_what_is_missing(bug, planted, hopper, sanitize):
         assert sm100_sim.last_reports()[-1].findings
 
 
-def _pairs_of_others(first, second):
+def _pairs_of_others(number, first, second):
     """Keys of a pair exchanged."""
-    return REAL_PAIRS(second, first)
+    return REAL_PAIRS(number, second, first)
 
 
 def _other_slices(self, context, row, elements, stage):
@@ -112,14 +111,14 @@ def _other_slices(self, context, row, elements, stage):
     return REAL_ROW(self, context, row, elements[2:] + elements[:2], stage)
 
 
-REAL_PAIRS, REAL_ROW = consumers.pairs_of, consumers.QueryColumns._store_row
+REAL_PAIRS, REAL_ROW = consumers.pair_of, consumers.QueryColumns._store_row
 
 
 @pytest.mark.parametrize("bug", ["pairs", "columns", None])
 def test_results_notice_another_order(bug, planted, hopper):
     """Pairs of keys of V, or columns of Q, that are not those of P and of K."""
     if bug == "pairs":
-        planted.setattr(consumers, "pairs_of", _pairs_of_others)
+        planted.setattr(consumers, "pair_of", _pairs_of_others)
     if bug == "columns":
         planted.setattr(consumers.QueryColumns, "_store_row", _other_slices)
     found, q, values = call()

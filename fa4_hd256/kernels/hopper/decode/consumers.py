@@ -46,7 +46,7 @@ from fa4_hd256.kernels.views import columns_of
 from .config import BLOCK_KV
 from .steps import QK_PARTS
 
-__all__ = ["E4m3Consumer", "QueryColumns", "P_CORE", "halves_of", "pairs_of"]
+__all__ = ["E4m3Consumer", "QueryColumns", "P_CORE", "halves_of", "pair_of"]
 
 WORD = 4  # bytes
 PIECE = 16  # bytes that a thread reads of K at once
@@ -70,11 +70,11 @@ def halves_of(word: Any) -> tuple[Any, Any]:
     )
 
 
-def pairs_of(first: Any, second: Any) -> tuple[Any, Any]:
-    """Bytes 0, 1 and bytes 2, 3 of two words by turns: prmt.b32 (PTX ISA 9.7.9.7)."""
+def pair_of(number: int, first: Any, second: Any) -> Any:
+    """Bytes 0 and 1, or 2 and 3, of two words by turns: prmt.b32 (PTX ISA 9.7.9.7)."""
     return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5140;\nprmt.b32 {$w1}, {$r0}, {$r1}, 0x7362;",
-        write_only_types=[Uint32, Uint32],
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{(0x5140, 0x7362)[number]:x};",
+        write_only_types=[Uint32],
         read_only_args=[first, second],
     )
 
@@ -264,12 +264,12 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
         return found, kv
 
     def _convert_values(self, softmax: Any, words: list) -> None:
-        """Both A of PV.  words: of `_load_values`."""
-        fragments = [cute.recast_tensor(values, Uint32) for values in softmax.values]
-        for eight, pair in enumerate(words):
-            at = 4 * (eight // 2) + 2 * (eight % 2)
-            for fragment, halves in zip(fragments, pairs_of(*pair), strict=True):
-                fragment[at], fragment[at + 1] = halves_of(halves)
+        """A of both PV.  words: of `_load_values`."""
+        for number, values in enumerate(softmax.values):
+            fragment = cute.recast_tensor(values, Uint32)
+            for eight, pair in enumerate(words):
+                at = 4 * (eight // 2) + 2 * (eight % 2)
+                fragment[at], fragment[at + 1] = halves_of(pair_of(number, *pair))
 
     def _words(self, context: Any, start: Int32, count: int) -> cute.Tensor:
         """Some words of K's and V's buffers, from a multiple of their number on."""

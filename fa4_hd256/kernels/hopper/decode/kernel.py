@@ -128,8 +128,9 @@ class DecodeE4m3Kernel(
                 self.load(context)
             if warp == self.warps.scheduler:
                 self.schedule(context)
-            if warp == self.warps.quantise[0]:
-                self.quantise(context)
+            if warp >= self.warps.quantise[0]:
+                warps = self.warps.quantise
+                self.quantise(context, (warp - warps[0], len(warps)))
 
     def set_up(
         self,
