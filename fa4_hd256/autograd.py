@@ -12,6 +12,7 @@ from . import environment
 from .call import named_configs
 from .call.backward_problem import BackwardCall
 from .call.forward_problem import Options
+from .call.function_tensors import functions_of_keys
 from .call.operator_arguments import (
     BackwardTensors,
     BackwardValues,
@@ -19,7 +20,6 @@ from .call.operator_arguments import (
     ForwardValues,
     schema_of,
 )
-from .call.score_tensors import score_class_of
 from .eager import OperatorCalls, is_intercepted
 from .kernels.block_mask import MASK_GRADIENTS, MASK_STEPS
 from .kernels.problem_class import KV_DTYPES
@@ -45,12 +45,12 @@ def backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     not wanted are empty. Bitwise the same for the same arguments."""
     tensors, values = _named(given)
     ragged = tensors.others()
-    score_mod = score_class_of(values.score_mod, ragged, tensors.q)
+    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, tensors.q)
     call = BackwardCall(
         tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse, tensors.dout, tensors.dlse,
         tensors.sink, ragged,
     )  # fmt: skip
-    options = Options.of_operator(values, score_mod)
+    options = Options.of_operator(values, functions)
     problem = call.describe(options, values.max_seqlen_q, values.max_seqlen_k)
     kind = problem.forward.kernels.config("backward")
     config = named_configs.decode(values.config, kind)

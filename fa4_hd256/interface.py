@@ -30,8 +30,11 @@ from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS, MASK_TILE
 from .kernels.kernel_set import kernels_of
 from .kernels.sequences import PART_LIST
+from .mask_mods import MaskMod
+from .mask_mods import read_by as read_by_mask
 from .masks import as_tile_mask
 from .operators import forward, forward_out
+from .packed_row import packed_row
 from .score_mods import ScoreMod, read_by
 
 #: window_size of calls without one, as most are.
@@ -61,6 +64,7 @@ def flash_attn_func(
     v_descale: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     tree_mask: torch.Tensor | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v at head_dim 256.
 
@@ -92,6 +96,8 @@ def flash_attn_func(
         read in place. Not with gradients.
     block_mask: which keys queries see, instead of causal and window_size: PyTorch's `BlockMask` or
         a mask of `fa4_hd256.masks`; tiles that nobody sees cost nothing (docs/masks.md).
+    mask_mod: which keys queries see in its partial tiles, evaluated in the kernels instead of bits
+        made before: a function of the user's (`fa4_hd256.mask_mods`).
     tree_mask: which of the last keys, as many as there are queries, each query sees, if causal and
         window_size let it; it sees all keys before those. bool (seqlen_q, seqlen_q) or (batch,
         seqlen_q, seqlen_q), True where seen, up to 32 queries; or the words of
@@ -110,21 +116,24 @@ def flash_attn_func(
     Raises TypeError or ValueError for arguments that are not accepted, and NotImplementedError
     where the architecture has no such kernel, before anything is compiled.
     """
-    masks = _NONE
-    if block_mask is not None:
+    masks, (asked, key_of_mask) = _NONE, _NO_FUNCTION
+    if mask_mod is not None:
+        asked, key_of_mask = read_by_mask(mask_mod)
+    if block_mask is not None or mask_mod is not None:
         check_masks_apart(tree_mask, block_mask)
-        masks = mask_tables(block_mask, q, k, are_differentiated((q, k, v, learnable_sink)))
+        gradients = are_differentiated((q, k, v, learnable_sink))
+        masks = mask_tables(block_mask, q, k, gradients, mask_mod is None)
     words = None if tree_mask is None else words_of(tree_mask)
-    scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
+    scores, key = _NO_FUNCTION if score_mod is None else read_by(score_mod)
     tensors = ForwardTensors(
         q, k, v, learnable_sink, tree_words=words, k_descale=k_descale, v_descale=v_descale,
-        **masks, **scores,
+        **masks, **scores, **asked,
     )  # fmt: skip
     splits = asked_splits(num_splits, batch_invariant)
-    given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
+    given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key, key_of_mask)
     form = (
         learnable_sink is None, k_descale is None, v_descale is None, words is None, len(masks),
-        len(scores),
+        len(scores), len(asked),
     )  # fmt: skip
     configs = config, backward_config
     if out is None:
@@ -165,6 +174,7 @@ def flash_attn_varlen_func(
     v_descale: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     tree_mask: torch.Tensor | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` for sequences of different lengths.
 
@@ -185,7 +195,9 @@ def flash_attn_varlen_func(
         keys, in order; needs seqused_k, refuses cu_seqlens_k. page_size: any multiple of 16; pages
         of any strides that TMA takes, never copied. No gradients. See docs/serving.md.
     scheduler_metadata: of `get_scheduler_metadata`, in place of num_splits. No gradients.
-    block_mask: None; ValueError for any, since lengths are a mask: `masks.documents`.
+    block_mask, mask_mod: as of `flash_attn_func`, of the packed row, total_q x total_k, in whose
+        positions they count; sequences bound it: a query sees keys of its own one alone. With
+        cu_seqlens_q and cu_seqlens_k, which may differ (docs/masks.md).
     tree_mask: as of `flash_attn_func`, of at least as many nodes as a sequence has queries; node i
         is query i of a sequence, its key that of the sequence's last keys with the same place.
     k_descale, v_descale: as of `flash_attn_func`; with page_table also (pages, heads_kv).
@@ -198,14 +210,25 @@ def flash_attn_varlen_func(
     with page_table. Page numbers out of range: ValueError for CPU tensors, or where
     FA4_HD256_CHECK_PAGES is 1; else undefined.
     """
-    if block_mask is not None:
-        raise ValueError(
-            "block_mask is given to flash_attn_varlen_func; accepted: None. Call flash_attn_func: "
-            "packed sequences in one row with fa4_hd256.masks.documents, padded ones with "
-            "fa4_hd256.masks.from_dense"
-        )
+    if block_mask is not None or mask_mod is not None:
+        apart = {
+            "seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table,
+            "scheduler_metadata": scheduler_metadata, "tree_mask": tree_mask,
+        }  # fmt: skip
+        functions = block_mask, mask_mod, score_mod
+        row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
+        found, lse = flash_attn_func(
+            row.q, row.k, row.v, softmax_scale, causal, window_size, learnable_sink, softcap,
+            deterministic, True, num_splits=num_splits, batch_invariant=batch_invariant,
+            config=config, backward_config=backward_config, use_clc=use_clc,
+            out=None if out is None else out.unsqueeze(0), block_mask=row.block_mask,
+            k_descale=k_descale, v_descale=v_descale, score_mod=row.score_mod,
+            mask_mod=row.mask_mod,
+        )  # fmt: skip
+        out = found.squeeze(0) if out is None else out
+        return (out, lse.squeeze(0)) if return_lse else out
     words = None if tree_mask is None else words_of(tree_mask)
-    scores, key = (_NONE, None) if score_mod is None else read_by(score_mod)
+    scores, key = _NO_FUNCTION if score_mod is None else read_by(score_mod)
     splits = asked_splits(num_splits, batch_invariant)
     given = _Given(softmax_scale, causal, window_size, softcap, use_clc, splits, key)
     longest = max_seqlen_q, max_seqlen_k
@@ -227,6 +250,8 @@ def flash_attn_varlen_func(
 
 #: Tensors by name, of calls that have none.
 _NONE: dict[str, torch.Tensor] = {}
+#: What a function reads, and its key, of calls without.
+_NO_FUNCTION: tuple[dict[str, torch.Tensor], str | None] = _NONE, None
 #: max_seqlen_q and max_seqlen_k of calls that have none.
 _NO_BOUNDS = None, None
 #: Of `ForwardTensors`, behind q, k and v.
@@ -234,7 +259,7 @@ _FIRST_OPTIONAL = 3
 
 
 class _Given(NamedTuple):
-    """Arguments that are no tensors, as users give them; score_mod: its key, None for none."""
+    """Arguments that are no tensors, as users give them; score_mod, mask_mod: the key of one."""
 
     softmax_scale: Any
     causal: Any
@@ -243,22 +268,32 @@ class _Given(NamedTuple):
     use_clc: Any
     num_splits: Any
     score_mod: str | None
+    mask_mod: str | None = None
 
 
 def mask_tables(
-    block_mask: Any, q: Any, k: Any, gradients: bool
+    block_mask: Any, q: Any, k: Any, gradients: bool, with_bits: bool = True
 ) -> dict[str, torch.Tensor]:
-    """What kernels get of a block mask, by name; gradients: what those of the gradients get, too.
+    """What kernels get of a block mask, by name; gradients: what those of the gradients get, too;
+    with_bits: False where a mask_mod takes their place.
 
     Raises as `as_tile_mask`, and ValueError for one of other lengths or of another device.
     """
+    if block_mask is None:
+        raise ValueError(
+            "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
+            "accepted: both. torch.nn.attention.flex_attention.create_block_mask makes a BlockMask "
+            "of the same function in PyTorch, BlockMask.from_kv_blocks one of lists of blocks, "
+            "fa4_hd256.masks named ones"
+        )
     check_kinds({"q": q, "k": k}, {}, BY_RULE)
-    mask = as_tile_mask(block_mask)
+    mask = as_tile_mask(block_mask, with_bits=with_bits)
     check_mask_of(mask.lengths, mask.device, q, k)
-    found = {MASK_STEPS: mask.steps(_halves(q.device)), MASK_BITS: mask.bits}
+    found = {MASK_STEPS: mask.steps(_halves(q.device))}
     if gradients:
-        found |= {MASK_BLOCKS: mask.blocks, MASK_KEY_BITS: mask.key_bits}
-    return found
+        found[MASK_BLOCKS] = mask.blocks
+    bits = {MASK_BITS: mask.bits, MASK_KEY_BITS: mask.key_bits if gradients else None}
+    return found | {name: made for name, made in bits.items() if made is not None}
 
 
 @torch.compiler.assume_constant_result
@@ -389,7 +424,7 @@ def _resolve(
 
     Checks what its schema, which takes plain values only, cannot carry.
     """
-    softmax_scale, causal, window_size, softcap, use_clc, num_splits, score_mod = given
+    softmax_scale, causal, window_size, softcap, use_clc, num_splits, *keys = given
     options = Options.check(softmax_scale, causal, window_size, softcap)
     ragged = tensors.others()
     named = dict(zip(("q", "k", "v", "learnable_sink"), tensors))
@@ -416,7 +451,7 @@ def _resolve(
     options = options.scheduled(use_clc, rows, offsets, longest[0], masked)
     return ForwardValues(
         options.softmax_scale, *options.bounds, options.softcap, *longest, options.use_clc,
-        *names, num_splits, backward_use_clc, score_mod,
+        *names, num_splits, backward_use_clc, *keys,
     )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import torch
 from .call import cache_checks, checks
 from .call.descales import descale_of, scale_operand, scales_among
 from .call.forward_problem import ForwardCall, Options, check_call
+from .call.function_tensors import functions_of_keys
 from .call.new_rows import NewRows, Rotary, cache_places, codes_of
-from .call.score_tensors import score_class_of
 from .call.splits import (
     BY_RULE,
     asked_splits,
@@ -227,7 +227,8 @@ class _Places:
         if others["score_mod"] is not None:
             tensors, key = read_by(others["score_mod"])
             ragged |= tensors
-            checked = replace(checked, score_mod=score_class_of(key, ragged, q))
+            own, _ = functions_of_keys((key, None), ragged, q)
+            checked = replace(checked, score_mod=own)
         if self.cu_seqlens_q is not None:
             checks.check_longest("q", self.max_seqlen_q)
             q = checks.with_batch("q", q)

@@ -20,13 +20,21 @@ from typing import Any
 
 import torch
 
-from .call.tile_mask import EMPTY, PARTIAL, WHOLE, TileMask, count_mask_tiles
+from .call.tile_mask import (
+    ABSENT,
+    EMPTY,
+    PARTIAL,
+    WHOLE,
+    Evaluate,
+    TileMask,
+    count_mask_tiles,
+)
 from .call.tree_mask import tree_words
-from .kernels.block_mask import MASK_TILE
+from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [
     "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
-    "from_dense", "prefix_lm", "sliding_window", "tree_words",
+    "from_dense", "in_sequences", "prefix_lm", "sequences_of_rows", "sliding_window", "tree_words",
 ]  # fmt: skip
 
 #: Where PyTorch's `BlockMask` is from.
@@ -137,9 +145,10 @@ def from_dense(mask: torch.Tensor) -> TileMask:
     return TileMask.of(lengths, kinds, lambda b, h, q, k: mask[b, h, q, k])
 
 
-def from_block_mask(block_mask: Any) -> TileMask:
+def from_block_mask(block_mask: Any, *, with_bits: bool = True) -> TileMask:
     """From PyTorch's `BlockMask`, of blocks that are multiples of 128. Its partial blocks are
     evaluated by its own mask_mod, on its device; what that reads must not change afterwards.
+    with_bits: False where they are not, for calls with `mask_mod=`.
 
     Raises TypeError for anything else, ValueError for other blocks.
     """
@@ -164,24 +173,73 @@ def from_block_mask(block_mask: Any) -> TileMask:
         kinds = kinds.repeat_interleave(size // MASK_TILE, dimension)
     tiles = [count_mask_tiles(length) for length in lengths]
     kinds = kinds[:, :, : tiles[0], : tiles[1]].contiguous()
+    if not with_bits:
+        return TileMask.of_kinds(lengths, kinds)
     return TileMask.of(lengths, kinds, _evaluator(block_mask.mask_mod))
 
 
-def as_tile_mask(block_mask: Any) -> TileMask:
+def in_sequences(
+    block_mask: Any, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    with_bits: bool = True,
+) -> TileMask:  # fmt: skip
+    """A mask of packed rows, total_q x total_k, whose queries see keys of their own sequence alone;
+    what `flash_attn_varlen_func` makes of its block_mask.
+
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets, on the mask's device. Rows behind the last
+    offset are of no sequence, and see nothing. with_bits: as of `from_block_mask`.
+    Raises as `as_tile_mask`.
+    """
+    mask = as_tile_mask(block_mask, with_bits=with_bits)
+    numbers = sequences_of_rows(cu_seqlens_q, mask.lengths[0])
+    begins, ends = (part.long()[numbers] for part in (cu_seqlens_k[:-1], cu_seqlens_k[1:]))
+    is_any = torch.arange(mask.lengths[0], device=mask.device) < cu_seqlens_q[-1]
+    first, limit = torch.where(is_any, begins, mask.lengths[1]), torch.where(is_any, ends, 0)
+    kinds, inside = _Levels(mask.lengths, mask.device).intervals(first[None], limit[None])
+    of_mask = torch.where(mask.tiles == ABSENT, EMPTY, PARTIAL)
+    of_mask = torch.where(mask.tiles == FULL, WHOLE, of_mask)
+    kinds = torch.minimum(kinds, of_mask.to(torch.int8))
+    if not with_bits:
+        return TileMask.of_kinds(mask.lengths, kinds)
+
+    def evaluate(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return mask.sees(batch, head, query, key) & inside(batch * 0, head, query, key)
+
+    return TileMask.of(mask.lengths, kinds, evaluate)
+
+
+def sequences_of_rows(offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """(total,) int64: which sequence each packed row is of; the last one for rows behind it.
+    offsets: (batch + 1,)."""
+    rows = torch.arange(total, device=offsets.device)
+    numbers = torch.searchsorted(offsets[1:].long().contiguous(), rows, right=True)
+    return numbers.clamp(max=offsets.numel() - 2)
+
+
+def as_tile_mask(block_mask: Any, *, with_bits: bool = True) -> TileMask:
     """What a user gives as `block_mask=`; of a `BlockMask` what `from_block_mask` made of it first.
-    Raises as that does."""
+    with_bits: False beside `mask_mod=`. Raises as that does, and ValueError for bits of a mask that
+    has none."""
     if isinstance(block_mask, TileMask):
-        return block_mask
+        if with_bits and block_mask.bits is None:
+            raise ValueError(
+                "block_mask has no bits; accepted: one made with_bits, or mask_mod, too, which "
+                "takes their place"
+            )
+        return block_mask if with_bits else block_mask.lists
+    known = _known[with_bits]
     try:
-        return _known[block_mask]
+        return known[block_mask]
     except (KeyError, TypeError):
-        made = from_block_mask(block_mask)
-    _known[block_mask] = made
+        made = from_block_mask(block_mask, with_bits=with_bits)
+    known[block_mask] = made
     return made
 
 
-#: Made of masks of PyTorch's that are alive.
-_known: weakref.WeakKeyDictionary[Any, TileMask] = weakref.WeakKeyDictionary()
+_Known = weakref.WeakKeyDictionary[Any, TileMask]
+#: Made of masks of PyTorch's that are alive, without bits and with them.
+_known: tuple[_Known, _Known] = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
 
 def _is_block_mask(given: Any) -> bool:
@@ -237,6 +295,12 @@ class _Levels:
     ) -> TileMask:
         """The mask whose query i sees the keys first[i] .. limit[i] - 1, and of the first tokens
         those below limit[i]. first, limit: (1 or batch, seqlen_q)."""
+        return TileMask.of(self.lengths, *self.intervals(first, limit, first_tokens))
+
+    def intervals(
+        self, first: torch.Tensor, limit: torch.Tensor, first_tokens: int = 0
+    ) -> tuple[torch.Tensor, Evaluate]:
+        """(kinds of tiles, what evaluates them) of this mask."""
         tokens = limit.clamp(max=first_tokens)
         begin, end = (
             torch.arange(count_mask_tiles(self.lengths[1]), device=first.device) * MASK_TILE + more
@@ -256,7 +320,7 @@ class _Levels:
             begins, ends, before = of_rows
             return ((key >= begins) & (key < ends)) | (key < before)
 
-        return TileMask.of(self.lengths, kinds, evaluate)
+        return kinds, evaluate
 
 
 def _levels(seqlen: int, seqlen_k: int | None, device: torch.device) -> _Levels:

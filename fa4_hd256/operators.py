@@ -11,8 +11,8 @@ from .autograd import gradients, save_for_backward
 from .call import named_configs
 from .call.checks import check_writable
 from .call.forward_problem import ForwardCall, Options, check_call
+from .call.function_tensors import functions_of_keys
 from .call.operator_arguments import ForwardTensors, ForwardValues, schema_of
-from .call.score_tensors import score_class_of
 from .call.splits import BY_RULE, check_num_splits
 from .gpus.family import architecture_of
 from .kernels.block_mask import MASK_STEPS
@@ -43,7 +43,8 @@ def _run(
     tensors: ForwardTensors, values: ForwardValues, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (q, k, v, sink, *_), ragged = tensors, tensors.others()
-    options = Options.of_operator(values, score_class_of(values.score_mod, ragged, q))
+    functions = functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
+    options = Options.of_operator(values, functions)
     call = ForwardCall(q, k, v, sink, ragged)
     config = None
     if values.config != named_configs.DEFAULT:
@@ -65,7 +66,7 @@ def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, sink, *_ = tensors
     ragged = tensors.others()
     check_call(q, k, v, sink, ragged)
-    score_class_of(values.score_mod, ragged, q)
+    functions_of_keys((values.score_mod, values.mask_mod), ragged, q)
     check_num_splits(values.num_splits)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse

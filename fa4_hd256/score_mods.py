@@ -6,27 +6,15 @@ one: see docs/score_mods.md. By name: `alibi`.
 
 from __future__ import annotations
 
-import dis
-import hashlib
-import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .call.checks import are_differentiated
-from .call.score_tensors import check_tensors
-from .kernels.score_change import (
-    ALIBI,
-    SCORE_TENSORS,
-    Functions,
-    Scored,
-    functions_of,
-    key_in_part,
-    register,
-)
+from .function_keys import check_function, key_of, read_of
+from .kernels.score_change import ALIBI, SCORE_MOD, Scored, key_in_part
+from .kernels.user_functions import Functions
 
 __all__ = ["ScoreMod", "Scored", "alibi"]
 
@@ -52,16 +40,13 @@ class ScoreMod:
     tensors: tuple[torch.Tensor, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, str) or not self.key:
-            raise TypeError(f"key of a ScoreMod is {self.key!r}; accepted: a str that is not empty")
-        for name, given in (("function", self.function), ("slope", self.slope)):
-            if not callable(given) and (name == "function" or given is not None):
-                raise TypeError(
-                    f"{name} of a ScoreMod is {type(given).__name__}; accepted: a function of "
-                    "(score, place, tensors)"
-                )
-        check_tensors(self.tensors, self.key)
-        register(self.key, Functions(self.function, self.slope))
+        check_function(SCORE_MOD, self.key, self.function, self.tensors)
+        if self.slope is not None and not callable(self.slope):
+            raise TypeError(
+                f"slope of a ScoreMod is {type(self.slope).__name__}; accepted: a function of "
+                f"{SCORE_MOD.arguments}, or None"
+            )
+        SCORE_MOD.register(self.key, Functions(self.function, self.slope))
 
     @classmethod
     def of(
@@ -77,12 +62,7 @@ class ScoreMod:
         DSL, `math` and Python itself offer. Raises ValueError for anything else, whose meaning
         another process could not tell: give such a function a key of your own.
         """
-        digest = hashlib.sha256()
-        for given in (function, slope):
-            for word in _described(given, ()):
-                digest.update(f"{len(word)}:{word}".encode())
-        name = getattr(function, "__name__", "score_mod")
-        return cls(function, slope, f"{name}-{digest.hexdigest()[:32]}", tensors)
+        return cls(function, slope, key_of(SCORE_MOD, function, slope), tensors)
 
 
 def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
@@ -95,13 +75,7 @@ def read_by(score_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
             f"score_mod is {type(score_mod).__name__}; accepted: a ScoreMod of "
             "fa4_hd256.score_mods, such as alibi(slopes)"
         )
-    tensors = score_mod.tensors
-    if are_differentiated(tensors):
-        raise ValueError(
-            "a tensor of score_mod requires gradients, and there are none to it; accepted: "
-            "tensors that do not (tensor.detach()), or a call under torch.no_grad()"
-        )
-    return dict(zip(SCORE_TENSORS, tensors)), score_mod.key
+    return read_of(SCORE_MOD, score_mod)
 
 
 def in_part(score_mod: ScoreMod, origins: torch.Tensor) -> ScoreMod:
@@ -111,7 +85,7 @@ def in_part(score_mod: ScoreMod, origins: torch.Tensor) -> ScoreMod:
     (sequences, 6).
     """
     key = key_in_part(score_mod.key)
-    return ScoreMod(*functions_of(key), key, (*score_mod.tensors, origins))
+    return ScoreMod(*SCORE_MOD.functions_of(key), key, (*score_mod.tensors, origins))
 
 
 def alibi(slopes: torch.Tensor) -> ScoreMod:
@@ -128,86 +102,4 @@ def alibi(slopes: torch.Tensor) -> ScoreMod:
         raise ValueError(
             f"slopes has shape {tuple(slopes.shape)}; accepted: (heads,) or (batch, heads)"
         )
-    return ScoreMod(*functions_of(ALIBI), ALIBI, (slopes,))
-
-
-#: Packages whose functions, classes and modules mean the same wherever they have the same name: of
-#: versions that a kernel's key has, or of Python.
-_FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "softmax_emu")
-_PLAIN = (bool, int, float, str, bytes, type(None), type(Ellipsis))
-
-
-def _described(value: Any, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
-    """Words that say all of what a value means. inside: of which functions it is."""
-    if isinstance(value, _PLAIN):
-        yield f"{type(value).__name__} {value!r}"
-    elif isinstance(value, (tuple, frozenset)):
-        parts = value if isinstance(value, tuple) else sorted(value, key=repr)
-        yield f"{type(value).__name__} of {len(parts)}"
-        for part in parts:
-            yield from _described(part, inside)
-    elif isinstance(value, types.CodeType):
-        yield from _described_code(value, inside)
-    elif _is_fixed(value):
-        name = getattr(value, "__qualname__", "")
-        yield f"{getattr(value, '__module__', '')} {name or value.__name__}"
-    elif isinstance(inspect.unwrap(value) if callable(value) else value, types.FunctionType):
-        yield from _described_function(value, inside)
-    else:
-        raise ValueError(
-            f"a score_mod reads {value!r:.80}, a {type(value).__name__}, which cannot be named by "
-            "what it means; accepted: numbers, str, tuples, functions, and what CuTe DSL and math "
-            "offer. Pass tensors as `tensors`, or make a ScoreMod with a key of your own"
-        )
-
-
-def _is_fixed(value: Any) -> bool:
-    if isinstance(value, types.ModuleType):
-        own = value.__name__
-    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        if "<" in value.__qualname__:  # made inside a function, perhaps of what that was given
-            return False
-        own = value.__module__ or ""
-    else:
-        return False
-    return any(own == package or own.startswith(f"{package}.") for package in _FIXED)
-
-
-def _described_function(value: Any, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
-    function = inspect.unwrap(value)
-    # One that is wrapped, as by cute.jit, is traced in another way.
-    yield "function" if function is value else "wrapped function"
-    code = function.__code__
-    if code in inside:
-        yield f"itself {inside.index(code)}"
-        return
-    inside = (*inside, code)
-    yield from _described_code(code, inside)
-    yield from _described(function.__defaults__, inside)
-    named = function.__kwdefaults__ or {}
-    yield from _described(tuple(sorted(named.items())), inside)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        yield name
-        yield from _described(cell.cell_contents, inside)
-    for name in sorted(_globals_read(code)):
-        # Others are Python's own, or there is no such name.
-        if name in function.__globals__:
-            yield name
-            yield from _described(function.__globals__[name], inside)
-
-
-def _globals_read(code: types.CodeType) -> set[str]:
-    """Names of globals that a function reads, or one inside it."""
-    loads = ("LOAD_GLOBAL", "LOAD_NAME")
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in loads}
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return found.union(*map(_globals_read, inner))
-
-
-def _described_code(code: types.CodeType, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
-    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    caught = getattr(code, "co_exceptiontable", b"").hex()  # from Python 3.11 on
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    yield f"code {counts} {code.co_code.hex()} {caught} {names}"
-    for constant in code.co_consts:
-        yield from _described(constant, inside)
+    return ScoreMod(*SCORE_MOD.functions_of(ALIBI), ALIBI, (slopes,))

@@ -66,10 +66,10 @@ class BackwardProblem:
         return replace(self.dq_class, partial=self.head_parts > 1 or self.adds)
 
     def of_kernel(self, kernel: BackwardKernel) -> BackwardProblem:
-        """As a kernel has it: one that computes no scores knows of nothing that changes them."""
+        """As a kernel has it: one that computes no scores knows of no functions of them."""
         if kernel.computes_scores:
             return self
-        options = replace(self.forward.options, softcap=0.0, score_mod=None)
+        options = replace(self.forward.options, softcap=0.0, score_mod=None, mask_mod=None)
         return replace(self, forward=replace(self.forward, options=options))
 
     @property

@@ -21,16 +21,17 @@ from fa4_hd256.kernels.block_mask import (
     MASK_BITS,
     MASK_BLOCKS,
     MASK_GRADIENTS,
+    MASK_KEY_BITS,
     MASK_STEPS,
     MASK_TABLES,
     MASK_TILE,
     STEP_WORDS,
 )
+from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.kernel_set import ForwardTiles
 from fa4_hd256.kernels.limits import HEAD_DIM, PAGE_MULTIPLE, TMA_ALIGNMENT
 from fa4_hd256.kernels.masking import WORD_BITS
 from fa4_hd256.kernels.problem_class import DESCALES, ELEMENT_TYPES, KV_DTYPES
-from fa4_hd256.kernels.score_change import SCORE_TENSORS
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, TREE_WORDS
 
 from .layouts import tma_can_take
@@ -115,8 +116,12 @@ def are_differentiated(tensors: Iterable[Any]) -> bool:
     )
 
 
-def check_beside_score_mod(score_mod: Any, softcap: float, k: torch.Tensor) -> None:
-    """What does not go with a score_mod, None for none."""
+def check_functions(
+    functions: tuple[Any, Any], softcap: float, k: torch.Tensor, ragged: Mapping[str, Any]
+) -> None:
+    """What does not go with functions of a call, score_mod and mask_mod, None for none."""
+    score_mod, mask_mod = functions
+    _check_mask_mod(mask_mod, ragged)
     if score_mod is None:
         return
     if softcap:
@@ -126,6 +131,28 @@ def check_beside_score_mod(score_mod: Any, softcap: float, k: torch.Tensor) -> N
     if k.dtype in KV_DTYPES:
         raise NotImplementedError(
             f"k and v of {k.dtype} with a score_mod; accepted: k and v of q's dtype"
+        )
+
+
+def _check_mask_mod(mask_mod: Any, ragged: Mapping[str, Any]) -> None:
+    """Tiles of a block mask have bits, or a mask_mod says what is seen of them, None for none."""
+    lists = [name for name in (MASK_STEPS, MASK_BLOCKS) if name in ragged]
+    bits = [name for name in (MASK_BITS, MASK_KEY_BITS) if name in ragged]
+    if mask_mod is None:
+        if len(bits) < len(lists):
+            raise ValueError(
+                f"{' and '.join(lists)} without bits; accepted: {MASK_BITS} and {MASK_KEY_BITS}, "
+                "too, or the key of a mask_mod"
+            )
+    elif not lists:
+        raise ValueError(
+            f"the key of a mask_mod without {MASK_STEPS}, or {MASK_BLOCKS}; accepted: both, since "
+            "these say in which tiles it is asked"
+        )
+    elif bits:
+        raise ValueError(
+            f"{' and '.join(bits)} beside the key of a mask_mod; accepted: bits, or a function "
+            "that says the same"
         )
 
 
@@ -370,8 +397,10 @@ def _check_tree_words(words: torch.Tensor) -> None:
 
 def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.Tensor]) -> None:
     """One of the tensors of a block mask, with those it goes with and nothing else."""
-    pair = {MASK_STEPS, MASK_BITS}
-    if set(ragged) not in (pair, {*pair, *MASK_GRADIENTS}, {*MASK_GRADIENTS}):
+    # A mask_mod takes the place of bits: `_check_mask_mod`.
+    lists, pair, given = {MASK_STEPS, MASK_BLOCKS}, {MASK_STEPS, MASK_BITS}, set(ragged)
+    with_bits = given in (pair, {*pair, *MASK_GRADIENTS}, {*MASK_GRADIENTS})
+    if not with_bits and not given <= lists:
         raise ValueError(
             f"{name} is given with {', '.join(ragged)}; accepted: {MASK_STEPS} and {MASK_BITS}, "
             f"{' and '.join(MASK_GRADIENTS)}, and nothing else: sequences of a call with a block "
@@ -379,8 +408,8 @@ def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.T
         )
     is_list = name in (MASK_STEPS, MASK_BLOCKS)
     dimensions, rows = (5, (STEP_WORDS,)) if is_list else (3, (MASK_TILE, BIT_WORDS))
-    given = tensor.ndim, tuple(tensor.shape[-len(rows) :]), tensor.is_contiguous()
-    if given != (dimensions, rows, True):
+    form = tensor.ndim, tuple(tensor.shape[-len(rows) :]), tensor.is_contiguous()
+    if form != (dimensions, rows, True):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; accepted: "
             f"{dimensions} dimensions, contiguous, the last ones {rows}"
@@ -444,7 +473,7 @@ def count_sequences(q: torch.Tensor, k: torch.Tensor, ragged: dict[str, torch.Te
     sizes = {
         name: t.shape[0] - name.startswith("cu_")
         for name, t in ragged.items()
-        if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, *DESCALES, *SCORE_TENSORS)
+        if name not in (PART_LIST, *MASK_TABLES, TREE_WORDS, *DESCALES, *FUNCTION_TENSORS)
     }  # fmt: skip
     for side, tensor in (("q", q), ("k", k)):
         if f"cu_seqlens_{side}" not in ragged and (side == "q" or PAGE_TABLE not in ragged):

@@ -11,10 +11,11 @@ from fa4_hd256.architectures import Architecture
 from fa4_hd256.gpus.devices import sms_are_shared
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_STEPS, MASK_TABLES
+from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
 from fa4_hd256.kernels.kernel_set import ForwardTiles, KernelSet, kernels_of
 from fa4_hd256.kernels.problem_class import DESCALES, KV_DTYPES, ProblemClass, query_rows
-from fa4_hd256.kernels.score_change import SCORE_TENSORS, ScoreModClass
 from fa4_hd256.kernels.sequences import PADDING, PAGE_TABLE, PART_LIST, TREE_WORDS
+from fa4_hd256.kernels.user_functions import FunctionClass
 from schedulers.choice import backward_prefers_clc, clc_requested, grid_rows, prefers_clc
 
 from . import checks, descales
@@ -31,14 +32,15 @@ class Options:
     """What a call asks for beside q, k and v.
 
     softmax_scale: finite. window: keys visible to the left and right of the diagonal, None for
-    unbounded; causal is (., 0). softcap: 0 for none. score_mod: None for none.
+    unbounded; causal is (., 0). softcap: 0 for none. score_mod, mask_mod: None for none.
     """
 
     softmax_scale: float
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     use_clc: bool = False
-    score_mod: ScoreModClass | None = None
+    score_mod: FunctionClass | None = None
+    mask_mod: FunctionClass | None = None
 
     @classmethod
     def check(
@@ -56,12 +58,13 @@ class Options:
 
     @classmethod
     def of_operator(
-        cls, values: ForwardValues | BackwardValues, score_mod: ScoreModClass | None
+        cls, values: ForwardValues | BackwardValues, functions: tuple[FunctionClass | None, ...]
     ) -> Options:
-        """From an operator's arguments, whose window is `bounds`."""
+        """From an operator's arguments, whose window is `bounds`; functions: score_mod and
+        mask_mod."""
         sides = values.window_left, values.window_right
         left, right = (None if side == UNBOUNDED else side for side in sides)
-        return cls(values.softmax_scale, (left, right), values.softcap, values.use_clc, score_mod)
+        return cls(values.softmax_scale, (left, right), values.softcap, values.use_clc, *functions)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -165,7 +168,7 @@ class Problem:
         """
         (q, k, v), ragged = tensors, ragged or {}
         checks.check_options(options.softmax_scale, options.window, options.softcap)
-        checks.check_beside_score_mod(options.score_mod, options.softcap, k)
+        checks.check_functions((options.score_mod, options.mask_mod), options.softcap, k, ragged)
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
@@ -224,6 +227,7 @@ class Problem:
             self.kv_dtype,
             self.descale,
             options.score_mod,
+            options.mask_mod,
         )
 
     @property
@@ -232,15 +236,19 @@ class Problem:
         return DESCALES if self.descale else ()
 
     @property
-    def score_tensors(self) -> tuple[str, ...]:
-        """Those of `SCORE_TENSORS` that a score_mod reads."""
-        asked = self.options.score_mod
-        return () if asked is None else SCORE_TENSORS[: len(asked.tensors)]
+    def function_tensors(self) -> tuple[str, ...]:
+        """Those of `FUNCTION_TENSORS` that functions of the call read."""
+        asked = self.options.score_mod, self.options.mask_mod
+        return tuple(
+            name
+            for kind, own in zip(FUNCTION_KINDS, asked, strict=True)
+            for name in kind.tensors[: 0 if own is None else len(own.tensors)]
+        )
 
     @property
     def tables(self) -> tuple[str, ...]:
         """Names of all tensors beside q, k, v and the sink that kernels of the forward get."""
-        return *self.ragged, *self.scales, *self.score_tensors
+        return *self.ragged, *self.scales, *self.function_tensors
 
     @property
     def lists_parts(self) -> bool:

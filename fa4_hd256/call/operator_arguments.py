@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.kernels.block_mask import MASK_GRADIENTS, MASK_TABLES
+from fa4_hd256.kernels.kernel_functions import FUNCTION_TENSORS
 from fa4_hd256.kernels.problem_class import DESCALES
-from fa4_hd256.kernels.score_change import SCORE_TENSORS
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST, TREE_WORDS, SequenceTensors
 
 from .checks import with_batch
@@ -32,14 +32,14 @@ LENGTHS = tuple(
     name for name in RAGGED if name not in (PAGE_TABLE, PART_LIST, *MASK_TABLES, TREE_WORDS)
 )
 #: All tensors of a call beside q, k, v and the sink.
-OTHERS = (*RAGGED, *DESCALES, *SCORE_TENSORS)
+OTHERS = (*RAGGED, *DESCALES, *FUNCTION_TENSORS)
 
 
 class ForwardTensors(NamedTuple):
     """Of a forward, None where not given; what each is: `flash_attn_func`, `SequenceTensors`.
 
-    score_tensor_0 to 4: what a score_mod reads. Users give packed sequences without a batch; the
-    operator takes them with one of 1.
+    score_tensor_0 to 4, mask_tensor_0 to 4: what a score_mod and a mask_mod read. Users give packed
+    sequences without a batch; the operator takes them with one of 1.
     """
 
     q: torch.Tensor
@@ -64,6 +64,11 @@ class ForwardTensors(NamedTuple):
     score_tensor_2: torch.Tensor | None = None
     score_tensor_3: torch.Tensor | None = None
     score_tensor_4: torch.Tensor | None = None
+    mask_tensor_0: torch.Tensor | None = None
+    mask_tensor_1: torch.Tensor | None = None
+    mask_tensor_2: torch.Tensor | None = None
+    mask_tensor_3: torch.Tensor | None = None
+    mask_tensor_4: torch.Tensor | None = None
 
     def others(self) -> dict[str, Any]:
         """Those of `OTHERS` that are given, by name."""
@@ -103,6 +108,11 @@ class BackwardTensors(NamedTuple):
     score_tensor_2: torch.Tensor | None = None
     score_tensor_3: torch.Tensor | None = None
     score_tensor_4: torch.Tensor | None = None
+    mask_tensor_0: torch.Tensor | None = None
+    mask_tensor_1: torch.Tensor | None = None
+    mask_tensor_2: torch.Tensor | None = None
+    mask_tensor_3: torch.Tensor | None = None
+    mask_tensor_4: torch.Tensor | None = None
 
     @staticmethod
     def kept(
@@ -119,7 +129,8 @@ class BackwardTensors(NamedTuple):
 
 class ForwardValues(NamedTuple):
     """window_left, window_right: -1 for unbounded. config, backward_config: see `named_configs`;
-    what is the backward's is used by autograd alone. score_mod: the key of one, None for none."""
+    what is the backward's is used by autograd alone. score_mod, mask_mod: the key of one, None for
+    none."""
 
     softmax_scale: float
     window_left: int
@@ -133,13 +144,14 @@ class ForwardValues(NamedTuple):
     num_splits: int
     backward_use_clc: bool
     score_mod: str | None
+    mask_mod: str | None
 
     def of_backward(self, wanted: Sequence[bool]) -> BackwardValues:
         """Those of the gradients."""
         return BackwardValues(
             self.softmax_scale, self.window_left, self.window_right, self.softcap,
             self.max_seqlen_q, self.max_seqlen_k, self.backward_use_clc, self.backward_config,
-            self.score_mod, wanted,
+            self.score_mod, self.mask_mod, wanted,
         )  # fmt: skip
 
 
@@ -156,6 +168,7 @@ class BackwardValues(NamedTuple):
     use_clc: bool
     config: str
     score_mod: str | None
+    mask_mod: str | None
     wanted: Sequence[bool]
 
 
@@ -165,7 +178,7 @@ _of_gradients = operator.itemgetter(
     *[ForwardTensors._fields.index(name) for name in BackwardTensors._fields[7:]]
 )
 assert ForwardTensors._fields[_FIRST_OTHER:] == OTHERS
-assert BackwardTensors._fields[7:] == ("sink", *LENGTHS, *MASK_GRADIENTS, *SCORE_TENSORS)
+assert BackwardTensors._fields[7:] == ("sink", *LENGTHS, *MASK_GRADIENTS, *FUNCTION_TENSORS)
 
 #: What an operator's schema calls a type.
 _TYPES: dict[Any, str] = {

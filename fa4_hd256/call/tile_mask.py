@@ -19,8 +19,8 @@ __all__ = ["EMPTY", "PARTIAL", "WHOLE", "Evaluate", "TileMask", "count_mask_tile
 
 #: Kinds of tiles: no query sees a key; some may; each sees all.
 EMPTY, PARTIAL, WHOLE = 0, 1, 2
-#: In place of a tile of bits: the tile is empty.
-ABSENT = -2
+#: In place of a tile of bits: the tile is empty; and a function is asked, where there are no bits.
+ABSENT, ASKED = -2, 1
 #: Tiles up to which a mask on a GPU has bits for each, so that nobody waits for their number: 64
 #: MiB.
 MOST_TILES = 1 << 15
@@ -45,17 +45,18 @@ class TileMask:
 
     lengths: (seqlen_q, seqlen_k). tiles: (1 or batch, 1 or heads, tiles of queries, tiles of keys)
     int32: `ABSENT`, `FULL`, or the number of a tile of bits. bits: (tiles of bits, 128, 4) int32,
-    see `kernels.block_mask`.
+    see `kernels.block_mask`; None where a mask_mod takes their place, whose tiles are `ASKED`.
 
     It is never written to again: call after call may read it, also from other streams once what
     made it is done.
     """
 
     def __init__(
-        self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor
+        self, lengths: tuple[int, int], tiles: torch.Tensor, bits: torch.Tensor | None
     ) -> None:
         self.lengths, self.tiles, self.bits = lengths, tiles, bits
         self._made: dict[Any, torch.Tensor] = {}
+        self._lists: TileMask | None = None
 
     @classmethod
     def of(
@@ -66,10 +67,7 @@ class TileMask:
         Tiles that turn out to be full, or empty, when they are evaluated, are so. Waits for a GPU
         only if there are more than `MOST_TILES`, to learn how many are partial.
         """
-        if lengths[1] % MASK_TILE:
-            # Keys past the end have no bits.
-            last = kinds[..., -1:]
-            kinds = torch.cat((kinds[..., :-1], last.clamp(max=PARTIAL)), dim=-1)
+        kinds = _with_end(lengths, kinds)
         is_partial = (kinds == PARTIAL).flatten()
         if kinds.device.type == "cpu" or kinds.numel() > MOST_TILES:
             places = is_partial.nonzero()[:, 0]
@@ -90,6 +88,21 @@ class TileMask:
             flat[chosen] = torch.where(is_partial[chosen], found, flat[chosen])
         return cls(lengths, tiles, bits)
 
+    @classmethod
+    def of_kinds(cls, lengths: tuple[int, int], kinds: torch.Tensor) -> TileMask:
+        """The same without bits."""
+        numbers = torch.tensor([ABSENT, ASKED, FULL], dtype=torch.int32, device=kinds.device)
+        return cls(lengths, numbers[_with_end(lengths, kinds).long()], None)
+
+    @property
+    def lists(self) -> TileMask:
+        """The same tiles without bits."""
+        if self.bits is None:
+            return self
+        if self._lists is None:
+            self._lists = TileMask(self.lengths, self.tiles.clamp(max=ASKED), None)
+        return self._lists
+
     @property
     def device(self) -> torch.device:
         return self.tiles.device
@@ -102,12 +115,25 @@ class TileMask:
         )
 
     def dense(self) -> torch.Tensor:
-        """The mask as a bool tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k)."""
+        """The mask as a bool tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k). Raises ValueError
+        where there are no bits."""
+        if self.bits is None:
+            raise ValueError("this mask has no bits: a mask_mod says what is seen")
         columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
         seen = self.bits[self.tiles.clamp(min=NOTHING).long()][..., None] >> columns & 1
         seen = seen.bool().flatten(-2) | (self.tiles == FULL)[..., None, None]
         whole = seen.transpose(3, 4).flatten(4, 5).flatten(2, 3)
         return whole[:, :, : self.lengths[0], : self.lengths[1]]
+
+    def sees(
+        self, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        """An `Evaluate` of this mask, which has bits."""
+        assert self.bits is not None
+        number = self.tiles[batch, head, query // MASK_TILE, key // MASK_TILE]
+        words = self.bits[number.clamp(min=NOTHING).long(), query % MASK_TILE,
+                          key % MASK_TILE // WORD_BITS]  # fmt: skip
+        return ((words >> key % WORD_BITS & 1) != 0) & (number != ABSENT) | (number == FULL)
 
     def steps(self, halves: int) -> torch.Tensor:
         """The lists of a kernel whose tiles have `halves` x 128 queries and whose steps have 128
@@ -125,8 +151,10 @@ class TileMask:
         return self._made["blocks"]
 
     @property
-    def key_bits(self) -> torch.Tensor:
+    def key_bits(self) -> torch.Tensor | None:
         """`bits` with queries and keys exchanged."""
+        if self.bits is None:
+            return None
         if "key_bits" not in self._made:
             columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
             found = torch.empty_like(self.bits)
@@ -135,6 +163,13 @@ class TileMask:
                 found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
             self._made["key_bits"] = found
         return self._made["key_bits"]
+
+
+def _with_end(lengths: tuple[int, int], kinds: torch.Tensor) -> torch.Tensor:
+    """Kinds of tiles; none is whole that ends behind the last key, which nobody sees."""
+    if not lengths[1] % MASK_TILE:
+        return kinds
+    return torch.cat((kinds[..., :-1], kinds[..., -1:].clamp(max=PARTIAL)), dim=-1)
 
 
 def _chunks(count: int, device: torch.device) -> Iterator[slice]:

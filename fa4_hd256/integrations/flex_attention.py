@@ -4,24 +4,27 @@
     out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
 The arguments are PyTorch's, and so is their meaning. A `BlockMask` is taken as it is; a `score_mod`
-is traced and becomes part of the kernels, its derivative of those of the backward.
+is traced and becomes part of the kernels, its derivative of those of the backward. The mask_mod of
+a `BlockMask` can be, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxOutput
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from fa4_hd256.interface import flash_attn_func
+from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import Scored, ScoreMod
 
-from .score_graph import ScoreGraph
+from .score_graph import MASK, ScoreGraph
 
-__all__ = ["flex_attention", "score_mod_of"]
+__all__ = ["flex_attention", "mask_mod_of", "score_mod_of"]
 
 
 def flex_attention(
@@ -36,6 +39,7 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
+    traces_mask: bool = False,
 ) -> Any:
     """As PyTorch's function of this name.
 
@@ -43,15 +47,18 @@ def flex_attention(
     float16, any strides. score_mod: of (score, batch, head, query, key), tensors of no dimension;
     or what `score_mod_of` made of one, which spares tracing it in every call. block_mask: a
     `BlockMask`, or a mask of `fa4_hd256.masks`. enable_gqa: needed where there are fewer KV heads
-    than query heads. kernel_options: for PyTorch's own kernels, without effect.
+    than query heads. kernel_options: for PyTorch's own kernels, without effect. traces_mask: the
+    kernels evaluate the mask_mod of a `BlockMask` in its partial blocks, instead of bits that
+    PyTorch makes of it once.
 
     Returns out, (batch, heads, seqlen_q, 256); with return_lse (out, lse), with return_aux (out,
     AuxOutput); lse: (batch, heads, seqlen_q) float32, natural log. Tensors that score_mod reads get
     no gradients.
 
-    Raises NotImplementedError for a score_mod that kernels cannot evaluate (`score_mod_of`) and
-    for max_scores in return_aux, ValueError for fewer KV heads without enable_gqa, and otherwise
-    as `flash_attn_func` does.
+    Raises NotImplementedError for functions that kernels cannot evaluate (`score_mod_of`,
+    `mask_mod_of`) and for max_scores in return_aux, ValueError for fewer KV heads without
+    enable_gqa, TypeError for traces_mask without a `BlockMask`, and otherwise as `flash_attn_func`
+    does.
     """
     del kernel_options
     if return_aux is not None and return_aux.max_scores:
@@ -63,10 +70,12 @@ def flex_attention(
         )
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = score_mod_of(score_mod, query.device)
+    mask_mod = _traced_mask(block_mask, query.device) if traces_mask else None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse = flash_attn_func(
-        q, k, v, softmax_scale=scale, block_mask=block_mask, score_mod=score_mod, return_lse=True
-    )
+        q, k, v, softmax_scale=scale, block_mask=block_mask, score_mod=score_mod,
+        mask_mod=mask_mod, return_lse=True,
+    )  # fmt: skip
     out = out.transpose(1, 2)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
@@ -91,12 +100,53 @@ def score_mod_of(
     device = torch.device(device)
     modified = ScoreGraph(function, device, tensors)
     slope = ScoreGraph(torch.func.grad(function), device, tensors)
-    text = f"{modified.text} {slope.text}"
+    key, read = _key_and_tensors(f"{modified.text} {slope.text}", tensors)
+    own = None if slope.number == 1 else _of_kernel(slope)
+    return ScoreMod(_of_kernel(modified), own, key, read)
+
+
+def mask_mod_of(
+    function: Callable[..., torch.Tensor], device: torch.device | str = "cpu"
+) -> MaskMod:
+    """What `flash_attn_func` takes as mask_mod, made of FlexAttention's.
+
+    function: of (batch, head, query, key), int32 tensors of no dimension on the device; it returns
+    such a bool. What it may use, and what of its tensors is read when, is as for `score_mod_of`.
+
+    Raises TranslationError, a NotImplementedError, for other functions; it says of what.
+    """
+    tensors: list[torch.Tensor] = []
+    graph = ScoreGraph(function, torch.device(device), tensors, MASK)
+    key, read = _key_and_tensors(graph.text, tensors)
+
+    def seen(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+        return graph((batch, head, query, key), tensors)
+
+    return MaskMod(seen, key, read)
+
+
+#: Traced functions of masks that are alive.
+_masks: weakref.WeakKeyDictionary[BlockMask, MaskMod] = weakref.WeakKeyDictionary()
+
+
+def _traced_mask(block_mask: Any, device: torch.device) -> MaskMod:
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"traces_mask is True and block_mask {type(block_mask).__name__}; accepted: a "
+            "BlockMask, whose mask_mod is traced"
+        )
+    found = _masks.get(block_mask)
+    if found is None:
+        found = _masks[block_mask] = mask_mod_of(block_mask.mask_mod, device)
+    return found
+
+
+def _key_and_tensors(
+    text: str, tensors: list[torch.Tensor]
+) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """Of a traced function."""
     key = f"flex_attention_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return ScoreMod(
-        _of_kernel(modified), None if slope.number == 1 else _of_kernel(slope), key,
-        tuple(map(_as_read, tensors)),
-    )  # fmt: skip
+    return key, tuple(map(_as_read, tensors))
 
 
 def _of_kernel(graph: ScoreGraph) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def gradients_of_results(
         BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **scores),
         BackwardValues(
             options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
-            backward_config, key, (True, True, False),
+            backward_config, key, None, (True, True, False),
         ),
     )  # fmt: skip
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""FlexAttention's functions of scores as functions of the kernels.
+"""FlexAttention's functions of scores and of masks as functions of the kernels.
 
 PyTorch traces such a function, and its derivative, to ATen operators on single numbers; kernels
 evaluate these by the rows of `OPERATIONS`, in float32, int32 and bool.
@@ -18,11 +18,14 @@ from cutlass import Boolean, Float32, Int32
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OPERATIONS", "ScoreGraph", "TranslationError"]
+__all__ = ["MASK", "OPERATIONS", "SCORE", "ScoreGraph", "TranslationError"]
+
+#: What a function is, and is called where it is refused.
+SCORE, MASK = "score_mod", "mask_mod"
 
 
 class TranslationError(NotImplementedError):
-    """A function of scores that kernels cannot evaluate; the message says what of it."""
+    """A function that kernels cannot evaluate; the message says what of it."""
 
 
 #: Numbers of Python, and what kernels have for them.
@@ -198,20 +201,21 @@ class _Elements:
 
 
 class ScoreGraph:
-    """A function of (score, batch, head, query, key), tensors of no dimension, as PyTorch traced
-    it.
+    """A function of (score, batch, head, query, key), or of a mask the same without the score,
+    tensors of no dimension, as PyTorch traced it.
 
     tensors: those that it reads, in the order in which kernels get them; several graphs share the
-    list.
+    list.  kind: `SCORE` or `MASK`.
     """
 
     def __init__(
         self, function: Callable[..., torch.Tensor], device: torch.device,
-        tensors: list[torch.Tensor],
+        tensors: list[torch.Tensor], kind: str = SCORE,
     ) -> None:  # fmt: skip
         """Raises TranslationError for one that takes a branch by a value, has an operator without
         a row in `OPERATIONS`, or reads a tensor other than by one number a dimension."""
-        self._module = _traced(function, device)
+        self._kind = kind
+        self._module = _traced(function, device, kind)
         self._tensors = tensors
         self._captured: dict[str, int] = {}  # numbers of the tensors, by name in the graph
         self._numbers: dict[Any, bool | int | float] = {}
@@ -231,8 +235,9 @@ class ScoreGraph:
         """The result where it is the same for every argument, else None."""
         return self._numbers.get(self._result)
 
-    def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Float32:
-        """In a kernel, of one score.  arguments: Float32 and Int32 numbers."""
+    def __call__(self, arguments: Sequence[Any], tensors: Sequence[cute.Tensor]) -> Any:
+        """In a kernel, of one score: a Float32, of a mask a Boolean.  arguments: Float32 and Int32
+        numbers."""
         values: dict[Any, Any] = dict(self._numbers)
         given = iter(arguments)
         for node in self._module.graph.nodes:
@@ -245,7 +250,8 @@ class ScoreGraph:
                     values[node] = _typed(tensors[number][0], _dtype(node))
             elif node.op == "call_function" and node not in self._numbers:
                 values[node] = _computed(node, values, tensors)
-        return Float32(values[self._result])
+        result = values[self._result]
+        return Float32(result) if self._kind == SCORE else _typed(result, torch.bool)
 
     def _take_in(self, node: Any) -> None:
         """Check a node; compute it where it has one value."""
@@ -262,10 +268,10 @@ class ScoreGraph:
             kind = _python_type(_dtype(node))
             self._numbers[node] = kind(_NUMBERS[name](*node.args, **node.kwargs))
         elif name in _INDEXING:
-            _check_index(node)
+            _check_index(node, self._kind)
         elif name not in OPERATIONS:
             raise TranslationError(
-                f"score_mod computes {node.target}; accepted are indexing by one number a "
+                f"{self._kind} computes {node.target}; accepted are indexing by one number a "
                 f"dimension and {', '.join(sorted(OPERATIONS))}"
             )
         elif all(operand in self._numbers for operand in node.all_input_nodes):
@@ -282,18 +288,23 @@ class ScoreGraph:
         return folded
 
 
-def _traced(function: Callable[..., torch.Tensor], device: torch.device) -> Any:
+def _traced(function: Callable[..., torch.Tensor], device: torch.device, kind: str) -> Any:
     place = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
 
+    # Parameters with defaults would be arguments of the graph, too.
     def of_five(score: Any, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        # Parameters with defaults would be arguments of the graph, too.
         return function(score, batch, head, query, key)
 
+    def of_four(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        return function(batch, head, query, key)
+
+    given = place if kind == MASK else [torch.zeros((), device=device), *place]
     decompositions: Any = torch._decomp.core_aten_decompositions()
     try:
         with _OneElementEach():
-            functional = torch.func.functionalize(of_five, remove="mutations")
-            module = make_fx(functional, decompositions)(torch.zeros((), device=device), *place)
+            plain = of_four if kind == MASK else of_five
+            functional = torch.func.functionalize(plain, remove="mutations")
+            module = make_fx(functional, decompositions)(*given)
     except RuntimeError as error:
         advice = str(error)
         if "data-dependent" in advice:
@@ -302,10 +313,13 @@ def _traced(function: Callable[..., torch.Tensor], device: torch.device) -> Any:
                 "values by torch.where, and index tensors by one number a dimension"
             )
         raise TranslationError(
-            f"PyTorch cannot trace score_mod, or not its derivative: {advice}"
+            f"PyTorch cannot trace {kind}{_OR_SLOPE[kind]}: {advice}"
         ) from error
     module.graph.eliminate_dead_code()
     return module
+
+
+_OR_SLOPE = {SCORE: ", or not its derivative", MASK: ""}
 
 
 class _OneElementEach(TorchFunctionMode):
@@ -338,12 +352,12 @@ def _at(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return torch.ops.aten.select.int(tensor, 0, index)
 
 
-def _check_index(node: Any) -> None:
+def _check_index(node: Any, kind: str) -> None:
     indices = node.args[1] if _name(node) == "index" else node.args[2:]
     is_whole = _name(node) == "index" or node.args[1] == 0
     if not is_whole or not all(isinstance(i, (int, torch.fx.Node)) for i in indices):
         raise TranslationError(
-            "score_mod takes more than an element of a tensor; accepted: one number for each "
+            f"{kind} takes more than an element of a tensor; accepted: one number for each "
             "dimension"
         )
 

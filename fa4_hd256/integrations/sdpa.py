@@ -18,9 +18,9 @@ import torch
 
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
+from fa4_hd256.until_changed import UntilChanged
 
 from .given_results import gradients_of_results
-from .until_changed import UntilChanged
 
 NAME = "fa4_hd256"
 

@@ -23,8 +23,7 @@ import torch
 
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.masks import from_dense
-
-from .until_changed import UntilChanged
+from fa4_hd256.until_changed import UntilChanged
 
 _log = logging.getLogger(__name__)
 

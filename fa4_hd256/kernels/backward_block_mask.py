@@ -33,10 +33,10 @@ class BlockList(SharedByReference):
     """The list of one block of keys or of queries.
 
     entries: (1 or heads, 1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS)
-    int32, by keys.
+    int32, by keys, None where there are none.
     """
 
-    def __init__(self, entries: cute.Tensor, bits: cute.Tensor) -> None:
+    def __init__(self, entries: cute.Tensor, bits: Any) -> None:
         self._entries, self._bits = entries, bits
 
     @classmethod
@@ -64,17 +64,22 @@ class BlockList(SharedByReference):
             return self.tile(step)
         return self.tile(step // parts) * parts + step % parts
 
+    def bit_tile(self, place: tuple[Int32, Int32], half: Int32) -> Int32:
+        """The number of a tile of bits.  place: (query head, place in the list); half: of the
+        block's keys, that of a CTA."""
+        head, number = place
+        head = cutlass.min(head, Int32(cute.size(self._entries, mode=[0])) - 1)
+        return self._entries[head, number + 1, half + 1]
+
     def key_bits(
         self, place: tuple[Int32, Int32], half: Int32, keys: list[Int32], words: tuple[Int32, Int32]
     ) -> tuple[Boolean, tuple[Int32, ...]]:
         """(whether there may be a query that does not see a key, words of bits of queries).
 
-        place: (query head, place in the list); half: of the block's keys, that of a CTA; keys: in
-        it.  words: (the first of two words of each key, by how many bits they are moved down).
+        place, half: see `bit_tile`; keys: in the half.  words: (the first of two words of each key,
+        by how many bits they are moved down).
         """
-        head, number = place
-        head = cutlass.min(head, Int32(cute.size(self._entries, mode=[0])) - 1)
-        bit_tile = self._entries[head, number + 1, half + 1]
+        bit_tile = self.bit_tile(place, half)
         first, shift = words
         rows = self._bits[cutlass.max(bit_tile, NOTHING), None, None]
         found = [

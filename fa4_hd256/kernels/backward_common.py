@@ -20,11 +20,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from schedulers import CLUSTER_SIZE, PackedBlocks, TileProblem
 
+from .kernel_functions import FunctionsOfKernel
 from .limits import SECTOR_BYTES
 from .operands import TmaTensor, smem_layout
 from .problem_class import ProblemClass
 from .scalars import CallScalars
-from .score_change import ScoresOfKernel
 from .sequences import RaggedKernel, clipped_view
 from .views import by_sequence
 
@@ -47,7 +47,7 @@ class BackwardTensors(NamedTuple):
     ragged: Any
 
 
-class BackwardEntry(ScoresOfKernel, RaggedKernel):
+class BackwardEntry(FunctionsOfKernel, RaggedKernel):
     """Host code of a kernel that makes gradients, whose clusters have two CTAs; mixed into it.
 
     A kernel has `boxes`, the TMA loads by name, as (which of q, k, v and dout, rows, columns);
@@ -81,7 +81,7 @@ class BackwardEntry(ScoresOfKernel, RaggedKernel):
         results: of dq, dk and dv those that the kernel makes; dk and dv have heads_kv * head_parts
         heads.  Last stride 1, other strides multiples of 16 bytes, of results 32.  ds: see
         `backward_ds_tiles`, None where it is not stored.  ragged: a tuple of tensors in the order
-        of `problem_class.ragged`, then those of a score_mod, None if there are none.
+        of `problem_class.ragged`, then what functions of the call read, None if there are none.
         """
         operands = tuple(by_sequence(tensor) for tensor in operands)
         results = tuple(by_sequence(tensor, SECTOR_BYTES) for tensor in results)

@@ -10,6 +10,9 @@ reads the same number of them, 0 for rows that see nothing.
 A tile of bits has 128 rows of 128 bits, 16 bytes a row, bit j of word w that of key 32 w + j.  The
 first one, `NOTHING`, is all zeros: rows of a CTA that see nothing of a tile which the other's see.
 Keys past the end have no bits, so a tile that ends behind the last key is never `FULL`.
+
+Where a function of the user's says what is seen (`mask_function`), there are no tiles of bits: the
+number of a tile is `FULL`, `NOTHING`, or that of those for which it is asked.
 """
 
 from __future__ import annotations
@@ -45,11 +48,12 @@ FULL, NOTHING = -1, 0
 class StepList(SharedByReference):
     """The steps of one tile of queries.
 
-    steps: (1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS) int32.  parts:
-    steps in which the kernel works on a tile that is listed, the last keys first.
+    steps: (1 + most tiles, STEP_WORDS) int32; bits: (tiles, MASK_TILE, BIT_WORDS) int32, None where
+    there are none.  parts: steps in which the kernel works on a tile that is listed, the last keys
+    first.
     """
 
-    def __init__(self, steps: cute.Tensor, bits: cute.Tensor, parts: int = 1) -> None:
+    def __init__(self, steps: cute.Tensor, bits: Any, parts: int = 1) -> None:
         self._steps, self._bits, self.parts = steps, bits, parts
 
     @classmethod
@@ -97,6 +101,9 @@ class StepList(SharedByReference):
         return cutlass.min(tile + 1, Int32(cute.size(self._steps, mode=[0])) - 1)
 
     def words(self, number: Int32, row: Int32) -> tuple[Int32, ...]:
+        """The bits of a row, none where there are none."""
+        if self._bits is None:
+            return ()
         place = self._bits[cutlass.max(number, NOTHING), row, None].iterator.align(ROW_BYTES)
         words = cute.make_rmem_tensor(BIT_WORDS, Int32)
         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(BIT_WORDS)), words)
@@ -144,6 +151,11 @@ class RowBits:
         step, number = self._step + 1, self._numbers[1]
         numbers = number, self._steps.bit_tile(step + 1, half)
         return RowBits(self._steps, self._place, step, numbers, self._steps.words(number, row))
+
+    @property
+    def number(self) -> Int32:
+        """Of the tile of bits of this step."""
+        return self._numbers[0]
 
     @property
     def kv_tile(self) -> Int32:

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 from schedulers import PackedBlocks, TileProblem, section_heads_for
 
 from .block_mask import MASK_TILE, StepList
+from .kernel_functions import FunctionsOfKernel
 from .limits import ELEMENT_BYTES, HEAD_DIM
 from .masking import Part
 from .operands import TmaTensor, load_tile, smem_layout
@@ -32,7 +33,6 @@ from .pages import PagedKeys, box_rows, load_pages
 from .part_list import PartList
 from .problem_class import DESCALES, query_rows
 from .scalars import CallScalars
-from .score_change import ScoresOfKernel
 from .sequences import RaggedKernel, Sequence, clipped_view
 from .views import by_packed_heads, by_sequence
 
@@ -120,7 +120,7 @@ class ForwardEntries:
         return queries.offset
 
 
-class ForwardCommon(ScoresOfKernel, RaggedKernel):
+class ForwardCommon(FunctionsOfKernel, RaggedKernel):
     """Host code of a forward kernel; mixed into it.
 
     A kernel has `problem_class`, `config`, `scheduler`, `warps`; `tile_queries`, the queries of a
@@ -157,7 +157,7 @@ class ForwardCommon(ScoresOfKernel, RaggedKernel):
 
         optional: a tuple of what the problem class asks for, None if that is nothing: the sink,
         (heads,) float32, then tensors of `SequenceTensors` in its order, then the scales of k and
-        v, (entries, heads_kv) float32, then what a score_mod reads.
+        v, (entries, heads_kv) float32, then what functions of the call read.
         """
         out, lse = results
         columns = HEAD_DIM * self.kv_bytes // ELEMENT_BYTES

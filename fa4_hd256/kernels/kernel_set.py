@@ -89,7 +89,7 @@ class BackwardKernel:
 
     name: its kind is backward_<name>.  results: which of "dq", "dk" and "dv" it makes, in the order
     of its arguments.  has_ds: it writes or reads a stored dS.  computes_scores: it is another one
-    for each softcap and score_mod.
+    for each softcap, score_mod and mask_mod.
     """
 
     name: str

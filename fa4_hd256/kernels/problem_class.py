@@ -10,8 +10,8 @@ import torch
 
 from .block_mask import MASK_TABLES
 from .masking import MaskKind
-from .score_change import ScoreModClass
 from .sequences import TREE_WORDS
+from .user_functions import FunctionClass
 
 __all__ = [
     "DESCALES", "ELEMENT_TYPES", "KV_DTYPES", "OF_PAGES", "OF_SEQUENCES", "CombineClass",
@@ -53,7 +53,8 @@ class ProblemClass:
     of so many keys, of which a sequence fills as many as it can, instead of so many equal parts.
     page_size: rows of a page of keys and values; None where they lie in no pages. kv_dtype: of
     `KV_DTYPES`; None for that of q. descale: whose factors k and v have, `OF_SEQUENCES` or
-    `OF_PAGES`; empty for none. score_mod: a function of scores; None for none.
+    `OF_PAGES`; empty for none. score_mod: a function of scores; mask_mod: one that says which of
+    listed tiles are seen; None for none.
     """
 
     dtype: torch.dtype
@@ -70,7 +71,8 @@ class ProblemClass:
     page_size: int | None = None
     kv_dtype: torch.dtype | None = None
     descale: str = ""
-    score_mod: ScoreModClass | None = None
+    score_mod: FunctionClass | None = None
+    mask_mod: FunctionClass | None = None
 
     @property
     def element_type(self) -> Any:
@@ -80,6 +82,11 @@ class ProblemClass:
     @property
     def mask(self) -> MaskKind:
         return MaskKind(self.bounded_left, self.bounded_right, TREE_WORDS in self.ragged)
+
+    @property
+    def asks_places(self) -> bool:
+        """Whether a function of the call asks where scores lie."""
+        return self.score_mod is not None or self.mask_mod is not None
 
     @property
     def lists_steps(self) -> bool:

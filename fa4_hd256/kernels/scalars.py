@@ -23,7 +23,8 @@ class CallScalars(NamedTuple):
     softmax_scale, max_seqlen_k and head_parts are the backward's, and None in the forward.
     part_keys: of each part of a sequence's keys, where parts are fixed; None for others.
     tile_counter: (1,) int32 tensor of the dynamic scheduler that counts in memory; None for others.
-    score_origin: `score_change.ScoreOrigin` of the backward with a score_mod; None for others.
+    score_origin: `score_change.ScoreOrigin` of the backward with a score_mod or mask_mod; None for
+    others.
     """
 
     scale_log2: Float32

@@ -4,9 +4,6 @@ With s = softmax_scale * q k a score becomes softcap * tanh(s / softcap), or f(s
 a function that the user wrote in CuTe DSL.  The softmax, the mask and LSE are those of what comes
 of it; dS of the gradients takes the slope, its derivative with respect to s, as a factor.
 
-NOTE [functions by key].  A problem class names a score_mod by a key, which a torch operator and the
-caches can carry; `functions_of` finds its functions in this process, where `register` has put them.
-
 NOTE [parts].  A call that is a part of another one, such as a rank's of a sequence over several,
 has other places than the whole.  `key_in_part` makes the key of a function that sees those of the
 whole: it reads where the part lies from one more tensor, so that one kernel does for all parts.
@@ -19,7 +16,6 @@ comes of these.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -28,16 +24,17 @@ from cutlass import Float32, Int32
 
 from softmax_emu.online import soft_cap
 
+from .user_functions import FunctionClass, FunctionKind, Functions
+
 __all__ = [
-    "ALIBI", "MOST_TENSORS", "SCORE_TENSORS", "Functions", "ScoreChange", "ScoreModClass",
-    "ScoreOrigin", "ScorePlaces", "Scored", "ScoresOfKernel", "functions_of", "is_in_part",
-    "key_in_part", "register",
+    "ALIBI", "SCORE_MOD", "SCORE_TENSORS", "ScoreChange", "ScoreOrigin", "ScorePlaces", "Scored",
+    "key_in_part",
 ]  # fmt: skip
 
-#: Tensors that a score_mod may read.
-MOST_TENSORS = 4
-#: Names of these, and of where a part lies, in the order in which kernels get them.
-SCORE_TENSORS = tuple(f"score_tensor_{i}" for i in range(MOST_TENSORS + 1))
+SCORE_MOD = FunctionKind("score_mod", "ScoreMod", "(score, place, tensors)")
+#: Names of the tensors that a score_mod reads, and of where a part lies, in the order in which
+#: kernels get them.
+SCORE_TENSORS = SCORE_MOD.tensors
 
 
 class Scored(NamedTuple):
@@ -52,22 +49,6 @@ class Scored(NamedTuple):
     key: Any
     seqlen_q: Any
     seqlen_k: Any
-
-
-class Functions(NamedTuple):
-    """(score, place, tensors) -> Float32 each.  slope: None where it is 1 everywhere."""
-
-    function: Callable[..., Any]
-    slope: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
-class ScoreModClass:
-    """What of a score_mod is compiled in.  key: of its functions.  tensors: dtype and dimensions of
-    each that it reads, such as "float32 1"."""
-
-    key: str
-    tensors: tuple[str, ...] = ()
 
 
 class ScoreOrigin(NamedTuple):
@@ -101,27 +82,7 @@ def _alibi(score: Float32, place: Scored, tensors: tuple) -> Float32:
 
 #: The key of ALiBi (arXiv 2108.12409), as the alibi_slopes of flash-attention.
 ALIBI = "alibi"
-_known: dict[str, Functions] = {ALIBI: Functions(_alibi)}
-
-
-def register(key: str, functions: Functions) -> None:
-    """Let kernels find functions by a key, which names them.
-
-    Raises ValueError for a key that has other functions already.
-    """
-    known = _known.get(key)
-    if known is not None and [_code(f) for f in known] != [_code(f) for f in functions]:
-        raise ValueError(
-            f"the key {key!r} of a score_mod names other functions already; accepted: a key for "
-            "each function and slope, as ScoreMod.of derives it"
-        )
-    _known[key] = functions
-
-
-def _code(function: Any) -> Any:
-    code = getattr(function, "__code__", None)
-    return None if code is None else (code.co_code, code.co_names)
-
+SCORE_MOD.register(ALIBI, Functions(_alibi))
 
 #: What keys of functions that see places of a whole begin with.
 _IN_PART = "in a part: "
@@ -134,11 +95,6 @@ def key_in_part(key: str) -> str:
     part's sequences (sequences, 6).
     """
     return _IN_PART + key
-
-
-def is_in_part(key: str) -> bool:
-    """Whether it is one of `key_in_part`."""
-    return key.startswith(_IN_PART)
 
 
 def _in_part(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,17 +110,7 @@ def _in_part(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_whole
 
 
-def functions_of(key: str) -> Functions:
-    """Those of a key.  Raises ValueError for one that this process does not know."""
-    if is_in_part(key):
-        function, slope = functions_of(key.removeprefix(_IN_PART))
-        return Functions(_in_part(function), None if slope is None else _in_part(slope))
-    if key not in _known:
-        raise ValueError(
-            f"this process knows no score_mod {key!r}; make the ScoreMod of this key first, as the "
-            "process did whose call this was"
-        )
-    return _known[key]
+SCORE_MOD.derive(_IN_PART, _in_part)
 
 
 class ScorePlaces:
@@ -183,6 +129,15 @@ class ScorePlaces:
         self._batch, self._lengths, self._locate = batch, lengths, locate
         self._keys_exist, self._origin = keys_exist, origin
 
+    @property
+    def seqlen_k(self) -> Int32:
+        """Keys of the sequence, of a part of a call those of the part."""
+        return self._lengths[1]
+
+    def key(self, number: int) -> Int32:
+        """The key of a score in the sequence, or in the part; it may lie past the end."""
+        return self._locate(number)[2]
+
     def at(self, number: int) -> Scored:
         """The place of a score."""
         (seqlen_q, seqlen_k), batch = self._lengths, self._batch
@@ -199,10 +154,10 @@ class ScorePlaces:
 class ScoreChange:
     """What changes the scores of a kernel; all of it static."""
 
-    def __init__(self, softcap: bool, asked: ScoreModClass | None) -> None:
+    def __init__(self, softcap: bool, asked: FunctionClass | None) -> None:
         self.is_softcap = softcap
         self._key = "" if asked is None else asked.key
-        self._functions = None if asked is None else functions_of(asked.key)
+        self._functions = None if asked is None else SCORE_MOD.functions_of(asked.key)
 
     @property
     def exists(self) -> bool:
@@ -290,32 +245,3 @@ class ScoreChange:
                 f"the {name} of the score_mod {self._key!r} returns {type(value).__name__}; "
                 "accepted: a Float32 of CuTe DSL"
             ) from error
-
-
-class ScoresOfKernel:
-    """Mixed into a kernel that computes scores, which has `problem_class` and the tensors of its
-    score_mod behind all others of `optional_of(tensors)`."""
-
-    problem_class: Any
-
-    @property
-    def change(self) -> ScoreChange:
-        """What changes its scores."""
-        return ScoreChange(self.problem_class.softcap, self.problem_class.score_mod)
-
-    def optional_of(self, tensors: Any) -> Any:
-        """A tuple of tensors among a kernel's, None if there are none."""
-        raise NotImplementedError
-
-    def score_places(
-        self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool = False
-    ) -> ScorePlaces | None:
-        """Of scores of a tile, see `ScorePlaces`; None where nothing depends on these."""
-        if not self.change.by_place:
-            return None
-        batch = context.batch(work)
-        lengths = context.sequences.query(batch).length, context.sequences.key(batch).length
-        count = len(self.problem_class.score_mod.tensors)
-        tensors = tuple(self.optional_of(context.tensors) or ())
-        own = tensors[len(tensors) - count :]
-        return ScorePlaces(batch, lengths, locate, keys_exist, own, context.scalars.score_origin)

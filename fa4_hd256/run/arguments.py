@@ -19,8 +19,9 @@ from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 from fa4_hd256.call.forward_problem import Problem
 from fa4_hd256.gpus.devices import Gpu
 from fa4_hd256.kernels.block_mask import MASK_BITS, MASK_BLOCKS, MASK_KEY_BITS, MASK_STEPS
+from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.scalars import CallScalars
-from fa4_hd256.kernels.score_change import ScoreModClass, ScoreOrigin
+from fa4_hd256.kernels.score_change import ScoreOrigin
 from fa4_hd256.kernels.sequences import PAGE_TABLE, TREE_WORDS
 
 from .tile_counter import tile_counter
@@ -29,11 +30,11 @@ __all__ = [
     "WORD",
     "call_scalars",
     "dynamic_tensor",
+    "function_types",
     "ragged_types",
     "ragged_values",
     "row_alignment",
     "scalar_types",
-    "score_types",
     "tensor_type",
     "vector_type",
 ]
@@ -90,14 +91,15 @@ def ragged_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list
     ]
 
 
-#: Dtypes of tensors that a score_mod reads, by name.
-_SCORE_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
+#: Dtypes of tensors that functions of a call read, by name.
+_FUNCTION_TYPES = {"float32": cutlass.Float32, "int32": cutlass.Int32}
 
 
-def score_types(asked: ScoreModClass | None) -> list[Any]:
-    """Of the tensors that a score_mod reads."""
-    forms = [] if asked is None else [form.split() for form in asked.tensors]
-    return [tensor_type(_SCORE_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]
+def function_types(problem_class: ProblemClass) -> list[Any]:
+    """Of the tensors that functions of a call read."""
+    asked = problem_class.score_mod, problem_class.mask_mod
+    forms = [form.split() for own in asked if own is not None for form in own.tensors]
+    return [tensor_type(_FUNCTION_TYPES[dtype], int(rank), WORD) for dtype, rank in forms]
 
 
 def row_alignment(bits: int) -> int:

@@ -20,10 +20,10 @@ import torch
 
 from fa4_hd256.call.backward_problem import BackwardCall, BackwardProblem
 from fa4_hd256.call.forward_problem import Problem, is_masked
+from fa4_hd256.call.function_tensors import function_operand
 from fa4_hd256.call.layouts import without_expanded_heads
 from fa4_hd256.call.operator_arguments import BackwardTensors
 from fa4_hd256.call.portions import Division, divide
-from fa4_hd256.call.score_tensors import score_operand
 from fa4_hd256.environment import DS_BYTES
 from fa4_hd256.kernels.kernel_set import BackwardKernel
 from fa4_hd256.kernels.sequences import padded_rows
@@ -103,10 +103,10 @@ def run_backward(
         )
         run_preprocess(problem, rows)
     if not problem.has_no_queries and not problem.has_no_keys:
-        given = (call.ragged[name] for name in problem.forward.score_tensors)
-        scores = tuple(in_place(tensor, score_operand(tensor)) for tensor in given)
+        given = (call.ragged[name] for name in problem.forward.function_tensors)
+        read = tuple(in_place(tensor, function_operand(tensor)) for tensor in given)
         operands, ds = (q, k, v, dout), made.get("ds")
-        tensors = GradientTensors(operands, made["stats"], (), ragged, ds, scores)
+        tensors = GradientTensors(operands, made["stats"], (), ragged, ds, read)
         results = {
             name: made[_role(problem, name)] for name in ("dq", *OF_KEYS) if name in made
         }
@@ -276,10 +276,10 @@ def _launch_adding(
     roles = (
         "q", "k", "v", "dout", "stats", *(_role(problem, name) for name in row.results),
         *(("ds",) if problem.keeps_ds else ()),
-        *problem.forward.ragged, *problem.forward.score_tensors,
+        *problem.forward.ragged, *problem.forward.function_tensors,
     )  # fmt: skip
-    scores = tensors.scores if row.computes_scores else ()
-    _launch(spec, problem, replace(tensors, results=tuple(given), scores=scores), roles)
+    read = tensors.of_functions if row.computes_scores else ()
+    _launch(spec, problem, replace(tensors, results=tuple(given), of_functions=read), roles)
     for total, own in sums:
         total += _sum_by_head(own, total.shape[2])
 

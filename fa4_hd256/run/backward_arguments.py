@@ -9,8 +9,8 @@
                   dq, dk, dv: base and strides multiples of `SECTOR_BYTES`
     ds            (heads_q, units, tiles, elements), like k: `kernels.backward_ds_tiles`; None where
                   it is not stored
-    ragged        int32 tensors in the problem class's order, then what a score_mod reads; None if
-                  there are none
+    ragged        int32 tensors in the problem class's order, then what functions of the call read;
+                  None if there are none
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 """
@@ -38,10 +38,10 @@ from .arguments import (
     WORD,
     call_scalars,
     dynamic_tensor,
+    function_types,
     ragged_types,
     ragged_values,
     scalar_types,
-    score_types,
     tensor_type,
     vector_type,
 )
@@ -117,7 +117,7 @@ class GradientTensors:
     """The tensors of one call of a kernel that makes gradients; see the module's docstring.
 
     operands: q, k, v, dout. results: in the order of the kernel (`kernel_set.BackwardKernel`).
-    ds: None where it is not stored. scores: what a score_mod reads.
+    ds: None where it is not stored. of_functions: what functions of the call read.
     """
 
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -125,7 +125,7 @@ class GradientTensors:
     results: tuple[torch.Tensor, ...]
     ragged: tuple[torch.Tensor, ...] = ()
     ds: torch.Tensor | None = None
-    scores: tuple[torch.Tensor, ...] = ()
+    of_functions: tuple[torch.Tensor, ...] = ()
 
     def of(self, portion: Portion, names: tuple[str, ...]) -> GradientTensors:
         """Views of what belongs to a portion; its dS is the begin of a one-dimensional `ds`. names:
@@ -163,7 +163,7 @@ class GradientTensors:
                 for t in self.ragged
             ),
             None if self.ds is None else begin_of(self.ds, portion.problem.ds_shape),
-            self.scores,
+            self.of_functions,
         )
 
 
@@ -203,11 +203,10 @@ def gradient_compile_arguments(
     of_keys = cutlass.Float32 if problem_class.partial else element
     types = (element if name == "dq" else of_keys for name in results)
     made = tuple(tensor_type(kind, 4, SECTOR_BYTES) for kind in types)
-    score_mod = problem.score_mod
-    ragged = (*ragged_types(problem.ragged), *score_types(score_mod)) or None
+    ragged = (*ragged_types(problem.ragged), *function_types(problem)) or None
     stats = tensor_type(cutlass.Float32, 3, TMA_ALIGNMENT)
     ds = tensor_type(element, 4, TMA_ALIGNMENT) if has_ds else None
-    scalars = scalar_types(backward=True, counter=counter, origin=score_mod is not None)
+    scalars = scalar_types(backward=True, counter=counter, origin=problem.asks_places)
     return operands, stats, made, ds, ragged, scalars, cuda.CUstream(0)
 
 
@@ -217,16 +216,16 @@ def gradient_call_arguments(
     """The values of one call of such a kernel on a GPU."""
     forward = problem.forward
     scalars = call_scalars(forward, gpu, stream, problem.head_parts, problem.kernels.cluster)
-    if forward.options.score_mod is not None:
+    if forward.problem_class.asks_places:
         origin = ScoreOrigin(*map(cutlass.Int32, problem.origin))
         scalars = scalars._replace(score_origin=origin)
-    names = (*forward.ragged, *forward.score_tensors)
+    names = (*forward.ragged, *forward.function_tensors)
     return (
         tuple(dynamic_tensor(tensor, TMA_ALIGNMENT) for tensor in tensors.operands),
         dynamic_tensor(tensors.stats, TMA_ALIGNMENT),
         tuple(dynamic_tensor(tensor, SECTOR_BYTES) for tensor in tensors.results),
         None if tensors.ds is None else dynamic_tensor(tensors.ds, TMA_ALIGNMENT),
-        tuple(ragged_values(names, (*tensors.ragged, *tensors.scores))) or None,
+        tuple(ragged_values(names, (*tensors.ragged, *tensors.of_functions))) or None,
         scalars,
         cuda.CUstream(stream),
     )

@@ -16,8 +16,8 @@ from fa4_hd256 import environment
 from fa4_hd256.call.checks import check_page_numbers
 from fa4_hd256.call.descales import scale_operand
 from fa4_hd256.call.forward_problem import ForwardCall, Problem
+from fa4_hd256.call.function_tensors import function_operand
 from fa4_hd256.call.operator_arguments import OTHERS, ForwardTensors
-from fa4_hd256.call.score_tensors import score_operand
 from fa4_hd256.call.splits import divided
 from fa4_hd256.kernels.part_list import list_length
 from fa4_hd256.kernels.sequences import PAGE_TABLE, PART_LIST
@@ -144,8 +144,8 @@ def _operands_of_tables(
     for name, tensor in zip(problem.tables, given, strict=True):
         if name in problem.scales:
             tensor = in_place(tensor, scale_operand(tensor, problem.descale))
-        elif name in problem.score_tensors:
-            tensor = in_place(tensor, score_operand(tensor))
+        elif name in problem.function_tensors:
+            tensor = in_place(tensor, function_operand(tensor))
         elif tensor.ndim > 1:
             tensor = table(tensor)
         found.append(tensor)

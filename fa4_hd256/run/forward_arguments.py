@@ -7,7 +7,8 @@
     optional      what the problem class asks for: sink (heads_q,) float32, then int32 tensors of
                   the ragged sequences, vectors but for page_table (batch, pages) and those of
                   masks (`kernels.sequences.SequenceTensors`), then k_descale and v_descale
-                  (entries, heads_kv) float32, then what a score_mod reads; None if that is nothing
+                  (entries, heads_kv) float32, then what functions of the call read; None if that
+                  is nothing
     scalars       `kernels.scalars.CallScalars`
     stream        CUDA stream, 0 in the simulator
 
@@ -35,11 +36,11 @@ from fa4_hd256.kernels.problem_class import DESCALES, CombineClass, ProblemClass
 from .arguments import (
     call_scalars,
     dynamic_tensor,
+    function_types,
     ragged_types,
     ragged_values,
     row_alignment,
     scalar_types,
-    score_types,
     tensor_type,
     vector_type,
 )
@@ -54,7 +55,7 @@ def compile_arguments(problem_class: ProblemClass, counter: bool = False) -> tup
     optional += ragged_types(problem_class.ragged)
     if problem_class.descale:
         optional += [tensor_type(cutlass.Float32, 2, 4) for _ in DESCALES]
-    optional += score_types(problem_class.score_mod)
+    optional += function_types(problem_class)
     scalars = scalar_types(counter=counter, fixed_parts=problem_class.fixed_parts)
     return q, k, v, results, tuple(optional) or None, scalars, cuda.CUstream(0)
 

@@ -17,7 +17,8 @@ from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.kernels.problem_class import ProblemClass
-from fa4_hd256.kernels.score_change import ScoreModClass, functions_of
+from fa4_hd256.kernels.score_change import SCORE_MOD
+from fa4_hd256.kernels.user_functions import FunctionClass
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.tracing import trace_and_compile
@@ -145,7 +146,7 @@ def test_products_of_a_stored_ds_are_the_same_whatever_changes_scores(backward_c
     config, specs = backward_config(), []
     for options in (
         Options(1.0), Options(1.0, softcap=3.0),
-        Options(1.0, score_mod=ScoreModClass("alibi", ("float32 1",))),
+        Options(1.0, score_mod=FunctionClass("alibi", ("float32 1",))),
     ):  # fmt: skip
         call = BackwardCall(q, k, k, q, torch.zeros(1, 2, q.shape[1]), q, None, None, {})
         problem = replace(call.describe(options, None, None), keeps_ds=True)
@@ -163,15 +164,15 @@ def test_keys_that_nobody_made(device):
     slopes = torch.ones(2, device=device)
     with pytest.raises(ValueError, match="tensors of a score_mod are given without one"):
         operator(*forward_arguments(q, k, v, score_tensor_0=slopes))
-    assert functions_of("alibi").slope is None
+    assert SCORE_MOD.functions_of("alibi").slope is None
 
 
 def test_a_kernel_has_a_text():
     """By which another process is asked to build it; it must know the key, as of ALiBi."""
-    own = ProblemClass(torch.bfloat16, score_mod=ScoreModClass("alibi", ("float32 1",)))
+    own = ProblemClass(torch.bfloat16, score_mod=FunctionClass("alibi", ("float32 1",)))
     spec = KernelSpec("forward", ForwardConfig(), own)
     assert kernel_named(name_of(spec)) == spec
-    other = KernelSpec("forward", ForwardConfig(), replace(own, score_mod=ScoreModClass("other")))
+    other = KernelSpec("forward", ForwardConfig(), replace(own, score_mod=FunctionClass("other")))
     with pytest.raises(ValueError, match="knows no score_mod 'other'"):
         trace_and_compile(other)
 

@@ -11,7 +11,7 @@ import torch
 
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import ForwardCall, Options
-from fa4_hd256.call.score_tensors import score_class_of
+from fa4_hd256.call.function_tensors import functions_of_keys
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
 from fa4_hd256.score_mods import read_by
@@ -44,7 +44,8 @@ def settings_of(
     q, k, v, sink = tensors
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
     read, key = ({}, None) if given.score_mod is None else read_by(given.score_mod)
-    asked = replace(options, score_mod=score_class_of(key, read, q))
+    score_mod, _ = functions_of_keys((key, None), read, q)
+    asked = replace(options, score_mod=score_mod)
     ForwardCall(q, k, v, sink, read).describe(asked, None, None, given.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(

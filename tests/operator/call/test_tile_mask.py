@@ -7,8 +7,9 @@ import torch
 from operator_calls import forward_arguments
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
+from fa4_hd256 import flash_attn_func, masks
 from fa4_hd256.call import tile_mask
+from fa4_hd256.call.tile_mask import ABSENT
 from fa4_hd256.kernels.block_mask import FULL, NOTHING
 
 
@@ -176,7 +177,7 @@ ERRORS = {
         {"block_mask": dense(1, 3, 256, 256)}, ValueError, "3 heads; accepted: 1 or 1, and 1 or 2",
     ),
     "device": (
-        {"block_mask": masks.TileMask((256, 256), torch.zeros(1, 1, 2, 2, device="meta"), None)},
+        {"block_mask": masks.TileMask((256, 256), *(torch.zeros(1, 1, 2, 2, device="meta"),) * 2)},
         ValueError, "block_mask is on meta; accepted: cpu",
     ),
     "causal": (
@@ -204,10 +205,26 @@ def test_blocks_of_another_size():
         flash_attn_func(*tensors(), block_mask=mask)
 
 
-def test_other_functions_refuse_masks():
-    q, k, v = tensors()
-    with pytest.raises(ValueError, match="flash_attn_varlen_func; accepted: None"):
-        flash_attn_varlen_func(q, k, v, block_mask=dense(256, 256))
+@pytest.mark.parametrize("offsets", [[0, 300, 300, 620, 700], [0, 128, 256, 690, 690]])
+def test_in_sequences(offsets):
+    """Of a mask of packed rows what is left where queries see keys of their own sequence alone;
+    rows behind the last offset see nothing."""
+    seen = torch.rand(1, 2, 700, 500) > 0.3
+    seen[..., 300:620, 100:384] = True
+    of_keys = [0, 100, 120, 384, 500]
+    cu_q, cu_k = (torch.tensor(t, dtype=torch.int32) for t in (offsets, of_keys))
+    rows, keys = (
+        torch.bucketize(torch.arange(n), cu[1:], right=True) for n, cu in ((700, cu_q), (500, cu_k))
+    )
+    own = (rows[:, None] == keys) & (rows < 4)[:, None]
+    mask = masks.in_sequences(masks.from_dense(seen), cu_q, cu_k)
+    assert torch.equal(mask.dense(), seen & own)
+    assert (mask.tiles == ABSENT).any() and (mask.tiles == FULL).any()
+    lists = masks.in_sequences(masks.from_dense(seen), cu_q, cu_k, with_bits=False)
+    assert lists.bits is None
+    # What is evaluated may turn out to be empty, or full; nothing else.
+    assert not ((lists.tiles == FULL) & (mask.tiles != FULL)).any()
+    assert not ((lists.tiles == ABSENT) & (mask.tiles != ABSENT)).any()
 
 
 def test_the_operator_by_itself_wants_what_gradients_take(forward_config):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as pytorch
 
+from fa4_hd256 import masks
 from fa4_hd256.check import reference
-from fa4_hd256.integrations.flex_attention import flex_attention, score_mod_of
+from fa4_hd256.integrations.flex_attention import flex_attention, mask_mod_of, score_mod_of
 
 HEADS, HEADS_KV, QUERIES, KEYS = 4, 2, 150, 200
 SCALE = 0.07
@@ -134,3 +135,42 @@ def test_a_tensor_that_would_get_no_gradient_is_refused(tensors):
 
         with pytest.raises(ValueError, match="tensor of score_mod requires gradients"):
             flex_attention(*tensors[:3], score_mod=biased, enable_gqa=True)
+
+
+MASKS = {
+    "documents": lambda ids, b, h, q, k: (ids[b, q] == ids[b, k]) & (q + 50 >= k),
+    "prefix or window": lambda ids, b, h, q, k: (k < 20 + 9 * h) | ((q - k).abs() <= 70),
+    "no dimension": lambda ids, b, h, q, k: torch.logical_not((q - k) % 3 == ids.sum() * 0),
+}
+
+
+@pytest.mark.parametrize("name", ["documents", "prefix or window"])
+def test_traced_masks(name, tensors, device):
+    """The bits of a call whose mask was made before, forward and backward."""
+    ids = torch.arange(2 * KEYS, device=device).reshape(2, KEYS) // 60
+    mask = pytorch.create_block_mask(
+        lambda b, h, q, k: MASKS[name](ids, b, h, q, k), 2, HEADS, QUERIES, KEYS, device=device
+    )
+    found = []
+    for traces_mask in (False, True):
+        leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+        out = flex_attention(
+            *leaves, block_mask=mask, scale=SCALE, enable_gqa=True, traces_mask=traces_mask
+        )
+        found.append((out, *torch.autograd.grad(out, leaves, tensors[3])))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_masks_that_are_not_traced(tensors, device):
+    ids = torch.zeros(2, KEYS, device=device)
+    mask = pytorch.create_block_mask(
+        lambda b, h, q, k: MASKS["no dimension"](ids, b, h, q, k), None, None, QUERIES, KEYS,
+        device=device,
+    )  # fmt: skip
+    arguments = {"enable_gqa": True, "traces_mask": True}
+    with pytest.raises(NotImplementedError, match=r"mask_mod computes aten\.sum"):
+        flex_attention(*tensors[:3], block_mask=mask, **arguments)
+    with pytest.raises(TypeError, match="traces_mask is True and block_mask TileMask"):
+        flex_attention(*tensors[:3], block_mask=masks.as_tile_mask(mask), **arguments)
+    with pytest.raises(NotImplementedError, match="cannot trace mask_mod: it takes a branch"):
+        mask_mod_of(lambda b, h, q, k: q >= k if h > 0 else q < k, device)

@@ -60,6 +60,7 @@ from fa4_hd256.kernels.blackwell.tmem import (
     tmem_load_quads,
     tmem_store_quads,
 )
+from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.kernels.limits import HEAD_DIM, WARP_SIZE
 from fa4_hd256.kernels.masking import WORD_BITS, hide_unseen
 from fa4_hd256.kernels.ranges import traced
@@ -103,7 +104,8 @@ class DvKernel(KeyTiles, RowResult):
         is_bf16, negate = self.is_bf16, self.problem_class.negative_scale
         # Of a warpgroup's columns of dV, those from here on leave when the next tile's first P is
         # stored; with slopes or places of scores, which take the registers, all leave before.
-        self.later_columns = OWN_COLUMNS if self.change.exists else OWN_COLUMNS // 2
+        is_plain = not self.change.exists and not self.mask_function.exists
+        self.later_columns = OWN_COLUMNS // 2 if is_plain else OWN_COLUMNS
         self.shapes = {
             "S": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16, negate_a=negate),
             "dP": MmaShape(TILE_KEYS, STEP_QUERIES, is_bf16),
@@ -242,7 +244,12 @@ class DvKernel(KeyTiles, RowResult):
 
     def _listed_mask(self, context: Any, work: Any, step: Step) -> tuple:
         """What `change_and_mask` takes for a step that a block mask names: (whether to apply it,
-        two words for each of this thread's four keys, whose first bit is its first query's)."""
+        two words for each of this thread's four keys, whose first bit is its first query's), or the
+        number of a tile of which a function says what is seen."""
+        if self.mask_function.exists:
+            place = step.head, step.index
+            number = self.block_list(context, work).bit_tile(place, context.cta_rank)
+            return number != FULL, number
         keys = [self._first_key() + 8 * i for i in range(4)]
         words = self.warpgroup() * (OWN_QUERIES // WORD_BITS), self._quad()[1] * 2
         listed = self.block_list(context, work)
@@ -260,8 +267,11 @@ class DvKernel(KeyTiles, RowResult):
     def mask_scores(self, scores: cute.Tensor, mask: tuple):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
         for their dS has to be 0.  mask: (Visibility, first key, step, which `quad_fragment`s), or
-        for a step that a block mask names its words and which."""
-        if cutlass.const_expr(self.problem_class.lists_steps):
+        for a step that a block mask names its words and which, or (number of its tile, places)."""
+        if cutlass.const_expr(self.mask_function.exists):
+            number, places = mask
+            self.mask_function.hide(scores, places, number)
+        elif cutlass.const_expr(self.problem_class.lists_steps):
             self._hide(scores, *mask)
         else:
             visibility, first_key, index, halves = mask
@@ -277,6 +287,19 @@ class DvKernel(KeyTiles, RowResult):
         """Of this thread's scores of a step, from a half of its keys on.  where: (tile, step)."""
         if not self.change.by_place:
             return None
+        return self.score_places(context, where[0], self._locator(context, where, half))
+
+    def _mask(self, context: Any, where: tuple, mask: tuple, halves: tuple[int, ...]) -> tuple:
+        """What `change_and_mask` takes for some halves of this thread's keys.  mask: but for these.
+        where: (tile, step)."""
+        if not self.mask_function.exists:
+            return *mask, halves
+        locate = self._locator(context, where, halves[0])
+        return *mask, self.mask_places(context, where[0], locate)
+
+    def _locator(self, context: Any, where: tuple, half: int) -> Any:
+        """(query head, query, key) of scores by number, from a half of this thread's keys on.
+        where: (tile, step)."""
         work, step = where
         query = self.query_tile(context, work, step) * STEP_QUERIES
         query += self.warpgroup() * OWN_QUERIES + self._quad()[1] * 2
@@ -287,7 +310,7 @@ class DvKernel(KeyTiles, RowResult):
             column = COLUMNS[number % FRAGMENT // 4 * 2 + number % 2]
             return step.head, query + column, key + (16 * group + 8 * (number // 2 % 2))
 
-        return self.score_places(context, work, locate)
+        return locate
 
     @traced("P")
     @cute.jit
@@ -308,10 +331,12 @@ class DvKernel(KeyTiles, RowResult):
             if cutlass.const_expr(self.change.has_slopes):
                 # By halves, or the slopes of all take the registers.
                 places = self._places(context, where, half)
-                slopes = self.change_and_mask(context, part, places, (*mask, (half,)))
+                own = self._mask(context, where, mask, (half,))
+                slopes = self.change_and_mask(context, part, places, own)
             elif cutlass.const_expr(half == 0):
                 places = self._places(context, where)
-                slopes = self.change_and_mask(context, factors, places, (*mask, (0, 1)))
+                own = self._mask(context, where, mask, (0, 1))
+                slopes = self.change_and_mask(context, factors, places, own)
             if cutlass.const_expr(before is not None):
                 self._store_ds(*before, half)
             self.exponentiate(context, part, negative_lse, (half * FRAGMENT, OWN_QUERIES))

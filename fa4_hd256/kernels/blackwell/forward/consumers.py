@@ -14,6 +14,7 @@ from fa4_hd256.kernels.blackwell.instructions import (
     fence_before_thread_sync,
 )
 from fa4_hd256.kernels.blackwell.tmem import multiply, tmem_load, tmem_store
+from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.kernels.limits import HEAD_DIM
 from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.sequences import tma_tile
@@ -115,7 +116,7 @@ class ForwardConsumers:
             for _ in cutlass.range(num_tiles, unroll=1):
                 following = bits.next()
                 key = Int32(0)
-                if cutlass.const_expr(self.change.by_place):
+                if cutlass.const_expr(self.asks_places):
                     key = bits.kv_tile * self.config.block_kv
                 place = work, row, key
                 softmax, states = self._softmax_step(context, softmax, states, place, bits)
@@ -160,7 +161,9 @@ class ForwardConsumers:
         if cutlass.const_expr(self.change.exists):
             places = self._places(context, place, mask is None)
             self.change.apply(scores, context.scalars.cap_scale, places)
-        if cutlass.const_expr(self.lists_steps):
+        if cutlass.const_expr(self.mask_function.exists):
+            self._hide_unseen(context, scores, place, mask.number)
+        elif cutlass.const_expr(self.lists_steps):
             mask.apply(scores)
         elif cutlass.const_expr(mask is not None):
             work, (row, _), key = place
@@ -194,6 +197,15 @@ class ForwardConsumers:
         """Of the scores of a step; place: see `_softmax_step`."""
         work, (row, head), key = place
         return self.score_places(context, work, lambda i: (head, row, key + i), keys_exist)
+
+    @cute.jit
+    def _hide_unseen(self, context: Any, scores: cute.Tensor, place: tuple, number: Int32):
+        """Scores of a listed step that a function says are not seen := -inf.  place: see
+        `_softmax_step`; number: see `MaskFunction.hide`."""
+        if number != FULL:
+            work, (row, head), key = place
+            places = self.mask_places(context, work, lambda i: (head, row, key + i))
+            self.mask_function.hide(scores, places, number)
 
     def _hand_over(self, context: Any, edge: str, state: Any) -> None:
         """The parts of P that this warp has stored so far, to the tensor core."""

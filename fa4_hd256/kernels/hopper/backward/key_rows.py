@@ -12,6 +12,7 @@ from cutlass import Int32
 from fa4_hd256.kernels.backward_block_mask import WORD_PAIR
 from fa4_hd256.kernels.backward_ds_tiles import RUN
 from fa4_hd256.kernels.backward_key_tiles import KeyTiles
+from fa4_hd256.kernels.block_mask import FULL
 from fa4_hd256.kernels.hopper.instructions import (
     QUAD,
     ROWS,
@@ -57,9 +58,10 @@ class KeyRows(KeyTiles):
 
     def mask(self, context: Any, work: Any) -> tuple:
         """(which queries a key is seen by, first key of the warpgroup, steps that need no mask,
-        whether some keys do not exist) of a tile; with a block mask (its list, rank of the CTA)."""
+        whether some keys do not exist) of a tile; with a block mask (its list, rank of the CTA,
+        what `locator` takes before the step)."""
         if cutlass.const_expr(self.problem_class.lists_steps):
-            return self.block_list(context, work), context.cta_rank
+            return self.block_list(context, work), context.cta_rank, (context, work)
         first, visibility = self.first_row(context, work), self.transposed(context, work)
         rows = self.plan.tile_rows
         steps = visibility.tile_range((work.block * rows, rows), (first, ROWS))
@@ -82,7 +84,9 @@ class KeyRows(KeyTiles):
     def apply_mask(self, s: cute.Tensor, mask: tuple, step: Any):
         """Scores of queries that a key does not see := -inf; of keys beyond the sequence's end all,
         for their dS has to be 0."""
-        if cutlass.const_expr(self.problem_class.lists_steps):
+        if cutlass.const_expr(self.mask_function.exists):
+            self._apply_function(s, mask, step)
+        elif cutlass.const_expr(self.problem_class.lists_steps):
             self._apply_bits(s, mask, step)
         else:
             visibility, first_key, unmasked, has_rest = mask
@@ -97,7 +101,7 @@ class KeyRows(KeyTiles):
     @cute.jit
     def _apply_bits(self, s: cute.Tensor, mask: tuple, step: Any):
         """The same of a step that a block mask names."""
-        listed, rank = mask
+        listed, rank, _ = mask
         parts = self.tile_steps
         keys = [self.warpgroup() * ROWS + row_of_fragment(row) for row in range(2)]
         words = step.index % parts * WORD_PAIR, cute.arch.lane_idx() % QUAD * 2
@@ -105,6 +109,16 @@ class KeyRows(KeyTiles):
         is_partial, bits = listed.key_bits(place, rank, keys, words)
         if is_partial:
             self._hide(s, bits)
+
+    @cute.jit
+    def _apply_function(self, s: cute.Tensor, mask: tuple, step: Any):
+        """The same where a function says what is seen."""
+        listed, rank, where = mask
+        number = listed.bit_tile((step.head, step.index // self.tile_steps), rank)
+        if number != FULL:
+            context, work = where
+            places = self.mask_places(context, work, self.locator(context, work, step))
+            self.mask_function.hide(s, places, number)
 
     def _hide(self, s: cute.Tensor, bits: tuple) -> None:
         """Scores of queries without a bit := -inf.  bits: two words of each of the two keys."""

@@ -136,8 +136,10 @@ class ForwardConsumer:
     def _listed_place(self, steps: Any, step: Int32, which: tuple, warpgroup: Int32) -> tuple:
         """Of a listed step what `_exponentiate` takes: its place and bits."""
         key = Int32(0)
-        if self.change.by_place:
+        if self.asks_places:
             key = steps.kv_tile(step) * self.config.block_kv
+        if self.mask_function.exists:
+            return (which, key), steps.bit_tile(step, Int32(0))
         return (which, key), self._bits(steps, step, warpgroup)
 
     def _bits(self, steps: Any, step: Int32, warpgroup: Int32) -> tuple:
@@ -330,7 +332,8 @@ class ForwardConsumer:
         """S -> P, float32 in place, for both rows of a thread; the factors for O.
 
         where: (((tile, first row), first key), mask), the mask being `_nodes` where some key may be
-        invisible, None in interior steps; of a listed step its `_bits`.
+        invisible, None in interior steps; of a listed step its `_bits`, or the number of its tile
+        where a function says what is seen.
         """
         problem, block = self.problem_class, self.config.block_kv
         ((work, first_row), key), mask = where
@@ -340,9 +343,13 @@ class ForwardConsumer:
             places = self._places(context, where[0], mask is None)
             scale = context.scalars.cap_scale
             self.change.apply(scores, scale, places, packed=False)
+        if cutlass.const_expr(self.mask_function.exists):
+            self._hide_unseen(context, scores, where[0], mask)
         factors = []
         for number, row in enumerate(rows_of(scores)):
-            if cutlass.const_expr(self.lists_steps):
+            if cutlass.const_expr(self.mask_function.exists):
+                pass
+            elif cutlass.const_expr(self.lists_steps):
                 is_partial, words = mask
                 self._hide(row, is_partial, words[number])
             elif cutlass.const_expr(mask is not None):
@@ -358,6 +365,19 @@ class ForwardConsumer:
 
     def _places(self, context: Any, place: tuple, keys_exist: bool) -> Any:
         """Of the scores of a fragment.  place: see `_exponentiate`."""
+        return self.score_places(context, place[0][0], self._locator(place), keys_exist)
+
+    @cute.jit
+    def _hide_unseen(self, context: Any, scores: cute.Tensor, place: tuple, number: Int32):
+        """Scores of a listed step that a function says are not seen := -inf.  place: see
+        `_exponentiate`; number: see `MaskFunction.hide`."""
+        if number != FULL:
+            places = self.mask_places(context, place[0][0], self._locator(place))
+            self.mask_function.hide(scores, places, number)
+
+    def _locator(self, place: tuple) -> Any:
+        """(query head, query, key) of the scores of a fragment, by number.  place: see
+        `_exponentiate`."""
         ((work, first_row), key), packed = place, self.problem_class.packed_heads
         columns, own = fragment_columns(self.config.block_kv), cute.arch.thread_idx()[0] % QUAD * 2
 
@@ -368,7 +388,7 @@ class ForwardConsumer:
             query = first_row + in_part // self.query_rows
             return work.head * packed + in_group, query, key + (own + column)
 
-        return self.score_places(context, work, locate, keys_exist)
+        return locate
 
     @cute.jit
     def _rescale(self, o: cute.Tensor, factors: tuple):

@@ -1,0 +1,90 @@
+"""What functions of a call, its score_mod and mask_mod, read of global memory, and what of them is
+compiled in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
+from fa4_hd256.kernels.user_functions import FunctionClass, FunctionKind
+
+__all__ = ["check_tensors", "function_operand", "functions_of_keys"]
+
+#: Dtypes of such tensors, and what they are called.
+DTYPES = {torch.float32: "float32", torch.int32: "int32"}
+
+
+def check_tensors(kind: FunctionKind, tensors: Any, key: str) -> None:
+    """A tuple of tensors that kernels can read, for a function of a key.
+
+    Raises TypeError for another kind or dtype, ValueError for too many of them, or one without
+    dimensions or elements.
+    """
+    if not isinstance(tensors, tuple):
+        given = type(tensors).__name__
+        raise TypeError(f"tensors of a {kind.title} is {given}; accepted: a tuple")
+    most = kind.most_tensors(key)
+    if len(tensors) > most:
+        raise ValueError(
+            f"a {kind.title} has {len(tensors)} tensors; accepted: up to {most}; stack those of "
+            "one shape"
+        )
+    for number, tensor in enumerate(tensors):
+        name = f"tensor {number} of a {kind.title}"
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; accepted: a torch.Tensor")
+        if tensor.dtype not in DTYPES:
+            accepted = " or ".join(map(str, DTYPES))
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {accepted}")
+        if tensor.ndim < 1 or tensor.numel() == 0 or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and layout {tensor.layout}; accepted: "
+                "dense tensors of one or more dimensions, none of them 0"
+            )
+
+
+def functions_of_keys(
+    keys: Iterable[str | None], given: dict[str, torch.Tensor], q: torch.Tensor
+) -> tuple[FunctionClass | None, ...]:
+    """What of each of `FUNCTION_KINDS` is compiled in, None without one. keys: of the functions,
+    None for none; given: tensors of a call by name, theirs among them.
+
+    Raises ValueError for a key that this process does not know, tensors on another device than q,
+    or some without a key; else as `check_tensors`.
+    """
+    return tuple(
+        _class_of(kind, key, given, q) for kind, key in zip(FUNCTION_KINDS, keys, strict=True)
+    )
+
+
+def _class_of(
+    kind: FunctionKind, key: str | None, given: dict[str, torch.Tensor], q: torch.Tensor
+) -> FunctionClass | None:
+    tensors = tuple(given[name] for name in kind.tensors if name in given)
+    if key is None:
+        if tensors:
+            raise ValueError(
+                f"tensors of a {kind.argument} are given without one; accepted: its key, too"
+            )
+        return None
+    kind.functions_of(key)
+    check_tensors(kind, tensors, key)
+    for number, tensor in enumerate(tensors):
+        if tensor.device != q.device:
+            raise ValueError(
+                f"tensor {number} of the {kind.argument} is on {tensor.device}; accepted: "
+                f"{q.device}, like q"
+            )
+    return FunctionClass(key, tuple(f"{DTYPES[t.dtype]} {t.ndim}" for t in tensors))
+
+
+def function_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """As kernels read it: contiguous, in place where it is."""
+    tensor, shape = tensor.detach().contiguous(), tensor.shape
+    # Dimensions of size 1 may carry any stride.
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return tensor.as_strided(shape, strides)

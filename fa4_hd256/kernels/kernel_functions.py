@@ -1,0 +1,70 @@
+"""What a kernel knows of the functions of a call: of scores, and of its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
+from .score_change import SCORE_MOD, SCORE_TENSORS, ScoreChange, ScorePlaces
+from .user_functions import FunctionKind
+
+__all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "FunctionsOfKernel"]
+
+#: In the order in which kernels get what their functions read.
+FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)
+FUNCTION_TENSORS = (*SCORE_TENSORS, *MASK_TENSORS)
+
+
+class FunctionsOfKernel:
+    """Mixed into a kernel that computes scores, which has `problem_class` and the tensors of its
+    score_mod, then those of its mask_mod, behind all others of `optional_of(tensors)`."""
+
+    problem_class: Any
+
+    @property
+    def change(self) -> ScoreChange:
+        """What changes its scores."""
+        return ScoreChange(self.problem_class.softcap, self.problem_class.score_mod)
+
+    @property
+    def mask_function(self) -> MaskFunction:
+        """What says which scores of listed tiles are seen, if bits do not."""
+        return MaskFunction(self.problem_class.mask_mod)
+
+    @property
+    def asks_places(self) -> bool:
+        """Whether something depends on where scores lie."""
+        return self.change.by_place or self.mask_function.exists
+
+    def optional_of(self, tensors: Any) -> Any:
+        """A tuple of tensors among a kernel's, None if there are none."""
+        raise NotImplementedError
+
+    def score_places(
+        self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool = False
+    ) -> ScorePlaces | None:
+        """Of scores of a tile, see `ScorePlaces`, for what changes them; None where nothing that
+        does depends on these."""
+        if not self.change.by_place:
+            return None
+        return self._places_for(context, work, locate, keys_exist, 0)
+
+    def mask_places(
+        self, context: Any, work: Any, locate: Callable[[int], tuple]
+    ) -> ScorePlaces:
+        """The same for the mask_mod."""
+        return self._places_for(context, work, locate, False, 1)
+
+    def _places_for(
+        self, context: Any, work: Any, locate: Callable[[int], tuple], keys_exist: bool, kind: int
+    ) -> ScorePlaces:
+        batch = context.batch(work)
+        lengths = context.sequences.query(batch).length, context.sequences.key(batch).length
+        left = list(self.optional_of(context.tensors) or ())
+        own: tuple = ()
+        for asked in (self.problem_class.mask_mod, self.problem_class.score_mod)[: 2 - kind]:
+            count = 0 if asked is None else len(asked.tensors)
+            own = tuple(left[len(left) - count :])
+            left = left[: len(left) - count]
+        return ScorePlaces(batch, lengths, locate, keys_exist, own, context.scalars.score_origin)

@@ -1,0 +1,77 @@
+"""Which keys queries see in the partial tiles of a block mask, evaluated inside the kernels: by a
+mask_mod, which the user wrote in CuTe DSL, instead of bits.
+
+The lists of the block mask are those of `block_mask` and `backward_block_mask`, with `FULL` and
+`NOTHING` as there; any other number is of a tile whose scores the function is asked for, and there
+are no bits.  Places are those of `score_change`, NOTE [places]: rows past the end of a sequence
+are asked for as its last one, and keys past the end, which nobody sees, as the last key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from .block_mask import NOTHING
+from .masking import WORD_BITS
+from .score_change import ScorePlaces
+from .user_functions import FunctionClass, FunctionKind
+
+__all__ = ["MASK_MOD", "MASK_TENSORS", "MaskFunction"]
+
+MASK_MOD = FunctionKind("mask_mod", "MaskMod", "(batch, head, query, key, tensors)")
+#: Names of the tensors that a mask_mod reads, in the order in which kernels get them.
+MASK_TENSORS = MASK_MOD.tensors
+
+
+class MaskFunction:
+    """That of a kernel, if it has one; all of it static."""
+
+    def __init__(self, asked: FunctionClass | None) -> None:
+        self._key = "" if asked is None else asked.key
+        self._function = None if asked is None else MASK_MOD.functions_of(asked.key).function
+
+    @property
+    def exists(self) -> bool:
+        return self._function is not None
+
+    def hide(self, scores: cute.Tensor, places: ScorePlaces, number: Int32) -> None:
+        """Set scores that are not seen to -inf.
+
+        scores: register tensor of Float32.  places: of them, with the mask_mod's tensors.  number:
+        of the listed tile, not `FULL`.
+        """
+        assert self._function is not None
+        limit = cutlass.select_(number == NOTHING, Int32(0), places.seqlen_k)
+        for first in range(0, cute.size(scores), WORD_BITS):
+            numbers = range(first, min(first + WORD_BITS, cute.size(scores)))
+            word = Uint32(0)
+            for i in numbers:
+                place = places.at(i)
+                given = place.batch, place.head, place.query, place.key, places.tensors
+                is_seen = self._truth(self._function(*given)) & (places.key(i) < limit)
+                word = cutlass.select_(is_seen, word | Uint32(1 << (i - first)), word)
+            word = _as_it_is(word)
+            for i in numbers:
+                is_seen = (word & Uint32(1 << (i - first))) != 0
+                scores[i] = cutlass.select_(is_seen, scores[i], Float32(-math.inf))
+
+    def _truth(self, value: Any) -> Boolean:
+        try:
+            return Boolean(value)
+        except Exception as error:
+            raise TypeError(
+                f"the mask_mod {self._key!r} returns {type(value).__name__}; accepted: a Boolean "
+                "of CuTe DSL"
+            ) from error
+
+
+def _as_it_is(word: Uint32) -> Uint32:
+    """The same, made before it is read."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[word]
+    )

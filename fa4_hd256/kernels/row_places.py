@@ -1,0 +1,72 @@
+"""Functions of a call whose packed sequences are one dense row: their keys, and what these name.
+
+Such functions have one more tensor, the last, int32 (rows of q, 5): of each query the number of its
+sequence, where its queries and its keys begin in the row, and how many these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean
+
+from .mask_function import MASK_MOD
+from .score_change import SCORE_MOD, Scored
+
+__all__ = ["SequenceOfQuery", "key_in_row"]
+
+#: What keys of such functions begin with.
+_IN_ROW = "in a row: "
+
+
+class SequenceOfQuery(NamedTuple):
+    """Columns of the tensor, or an entry of it."""
+
+    number: Any
+    begin_q: Any
+    begin_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+    @classmethod
+    def at(cls, rows: Any, query: Any) -> SequenceOfQuery:
+        """Of a query of the row."""
+        return cls(*(rows[query, column] for column in range(len(cls._fields))))
+
+
+def key_in_row(key: str) -> str:
+    """Of a score_mod that gets places in sequences, or of a mask_mod that gets those in the row and
+    lets no query see another sequence's keys."""
+    return _IN_ROW + key
+
+
+def _in_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
+    def of_sequence(score: Any, place: Scored, tensors: tuple) -> Any:
+        *own, rows = tensors
+        of_query = SequenceOfQuery.at(rows, place.query)
+        # Keys of other sequences, which it does not see, are the nearest one's.
+        key = cutlass.max(cutlass.min(place.key - of_query.begin_k, of_query.seqlen_k - 1), 0)
+        inside = Scored(
+            of_query.number, place.head, place.query - of_query.begin_q, key,
+            of_query.seqlen_q, of_query.seqlen_k,
+        )  # fmt: skip
+        return function(score, inside, tuple(own))
+
+    return of_sequence
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+        *own, rows = tensors
+        of_query = SequenceOfQuery.at(rows, query)
+        behind = key - of_query.begin_k
+        inside = (behind >= 0) & (behind < of_query.seqlen_k)
+        return Boolean(function(batch, head, query, key, tuple(own))) & inside
+
+    return seen
+
+
+SCORE_MOD.derive(_IN_ROW, _in_sequences)
+MASK_MOD.derive(_IN_ROW, _bounded)

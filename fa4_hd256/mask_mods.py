@@ -1,0 +1,60 @@
+"""Masks that kernels evaluate themselves, for `mask_mod=` of `flash_attn_func`: functions written
+in CuTe DSL and compiled into the kernels, beside the lists of a `block_mask`. See docs/masks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .function_keys import check_function, key_of, read_of
+from .kernels.mask_function import MASK_MOD
+from .kernels.user_functions import Functions
+
+__all__ = ["MaskMod"]
+
+
+@dataclass(frozen=True)
+class MaskMod:
+    """Which keys queries see, with the tensors that say so.
+
+    function: (batch, head, query, key, tensors) -> Boolean, in CuTe DSL: four Int32, counted from
+    0, the head that of the queries; a tuple of cute.Tensor, as many as `tensors`. It is evaluated
+    in the partial tiles of a block mask alone. key: names it: what is compiled into a kernel, by
+    which caches in memory and on disk know it; `of` derives one. tensors: up to four, of float32
+    or int32, of any shape. Copies are made of those that are not contiguous, at every call.
+
+    Raises TypeError or ValueError for other kinds, and for a key that names another function.
+    """
+
+    function: Callable[..., Any]
+    key: str
+    tensors: tuple[torch.Tensor, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        check_function(MASK_MOD, self.key, self.function, self.tensors)
+        MASK_MOD.register(self.key, Functions(self.function))
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...] = ()
+    ) -> MaskMod:
+        """The same with a key made of the function, as that of a `ScoreMod`. Raises ValueError for
+        one whose meaning another process could not tell: give it a key of your own."""
+        return cls(function, key_of(MASK_MOD, function), tensors)
+
+
+def read_by(mask_mod: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """What a mask_mod that is given to a call reads, as an operator has it, and its key.
+
+    Raises TypeError for another kind, ValueError for tensors that require gradients.
+    """
+    if not isinstance(mask_mod, MaskMod):
+        raise TypeError(
+            f"mask_mod is {type(mask_mod).__name__}; accepted: a MaskMod of fa4_hd256.mask_mods. A "
+            "function of PyTorch goes into a BlockMask, which alone is enough"
+        )
+    return read_of(MASK_MOD, mask_mod)

@@ -1,0 +1,138 @@
+"""Packed sequences under a block mask: one row of all of them, whose mask lets a query see keys of
+its own sequence alone.
+
+Positions of the block mask are those of the packed tensors. Tiles of the kernels begin at multiples
+of 128 of these, as its blocks do, not where sequences begin: so the call is one of dense tensors
+with a batch of 1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .call.checks import (
+    check_contents,
+    check_mask_of,
+    check_ragged,
+    count_sequences,
+    with_batch,
+)
+from .call.tile_mask import TileMask
+from .kernels.mask_function import MASK_MOD
+from .kernels.row_places import SequenceOfQuery, key_in_row
+from .kernels.score_change import SCORE_MOD
+from .kernels.user_functions import Functions
+from .mask_mods import MaskMod
+from .masks import as_tile_mask, in_sequences, sequences_of_rows
+from .score_mods import ScoreMod
+from .until_changed import UntilChanged
+
+__all__ = ["PackedRow", "packed_row"]
+
+
+class PackedRow(NamedTuple):
+    """Of `flash_attn_func`: tensors with a batch of 1; what a call has of mask and functions."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_mask: TileMask
+    mask_mod: MaskMod | None
+    score_mod: ScoreMod | None
+
+
+def packed_row(
+    tensors: tuple[Any, Any, Any], offsets: tuple[Any, Any], refused: dict[str, Any],
+    functions: tuple[Any, Any, Any],
+) -> PackedRow:  # fmt: skip
+    """tensors: q, k, v, (total, heads, 256). offsets: cu_seqlens_q and cu_seqlens_k. refused: by
+    name, what may not be given. functions: block_mask, mask_mod, score_mod.
+
+    Raises ValueError for other arguments than cu_seqlens_q and cu_seqlens_k, and for these as the
+    operator does; else as `flash_attn_func`.
+    """
+    block_mask, mask_mod, score_mod = functions
+    _check(offsets, refused, block_mask)
+    q, k, v = (with_batch(name, t) for name, t in zip("qkv", tensors))
+    ragged = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    check_ragged(q, ragged)
+    if not count_sequences(q, k, ragged):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k hold no sequence; accepted: 1 or more")
+    if q.device.type == "cpu":
+        check_contents(q, k, ragged)
+    mask = as_tile_mask(block_mask, with_bits=mask_mod is None)
+    check_mask_of(mask.lengths, mask.device, q, k)
+    joined, table = _joined(mask, offsets)
+    # What is of another kind, `flash_attn_func` refuses.
+    if isinstance(mask_mod, MaskMod):
+        mask_mod = _with_table(mask_mod, MASK_MOD.functions_of(key_in_row(mask_mod.key)), table)
+    if isinstance(score_mod, ScoreMod):
+        score_mod = _with_table(score_mod, SCORE_MOD.functions_of(key_in_row(score_mod.key)), table)
+    return PackedRow(q, k, v, joined, mask_mod, score_mod)
+
+
+def _check(offsets: tuple[Any, Any], refused: dict[str, Any], block_mask: Any) -> None:
+    named = ", ".join(name for name, given in refused.items() if given is not None)
+    if named or any(not isinstance(given, torch.Tensor) for given in offsets):
+        raise ValueError(
+            f"flash_attn_varlen_func with block_mask{' and ' if named else ''}{named}; accepted: "
+            "sequences packed by cu_seqlens_q and cu_seqlens_k, without any of seqused_q, "
+            "seqused_k, page_table, scheduler_metadata and tree_mask. Padded sequences have "
+            "flash_attn_func and fa4_hd256.masks.from_dense"
+        )
+    if block_mask is None:
+        raise ValueError(
+            "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
+            "accepted: both, of the packed row, total_q x total_k"
+        )
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "flash_attn_varlen_func with block_mask inside torch.compile; accepted: a mask of "
+            "fa4_hd256.masks.in_sequences(block_mask, cu_seqlens_q, cu_seqlens_k), made outside, "
+            "for flash_attn_func of q[None], k[None] and v[None]"
+        )
+
+
+#: By masks that are alive, then cu_seqlens_q, then cu_seqlens_k.
+_known: weakref.WeakKeyDictionary[TileMask, UntilChanged] = weakref.WeakKeyDictionary()
+
+
+def _joined(
+    mask: TileMask, offsets: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[TileMask, torch.Tensor]:
+    """(the mask with sequences, of each query what functions read of its own), made once for calls
+    with the same tensors, unless somebody writes to these."""
+    of_mask = _known.setdefault(mask, UntilChanged())
+    of_queries = of_mask.get(offsets[0]) or UntilChanged()
+    found = of_queries.get(offsets[1])
+    if found is None:
+        joined = in_sequences(mask, *offsets, with_bits=mask.bits is not None)
+        found = joined, _table(mask.lengths[0], *offsets)
+        # Of inference tensors PyTorch does not say whether they were written to.
+        if not any(tensor.is_inference() for tensor in offsets):
+            of_queries[offsets[1]] = found
+            of_mask[offsets[0]] = of_queries
+    made: tuple[TileMask, torch.Tensor] = found
+    return made
+
+
+def _table(
+    total_q: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> torch.Tensor:
+    """(total_q, 5) int32: the `SequenceOfQuery` of each."""
+    numbers = sequences_of_rows(cu_seqlens_q, total_q)
+    begins = [offsets.long()[numbers] for offsets in (cu_seqlens_q, cu_seqlens_k)]
+    lengths = [offsets.long().diff()[numbers] for offsets in (cu_seqlens_q, cu_seqlens_k)]
+    return torch.stack(SequenceOfQuery(numbers, *begins, *lengths), dim=1).int()
+
+
+def _with_table(given: Any, functions: Functions, table: torch.Tensor) -> Any:
+    """A score_mod or mask_mod of the row; functions: of its new key."""
+    fields = {"function": functions.function, "tensors": (*given.tensors, table)}
+    if isinstance(given, ScoreMod):
+        fields["slope"] = functions.slope
+    return replace(given, key=key_in_row(given.key), **fields)
