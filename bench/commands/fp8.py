@@ -66,14 +66,15 @@ def error_table(cases: tuple[Case, ...] = CASES) -> Table:
         "One query, 16 heads, one KV head. Max error and relative L2 are against float64 attention "
         "of what the codes stand for; the last column against that of the values before they "
         "became codes. Methods are emulated: operands rounded, products and sums in float64, no "
-        "rounding of out. Our kernel's row is of its compiled code, simulated, out in bf16. P in "
-        "one part is scaled so that the largest of a row is 2^8.",
+        "rounding of out. Our kernels' rows are of their compiled code, simulated, out in bf16: "
+        "two parts Blackwell's, float16 Hopper's. P in one part is scaled so that the largest of a "
+        "row is 2^8.",
     )
     return Table("fp8", "Error of attention over K and V in e4m3, by method", ERRORS, rows, notes)
 
 
 def _error_row(case: Case, method: str, found: Errors) -> dict[str, object]:
-    machine = simulator_machine() if method == OURS else "PyTorch, emulated"
+    machine = simulator_machine() if method in OURS else "PyTorch, emulated"
     return {
         "case": case.name, "keys": case.keys, "method": method, "max_error": found.max_error,
         "rel_l2": found.rel_l2, "rel_l2_of_values": found.rel_l2_of_values,

@@ -1,19 +1,22 @@
 """Errors of attention over keys and values in e4m3, by what the tensor core multiplies them with.
 
 Emulated in PyTorch: operands are rounded as each method rounds them, products and sums are in
-float64, so that the rounding of operands alone shows.  Our kernel's own row is what its compiled
-code computes in the simulator.
+float64, so that the rounding of operands alone shows.  Our kernels' own rows are what their
+compiled code computes in the simulator.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.check import reference
+from fa4_hd256.environment import ARCHITECTURE
 from fa4_hd256.kernels.blackwell.decode.config import HEADROOM
 from fa4_hd256.kernels.limits import HEAD_DIM
 
@@ -22,8 +25,8 @@ __all__ = ["CASES", "METHODS", "OURS", "Case", "Errors", "errors", "inputs"]
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 HEADS = 16
-#: The row of the compiled kernel.
-OURS = "two parts, our kernel"
+#: The rows of the compiled kernels, and whose they are.
+OURS = {"two parts, our kernel": "sm_100a", "float16, our kernel": "sm_90a"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ def _bf16(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.bfloat16).double()
 
 
+def _float16(values: torch.Tensor) -> torch.Tensor:
+    return values.half().double()
+
+
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-LARGEST, LARGEST).float().to(E4M3).double()
 
@@ -102,15 +109,20 @@ def _two_parts(values: torch.Tensor) -> torch.Tensor:
     return high + _e4m3((values - high) * 16) / 16
 
 
-def _of_rows(rounded: Callable[[torch.Tensor], torch.Tensor], q: torch.Tensor) -> torch.Tensor:
-    """Rows brought to [128, 256) by a power of two, rounded, and back."""
-    scale = 2.0 ** (7 - q.abs().amax(dim=-1, keepdim=True).log2().floor())
+def _of_rows(
+    rounded: Callable[[torch.Tensor], torch.Tensor], q: torch.Tensor, top: int = 7
+) -> torch.Tensor:
+    """Rows brought to [2^top, 2^(top + 1)) by a power of two, rounded, and back."""
+    scale = 2.0 ** (top - q.abs().amax(dim=-1, keepdim=True).log2().floor())
     return rounded(q * scale) / scale
 
 
 #: Method -> (Q, P) as the tensor core gets them; P comes with 1 for the largest of a row.
 METHODS: dict[str, tuple[Callable, Callable]] = {
     "bf16: K and V converted": (lambda q: q, _bf16),
+    "float16: K and V converted, Q and P rounded": (
+        lambda q: _of_rows(_float16, q, 14), lambda p: _float16(p * 2**6) / 2**6
+    ),
     "e4m3: Q and P in one part": (
         lambda q: _of_rows(_one_part, q), lambda p: _one_part(p * 2**8) / 2**8
     ),
@@ -133,13 +145,14 @@ def _attention(given: Inputs, method: str) -> torch.Tensor:
     return (of_p(p) @ v / p.sum(dim=1, keepdim=True))[None, None]
 
 
-def _ours(given: Inputs) -> torch.Tensor:
-    """out of the compiled kernel in bf16. One scale for K and one for V."""
+def _ours(given: Inputs, architecture: str) -> torch.Tensor:
+    """out of an architecture's compiled kernel in bf16. One scale for K and one for V."""
     k, v = (code.reshape(1, -1, 1, HEAD_DIM) for code in given.codes)
     k_descale, v_descale = (scale.reshape(1) for scale in given.scales)
-    out = flash_attn_func(
-        given.q, k, v, num_splits=1, k_descale=k_descale, v_descale=v_descale
-    )
+    with mock.patch.dict(os.environ, {ARCHITECTURE.name: architecture}):
+        out = flash_attn_func(
+            given.q, k, v, num_splits=1, k_descale=k_descale, v_descale=v_descale
+        )
     assert isinstance(out, torch.Tensor)
     return out.double()
 
@@ -163,7 +176,7 @@ def errors(case: Case) -> dict[str, Errors]:
     found["none: the codes' own error"] = of_codes
     found["none: rounded to bf16"] = of_codes.bfloat16().double()
     if case.scales == "tensor" and case.keys <= CASES[0].keys:
-        found[OURS] = _ours(given)
+        found |= {name: _ours(given, architecture) for name, architecture in OURS.items()}
     return {
         name: Errors(
             (out - of_codes).abs().max().item(),

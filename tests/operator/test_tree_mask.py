@@ -241,7 +241,6 @@ def test_new_rows_of_a_cache_are_the_tree(device):
         accurate(out[row : row + 1], lse[row : row + 1], (q[row : row + 1], *keys), mask=seen)
 
 
-@pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize("queries", [2, 16])
 def test_keys_in_e4m3(queries):
     q, mask, given = randn(2, queries, 8), trees(2, queries), scales(2, 1)
