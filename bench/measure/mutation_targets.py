@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 
 from bench.peers import flash_attn_4
-from fa4_hd256 import flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.score_mods import ScoreMod
 from sm100_sim import Options, attached
 from sm100_sim.tools import mutants
 
@@ -64,6 +65,8 @@ BACKWARD_LENGTHS = (
 SHORT_LENGTHS = ((260, 100), (40, 60))
 #: And with a tile without queries first.
 EMPTY_FIRST_LENGTHS = ((0, 50), (40, 60))
+#: Of the kernel for a few query rows: several tiles of one step and of more.
+TREE_SHAPES = (Shape(4, 300, heads_q=8, batch=3), Shape(4, 60, heads_q=8, batch=2))
 
 
 def alternating(tiles: torch.Tensor) -> torch.Tensor:
@@ -129,6 +132,37 @@ def _packed(
     return cast(torch.Tensor, out)
 
 
+def _masked(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    """Under a block mask: of tiles of 128 x 128 every third is seen by nobody, rows behind 400 see
+    nothing, others a random half."""
+    queries, keys = (tensors[i].shape[1] for i in (0, 1))
+    rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
+    generator = torch.Generator().manual_seed(2)
+    seen = torch.rand(queries, keys, generator=generator) < 0.5
+    seen &= ((rows // 128 + columns // 128) % 3 > 0) & (rows < 400)
+    return _dense(tensors, block_mask=masks.from_dense(seen), **options)
+
+
+def _tree(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    """A tree of drafted tokens: of each node the one before the last is its parent."""
+    nodes = torch.arange(tensors[0].shape[1])
+    seen = (nodes[:, None] >= nodes) & ((nodes[:, None] - nodes) % 2 == 0)
+    return _dense(tensors, tree_mask=seen, **options)
+
+
+def _biased(score: Any, place: Any, tensors: tuple) -> Any:
+    return 0.5 * score + tensors[0][place.key]
+
+
+#: A function of scores that reads a tensor, with a slope.
+_CHANGED: dict[str, Any] = {
+    "causal": True,
+    "score_mod": ScoreMod.of(
+        _biased, lambda score, place, tensors: 0.5, (torch.linspace(-1.0, 1.0, 300),)
+    ),
+}
+
+
 def _forward(shape: Shape, call: Callable, **options: Any) -> None:
     call(inputs(shape), **options)
 
@@ -165,9 +199,15 @@ def _targets() -> Iterator[Target]:
             ("causal", _dense, {"causal": True}, CAUSAL_SHAPES),
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, every, packed),
+            ("varlen, causal, score_mod", _packed, _CHANGED, packed),
+            ("block mask", _masked, {}, SHAPES[:1]),
+            ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
-            yield Target(f"forward, {name}, {scheduler}", run, shapes)
+            # Under the strict reading the decode kernel itself is not clean: its last loads of
+            # tensor memory have no wait::ld of their own before that is freed.
+            reading = "strict" if call is not _tree else True
+            yield Target(f"forward, {name}, {scheduler}", run, shapes, reading)
         backward = BACKWARD_LENGTHS, SHORT_LENGTHS, EMPTY_FIRST_LENGTHS
         call = functools.partial(_packed, lengths=backward)
         for name, kernel, wanted in (
@@ -179,6 +219,9 @@ def _targets() -> Iterator[Target]:
             run = functools.partial(_backward, call=call, wanted=wanted, causal=True, use_clc=clc)
             of_all = tuple(map(_packed_shape, backward))
             yield Target(f"{name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel)
+        run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=clc)
+        name = f"dV and dS, varlen, causal, score_mod, {scheduler}"
+        yield Target(name, run, of_all, kernels="DvKernel")
     yield from _hopper_targets()
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
@@ -195,6 +238,9 @@ def _hopper_targets() -> Iterator[Target]:
             ("full", _dense, {}, SHAPES),
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, window, packed),
+            ("varlen, causal, score_mod", _packed, _CHANGED, packed),
+            ("block mask", _masked, {}, SHAPES[:1]),
+            ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=counted)
             yield Target(
@@ -217,6 +263,11 @@ def _hopper_targets() -> Iterator[Target]:
                 f"Hopper {name}, varlen, causal, {scheduler}", run, of_all, kernels=kernel,
                 environment=HOPPER,
             )
+        run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=counted)
+        yield Target(
+            f"Hopper dV and dS, varlen, causal, score_mod, {scheduler}", run, of_all,
+            kernels="DvKernel", environment=HOPPER,
+        )
 
 
 def targets() -> dict[str, Target]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,18 +12,12 @@ import numpy as np
 import torch
 
 from bench.peaks import B200_TFLOPS
-from bench.suite import BACKWARD, Case
+from bench.suite import Case
 from bench.tables.comparison import comparison_row
 from bench.tables.table import BASIS, MACHINE
 
-from .checking import Check, check_forward, check_gradients
-from .providers import (
-    Inputs,
-    Provider,
-    attempt,
-    backward_call,
-    forward_call,
-)
+from .prepared import computed_case, prepared_call
+from .providers import Inputs, Provider, attempt
 from .timer import (
     Gpu,
     Samples,
@@ -50,7 +43,7 @@ def measured_rows(
             if failed:
                 details[name] |= {"status": f"while timing: {failed}", "failed": True}
             else:
-                flop = _computed(by_name[name], case).flop(direction)
+                flop = computed_case(by_name[name], case).flop(direction)
                 details[name] |= _measured(found[name], flop, timer.gpu)
         origin = {BASIS: "measured", MACHINE: timer.gpu.text}
         seconds = {name: np.array(found[name].seconds) for name in ready} if found else {}
@@ -78,40 +71,10 @@ def _ready(
             details[provider.name] = {"status": reason}
             continue
         inputs = inputs or Inputs.random(case, timer.device, dtype)
-        with timer.on_stream():
-            checked, reason = attempt(partial(_checked, provider, inputs, direction))
-        if reason is not None:
-            details[provider.name] = {"status": reason, "failed": True}
-            continue
-        call, check = checked
-        figures = {"max_error": check.error, "tolerance": check.tolerance}
-        status = check.failure
-        if check.passed:
-            prepared, reason = attempt(partial(timer.prepare, call))
-            status = reason or "ok"
-            if reason is None:
-                ready[provider.name] = prepared
-        details[provider.name] = {"status": status, "failed": status != "ok", **figures}
+        prepared, details[provider.name] = prepared_call(provider, inputs, direction, timer)
+        if prepared is not None:
+            ready[provider.name] = prepared
     return ready, details
-
-
-def _computed(provider: Provider, case: Case) -> Case:
-    found: Case = getattr(provider, "computed", lambda given: given)(case)
-    return found
-
-
-def _checked(provider: Provider, inputs: Inputs, direction: str) -> tuple[Any, Check]:
-    """(the call to time, how far its result is from the reference)."""
-    case = _computed(provider, inputs.case)
-    if case is not inputs.case:
-        inputs = replace(inputs, case=case, expected={}, masks={})
-    if direction == BACKWARD:
-        check = check_gradients(provider, inputs)
-        call = backward_call(provider, inputs)
-        call()
-        return call, check
-    call = forward_call(provider, inputs)
-    return call, check_forward(inputs, call())
 
 
 def _measured(samples: Samples, flop: float, gpu: Gpu) -> dict[str, Any]:

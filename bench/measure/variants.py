@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Mapping
-from functools import partial
 from typing import Any
 
 from bench.suite import FORWARD
 from bench.tables.table import BASIS, MACHINE
 
-from .checking import check_forward
-from .providers import Inputs, Provider, attempt, forward_call
+from .prepared import prepared_call
+from .providers import Inputs, Provider
 from .timer import Sampling, Timer, interleave_prepared
 
 __all__ = ["measured_variants"]
@@ -31,13 +30,14 @@ def measured_variants(
     reasons: dict[Any, str] = {}
     for key, (provider, inputs) in variants.items():
         reason = provider.missing() or provider.refuses(inputs.case, FORWARD)
-        if reason is None:
-            with timer.on_stream():
-                found, reason = attempt(partial(_checked, provider, inputs, timer))
-        if reason is None:
-            ready[key] = found
-        else:
+        if reason is not None:
             reasons[key] = reason
+            continue
+        prepared, details = prepared_call(provider, inputs, FORWARD, timer)
+        if prepared is None:
+            reasons[key] = details["status"]
+        else:
+            ready[key] = prepared
     samples = interleave_prepared(timer, ready, sampling)
     state = samples[first].median_state() if first in samples else None
     times = {
@@ -51,12 +51,3 @@ def measured_variants(
         "clock_mhz": state and state.clock_mhz, "power_watts": state and state.power_watts,
         BASIS: "measured", MACHINE: timer.gpu.text,
     }  # fmt: skip
-
-
-def _checked(provider: Provider, inputs: Inputs, timer: Timer) -> Any:
-    """What `Timer.prepare` makes of the call. Raises RuntimeError where its result is wrong."""
-    call = forward_call(provider, inputs)
-    check = check_forward(inputs, call())
-    if not check.passed:
-        raise RuntimeError(check.failure)
-    return timer.prepare(call)

@@ -172,21 +172,15 @@ class Problem:
         check_call(q, k, v, sink, ragged)
         sequences = checks.count_sequences(q, k, ragged)
         architecture = architecture_of(q.device)
-        kv_dtype = k.dtype if k.dtype in KV_DTYPES else None
+        kv_dtype, paged = k.dtype if k.dtype in KV_DTYPES else None, PAGE_TABLE in ragged
         known = kernels_of(architecture).forward_tiles(config, kv_dtype)
         if is_masked(ragged):
             known = tiles_for_masks(known, architecture)
             checks.check_mask(q, k, ragged, known[0])
-        paged = PAGE_TABLE in ragged
-        if q.device.type == "cpu":
-            checks.check_contents(q, k, ragged)
-        if paged:
-            checks.check_pages_in_place({"k": k, "v": v})
-            if q.device.type == "cpu":
-                checks.check_page_numbers(q, k, ragged, options.window[0])
-        elif max_seqlen_k is None:
-            max_seqlen_k = max(1, k.shape[1])
+        _check_contents(tensors, ragged, options)
         longest = checks.check_max_seqlen("q", q, ragged, max_seqlen_q)
+        if max_seqlen_k is None and not paged:
+            max_seqlen_k = max(1, k.shape[1])
         check_words(ragged.get(TREE_WORDS), sequences, longest)
         tiles, packed = choose_tiles(known, q.shape[2] // k.shape[2], longest, ragged)
         return cls(
@@ -298,6 +292,21 @@ def packed_heads(group: int, ragged: Any, cta_rows: int, pads: bool = False) -> 
 def is_masked(ragged: Any) -> bool:
     """Whether there is a block mask among tensors of `RAGGED`, or their names."""
     return any(name in ragged for name in MASK_TABLES)
+
+
+def _check_contents(
+    tensors: tuple[torch.Tensor, ...], ragged: dict[str, torch.Tensor], options: Options
+) -> None:
+    """Pages can be read where they are; and on the CPU, where nothing waits for it, what lengths
+    and page tables hold. tensors: q, k, v."""
+    q, k, v = tensors
+    on_cpu = q.device.type == "cpu"
+    if on_cpu:
+        checks.check_contents(q, k, ragged)
+    if PAGE_TABLE in ragged:
+        checks.check_pages_in_place({"k": k, "v": v})
+        if on_cpu:
+            checks.check_page_numbers(q, k, ragged, options.window[0])
 
 
 def _read_by_kernels(ragged: Any) -> tuple[str, ...]:
