@@ -16,8 +16,9 @@ to f16: an element as small as 2^-31 of its row's largest keeps all bits of a bf
 
 NOTE [order of columns].  A sum may take its terms in any order: a thread reads 16 bytes of a row of
 K at once, which are 4 elements each of 4 slices of QK, and Q lies in shared memory in that order
-(`column_of`).  Of V a thread reads the same 4 columns of its keys, two rows of O^T of each half of
-a warpgroup's; pairs of keys, which a register of A holds, are brought together by PRMT.
+(`consumers.QueryColumns`).  Of V a thread reads the same 4 columns of its keys, two rows of O^T of
+each half of a warpgroup's; pairs of keys, which a register of A holds, are brought together by
+PRMT.
 """
 
 from __future__ import annotations
