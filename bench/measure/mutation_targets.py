@@ -53,6 +53,8 @@ CAUSAL_SHAPES = (Shape(600, 300, batch=2),)
 #: Of flash-attn-4, which takes another kernel for one block of 128 queries. With more than two key
 #: tiles every row has to move its maximum (`_flash_attention_4`), so there are no rows of padding.
 FLASH_ATTN_SHAPES = (Shape(512, 520, heads_q=2), Shape(300, 256), Shape(520, 100))
+#: Under a block mask: tiles without keys between others, more than there are buffers of Q.
+MASK_SHAPES = (Shape(520, 300, batch=2),)
 #: Packed sequences: tiles without keys first, between others and last, and two with keys in
 #: succession.
 LENGTHS = ((50, 0), (270, 290), (0, 130), (260, 0), (70, 130), (40, 60), (30, 0))
@@ -200,7 +202,7 @@ def _targets() -> Iterator[Target]:
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, every, packed),
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
-            ("block mask", _masked, {}, SHAPES[:1]),
+            ("block mask", _masked, {}, MASK_SHAPES),
             ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
@@ -239,7 +241,7 @@ def _hopper_targets() -> Iterator[Target]:
             ("varlen, causal", _packed, {"causal": True}, packed),
             ("varlen, window, softcap, sink", _packed, window, packed),
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
-            ("block mask", _masked, {}, SHAPES[:1]),
+            ("block mask", _masked, {}, MASK_SHAPES),
             ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=counted)

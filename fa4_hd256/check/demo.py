@@ -188,7 +188,7 @@ def _executed_backward(rounds: int, sums: bool) -> list[dict[str, Any]]:
     import sm100_sim
 
     reports = sm100_sim.last_reports()[-1 - 2 * rounds - sums :]
-    *others, last = reports if sums else (*reports, None)
+    of_sums = [reports.pop()] if sums else []
     return [
         {
             "grid": list(of_kernel[0].grid),
@@ -198,7 +198,7 @@ def _executed_backward(rounds: int, sums: bool) -> list[dict[str, Any]]:
             ),
             "tma_bytes": sum(sum(r.tma.values()) for r in of_kernel),
         }
-        for of_kernel in (others[:1], others[1::2], others[2::2], [last] if sums else [])
+        for of_kernel in (reports[:1], reports[1::2], reports[2::2], of_sums)
         if of_kernel
     ]
 
