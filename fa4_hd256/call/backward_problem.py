@@ -130,11 +130,17 @@ class BackwardProblem:
         if left is not None and right is not None:
             seen = min(seen, left + right + kernel.keys)
         bounded = left is not None or right is not None
-        unequal = bool(forward.ragged) or (bounded and seen == forward.max_seqlen_q)
+        mean = 1.0
+        if forward.ragged:
+            mean = 0.5
+        elif bounded and seen == forward.max_seqlen_q:
+            # From all queries at the first tile to one tile's at the last.
+            of_sequence = -(-forward.max_seqlen_k // kernel.keys)
+            mean = (of_sequence + 1) / (2 * of_sequence) if of_sequence else 1.0
         launch = replace(forward, sequences=sequences)
         tiles = heads_kv * count_key_tiles(launch, self.k_shape, kernel.keys)
         steps = -(-seen // kernel.queries)
-        return choose_head_parts((tiles, steps), self.group, gpu, unequal, kernel)
+        return choose_head_parts((tiles, steps), self.group, gpu, mean, kernel)
 
     @property
     def has_no_queries(self) -> bool:
@@ -196,14 +202,14 @@ def count_key_tiles(problem: Problem, k_shape: tuple[int, ...], keys: int) -> in
 
 
 def choose_head_parts(
-    work: tuple[int, int], group: int, gpu: Gpu, unequal: bool, kernel: KeyKernel
+    work: tuple[int, int], group: int, gpu: Gpu, mean: float, kernel: KeyKernel
 ) -> int:
     """Parts of the group of query heads: those that end soonest, by an estimate.
 
     More parts fill the clusters better, but each writes its own dK and dV. work: tiles of keys, of
     all key/value heads and sequences; steps, at most, that a tile passes for each query head.
-    group: query heads of one key/value head. unequal: tiles differ in their steps, by a mask or by
-    the sequences' lengths. Returns 1 .. group; no part is empty when each but the last has
+    group: query heads of one key/value head. mean: steps of a tile on average, over those of the
+    longest; 1 where all are alike. Returns 1 .. group; no part is empty when each but the last has
     ceil(group / parts) heads.
     """
     (tiles, steps), clusters = work, gpu.clusters(kernel.cluster)
@@ -212,9 +218,10 @@ def choose_head_parts(
 
     def estimate(parts: int) -> float:
         count, longest = tiles * parts, -(-group // parts) * steps
-        if unequal:
-            # Half of the longest on average; who draws a long one last ends half of one later.
-            ends = count / clusters * (longest / 2 + kernel.overhead) + longest / 2
+        if mean < 1:
+            # Who draws a long one last ends later by more, the more they differ: fitted to an H200.
+            ends = count / clusters * (longest * mean + kernel.overhead)
+            ends += 2 * (1 - mean) * longest
         else:
             ends = -(-count // clusters) * (longest + kernel.overhead)
         # Of the products only the longest tile, a part's dK, depends on the parts: half of it is

@@ -277,24 +277,24 @@ def test_arguments_that_are_not_accepted(changes, error, message):
 
 @pytest.mark.architecture("sm_100a")
 @pytest.mark.parametrize(
-    ("tiles", "units", "group", "unequal", "parts"),
+    ("tiles", "units", "group", "mean", "parts"),
     [
-        (74, 16, 16, False, 1),  # a tile for each CTA pair
-        (64, 16, 16, False, 8),  # 7 rounds of 2 heads, not one of 16
-        (148, 16, 16, False, 1),  # two full rounds
-        (80, 16, 16, False, 8),  # 9 rounds of 2 heads, not 2 of 16
-        (16, 16, 16, False, 4),  # one round; five parts would be of 4, 4, 4, 4 and no head
-        (148, 16, 16, True, 4),  # a long tile that starts last would be waited for
-        (148, 2, 16, True, 1),  # the same with little work, for which parts are dear
-        (4096, 1, 16, True, 1),
-        (1, 1, 6, False, 6),  # never more parts than heads
-        (1, 1, 1, True, 1),
-        (0, 1, 4, False, 1),  # no key at all
+        (74, 16, 16, 1.0, 1),  # a tile for each CTA pair
+        (64, 16, 16, 1.0, 8),  # 7 rounds of 2 heads, not one of 16
+        (148, 16, 16, 1.0, 1),  # two full rounds
+        (80, 16, 16, 1.0, 8),  # 9 rounds of 2 heads, not 2 of 16
+        (16, 16, 16, 1.0, 4),  # one round; five parts would be of 4, 4, 4, 4 and no head
+        (148, 16, 16, 0.5, 8),  # a long tile that starts last would be waited for
+        (148, 2, 16, 0.5, 2),  # the same with little work, for which parts are dear
+        (4096, 1, 16, 0.5, 1),
+        (1, 1, 6, 1.0, 6),  # never more parts than heads
+        (1, 1, 1, 0.5, 1),
+        (0, 1, 4, 1.0, 1),  # no key at all
     ],
 )
-def test_parts_of_a_group(tiles, units, group, unequal, parts):
+def test_parts_of_a_group(tiles, units, group, mean, parts):
     """Those that end soonest on 74 CTA pairs, and none without a head."""
-    assert choose_head_parts((tiles, units), group, gpu(), unequal, ANEW) == parts
+    assert choose_head_parts((tiles, units), group, gpu(), mean, ANEW) == parts
     largest = -(-group // parts)
     assert (parts - 1) * largest < group <= parts * largest
 

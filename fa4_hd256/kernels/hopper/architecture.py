@@ -17,8 +17,8 @@ STEP_QUERIES = 64
 
 # Steps as measured on an H200 (docs/hopper.md): dV and dS at 600 TFLOPS, a product of dS at 640;
 # dK and dV by themselves at the same rate, with five products.
-STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 2e6, products=0.31)
-ANEW = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 2e6)
+STORED = KeyKernel(DS_BLOCK, STEP_QUERIES, 2.8e-6, 1.5, 1.2e6, products=0.31)
+ANEW = KeyKernel(DS_BLOCK, STEP_QUERIES, 4.6e-6, 3.0, 1.2e6)
 
 KERNELS = KernelSet(
     named("sm_90a"),

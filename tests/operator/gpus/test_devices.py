@@ -176,11 +176,11 @@ def test_parts_cost_more_where_memory_is_slow():
     whole = gpu(70)
     part = replace(whole, pairs=10, hbm_bytes_per_second=whole.hbm_bytes_per_second / 7)
     for tiles in (7, 49, 140, 700):
-        assert choose_head_parts((tiles, 2), 16, whole, True, ANEW) == choose_head_parts(
-            (tiles // 7, 2), 16, part, True, ANEW
+        assert choose_head_parts((tiles, 2), 16, whole, 0.5, ANEW) == choose_head_parts(
+            (tiles // 7, 2), 16, part, 0.5, ANEW
         )
     slow = replace(part, hbm_bytes_per_second=1e9)
-    assert choose_head_parts((1, 2), 16, slow, True, ANEW) == 1
+    assert choose_head_parts((1, 2), 16, slow, 0.5, ANEW) == 1
 
 
 class Failing:
