@@ -19,8 +19,8 @@ from .pair_plan import BLOCK_KV, CTAS
 __all__ = ["ANEW", "KERNELS", "STORED"]
 
 ANEW = KeyKernel(BLOCK_KV, PADDING, 4.16e-6, 1.0, 1e6)
-#: Of 1.2 to 1.4 MB a part the modelled calls lose least (`bench defaults "parts of a group"`).
-STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 1.3e6, products=0.35)
+#: Of 0.5 to 4 MB a part the modelled calls lose least with 2 (`bench defaults "parts of a group"`).
+STORED = KeyKernel(DS_BLOCK, DS_TILE, 1.8e-6, 1.0, 2e6, products=0.35)
 
 KERNELS = KernelSet(
     named("sm_100a"),
