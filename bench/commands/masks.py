@@ -1,7 +1,8 @@
 """`python -m bench masks`: forward and backward under masks that people train with, measured.
 
 Ours with `block_mask=` beside what training takes without it: SDPA with a dense mask, and
-FlexAttention; ours under the causal mask alone says how fast it may get. On a CUDA GPU only.
+FlexAttention; ours under the causal mask alone says how fast it may get, and ours with the mask_mod
+evaluated in the kernels what bits spare. On a CUDA GPU only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.measure.providers import Provider, attempt
 from bench.measure.throughput import measured_rows
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.suite import BACKWARD, DIRECTIONS
-from bench.tables.comparison import BOUND, OURS
+from bench.tables.comparison import BOUND, FUNCTION, OURS
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import Column, Plot, Table
 
@@ -35,9 +36,12 @@ from bench.tables.table import Column, Plot, Table
 SECONDS = 3.0
 
 #: Columns: of milliseconds of each provider, of rates, of times over ours.
-TIMES = {OURS: "ours_ms", BOUND: "causal_ms", SDPA: "sdpa_ms", FLEX: "flex_ms"}
+TIMES = {
+    OURS: "ours_ms", FUNCTION: "function_ms", BOUND: "causal_ms", SDPA: "sdpa_ms",
+    FLEX: "flex_ms",
+}  # fmt: skip
 RATES = OURS, BOUND
-RATIOS = {SDPA: "sdpa_ratio", FLEX: "flex_ratio"}
+RATIOS = {FUNCTION: "function_ratio", SDPA: "sdpa_ratio", FLEX: "flex_ratio"}
 
 COLUMNS = (
     Column("direction"), Column("shape"), Column("heads"), Column("mask"),

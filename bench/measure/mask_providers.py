@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from bench.suite import Case
-from bench.tables.comparison import BOUND, OURS
+from bench.tables.comparison import BOUND, FUNCTION, OURS
 from fa4_hd256 import flash_attn_func, interface
 from fa4_hd256.kernels.block_mask import MASK_TILE
 
@@ -52,6 +52,22 @@ class OursMasked(Ours):
         case = _case_of(inputs)
         mask = _made(inputs, OURS, partial(case.tile_mask, inputs.q.device))
         return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask))
+
+
+class OursFunction(Ours):
+    """`flash_attn_func` with the same lists of tiles, and the mask_mod of the case, traced, inside
+    the kernels in the place of bits."""
+
+    def __init__(self) -> None:
+        super().__init__(FUNCTION)
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        from fa4_hd256.integrations.flex_attention import mask_mod_of
+
+        case, device = _case_of(inputs), inputs.q.device
+        mask = _made(inputs, OURS, partial(case.tile_mask, device))
+        mod = _made(inputs, FUNCTION, lambda: mask_mod_of(case.mask_mod(device), device))
+        return cast(torch.Tensor, flash_attn_func(*inputs.leaves, block_mask=mask, mask_mod=mod))
 
 
 class OursCausal(Ours):
@@ -194,7 +210,7 @@ def first_lines(error: BaseException) -> str:
 
 
 def mask_providers() -> list[Provider]:
-    return [OursMasked(), OursCausal(), DenseSdpa(), FlexAttention()]
+    return [OursMasked(), OursFunction(), OursCausal(), DenseSdpa(), FlexAttention()]
 
 
 def mask_microseconds(case: MaskedCase, device: torch.device, gradients: bool) -> float:

@@ -17,6 +17,8 @@ OURS = "ours"
 YARDSTICK = "PyTorch math"
 #: Ours on an easier problem: how fast it may get.
 BOUND = "ours, causal"
+#: Ours with a mask that its kernels evaluate.
+FUNCTION = "ours, mask_mod"
 #: Differences of predictions below this are not ranked: the model does not resolve them.
 RESOLUTION = 0.05
 #: A row counts as won from this probability on, and as lost below what is left of one.
@@ -48,7 +50,8 @@ def standing(seconds: Mapping[str, np.ndarray], error: float = 0.0) -> Standing 
     ratio beside what the samples show, 0 for none: what a model gets wrong of the ratio of two
     kernels under the best of its constants.
     """
-    peers = {name: t for name, t in seconds.items() if name not in (OURS, YARDSTICK, BOUND)}
+    others = OURS, YARDSTICK, BOUND, FUNCTION
+    peers = {name: t for name, t in seconds.items() if name not in others}
     if OURS not in seconds or not peers:
         return None
     best = min(peers, key=lambda name: float(np.log(peers[name]).mean()))

@@ -183,7 +183,8 @@ def test_ours_in_the_simulator():
     case = _case(Images(10), 1, 150, (1, 1))
     inputs = providers.Inputs.random(case, CPU, torch.bfloat16)
     for provider, expected in (
-        (mask_providers.OursMasked(), case), (mask_providers.OursCausal(), case.plain)
+        (mask_providers.OursMasked(), case), (mask_providers.OursFunction(), case),
+        (mask_providers.OursCausal(), case.plain),
     ):  # fmt: skip
         computed = getattr(provider, "computed", lambda given: given)(case)
         assert computed == expected
@@ -210,7 +211,7 @@ def test_what_is_not_accepted(monkeypatch, capsys):
     assert "no CUDA device to measure on; accepted: a GPU" in capsys.readouterr().err
     for given, message in (
         (["--only", "chess"], "no case has 'chess' in its line; there are masks: 4x4096"),
-        (["--provider", "flex"], "provider 'flex'; accepted are ours; ours, causal; SDPA"),
+        (["--provider", "flex"], "provider 'flex'; accepted are ours; ours, mask_mod; ours, c"),
     ):
         assert main(["masks", *given]) == 2
         assert message in capsys.readouterr().err
