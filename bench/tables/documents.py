@@ -101,17 +101,19 @@ DOCUMENTS = {
     **{
         f"throughput_h200{name}": Document(
             f"{title} on an H200 beside its peers",
-            ("throughput", *options, *_beside("ours", "flash-attn-4", "cuDNN")),
+            ("throughput", *options, *_beside("ours", "flash-attn-4", *more)),
             "hopper.md", (0,),
         )
-        for name, title, options in (
+        for name, title, options, *more in (
             ("", "The forward",
-             ("--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16")),
-            ("_backward", "The backward", ("--direction", "backward", "--group", "'h200 dense'")),
-            ("_windows", "Windows", ("--group", "'h200 window'")),
+             ("--direction", "forward", "--group", "'h200 dense'", "--heads", "16/16"), "cuDNN"),
+            ("_backward", "The backward",
+             ("--direction", "backward", "--group", "'h200 dense'"), "cuDNN"),
+            ("_windows", "Windows", ("--group", "'h200 window'"), "cuDNN"),
+            # cuDNN takes no packed sequences.
             ("_varlen", "Packed sequences", ("--group", "'h200 varlen'")),
             ("_prefill", "Chunked prefill",
-             ("--direction", "forward", "--group", "'chunked prefill'")),
+             ("--direction", "forward", "--group", "'chunked prefill'"), "cuDNN"),
         )
     },
     "decode_h200": Document(
@@ -122,6 +124,9 @@ DOCUMENTS = {
         "hopper.md", (0,),
     ),
     "pages_h200": Document("Keys and values in pages on an H200", ("pages",), "serving.md"),
+    "kv_types_h200": Document(
+        "Keys and values in e4m3 on an H200", ("kv-types",), "serving.md"
+    ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
     "training_h200": Document("A training with each attention", ("training",), "hopper.md"),
     "schedulers": Document(
