@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import hashlib
-import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -63,8 +62,8 @@ _FIXED = ("cutlass", "math", "builtins", "operator", "fa4_hd256.kernels", "softm
 _PLAIN = (bool, int, float, str, bytes, type(None), type(Ellipsis))
 
 
-def _described(value: Any, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
-    """Words that say all of what a value means. inside: of which functions it is."""
+def _described(value: Any, inside: tuple[types.FunctionType, ...]) -> Iterator[str]:
+    """Words that say all of what a value means. inside: of which functions it is a part."""
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__} {value!r}"
     elif isinstance(value, (tuple, frozenset)):
@@ -77,7 +76,7 @@ def _described(value: Any, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
     elif _is_fixed(value):
         name = getattr(value, "__qualname__", "")
         yield f"{getattr(value, '__module__', '')} {name or value.__name__}"
-    elif isinstance(inspect.unwrap(value) if callable(value) else value, types.FunctionType):
+    elif isinstance(_own(value), types.FunctionType):
         yield from _described_function(value, inside)
     else:
         raise ValueError(
@@ -85,6 +84,24 @@ def _described(value: Any, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
             "what it means; accepted: numbers, str, tuples, functions, and what CuTe DSL and math "
             "offer. Pass tensors as `tensors`, or give the function a key of your own"
         )
+
+
+def _own(value: Any) -> Any:
+    """The user's function of one that CuTe DSL wraps, as by cute.jit; else the value itself, since
+    other wrappers do something of their own."""
+    while hasattr(value, "__wrapped__") and _is_of(_FIXED[0], _home(value)):
+        value = value.__wrapped__
+    return value
+
+
+def _home(value: Any) -> str:
+    """The module in which a function, or the class of another callable, was written."""
+    names = value.__globals__ if isinstance(value, types.FunctionType) else vars(type(value))
+    return str(names.get("__name__" if isinstance(value, types.FunctionType) else "__module__", ""))
+
+
+def _is_of(package: str, module: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 def _is_fixed(value: Any) -> bool:
@@ -96,18 +113,22 @@ def _is_fixed(value: Any) -> bool:
         own = value.__module__ or ""
     else:
         return False
-    return any(own == package or own.startswith(f"{package}.") for package in _FIXED)
+    return any(_is_of(package, own) for package in _FIXED)
 
 
-def _described_function(value: Any, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
-    function = inspect.unwrap(value)
+def _described_function(
+    value: Any, inside: tuple[types.FunctionType, ...]
+) -> Iterator[str]:
+    function = _own(value)
     # One that is wrapped, as by cute.jit, is traced in another way.
     yield "function" if function is value else "wrapped function"
     code = function.__code__
-    if code in inside:
-        yield f"itself {inside.index(code)}"
-        return
-    inside = (*inside, code)
+    # Functions of the same code may be of other ones: of a factory that is called twice.
+    for place, outer in enumerate(inside):
+        if outer is function:
+            yield f"itself {place}"
+            return
+    inside = (*inside, function)
     yield from _described_code(code, inside)
     yield from _described(function.__defaults__, inside)
     named = function.__kwdefaults__ or {}
@@ -130,7 +151,9 @@ def _globals_read(code: types.CodeType) -> set[str]:
     return found.union(*map(_globals_read, inner))
 
 
-def _described_code(code: types.CodeType, inside: tuple[types.CodeType, ...]) -> Iterator[str]:
+def _described_code(
+    code: types.CodeType, inside: tuple[types.FunctionType, ...]
+) -> Iterator[str]:
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     caught = getattr(code, "co_exceptiontable", b"").hex()  # from Python 3.11 on
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars

@@ -34,7 +34,7 @@ from .kernels.block_mask import FULL, MASK_TILE
 
 __all__ = [
     "TileMask", "as_tile_mask", "bidirectional_blocks", "documents", "from_block_mask",
-    "from_dense", "in_sequences", "prefix_lm", "sequences_of_rows", "sliding_window", "tree_words",
+    "from_dense", "in_sequences", "keys_of_rows", "prefix_lm", "sliding_window", "tree_words",
 ]  # fmt: skip
 
 #: Where PyTorch's `BlockMask` is from.
@@ -190,10 +190,10 @@ def in_sequences(
     Raises as `as_tile_mask`.
     """
     mask = as_tile_mask(block_mask, with_bits=with_bits)
-    numbers = sequences_of_rows(cu_seqlens_q, mask.lengths[0])
-    begins, ends = (part.long()[numbers] for part in (cu_seqlens_k[:-1], cu_seqlens_k[1:]))
-    is_any = torch.arange(mask.lengths[0], device=mask.device) < cu_seqlens_q[-1]
-    first, limit = torch.where(is_any, begins, mask.lengths[1]), torch.where(is_any, ends, 0)
+    _, begins, counts = keys_of_rows(cu_seqlens_q, cu_seqlens_k, mask.lengths[0])
+    is_any = counts > 0
+    first = torch.where(is_any, begins, mask.lengths[1])
+    limit = torch.where(is_any, begins + counts, 0)
     kinds, inside = _Levels(mask.lengths, mask.device).intervals(first[None], limit[None])
     of_mask = torch.where(mask.tiles == ABSENT, EMPTY, PARTIAL)
     of_mask = torch.where(mask.tiles == FULL, WHOLE, of_mask)
@@ -209,12 +209,17 @@ def in_sequences(
     return TileMask.of(mask.lengths, kinds, evaluate)
 
 
-def sequences_of_rows(offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """(total,) int64: which sequence each packed row is of; the last one for rows behind it.
-    offsets: (batch + 1,)."""
-    rows = torch.arange(total, device=offsets.device)
-    numbers = torch.searchsorted(offsets[1:].long().contiguous(), rows, right=True)
-    return numbers.clamp(max=offsets.numel() - 2)
+def keys_of_rows(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each packed query (which sequence it is of, where that one's keys begin, how many these
+    are), (total,) int64. Rows behind the last offset count as the last sequence's, without keys.
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,)."""
+    rows, ends = torch.arange(total, device=cu_seqlens_q.device), cu_seqlens_q[1:].long()
+    numbers = torch.searchsorted(ends.contiguous(), rows, right=True)
+    numbers = numbers.clamp(max=ends.numel() - 1)
+    counts = torch.where(rows < ends[-1], cu_seqlens_k.long().diff()[numbers], 0)
+    return numbers, cu_seqlens_k.long()[numbers], counts
 
 
 def as_tile_mask(block_mask: Any, *, with_bits: bool = True) -> TileMask:

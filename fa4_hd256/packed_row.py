@@ -27,7 +27,7 @@ from .kernels.row_places import SequenceOfQuery, key_in_row
 from .kernels.score_change import SCORE_MOD
 from .kernels.user_functions import Functions
 from .mask_mods import MaskMod
-from .masks import as_tile_mask, in_sequences, sequences_of_rows
+from .masks import as_tile_mask, in_sequences, keys_of_rows
 from .score_mods import ScoreMod
 from .until_changed import UntilChanged
 
@@ -105,13 +105,14 @@ def _joined(
     mask: TileMask, offsets: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[TileMask, torch.Tensor]:
     """(the mask with sequences, of each query what functions read of its own), made once for calls
-    with the same tensors, unless somebody writes to these."""
+    with the same tensors, unless somebody writes to these; in a CUDA graph at each replay."""
+    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _made(mask, offsets)
     of_mask = _known.setdefault(mask, UntilChanged())
     of_queries = of_mask.get(offsets[0]) or UntilChanged()
     found = of_queries.get(offsets[1])
     if found is None:
-        joined = in_sequences(mask, *offsets, with_bits=mask.bits is not None)
-        found = joined, _table(mask.lengths[0], *offsets)
+        found = _made(mask, offsets)
         # Of inference tensors PyTorch does not say whether they were written to.
         if not any(tensor.is_inference() for tensor in offsets):
             of_queries[offsets[1]] = found
@@ -120,14 +121,23 @@ def _joined(
     return made
 
 
+def _made(
+    mask: TileMask, offsets: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[TileMask, torch.Tensor]:
+    """What `_joined` keeps; no inference tensors, which a later training could not save."""
+    with torch.inference_mode(False):
+        joined = in_sequences(mask, *offsets, with_bits=mask.bits is not None)
+        return joined, _table(mask.lengths[0], *offsets)
+
+
 def _table(
     total_q: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
 ) -> torch.Tensor:
     """(total_q, 5) int32: the `SequenceOfQuery` of each."""
-    numbers = sequences_of_rows(cu_seqlens_q, total_q)
-    begins = [offsets.long()[numbers] for offsets in (cu_seqlens_q, cu_seqlens_k)]
-    lengths = [offsets.long().diff()[numbers] for offsets in (cu_seqlens_q, cu_seqlens_k)]
-    return torch.stack(SequenceOfQuery(numbers, *begins, *lengths), dim=1).int()
+    numbers, begin_k, seqlen_k = keys_of_rows(cu_seqlens_q, cu_seqlens_k, total_q)
+    begin_q, seqlen_q = (of_all[numbers] for of_all in (cu_seqlens_q, cu_seqlens_q.diff()))
+    found = SequenceOfQuery(numbers, begin_q, begin_k, seqlen_q, seqlen_k)
+    return torch.stack([column.int() for column in found], dim=1)
 
 
 def _with_table(given: Any, functions: Functions, table: torch.Tensor) -> Any:

@@ -126,20 +126,21 @@ class BackwardProblem:
         forward, (left, right) = self.forward, self.forward.options.window
         own = self.kernels.stored_keys if self.keeps_ds else self.kernels.anew_keys
         kernel = kernel or own
-        seen = forward.max_seqlen_q
+        seen, keys = forward.max_seqlen_q, forward.max_seqlen_k
+        if right is not None:
+            seen = min(seen, keys + right)
+        band = seen
         if left is not None and right is not None:
-            seen = min(seen, left + right + kernel.keys)
-        bounded = left is not None or right is not None
+            band = min(seen, left + right + kernel.keys)
         mean = 1.0
         if forward.ragged:
             mean = 0.5
-        elif bounded and seen == forward.max_seqlen_q:
-            # From all queries at the first tile to one tile's at the last.
-            of_sequence = -(-forward.max_seqlen_k // kernel.keys)
-            mean = (of_sequence + 1) / (2 * of_sequence) if of_sequence else 1.0
+        elif (left is not None or right is not None) and band == seen:
+            # Over as many keys as there are queries a tile's fall to none.
+            mean = 1 - max(min(seen, keys) - kernel.keys, 0) / (2 * max(keys, 1))
         launch = replace(forward, sequences=sequences)
         tiles = heads_kv * count_key_tiles(launch, self.k_shape, kernel.keys)
-        steps = -(-seen // kernel.queries)
+        steps = -(-band // kernel.queries)
         return choose_head_parts((tiles, steps), self.group, gpu, mean, kernel)
 
     @property

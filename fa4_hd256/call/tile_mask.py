@@ -91,8 +91,10 @@ class TileMask:
     @classmethod
     def of_kinds(cls, lengths: tuple[int, int], kinds: torch.Tensor) -> TileMask:
         """The same without bits."""
-        numbers = torch.tensor([ABSENT, ASKED, FULL], dtype=torch.int32, device=kinds.device)
-        return cls(lengths, numbers[_with_end(lengths, kinds).long()], None)
+        kinds = _with_end(lengths, kinds)
+        tiles = torch.full_like(kinds, ABSENT, dtype=torch.int32)
+        tiles.masked_fill_(kinds == PARTIAL, ASKED).masked_fill_(kinds == WHOLE, FULL)
+        return cls(lengths, tiles, None)
 
     @property
     def lists(self) -> TileMask:

@@ -48,10 +48,11 @@ def _in_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
         of_query = SequenceOfQuery.at(rows, place.query)
         # Keys of other sequences, which it does not see, are the nearest one's.
         key = cutlass.max(cutlass.min(place.key - of_query.begin_k, of_query.seqlen_k - 1), 0)
+        # Likewise rows behind the last sequence.
+        query = cutlass.max(cutlass.min(place.query - of_query.begin_q, of_query.seqlen_q - 1), 0)
         inside = Scored(
-            of_query.number, place.head, place.query - of_query.begin_q, key,
-            of_query.seqlen_q, of_query.seqlen_k,
-        )  # fmt: skip
+            of_query.number, place.head, query, key, of_query.seqlen_q, of_query.seqlen_k
+        )
         return function(score, inside, tuple(own))
 
     return of_sequence

@@ -10,6 +10,7 @@ last.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,6 +90,24 @@ class FunctionKind:
         return self._known[key]
 
 
-def _code(function: Any) -> Any:
+def _code(function: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """What tells functions apart that a user gave one key: code, constants, and what they hold.
+    inside: of which functions it is held."""
     code = getattr(function, "__code__", None)
-    return None if code is None else (code.co_code, code.co_names)
+    if code is None or any(outer is function for outer in inside):
+        return None
+    held = (cell.cell_contents for cell in function.__closure__ or ())
+    values = (*(function.__defaults__ or ()), *held)
+    return _of_code(code), tuple(_of_value(value, (*inside, function)) for value in values)
+
+
+def _of_code(code: types.CodeType) -> Any:
+    inner = (_of_code(c) if isinstance(c, types.CodeType) else (type(c), c) for c in code.co_consts)
+    return code.co_code, code.co_names, tuple(inner)
+
+
+def _of_value(value: Any, inside: tuple[Any, ...]) -> Any:
+    """Of plain values what they are, of functions their code, of others which they are."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return type(value), value
+    return _code(value, inside) if hasattr(value, "__code__") else id(value)

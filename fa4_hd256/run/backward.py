@@ -301,11 +301,12 @@ def _dq_maker(problem: BackwardProblem) -> Make:
 
 
 def _dkdv_maker(problem: BackwardProblem) -> Make:
-    """The gradient of k, or of v, to write to, or to add to in float32."""
+    """The gradient of k, or of v, to write to; in float32 where it is added to or rounded later."""
     forward = problem.forward
     is_exact = problem.dkdv_class.partial and not problem.sums
     dtype = torch.float32 if is_exact else forward.dtype
     is_zero = problem.has_no_queries or problem.adds or _leaves_keys(problem)
+    is_zero = is_zero and not problem.sums  # which fill all of it
     batch, rows, heads, columns = problem.k_shape
     return _maker(forward, (batch, rows, heads * problem.copies, columns), dtype, is_zero)
 

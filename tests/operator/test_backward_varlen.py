@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from backward_cases import accurate, inputs
+from backward_cases import accurate, inputs, last_reports
 
 from fa4_hd256 import flash_attn_varlen_func
 from fa4_hd256.check import reference
@@ -135,14 +135,13 @@ def test_the_longest_key_sequence_need_not_be_given(device):
 @pytest.mark.slow
 def test_grids_follow_the_longest_sequence():
     """64 sequences of 34 tokens: one block of queries and one of keys each, not the total's."""
-    import sm100_sim
 
     lengths = ((34,) * 64,) * 2
     tensors = packed(lengths, (1, 1), torch.bfloat16, "cpu")
     dout = torch.randn_like(tensors[0])
     found = gradients(tensors, dout, causal=True, **lengths_of(lengths, "cpu"))
     check_each(found, tensors, dout, lengths, causal=True)
-    preprocess, dv, products = sm100_sim.last_reports()[-3:]
+    preprocess, dv, products = last_reports(3)
     assert preprocess.grid == (64 * 256 // 128, 1, 1)
     assert dv.grid == (2 * 64, 1, 1)
     # As many tiles of dK and of dQ, on the 74 CTA pairs that there are.
@@ -231,7 +230,6 @@ def test_nothing_to_do(device):
 @pytest.mark.slow
 def test_schedulers_give_the_same_bits(monkeypatch):
     """FA_CLC and use_clc select the same kernels; clusters really take tiles from others."""
-    import sm100_sim
 
     lengths = ((300, 0, 5, 700, 64), (200, 9, 0, 300, 64))
     tensors = packed(lengths, (4, 2), torch.bfloat16, "cpu")
@@ -244,7 +242,7 @@ def test_schedulers_give_the_same_bits(monkeypatch):
         monkeypatch.setenv("SM100_SIM_CLUSTERS", str(resident))
         got = gradients(tensors, dout, use_clc=argument, **call)
         assert all(torch.equal(got[name], expected[name]) for name in "qkv")
-        dv, products = sm100_sim.last_reports()[-2:]
+        dv, products = last_reports(2)
         # Of dV blocks of 256 keys x the heads of each KV head's group, a part each, x batch. Of the
         # products as many, and blocks of 256 queries x heads x batch.
         of_keys, of_queries = 2 * 4 * 5, 3 * 4 * 5
@@ -259,7 +257,6 @@ def test_schedulers_give_the_same_bits(monkeypatch):
 def test_each_direction_has_a_scheduler_of_its_own_by_default(monkeypatch):
     """Seven of eight sequences have one row: the forward counts past their blocks, while dQ and
     dK/dV ask for each tile, unless FA_CLC says otherwise."""
-    import sm100_sim
 
     lengths = ((300, *(1,) * 7),) * 2
     tensors = packed(lengths, (2, 1), torch.bfloat16, "cpu")
@@ -270,6 +267,6 @@ def test_each_direction_has_a_scheduler_of_its_own_by_default(monkeypatch):
         if setting is not None:
             monkeypatch.setenv("FA_CLC", setting)
         gradients(tensors, dout, **call)
-        forward, _, dkdv, dq = sm100_sim.last_reports()[-4:]
+        forward, _, dkdv, dq = last_reports(4)
         asked = [report.clc["try_cancel"] > 0 for report in (forward, dkdv, dq)]
         assert asked == dynamic, setting

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks, packed_row
 from fa4_hd256.check import reference
+from fa4_hd256.kernels.row_places import SequenceOfQuery
 from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import alibi
 
@@ -208,3 +209,28 @@ def test_graphs_take_a_mask_made_before(device):
 
     with pytest.raises(Exception, match="inside torch.compile; accepted: a mask of"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(q)
+
+
+def test_rows_behind_the_last_sequence_see_nothing():
+    """By both forms alike; what a function of scores is told of them is a place that exists."""
+    cu_q, cu_k = (torch.tensor(of, dtype=torch.int32) for of in ([0, 3, 5], [0, 4, 4]))
+    numbers, begins, counts = masks.keys_of_rows(cu_q, cu_k, 8)
+    assert numbers.tolist() == [0] * 3 + [1] * 5
+    assert begins.tolist() == [0] * 3 + [4] * 5 and counts.tolist() == [4] * 3 + [0] * 5
+    table = SequenceOfQuery(*packed_row._table(8, cu_q, cu_k).unbind(1))
+    assert table.seqlen_k.tolist() == counts.tolist()
+    assert table.seqlen_q.tolist() == [3] * 3 + [2] * 5
+    mask, cu_k = masks.from_dense(torch.ones(8, 6) > 0), torch.tensor([0, 4, 6], dtype=torch.int32)
+    joined = masks.in_sequences(mask, cu_q, cu_k).dense()[0, 0]
+    assert not joined[5:].any() and joined[3:5, 4:].all() and joined[:3, :4].all()
+
+
+def test_what_inference_made_may_be_trained_with(device):
+    tensors = tuple(tensor.requires_grad_() for tensor in row(device=device))
+    mask = masks.from_dense(torch.ones(8, 8, device=device) > 0)
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    given = (cu, cu, 5, 5)
+    with torch.inference_mode():
+        flash_attn_varlen_func(*tensors, *given, block_mask=mask)
+    flash_attn_varlen_func(*tensors, *given, block_mask=mask).sum().backward()
+    assert all(tensor.grad is not None for tensor in tensors)

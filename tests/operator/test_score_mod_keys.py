@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -213,3 +214,40 @@ def test_another_process_finds_the_kernels(tmp_path, monkeypatch):
         for _ in range(2)
     ]  # fmt: skip
     assert found == [["2", "0"], ["0", "2"]]
+
+
+def both(first, second):
+    return lambda *given: first(*given) + second(*given)
+
+
+def times(factor):
+    """A wrapper that is no decorator of CuTe DSL's."""
+
+    def of(function):
+        @functools.wraps(function)
+        def scaled(*given):
+            return function(*given) * factor
+
+        return scaled
+
+    return of
+
+
+def test_functions_of_one_factory_are_not_taken_for_each_other():
+    """Though the code of the inner one is that of the outer one."""
+    one, two, three = (plus(float(n)) for n in range(3))
+    nested = [both(both(one, two), three), both(both(one, three), three), both(one, two)]
+    assert len({key_of(function) for function in nested}) == 3
+    assert key_of(both(both(one, two), three)) == key_of(nested[0])
+
+
+def test_what_a_wrapper_does_counts():
+    found = [times(2.0)(capped), times(3.0)(capped), capped, times(2.0)(times(3.0)(capped))]
+    assert len({key_of(function) for function in found}) == len(found)
+
+
+def test_a_key_of_ones_own_for_another_constant_is_noticed():
+    ScoreMod(plus(1.0), None, "my own")
+    ScoreMod(plus(1.0), None, "my own")
+    with pytest.raises(ValueError, match="'my own' of a score_mod names other functions"):
+        ScoreMod(plus(2.0), None, "my own")

@@ -177,7 +177,7 @@ def test_parts_of_a_portion():
     of_sequence = whole.ds_bytes_of_head // 4
     sizes = 4, 2, 1, 0.5
     head_parts = [divide(whole, int(size * of_sequence), GPU).problem.head_parts for size in sizes]
-    assert head_parts == [8, 4, 4, 4]
+    assert head_parts == [2, 4, 4, 4]
     copied = problem((4096, 4096), (16, 1), 4, copies=4)
     for size in (4, 1, 0.5):
         assert divide(copied, int(size * copied.ds_bytes_of_head / 4), GPU).problem.head_parts == 4

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backward_cases import gradients, inputs
+from backward_cases import gradients, inputs, last_reports
 
-import sm100_sim
 from fa4_hd256 import BackwardConfig
 from fa4_hd256.kernels.blackwell.backward.config import BackwardWarpPlan
 from fa4_hd256.kernels.problem_class import GradientClass, ProblemClass
@@ -38,7 +37,7 @@ def run(lengths, heads=(2, 1), causal=True, config=STORED, **options):
     tensors = inputs(lengths, heads)
     options["backward_config"] = config
     found = gradients(tensors, torch.randn_like(tensors[0]), causal=causal, **options)
-    return found, sm100_sim.last_reports()[-3:]
+    return found, last_reports(3)
 
 
 # Several tiles either way, with rests; more queries than keys, so that some see nothing.
