@@ -6,9 +6,12 @@ evaluate these by the rows of `OPERATIONS`, in float32, int32 and bool.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cutlass
@@ -17,6 +20,8 @@ import torch
 from cutlass import Boolean, Float32, Int32
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+
+from ..kernels.user_functions import SelfDescribed
 
 __all__ = ["MASK", "OPERATIONS", "SCORE", "ScoreGraph", "TranslationError"]
 
@@ -188,6 +193,14 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "full": lambda _, value, **__: value,
 }
 
+
+
+@functools.cache
+def _source() -> str:
+    """Names the rows above, which caches of kernels do not look into."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
 #: Operators that take an element of a tensor, or what lies at one of its first dimension.
 _INDEXING = ("index", "select")
 
@@ -200,7 +213,7 @@ class _Elements:
     indices: tuple[Any, ...] = ()
 
 
-class ScoreGraph:
+class ScoreGraph(SelfDescribed):
     """A function of (score, batch, head, query, key), or of a mask the same without the score,
     tensors of no dimension, as PyTorch traced it.
 
@@ -226,9 +239,9 @@ class ScoreGraph:
 
     @property
     def text(self) -> str:
-        """What is computed; of tensors their kind and number."""
+        """What is computed, and how; of tensors their kind and number."""
         tensors = [(str(t.dtype), t.ndim) for t in self._tensors]
-        return f"{self._module.code} {tensors} {self._captured}"
+        return f"{self._kind} {self._module.code} {tensors} {self._captured} {_source()}"
 
     @property
     def number(self) -> bool | int | float | None:

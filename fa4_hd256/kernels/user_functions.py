@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["FunctionClass", "FunctionKind", "Functions"]
+__all__ = ["FunctionClass", "FunctionKind", "Functions", "SelfDescribed"]
 
 #: That such a function of the user's may read.
 MOST_TENSORS = 4
@@ -27,6 +27,15 @@ class Functions(NamedTuple):
 
     function: Callable[..., Any]
     slope: Callable[..., Any] | None = None
+
+
+class SelfDescribed:
+    """What a function may hold that says itself all that it computes."""
+
+    @property
+    def text(self) -> str:
+        """All of that; of others that compute the same, the same."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -110,4 +119,6 @@ def _of_value(value: Any, inside: tuple[Any, ...]) -> Any:
     """Of plain values what they are, of functions their code, of others which they are."""
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return type(value), value
+    if isinstance(value, SelfDescribed):
+        return type(value), value.text
     return _code(value, inside) if hasattr(value, "__code__") else id(value)

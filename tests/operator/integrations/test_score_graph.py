@@ -1,5 +1,7 @@
 """FlexAttention's functions of scores as kernels evaluate them, and what is refused."""
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 import pytest
@@ -140,6 +142,17 @@ def test_a_key_follows_what_is_computed():
 
     assert by(1.0) == by(1.0) == by(1.0, SLOPES + 1)
     assert len({by(1.0), by(2.0), by(1.0, IS_LOCAL), by(1.0, torch.ones(4).int())}) == 4
+
+
+def test_a_function_may_be_traced_again():
+    def twice(key=None):
+        mods = [score_mod_of(lambda s, b, h, q, k, n=n: s * n) for n in (2.0, 2.0, 3.0)]
+        for mod in mods:
+            replace(mod, key=key or mod.key)
+
+    twice()
+    with pytest.raises(ValueError, match="'of mine' of a score_mod names other functions"):
+        twice("of mine")
 
 
 @pytest.mark.parametrize(
