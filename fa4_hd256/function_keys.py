@@ -135,7 +135,14 @@ def _described_function(
     yield from _described(tuple(sorted(named.items())), inside)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name
-        yield from _described(cell.cell_contents, inside)
+        try:
+            held = cell.cell_contents
+        except ValueError:
+            raise ValueError(
+                f"a function reads {name!r}, which has no value yet; accepted: one that was "
+                "assigned before"
+            ) from None
+        yield from _described(held, inside)
     for name in sorted(_globals_read(code)):
         # Others are Python's own, or there is no such name.
         if name in function.__globals__:

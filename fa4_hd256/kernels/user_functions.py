@@ -5,7 +5,7 @@ NOTE [functions by key].  A problem class names such a function by a key, which 
 the caches can carry; `FunctionKind.functions_of` finds the functions of a key in this process,
 where `FunctionKind.register` has put them.  Keys with a prefix of `FunctionKind.derive` name
 functions that are made of others, in any process that knows these; they read one more tensor, the
-last.
+last, and are not kept.
 """
 
 from __future__ import annotations
@@ -68,29 +68,40 @@ class FunctionKind:
         """Let keys that begin with a prefix name what is made of the functions of the rest."""
         self._derived[prefix] = make
 
+    def users_key(self, key: str) -> str:
+        """Of the user's functions, of which those of a key are made, or which they are."""
+        prefix = self._prefix_of(key)
+        return key if prefix is None else self.users_key(key.removeprefix(prefix))
+
     def most_tensors(self, key: str) -> int:
-        """That functions of a key may read."""
-        return MOST_TENSORS + any(key.startswith(prefix) for prefix in self._derived)
+        """That functions of a key may read: of those made of others made of others no more."""
+        return MOST_TENSORS + (self._prefix_of(key) is not None)
 
     def register(self, key: str, functions: Functions) -> None:
         """Let kernels find functions by a key, which names them.
 
-        Raises ValueError for a key that has other functions already.
+        Raises ValueError for a key that has other functions already, or that would be of functions
+        made of some that this process does not know.
         """
-        known = self._known.get(key)
-        if known is not None and [_code(f) for f in known] != [_code(f) for f in functions]:
+        is_made = self._prefix_of(key) is not None
+        known = self.functions_of(key) if is_made else self._known.get(key)
+        if known is not None and [_told(f) for f in known] != [_told(f) for f in functions]:
             raise ValueError(
                 f"the key {key!r} of a {self.argument} names other functions already; accepted: a "
                 f"key for each, as {self.title}.of derives it"
             )
-        self._known[key] = functions
+        if not is_made:
+            self._known[key] = functions
+
+    def _prefix_of(self, key: str) -> str | None:
+        return next((prefix for prefix in self._derived if key.startswith(prefix)), None)
 
     def functions_of(self, key: str) -> Functions:
         """Those of a key.  Raises ValueError for one that this process does not know."""
-        for prefix, make in self._derived.items():
-            if key.startswith(prefix):
-                function, slope = self.functions_of(key.removeprefix(prefix))
-                return Functions(make(function), None if slope is None else make(slope))
+        prefix = self._prefix_of(key)
+        if prefix is not None:
+            make, (function, slope) = self._derived[prefix], self.functions_of(key[len(prefix) :])
+            return Functions(make(function), None if slope is None else make(slope))
         if key not in self._known:
             raise ValueError(
                 f"this process knows no {self.argument} {key!r}; make the {self.title} of this key "
@@ -99,26 +110,38 @@ class FunctionKind:
         return self._known[key]
 
 
-def _code(function: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """What tells functions apart that a user gave one key: code, constants, and what they hold.
-    inside: of which functions it is held."""
-    code = getattr(function, "__code__", None)
-    if code is None or any(outer is function for outer in inside):
-        return None
-    held = (cell.cell_contents for cell in function.__closure__ or ())
-    values = (*(function.__defaults__ or ()), *held)
-    return _of_code(code), tuple(_of_value(value, (*inside, function)) for value in values)
-
-
-def _of_code(code: types.CodeType) -> Any:
-    inner = (_of_code(c) if isinstance(c, types.CodeType) else (type(c), c) for c in code.co_consts)
-    return code.co_code, code.co_names, tuple(inner)
-
-
-def _of_value(value: Any, inside: tuple[Any, ...]) -> Any:
-    """Of plain values what they are, of functions their code, of others which they are."""
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return type(value), value
+def _told(value: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """What tells values apart that a function of a user's is, or holds: of plain values what they
+    are, of functions their code and what they hold, of others which they are.  inside: of which
+    functions it is held."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None), type(Ellipsis))):
+        return type(value), repr(value)  # 0.0 is not -0.0
+    if isinstance(value, (tuple, frozenset)):
+        parts = value if isinstance(value, tuple) else sorted(value, key=repr)
+        return type(value), tuple(_told(part, inside) for part in parts)
     if isinstance(value, SelfDescribed):
         return type(value), value.text
-    return _code(value, inside) if hasattr(value, "__code__") else id(value)
+    if isinstance(value, types.CodeType):
+        return value.co_code, value.co_names, _told(value.co_consts)
+    if isinstance(value, types.MethodType):
+        return types.MethodType, _told(value.__func__, inside), _told(value.__self__, inside)
+    if not isinstance(value, types.FunctionType):
+        return id(value)
+    for place, outer in enumerate(inside):
+        if outer is value:
+            return "itself", place
+    held = map(_held, value.__closure__ or ())
+    named = value.__kwdefaults__ or {}
+    values = value.__defaults__, *held, *sorted(named), *(named[name] for name in sorted(named))
+    return _told(value.__code__), tuple(_told(one, (*inside, value)) for one in values)
+
+
+#: In the place of what a function holds before it is assigned.
+_NOTHING = object()
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _NOTHING

@@ -251,3 +251,95 @@ def test_a_key_of_ones_own_for_another_constant_is_noticed():
     ScoreMod(plus(1.0), None, "my own")
     with pytest.raises(ValueError, match="'my own' of a score_mod names other functions"):
         ScoreMod(plus(2.0), None, "my own")
+
+
+class Times:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, score, place, tensors):
+        return score * self.factor
+
+    def method(self, score, place, tensors):
+        return score * self.factor
+
+
+def by_keyword(number):
+    def f(score, place, tensors, *, factor=number):
+        return score * factor
+
+    return f
+
+
+def that_calls(name):
+    """A function that calls one which calls one which calls one of these back."""
+
+    def last(*given):
+        return target(*given)
+
+    def middle(*given):
+        return last(*given)
+
+    def first(*given):
+        return middle(*given)
+
+    target = {"first": first, "middle": middle, "last": last}[name]
+    return first
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Times(2.0), Times(3.0)),
+        (Times(2.0).method, Times(3.0).method),
+        (functools.partial(capped), functools.partial(capped)),
+        (by_keyword(2.0), by_keyword(3.0)),
+        (plus(0.0), plus(-0.0)),
+        (that_calls("first"), that_calls("middle")),
+    ],
+    ids=["instances", "methods", "partial", "keywords", "zeros", "recursion"],
+)
+def test_what_a_key_of_ones_own_tells_apart(one, other, request):
+    key = f"apart {request.node.callspec.id}"
+    for _ in range(2):
+        ScoreMod(one, None, key)
+    with pytest.raises(ValueError, match=f"'{key}' of a score_mod names other functions"):
+        ScoreMod(other, None, key)
+
+
+def test_what_is_made_again_is_the_same():
+    """By its key, and by one of one's own."""
+    for number in (float("nan"), (1.0, (2.0, 3.0))):
+        mods = [ScoreMod.of(times((number,))(capped)) for _ in range(2)]
+        assert mods[0].key == mods[1].key
+        for mod in mods:
+            replace(mod, key=f"again {number}")
+
+
+def test_keys_that_others_are_made_by():
+    """Those of functions in a part, or in a row, are no one's own."""
+    for key in ("in a part: alibi", "in a row: alibi"):
+        with pytest.raises(ValueError, match=f"'{key}' of a score_mod names other functions"):
+            ScoreMod(capped, None, key)
+        ScoreMod(*SCORE_MOD.functions_of(key), key)
+    with pytest.raises(ValueError, match="knows no score_mod 'nobody'"):
+        ScoreMod(capped, None, "in a row: nobody")
+
+
+def test_tensors_of_functions_made_of_others():
+    """A kernel has room for one more than a user's, however often they are made."""
+    key, ones = "in a row: in a part: alibi", (torch.ones(1),)
+    functions = SCORE_MOD.functions_of(key)
+    assert len(ScoreMod(*functions, key, ones * 5).tensors) == len(SCORE_MOD.tensors)
+    with pytest.raises(ValueError, match="a ScoreMod has 6 tensors; accepted: up to 5"):
+        ScoreMod(*functions, key, ones * 6)
+
+
+def test_a_function_that_is_not_whole_yet():
+    def unfinished(score, place, tensors):
+        return score * later
+
+    with pytest.raises(ValueError, match="reads 'later', which has no value yet"):
+        ScoreMod.of(unfinished)
+    later = 2.0
+    ScoreMod.of(unfinished)
