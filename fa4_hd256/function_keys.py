@@ -53,7 +53,10 @@ def key_of(kind: FunctionKind, *functions: Any) -> str:
         for word in _described(given, ()):
             digest.update(f"{len(word)}:{word}".encode())
     name = getattr(functions[0], "__name__", kind.argument)
-    return f"{name}-{digest.hexdigest()[:32]}"
+    key = f"{name}-{digest.hexdigest()[:32]}"
+    count = len(functions)
+    kind.note_derived(key, lambda traced: key_of(kind, *traced[:count]))
+    return key
 
 
 #: Packages whose functions, classes and modules mean the same wherever they have the same name: of

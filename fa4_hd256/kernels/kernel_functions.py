@@ -10,11 +10,19 @@ from .mask_function import MASK_MOD, MASK_TENSORS, MaskFunction
 from .score_change import SCORE_MOD, SCORE_TENSORS, ScoreChange, ScorePlaces
 from .user_functions import FunctionKind
 
-__all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "FunctionsOfKernel"]
+__all__ = ["FUNCTION_KINDS", "FUNCTION_TENSORS", "FunctionsOfKernel", "check_unchanged"]
 
 #: In the order in which kernels get what their functions read.
 FUNCTION_KINDS: tuple[FunctionKind, ...] = (SCORE_MOD, MASK_MOD)
 FUNCTION_TENSORS = (*SCORE_TENSORS, *MASK_TENSORS)
+
+
+def check_unchanged(problem_class: Any) -> None:
+    """`FunctionKind.check_unchanged` of the functions of a kernel, if it has any."""
+    for kind in FUNCTION_KINDS:
+        asked = getattr(problem_class, kind.argument, None)
+        if asked is not None:
+            kind.check_unchanged(asked.key)
 
 
 class FunctionsOfKernel:

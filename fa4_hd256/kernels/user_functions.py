@@ -60,6 +60,7 @@ class FunctionKind:
         what = argument.removesuffix("_mod")
         self.tensors = tuple(f"{what}_tensor_{i}" for i in range(MOST_TENSORS + 1))
         self._known: dict[str, Functions] = {}
+        self._keys: dict[str, Callable[[Functions], str]] = {}
         self._derived: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
 
     def derive(
@@ -92,6 +93,24 @@ class FunctionKind:
             )
         if not is_made:
             self._known[key] = functions
+
+    def note_derived(self, key: str, key_of: Callable[[Functions], str]) -> None:
+        """A key was derived of functions. key_of: derives it again."""
+        self._keys[key] = key_of
+
+    def check_unchanged(self, key: str) -> None:
+        """Functions that are about to be compiled are those that their key was derived of.
+
+        Raises ValueError where what they close over, their defaults or globals changed since:
+        caches would know what is compiled by another meaning.
+        """
+        key = self.users_key(key)
+        if key in self._keys and self._keys[key](self.functions_of(key)) != key:
+            raise ValueError(
+                f"the {self.argument} {key!r} has changed since {self.title}.of was called: its "
+                "defaults, what it closes over or a global that it reads; accepted: one that stays "
+                f"as it was then. Call {self.title}.of again"
+            )
 
     def _prefix_of(self, key: str) -> str | None:
         return next((prefix for prefix in self._derived if key.startswith(prefix)), None)

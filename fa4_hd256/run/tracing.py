@@ -11,6 +11,7 @@ from typing import Any
 from fa4_hd256 import environment
 from fa4_hd256.architectures import ARCHITECTURES
 from fa4_hd256.gpus import family
+from fa4_hd256.kernels.kernel_functions import check_unchanged
 
 from .catalogue import KernelSpec, build
 
@@ -20,11 +21,13 @@ __all__ = ["targeting", "trace_and_compile"]
 def trace_and_compile(spec: KernelSpec) -> Any:
     """Trace and compile, past every cache; returns what `cute.compile` returned.
 
-    Line information is kept, so that the simulator and profilers can name the Python line.
+    Line information is kept, so that the simulator and profilers can name the Python line. Raises
+    ValueError for functions of the user's that changed since their key was derived.
     """
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir, GenerateLineInfo, GPUArch, KeepCUBIN, KeepPTX
 
+    check_unchanged(spec.problem_class)
     kernel, arguments = build(spec)
     target = family.target(spec.architecture)
     with targeting(target), tempfile.TemporaryDirectory(prefix="fa4_hd256_") as scratch:

@@ -17,9 +17,11 @@ from operator_calls import forward_arguments
 from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.kernels.kernel_functions import check_unchanged
 from fa4_hd256.kernels.problem_class import ProblemClass
 from fa4_hd256.kernels.score_change import SCORE_MOD
 from fa4_hd256.kernels.user_functions import FunctionClass
+from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.run.catalogue import KernelSpec, backward_specs
 from fa4_hd256.run.kernel_names import kernel_named, name_of
 from fa4_hd256.run.tracing import trace_and_compile
@@ -343,3 +345,29 @@ def test_a_function_that_is_not_whole_yet():
         ScoreMod.of(unfinished)
     later = 2.0
     ScoreMod.of(unfinished)
+
+
+def test_what_changes_before_it_is_compiled(monkeypatch):
+    """A kernel is never kept by the key of another; calls in a part and in a row are no others."""
+    mod = ScoreMod.of(capped)
+    for key in (mod.key, "in a row: " + mod.key, "in a part: in a row: " + mod.key):
+        own = ProblemClass(torch.bfloat16, score_mod=FunctionClass(key))
+        check_unchanged(own)
+        with monkeypatch.context() as changed:
+            changed.setitem(globals(), "BOUND", 3.0)
+            says = f"{mod.key}' has changed since ScoreMod.of was called.*ScoreMod.of again"
+            with pytest.raises(ValueError, match=says):
+                trace_and_compile(KernelSpec("forward", ForwardConfig(), own))
+            check_unchanged(replace(own, score_mod=FunctionClass(ScoreMod.of(capped).key)))
+    limit = 3
+
+    def near(batch, head, query, key, tensors):
+        return query - key < limit
+
+    masked = ProblemClass(torch.bfloat16, mask_mod=FunctionClass(MaskMod.of(near).key))
+    check_unchanged(masked)
+    limit = 4
+    with pytest.raises(ValueError, match="has changed since MaskMod.of was called"):
+        check_unchanged(masked)
+    # Of a key of one's own nothing is known.
+    check_unchanged(replace(masked, mask_mod=FunctionClass(MaskMod(near, "near").key)))
