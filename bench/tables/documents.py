@@ -62,9 +62,11 @@ _VALIDATE = ("validate", "--no-hopper")
 _DENSE = ("throughput", "--modelled", "--group", "dense", "--heads", "8/8")
 
 
-_DECIDED = (
-    "'order, forward'", "'scheduler, forward'", "'claims, forward'", "'stages, forward'",
-)  # fmt: skip
+_DECIDED = tuple(
+    f"'{what}, {direction}'"
+    for direction in ("forward", "backward")
+    for what in ("order", "scheduler", "claims", "stages")
+)
 
 
 def _beside(*providers: str) -> tuple[str, ...]:
