@@ -14,6 +14,7 @@ from .call.checks import (
     bounds_of,
     check_apart,
     check_kinds,
+    check_lists,
     check_longest,
     check_mask_of,
     check_mask_options,
@@ -216,6 +217,8 @@ def flash_attn_varlen_func(
             "scheduler_metadata": scheduler_metadata, "tree_mask": tree_mask,
         }  # fmt: skip
         functions = block_mask, mask_mod, score_mod
+        if out is not None:
+            check_out(out, q)
         row = packed_row((q, k, v), (cu_seqlens_q, cu_seqlens_k), apart, functions)
         found, lse = flash_attn_func(
             row.q, row.k, row.v, softmax_scale, causal, window_size, learnable_sink, softcap,
@@ -279,13 +282,7 @@ def mask_tables(
 
     Raises as `as_tile_mask`, and ValueError for one of other lengths or of another device.
     """
-    if block_mask is None:
-        raise ValueError(
-            "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
-            "accepted: both. torch.nn.attention.flex_attention.create_block_mask makes a BlockMask "
-            "of the same function in PyTorch, BlockMask.from_kv_blocks one of lists of blocks, "
-            "fa4_hd256.masks named ones"
-        )
+    check_lists(block_mask)
     check_kinds({"q": q, "k": k}, {}, BY_RULE)
     mask = as_tile_mask(block_mask, with_bits=with_bits)
     check_mask_of(mask.lengths, mask.device, q, k)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .call.mask_checks import check_integers, check_offsets, check_whole
 from .call.tile_mask import (
     ABSENT,
     EMPTY,
@@ -48,7 +49,8 @@ def prefix_lm(
     """Causal, but for the first `prefix` keys, which every query sees.
 
     prefix: an int, or (batch,) integers, whose device is the mask's; seqlen_k: `seqlen` if None.
-    Raises TypeError for a prefix of another kind, ValueError for a length below 1.
+    Raises TypeError for another kind, ValueError for a length below 1 and a prefix below 0, of
+    tensors on the CPU, for no prefix, and for a device that is not the tensor's.
     """
     prefix = _per_sequence("prefix", prefix, device)
     own = _levels(seqlen, seqlen_k, prefix.device)
@@ -62,10 +64,11 @@ def sliding_window(
 ) -> TileMask:  # fmt: skip
     """Causal, the key level with a query, `window` keys before it, and the first `first_tokens`.
 
-    Raises ValueError for a window or first_tokens below 0 and a length below 1.
+    Raises TypeError for another kind, ValueError for a window or first_tokens below 0 and a length
+    below 1.
     """
-    if window < 0 or first_tokens < 0:
-        raise ValueError(f"window is {window}, first_tokens {first_tokens}; accepted: 0 or more")
+    check_whole("window", window)
+    check_whole("first_tokens", first_tokens)
     own = _levels(seqlen, seqlen_k, torch.device(device or "cpu"))
     level = own.level[None]
     return own.mask(level - window, level + 1, first_tokens)
@@ -78,13 +81,15 @@ def documents(
 
     ids: (batch, seqlen) or (seqlen,) integers; neighbours with the same number are of one document.
     causal: it sees none behind itself. window: with causal, so many before itself.
-    Raises TypeError for ids that are no integers, ValueError for other dimensions, or a window
-    without causal.
+    Raises TypeError for ids that are no integers and other kinds, ValueError for other dimensions,
+    or a window without causal.
     """
-    if window is not None and (not causal or window < 0):
-        raise ValueError(
-            f"window is {window} with causal={causal}; accepted: 0 or more, with causal=True"
-        )
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is {causal!r}; accepted: True or False")
+    if window is not None:
+        check_whole("window", window)
+        if not causal:
+            raise ValueError(f"window is {window} with causal=False; accepted: causal=True")
     ids = _rows_of_ids("ids", ids)
     own = _levels(ids.shape[1], None, ids.device)
     first, limit = _runs(ids)
@@ -103,8 +108,8 @@ def bidirectional_blocks(blocks: torch.Tensor, *, window: int | None = None) -> 
     its block; None for all. Raises TypeError for blocks that are no integers, ValueError for other
     dimensions or a window below 0.
     """
-    if window is not None and window < 0:
-        raise ValueError(f"window is {window}; accepted: 0 or more, or None")
+    if window is not None:
+        check_whole("window", window)
     blocks = _rows_of_ids("blocks", blocks)
     own = _levels(blocks.shape[1], None, blocks.device)
     begin, end = _runs(blocks)
@@ -126,12 +131,12 @@ def from_dense(mask: torch.Tensor) -> TileMask:
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise TypeError(f"mask is {kind}; accepted: a bool tensor, True where a key is seen")
-    if mask.ndim == 2:
+    if mask.layout == torch.strided and mask.ndim == 2:
         mask = mask[None, None]
-    if mask.ndim != 4 or mask.numel() == 0:
+    if mask.layout != torch.strided or mask.ndim != 4 or mask.numel() == 0:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)}; accepted: (seqlen_q, seqlen_k) or (1 or batch, "
-            "1 or heads, seqlen_q, seqlen_k), none of them 0"
+            f"mask has shape {tuple(mask.shape)} and layout {mask.layout}; accepted: dense ones of "
+            "(seqlen_q, seqlen_k) or (1 or batch, 1 or heads, seqlen_q, seqlen_k), none of them 0"
         )
     for dimension in range(2):
         if mask.stride(dimension) == 0:
@@ -187,9 +192,11 @@ def in_sequences(
 
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets, on the mask's device. Rows behind the last
     offset are of no sequence, and see nothing. with_bits: as of `from_block_mask`.
-    Raises as `as_tile_mask`.
+    Raises as `as_tile_mask`, TypeError for offsets of another kind, ValueError for others than
+    these; contents are checked on the CPU alone.
     """
     mask = as_tile_mask(block_mask, with_bits=with_bits)
+    check_offsets((cu_seqlens_q, cu_seqlens_k), mask.lengths, mask.device)
     _, begins, counts = keys_of_rows(cu_seqlens_q, cu_seqlens_k, mask.lengths[0])
     is_any = counts > 0
     first = torch.where(is_any, begins, mask.lengths[1])
@@ -331,8 +338,7 @@ class _Levels:
 def _levels(seqlen: int, seqlen_k: int | None, device: torch.device) -> _Levels:
     lengths = seqlen, seqlen if seqlen_k is None else seqlen_k
     for name, length in zip(("seqlen", "seqlen_k"), lengths, strict=True):
-        if length < 1:
-            raise ValueError(f"{name} is {length}; accepted: 1 or more")
+        check_whole(name, length, 1)
     return _Levels(lengths, device)
 
 
@@ -355,22 +361,18 @@ def _runs(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows_of_ids(name: str, ids: Any) -> torch.Tensor:
-    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise TypeError(f"{name} is {kind}; accepted: a tensor of integers")
-    if ids.ndim == 1:
-        ids = ids[None]
-    if ids.ndim != 2 or ids.numel() == 0:
-        raise ValueError(
-            f"{name} has shape {tuple(ids.shape)}; accepted: (batch, seqlen) or (seqlen,)"
-        )
-    return ids
+    check_integers(name, ids, (1, 2), "(batch, seqlen) or (seqlen,)")
+    return ids if ids.ndim == 2 else ids[None]
 
 
 def _per_sequence(name: str, given: Any, device: Any) -> torch.Tensor:
     """(1 or batch,) int64."""
-    if isinstance(given, int) and not isinstance(given, bool):
+    if not isinstance(given, torch.Tensor):
+        check_whole(name, given, accepted="an int of 0 or more, or (batch,) integers")
         return torch.tensor([given], device=device)
-    if not isinstance(given, torch.Tensor) or given.is_floating_point() or given.ndim != 1:
-        raise TypeError(f"{name} is {given!r}; accepted: an int, or (batch,) integers")
+    check_integers(name, given, (1,), "an int, or (batch,) integers")
+    if device is not None and torch.device(device).type != given.device.type:
+        raise ValueError(f"device is {device}; accepted: {given.device}, like {name}, or None")
+    if given.device.type == "cpu" and (given < 0).any():
+        raise ValueError(f"{name} is {given.tolist()}; accepted: 0 or more")
     return given.long()

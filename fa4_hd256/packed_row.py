@@ -16,11 +16,14 @@ import torch
 
 from .call.checks import (
     check_contents,
+    check_kinds,
+    check_lists,
     check_mask_of,
     check_ragged,
     count_sequences,
     with_batch,
 )
+from .call.splits import BY_RULE
 from .call.tile_mask import TileMask
 from .kernels.mask_function import MASK_MOD
 from .kernels.row_places import SequenceOfQuery, key_in_row
@@ -56,9 +59,10 @@ def packed_row(
     operator does; else as `flash_attn_func`.
     """
     block_mask, mask_mod, score_mod = functions
-    _check(offsets, refused, block_mask)
-    q, k, v = (with_batch(name, t) for name, t in zip("qkv", tensors))
     ragged = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    _check(ragged, refused, block_mask)
+    check_kinds(dict(zip("qkv", tensors)), ragged, BY_RULE)
+    q, k, v = (with_batch(name, t) for name, t in zip("qkv", tensors))
     check_ragged(q, ragged)
     if not count_sequences(q, k, ragged):
         raise ValueError("cu_seqlens_q and cu_seqlens_k hold no sequence; accepted: 1 or more")
@@ -75,19 +79,15 @@ def packed_row(
     return PackedRow(q, k, v, joined, mask_mod, score_mod)
 
 
-def _check(offsets: tuple[Any, Any], refused: dict[str, Any], block_mask: Any) -> None:
+def _check(offsets: dict[str, Any], refused: dict[str, Any], block_mask: Any) -> None:
+    check_lists(block_mask)
     named = ", ".join(name for name, given in refused.items() if given is not None)
-    if named or any(not isinstance(given, torch.Tensor) for given in offsets):
+    if named or any(given is None for given in offsets.values()):
         raise ValueError(
             f"flash_attn_varlen_func with block_mask{' and ' if named else ''}{named}; accepted: "
-            "sequences packed by cu_seqlens_q and cu_seqlens_k, without any of seqused_q, "
-            "seqused_k, page_table, scheduler_metadata and tree_mask. Padded sequences have "
-            "flash_attn_func and fa4_hd256.masks.from_dense"
-        )
-    if block_mask is None:
-        raise ValueError(
-            "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
-            "accepted: both, of the packed row, total_q x total_k"
+            "sequences packed by cu_seqlens_q and cu_seqlens_k, without any of "
+            f"{', '.join(refused)}. Padded sequences have flash_attn_func and "
+            "fa4_hd256.masks.from_dense"
         )
     if torch.compiler.is_compiling():
         raise NotImplementedError(

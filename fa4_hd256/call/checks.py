@@ -40,9 +40,10 @@ DTYPES = tuple(ELEMENT_TYPES)
 
 
 def check_kinds(tensors: dict[str, Any], ragged: dict[str, Any], num_splits: Any) -> None:
-    """Tensors and an int. tensors: None for one not given."""
+    """Tensors and an int. tensors: None for one not given, which q, k and v are."""
     for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        is_none = tensor is None and name not in ("q", "k", "v")
+        if not is_none and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     for name, tensor in ragged.items():
         if not isinstance(tensor, torch.Tensor):
@@ -413,6 +414,18 @@ def _check_mask_table(name: str, tensor: torch.Tensor, ragged: dict[str, torch.T
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; accepted: "
             f"{dimensions} dimensions, contiguous, the last ones {rows}"
+        )
+
+
+def check_lists(block_mask: Any) -> None:
+    """Of a call with a block mask or a mask_mod. Raises ValueError for the latter alone."""
+    if block_mask is None:
+        raise ValueError(
+            "mask_mod is given without block_mask, whose lists say in which tiles it is asked; "
+            "accepted: both, of packed sequences of the packed row, total_q x total_k. "
+            "torch.nn.attention.flex_attention.create_block_mask makes a BlockMask of the same "
+            "function in PyTorch, BlockMask.from_kv_blocks one of lists of blocks, "
+            "fa4_hd256.masks named ones"
         )
 
 

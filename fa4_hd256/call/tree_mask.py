@@ -30,10 +30,13 @@ def tree_words(tree_mask: Any) -> torch.Tensor:
         raise TypeError(f"tree_mask is {type(tree_mask).__name__}; accepted: None, or {_FORMS}")
     if tree_mask.dtype not in (torch.bool, torch.int32):
         raise TypeError(f"tree_mask has dtype {tree_mask.dtype}; accepted: {_FORMS}")
+    if tree_mask.is_nested or tree_mask.layout != torch.strided:
+        raise ValueError(f"tree_mask is nested or of layout {tree_mask.layout}; accepted: {_FORMS}")
     is_packed, shape = tree_mask.dtype == torch.int32, tuple(tree_mask.shape)
     is_square = is_packed or (len(shape) > 1 and shape[-1] == shape[-2])
     dimensions = len(shape) + is_packed
-    if dimensions not in (2, 3) or not is_square or not 1 <= shape[-1] <= MOST_NODES:
+    fits = 0 not in shape and shape[-1:] <= (MOST_NODES,)
+    if dimensions not in (2, 3) or not is_square or not fits:
         raise ValueError(f"tree_mask has shape {shape}; accepted: {_FORMS}")
     words = tree_mask
     if not is_packed:

@@ -195,6 +195,20 @@ def test_errors(device):
         flash_attn_varlen_func(q[:6], k, v, cu.clamp(max=6), cu, 5, 5, block_mask=mask)
     with pytest.raises(ValueError, match="mask_mod is given without block_mask.*packed row"):
         flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, mask_mod=mod)
+    with pytest.raises(ValueError, match="mask_mod is given without block_mask"):
+        flash_attn_varlen_func(q, k, v, mask_mod=mod)
+    with pytest.raises(TypeError, match="cu_seqlens_q must be an int32 tensor"):
+        call([0, 3, 8], cu, 5, 5)
+    with pytest.raises(TypeError, match="out must be a torch.Tensor or None, got list"):
+        call(cu, cu, 5, 5, out=[q])
+    for place, name in enumerate("qkv"):
+        for wrong in ([1], None):
+            given = [q, k, v]
+            given[place] = wrong
+            with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor"):
+                flash_attn_varlen_func(*given, cu, cu, 5, 5, block_mask=mask)
+    with pytest.raises(TypeError, match="v must be a torch.Tensor, got NoneType"):
+        flash_attn_func(q[None], k[None], None, block_mask=mask)
     with pytest.raises(TypeError, match="mask_mod is function"):
         call(cu, cu, 5, 5, mask_mod=near_in_kernel)
 

@@ -71,9 +71,11 @@ def attend_by_heads(
         sink = sink.chunk(ranks.count)[ranks.own]
     own = {**given, "learnable_sink": sink}
     if settings.score_mod is not None:
-        origin = ScoreOrigin(head=ranks.own * q.shape[2])
-        tensor = torch.tensor(origin, dtype=torch.int32, device=q.device)
-        own["score_mod"] = in_part(settings.score_mod, tensor)
+        # Filled in place: a copy from the host would wait for the device.
+        fields = ScoreOrigin._fields
+        origin = torch.zeros(len(fields), dtype=torch.int32, device=q.device)
+        origin[fields.index("head")].fill_(ranks.own * q.shape[2])
+        own["score_mod"] = in_part(settings.score_mod, origin)
     out, lse = attend((q, k, v), settings.documents, own)
     by_row = lse.transpose(1, 2)
     return to_rows(out, ranks, places), to_rows(by_row, ranks, places).transpose(1, 2)

@@ -266,7 +266,7 @@ def test_bits_by_keys(monkeypatch):
 @pytest.mark.parametrize(("make", "error", "text"), [
     (lambda: masks.prefix_lm(2.0, 3), TypeError, "prefix is 2.0; accepted"),
     (lambda: masks.prefix_lm(2, 0), ValueError, "seqlen is 0; accepted: 1"),
-    (lambda: masks.sliding_window(-1, 3), ValueError, "window is -1, first_tokens 0; accepted"),
+    (lambda: masks.sliding_window(-1, 3), ValueError, "window is -1; accepted"),
     (lambda: masks.documents(torch.ones(3)), TypeError, "ids is torch.float32; accepted"),
     (lambda: masks.documents(IDS, causal=False, window=3), ValueError, "window is 3 with causal"),
     (lambda: masks.bidirectional_blocks(IDS[None]), ValueError, "blocks has shape"),
@@ -276,4 +276,48 @@ def test_bits_by_keys(monkeypatch):
 ])  # fmt: skip
 def test_errors_of_named_masks(make, error, text):
     with pytest.raises(error, match=text):
+        make()
+
+
+ONE, CU = torch.tensor([1]), torch.tensor([0, 3, 8], dtype=torch.int32)
+OF_8 = masks.from_dense(torch.ones(8, 8) > 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: masks.prefix_lm([3], 8), TypeError, r"prefix is \[3\]; accepted: an int"),
+        (lambda: masks.prefix_lm(True, 8), TypeError, "prefix is True"),
+        (lambda: masks.prefix_lm(-4, 8), ValueError, "prefix is -4; accepted: 0"),
+        (lambda: masks.prefix_lm(1 << 80, 8), ValueError, "prefix is 1208"),
+        (lambda: masks.prefix_lm(-ONE, 8), ValueError, r"prefix is \[-1\]; accepted: 0 or more"),
+        (lambda: masks.prefix_lm(ONE > 0, 8), TypeError, "prefix is torch.bool"),
+        (lambda: masks.prefix_lm(ONE + 1j, 8), TypeError, "prefix is torch.complex64"),
+        (lambda: masks.prefix_lm(ONE[:0], 8), ValueError, r"prefix has shape \(0,\)"),
+        (lambda: masks.prefix_lm(ONE, 8, device="meta"), ValueError, "device is meta; accepted"),
+        (lambda: masks.prefix_lm(3, 8.0), TypeError, "seqlen is 8.0; accepted: an int, 1 or more"),
+        (lambda: masks.prefix_lm(3, 8, "8"), TypeError, "seqlen_k is '8'"),
+        (lambda: masks.sliding_window(2.5, 8), TypeError, "window is 2.5; accepted: an int"),
+        (lambda: masks.sliding_window(2, 8, first_tokens=-1), ValueError, "first_tokens is -1"),
+        (lambda: masks.documents(ONE.to_sparse()), ValueError, "ids is nested or of layout"),
+        (lambda: masks.documents(ONE * 1j), TypeError, "ids is torch.complex64"),
+        (lambda: masks.documents(ONE, causal=1), TypeError, "causal is 1; accepted: True or"),
+        (lambda: masks.documents(ONE, window="3"), TypeError, "window is '3'"),
+        (lambda: masks.bidirectional_blocks([1]), TypeError, "blocks is list"),
+        (lambda: masks.bidirectional_blocks(ONE, window=True), TypeError, "window is True"),
+        (lambda: masks.from_dense((torch.ones(3, 3) > 0).to_sparse()), ValueError, "layout"),
+        (lambda: masks.tree_words(torch.ones(0, 4, 4) > 0), ValueError, r"shape \(0, 4, 4\)"),
+        (lambda: masks.tree_words((torch.ones(3, 3) > 0).to_sparse()), ValueError, "layout"),
+        (lambda: masks.in_sequences(OF_8, [0, 8], CU), TypeError, "cu_seqlens_q is list"),
+        (lambda: masks.in_sequences(OF_8, CU, CU.float()), TypeError, "cu_seqlens_k is .*float32"),
+        (lambda: masks.in_sequences(OF_8, CU[None], CU), ValueError, r"shape \(1, 3\); accepted"),
+        (lambda: masks.in_sequences(OF_8, CU[:1], CU[:1]), ValueError, "q has 1 offsets"),
+        (lambda: masks.in_sequences(OF_8, CU, CU[:2]), ValueError, "cu_seqlens_k 2; accepted: as"),
+        (lambda: masks.in_sequences(OF_8, CU * 2, CU), ValueError, r"cu_seqlens_q is \[0, 6, 16\]"),
+        (lambda: masks.in_sequences(OF_8, CU, CU.flip(0)), ValueError, "that ascend from 0"),
+        (lambda: masks.in_sequences(OF_8, CU, CU.to("meta")), ValueError, "k is on meta"),
+    ],
+)  # fmt: skip
+def test_what_masks_are_not_made_of(make, error, says):
+    with pytest.raises(error, match=says):
         make()
