@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fa4_hd256 import interface
+from fa4_hd256.score_mods import alibi
 
 from .engine_options import METADATA, EngineOptions, finished, scaled_alone
 
@@ -29,7 +30,7 @@ OPTIONS = EngineOptions(
         "softmax_scale": "softmax_scale", "causal": "causal", "window_size": "window_size",
         "softcap": "softcap", "num_splits": "num_splits", "s_aux": "learnable_sink",
         "block_table": "page_table", "deterministic": "deterministic",
-        "k_descale": "k_descale", "v_descale": "v_descale",
+        "k_descale": "k_descale", "v_descale": "v_descale", "alibi_slopes": "score_mod",
         METADATA: METADATA,
     },
     unused={
@@ -39,7 +40,6 @@ OPTIONS = EngineOptions(
     neutral={
         "q_v": ((None,), "the second part of a query (MLA)"),
         "dropout_p": ((0.0,), "dropout"),
-        "alibi_slopes": ((None,), "ALiBi"),
         "return_attn_probs": ((False,), "probabilities"),
         "output_scale": ((None,), "float8 results"),
         "cp_world_size": ((1,), "masks of keys dealt out to ranks one by one"),
@@ -71,7 +71,7 @@ def flash_attn_varlen_func(
     q: (total_q, heads, 256). k, v: (blocks, block_size, heads_kv, 256) with block_table and
     seqused_k, in any strides that `flash_attn_varlen_func` reads in place; else (total_k, heads_kv,
     256) with cu_seqlens_k. options: seqused_k, out (written to, like q), return_softmax_lse, and
-    those of `OPTIONS`.
+    those of `OPTIONS`, among them alibi_slopes, (heads,) or (batch, heads) float32.
 
     Returns out, or (out, lse), lse (heads, total_q) float32. Raises NotImplementedError for an
     option that asks for what is not offered, TypeError for an unknown one, else as
@@ -82,6 +82,8 @@ def flash_attn_varlen_func(
     ours = OPTIONS.translated(scaled_alone(options, k))
     if ours.get("window_size", ()) is None:
         del ours["window_size"]
+    if ours.get("score_mod") is not None:
+        ours["score_mod"] = alibi(ours["score_mod"])
     result = interface.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k,
         return_lse=wants_lse, **ours,

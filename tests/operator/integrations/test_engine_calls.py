@@ -177,6 +177,44 @@ def test_vllm_with_sinks(device):
     batch.accurate(batch.out, k, v, causal=True, learnable_sink=sink)
 
 
+def slopes_of(heads, device):
+    return torch.tensor([2.0 ** -(1 + n) for n in range(heads)], device=device)
+
+
+def of_reference(slopes, seqlen_q, seqlen_k):
+    own = slopes.double().cpu()
+    return lambda s, b, h, q, k: s - own[h] * (q + seqlen_k - seqlen_q - k).abs()
+
+
+def test_vllm_with_alibi(device):
+    """Over its cache and over packed keys, queries the last of their keys."""
+    slopes, counts = slopes_of(4, device), (9, 37)
+    batch = Batch(device, [counts[0]] * 2, [counts[1]] * 2)
+    k, v = vllm_cache(batch)
+    values = vllm_values(batch) | {"k": k, "v": v, "alibi_slopes": slopes}
+    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
+    batch.accurate(batch.out, k, v, causal=True, score_mod=of_reference(slopes, *counts))
+    k, v = (batch.both(2 * counts[1], batch.heads_kv, 256) for _ in "kv")
+    values |= {
+        "k": k, "v": v, "cu_seqlens_k": offsets(batch.keys, device), "causal": False,
+        "num_splits": 1,
+    }  # fmt: skip
+    vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["encoder"])})
+    found = of_reference(slopes, *counts)
+    batch.accurate_packed(batch.out, k, v, batch.keys, score_mod=found)
+
+
+def test_vllm_with_wrong_slopes():
+    batch = Batch("cpu", [1], [4])
+    k, v = vllm_cache(batch)
+    values = vllm_values(batch) | {"k": k, "v": v, "alibi_slopes": [0.5] * 4}
+    with pytest.raises(TypeError, match="slopes is list; accepted: a float32 tensor"):
+        vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
+    values |= {"alibi_slopes": slopes_of(4, "cpu"), "softcap": 30.0}
+    with pytest.raises(ValueError, match="softcap is 30.0 with a score_mod"):
+        vllm.flash_attn_varlen_func(**{n: values[n] for n in names_of(VLLM["cache"])})
+
+
 def test_vllm_keys_dealt_out_to_ranks(device):
     """The context in pages, all of it seen, and the new keys, which are packed: two results with
     LSE, to be merged."""
