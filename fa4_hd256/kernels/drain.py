@@ -41,7 +41,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .edges import PAIR_SIGNALS, TMA_SIGNALS, Edge, EdgeTable, Signal
+from .edges import PAIR_SIGNALS, Edge, EdgeTable, Signal
 from .programs import CTAS, LEADER, Kind, Operation, Programs, Use
 from .steps import EdgeUse, Product, Ring, StepTable, When
 
@@ -407,7 +407,7 @@ class Run:
         return LEADER if edge.signal in (Signal.TMA_PAIR, *PAIR_SIGNALS) else cta
 
     def _arrivers(self, edge: Edge, cta: int) -> tuple[tuple[str, int], ...]:
-        name = "load" if edge.signal in TMA_SIGNALS else edge.producer
+        name = edge.producer
         names = [part for part, whole in self.whole.items() if whole == name] or [name]
         if edge.signal in OF_BOTH_CTAS:
             return tuple((part, each) for part in names for each in CTAS)

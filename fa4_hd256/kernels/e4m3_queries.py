@@ -1,6 +1,6 @@
-"""Q of a tile for keys in e4m3: a role reads its rows from global memory, and brings each to a
-range of its own by a power of two, so that it keeps its bits in a type of few exponents; the rows'
-factors, which bring scores back, lie beside it in shared memory.
+"""Q of a tile for keys in e4m3: each row is brought to a range of its own by a power of two, so
+that it keeps its bits in a type of few exponents; the rows' factors, which bring scores back, lie
+beside it in shared memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .limits import HEAD_DIM, WARP_SIZE
 from .ranges import traced
 from .views import load_lane_columns
 
-__all__ = ["ScaledQueries"]
+__all__ = ["ScaledQueries", "ScaledRows"]
 
 FLOAT_BIAS, FLOAT_MANTISSA = 127, 23
 #: Of a row's largest element, as float32 has it, at least: of smaller ones the factor would leave
@@ -26,16 +26,44 @@ LEAST_EXPONENT = 32
 INFINITE_EXPONENT = 255
 
 
-class ScaledQueries:
-    """Mixed into a decode kernel; the role `quantise`.
+class ScaledRows:
+    """Mixed into a decode kernel; a warp brings rows to their ranges.
 
-    top_exponent: a row's largest element comes to lie in [2^top, 2^(top + 1)).  rows_at_once: rows
-    that a warp works on at a time.  query_edges: (full, free) of what it fills, first Q's.  A
-    kernel adds `_store_row(context, row, elements, stage)`, a lane's scaled elements of a row,
-    float32, to shared memory.
+    top_exponent: a row's largest element comes to lie in [2^top, 2^(top + 1)).  A kernel adds
+    `_store_row(context, row, elements, stage)`, a lane's scaled elements of a row, float32, to
+    shared memory.
     """
 
     top_exponent: int
+
+    _store_row: Any
+
+    def _scale_row(self, context: Any, row: Any, values: cute.Tensor, stage: Int32) -> None:
+        """A row to shared memory, with its factor."""
+        elements = values.load().to(Float32)
+        elements = [elements[i] for i in range(HEAD_DIM // WARP_SIZE)]
+        largest = Int32(0)
+        for element in elements:
+            # As bits, which order numbers by size, and infinity and NaN above all.
+            largest = cutlass.max(largest, _bits(element) & 0x7FFFFFFF)
+        largest = cute.arch.warp_redux_sync(largest, "max")
+        exponent = cutlass.max(largest >> FLOAT_MANTISSA, LEAST_EXPONENT)
+        scale = _float((2 * FLOAT_BIAS + self.top_exponent - exponent) << FLOAT_MANTISSA)
+        factor = _float((exponent - self.top_exponent) << FLOAT_MANTISSA)
+        # The type may have no infinity: what a row with one comes to is NaN.
+        factor = cutlass.select_(exponent == INFINITE_EXPONENT, Float32(math.nan), factor)
+        self._store_row(context, row, [element * scale for element in elements], stage)
+        # All lanes write the same.
+        context.smem["factors"][row, stage] = factor
+
+
+class ScaledQueries(ScaledRows):
+    """The role `quantise`, which reads the rows from global memory.
+
+    rows_at_once: rows that a warp works on at a time.  query_edges: (full, free) of what it fills,
+    first Q's.
+    """
+
     rows_at_once: int
     query_edges: tuple[tuple[str, str], ...]
 
@@ -47,18 +75,16 @@ class ScaledQueries:
     of_query: int
     queries: Any
     num_steps: Any
-    _store_row: Any
 
     @cute.jit
-    def quantise(self, context: Any, share: tuple = (0, 1)):
-        """Each tile's Q, and the factors of its rows.  share: (which, of how many) warps this
-        is."""
+    def quantise(self, context: Any):
+        """Each tile's Q, and the factors of its rows; one warp."""
         states = self.edges.waiter_states(*(free for _, free in self.query_edges))
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
             if self.num_steps(context, work) > 0:
-                states = self._quantise_tile(context, work, states, share)
+                states = self._quantise_tile(context, work, states)
             work = scheduler.advance_to_next_work()
         q_free = self.query_edges[0][1]
         for _ in range(self.config.q_stages):
@@ -67,13 +93,12 @@ class ScaledQueries:
 
     @traced("quantise Q")
     @cute.jit
-    def _quantise_tile(self, context: Any, work: Any, states: RingStates, share: tuple):
+    def _quantise_tile(self, context: Any, work: Any, states: RingStates):
         barriers, q_free = context.barriers, self.query_edges[0][1]
         for _, free in self.query_edges:
             barriers[free].wait(states[free])
-        own, warps = share
-        for group in cutlass.range(self.config.rows // (self.rows_at_once * warps), unroll=1):
-            first = (group * warps + own) * self.rows_at_once
+        for group in cutlass.range(self.config.rows // self.rows_at_once, unroll=1):
+            first = group * self.rows_at_once
             rows = [self._load_row(context, work, first + i) for i in range(self.rows_at_once)]
             for i, values in enumerate(rows):
                 self._scale_row(context, first + i, values, states[q_free].index)
@@ -96,24 +121,6 @@ class ScaledQueries:
             source = context.tensors.q[queries.offset + query, None, head, queries.batch]
             values.store(load_lane_columns(source, cute.arch.lane_idx()).load())
         return values
-
-    def _scale_row(self, context: Any, row: Any, values: cute.Tensor, stage: Int32) -> None:
-        """A row to shared memory, with its factor."""
-        elements = values.load().to(Float32)
-        elements = [elements[i] for i in range(HEAD_DIM // WARP_SIZE)]
-        largest = Int32(0)
-        for element in elements:
-            # As bits, which order numbers by size, and infinity and NaN above all.
-            largest = cutlass.max(largest, _bits(element) & 0x7FFFFFFF)
-        largest = cute.arch.warp_redux_sync(largest, "max")
-        exponent = cutlass.max(largest >> FLOAT_MANTISSA, LEAST_EXPONENT)
-        scale = _float((2 * FLOAT_BIAS + self.top_exponent - exponent) << FLOAT_MANTISSA)
-        factor = _float((exponent - self.top_exponent) << FLOAT_MANTISSA)
-        # The type may have no infinity: what a row with one comes to is NaN.
-        factor = cutlass.select_(exponent == INFINITE_EXPONENT, Float32(math.nan), factor)
-        self._store_row(context, row, [element * scale for element in elements], stage)
-        # All lanes write the same.
-        context.smem["factors"][row, stage] = factor
 
 
 def _bits(value: Float32) -> Int32:

@@ -13,8 +13,8 @@ from machine_code import nothing_is_spilled, roles_have_their_registers
 import sm100_sim
 from fa4_hd256 import flash_attn_func
 from fa4_hd256.architectures import named
-from fa4_hd256.kernels.hopper.decode import consumers
-from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3
+from fa4_hd256.kernels.hopper.decode import consumers, queries
+from fa4_hd256.kernels.hopper.decode.config import DECODE_E4M3, E4m3WarpPlan
 from fa4_hd256.kernels.problem_class import OF_PAGES, OF_SEQUENCES, ProblemClass
 from fa4_hd256.run.catalogue import KernelSpec
 from fa4_hd256.run.compile import compile_kernel
@@ -53,6 +53,18 @@ def test_machine_code(config, name):
     assert opcodes.count("HGMMA") == 32 * loops
     # Of four parts of QK, and of PV.
     assert opcodes.count("WARPGROUP.") == 5 * loops
+
+
+@pytest.mark.parametrize(
+    ("plan", "named"),
+    [({"consumers": (0, 1, 2, 3)}, "consumers is"), ({"queries": 8}, "queries 8; accepted"),
+     ({"load": 12}, "load 12"), ({"scheduler": 3}, "scheduler 3")],
+    ids=str,
+)  # fmt: skip
+def test_plans_whose_warps_could_not_do_it_are_refused(plan, named):
+    with pytest.raises(ValueError, match=named):
+        E4m3WarpPlan(**plan)
+    assert E4m3WarpPlan(load=10, queries=8).scheduled_warps == 11
 
 
 @pytest.fixture
@@ -111,7 +123,7 @@ def _other_slices(self, context, row, elements, stage):
     return REAL_ROW(self, context, row, elements[2:] + elements[:2], stage)
 
 
-REAL_PAIRS, REAL_ROW = consumers.pair_of, consumers.QueryColumns._store_row
+REAL_PAIRS, REAL_ROW = consumers.pair_of, queries.QueryRows._store_row
 
 
 @pytest.mark.parametrize("bug", ["pairs", "columns", None])
@@ -120,7 +132,7 @@ def test_results_notice_another_order(bug, planted, hopper):
     if bug == "pairs":
         planted.setattr(consumers, "pair_of", _pairs_of_others)
     if bug == "columns":
-        planted.setattr(consumers.QueryColumns, "_store_row", _other_slices)
+        planted.setattr(queries.QueryRows, "_store_row", _other_slices)
     found, q, values = call()
     if bug is None:
         accurate(found, q, values, causal=True)

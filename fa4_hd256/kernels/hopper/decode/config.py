@@ -16,7 +16,7 @@ to f16: an element as small as 2^-31 of its row's largest keeps all bits of a bf
 
 NOTE [order of columns].  A sum may take its terms in any order: a thread reads 16 bytes of a row of
 K at once, which are 4 elements each of 4 slices of QK, and Q lies in shared memory in that order
-(`consumers.QueryColumns`).  Of V a thread reads the same 4 columns of its keys, two rows of O^T of
+(`queries.QueryRows`).  Of V a thread reads the same 4 columns of its keys, two rows of O^T of
 each half of a warpgroup's; pairs of keys, which a register of A holds, are brought together by
 PRMT.
 """
@@ -43,6 +43,8 @@ __all__ = ["BLOCK_KV", "DECODE_E4M3", "ROWS", "E4m3Config", "E4m3WarpPlan"]
 
 BLOCK_KV = 128  # keys of a step, 64 a warpgroup
 
+CONSUMERS = tuple(range(8))  # warps of both warpgroups
+OTHER_WARPS = (8, 9, 10, 11)
 #: Query rows of a tile that are offered: N of both products.
 ROWS = (16, 32, 64)
 #: Log2 of P of a row's maximum that has just moved: small P then keep their bits down to 2^-20 of
@@ -51,8 +53,10 @@ HEADROOM = 6.0
 #: Of the rescale threshold: P reaches 2^threshold, and must stay finite in float16.
 LARGEST_THRESHOLD = 15
 
-#: Modelled, not measured, by rows (docs/hopper.md): a step of one SM alone, and what a tile takes
-#: beside its steps, in steps.  `LEAST_SAVED`: what combining takes, 4 us, in steps.
+#: By rows, for the number of parts: a step of one SM alone, and what a tile takes beside its steps,
+#: in steps.  Modelled (docs/hopper.md): a step of 64 rows was measured as 4,400 clocks, 16 % more,
+#: and tiles of 32 and 64 rows took longer beside their steps, with Q read in 4 to 16 turns.
+#: `LEAST_SAVED`: what combining takes, 4 us, in steps.
 STEP_SECONDS = {16: 1.03e-6, 32: 1.32e-6, 64: 2.15e-6}
 PART_STEPS = {16: 2.3, 32: 2.6, 64: 2.4}
 LEAST_SAVED = 4.0
@@ -61,14 +65,14 @@ LEAST_SAVED = 4.0
 @dataclass(frozen=True)
 class E4m3WarpPlan(WarpPlan):
     """Warp indices and register budgets of a CTA: two warpgroups multiply, the third one has the
-    other roles.  Two warps bring Q to f16, which the first step of a CTA waits for."""
+    other roles."""
 
-    consumers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    consumers: tuple[int, ...] = CONSUMERS
     load: int = 8
     scheduler: int = 9
-    quantise: tuple[int, ...] = (10, 11)
-    registers_consumers: int = 216
-    registers_other: int = 72
+    queries: int = 10
+    registers_consumers: int = 224
+    registers_other: int = 56
 
     WARPGROUPS = (
         ("the first 64 keys", "registers_consumers"),
@@ -77,13 +81,25 @@ class E4m3WarpPlan(WarpPlan):
     )
     ROLES = (
         ("consumers", "registers_consumers"),
-        *((role, "registers_other") for role in ("load", "scheduler", "quantise")),
+        *((role, "registers_other") for role in ("load", "scheduler", "queries")),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        roles = {"load": self.load, "scheduler": self.scheduler, "queries": self.queries}
+        if self.consumers != CONSUMERS:
+            raise ValueError(
+                f"consumers is {self.consumers}; accepted is {CONSUMERS}: each warp has 16 keys of "
+                "a step"
+            )
+        if len(set(roles.values())) < len(roles) or not set(roles.values()) <= set(OTHER_WARPS):
+            given = ", ".join(f"{role} {warp}" for role, warp in roles.items())
+            raise ValueError(f"{given}; accepted is a warp of {OTHER_WARPS} for each")
 
     @property
     def scheduled_warps(self) -> int:
         """Warps that run the tile loop."""
-        return len(self.consumers) + 2 + len(self.quantise)
+        return len(self.consumers) + 3
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,11 @@ class E4m3Config:
         return BLOCK_KV * HEAD_DIM
 
     @property
+    def q_bytes(self) -> int:
+        """The rows of a tile."""
+        return self.rows * HEAD_DIM * ELEMENT_BYTES
+
+    @property
     def smem(self) -> SmemPlan:
         warps, rows = len(self.warps.consumers), self.rows
         of_rows = rows * FLOAT_BYTES
@@ -165,8 +186,8 @@ class E4m3Config:
             (
                 SmemRegion("kv", self.kv_stages, self.tile_bytes, SWIZZLE_ALIGNMENT,
                            "128 keys x 256 columns of K or V"),
-                SmemRegion("q", self.q_stages, rows * HEAD_DIM * ELEMENT_BYTES, SWIZZLE_ALIGNMENT,
-                           f"{rows} rows x 256"),
+                SmemRegion("q", self.q_stages, self.q_bytes, SWIZZLE_ALIGNMENT,
+                           f"{rows} rows x 256, then in f16"),
                 SmemRegion("p", 1, rows * BLOCK_KV * ELEMENT_BYTES, 128,
                            f"P^T, 128 keys x {rows} rows"),
                 SmemRegion("factors", self.q_stages, of_rows, 16, "of each row of Q"),
@@ -185,10 +206,9 @@ class E4m3Config:
         consumers, warps = len(self.warps.consumers), Signal.WARPS_CTA
         return EdgeTable(
             (
-                Edge("q_loaded", self.q_stages, warps, "quantise", len(self.warps.quantise),
-                     "consumers",
-                     "Q in f16 in SMEM, and a factor for each of its rows"),
-                Edge("q_free", self.q_stages, warps, "consumers", consumers, "quantise",
+                Edge("q_loaded", self.q_stages, Signal.TMA_CTA, "queries", 1, "consumers",
+                     "Q in SMEM", transaction_bytes=self.q_bytes),
+                Edge("q_free", self.q_stages, warps, "consumers", consumers, "queries",
                      "Q buffer: the tile's last product is done", True),
                 Edge("kv_loaded", self.kv_stages, Signal.TMA_CTA, "load", 1, "consumers",
                      "a K or V tile in SMEM", transaction_bytes=self.tile_bytes),

@@ -44,9 +44,10 @@ from fa4_hd256.kernels.ranges import traced
 from fa4_hd256.kernels.views import columns_of
 
 from .config import BLOCK_KV
+from .queries import QueryRows
 from .steps import QK_PARTS
 
-__all__ = ["E4m3Consumer", "QueryColumns", "P_CORE", "halves_of", "pair_of"]
+__all__ = ["E4m3Consumer", "P_CORE", "halves_of", "pair_of"]
 
 WORD = 4  # bytes
 PIECE = 16  # bytes that a thread reads of K at once
@@ -93,26 +94,7 @@ class KeyFragments(ScaledSoftmax):
     k_scale: cute.Tensor
 
 
-class QueryColumns:
-    """Where a lane of the role that brings Q to f16 writes, NOTE [order of columns] in `config`."""
-
-    def _store_row(self, context: Any, row: Any, elements: list[Float32], stage: Int32) -> None:
-        """This lane's 8 elements of a row: half of a piece of 16, thus of two slices."""
-        lane = cute.arch.lane_idx()
-        piece, half = lane // 2, lane % 2
-        thread, first_slice = piece % 8 // 2, (piece // 8 * 2 + piece % 2) * 4 + 2 * half
-        target = context.smem["q"][row, None, stage]
-        for number in range(0, len(elements), 2):
-            pair = cute.make_rmem_tensor(2, Float32)
-            pair[0], pair[1] = elements[number], elements[number + 1]
-            rounded = cute.make_rmem_tensor(2, cutlass.Float16)
-            rounded.store(pair.load().to(cutlass.Float16))
-            of_slice, upper = divmod(number // 2, 2)
-            column = (first_slice + of_slice) * 16 + 8 * upper + 2 * thread
-            cute.autovec_copy(rounded, columns_of(target, column, 2))
-
-
-class E4m3Consumer(KeyScales, DecodeSoftmax):
+class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
     """Mixed into the decode kernel; the shared state is its `Context`."""
 
     key_steps = (0, 8)
@@ -158,8 +140,9 @@ class E4m3Consumer(KeyScales, DecodeSoftmax):
 
     @cute.jit
     def _begin_tile(self, context: Any, softmax: Any, work: Any, key: Int32, state: Any):
-        """The factors of the rows, and the scales of the tile, or of the first step's keys."""
+        """Q in f16, and the scales of the tile, or of the first step's keys."""
         context.barriers["q_loaded"].wait(state)
+        self._bring_queries(context, state.index)
         softmax.stage[0] = state.index
         softmax.k_scale[0] = Float32(-1.0 if self.problem_class.negative_scale else 1.0)
         self._enter_scales(context, softmax, work, key)

@@ -6,13 +6,13 @@ they come from e4m3 to f16.  Why so: `config` NOTE [keys as M].
 
 Timeline of a CTA; two warpgroups have 64 keys of S^T each, and 128 columns of O^T::
 
-    quantise    Q'
+    queries     Q
     load        K(1) V(1) K(2) V(2) ..
-    warpgroups  K(0)  QK(0)  | S(0)->P(0) | PV(0)  K(1)  QK(1)  | S(1)->P(1) | PV(1) ..
-                      V(0)   |            |              V(1)   |            |
+    warpgroups  Q' | K(0)  QK(0)  | S(0)->P(0) | PV(0)  K(1)  QK(1)  | S(1)->P(1) | PV(1) ..
+                   |       V(0)   |            |              V(1)   |            |
 
-K(i) and V(i) stand for the conversions, of which the second runs beside QK; at the bars all threads
-meet (`consumers` NOTE [barriers of a step]).
+Q', K(i) and V(i) stand for the conversions, of which the last runs beside QK; at the bars all
+threads meet (`consumers` NOTE [barriers of a step]).
 
 The tables of roles, barriers and SMEM: `E4m3Config`.  NOTE [packed heads] and NOTE [split keys]:
 `kernels.forward_common`.
@@ -30,7 +30,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fa4_hd256.kernels.context import KernelContext
-from fa4_hd256.kernels.e4m3_queries import ScaledQueries
 from fa4_hd256.kernels.forward_common import ForwardCommon, ForwardEntries, ForwardTensors
 from fa4_hd256.kernels.hopper.instructions import WgmmaShape
 from fa4_hd256.kernels.limits import HEAD_DIM
@@ -42,7 +41,7 @@ from fa4_hd256.kernels.sequences import Sequences
 from schedulers import TileOrder, scheduler_class
 
 from .config import BLOCK_KV, E4m3Config
-from .consumers import P_CORE, E4m3Consumer, QueryColumns
+from .consumers import P_CORE, E4m3Consumer
 from .producers import E4m3Producer
 
 __all__ = ["DecodeE4m3Kernel"]
@@ -55,9 +54,9 @@ class Context(ForwardEntries, KernelContext):
     """What every warp role of one CTA shares.
 
     sink: (heads,) or None.  k_descale, v_descale: (entries, heads_kv) float32, or None.
-    num_splits: see `ForwardEntries`.  smem: "q" and "kv" with their stages, the latter also by
-    words, "kv_words"; "factors", "p_words", "maxima", "sums", "offsets",
-    "inverses".  q, p: descriptors of the operands, of Q by stage.
+    num_splits: see `ForwardEntries`.  smem: "q" and "kv" with their stages, the former also in
+    f16, "q_halves", the latter also by words, "kv_words"; "factors", "p_words", "maxima", "sums",
+    "offsets", "inverses".  q, p: descriptors of the operands, of Q by stage.
     """
 
     sink: Any = None
@@ -68,9 +67,7 @@ class Context(ForwardEntries, KernelContext):
     p: Any = None
 
 
-class DecodeE4m3Kernel(
-    QueryColumns, ScaledQueries, ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer
-):
+class DecodeE4m3Kernel(ForwardCommon, SchedulerRole, E4m3Producer, E4m3Consumer):
     """The decode kernel for one configuration.
 
     config: rows, stages, warps, exp2 pattern.  problem_class: what of a call is compiled in.
@@ -80,9 +77,6 @@ class DecodeE4m3Kernel(
     """
 
     kv_bytes = 1
-    top_exponent = 14
-    rows_at_once = 4
-    query_edges = (("q_loaded", "q_free"),)
 
     def __init__(
         self, config: E4m3Config, problem_class: ProblemClass, scheduler: Any = None
@@ -100,11 +94,15 @@ class DecodeE4m3Kernel(
         self.pv = WgmmaShape(half, config.rows, a_in_registers=True, b_mn_major=True)
 
     def kernel_tensors(self, operands: tuple, lse: cute.Tensor, optional: Any) -> ForwardTensors:
-        """TMA descriptors of K and V, and the plain tensors, Q's among them."""
-        q, k, v, out = operands
-        box = cpasync.CopyBulkTensorTileG2SOp(), BLOCK_KV, TILE_COLUMNS
-        tmas = (self.tma_tensor(name, view, box) for name, view in (("k", k), ("v", v)))
-        return ForwardTensors(q, *tmas, None, out, lse, optional)
+        """TMA descriptors of Q, K and V, and the plain tensors."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        keys = load, BLOCK_KV, TILE_COLUMNS
+        boxes = {"q": (load, self.config.rows, HEAD_DIM), "k": keys, "v": keys}
+        tmas = [
+            self.tma_tensor(name, view, boxes[name])
+            for name, view in zip("qkv", operands[:3], strict=True)
+        ]
+        return ForwardTensors(*tmas, None, operands[3], lse, optional)
 
     @cute.kernel
     def kernel(self, tensors: Any, sizes: tuple, scalars: Any, order: Any):
@@ -114,12 +112,12 @@ class DecodeE4m3Kernel(
             cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == self.warps.load:
-            for tma in (tensors.k, tensors.v):
+            for tma in (tensors.q, tensors.k, tensors.v):
                 cpasync.prefetch_descriptor(tma.atom)
         context = self.set_up(SmemAllocator(), tensors, sizes, scalars, order)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if warp < self.warps.load:
+        if warp < len(self.warps.consumers):
             cute.arch.setmaxregister_increase(self.warps.registers_consumers)
             self.softmax(context)
         else:
@@ -128,9 +126,8 @@ class DecodeE4m3Kernel(
                 self.load(context)
             if warp == self.warps.scheduler:
                 self.schedule(context)
-            if warp >= self.warps.quantise[0]:
-                warps = self.warps.quantise
-                self.quantise(context, (warp - warps[0], len(warps)))
+            if warp == self.warps.queries:
+                self.load_queries(context)
 
     def set_up(
         self,
@@ -162,7 +159,7 @@ class DecodeE4m3Kernel(
             k_descale=k_descale,
             v_descale=v_descale,
             num_splits=sizes[3] if self.problem_class.split else None,
-            q=self.qk.b_operand(smem["q"]),
+            q=self.qk.b_operand(smem["q_halves"]),
             p=self.pv.b_operand(p),
         )
 
@@ -182,7 +179,8 @@ class DecodeE4m3Kernel(
             "sums": (rows, self.softmax_warps), "offsets": (rows, 1), "inverses": (rows, 1),
         }  # fmt: skip
         found = {
-            "q": memory.operand("q", rows, HEAD_DIM, config.q_stages, half),
+            "q": memory.operand("q", rows, HEAD_DIM, config.q_stages),
+            "q_halves": memory.operand("q", rows, HEAD_DIM, config.q_stages, half),
             "kv": memory.operand("kv", BLOCK_KV, TILE_COLUMNS, config.kv_stages),
             "kv_words": cute.make_tensor(memory.region("kv", Uint32, 1024), cute.make_layout(1)),
             "p_words": cute.make_tensor(memory.region("p", Uint32, 128), words),
