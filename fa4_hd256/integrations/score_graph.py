@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -213,6 +213,14 @@ class _Elements:
     indices: tuple[Any, ...] = ()
 
 
+class _Captured(NamedTuple):
+    """A tensor that a function reads. number: among all of a call's."""
+
+    number: int
+    dtype: str
+    ndim: int
+
+
 class ScoreGraph(SelfDescribed):
     """A function of (score, batch, head, query, key), or of a mask the same without the score,
     tensors of no dimension, as PyTorch traced it.
@@ -229,19 +237,20 @@ class ScoreGraph(SelfDescribed):
         a row in `OPERATIONS`, or reads a tensor other than by one number a dimension."""
         self._kind = kind
         self._module = _traced(function, device, kind)
-        self._tensors = tensors
-        self._captured: dict[str, int] = {}  # numbers of the tensors, by name in the graph
+        self._captured: dict[str, _Captured] = {}  # by name in the graph
         self._numbers: dict[Any, bool | int | float] = {}
         for node in self._module.graph.nodes:
-            self._take_in(node)
+            self._take_in(node, tensors)
             if node.op == "output":
                 (self._result,) = node.all_input_nodes
+        # A process knows a function as long as it lives, tensors as long as users do.
+        for name in self._captured:
+            delattr(self._module, name)
 
     @property
     def text(self) -> str:
         """What is computed, and how; of tensors their kind and number."""
-        tensors = [(str(t.dtype), t.ndim) for t in self._tensors]
-        return f"{self._kind} {self._module.code} {tensors} {self._captured} {_source()}"
+        return f"{self._kind} {self._module.code} {self._captured} {_source()}"
 
     @property
     def number(self) -> bool | int | float | None:
@@ -257,23 +266,24 @@ class ScoreGraph(SelfDescribed):
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node.op == "get_attr":
-                number = self._captured[node.target]
-                values[node] = _Elements(number)
-                if self._tensors[number].ndim == 0:
-                    values[node] = _typed(tensors[number][0], _dtype(node))
+                found = self._captured[node.target]
+                values[node] = _Elements(found.number)
+                if found.ndim == 0:
+                    values[node] = _typed(tensors[found.number][0], _dtype(node))
             elif node.op == "call_function" and node not in self._numbers:
                 values[node] = _computed(node, values, tensors)
         result = values[self._result]
         return Float32(result) if self._kind == SCORE else _typed(result, torch.bool)
 
-    def _take_in(self, node: Any) -> None:
+    def _take_in(self, node: Any, tensors: list[torch.Tensor]) -> None:
         """Check a node; compute it where it has one value."""
         if node.op == "get_attr":
             tensor = getattr(self._module, node.target)
-            known = [i for i, other in enumerate(self._tensors) if other is tensor]
-            self._captured[node.target] = known[0] if known else len(self._tensors)
+            known = [i for i, other in enumerate(tensors) if other is tensor]
+            number = known[0] if known else len(tensors)
+            self._captured[node.target] = _Captured(number, str(tensor.dtype), tensor.ndim)
             if not known:
-                self._tensors.append(tensor)
+                tensors.append(tensor)
         if node.op != "call_function":
             return
         name = _name(node)

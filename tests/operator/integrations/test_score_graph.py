@@ -1,5 +1,7 @@
 """FlexAttention's functions of scores as kernels evaluate them, and what is refused."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import cutlass
@@ -142,6 +144,16 @@ def test_a_key_follows_what_is_computed():
 
     assert by(1.0) == by(1.0) == by(1.0, SLOPES + 1)
     assert len({by(1.0), by(2.0), by(1.0, IS_LOCAL), by(1.0, torch.ones(4).int())}) == 4
+
+
+def test_tensors_live_as_long_as_users_keep_them():
+    """Though a process knows the function for ever."""
+    table = torch.arange(4.0) + 0.125
+    kept = weakref.ref(table)
+    mod = score_mod_of(lambda s, b, h, q, k, table=table: s * table[h])
+    del mod, table
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_function_may_be_traced_again():
