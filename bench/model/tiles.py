@@ -226,9 +226,11 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
         return _forward_tile(case, tiling, block, lengths, part)
 
     @functools.cache
-    def seen(lengths: tuple[int, int]) -> int:
-        """Keys of a sequence that any of its queries sees."""
-        return len(visible_keys(0, lengths[0], lengths, case.bounds))
+    def seen(block: int, lengths: tuple[int, int]) -> int:
+        """Keys of a sequence that the tile's queries see; those of a shorter tile are among them,
+        for a window's have ranges."""
+        begin, end = block * queries, min((block + 1) * queries, lengths[0])
+        return len(visible_keys(begin, end, lengths, case.bounds)) if begin < end else 0
 
     found, groups = [], case.batch * splits * case.heads_kv
     for block, head, entry in tiling.places(case):
@@ -236,7 +238,7 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
         lengths = case.lengths[batch]
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
-        which, keys = range_of(block * queries, lengths, case.bounds) or (0, seen(lengths))
+        which, keys = range_of(block * queries, lengths, case.bounds) or (0, seen(block, lengths))
         shared = 4.0 * keys * tiling.head_dim / splits
         group = which * groups + entry * case.heads_kv + head // ratio
         found.append(grouped(of(block, lengths, part), group, shared))

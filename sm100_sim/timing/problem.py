@@ -30,11 +30,11 @@ _L2_SHARE = 0.7
 class Tile:
     """One tile of work of a cluster.
 
-    work: clocks of the tensor core of a CTA. group: tiles of one group read the same
-    `shared_bytes` (the keys and values of a head, say); own_bytes: what no other tile touches. A
-    tile without work and bytes is one past the end of its sequence, which a cluster skips. masked:
-    clocks of the work that are spent in masked steps. reads, writes: those of its own bytes without
-    which it cannot begin, and those that leave at its end.
+    work: clocks of the tensor core of a CTA. group: tiles of one group read the same bytes (the
+    keys and values of a head, say), each the first `shared_bytes` of them; own_bytes: what no other
+    tile touches. A tile without work and bytes is one past the end of its sequence, which a cluster
+    skips. masked: clocks of the work that are spent in masked steps. reads, writes: those of its
+    own bytes without which it cannot begin, and those that leave at its end.
     """
 
     work: float
@@ -334,9 +334,10 @@ def _skipped(costs: TileCosts, values: Values, policy: str) -> float:
 
 
 def hbm_bytes(tiles: Sequence[Tile] | Tiles, starts: np.ndarray, values: Values) -> float:
-    """Bytes between HBM and the chip: each tile's own, and a group's whenever L2 has lost them.
+    """Bytes between HBM and the chip: each tile's own, and of a group's what L2 lacks: all that the
+    tile shares, once L2 has lost the group, else what it shares beyond those before it.
 
-    Tiles that start together share one reading of their group; L2 keeps the groups used last.
+    L2 keeps the groups used last, each as a whole.
     """
     given = tiles if isinstance(tiles, Tiles) else Tiles.of(tiles)
     capacity = _L2_SHARE * values.l2_megabytes * 1e6
@@ -347,12 +348,10 @@ def hbm_bytes(tiles: Sequence[Tile] | Tiles, starts: np.ndarray, values: Values)
     for group, size, skipped in zip(groups, sizes, given.skipped[order].tolist()):
         if skipped:
             continue
-        if group in kept:
-            kept.move_to_end(group)
-            continue
-        total += size
-        kept[group] = size
-        in_l2 += size
+        missing = max(size - kept.get(group, 0.0), 0.0)
+        kept[group] = kept.pop(group, 0.0) + missing
+        total += missing
+        in_l2 += missing
         while in_l2 > capacity and len(kept) > 1:
             in_l2 -= kept.popitem(last=False)[1]
     return total

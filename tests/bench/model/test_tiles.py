@@ -165,5 +165,8 @@ def test_ranges_of_a_window_are_of_one_head_each():
     # A bound on one side leaves one range, and so does a sequence within a range.
     causal = forward_tiles(replace(LONG_WINDOW, window=(None, None)), TILING)
     assert {tile.group for tile in causal} == {0, 1, 2, 3}
+    assert sorted({tile.shared_bytes for tile in causal}) == [
+        queries * 2 * ROW for queries in range(256, 65536 + 1, 256)
+    ]
     short = forward_tiles(replace(LONG_WINDOW, lengths=((4096, 4096),)), TILING)
     assert {tile.shared_bytes for tile in short} == {4096 * 2 * ROW}

@@ -148,6 +148,16 @@ def test_groups_in_turn_that_do_not_fit_are_read_again():
     assert hbm_bytes(tiles, starts, VALUES) == len(tiles) * group
 
 
+def test_a_tile_brings_in_what_it_sees_and_l2_lacks():
+    """Two groups of which L2 keeps one, whole tiles and half ones; tiles of one that is kept, the
+    shortest first."""
+    starts = np.arange(4.0)
+    turns = [Tile(1.0, g, size) for size in (80e6, 40e6) for g in range(2)]
+    assert hbm_bytes(turns, starts, VALUES) == 2 * (80e6 + 40e6)
+    growing = [Tile(1.0, 0, size) for size in (10e6, 30e6, 20e6, 40e6)]
+    assert hbm_bytes(growing, starts, VALUES) == 40e6
+
+
 def test_bounds():
     tiles = [Tile(1000.0, own_bytes=1e9)] * 4
     found = schedule(tiles, COSTS, VALUES, 2, "static")
