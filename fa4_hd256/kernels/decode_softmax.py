@@ -85,6 +85,10 @@ class DecodeSoftmax:
         """What a tile with steps begins with; its state for the next one.  key: this thread's."""
         return state
 
+    def _context_of(self, context: Any, work: Any) -> Any:
+        """What is asked about a tile in its steps."""
+        return context
+
     @cute.jit
     def softmax(self, context: Any):
         """S -> P, and all else that a step does, by its threads; O and LSE at the tile's end."""
@@ -96,21 +100,22 @@ class DecodeSoftmax:
         scheduler = self.scheduler.create(context.order, context.channel)
         work = scheduler.initial_work()
         while work.is_valid:
-            visibility = context.visibility(work, block)
-            num_steps = self.num_steps(context, work)
+            own_context = self._context_of(context, work)
+            visibility = own_context.visibility(work, block)
+            num_steps = self.num_steps(own_context, work)
             tile = self.queries(work)
             tiles = visibility.tile_range(tile, tile)
             softmax.reset()
             if num_steps > 0:
                 step = Int32(0)
                 key = (tiles.end - 1) * block + thread
-                tile_state = self._begin_tile(context, softmax, work, key, tile_state)
+                tile_state = self._begin_tile(own_context, softmax, work, key, tile_state)
                 for _ in cutlass.range(tiles.num_masked_first, unroll=1):
-                    states = self._step(context, (softmax, states, step), (work, key), True)
+                    states = self._step(own_context, (softmax, states, step), (work, key), True)
                     step += 1
                     key -= block
                 for _ in cutlass.range(tiles.num_unmasked, unroll=1):
-                    states = self._step(context, (softmax, states, step), (work, key), False)
+                    states = self._step(own_context, (softmax, states, step), (work, key), False)
                     step += 1
                     if cutlass.const_expr(self.change.by_place):
                         key -= block
@@ -118,15 +123,15 @@ class DecodeSoftmax:
                     if cutlass.const_expr(not self.change.by_place):
                         key -= tiles.num_unmasked * block
                     for _ in cutlass.range(tiles.num_masked_last, unroll=1):
-                        states = self._step(context, (softmax, states, step), (work, key), True)
+                        states = self._step(own_context, (softmax, states, step), (work, key), True)
                         step += 1
                         key -= block
-                states = self._end_steps(context, softmax, states)
-            inverses = self._finish(context, softmax, work)
+                states = self._end_steps(own_context, softmax, states)
+            inverses = self._finish(own_context, softmax, work)
             if num_steps > 0:
-                self._store_sums(context, (softmax, states), work, inverses)
+                self._store_sums(own_context, (softmax, states), work, inverses)
             else:
-                self._store_zeros(context, work)
+                self._store_zeros(own_context, work)
             work = scheduler.advance_to_next_work()
 
     def _end_steps(self, context: Any, softmax: Any, states: Any) -> Any:

@@ -128,6 +128,9 @@ class E4m3Consumer(QueryRows, KeyScales, DecodeSoftmax):
         softmax.k_scale = cute.make_rmem_tensor(1, Float32)
         return softmax
 
+    def _context_of(self, context: Any, work: Any) -> Any:
+        return context.of_tile(work)
+
     def _step_states(self) -> RingState:
         return self.edges["kv_loaded"].waiter_state()
 
