@@ -18,6 +18,7 @@ import torch
 
 from bench import suite
 from bench.measure.providers import Inputs, Ours
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.measure.variants import measured_variants
 from bench.suite import Case
@@ -98,16 +99,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser)
+    add_time_limit(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if something did not run. Raises ValueError without a GPU."""
-    missing = Ours().missing()
+    limit, missing = TimeLimit(arguments.within), Ours().missing()
     if missing is not None:
         raise ValueError(f"{missing}: types of K and V are timed on a GPU, never modelled here")
     timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
-    rows = [measured(case, timer, sampling) for case in suite.selected(arguments, default_cases)]
-    emit(table(rows), arguments)
+    cases = limit.begun(suite.selected(arguments, default_cases))
+    rows = [measured(case, timer, sampling) for case in cases]
+    emit(limit.noted(table(rows)), arguments)
     return int(any(row["refused"] for row in rows))

@@ -26,6 +26,7 @@ from bench.measure.mask_providers import (
 from bench.measure.masks import CASES, MaskedCase
 from bench.measure.providers import Provider, attempt
 from bench.measure.throughput import measured_rows
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.suite import BACKWARD, DIRECTIONS
 from bench.tables.comparison import BOUND, FUNCTION, OURS
@@ -135,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of all runs of a row: where they take longer there are fewer",
     )
     add_sampling_options(parser)
+    add_time_limit(parser)
     add_output_options(parser)
 
 
@@ -155,6 +157,7 @@ def chosen(only: str, names: Sequence[str] | None) -> tuple[list[MaskedCase], li
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if ours was run and broke, or was wrong."""
+    limit = TimeLimit(arguments.within)
     cases, providers = chosen(arguments.only, arguments.provider)
     sampling = Sampling(arguments.warmup, arguments.runs, arguments.seconds)
     if not torch.cuda.is_available():
@@ -163,7 +166,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     directions = [arguments.direction] if arguments.direction else DIRECTIONS
     jobs = [(case, direction) for direction in directions for case in cases]
-    table = measure(jobs, providers, CudaTimer(), sampling)
-    emit(table, arguments)
+    table = measure(limit.begun(jobs), providers, CudaTimer(), sampling)
+    emit(limit.noted(table), arguments)
     failed = (row["details"].get(OURS, {}).get("failed") for row in table.rows)
     return 1 if any(failed) else 0

@@ -15,6 +15,7 @@ from typing import Any
 from bench import suite
 from bench.measure.pages import measured_row
 from bench.measure.providers import Ours
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, add_sampling_options
 from bench.model.calls import forward_problem
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
@@ -144,15 +145,17 @@ def _table(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_sampling_options(parser)
+    add_time_limit(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    cases = suite.selected(arguments, default_cases)
+    limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
         timer, sampling = CudaTimer(), Sampling(arguments.warmup, arguments.runs)
-        found = measured_table([measured(case, timer, sampling) for case in cases])
+        rows = [measured(case, timer, sampling) for case in limit.begun(cases)]
+        found = limit.noted(measured_table(rows))
     else:
         predictor = printing_predictor(arguments.machine, arguments.draws)
         found = table([row(case, predictor) for case in cases])

@@ -19,6 +19,7 @@ import torch
 from bench import suite
 from bench.measure.providers import Inputs, Ours
 from bench.measure.throughput import measured_rows, times_of
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model.predictor import Predictor, add_model_options, printing_predictor
 from bench.suite import BACKWARD, DIRECTIONS, FORWARD, Case, ragged_lengths
@@ -129,11 +130,11 @@ def measured(
     cases: Iterable[Case], timer: Timer, sampling: Sampling, direction: str = FORWARD
 ) -> list[dict[str, Any]]:
     """Rows of both schedulers on the timer's GPU, results checked before."""
-    cases = list(cases)
     both = [_ByVariable(STATIC, "0"), _ByVariable(CLC, "1")]
-    jobs = [(case, direction) for case in cases]
     rows = []
-    for case, row in zip(cases, measured_rows(jobs, both, timer, sampling, torch.bfloat16)):
+    for case in cases:
+        job = case, direction
+        (row,) = measured_rows([job], both, timer, sampling, torch.bfloat16)
         times = times_of(case, row, (STATIC, CLC))
         # The widest range: the slow runs of one against the fast ones of the other.
         gains = times[STATIC] / times[CLC][[0, 2, 1]] - 1
@@ -181,17 +182,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, default=FORWARD)
     add_model_options(parser)
     add_sampling_options(parser)
+    add_time_limit(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    cases = suite.selected(arguments, default_cases)
+    limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
         sampling = Sampling(arguments.warmup, arguments.runs)
-        rows = measured(cases, CudaTimer(), sampling, arguments.direction)
+        rows = measured(limit.begun(cases), CudaTimer(), sampling, arguments.direction)
     else:
         predictor = printing_predictor(arguments.machine, arguments.draws)
         rows = [modelled_row(case, predictor, arguments.direction) for case in cases]
-    emit(table(rows), arguments)
+    emit(limit.noted(table(rows)), arguments)
     return 0

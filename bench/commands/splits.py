@@ -20,6 +20,7 @@ import torch
 from bench import suite
 from bench.measure.providers import FlashAttention4, Frost, Ours, Provider
 from bench.measure.throughput import measured_rows, times_of
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import CudaTimer, Sampling, Timer, add_sampling_options
 from bench.model.calls import architecture_on, default_splits, defaults_to_clc, forward_problem
 from bench.model.flash_attn_4 import split_numbers
@@ -246,16 +247,17 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_sampling_options(parser)
+    add_time_limit(parser)
     suite.add_selection(parser)
     add_output_options(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    cases = suite.selected(arguments, default_cases)
+    limit, cases = TimeLimit(arguments.within), suite.selected(arguments, default_cases)
     if not arguments.modelled and Ours().missing() is None:
-        rows = measured(cases, CudaTimer(), Sampling(arguments.warmup, arguments.runs))
+        rows = measured(limit.begun(cases), CudaTimer(), Sampling(arguments.warmup, arguments.runs))
     else:
         predictor = printing_predictor(arguments.machine, arguments.draws)
         rows = [modelled_row(case, predictor) for case in cases]
-    emit(table(rows), arguments)
+    emit(limit.noted(table(rows)), arguments)
     return 0

@@ -16,6 +16,7 @@ import torch
 from bench import suite
 from bench.measure.providers import Provider, default_providers
 from bench.measure.throughput import measured_rows
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.timer import (
     COLD,
     L2_STATES,
@@ -163,6 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, draws=32)
     add_jobs_option(parser)
     add_sampling_options(parser)
+    add_time_limit(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a measurement")
     parser.add_argument(
         "--l2", choices=L2_STATES, default=COLD, help="before each run of a measurement"
@@ -189,6 +191,7 @@ def chosen_providers(names: list[str] | None, is_measured: bool = False) -> list
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit status 1 if ours was run and broke, or was wrong."""
+    limit = TimeLimit(arguments.within)
     directions = [arguments.direction] if arguments.direction else list(DIRECTIONS)
     cases = [
         (case, direction) for direction in directions for case in suite.selected(arguments)
@@ -198,11 +201,12 @@ def main(arguments: argparse.Namespace) -> int:
     if is_measured:
         sampling = Sampling(arguments.warmup, arguments.runs)
         timer, dtype = CudaTimer(l2=arguments.l2), DTYPES[arguments.dtype]
-        rows = measured_rows(cases, providers, timer, sampling, dtype)
-        for row, (case, direction) in zip(rows, cases, strict=True):
+        rows = measured_rows(limit.begun(cases), providers, timer, sampling, dtype)
+        for row, (case, direction) in zip(rows, cases, strict=False):  # the last may be left out
             row.update(times_of(row, case, direction), l2=arguments.l2)
     else:
         names = tuple(provider.name for provider in providers)
         rows = Predictions(names, arguments.machine, arguments.draws).all(cases, arguments.jobs)
-    emit([found for found in (table(rows), summary(rows)) if found], arguments)
+    tables = limit.noted(table(rows)), summary(rows)
+    emit([found for found in tables if found], arguments)
     return 1 if any(row["details"][OURS].get("failed") for row in rows) else 0

@@ -19,6 +19,7 @@ import torch
 
 from bench.measure import training
 from bench.measure.providers import attempt
+from bench.measure.time_limit import TimeLimit, add_time_limit
 from bench.measure.training import IMPLEMENTATIONS, Run, Shape
 from bench.tables.comparison import OURS
 from bench.tables.results import add_output_options, emit
@@ -92,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default)
+    add_time_limit(parser)
     add_output_options(parser)
 
 
@@ -104,7 +106,9 @@ def main(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda")
     found: dict[str, Run | str] = {}
     chosen = {REFERENCE, OURS, *(arguments.attention or IMPLEMENTATIONS)}
-    for name in (*(name for name in IMPLEMENTATIONS if name in chosen), f"{OURS}, again"):
+    limit = TimeLimit(arguments.within)
+    names = *(name for name in IMPLEMENTATIONS if name in chosen), f"{OURS}, again"
+    for name in limit.begun(names):
         print(name, file=sys.stderr, flush=True)
         attention = IMPLEMENTATIONS[name.removesuffix(", again")]
         run, reason = attempt(
@@ -113,6 +117,7 @@ def main(arguments: argparse.Namespace) -> int:
             )
         )
         found[name] = reason or run
+    found |= dict.fromkeys(limit.left_out, limit.reason)
     heads = f"heads {shape.heads}/{shape.heads_kv} of 256"
     masks = f"{shape.layers} layers, " + (
         f"window {shape.window} but for every {shape.full_every}th"
