@@ -1,7 +1,8 @@
 """`python -m bench training`: a small model of Gemma's shape trained with each attention.
 
 Loss by step, ours beside PyTorch's in float32, flash-attn-4 and PyTorch's in bf16, and ours once
-more: the same bits. Runs on a CUDA GPU.
+more: the same bits. Without a CUDA GPU what rounding alone does: PyTorch's in float32, and the same
+rounded as kernels round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from bench.tables.comparison import OURS
 from bench.tables.results import add_output_options, emit
 from bench.tables.table import BASIS, MACHINE, Column, Table
 
-REFERENCE = "SDPA float32"
+REFERENCE, ROUNDED = "SDPA float32", "float32, rounded as kernels do"
+#: Of a name, for a second run.
+AGAIN = ", again"
 #: Losses of single steps jump; compared are means over so many.
 SMOOTHED = 20
 #: Of a run, where the table shows its loss.
@@ -42,31 +45,27 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
     return (sums[ends] - sums[begins]) / (ends - begins)
 
 
-def table(found: dict[str, Run | str], steps: int, machine: str, text: str) -> Table:
-    """found: of each implementation its run, or why it has none."""
+def table(
+    found: dict[int, dict[str, Run | str]], steps: int, origin: dict[str, str], text: str
+) -> Table:
+    """found: by seed, of each implementation its run, or why it has none.  origin: of the rows."""
     shown = sorted({max(1, round(share * steps)) for share in SHOWN})
-    exact = found[REFERENCE]
     columns = (
-        Column("attention"), Column("status"),
+        Column("seed"), Column("attention"), Column("status"),
         *(Column(f"step_{n}", format=".3f", title=f"loss at {n}") for n in shown),
-        Column("apart", format=".3f", title=f"farthest from {REFERENCE}"),
+        Column("apart", format="+.4f", title=f"farthest from {REFERENCE}"),
+        Column("at", title="at step"), Column("end", format="+.4f", title="from it at the end"),
         Column("equal", title="bits of the run again"),
         Column("milliseconds", "ms", ".1f", "step"),
     )  # fmt: skip
-    rows = []
-    for name, run in found.items():
-        row: dict[str, Any] = dict.fromkeys(column.name for column in columns)
-        row |= {"attention": name, BASIS: "measured", MACHINE: machine}
-        if isinstance(run, str):
-            rows.append(row | {"status": run})
-            continue
-        means = smoothed(run.losses)
-        row |= {f"step_{n}": float(means[n - 1]) for n in shown}
-        row |= {"milliseconds": run.milliseconds, "status": "ok", "losses": run.losses}
-        if isinstance(exact, Run) and name != REFERENCE:
-            row["apart"] = float(np.abs(means - smoothed(exact.losses)).max())
-            row["equal"] = _same_bits(name, found)
-        rows.append(row)
+    rows: list[dict[str, Any]] = []
+    for seed, of_seed in found.items():
+        for name, run in of_seed.items():
+            row: dict[str, Any] = dict.fromkeys(column.name for column in columns)
+            row |= {"seed": seed, "attention": name} | origin
+            rows.append(row | (_figures(name, of_seed, shown) if isinstance(run, Run) else {
+                "status": run
+            }))  # fmt: skip
     note = (
         f"{text}. Losses in nats a token, means over {SMOOTHED} steps; a step's time is that of "
         "the whole model, whose products are float32."
@@ -74,8 +73,24 @@ def table(found: dict[str, Run | str], steps: int, machine: str, text: str) -> T
     return Table("training", "Training with each attention", columns, rows, (note,))
 
 
+def _figures(name: str, found: dict[str, Run | str], shown: Sequence[int]) -> dict[str, Any]:
+    """Of a run, beside others of its seed."""
+    run, exact = found[name], found[REFERENCE]
+    assert isinstance(run, Run)
+    means = smoothed(run.losses)
+    figures: dict[str, Any] = {f"step_{n}": float(means[n - 1]) for n in shown}
+    figures |= {"milliseconds": run.milliseconds, "status": "ok", "losses": run.losses}
+    if isinstance(exact, Run) and name != REFERENCE:
+        differences = means - smoothed(exact.losses)
+        farthest = int(np.abs(differences).argmax())
+        figures |= {"apart": float(differences[farthest]), "at": farthest + 1}
+        figures["end"] = float(differences[-1])
+        figures["equal"] = _same_bits(name, found)
+    return figures
+
+
 def _same_bits(name: str, found: dict[str, Run | str]) -> str | None:
-    again = found.get(f"{name}, again")
+    again = found.get(name + AGAIN)
     run = found[name]
     if not isinstance(again, Run) or not isinstance(run, Run):
         return None
@@ -85,7 +100,9 @@ def _same_bits(name: str, found: dict[str, Run | str]) -> str | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights")
+    parser.add_argument(
+        "--seed", type=int, action="append", help="of the first weights; repeatable, 0 unless given"
+    )
     parser.add_argument(
         "--attention", action="append", choices=IMPLEMENTATIONS,
         help=f"beside {REFERENCE} and ours; repeatable, all unless chosen",
@@ -98,35 +115,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit status 1 if ours does not run. Raises ValueError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ValueError("no CUDA device to train on; training is measured, never modelled")
+    """Exit status 1 if ours does not run on a GPU. Raises ValueError for attentions that want one
+    where there is none."""
+    limit = TimeLimit(arguments.within)
+    is_measured = torch.cuda.is_available()
+    names = _names(arguments.attention, is_measured)
     os.environ.setdefault(*WORKSPACE)
     shape = replace(Shape(), **{f.name: getattr(arguments, f.name) for f in fields(Shape)})
-    device = torch.device("cuda")
-    found: dict[str, Run | str] = {}
-    chosen = {REFERENCE, OURS, *(arguments.attention or IMPLEMENTATIONS)}
-    limit = TimeLimit(arguments.within)
-    names = *(name for name in IMPLEMENTATIONS if name in chosen), f"{OURS}, again"
-    for name in limit.begun(names):
-        print(name, file=sys.stderr, flush=True)
-        attention = IMPLEMENTATIONS[name.removesuffix(", again")]
+    device = torch.device("cuda" if is_measured else "cpu")
+    found: dict[int, dict[str, Run | str]] = {seed: {} for seed in arguments.seed or (0,)}
+    for seed, name in limit.begun([(seed, name) for seed in found for name in names]):
+        print(f"seed {seed}, {name}", file=sys.stderr, flush=True)
+        attention = IMPLEMENTATIONS[name.removesuffix(AGAIN)]
         run, reason = attempt(
-            partial(
-                training.train, attention, shape, arguments.steps, device, seed=arguments.seed
-            )
+            partial(training.train, attention, shape, arguments.steps, device, seed=seed)
         )
-        found[name] = reason or run
-    found |= dict.fromkeys(limit.left_out, limit.reason)
-    heads = f"heads {shape.heads}/{shape.heads_kv} of 256"
+        found[seed][name] = reason or run
+    for seed, name in limit.left_out:
+        found[seed][name] = limit.reason
+    origin = {BASIS: "computed", MACHINE: "CPU"}
+    if is_measured:
+        origin = {BASIS: "measured", MACHINE: torch.cuda.get_device_name(device)}
+    emit(table(found, arguments.steps, origin, _text(shape, device)), arguments)
+    return int(is_measured and not all(isinstance(of[OURS], Run) for of in found.values()))
+
+
+def _names(chosen: Sequence[str] | None, is_measured: bool) -> list[str]:
+    """Which attentions train, in order."""
+    if not is_measured:
+        if set(chosen or ()) - {REFERENCE, ROUNDED}:
+            raise ValueError(
+                f"--attention {', '.join(chosen or ())} without a CUDA device; accepted there: "
+                f"{REFERENCE!r} and {ROUNDED!r}, which need none"
+            )
+        return [REFERENCE, ROUNDED]
+    wanted = {REFERENCE, OURS, *(chosen or IMPLEMENTATIONS)}
+    return [*(name for name in IMPLEMENTATIONS if name in wanted), OURS + AGAIN]
+
+
+def _text(shape: Shape, device: torch.device) -> str:
+    """What was trained."""
     masks = f"{shape.layers} layers, " + (
-        f"window {shape.window} but for every {shape.full_every}th"
-        if shape.window else "causal"
+        f"window {shape.window} but for every {shape.full_every}th" if shape.window else "causal"
     )
     text = (
-        f"{masks}, {heads}, {shape.batch} x {shape.seqlen} tokens a step, weights of seed "
-        f"{arguments.seed}. SDPA bf16 runs, without and with a window, as "
-        f"{training.back_ends(shape, device)}"
+        f"{masks}, heads {shape.heads}/{shape.heads_kv} of 256, {shape.batch} x {shape.seqlen} "
+        "tokens a step"
     )
-    emit(table(found, arguments.steps, torch.cuda.get_device_name(device), text), arguments)
-    return 0 if isinstance(found[OURS], Run) else 1
+    if device.type == "cuda":
+        found = training.back_ends(shape, device)
+        text += f". SDPA bf16 runs, without and with a window, as {found}"
+    return text

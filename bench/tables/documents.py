@@ -131,6 +131,13 @@ DOCUMENTS = {
     ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
     "training_h200": Document("A training with each attention", ("training",), "hopper.md"),
+    "training_rounding": Document(
+        "What rounding does to a small training",
+        ("training", "--layers", "3", "--hidden", "128", "--heads", "2", "--heads-kv", "1",
+         "--vocabulary", "64", "--window", "31", "--full-every", "3", "--batch", "4",
+         "--seqlen", "128", *(w for seed in "0123" for w in ("--seed", seed))),
+        "hopper.md",
+    ),
     "schedulers": Document(
         "Tile schedulers, forward", ("schedulers", "--modelled"), "bench.md"
     ),

@@ -1,11 +1,15 @@
 """The training that is measured: attentions agree, batches repeat, the table says what differs."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 
+from bench.__main__ import main
 from bench.commands import training as command
 from bench.measure import training
+from bench.tables.results import read_json
 
 CPU = torch.device("cpu")
 SHAPE = training.Shape(
@@ -46,12 +50,14 @@ def test_table():
     run = training.Run([3.0, 2.0, 1.0], 5.0)
     other = training.Run([3.0, 2.0, 1.5], 4.0)
     found = {"SDPA float32": run, "ours": other, "flash-attn-4": "no CUDA device"}
-    table = command.table(found | {"ours, again": other}, 3, "GPU", "2 layers")
-    exact, ours, theirs, again = table.rows
+    origin = {"basis": "measured", "machine": "GPU"}
+    of_seeds = {0: found | {"ours, again": other}, 5: found | {"ours, again": run}}
+    table = command.table(of_seeds, 3, origin, "2 layers")
+    exact, ours, theirs, again = table.rows[:4]
     assert ours["apart"] == pytest.approx(0.5 / 3) and ours["equal"] == "the same"
+    assert ours["at"] == 3 and ours["end"] == ours["apart"]
     assert exact["apart"] is None and theirs["status"] == "no CUDA device"
-    changed = command.table(found | {"ours, again": run}, 3, "GPU", "2 layers")
-    assert changed.rows[1]["equal"] == "others"
+    assert table.rows[5]["equal"] == "others" and table.rows[5]["seed"] == 5
     assert "2 layers. Losses in nats" in table.as_markdown()
 
 
@@ -60,12 +66,29 @@ def test_means():
     assert command.smoothed([float(n) for n in range(40)])[-1] == pytest.approx(29.5)
 
 
-def test_it_wants_a_gpu(monkeypatch, capsys):
-    from bench.__main__ import main
-
+def test_rounding_needs_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["training"]) == 2
-    assert "no CUDA device to train on" in capsys.readouterr().err
+    shape = [
+        word for field in fields(SHAPE)
+        for word in (f"--{field.name.replace('_', '-')}", str(getattr(SHAPE, field.name)))
+    ]  # fmt: skip
+    given = ["training", "--steps", "2", *shape, "--seed", "3", "--seed", "4", "--json"]
+    assert main(given) == 0
+    (table,) = read_json(capsys.readouterr().out)
+    assert [(row["seed"], row["attention"], row["basis"]) for row in table.rows] == [
+        (seed, name, "computed") for seed in (3, 4)
+        for name in (command.REFERENCE, command.ROUNDED)
+    ]  # fmt: skip
+    assert table.rows[1]["apart"] != 0 and table.rows[0]["losses"] != table.rows[2]["losses"]
+    assert main([*given, "--within", "0"]) == 0
+    (table,) = read_json(capsys.readouterr().out)
+    assert [row["status"] for row in table.rows] == ["ok", *["not begun within 0.0 s"] * 3]
+
+
+def test_ours_wants_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["training", "--attention", "ours"]) == 2
+    assert "--attention ours without a CUDA device; accepted" in capsys.readouterr().err
 
 
 def test_rounding_changes_gradients_by_what_bf16_lacks():
