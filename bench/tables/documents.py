@@ -135,7 +135,7 @@ DOCUMENTS = {
         "What rounding does to a small training",
         ("training", "--layers", "3", "--hidden", "128", "--heads", "2", "--heads-kv", "1",
          "--vocabulary", "64", "--window", "31", "--full-every", "3", "--batch", "4",
-         "--seqlen", "128", *(w for seed in "0123" for w in ("--seed", seed))),
+         "--seqlen", "128", *(w for seed in "012" for w in ("--seed", seed))),
         "hopper.md",
     ),
     "schedulers": Document(
