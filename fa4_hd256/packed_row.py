@@ -23,11 +23,12 @@ from .call.checks import (
     count_sequences,
     with_batch,
 )
+from .call.function_tensors import check_slopes
 from .call.splits import BY_RULE
 from .call.tile_mask import TileMask
 from .kernels.mask_function import MASK_MOD
 from .kernels.row_places import SequenceOfQuery, key_in_row
-from .kernels.score_change import SCORE_MOD
+from .kernels.score_change import ALIBI, SCORE_MOD
 from .kernels.user_functions import Functions
 from .mask_mods import MaskMod
 from .masks import as_tile_mask, in_sequences, keys_of_rows
@@ -75,6 +76,8 @@ def packed_row(
     if isinstance(mask_mod, MaskMod):
         mask_mod = _with_table(mask_mod, MASK_MOD.functions_of(key_in_row(mask_mod.key)), table)
     if isinstance(score_mod, ScoreMod):
+        if score_mod.key == ALIBI:
+            check_slopes(score_mod.tensors, q.shape[-2], count_sequences(q, k, ragged))
         score_mod = _with_table(score_mod, SCORE_MOD.functions_of(key_in_row(score_mod.key)), table)
     return PackedRow(q, k, v, joined, mask_mod, score_mod)
 

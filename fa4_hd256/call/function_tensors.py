@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from fa4_hd256.kernels.kernel_functions import FUNCTION_KINDS
+from fa4_hd256.kernels.score_change import ALIBI, SCORE_MOD
 from fa4_hd256.kernels.user_functions import FunctionClass, FunctionKind
 
-__all__ = ["check_tensors", "function_operand", "functions_of_keys"]
+__all__ = ["check_slopes", "check_tensors", "function_operand", "functions_of_keys"]
 
 #: Dtypes of such tensors, and what they are called.
 DTYPES = {torch.float32: "float32", torch.int32: "int32"}
@@ -47,6 +48,19 @@ def check_tensors(kind: FunctionKind, tensors: Any, key: str) -> None:
             )
 
 
+def check_slopes(tensors: tuple[torch.Tensor, ...], heads: int, sequences: int) -> None:
+    """Those of ALiBi, which are read by the numbers of query heads and of sequences. Raises
+    ValueError for others than (heads,) and (sequences, heads)."""
+    accepted = (heads,), (sequences, heads)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(shapes) != 1 or shapes[0] not in accepted:
+        given = ", ".join(map(str, shapes)) or "none"
+        raise ValueError(
+            f"slopes of alibi has shape {given}; accepted: {accepted[0]}, of the query heads, or "
+            f"{accepted[1]}, of each sequence and these"
+        )
+
+
 def functions_of_keys(
     keys: Iterable[str | None], given: dict[str, torch.Tensor], q: torch.Tensor
 ) -> tuple[FunctionClass | None, ...]:
@@ -73,6 +87,10 @@ def _class_of(
         return None
     kind.functions_of(key)
     check_tensors(kind, tensors, key)
+    if kind is SCORE_MOD and key == ALIBI and q.ndim >= 3:  # fewer are refused with the shapes
+        offsets = given.get("cu_seqlens_q")
+        sequences = q.shape[0] if offsets is None else offsets.numel() - 1
+        check_slopes(tensors, q.shape[-2], sequences)
     for number, tensor in enumerate(tensors):
         if tensor.device != q.device:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,13 @@ import pytest
 import torch
 from operator_calls import forward_arguments
 
-from fa4_hd256 import ForwardConfig, flash_attn_func, flash_attn_varlen_func
+from fa4_hd256 import (
+    ForwardConfig,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    masks,
+)
 from fa4_hd256.call.backward_problem import BackwardCall
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.kernels.kernel_functions import check_unchanged
@@ -157,6 +164,32 @@ def test_products_of_a_stored_ds_are_the_same_whatever_changes_scores(backward_c
     first, *others = specs
     assert all(found["products"] == first["products"] for found in others)
     assert len({found["dv"] for found in specs}) == 3
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (3, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("way", ["dense", "packed", "masked", "kvcache"])
+def test_slopes_of_other_heads_are_refused(device, way, shape):
+    """They would be read past their end, or be those of other heads."""
+    q, k, v = (t.to(device) for t in inputs())
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    sequences = 1 if way in ("dense", "kvcache") else 2
+    if shape == (2, 1) and sequences == 1:
+        shape = (2, 2)
+    score_mod = alibi(torch.ones(shape, device=device))
+    expected = re.escape(
+        f"slopes of alibi has shape {shape}; accepted: (2,), of the query heads, or "
+        f"({sequences}, 2), of each sequence and these"
+    )
+    with pytest.raises(ValueError, match=expected):
+        if way == "dense":
+            flash_attn_func(q, k, v, score_mod=score_mod)
+        elif way == "kvcache":
+            flash_attn_with_kvcache(q, k, v, score_mod=score_mod)
+        else:
+            mask = masks.prefix_lm(2, 8, device=device) if way == "masked" else None
+            flash_attn_varlen_func(
+                q[0], k[0], v[0], ends, ends, 5, 5, score_mod=score_mod, block_mask=mask
+            )
 
 
 def test_keys_that_nobody_made(device):
