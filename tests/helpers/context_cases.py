@@ -32,11 +32,11 @@ def by_places(score: Any, place: Any, tensors: tuple) -> Any:
     return score + 0.01 * cutlass.Float32(place.seqlen_k)
 
 
-def score_mod_on(name: str, device: str) -> ScoreMod:
-    """One of `SCORE_MODS`."""
+def score_mod_on(name: str, device: str, sequences: int = 1, heads: int = 2) -> ScoreMod:
+    """One of `SCORE_MODS`, for so many sequences and heads of q."""
     tensors = tuple(t.to(device) for t in (SLOPES, OF_KEYS, OF_QUERIES))
     if name == "alibi":
-        return alibi(tensors[0])
+        return alibi(tensors[0][:sequences, :heads])
     return ScoreMod.of(by_places, lambda score, place, tensors: 0.5, tensors)
 
 
@@ -100,7 +100,8 @@ def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
     if case.documents is not None:
         options["cu_seqlens"] = case.documents
     if case.score_mod:
-        options["score_mod"] = score_mod_on(case.score_mod, device)
+        sequences = case.batch if case.documents is None else len(case.documents) - 1
+        options["score_mod"] = score_mod_on(case.score_mod, device, sequences, q.shape[-2])
     attention = getattr(context_parallel, case.way)
     out, lse = attention(q, k, v, return_lse=True, **options)
     results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))

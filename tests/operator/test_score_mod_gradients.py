@@ -49,8 +49,9 @@ def test_gradients(name, options, stored, device, backward_config):
     lengths, case = (150, 200), CASES[name]
     tensors = leaves(*lengths, (2, 1), 2, device)
     config = None if stored else backward_config(ds_bytes=0)
+    mod = case.mod(device, (2, 2))
     results = flash_attn_func(
-        *tensors, score_mod=case.mod(device), return_lse=True, backward_config=config, **options
+        *tensors, score_mod=mod, return_lse=True, backward_config=config, **options
     )
     found, given = gradients(results, tensors)
     check(found, tensors, given, score_mod=case.of_reference(*lengths), **options)
@@ -70,7 +71,7 @@ def test_gradients_of_portions(device, backward_config, monkeypatch):
     tensors = leaves(*lengths, (2, 2), 2, device)
     options = {"window_size": (60, None)}
     results = flash_attn_func(
-        *tensors, score_mod=case.mod(device), return_lse=True,
+        *tensors, score_mod=case.mod(device, (2, 2)), return_lse=True,
         backward_config=backward_config(ds_bytes=2 * BLOCK_BYTES), **options,
     )  # fmt: skip
     found, given = gradients(results, tensors)
@@ -84,7 +85,7 @@ def test_gradients_of_a_block_mask(device):
     dense[..., :128, 128:256] = False
     tensors = leaves(*lengths, (2, 1), 1, device)
     results = flash_attn_func(
-        *tensors, score_mod=case.mod(device), return_lse=True,
+        *tensors, score_mod=case.mod(device, (1, 2)), return_lse=True,
         block_mask=masks.from_dense(dense.to(device)),
     )  # fmt: skip
     found, given = gradients(results, tensors)
@@ -100,8 +101,8 @@ def test_gradients_of_packed_sequences(stored, device, backward_config):
     tensors = tuple(t.requires_grad_() for t in (q, k, v))
     config = None if stored else backward_config(ds_bytes=0)
     results = flash_attn_varlen_func(
-        *tensors, cu_q, cu_k, 130, 200, causal=True, score_mod=case.mod(device), return_lse=True,
-        backward_config=config,
+        *tensors, cu_q, cu_k, 130, 200, causal=True, score_mod=case.mod(device, (3, 2)),
+        return_lse=True, backward_config=config,
     )  # fmt: skip
     found, (dout, dlse) = gradients(results, tensors)
     for b in range(len(of_q)):
@@ -131,7 +132,7 @@ def test_one_gradient_alone(device):
     """Kernels of one gradient give what those of all do, but for rounding."""
     lengths, case, options = (100, 130), CASES["bounded"], {"softmax_scale": -0.3}
     tensors = q, k, v = leaves(*lengths, (2, 1), 1, device)
-    out = flash_attn_func(q, k, v, score_mod=case.mod(device), **options)
+    out = flash_attn_func(q, k, v, score_mod=case.mod(device, (1, 2)), **options)
     dout = torch.randn_like(out)
     (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
     expected = torch.autograd.grad(out, tensors, dout)[0]
@@ -141,7 +142,7 @@ def test_one_gradient_alone(device):
 def test_graphs_and_schema(device):
     """torch.compile keeps the operators whole, and gives the same bits, also where the graph makes
     the score_mod; the schema holds."""
-    mod = CASES["alibi"].mod(device)
+    mod = CASES["alibi"].mod(device, (1, 2))
     (slopes,) = mod.tensors
 
     def layer(q, k, v):

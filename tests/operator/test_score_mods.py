@@ -64,10 +64,11 @@ def slope_of_everything(score, place, tensors):
 
 @dataclass(frozen=True)
 class Case:
-    """A score_mod of a device, and the same as the reference takes it, of sequences of some
-    lengths; batch: the entry of a sequence that the reference has alone."""
+    """A score_mod of a device and of (sequences, heads) of q, and the same as the reference takes
+    it, of sequences of some lengths; batch: the entry of a sequence that the reference has
+    alone."""
 
-    mod: Callable[[Any], ScoreMod]
+    mod: Callable[[Any, tuple[int, int]], ScoreMod]
     torch_mod: Callable[..., torch.Tensor]
 
     def of_reference(self, seqlen_q, seqlen_k, batch=0):
@@ -78,19 +79,19 @@ class Case:
 
 CASES = {
     "alibi": Case(
-        lambda device: alibi(OF_ENTRIES.to(device)),
+        lambda device, of: alibi(OF_ENTRIES[: of[0], : of[1]].to(device)),
         lambda s, b, h, q, k, distance: s - OF_ENTRIES.double()[b, h] * distance,
     ),
     "bounded": Case(
-        lambda device: ScoreMod.of(bounded, slope_of_bounded),
+        lambda device, of: ScoreMod.of(bounded, slope_of_bounded),
         lambda s, b, h, q, k, distance: s / (1 + s.abs() / BOUND),
     ),
     "by key": Case(
-        lambda device: ScoreMod.of(by_key, None, (BIAS.to(device),)),
+        lambda device, of: ScoreMod.of(by_key, None, (BIAS.to(device),)),
         lambda s, b, h, q, k, distance: s + BIAS.double()[h, k],
     ),
     "everything": Case(
-        lambda device: ScoreMod.of(
+        lambda device, of: ScoreMod.of(
             everything, slope_of_everything,
             tuple(t.to(device) for t in (OF_ENTRIES, BIAS, OF_QUERIES)),
         ),
@@ -127,7 +128,8 @@ def test_forward(name, lengths, heads, options, device):
     case, batch = CASES[name], 2
     q, k, v = inputs(*lengths, heads, batch, device)
     options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
-    found = flash_attn_func(q, k, v, score_mod=case.mod(device), return_lse=True, **options)
+    mod = case.mod(device, (batch, heads[0]))
+    found = flash_attn_func(q, k, v, score_mod=mod, return_lse=True, **options)
     options.pop("num_splits", None)
     check(found, (q, k, v), score_mod=case.of_reference(*lengths), **options)
 
@@ -141,7 +143,7 @@ def test_forward_of_a_block_mask(name, device):
     dense[..., :130, 100:260] = False
     dense[..., 256:, :] = False
     mask, case = masks.from_dense(dense.to(device)), CASES[name]
-    options = {"score_mod": case.mod(device), "block_mask": mask, "return_lse": True}
+    options = {"score_mod": case.mod(device, (1, 2)), "block_mask": mask, "return_lse": True}
     found = flash_attn_func(*tensors, **options)
     check(found, tensors, score_mod=case.of_reference(*lengths), mask=dense)
 
@@ -160,8 +162,9 @@ def test_packed_sequences(name, device):
     q, cu_q, each_q = packed(of_q, 2, device)
     k, cu_k, each_k = packed(of_k, 1, device)
     v, _, each_v = packed(of_k, 1, device)
+    mod = case.mod(device, (len(of_q), 2))
     out, lse = flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 130, 260, causal=True, score_mod=case.mod(device), return_lse=True
+        q, k, v, cu_q, cu_k, 130, 260, causal=True, score_mod=mod, return_lse=True
     )
     for b, rows in enumerate(zip(each_q, each_k, each_v, strict=True)):
         if of_q[b]:
@@ -178,7 +181,8 @@ def test_keys_in_pages(device):
     table = torch.tensor([[4, 1, 5], [0, 3, 2]], dtype=torch.int32, device=device)
     used, case = torch.tensor([150, 64], dtype=torch.int32, device=device), CASES["by key"]
     out, lse = flash_attn_varlen_func(
-        q, *pages, seqused_k=used, page_table=table, score_mod=case.mod(device), return_lse=True
+        q, *pages, seqused_k=used, page_table=table, score_mod=case.mod(device, (2, 4)),
+        return_lse=True,
     )
     for b, count in enumerate(used.tolist()):
         alone = (q[b : b + 1], *(reference.gathered(t, table[b], count)[None] for t in pages))
@@ -202,7 +206,7 @@ def test_a_cache_with_new_rows(paged, device):
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     out, lse = flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=used, page_table=table, causal=True,
-        score_mod=case.mod(device), return_lse=True,
+        score_mod=case.mod(device, (3, 4)), return_lse=True,
     )  # fmt: skip
     for b, rows in enumerate(sequences):
         alone = tuple(t[None].to(torch.bfloat16) for t in rows)
@@ -218,7 +222,7 @@ def test_a_wrong_head_is_seen(planted):
         score_change.ScorePlaces, "at", lambda own, n: right(own, n)._replace(head=cute.Int32(0))
     )
     case, tensors = CASES["alibi"], inputs(64, 64, (2, 2))
-    found = flash_attn_func(*tensors, score_mod=case.mod("cpu"), return_lse=True)
+    found = flash_attn_func(*tensors, score_mod=case.mod("cpu", (1, 2)), return_lse=True)
     with pytest.raises(AssertionError):
         check(found, tensors, score_mod=case.of_reference(64, 64))
 
@@ -260,7 +264,7 @@ def test_another_tensor_takes_the_same_kernel(device):
     compiled = compile.counters["compiled"] + compile.counters["disk"]
     wide = SLOPES.repeat_interleave(3).to(device)[::3]
     assert torch.equal(flash_attn_func(*tensors, score_mod=alibi(wide[:2])), first)
-    other = flash_attn_func(*tensors, score_mod=alibi(SLOPES.to(device)))
+    other = flash_attn_func(*tensors, score_mod=alibi(SLOPES[:2].clone().to(device)))
     assert torch.equal(other, first)
     other = flash_attn_func(*tensors, score_mod=alibi(wide[:2] * 3))
     assert not torch.equal(other, first)
@@ -270,7 +274,7 @@ def test_another_tensor_takes_the_same_kernel(device):
 def test_graphs_and_schema(device):
     """torch.compile keeps the operator whole, and gives the same bits; its schema holds."""
     q, k, v = inputs(70, 100, (2, 1), 1, device)
-    mod = CASES["by key"].mod(device)
+    mod = CASES["by key"].mod(device, (1, 2))
 
     def layer(q):
         return flash_attn_func(q * 2, k, v, score_mod=mod, use_clc=False)

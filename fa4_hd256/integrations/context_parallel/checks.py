@@ -44,14 +44,15 @@ def settings_of(
     q, k, v, sink = tensors
     options = Options.check(given.softmax_scale, given.causal, given.window_size, given.softcap)
     read, key = ({}, None) if given.score_mod is None else read_by(given.score_mod)
-    score_mod, _ = functions_of_keys((key, None), read, q)
+    order, offsets = divided
+    counted = {} if offsets is None else {"cu_seqlens_q": torch.empty(_count(offsets))}
+    score_mod, _ = functions_of_keys((key, None), read | counted, q)
     asked = replace(options, score_mod=score_mod)
     ForwardCall(q, k, v, sink, read).describe(asked, None, None, given.config)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a rank has {q.shape[1]} rows of q and {k.shape[1]} of k; accepted: as many of both"
         )
-    order, offsets = divided
     placed(order, ranks.count, q.shape[1])
     documents = None if offsets is None else _documents(offsets, ranks.count * q.shape[1])
     kinds = kernels_of(architecture_of(q.device)).configs("backward")
@@ -60,6 +61,13 @@ def settings_of(
     return Settings(
         options, documents, given.config, backward, given.use_clc, rows, given.score_mod
     )
+
+
+def _count(offsets: Any) -> int:
+    """Of numbers in cu_seqlens, which need not be offsets."""
+    if isinstance(offsets, torch.Tensor):
+        return offsets.numel()
+    return len(offsets) if isinstance(offsets, (list, tuple)) else 0
 
 
 def _documents(offsets: Any, rows: int) -> tuple[int, ...]:
