@@ -442,7 +442,7 @@ def _resolve(
     offsets = ragged.get("cu_seqlens_q")
     # Packed queries have a batch of 1.
     rows = 1 if offsets is None else q.shape[1]
-    uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
+    uneven = uneven_gradients(q.shape, k.shape)
     is_ragged = any(name in RAGGED for name in ragged)
     backward_use_clc = options.backward_use_clc(use_clc, is_ragged, uneven)
     options = options.scheduled(use_clc, rows, offsets, longest[0], masked)

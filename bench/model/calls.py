@@ -94,7 +94,11 @@ def defaults_to_clc(case: Case, direction: str) -> bool:
     """Whether a call of ours without `use_clc` and FA_CLC takes the dynamic scheduler."""
     bounded = case.bounds != (None, None)
     if direction == BACKWARD:
-        uneven = uneven_gradients(case.seqlen_q, case.heads, case.seqlen_k, case.heads_kv)
+        shapes = (
+            (rows, heads, HEAD_DIM)
+            for rows, heads in ((case.seqlen_q, case.heads), (case.seqlen_k, case.heads_kv))
+        )
+        uneven = uneven_gradients(*shapes)
         return backward_prefers_clc(bounded, case.packed, uneven=uneven)
     return prefers_clc(bounded, *filling(case))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,9 +110,12 @@ class Options:
 MOST_PAIRS = 1 << 31
 
 
-def uneven_gradients(queries: int, heads: int, keys: int, heads_kv: int) -> bool:
-    """Whether tiles of dK and of dQ of one launch differ in length. queries, keys: rows of a
-    sequence."""
+def uneven_gradients(q: Sequence[int], k: Sequence[int]) -> bool:
+    """Whether tiles of dK and of dQ of one launch differ in length. q, k: shapes, (.., rows of a
+    sequence, heads, 256); no for those of fewer dimensions, which are refused with the tensors."""
+    if min(len(q), len(k)) < 3:
+        return False
+    (queries, heads), (keys, heads_kv) = q[-3:-1], k[-3:-1]
     return heads > heads_kv or queries * keys > MOST_PAIRS
 
 

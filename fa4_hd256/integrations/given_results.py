@@ -35,7 +35,7 @@ def gradients_of_results(
     """
     q, k, v, out, dout, lse = tensors
     is_ragged = any(offset is not None for offset in offsets)
-    uneven = uneven_gradients(*q.shape[-3:-1], *k.shape[-3:-1])
+    uneven = uneven_gradients(q.shape, k.shape)
     dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
     scores, key = ({}, None) if score_mod is None else read_by(score_mod)
     dq, dk, dv, _ = call_backward(

@@ -135,9 +135,12 @@ def test_ranges_of_queries_are_what_the_scheduler_is_chosen_for(length):
         portions = divide(whole, ds_bytes, GPU).portions
         return any(len(one.queries) < length for one in portions)
 
-    assert uneven_gradients(length, 2, length, 2) is ranges(4 << 30)
+    def uneven(keys: int, heads: int) -> bool:
+        return uneven_gradients((length, heads, 256), (keys, 2, 256))
+
+    assert uneven(length, 2) is ranges(4 << 30)
     assert ranges(BackwardConfig().ds_bytes) is (length > 65536)
-    assert uneven_gradients(length, 4, 1, 2) and not uneven_gradients(length, 2, 1, 2)
+    assert uneven(1, 4) and not uneven(1, 2)
 
 
 def test_portions_are_as_large_as_fits():
