@@ -9,6 +9,7 @@ import torch
 from backward_cases import check, inputs
 
 from fa4_hd256.call import backward_problem
+from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.backward_sum import SumConfig
 from fa4_hd256.run import backward
 from fa4_hd256.run.backward_arguments import sum_call_arguments
@@ -20,13 +21,15 @@ from fa4_hd256.run.resources import resource_usage
 
 def added(parts, heads, dtype=torch.bfloat16):
     """What the kernel makes of parts of dK and dV, in memory that holds NaN."""
+    device = parts[0].device
     batch, rows = parts[0].shape[:2]
     results = tuple(
-        torch.full((batch, rows, heads, 256), math.nan, dtype=dtype, device=parts[0].device)
+        torch.full((batch, rows, heads, 256), math.nan, dtype=dtype, device=device)
         for _ in range(2)
     )
+    spec = KernelSpec("backward_sum", SumConfig(), dtype, architecture_of(device))
     launch(
-        compile_kernel(KernelSpec("backward_sum", SumConfig(), dtype)), parts[0].device,
+        compile_kernel(spec), device,
         lambda gpu, stream: sum_call_arguments(parts, results, stream), (),
     )  # fmt: skip
     return results
