@@ -130,7 +130,10 @@ DOCUMENTS = {
         "Keys and values in e4m3 on an H200", ("kv-types",), "serving.md"
     ),
     "masks_h200": Document("Attention under masks on an H200", ("masks",), "masks.md"),
-    "training_h200": Document("A training with each attention", ("training",), "hopper.md"),
+    "training_h200": Document(
+        "A training with each attention",
+        ("training", "--seed", "0", "--seed", "1"), "hopper.md",
+    ),
     "training_rounding": Document(
         "What rounding does to a small training",
         ("training", "--layers", "3", "--hidden", "128", "--heads", "2", "--heads-kv", "1",
