@@ -7,10 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from bench.peaks import B200_TFLOPS, FLOP_PER_CLOCK
 from bench.processes import each
 from bench.suite import Case
-from bench.tables.comparison import OURS, comparison_row, standing, standing_figures
+from bench.tables.comparison import (
+    AS_PUBLISHED,
+    OURS,
+    comparison_row,
+    standing,
+    standing_figures,
+)
 from bench.tables.origin import modelled_machine
 from bench.tables.paths import path_figures
 from bench.tables.table import BASIS, MACHINE
@@ -18,12 +26,14 @@ from bench.tables.table import BASIS, MACHINE
 from .calls import Kind
 from .machines import gpu_of
 from .predictor import Predicted, Predictor, printing_predictor
+from .published import closed_peer
 
 
 def modelled_rows(
     cases: Iterable[tuple[Case, str]], names: Sequence[str], predictor: Predictor
 ) -> list[dict[str, Any]]:
-    """Predict every (case, direction); one row for each."""
+    """Predict every (case, direction); one row for each. cuDNN's published rate of the same call on
+    such a GPU is a peer, too."""
     machine = predictor.machine
     values, rows = machine.values(), []
     peak = values.sms * FLOP_PER_CLOCK[gpu_of(machine).capability] * values.clock_ghz / 1e3
@@ -39,6 +49,12 @@ def modelled_rows(
                 predicted[name] = found
             else:
                 details[name] = {"status": reason}
+        closed = closed_peer(machine.name, case, direction)
+        details[AS_PUBLISHED] = (
+            {"status": f"no such rate of a {machine.name.upper()} is known here"} if closed is None
+            else {"status": "ok", "tflops": closed.tflops, "median_ms": closed.seconds * 1e3,
+                  "source": closed.source}
+        )  # fmt: skip
         rows.append(_row((case, direction), details, predicted, predictor.ratio_error) | origin)
     return rows
 
@@ -49,6 +65,9 @@ def _row(
 ) -> dict[str, Any]:
     """case: with its direction. error: see `standing`."""
     seconds = {name: found.seconds for name, found in predicted.items()}
+    published = details[AS_PUBLISHED].get("median_ms")
+    if published and OURS in seconds:
+        seconds[AS_PUBLISHED] = np.full_like(seconds[OURS], published * 1e-3)
     row = comparison_row(*case, details, seconds, error)
     peer = predicted.get(row["peer"] or "")
     row |= path_figures(

@@ -13,6 +13,8 @@ from bench.suite import Case
 
 #: As tables name this project's kernels.
 OURS = "ours"
+#: As modelled tables name cuDNN's published rate of the same call.
+AS_PUBLISHED = "cuDNN, as published"
 #: A provider that is there for its results, not for its speed.
 YARDSTICK = "PyTorch math"
 #: Ours on an easier problem: how fast it may get.

@@ -1,6 +1,13 @@
 """Rates that others have published, each with the kernel, the GPU and the protocol it is of."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bench.suite import Case
+
 from . import flash_attention, nvidia
+from .rows import CUDNN, HOST_BOUND, Published
 
 #: All of attention.
 ROWS = (
@@ -8,3 +15,22 @@ ROWS = (
     *nvidia.TRAINING, *nvidia.INFERENCE, *nvidia.DECODE, *nvidia.FROST_BACKWARD,
     *nvidia.CUDNN_BACKWARD, *nvidia.PROFILED,
 )  # fmt: skip
+
+#: Of kernels that are closed, so that their rates stand as published. Those of keys in pages are of
+#: other calls than tables of rates have.
+_CLOSED = tuple(
+    row for row in (*nvidia.TRAINING, *nvidia.INFERENCE, *nvidia.CUDNN_BACKWARD)
+    if row.build.project == CUDNN
+)  # fmt: skip
+
+
+def closed_peer(machine: str, case: Case, direction: str) -> Published | None:
+    """cuDNN's highest published rate of that very call on a GPU of that name whose clock was free;
+    None where none is known."""
+    same = replace(case, group="published")
+    found = [
+        row for row in _CLOSED
+        if (row.machine, row.direction, row.problem) == (machine, direction, same)
+        and row.held_ghz is None and row.kind != HOST_BOUND
+    ]  # fmt: skip
+    return max(found, key=lambda row: row.tflops, default=None)
