@@ -95,7 +95,7 @@ def check_varlen(text):
 
 #: And a ratio that the page has of it.
 CHECKS = {
-    check_lengths: "1.71", check_one_sequence: "1.43", check_windows: "1.97", check_unequal: "2.50",
+    check_lengths: "1.71", check_one_sequence: "1.14", check_windows: "1.97", check_unequal: "2.50",
     check_varlen: "1.89",
 }  # fmt: skip
 
