@@ -37,6 +37,7 @@ COMMANDS = {
     "simulator": "the simulator's own speed on the forward",
     "splits": "keys of a query tile divided among CTA pairs, where tiles are few",
     "static": "registers, SMEM and instructions of the kernels, beside flash-attn-4's",
+    "steps": "clocks of steps and tiles, forward and backward, beside flash-attn-4's and FROST's",
     "tables": "the tables of docs/tables, by the commands that print them",
     "throughput": "TFLOPS over the shape suite, providers side by side; modelled without a GPU",
     "timing": "predicted clocks of a forward step on one CTA pair, with its critical path",

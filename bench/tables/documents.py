@@ -179,6 +179,10 @@ DOCUMENTS = {
     "validate_backward": Document("Backward, every row", _VALIDATE, "timing.md", (7,)),
     "validate_published": Document("Rates as published", _VALIDATE, "timing.md", (8,)),
     "validate_windows": Document("Windowed kernels outside the fit", _VALIDATE, "timing.md", (10,)),
+    "steps": Document("Clocks of steps, units and tiles, B200", ("steps",), "results.md"),
+    "steps_gb300": Document(
+        "Clocks of steps, units and tiles, GB300", ("steps", "--machine", "gb300"), "results.md"
+    ),
     "hopper": Document("The model against an H200", ("hopper",), "timing.md"),
     "hopper_fences": Document(
         "Fences and arrivals, the model against an H200", ("hopper", "--kernel", "'; '"),
