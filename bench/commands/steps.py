@@ -111,8 +111,9 @@ def table(found: list[dict[str, Any]], draws: int) -> Table:
         "published rates do not contradict and the central one. No step is fitted below the tensor "
         "core's own clocks.",
         "256 queries x 128 keys of a backward are one of our units of dV and two steps of "
-        "products, or where dS is not stored a unit of each other kernel; two units of FROST's main kernel and four steps of its products; one unit of "
-        f"each of {flash_attn_4.PACKAGE}'s kernels.",
+        "products, or where dS is not stored a unit of each other kernel; two units of FROST's "
+        "main kernel and four steps of its products; one unit of each of "
+        f"{flash_attn_4.PACKAGE}'s kernels.",
     )
     plot = Plot(("provider", "makes", "mask"), "step", low="step_low", high="step_high",
                 panel="direction")  # fmt: skip
