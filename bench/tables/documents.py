@@ -91,6 +91,13 @@ DOCUMENTS = {
         for machine in ("gb200", "gb300")
     },
     **{
+        f"throughput_{machine}_dense": Document(
+            f"Throughput by length, {machine.upper()}",
+            ("throughput", "--modelled", "--machine", machine, *_DENSE[2:]), "throughput.md", (0,),
+        )
+        for machine in ("gb200", "gb300")
+    },
+    **{
         f"throughput_{name}": Document(
             f"Throughput of {title}, B200", ("throughput", "--modelled", "--group", group),
             "throughput.md", (0,),
