@@ -21,12 +21,14 @@ from .outcome import Outcome, Target
 from .timed import ENTRY, RESULTS, Timed
 
 REPETITIONS, WARM_UP = 15, 3
+#: Of a clock: each takes two launches.
+CLOCKS_TAKEN = 3
 
 
 @lru_cache(maxsize=4)
-def _table(sms: int) -> dict[str, Micro]:
+def _table(sms: int, has_tcgen05: bool) -> dict[str, Micro]:
     found = (*micro_basic.table(), *micro_memory.table(), *micro_tensor.table(sms),
-             *micro_rates.table(sms))
+             *micro_rates.table(sms, sets_clock=not has_tcgen05))
     return {micro.name: micro for micro in found}
 
 
@@ -37,19 +39,20 @@ def missing(target: Target) -> str:
 
 def items(target: Target) -> list[str]:
     """Names of the benchmarks that this GPU's instructions allow."""
-    return [m.name for m in _table(target.sms).values() if target.has_tcgen05 or not m.tcgen05]
+    table = _table(target.sms, target.has_tcgen05)
+    return [m.name for m in table.values() if target.has_tcgen05 or not m.tcgen05]
 
 
 def run(item: str, target: Target, note: Callable[[str], None]) -> Outcome:
     """One figure."""
-    micro = _table(target.sms)[item]
+    micro = _table(target.sms, target.has_tcgen05)[item]
     if not target.is_gpu:
         return _modelled(micro, note)
     series = []
     for kernel in micro.kernels:
         note(f"kernel '{kernel.name}', grid {kernel.grid}, {kernel.warps} warps")
         loaded = Loaded(kernel, target.capability)
-        if micro.constant == "clock_ghz":
+        if micro.unit == "GHz":
             series.append(loaded.gigahertz())
         else:
             series.append(loaded.seconds() if micro.seconds else loaded.clocks())
@@ -123,7 +126,7 @@ class Loaded:
     def gigahertz(self) -> list[float]:
         """Clocks over seconds of single launches."""
         self.once(0)
-        return [self.once(0) / self._timed(1) / 1e9 for _ in range(3)]
+        return [self.once(0) / self._timed(1) / 1e9 for _ in range(CLOCKS_TAKEN)]
 
     def _timed(self, launches: int) -> float:
         """Seconds of a launch in a graph: launched one by one, the host's calls would count."""

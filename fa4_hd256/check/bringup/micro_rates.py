@@ -39,8 +39,8 @@ def _busy(rounds: int, sms: int) -> Timed:
                  rounds=rounds, grid=sms, warps=4)  # fmt: skip
 
 
-def table(sms: int) -> tuple[Micro, ...]:
-    """All of this module, for a GPU of so many SMs."""
+def table(sms: int, sets_clock: bool) -> tuple[Micro, ...]:
+    """All of this module, for a GPU of so many SMs. sets_clock: no figure of tensor cores does."""
     total = _BLOCK * _BLOCKS * _ROUNDS * sms
     waves = 200
     one = _nothing(sms, _SHARED, "a wave of empty CTAs")
@@ -54,6 +54,7 @@ def table(sms: int) -> tuple[Micro, ...]:
               "launch_us", "each further empty kernel of a CUDA graph", seconds=True),
         Micro("CTA reuse", "microseconds", (one, more), lambda a, b: (b - a) / waves * 1e6, "",
               f"each further wave of empty CTAs of {_SHARED >> 10} KiB", seconds=True),
-        Micro("SM clock under load", "GHz", (_busy(800000, sms),), lambda s: s, "clock_ghz",
+        Micro("SM clock under load", "GHz", (_busy(800000, sms),), lambda s: s,
+              "clock_ghz" if sets_clock else "",
               "clocks of a kernel of some fifty milliseconds over its seconds", seconds=True),
     )  # fmt: skip

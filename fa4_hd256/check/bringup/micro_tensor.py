@@ -159,14 +159,23 @@ def _mma(group: int, m: int, n: int, in_tmem: bool) -> tuple[Micro, Micro]:
     )  # fmt: skip
 
 
-def _sustained(sms: int) -> Micro:
-    """Every SM's tensor core for as long as the power limit takes to act."""
+def _all_pairs(sms: int) -> tuple[Micro, ...]:
+    """Every SM's tensor core: the clock of a GPU at rest, which some 40 ms show; then rate and
+    clock for as long as the power limit takes to act."""
     count, rounds, ctas = 160, 4000, sms // 2 * 2
     flop = 2.0 * 256 * 256 * 16 * count * rounds * ctas / 2
-    return Micro("MMA at full load", "TFLOPS of dense bf16 MMA",
-                 (_products(2, 256, 256, False, count, 1, ctas, rounds),),
-                 lambda s: flop / s / 1e12, "",
-                 "256x256 of every pair for some seconds, random operands", True, True)
+    few, many = (
+        (_products(2, 256, 256, False, count, 1, ctas, number),) for number in (400, rounds)
+    )
+    what = "256x256 of every pair, random operands"
+    return (
+        Micro("SM clock of tensor cores", "GHz", few, lambda s: s, "clock_ghz",
+              f"clocks over seconds of first launches, {what}", True, True),
+        Micro("MMA at full load", "TFLOPS of dense bf16 MMA", many, lambda s: flop / s / 1e12, "",
+              f"{what}, for some seconds", True, True),
+        Micro("SM clock of tensor cores under load", "GHz", many, lambda s: s, "",
+              f"the same behind that, {what}", True, True),
+    )  # fmt: skip
 
 
 def table(sms: int) -> tuple[Micro, ...]:
@@ -195,7 +204,7 @@ def table(sms: int) -> tuple[Micro, ...]:
               "256x128 of a pair", True, around=51.5),
         Micro("MMA switch", "clocks", switch, lambda a, b: (b - a) / 40, "mma_switch",
               "two accumulators in turn less one alone", True),
-        _sustained(sms),
+        *_all_pairs(sms),
         Micro("CLC query", "clocks", (_query(),), lambda a: a, "clc_query",
               "try_cancel until its wait has passed; the median of CTAs", True),
     )  # fmt: skip

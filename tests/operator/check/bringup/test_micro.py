@@ -16,7 +16,7 @@ from sm100_sim.timing.machine_constants import Values, load
 pytestmark = pytest.mark.simulator
 
 
-TABLE = micro._table(SIMULATOR.sms)
+TABLE = micro._table(SIMULATOR.sms, SIMULATOR.has_tcgen05)
 #: Benchmarks whose kernels the model follows from one cluster, and how far off they may be: reads
 #: of the clock and the loop itself take up to a clock a round, 5 % of a rate; columns of TMEM are
 #: rounded up to clocks.
@@ -72,6 +72,24 @@ def test_a_gpu_without_tensor_memory_is_not_asked_for_it():
     hopper = micro.items(Target("gpu", "a Hopper GPU", (9, 0), 132))
     assert "CLC query" not in hopper and "TMEM load" not in hopper
     assert set(hopper) < set(micro.items(SIMULATOR))
+
+
+def test_the_clock_is_that_of_tensor_cores_where_there_are_any_to_ask():
+    """As soon as they work an SM's clock is lower (docs/timing.md): with the clock of exp2 alone a
+    machine would be too fast for attention."""
+    found = {
+        has_tcgen05: [m for m in micro._table(148, has_tcgen05).values()
+                      if m.unit == "GHz" and (has_tcgen05 or not m.tcgen05)]
+        for has_tcgen05 in (False, True)
+    }  # fmt: skip
+    sets = {key: [m.name for m in of if m.constant == "clock_ghz"] for key, of in found.items()}
+    assert sets == {True: ["SM clock of tensor cores"], False: ["SM clock under load"]}
+    chosen = next(m for m in found[True] if m.constant)
+    assert chosen.tcgen05 and chosen.kernels[0].grid == 148
+    assert "tcgen05.mma.cta_group::2" in chosen.kernels[0].ptx
+    # On a GPU at rest: all its launches are done before the first look of a driver's loop.
+    clocks = 160 * 128 * chosen.kernels[0].rounds
+    assert (2 + 2 * micro.CLOCKS_TAKEN) * clocks / 1.7e9 < 0.079
 
 
 def test_a_figure_is_the_median_with_quartiles():
