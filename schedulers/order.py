@@ -56,6 +56,13 @@ def _minimum(a: Any, b: Any) -> Any:
     return cutlass.min(Int32(a), Int32(b))
 
 
+def _maximum(a: Any, b: Any) -> Any:
+    """The larger of two integers, Python or DSL."""
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return cutlass.max(Int32(a), Int32(b))
+
+
 #: Lanes of a warp, which look at as many sequences at once.
 _LANES = 32
 
@@ -301,6 +308,7 @@ def section_heads_for(
     kv_bytes_per_head: Any,
     l2_bytes: Any,
     unequal_lengths: bool,
+    least: Any = 1,
 ) -> Any:
     """How many (batch, head) pairs to put into one section.
 
@@ -308,8 +316,22 @@ def section_heads_for(
     part of the L2 cache they may fill, `num_pairs` query heads times batches.  With tiles of
     equal length one KV group is the best section.  With unequal lengths (causal, windowed,
     ragged) the widest multiple of a KV group whose K and V fit gives the best balance.
+    least: no fewer pairs than that, rounded up to whole groups, as far as there are so many.
     Integers may be Python integers or Int32 values of the host function.
     """
+    section = _section_in_l2(
+        num_heads_per_kv, num_pairs, kv_bytes_per_head, l2_bytes, unequal_lengths
+    )
+    if isinstance(least, int) and least <= 1:
+        return section
+    whole = (least + num_heads_per_kv - 1) // num_heads_per_kv * num_heads_per_kv
+    return _maximum(section, _minimum(whole, num_pairs))
+
+
+def _section_in_l2(
+    num_heads_per_kv: int, num_pairs: Any, kv_bytes_per_head: Any, l2_bytes: Any,
+    unequal_lengths: bool,
+) -> Any:  # fmt: skip
     if not unequal_lengths:
         return num_heads_per_kv
     if isinstance(kv_bytes_per_head, int) and isinstance(num_pairs, int):

@@ -8,6 +8,11 @@ of queries, behind those, names tiles of 128 keys, in falling order.  The words 
 entry are their numbers: of all, for the kernel that writes whole blocks, and of those that exist,
 for the products.
 
+NOTE [long lists].  Some keys may be seen by all queries where others are seen by a window's: their
+tile takes as long as dozens of others, and one that begins late ends last.  So the heads of a
+section, whose tiles of the first keys come first, are at least so many that few of them are at work
+on one head (`TILES_OF_A_HEAD`); what L2 holds is counted by all queries, of which lists are a part.
+
 Bits are those of `block_mask` with queries and keys exchanged: rows of keys, bits of queries.
 """
 
@@ -23,10 +28,17 @@ from .block_mask import FULL, NOTHING
 from .edges import SharedByReference
 from .masking import WORD_BITS
 
-__all__ = ["WORD_PAIR", "BlockList"]
+__all__ = ["WORD_PAIR", "BlockList", "least_section"]
 
+#: Tiles of one head at work at once, at most: NOTE [long lists].
+TILES_OF_A_HEAD = 4
 #: Words of a list's first entry: how many tiles are written, and how many are read.
 WRITTEN, READ = 0, 1
+
+
+def least_section(problem_class: Any, clusters: Any) -> Any:
+    """Heads of a section, at least, on so many CTA pairs: NOTE [long lists]."""
+    return clusters // TILES_OF_A_HEAD if problem_class.lists_steps else 1
 
 
 class BlockList(SharedByReference):

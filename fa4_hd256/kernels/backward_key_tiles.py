@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from schedulers import TileProblem, section_heads_for
 
-from .backward_block_mask import BlockList
+from .backward_block_mask import BlockList, least_section
 from .backward_common import Step, heads_of_part, heads_per_part
 from .block_mask import MASK_TILE
 from .limits import HEAD_DIM
@@ -49,6 +49,7 @@ class KeyTiles:
                 kv_bytes_per_head=cutlass.min(rows, 1 << 20) * (4 * HEAD_DIM),
                 l2_bytes=scalars.l2_bytes,
                 unequal_lengths=self.problem_class.has_unequal_tiles,
+                least=least_section(self.problem_class, scalars.clusters),
             ),
             # The transposed mask: its bounds change sides.
             later_blocks_first=self.problem_class.bounded_left,

@@ -20,7 +20,7 @@ from cutlass import Boolean, Int32
 
 from schedulers import TileProblem, section_heads_for
 
-from .backward_block_mask import BlockList
+from .backward_block_mask import BlockList, least_section
 from .backward_common import heads_of_part, heads_per_part
 from .backward_ds_tiles import BLOCK_TILES, DS_BLOCK, DS_TILE, StoredDs
 from .backward_product_order import ProductOrder
@@ -124,6 +124,7 @@ class ProductTiles:
             kv_bytes_per_head=keys * queries * ELEMENT_BYTES,
             l2_bytes=scalars.l2_bytes,
             unequal_lengths=self.problem_class.has_unequal_tiles,
+            least=least_section(self.problem_class, scalars.clusters),
         )
         section = cutlass.max(Int32(section), order.parts_at_once(scalars.clusters))
         return TileProblem(order.num_tiles, heads, batch, section)

@@ -1,5 +1,7 @@
 """The tile order alone, on the host: a bijection, longest first, KV groups together."""
 
+import heapq
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,20 +71,38 @@ def test_a_section_is_done_block_by_block(problem):
     batches=st.integers(1, 3),
     kv_bytes=st.integers(1, 10**9),
     unequal=st.booleans(),
+    least=st.integers(1, 100),
 )
-def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal):
+def test_no_kv_group_is_torn_apart(group, kv_heads, batches, kv_bytes, unequal, least):
     section = section_heads_for(
         num_heads_per_kv=group,
         num_pairs=group * kv_heads * batches,
         kv_bytes_per_head=kv_bytes,
         l2_bytes=50 * 10**6,
         unequal_lengths=unequal,
+        least=least,
     )
     assert section % group == 0
     assert group <= section <= group * kv_heads * batches
     # As many KV heads as fit, at least one.
     fitting = max(1, 50 * 10**6 // kv_bytes)
-    assert section // group == (min(fitting, kv_heads * batches) if unequal else 1)
+    wanted = max(fitting if unequal else 1, -(-least // group))
+    assert section // group == min(wanted, kv_heads * batches)
+
+
+@pytest.mark.parametrize(("least", "lost"), [(1, True), (16, False)])
+def test_a_tile_that_all_see_begins_early(least, lost):
+    """Greedy placement of 16 heads whose first tile has 128 steps and others 10, on 66 clusters, of
+    which L2 holds two heads: of what the steps take, evenly divided."""
+    section = section_heads_for(
+        num_heads_per_kv=1, num_pairs=16, kv_bytes_per_head=1, l2_bytes=2, unequal_lengths=True,
+        least=least,
+    )  # fmt: skip
+    ends = [0] * 66
+    steps = [10 if block else 128 for block, _, _ in _tiles(TileProblem(64, 16, 1, section))]
+    for count in steps:
+        heapq.heapreplace(ends, ends[0] + count)
+    assert (max(ends) > 1.4 * sum(steps) / 66) is lost
 
 
 @given(
