@@ -127,6 +127,26 @@ def all_cases() -> list[Case]:
     ]
 
 
+def sparse_cases() -> list[Case]:
+    """And ragged batches of whose grid between a half and a sixth is there."""
+    batches = (
+        ragged_lengths(count, longest, seed)
+        for count, longest in ((4, 2048), (8, 1024), (16, 2048), (32, 1024), (64, 512), (256, 512))
+        for seed in (3, 4, 5)
+    )
+    ragged = (
+        Case("ragged, sparse", lengths, *QWEN, causal, packed=True)
+        for lengths in batches for causal in (True, False)
+    )  # fmt: skip
+    return [*all_cases(), *(case for case in ragged if 2 <= emptiness(case) <= 6)]
+
+
+def emptiness(case: Case) -> float:
+    """Query rows that the forward's grid has room for, for each one that is there."""
+    rows, capacity = filling(case)
+    return capacity / rows
+
+
 #: Name -> order of tiles.
 DEFAULT_ORDER = "half of L2, longest first"
 ORDERS = {
@@ -140,16 +160,17 @@ ORDERS = {
 }
 
 
-#: Of the forward alone.
+#: Of either direction alone.
 FORWARD_ORDERS = ORDERS | {
     f"half of L2, 1 of {n} blocks, the shortest, last": Order(short_last=1 / n) for n in (8, 16)
 }
+BACKWARD_ORDERS = ORDERS | {"half of L2, products in even sections": Order(even_products=True)}
 
 
 def _order(case: Case, predictor: Predictor, direction: str) -> Decided:
     """By the scheduler that the call takes."""
     clc, seconds = defaults_to_clc(case, direction), {}
-    orders = FORWARD_ORDERS if direction == FORWARD else ORDERS
+    orders = FORWARD_ORDERS if direction == FORWARD else BACKWARD_ORDERS
     for name, order in orders.items():
         kernel: Any = (
             predictor.forward(OURS, case, clc) if direction == FORWARD
@@ -417,7 +438,9 @@ def choices() -> Iterator[Choice]:
     forward, backward = (lambda f, d=d: _directed(f, d) for d in (FORWARD, BACKWARD))
     yield Choice("order, forward", DEFAULT_ORDER, all_cases, forward(_order))
     yield Choice("order, backward", DEFAULT_ORDER, all_cases, backward(_order))
-    yield Choice("scheduler, forward", _by_emptiness(MOST_EMPTY), all_cases, forward(_scheduler))
+    yield Choice(
+        "scheduler, forward", _by_emptiness(MOST_EMPTY), sparse_cases, forward(_scheduler)
+    )
     yield Choice(
         "scheduler, backward", DEFAULT_BACKWARD, all_cases, backward(_scheduler)
     )

@@ -119,6 +119,9 @@ def product_tiles(
     rows_k, rows_q = (min(blocks * ROWS, 1 << 14) for blocks in (order.blocks_k, order.blocks_q))
     section = section_of(case, tiling, grid, 1, rows_k * rows_q * 2) or 1
     section = max(section, order.parts_at_once(tiling.gpu.pairs))
+    if tiling.order.even_products:
+        pairs = grid[1] * grid[2]
+        section = -(-pairs // max(1, pairs // section))
     for number, head, batch in indices(grid, section, False):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         # Beside dS: those of dK read Q of the part's heads and no K, those of dQ K and no Q.

@@ -166,7 +166,7 @@ DOCUMENTS = {
     ),
     "defaults": Document(
         "What calls decide for themselves",
-        ("defaults", *_DECIDED, "--draws", "32", "--every", "3"), "bench.md",
+        ("defaults", *_DECIDED, "--draws", "32"), "bench.md",
     ),
     "splits": Document("Keys divided among CTA pairs", ("splits", "--modelled"), "bench.md"),
     "ex2_sweep": Document("Mixes of exp2", ("ex2-sweep", "--modelled"), "bench.md"),

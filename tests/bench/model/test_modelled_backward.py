@@ -21,6 +21,7 @@ from bench.model.tiles import (
     DQ,
     ROW,
     BackwardTiling,
+    Order,
     dkdv_tiles,
     dq_tiles,
 )
@@ -92,6 +93,19 @@ def test_work_is_what_any_row_sees(lengths, causal, window, order):
         tiles = [tile for tile in product_tiles(case, order, head_parts) if not tile.skipped]
         expected = sorted(PRODUCT * n for n in (*of_keys, *of_queries))
         assert sorted(tile.work for tile in tiles) == expected
+
+
+def test_even_sections_of_products_leave_no_long_tiles_for_the_end():
+    """A tile of dK has the steps of all query heads of its group. 16 groups in sections of five
+    leave one by itself, whose long tiles come last of all; in three sections none does."""
+    case = Case("test", ((2048, 2048),) * 8, 16, 2, False)
+    last = []
+    for order in (Order(), Order(even_products=True)):
+        tiles = product_tiles(case, replace(OURS, order=order), 1)
+        long = [n for n, tile in enumerate(tiles) if tile.work == 8 * PRODUCT * 16]
+        assert len(long) == 16 * 8 and len(tiles) == 9 * 16 * 8
+        last.append(len(tiles) - max(long))
+    assert last[0] < 74 < 3 * 74 < last[1]
 
 
 @pytest.mark.parametrize("left", [256, 300, 1023, 4096])
