@@ -56,6 +56,10 @@ class TileMask:
     ) -> None:
         self.lengths, self.tiles, self.bits = lengths, tiles, bits
         self._made: dict[Any, torch.Tensor] = {}
+        self._parts: dict[tuple[range, range, range], TileMask] = {}
+        self._units: dict[int, tuple[tuple[bool, ...], ...]] = {}
+        #: Made of the bits, and shared with masks that have the same.
+        self._of_bits: dict[str, torch.Tensor] = {}
         self._lists: TileMask | None = None
 
     @classmethod
@@ -157,14 +161,75 @@ class TileMask:
         """`bits` with queries and keys exchanged."""
         if self.bits is None:
             return None
-        if "key_bits" not in self._made:
+        if "key_bits" not in self._of_bits:
             columns = torch.arange(WORD_BITS, dtype=torch.int32, device=self.device)
             found = torch.empty_like(self.bits)
             for chosen in _chunks(len(found), self.device):
                 seen = self.bits[chosen, ..., None] >> columns & 1
                 found[chosen] = _packed(seen.flatten(2).transpose(1, 2))
-            self._made["key_bits"] = found
-        return self._made["key_bits"]
+            self._of_bits["key_bits"] = found
+        return self._of_bits["key_bits"]
+
+    def part(self, queries: range, keys: range, heads: range) -> TileMask:
+        """The mask of some queries, keys and heads, which has bits; made once.
+
+        Where tiles of the part are tiles of this mask, they share their bits; else those that are
+        partial are evaluated again.
+        """
+        heads = heads if self.tiles.shape[1] > 1 else range(1)
+        place = queries, keys, heads
+        if place not in self._parts:
+            self._parts[place] = self._part(*place)
+        return self._parts[place]
+
+    def _part(self, queries: range, keys: range, heads: range) -> TileMask:
+        lengths, tiles = (len(queries), len(keys)), self.tiles[:, heads.start : heads.stop]
+        is_aligned = all(
+            rows.start % MASK_TILE == 0 and (rows.stop % MASK_TILE == 0 or rows.stop == length)
+            for rows, length in zip((queries, keys), self.lengths, strict=True)
+        )
+        if is_aligned:
+            (top, bottom), (left, right) = (
+                (rows.start // MASK_TILE, count_mask_tiles(rows.stop)) for rows in (queries, keys)
+            )
+            own = tiles[:, :, top:bottom, left:right].contiguous()
+            made = TileMask(lengths, own, self.bits)
+            made._of_bits = self._of_bits
+            return made
+        kinds = torch.where(tiles == ABSENT, EMPTY, PARTIAL)
+        kinds = torch.where(tiles == FULL, WHOLE, kinds).to(torch.int8)
+        for dimension, rows in ((2, queries), (3, keys)):
+            kinds = _kinds_from(kinds, dimension, rows)
+
+        def evaluate(
+            batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
+            return self.sees(batch, head + heads.start, query + queries.start, key + keys.start)
+
+        return TileMask.of(lengths, kinds, evaluate)
+
+    def units(self, rows: int) -> tuple[tuple[bool, ...], ...]:
+        """Of each `rows` queries, and each `rows` keys, whether tiles that they meet are not empty.
+        Waits for the device, once. rows: divides both lengths."""
+        if rows not in self._units:
+            found = (self.tiles != ABSENT).flatten(0, 1).any(0).cpu()
+            for length in self.lengths:
+                found = torch.stack([
+                    found[first // MASK_TILE : count_mask_tiles(first + rows)].any(0)
+                    for first in range(0, length, rows)
+                ]).T  # fmt: skip
+            self._units[rows] = tuple(map(tuple, found.tolist()))
+        return self._units[rows]
+
+
+def _kinds_from(kinds: torch.Tensor, dimension: int, rows: range) -> torch.Tensor:
+    """Kinds of the tiles that begin with the first of `rows`, from those of all."""
+    begins = torch.arange(rows.start, rows.stop, MASK_TILE, device=kinds.device)
+    lasts = (begins + MASK_TILE).clamp(max=rows.stop) - 1
+    first, last = (
+        kinds.index_select(dimension, places // MASK_TILE) for places in (begins, lasts)
+    )
+    return torch.where(first == last, first, PARTIAL)
 
 
 def _with_end(lengths: tuple[int, int], kinds: torch.Tensor) -> torch.Tensor:

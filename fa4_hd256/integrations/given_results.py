@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fa4_hd256.autograd import call_backward
 from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options, uneven_gradients
 from fa4_hd256.call.operator_arguments import BackwardTensors, BackwardValues
+from fa4_hd256.call.tile_mask import TileMask
+from fa4_hd256.kernels.block_mask import MASK_BLOCKS, MASK_KEY_BITS
 from fa4_hd256.score_mods import ScoreMod, read_by
 
 __all__ = ["gradients_of_results"]
@@ -22,24 +26,29 @@ def gradients_of_results(
     dlse: torch.Tensor | None = None,
     use_clc: bool | None = None,
     backward_config: str = named_configs.DEFAULT,
-    score_mod: ScoreMod | None = None,
+    functions: tuple[ScoreMod | None, TileMask | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped and typed like q, k and v.
 
     tensors: q, k, v, out, dout, lse, shaped as for `flash_attn_varlen_func`; out and lse may count
     keys that are not among k and v, and a sink. offsets: cu_seqlens_q and cu_seqlens_k, longest:
     the bounds of their lengths, None where sequences are not packed. dlse: gradient of lse, None
-    for 0. use_clc, score_mod, backward_config: as `flash_attn_func` takes them, the last by name.
+    for 0. use_clc, backward_config, functions: as `flash_attn_func` takes them, the second by name,
+    the third score_mod and block_mask.
 
     Raises as `flash_attn_varlen_func` does.
     """
     q, k, v, out, dout, lse = tensors
-    is_ragged = any(offset is not None for offset in offsets)
+    score_mod, block_mask = functions
+    masks: dict[str, Any] = {}
+    if block_mask is not None:
+        masks = {MASK_BLOCKS: block_mask.blocks, MASK_KEY_BITS: block_mask.key_bits}
+    is_ragged = bool(masks) or any(offset is not None for offset in offsets)
     uneven = uneven_gradients(q.shape, k.shape)
     dynamic = options.backward_use_clc(use_clc, is_ragged, uneven)
     scores, key = ({}, None) if score_mod is None else read_by(score_mod)
     dq, dk, dv, _ = call_backward(
-        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **scores),
+        BackwardTensors(dout, dlse, q, k, v, out, lse, None, *offsets, **(masks | scores)),
         BackwardValues(
             options.softmax_scale, *options.bounds, options.softcap, *longest, dynamic,
             backward_config, key, None, (True, True, False),

@@ -12,9 +12,10 @@ import cutlass.cute as cute
 import numpy as np
 import torch
 
+from fa4_hd256 import masks
 from fa4_hd256.check import reference
 from fa4_hd256.integrations.context_parallel import local, ring
-from fa4_hd256.integrations.context_parallel.spans import Mask, parts_of, placed
+from fa4_hd256.integrations.context_parallel.spans import Mask, Units, parts_of, placed, unit
 from fa4_hd256.score_mods import ScoreMod, alibi
 
 #: By batch entry, or document, and head; by head and key; by query.
@@ -50,10 +51,46 @@ SCORE_MODS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _images(rows: int) -> torch.Tensor:
+    """Numbers of blocks: one across the middle, one at the end."""
+    blocks = torch.full((rows,), -1)
+    blocks[rows // 2 - 20 : rows // 2 + 9], blocks[rows - 15 :] = 0, 1
+    return blocks
+
+
+def _flex(rows: int) -> Any:
+    """A `BlockMask`: documents, and the keys before a query."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = torch.arange(rows) // 45
+    return create_block_mask(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), None, None, rows, rows, device="cpu"
+    )
+
+
+def _of_heads(rows: int) -> masks.TileMask:
+    """At random, for each of two heads; some queries see nothing."""
+    seen = torch.rand(1, 2, rows, rows, generator=torch.Generator().manual_seed(3)) < 0.4
+    seen[:, :, 60:70] = False
+    return masks.from_dense(seen)
+
+
+#: Of so many rows.
+MASKS: dict[str, Any] = {
+    "prefix": lambda rows: masks.prefix_lm(torch.tensor([rows // 3, 9]), rows),
+    "images on a window": lambda rows: masks.bidirectional_blocks(_images(rows), window=30),
+    "window and first tokens": lambda rows: masks.sliding_window(20, rows, first_tokens=3),
+    "documents": lambda rows: masks.documents(torch.arange(rows) // 40),
+    "of heads": _of_heads,
+    "BlockMask": _flex,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A call over ranks. rows: of the whole sequence. options: of `ring_attention`. sink, lse:
-    whether there is one, whether its gradient is given. score_mod: of `SCORE_MODS`, "" for none."""
+    whether there is one, whether its gradient is given. score_mod: of `SCORE_MODS`, mask: of
+    `MASKS`, "" for none."""
 
     way: str = "ring_attention"
     order: str = "contiguous"
@@ -64,6 +101,7 @@ class Case:
     sink: bool = False
     lse: bool = False
     score_mod: str = ""
+    mask: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -78,6 +116,13 @@ class Case:
         q, k, v, dout = rows(heads), rows(heads_kv), rows(heads_kv), rows(heads)
         dlse = torch.randn(self.batch, heads, self.rows, generator=generator)
         return q, k, v, dout, dlse, torch.randn(heads, generator=generator).bfloat16()
+
+
+def on_device(mask: Any, device: str) -> Any:
+    """A mask made on the CPU."""
+    if device == "cpu":
+        return mask
+    return masks.from_dense(masks.as_tile_mask(mask).dense().to(device))
 
 
 def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
@@ -102,6 +147,8 @@ def run(rank: int, case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
     if case.score_mod:
         sequences = case.batch if case.documents is None else len(case.documents) - 1
         options["score_mod"] = score_mod_on(case.score_mod, device, sequences, q.shape[-2])
+    if case.mask:
+        options["block_mask"] = on_device(MASKS[case.mask](case.rows), device)
     attention = getattr(context_parallel, case.way)
     out, lse = attention(q, k, v, return_lse=True, **options)
     results, wanted = ((out, lse), (dout, dlse)) if case.lse else ((out,), (dout,))
@@ -124,7 +171,11 @@ def most_parts(case: Case, ranks: int) -> int:
     if case.way == "ulysses_attention":
         return 1
     options = reference.AttentionOptions(**case.options)
-    mask = Mask(*options.window, case.documents, case.score_mod != "")
+    units = None
+    if case.mask:
+        rows = unit(case.order, case.rows // ranks)
+        units = Units(rows, masks.as_tile_mask(MASKS[case.mask](case.rows)).units(rows))
+    mask = Mask(*options.window, case.documents, case.score_mod != "", units)
     places = placed(case.order, ranks, case.rows // ranks)
     gathers = case.way == "all_gather_attention"
     of_queries, of_keys = torch.zeros(2, case.rows, dtype=torch.int64)
@@ -152,6 +203,8 @@ def errors(case: Case, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
     options = {name: value for name, value in case.options.items() if name in _OF_REFERENCE}
     if case.sink:
         options["learnable_sink"] = sink
+    if case.mask:
+        options["mask"] = masks.as_tile_mask(MASKS[case.mask](case.rows)).dense()
     worst: dict[str, float] = {}
     documents = case.documents or (0, case.rows)
     sinks = torch.zeros(case.heads[0], dtype=torch.float64), 0.0
@@ -230,6 +283,15 @@ def _places_of_the_part() -> Any:
     return mock.patch.object(local.Settings, "score_mod_of", lambda self, *part: self.score_mod)
 
 
+def _tiles_of_the_first_keys() -> Any:
+    right = masks.TileMask.part
+
+    def wrong(self: Any, queries: range, keys: range, heads: range) -> Any:
+        return right(self, queries, range(len(keys)), heads)
+
+    return mock.patch.object(masks.TileMask, "part", wrong)
+
+
 def _a_sink_that_takes_nothing() -> Any:
     def wrong(self: Any, sink: torch.Tensor) -> None:
         self.lse = torch.logaddexp(self.lse, sink.float()[:, None])
@@ -245,6 +307,7 @@ PLANTED = {
     "the gradient of LSE is left out": _lse_without_its_gradient,
     "a sink takes part in LSE alone": _a_sink_that_takes_nothing,
     "places of scores count in a part": _places_of_the_part,
+    "a block mask's keys are the first ones": _tiles_of_the_first_keys,
 }
 
 

@@ -41,6 +41,7 @@ def ring_attention(
     backward_config: Any = None,
     use_clc: bool | None = None,
     score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_func` of a sequence whose rows are divided among the ranks of a group.
 
@@ -54,6 +55,8 @@ def ring_attention(
         all ranks; they see nothing of one another. A tensor on a GPU is waited for.
     score_mod: as of `flash_attn_func`, with cu_seqlens of `flash_attn_varlen_func`: of places in
         the whole sequence and of all heads. Every rank gives the same tensors, whole.
+    block_mask: as of `flash_attn_func`, of the whole sequence, the same on every rank; instead of
+        causal, window_size and cu_seqlens. A GPU is waited for at the first call with one.
     The other arguments are those of `flash_attn_func`; masks are of the whole sequence. Partial
     results are rounded to q's type and summed in float32. The same bits in every run.
 
@@ -66,8 +69,9 @@ def ring_attention(
     has ended, and without torch.distributed being initialised.
     """
     given = Given(
-        softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod
-    )
+        softmax_scale, causal, window_size, softcap, config, backward_config, use_clc, score_mod,
+        block_mask,
+    )  # fmt: skip
     tensors = q, k, v, learnable_sink
     return _attend(tensors, given, Ranks(group), ("ring", order, cu_seqlens), return_lse)
 

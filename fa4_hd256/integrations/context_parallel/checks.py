@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call import named_configs
+from fa4_hd256.call.checks import check_mask_options
 from fa4_hd256.call.forward_problem import ForwardCall, Options
 from fa4_hd256.call.function_tensors import functions_of_keys
+from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.gpus.family import architecture_of
 from fa4_hd256.kernels.kernel_set import kernels_of
+from fa4_hd256.masks import as_tile_mask
 from fa4_hd256.score_mods import read_by
 
 from .exchange import Ranks
 from .local import Settings
-from .spans import placed
+from .spans import Units, placed, unit
 
 __all__ = ["Given", "check_heads", "settings_of", "text_of"]
 
@@ -34,6 +37,7 @@ class Given(NamedTuple):
     backward_config: Any
     use_clc: Any
     score_mod: Any
+    block_mask: Any
 
 
 def settings_of(
@@ -58,9 +62,39 @@ def settings_of(
     kinds = kernels_of(architecture_of(q.device)).configs("backward")
     backward = named_configs.encode(given.backward_config, *kinds)
     rows = ranks.count * q.shape[1]
+    mask = None
+    if given.block_mask is not None:
+        check_mask_options(options.window, 0)
+        own = _mask_of(given.block_mask, q, rows, offsets)
+        in_units = unit(order, q.shape[1])
+        mask = own, Units(in_units, own.units(in_units))
     return Settings(
-        options, documents, given.config, backward, given.use_clc, rows, given.score_mod
+        options, documents, given.config, backward, given.use_clc, rows, given.score_mod, mask
     )
+
+
+def _mask_of(block_mask: Any, q: torch.Tensor, rows: int, offsets: Any) -> TileMask:
+    """The block mask of a sequence of so many rows. Raises TypeError or ValueError."""
+    if offsets is not None:
+        raise ValueError(
+            "block_mask with cu_seqlens; accepted: one of them: fa4_hd256.masks.in_sequences, or "
+            "masks.documents, makes a mask that says both"
+        )
+    mask = as_tile_mask(block_mask)
+    batch, heads = mask.tiles.shape[:2]
+    if mask.lengths != (rows, rows):
+        raise ValueError(
+            f"block_mask is of {mask.lengths[0]} queries and {mask.lengths[1]} keys; accepted: "
+            f"{rows} of both, the rows of all ranks"
+        )
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+        raise ValueError(
+            f"block_mask is of batch {batch} and {heads} heads; accepted: 1 or {q.shape[0]}, and "
+            f"1 or {q.shape[2]}, as q has"
+        )
+    if mask.device != q.device:
+        raise ValueError(f"block_mask is on {mask.device}; accepted: {q.device}, like q")
+    return mask
 
 
 def _count(offsets: Any) -> int:
@@ -111,10 +145,15 @@ def text_of(tensors: tuple, settings: Settings, name: str, order: str) -> str:
     if settings.score_mod is not None:
         read = [[str(t.dtype), *t.shape] for t in settings.score_mod.tensors]
         scores = f"score_mod {settings.score_mod.key} of {read}"
+    mask = "no block_mask"
+    if settings.block_mask is not None:
+        whole, units = settings.block_mask
+        shown = zlib.crc32(repr(units).encode())
+        mask = f"block_mask {list(whole.tiles.shape)}, in units {shown:08x}"
     return (
         f"{name}, order {order}, q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, softmax_scale "
         f"{options.softmax_scale}, window {options.window}, softcap {options.softcap}, "
-        f"{'a' if sink is not None else 'no'} sink, {scores}, "
+        f"{'a' if sink is not None else 'no'} sink, {scores}, {mask}, "
         f"{'with' if has_gradient else 'without'} gradients, cu_seqlens "
         f"{settings.documents and _shortened(settings.documents)}, "
         f"checksum {zlib.crc32(repr(settings.documents).encode()):08x}"

@@ -69,7 +69,11 @@ def attend_by_heads(
     q, k, v = (to_heads(tensor, ranks, places) for tensor in (q, k, v))
     if sink is not None:
         sink = sink.chunk(ranks.count)[ranks.own]
-    own = {**given, "learnable_sink": sink}
+    own = {**given, "learnable_sink": sink, "block_mask": None}
+    if settings.block_mask is not None:
+        whole, rows = settings.block_mask[0], range(settings.rows)
+        first = ranks.own * q.shape[2]
+        own["block_mask"] = whole.part(rows, rows, range(first, first + q.shape[2]))
     if settings.score_mod is not None:
         # Filled in place: a copy from the host would wait for the device.
         fields = ScoreOrigin._fields

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fa4_hd256.call.forward_problem import Options
+from fa4_hd256.call.tile_mask import TileMask
 from fa4_hd256.integrations.given_results import gradients_of_results
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.kernels.score_change import ScoreOrigin
 from fa4_hd256.score_mods import ScoreMod, in_part
 
-from .spans import Mask, Part
+from .spans import Mask, Part, Units
 
 __all__ = [
     "Attended", "Held", "OwnRows", "Settings", "add_gradients", "attend", "sink_gradient",
@@ -41,7 +42,8 @@ class Settings:
 
     options: softmax_scale, the window of the whole sequence, softcap. documents: of packed
     sequences, offsets in the whole one. rows: of that. config, use_clc, score_mod: as
-    `flash_attn_func` takes them. backward_config: by name.
+    `flash_attn_func` takes them. backward_config: by name. block_mask: of the whole sequence, with
+    the units in which it is divided.
     """
 
     options: Options
@@ -51,10 +53,24 @@ class Settings:
     use_clc: bool | None
     rows: int
     score_mod: ScoreMod | None = None
+    block_mask: tuple[TileMask, Units] | None = None
 
     @property
     def mask(self) -> Mask:
-        return Mask(*self.options.window, self.documents, self.score_mod is not None)
+        units = None if self.block_mask is None else self.block_mask[1]
+        return Mask(*self.options.window, self.documents, self.score_mod is not None, units)
+
+    def block_mask_of(self, part: Part) -> TileMask | None:
+        """That of a part."""
+        if self.block_mask is None:
+            return None
+        assert part.first is not None
+        rows, keys = (
+            range(first, first + len(of_part))
+            for first, of_part in zip(part.first, (part.queries, part.keys), strict=True)
+        )
+        whole = self.block_mask[0]
+        return whole.part(rows, keys, range(whole.tiles.shape[1]))
 
     def score_mod_of(self, part: Part, device: torch.device) -> ScoreMod | None:
         """That of a part, which sees places of the whole."""
@@ -117,6 +133,7 @@ def _forward(
         "config": settings.config,
         "use_clc": settings.use_clc,
         "score_mod": settings.score_mod_of(part, q.device),
+        "block_mask": settings.block_mask_of(part),
     }
     return attend((of_q, of_k, of_v), part.documents, given)
 
@@ -200,7 +217,7 @@ def add_gradients(
         found = gradients_of_results(
             tensors, asked, *_lengths_of(part.documents, q.device), dlse=own_dlse,
             use_clc=settings.use_clc, backward_config=settings.backward_config,
-            score_mod=settings.score_mod_of(part, q.device),
+            functions=(settings.score_mod_of(part, q.device), settings.block_mask_of(part)),
         )  # fmt: skip
         for total, gradient in zip((dq[:, rows], *dkv[:, :, keys]), found, strict=True):
             total += gradient

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Mask", "Part", "Rows", "local_rows", "parts_of", "placed"]
+__all__ = ["ORDERS", "Mask", "Part", "Rows", "Units", "local_rows", "parts_of", "placed", "unit"]
 
 #: How a sequence is divided. contiguous: one span a rank, in order. zigzag: of twice as many spans
 #: as ranks the rank's first and, from the end, its last, so that causal work is equal.
@@ -41,18 +41,37 @@ def placed(order: str, ranks: int, rows: int) -> tuple[Rows, ...]:
     )
 
 
+def unit(order: str, rows: int) -> int:
+    """Rows of a span, where a rank has so many."""
+    return rows // 2 if order == "zigzag" else rows
+
+
+class Units(NamedTuple):
+    """Of a mask by tiles, whether each `rows` queries see any of each `rows` keys."""
+
+    rows: int
+    seen: tuple[tuple[bool, ...], ...]
+
+
 class Mask(NamedTuple):
     """Which keys a query sees, by positions in the whole sequence.
 
     left, right: keys before and behind the query's own position, None: all. documents: offsets of
     packed documents, which see nothing of one another; None: the sequence is one. by_place: whether
-    scores depend on positions, so that those of a part must lie side by side.
+    scores depend on positions, so that those of a part must lie side by side. units: of a mask by
+    tiles, with which there are neither bounds nor documents; spans are of whole units then.
     """
 
     left: int | None = None
     right: int | None = None
     documents: tuple[int, ...] | None = None
     by_place: bool = False
+    units: Units | None = None
+
+    @property
+    def has_places(self) -> bool:
+        """Whether a part must know where it lies."""
+        return self.by_place or self.units is not None
 
 
 class Part(NamedTuple):
@@ -60,8 +79,8 @@ class Part(NamedTuple):
 
     queries, keys: rows of a rank's tensors. window: (left, right), bottom-right aligned, as
     `flash_attn_func` takes it. documents: offsets of packed documents, which queries and keys have
-    in common, from 0; None: one. first: positions of the first query and key where the mask is
-    `by_place`.
+    in common, from 0; None: one. first: positions of the first query and key where the mask
+    `has_places`.
     """
 
     queries: range
@@ -93,16 +112,18 @@ def parts_of(queries: Rows, keys: Rows, mask: Mask) -> tuple[Part, ...]:
                 moved = part._replace(
                     queries=_moved(part.queries, first_query - query_span.start),
                     keys=_moved(part.keys, first_key - key_span.start),
-                    first=(part.queries.start, part.keys.start) if mask.by_place else None,
+                    first=(part.queries.start, part.keys.start) if mask.has_places else None,
                 )
                 found.append(moved)
             first_key += len(key_span)
         first_query += len(query_span)
-    return tuple(found if mask.by_place else _joined(found))
+    return tuple(found if mask.has_places else _joined(found))
 
 
 def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:
     """`parts_of` of two spans; rows are positions."""
+    if mask.units is not None:
+        return _of_units(queries, keys, mask.units)
     documents = mask.documents
     if documents is None:
         documents = (0, max(queries.stop, keys.stop))
@@ -120,6 +141,20 @@ def _pieces(queries: range, keys: range, mask: Mask) -> list[Part]:
         if part is not None:
             found.append(part)
     return found + _own_documents(own, mask)
+
+
+def _of_units(queries: range, keys: range, units: Units) -> list[Part]:
+    """The least rows and keys that hold all units which see something."""
+    pairs = [
+        (row, column)
+        for row in range(queries.start, queries.stop, units.rows)
+        for column in range(keys.start, keys.stop, units.rows)
+        if units.seen[row // units.rows][column // units.rows]
+    ]
+    if not pairs:
+        return []
+    rows, columns = (range(min(side), max(side) + units.rows) for side in zip(*pairs))
+    return [Part(rows, columns, (None, None))]
 
 
 def _own_documents(documents: Sequence[range], mask: Mask) -> list[Part]:

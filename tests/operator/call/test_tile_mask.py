@@ -321,3 +321,42 @@ OF_8 = masks.from_dense(torch.ones(8, 8) > 0)
 def test_what_masks_are_not_made_of(make, error, says):
     with pytest.raises(error, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "shares"),
+    [
+        (range(128, 384), range(0, 256), True),
+        (range(256, 500), range(384, 700), True),
+        (range(0, 500), range(0, 700), True),
+        (range(60, 310), range(100, 650), False),
+        (range(128, 250), range(0, 128), False),
+        (range(0, 1), range(699, 700), False),
+    ],
+)
+def test_a_part(queries, keys, shares):
+    """The dense mask's rows and columns; bits are shared where tiles are the same, and with them
+    what is made of them."""
+    dense = torch.rand(2, 3, 500, 700) < 0.4
+    dense[:, :, :128, 256:384], dense[:, :, 128:256], dense[:, :, 256:, :300] = False, True, False
+    whole = masks.from_dense(dense)
+    for heads in (range(3), range(1, 2)):
+        part = whole.part(queries, keys, heads)
+        assert part is whole.part(queries, keys, heads)
+        expected = dense[:, heads.start : heads.stop, queries.start : queries.stop]
+        assert torch.equal(part.dense(), expected[..., keys.start : keys.stop])
+        assert (part.bits is whole.bits) == shares
+        assert (part.key_bits is whole.key_bits) == shares
+        tiles = masks.from_dense(part.dense()).tiles
+        assert torch.equal(tiles.clamp(max=1), part.tiles.clamp(max=1))
+    of_all = masks.from_dense(dense[:, :1])
+    assert of_all.part(queries, keys, range(2, 3)).tiles.shape[1] == 1
+
+
+def test_units():
+    """By tiles: a unit that shares one with what is seen counts as seen."""
+    dense = torch.zeros(1, 2, 512, 256, dtype=torch.bool)
+    dense[0, 1, 130, 255] = True
+    assert masks.from_dense(dense).units(64) == tuple(
+        (False, False, row in (2, 3), row in (2, 3)) for row in range(8)
+    )

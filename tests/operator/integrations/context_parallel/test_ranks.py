@@ -7,8 +7,11 @@ import re
 import context_cases
 import numpy as np
 import pytest
+import torch
 from context_cases import Case
 from ranks import Failed, Pool
+
+from fa4_hd256 import masks
 
 CAUSAL = {"causal": True}
 
@@ -50,8 +53,24 @@ TWO = {
         "ulysses_attention", heads=(4, 2), documents=(0, 5, 40, 40, 100, 128), score_mod="places",
         options=CAUSAL,
     ),
+    "prefix": Case(batch=2, mask="prefix", sink=True, lse=True),
+    "zigzag, images on a window, ALiBi": Case(
+        order="zigzag", mask="images on a window", score_mod="alibi"
+    ),
+    "window and first tokens, softcap": Case(
+        mask="window and first tokens", options={"softcap": 5.0}
+    ),
+    "zigzag, a BlockMask": Case(order="zigzag", mask="BlockMask"),
+    "zigzag, whole tiles, images on a window": Case(
+        order="zigzag", rows=512, mask="images on a window"
+    ),
+    "gathered, zigzag, of heads": Case("all_gather_attention", "zigzag", mask="of heads"),
+    "gathered, prefix": Case("all_gather_attention", batch=2, mask="prefix"),
+    "heads, of heads": Case("ulysses_attention", heads=(2, 2), mask="of heads"),
+    "heads, zigzag, a BlockMask": Case("ulysses_attention", "zigzag", mask="BlockMask"),
 }
 FOUR = {
+    "zigzag, documents by tiles": Case(order="zigzag", mask="documents"),
     "zigzag, causal": Case(order="zigzag", options=CAUSAL),
     "window": Case(options={"window_size": (40, 9)}),
     "gathered, causal": Case("all_gather_attention", options=CAUSAL),
@@ -66,8 +85,6 @@ def pools(request):
 
     def pool(count):
         if device == "cuda":
-            import torch
-
             if torch.cuda.device_count() < count:
                 pytest.skip(f"needs {count} GPUs")
         if count not in made:
@@ -116,6 +133,8 @@ def test_the_same_bits_again(pools, device):
 def test_planted_mistakes_are_found(pools, name):
     alibi = ", ALiBi" if "scores" in name else ""
     case = TWO[f"causal{alibi}, sink, gradient of LSE"]
+    if "block mask" in name:
+        case = TWO["prefix"]
     found = pools(2).run(context_cases.planted, name, case)
     assert max(context_cases.errors(case, found).values()) > 2, name
 
@@ -164,6 +183,19 @@ def test_refused(pools):
         "config must be": {"backward_config": 3},
         "a ScoreMod of": {"score_mod": max},
         "with a score_mod": {"score_mod": alibi, "softcap": 1.0},
+        "block_mask is of 32 queries and 32 keys; accepted: 64": {
+            "block_mask": masks.prefix_lm(3, 32)
+        },
+        "block_mask is of batch 1 and 3 heads": {
+            "block_mask": masks.from_dense(torch.ones(1, 3, 64, 64, dtype=torch.bool))
+        },
+        "bound the keys, .*, with block_mask": {
+            "block_mask": masks.prefix_lm(3, 64), "causal": True,
+        },
+        "block_mask with cu_seqlens": {
+            "block_mask": masks.prefix_lm(3, 64), "cu_seqlens": (0, 40, 64),
+        },
+        "block_mask is int; accepted": {"block_mask": 3},
     }  # fmt: skip
     for found in pools(2).run(context_cases.refusals, list(cases.values())):
         assert not isinstance(found, Failed), found

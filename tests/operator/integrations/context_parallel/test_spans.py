@@ -12,9 +12,11 @@ from fa4_hd256.integrations.context_parallel.ring import routes
 from fa4_hd256.integrations.context_parallel.spans import (
     Mask,
     Part,
+    Units,
     local_rows,
     parts_of,
     placed,
+    unit,
 )
 
 RANKS = 4
@@ -55,6 +57,8 @@ masks = st.builds(
     st.none() | st.integers(0, 40),
     st.none() | st.integers(0, 40),
     st.none() | st.lists(st.integers(1, 31), max_size=5).map(lambda d: (0, *sorted(d), 32)),
+    st.booleans(),
+    st.none(),
 )
 
 
@@ -69,6 +73,32 @@ def test_parts_are_the_mask(order, mask):
             expected = seen[positions(queries)][:, positions(keys)].long()
             found = counted(parts_of(queries, keys, mask), *expected.shape)
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@given(bits=st.integers(0, (1 << 16) - 1))
+def test_parts_of_units_hold_what_is_seen(order, bits):
+    """Once, and know where they lie; of spans that see nothing there is none. Rows that ring
+    attention sends are whole units, so that the same holds of them."""
+    numbers = range(32 // unit(order, 8))
+    seen = tuple(tuple(bool(bits >> i * 5 % 16 + j & 1) for j in numbers) for i in numbers)
+    mask = Mask(units=Units(unit(order, 8), seen))
+    places = placed(order, RANKS, 8)
+    for queries in places:
+        for keys in (*places, (range(32),), places[1][-1:]):
+            count = torch.zeros(32, 32, dtype=torch.int64)
+            for part in parts_of(queries, keys, mask):
+                rows = positions(queries)[part.queries.start : part.queries.stop]
+                columns = positions(keys)[part.keys.start : part.keys.stop]
+                assert part.first == (rows[0], columns[0]) and part.window == (None, None)
+                assert rows == [*range(rows[0], rows[0] + len(rows))]
+                assert columns == [*range(columns[0], columns[0] + len(columns))]
+                count[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] += 1
+            assert count.max() <= 1
+            for row in positions(queries):
+                for column in positions(keys):
+                    is_seen = seen[row // mask.units.rows][column // mask.units.rows]
+                    assert count[row, column] or not is_seen
 
 
 @pytest.mark.parametrize("window", WINDOWS)
