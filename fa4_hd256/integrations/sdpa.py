@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from fa4_hd256.call import named_configs
 from fa4_hd256.call.forward_problem import Options
 from fa4_hd256.interface import flash_attn_varlen_func
 from fa4_hd256.until_changed import UntilChanged
 
+from .backward_memory import backward_config_of, check_ds_bytes
 from .given_results import gradients_of_results
 
 NAME = "fa4_hd256"
@@ -29,12 +31,23 @@ NAME = "fa4_hd256"
 _longest = UntilChanged()
 
 
-def register(name: str = NAME) -> str:
+class _Active:
+    """What the implementation that was activated last is registered with."""
+
+    ds_bytes: int | None = None
+
+
+def register(name: str = NAME, *, ds_bytes: int | None = None) -> str:
     """Make this attention available to torch.nn.attention.activate_flash_attention_impl(name).
 
-    Returns name. Raises ImportError for a PyTorch without that registry or its adapter. Activation
-    raises RuntimeError where there is no CUDA device: PyTorch dispatches CUDA tensors only.
+    ds_bytes: memory that dS of a backward may take at a time while it is active, as of
+    `BackwardConfig`; None: what FA4_HD256_DS_BYTES says, or the default.
+
+    Returns name. Raises TypeError or ValueError for other ds_bytes, ImportError for a PyTorch
+    without that registry or its adapter. Activation raises RuntimeError where there is no CUDA
+    device: PyTorch dispatches CUDA tensors only.
     """
+    check_ds_bytes(ds_bytes)
     try:
         from torch.nn.attention import register_flash_attention_impl
         from torch.nn.attention._fa4 import register_flash_attention_fa4
@@ -51,6 +64,7 @@ def register(name: str = NAME) -> str:
                 "flash-attention adapter takes CUDA tensors only; for CPU tensors call "
                 "fa4_hd256.flash_attn_func"
             )
+        _Active.ds_bytes = ds_bytes
         return register_flash_attention_fa4(module_path=__name__)
 
     register_flash_attention_impl(name, register_fn=activate)
@@ -121,7 +135,11 @@ def _flash_attn_bwd(
     if options:
         raise NotImplementedError(f"{', '.join(options)} of the backward is not implemented")
     of_q, of_k = (_longest_of(t, offsets) for t, offsets in zip((q, k), ragged, strict=True))
-    return gradients_of_results((q, k, v, out, dout, lse), checked, ragged, (of_q, of_k))
+    config = backward_config_of(_Active.ds_bytes, q.device)
+    return gradients_of_results(
+        (q, k, v, out, dout, lse), checked, ragged, (of_q, of_k),
+        backward_config=named_configs.encode(config, type(config)),
+    )  # fmt: skip
 
 
 def _longest_of(rows: torch.Tensor, offsets: torch.Tensor | None) -> int | None:

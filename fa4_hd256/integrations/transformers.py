@@ -13,6 +13,7 @@ all and drops the padding in silence.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -24,6 +25,8 @@ import torch
 from fa4_hd256.interface import flash_attn_func, flash_attn_varlen_func
 from fa4_hd256.masks import from_dense
 from fa4_hd256.until_changed import UntilChanged
+
+from .backward_memory import backward_config_of, check_ds_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +54,17 @@ PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 KEY_START, KEY_END, QUERY_START, QUERY_END = range(4)
 
 
-def register(name: str = NAME) -> str:
+def register(name: str = NAME, *, ds_bytes: int | None = None) -> str:
     """Make this attention available to transformers models as `attn_implementation=name`.
 
+    ds_bytes: memory that dS of a backward may take at a time, as of `BackwardConfig`; None: what
+    FA4_HD256_DS_BYTES says, or the default.
+
     Returns name. Raises ImportError where transformers is missing or of a version that this
-    function does not know, ValueError for a name that transformers would take for flash-attn.
+    function does not know, ValueError for a name that transformers would take for flash-attn and
+    ds_bytes below 0, TypeError for such that are no int.
     """
+    check_ds_bytes(ds_bytes)
     check_version()
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -66,7 +74,8 @@ def register(name: str = NAME) -> str:
             f"name is {name!r}; accepted: a name without 'flash', which transformers takes for a "
             "release of flash-attn"
         )
-    AttentionInterface.register(name, attention)
+    bounded = attention if ds_bytes is None else functools.partial(attention, ds_bytes=ds_bytes)
+    AttentionInterface.register(name, bounded)
     AttentionMaskInterface.register(name, mask)
     return name
 
@@ -132,7 +141,8 @@ def attention(
     (a sink logit per head), is_causal (the module's own, if it has one, else True); `PACKED`:
     offsets and longest sequence of the rows of all batch entries together, which are then packed
     sequences; cache: that of continuous batching, which has the cached keys and says where the
-    sequences are. Others say nothing that matters here, except those in `REFUSED`.
+    sequences are; ds_bytes: of `register`. Others say nothing that matters here, except those in
+    `REFUSED`.
 
     Returns (out, None), out: (batch, seqlen_q, heads, 256); rows of padding are 0.
 
@@ -154,6 +164,7 @@ def attention(
         "window_size": window,
         "softcap": options.get("softcap") or 0.0,
         "learnable_sink": options.get("s_aux"),
+        "backward_config": backward_config_of(options.get("ds_bytes"), query.device),
     }
     if options.get("cache") is not None:
         key, value = _updated(module, key, value, options)

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import _fa4
 
 from fa4_hd256 import flash_attn_func
+from fa4_hd256.integrations import sdpa, transformers
 from fa4_hd256.run import backward
 
 VARIABLE = "FA4_HD256_DS_BYTES"
@@ -71,6 +73,50 @@ def test_refused(device, monkeypatch, given):
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(ValueError, match=rf"{VARIABLE} is '{given}'; accepted: a whole number of"):
         gradients(device)
+
+
+def test_the_sdpa_adapter_bounds_it(device, bounds, monkeypatch):
+    """While it is active; PyTorch activates it for CUDA tensors alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_fa4, "register_flash_attention_fa4", lambda module_path: module_path)
+    monkeypatch.setattr(sdpa._Active, "ds_bytes", None)
+    q, k, v, dout = torch.randn(4, 1, 256, 2, 256).to(device, torch.bfloat16)
+    out, lse = sdpa._flash_attn_fwd(q, k, v, causal=True)
+
+    def backward():
+        sdpa._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
+        return bounds[-1]
+
+    default = backward()
+    for name, ds_bytes in (("bounded", 1 << 17), ("unbounded", None)):
+        registered = {}
+        monkeypatch.setattr(
+            torch.nn.attention, "register_flash_attention_impl",
+            lambda name, register_fn, to=registered: to.update({name: register_fn}),
+        )  # fmt: skip
+        sdpa.register(name, ds_bytes=ds_bytes)
+        registered[name]()
+        assert backward() == (ds_bytes or default)
+
+
+def test_the_transformers_adapter_bounds_it(device, bounds):
+    from transformers import AttentionInterface
+
+    transformers.register("fa4_hd256_bounded", ds_bytes=1 << 17)
+    attention = AttentionInterface._global_mapping["fa4_hd256_bounded"]
+    leaves = [
+        x.to(device, torch.bfloat16).requires_grad_() for x in torch.randn(3, 1, 2, 256, 256)
+    ]
+    out, _ = attention(torch.nn.Module(), *leaves, None)
+    torch.autograd.grad(out, leaves, torch.randn_like(out))
+    assert bounds == [1 << 17]
+
+
+@pytest.mark.parametrize("adapter", [sdpa, transformers])
+@pytest.mark.parametrize(("given", "error"), [(-1, ValueError), (1e9, TypeError)])
+def test_adapters_refuse(adapter, given, error):
+    with pytest.raises(error, match=f"ds_bytes is {given}; accepted"):
+        adapter.register("fa4_hd256_other", ds_bytes=given)
 
 
 @pytest.mark.simulator

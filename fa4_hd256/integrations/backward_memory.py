@@ -1,0 +1,30 @@
+"""How much memory dS may take in backwards that an adapter calls for somebody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa4_hd256.gpus.family import architecture_of
+from fa4_hd256.kernels.kernel_set import kernels_of
+
+__all__ = ["backward_config_of", "check_ds_bytes"]
+
+
+def check_ds_bytes(ds_bytes: Any) -> None:
+    """Raise TypeError for what is neither None nor an int, ValueError for one below 0."""
+    if ds_bytes is None:
+        return
+    if isinstance(ds_bytes, bool) or not isinstance(ds_bytes, int):
+        raise TypeError(f"ds_bytes is {ds_bytes!r}; accepted: an int of 0 or more, or None")
+    if ds_bytes < 0:
+        raise ValueError(f"ds_bytes is {ds_bytes}; accepted: 0 (keep no dS) or more, or None")
+
+
+@torch.compiler.assume_constant_result
+def backward_config_of(ds_bytes: int | None, device: torch.device) -> Any:
+    """The backward configuration with these ds_bytes on a device; None for the default one."""
+    if ds_bytes is None:
+        return None
+    return kernels_of(architecture_of(device)).config("backward")(ds_bytes=ds_bytes)
