@@ -19,6 +19,7 @@ import torch
 from bench.peers import flash_attn_4
 from fa4_hd256 import flash_attn_func, flash_attn_varlen_func, masks
 from fa4_hd256.kernels.limits import HEAD_DIM
+from fa4_hd256.mask_mods import MaskMod
 from fa4_hd256.score_mods import ScoreMod
 from sm100_sim import Options, attached
 from sm100_sim.tools import mutants
@@ -134,15 +135,18 @@ def _packed(
     return cast(torch.Tensor, out)
 
 
-def _masked(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+def _masked(
+    tensors: list[torch.Tensor], mask_mod: MaskMod | None = None, **options: Any
+) -> torch.Tensor:
     """Under a block mask: of tiles of 128 x 128 every third is seen by nobody, rows behind 400 see
-    nothing, others a random half."""
+    nothing, others a random half, or what mask_mod says."""
     queries, keys = (tensors[i].shape[1] for i in (0, 1))
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
     generator = torch.Generator().manual_seed(2)
     seen = torch.rand(queries, keys, generator=generator) < 0.5
     seen &= ((rows // 128 + columns // 128) % 3 > 0) & (rows < 400)
-    return _dense(tensors, block_mask=masks.from_dense(seen), **options)
+    mask = masks.from_dense(seen)
+    return _dense(tensors, block_mask=mask, mask_mod=mask_mod, **options)
 
 
 def _tree(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
@@ -155,6 +159,13 @@ def _tree(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
 def _biased(score: Any, place: Any, tensors: tuple) -> Any:
     return 0.5 * score + tensors[0][place.key]
 
+
+def _before_limits(batch: Any, head: Any, query: Any, key: Any, tensors: tuple) -> Any:
+    return (key < tensors[0][query]) & ((query + key) % 2 == 0)
+
+
+#: A function that says what is seen, by a tensor.
+_FUNCTION = MaskMod.of(_before_limits, (torch.arange(520, dtype=torch.int32) % 300,))
 
 #: A function of scores that reads a tensor, with a slope.
 _CHANGED: dict[str, Any] = {
@@ -203,6 +214,7 @@ def _targets() -> Iterator[Target]:
             ("varlen, window, softcap, sink", _packed, every, packed),
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
             ("block mask", _masked, {}, MASK_SHAPES),
+            ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
             ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=clc)
@@ -224,6 +236,7 @@ def _targets() -> Iterator[Target]:
         run = functools.partial(_backward, call=call, wanted="qkv", **_CHANGED, use_clc=clc)
         name = f"dV and dS, varlen, causal, score_mod, {scheduler}"
         yield Target(name, run, of_all, kernels="DvKernel")
+        yield from _masked_backwards("", clc, BLACKWELL)
     yield from _hopper_targets()
     for causal in (False, True):
         name = f"{flash_attn_4.PACKAGE} forward, {'causal' if causal else 'full'}"
@@ -242,6 +255,7 @@ def _hopper_targets() -> Iterator[Target]:
             ("varlen, window, softcap, sink", _packed, window, packed),
             ("varlen, causal, score_mod", _packed, _CHANGED, packed),
             ("block mask", _masked, {}, MASK_SHAPES),
+            ("mask_mod", _masked, {"mask_mod": _FUNCTION}, MASK_SHAPES),
             ("few rows, tree mask", _tree, {}, TREE_SHAPES),
         ):
             run = functools.partial(_forward, call=call, **options, use_clc=counted)
@@ -269,6 +283,22 @@ def _hopper_targets() -> Iterator[Target]:
         yield Target(
             f"Hopper dV and dS, varlen, causal, score_mod, {scheduler}", run, of_all,
             kernels="DvKernel", environment=HOPPER,
+        )
+        yield from _masked_backwards("Hopper ", counted, HOPPER)
+
+
+def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
+    """Under a block mask, by bits and by a function."""
+    scheduler = "dynamic" if clc else "static"
+    for name, kernel, options in (
+        ("dV and dS, block mask", "DvKernel", {}),
+        ("dK and dQ from dS, block mask", "ProductsKernel", {}),
+        ("dV and dS, mask_mod", "DvKernel", {"mask_mod": _FUNCTION}),
+    ):
+        run = functools.partial(_backward, call=_masked, wanted="qkv", **options, use_clc=clc)
+        yield Target(
+            f"{prefix}{name}, {scheduler}", run, MASK_SHAPES, kernels=kernel,
+            environment=environment,
         )
 
 

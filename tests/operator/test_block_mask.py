@@ -73,6 +73,9 @@ NAMED = {
     "prefix": lambda: masks.prefix_lm(torch.tensor([5, 300]), 400),
     "window": lambda: masks.sliding_window(100, 400, first_tokens=4),
     "documents": lambda: masks.documents(torch.tensor([0] * 130 + [1] * 270)),
+    "documents, all keys of each": lambda: masks.documents(
+        torch.tensor([0] * 130 + [1] * 270), causal=False
+    ),
     "images": lambda: masks.bidirectional_blocks(
         torch.tensor([-1] * 100 + [0] * 60 + [-1] * 240), window=150
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from operator_calls import backward_arguments
-from test_block_mask import holes, inputs
+from test_block_mask import NAMED, holes, inputs
 
 import sm100_sim
 from fa4_hd256 import flash_attn_func, masks
@@ -53,6 +53,12 @@ def check(tensors, mask, with_lse=False, sink=None, use_clc=False, config=None, 
 def test_holes(lengths, batch, heads, own_heads, use_clc, device):
     tensors = inputs(*lengths, heads, batch, device=device)
     check(tensors, holes(*lengths, batch, own_heads, device), use_clc=use_clc)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("name", NAMED)
+def test_named_masks(name):
+    check(inputs(400, 400, batch=2), NAMED[name](), with_lse=True)
 
 
 def test_dtypes_and_kinds_of_scores(device):
