@@ -257,7 +257,7 @@ def test_layers_share_a_mask(device, monkeypatch):
 
 
 def test_training_step_with_images(device):
-    """Parameter gradients of one step against eager attention."""
+    """Parameter gradients of one step against SDPA in float64."""
     model, exact = gemma(device)
     ids, images = tokens(2, 24, device), images_of(device)
 
@@ -267,7 +267,7 @@ def test_training_step_with_images(device):
         return {name: p.grad.float() for name, p in model.named_parameters()}
 
     found, eager = step(model, integration.NAME), step(model, "eager")
-    for parameter, wanted in step(exact, "eager").items():
+    for parameter, wanted in step(exact.double(), "sdpa").items():
         error, eager_error = ((one[parameter] - wanted).norm().item() for one in (found, eager))
         assert error <= 2 * eager_error + 2**-8 * wanted.norm().item(), parameter
 
@@ -317,7 +317,7 @@ def test_packed_sequences_by_their_offsets(device):
 
 
 def test_training_on_packed_sequences(device):
-    """Parameter gradients of one step, against eager attention to the sequences one by one."""
+    """Parameter gradients of one step, against SDPA in float64 of the sequences one by one."""
     model, exact = gemma(device)
     positions = torch.tensor(SEQUENCES["three"], device=device)
     ids, weights = tokens(1, 15, device), torch.randn(1, 15, VOCABULARY).to(device)
@@ -333,7 +333,7 @@ def test_training_on_packed_sequences(device):
     apart = slice(0, 11), slice(11, 14), slice(14, 15)
     found = gradients(model, integration.NAME, slice(0, 15))
     eager = gradients(model, "eager", *apart)
-    for parameter, wanted in gradients(exact, "eager", *apart).items():
+    for parameter, wanted in gradients(exact.double(), "sdpa", *apart).items():
         error, eager_error = ((one[parameter] - wanted).norm() for one in (found, eager))
         assert error <= 2 * eager_error + 2**-8 * wanted.norm(), parameter
 
@@ -409,7 +409,7 @@ def test_without_registration_of_the_mask(device, monkeypatch):
 
 
 def test_training_step(device):
-    """Loss and parameter gradients of one step, with padding, against eager attention."""
+    """Loss and parameter gradients of one step, with padding, against SDPA in float64."""
     model, exact = gemma(device)
     ids = tokens(2, 12, device)
     padding = torch.ones_like(ids)
@@ -425,7 +425,7 @@ def test_training_step(device):
 
     loss, gradients = step(model, integration.NAME)
     eager_loss, eager = step(model, "eager")
-    exact_loss, expected = step(exact, "eager")
+    exact_loss, expected = step(exact.double(), "sdpa")
     assert abs(loss - exact_loss) <= 2 * abs(eager_loss - exact_loss) + 2**-8 * exact_loss
     for parameter, wanted in expected.items():
         error, eager_error = (
