@@ -78,22 +78,22 @@ class Geometry:
 
 def main_tiles(geometry: Geometry) -> Iterator[Tile]:
     """Of the main kernel: Q and dO of a head are shared; K, V, dV and dS are a tile's own."""
-    shared = 2 * ROW * geometry.lengths[0]
     reads, writes = 2 * ROW * KEYS, ROW * KEYS
     blocks = []
     for begin in range(0, geometry.padded[1], KEYS):
         first, limit = geometry.queries_of(begin // ROWS * ROWS)
         units = -(-(limit - first) // UNIT)
         own = reads + writes + _DS * UNIT * KEYS * units
-        blocks.append((UNIT_WORK * units, own))
+        shared = 2 * ROW * max(min(limit, geometry.lengths[0]) - first, 0)
+        blocks.append((UNIT_WORK * units, shared, own))
     for head in range(geometry.batch * geometry.heads):
-        for work, own in blocks:
+        for work, shared, own in blocks:
             yield Tile(work, head, shared, own, 0.0, reads, writes)
 
 
 def product_tiles(geometry: Geometry, is_dq: bool) -> Iterator[Tile]:
     """Of a product over dS: Q of a head, or K of a group of heads, is shared."""
-    rows, others = geometry.lengths if is_dq else geometry.lengths[::-1]
+    rows = geometry.lengths[not is_dq]
     blocks = []
     for begin in range(0, rows, ROWS):
         if is_dq:
@@ -103,11 +103,11 @@ def product_tiles(geometry: Geometry, is_dq: bool) -> Iterator[Tile]:
             summed = min(limit, geometry.lengths[0]) - first
         steps, height = -(-summed // STEP), min(ROWS, rows - begin)
         writes = ROW * height
-        blocks.append((STEP_WORK * steps, _DS * height * summed + writes, writes))
+        blocks.append((STEP_WORK * steps, ROW * summed, _DS * height * summed + writes, writes))
     for head in range(geometry.batch * geometry.heads):
         group = head // geometry.ratio if is_dq else head
-        for work, own, writes in blocks:
-            yield Tile(work, group, ROW * others, own, 0.0, 0.0, writes)
+        for work, shared, own, writes in blocks:
+            yield Tile(work, group, shared, own, 0.0, 0.0, writes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,8 +22,8 @@ from .tiles import (
     grouped,
     indices,
     key_steps,
-    range_of,
     section_of,
+    shared_by,
     tiles_of_keys,
 )
 
@@ -129,7 +129,7 @@ def product_tiles(
         sides, bounds = lengths, case.bounds
         if of_keys:
             sides, bounds = lengths[::-1], bounds[::-1]
-        which, others = range_of(block * ROWS, sides, bounds) or (0, sides[1])
+        which, others = shared_by(block * ROWS, ROWS, sides, bounds)
         shared = ROW * others * (query_heads if of_keys else 1)
         group = 2 * ((which * case.batch + batch) * heads + head) + of_keys
         found.append(grouped(of(number, query_heads, lengths), group, shared))

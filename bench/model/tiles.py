@@ -200,6 +200,21 @@ def key_steps(
 
 
 @functools.cache
+@functools.lru_cache(maxsize=1 << 16)
+def shared_by(
+    begin: int, rows: int, lengths: tuple[int, int], bounds: Bounds
+) -> tuple[int, int]:
+    """(which range the tile of so many rows that begins there is of, rows of the other side that it
+    shares with others of the range): with a bound on one side, or none, those that its own rows
+    see, which are among those of a tile that sees more. lengths, bounds: the tile's own side
+    first."""
+    found = range_of(begin, lengths, bounds)
+    if found is not None:
+        return found
+    end = min(begin + rows, lengths[0])
+    return 0, len(visible_keys(begin, end, lengths, bounds)) if begin < end else 0
+
+
 def range_of(begin: int, lengths: tuple[int, int], bounds: Bounds) -> tuple[int, int] | None:
     """(which range of its side's rows the tile that begins there is of, rows of the other side that
     this range sees and none before it), where a window bounds both sides of the mask; else None,
@@ -227,20 +242,13 @@ def forward_tiles(case: Case, tiling: ForwardTiling) -> list[Tile]:
     def of(block: int, lengths: tuple[int, int], part: int) -> Tile:
         return _forward_tile(case, tiling, block, lengths, part)
 
-    @functools.cache
-    def seen(block: int, lengths: tuple[int, int]) -> int:
-        """Keys of a sequence that the tile's queries see; those of a shorter tile are among them,
-        for a window's have ranges."""
-        begin, end = block * queries, min((block + 1) * queries, lengths[0])
-        return len(visible_keys(begin, end, lengths, case.bounds)) if begin < end else 0
-
     found, groups = [], case.batch * splits * case.heads_kv
     for block, head, entry in tiling.places(case):
         batch, part = divmod(entry, splits)
         lengths = case.lengths[batch]
         if tiling.exact_grid and case.packed and block * queries >= lengths[0]:
             continue
-        which, keys = range_of(block * queries, lengths, case.bounds) or (0, seen(block, lengths))
+        which, keys = shared_by(block * queries, queries, lengths, case.bounds)
         shared = 4.0 * keys * tiling.head_dim / splits
         group = which * groups + entry * case.heads_kv + head // ratio
         found.append(grouped(of(block, lengths, part), group, shared))
@@ -343,7 +351,7 @@ def dq_tiles(case: Case, tiling: BackwardTiling) -> list[Tile]:
     later_first = tiling.order.later(case.bounds[1] is not None)
     for block, head, batch in indices(grid, section, later_first, _blocks_of(case, 0, ROWS)):
         lengths = case.lengths[batch]
-        which, keys = range_of(block * ROWS, lengths, case.bounds) or (0, lengths[1])
+        which, keys = shared_by(block * ROWS, ROWS, lengths, case.bounds)
         group = (which * case.batch + batch) * case.heads_kv + head // ratio
         found.append(grouped(of(block, lengths), group, shared * keys))
     return found
@@ -393,7 +401,8 @@ def tiles_of_keys(
     for block, head, batch in indices(grid, section, later_first, packed):
         lengths, query_heads = case.lengths[batch], min(part, ratio - head % head_parts * part)
         tile = of(block, query_heads, lengths)
-        which, queries = range_of(block * rows, lengths[::-1], case.bounds[::-1]) or (0, lengths[0])
+        sides = lengths[::-1], case.bounds[::-1]
+        which, queries = shared_by(block * rows, rows, *sides)
         group = (which * case.batch + batch) * heads + head
         found.append(grouped(tile, group, shared * queries))
     return found

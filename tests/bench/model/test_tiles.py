@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from bench.model.forward import Kernel
+from bench.model.frost_backward import Geometry, main_tiles
+from bench.model.frost_backward import product_tiles as frost_products
 from bench.model.samples import HELD_OUT, WINDOW_SAMPLES, forward_work
 from bench.model.stored_tiles import DV, PRODUCT, dv_tiles, product_tiles
 from bench.model.tiles import (
@@ -152,6 +154,25 @@ def test_tiles_of_a_window_read_what_they_see(order):
         starts, own = np.arange(len(tiles)) // 74, sum(tile.own_bytes for tile in tiles)
         shared = hbm_bytes(tiles, starts, VALUES) - own
         assert 0.99 * least <= shared <= sum(tile.work for tile in tiles) / step * asked
+
+
+def test_a_tile_of_a_causal_backward_shares_what_its_rows_see():
+    """K and V of a prefix, Q and dO of a suffix; of the products K or Q alone. FROST's, whose
+    queries begin at multiples of 256, too."""
+    case = replace(LONG_WINDOW, lengths=((1024, 1024),), heads=1, heads_kv=1, window=(None, None))
+    backward, quarters = BackwardTiling("static", True, True, ROWS), [256, 512, 768, 1024]
+    for tiles, of_row in (
+        (dq_tiles(case, backward), 2 * ROW), (dv_tiles(case, backward, 1), 2 * ROW),
+    ):
+        assert sorted(tile.shared_bytes for tile in tiles) == [n * of_row for n in quarters]
+    pairs = sorted(2 * quarters)
+    products = sorted(tile.shared_bytes for tile in product_tiles(case, backward, 1))
+    assert products == [n * ROW for n in pairs]
+    frost = Geometry(1, 1, 1, (1024, 1024), 0)
+    assert sorted(tile.shared_bytes for tile in main_tiles(frost)) == [n * 2 * ROW for n in pairs]
+    for is_dq in (False, True):
+        found = sorted(tile.shared_bytes for tile in frost_products(frost, is_dq))
+        assert found == [n * ROW for n in quarters]
 
 
 def test_ranges_of_a_window_are_of_one_head_each():
