@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .call.mask_checks import check_integers, check_offsets, check_whole
+from .call.mask_checks import LARGEST, check_integers, check_offsets, check_whole
 from .call.tile_mask import (
     ABSENT,
     EMPTY,
@@ -221,7 +221,11 @@ def keys_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each packed query (which sequence it is of, where that one's keys begin, how many these
     are), (total,) int64. Rows behind the last offset count as the last sequence's, without keys.
-    cu_seqlens_q, cu_seqlens_k: (batch + 1,)."""
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets, on one device. Raises as `in_sequences` for
+    others."""
+    check_whole("total", total, 1)
+    device = getattr(cu_seqlens_q, "device", torch.device("cpu"))
+    check_offsets((cu_seqlens_q, cu_seqlens_k), (total, LARGEST), device)
     rows, ends = torch.arange(total, device=cu_seqlens_q.device), cu_seqlens_q[1:].long()
     numbers = torch.searchsorted(ends.contiguous(), rows, right=True)
     numbers = numbers.clamp(max=ends.numel() - 1)

@@ -290,12 +290,14 @@ def _hopper_targets() -> Iterator[Target]:
 def _masked_backwards(prefix: str, clc: bool, environment: Mapping[str, str]) -> Iterator[Target]:
     """Under a block mask, by bits and by a function."""
     scheduler = "dynamic" if clc else "static"
-    for name, kernel, options in (
-        ("dV and dS, block mask", "DvKernel", {}),
-        ("dK and dQ from dS, block mask", "ProductsKernel", {}),
-        ("dV and dS, mask_mod", "DvKernel", {"mask_mod": _FUNCTION}),
+    for name, kernel, mask_mod in (
+        ("dV and dS, block mask", "DvKernel", None),
+        ("dK and dQ from dS, block mask", "ProductsKernel", None),
+        ("dV and dS, mask_mod", "DvKernel", _FUNCTION),
     ):
-        run = functools.partial(_backward, call=_masked, wanted="qkv", **options, use_clc=clc)
+        run = functools.partial(
+            _backward, call=_masked, wanted="qkv", mask_mod=mask_mod, use_clc=clc
+        )
         yield Target(
             f"{prefix}{name}, {scheduler}", run, MASK_SHAPES, kernels=kernel,
             environment=environment,

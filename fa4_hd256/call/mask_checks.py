@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_integers", "check_offsets", "check_whole"]
+__all__ = ["LARGEST", "check_integers", "check_offsets", "check_whole"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 #: Of any number that counts rows.
-_LARGEST = (1 << 31) - 1
+LARGEST = (1 << 31) - 1
 
 
 def check_whole(name: str, given: Any, least: int = 0, accepted: str = "") -> None:
@@ -18,8 +18,8 @@ def check_whole(name: str, given: Any, least: int = 0, accepted: str = "") -> No
     accepted = accepted or f"an int, {least} or more"
     if isinstance(given, bool) or not isinstance(given, int):
         raise TypeError(f"{name} is {given!r}; accepted: {accepted}")
-    if not least <= given <= _LARGEST:
-        raise ValueError(f"{name} is {given}; accepted: {least} to {_LARGEST}")
+    if not least <= given <= LARGEST:
+        raise ValueError(f"{name} is {given}; accepted: {least} to {LARGEST}")
 
 
 def check_integers(name: str, given: Any, ranks: tuple[int, ...], accepted: str) -> None:

@@ -239,6 +239,20 @@ def test_rows_behind_the_last_sequence_see_nothing():
     assert not joined[5:].any() and joined[3:5, 4:].all() and joined[:3, :4].all()
 
 
+def test_offsets_of_rows_are_checked():
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    for wrong, total, error, text in (
+        (None, 8, TypeError, "cu_seqlens_q is NoneType"),
+        (offsets.float(), 8, TypeError, "cu_seqlens_q is torch.float32"),
+        (offsets.flip(0), 8, ValueError, "offsets that ascend from 0"),
+        (offsets, 7, ValueError, "to 7 at most"),
+        (offsets[:2], 8, ValueError, "cu_seqlens_q has 2 offsets, cu_seqlens_k 3"),
+        (offsets, 0, ValueError, "total is 0"),
+    ):
+        with pytest.raises(error, match=text):
+            masks.keys_of_rows(wrong, offsets, total)
+
+
 def test_what_inference_made_may_be_trained_with(device):
     tensors = tuple(tensor.requires_grad_() for tensor in row(device=device))
     mask = masks.from_dense(torch.ones(8, 8, device=device) > 0)
